@@ -1,0 +1,40 @@
+"""holdfast keeps distributed PyTorch training alive.
+
+The public door. Names are loaded at first use, so that importing the package costs neither torch nor time; commands
+and keepers rely on that. A test freezes the list: a new name needs a reason there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.base.config import Config
+    from holdfast.base.errors import HoldfastError
+    from holdfast.core.model import Level, Version
+    from holdfast.train.checkpointer import Checkpointer, RestoreReport, SaveHandle
+
+__version__ = "0.1.0"
+
+__all__ = ["Checkpointer", "Config", "HoldfastError", "Level", "RestoreReport", "SaveHandle", "Version"]
+
+_HOMES = {
+    "Checkpointer": "holdfast.train.checkpointer",
+    "Config": "holdfast.base.config",
+    "HoldfastError": "holdfast.base.errors",
+    "Level": "holdfast.core.model",
+    "RestoreReport": "holdfast.train.checkpointer",
+    "SaveHandle": "holdfast.train.checkpointer",
+    "Version": "holdfast.core.model",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

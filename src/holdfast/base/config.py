@@ -1,0 +1,209 @@
+"""Every setting of holdfast: one frozen tree, one precedence (argument or flag > environment > TOML file > default).
+
+This file is the only reader of the environment. Each field states its unit, its default and the reason for it. An
+unknown key is an error that names the file and the key. The list of fields and variables is frozen by a test: a new
+one needs a reason there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.base.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# Environment variable -> field. At most eight.
+ENVIRONMENT: dict[str, str] = {
+    "HOLDFAST_EVERY": "every",
+    "HOLDFAST_DURABLE_EVERY": "durable_every",
+    "HOLDFAST_NODE_LABEL": "node_label",
+    "HOLDFAST_RUN_ID": "run_id",
+    "HOLDFAST_RUNTIME_DIR": "runtime_dir",
+    "HOLDFAST_MEMORY_BUDGET": "memory_budget",
+    "HOLDFAST_LOG_LEVEL": "log_level",
+}
+CONFIG_FILE_VARIABLE = "HOLDFAST_CONFIG"
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\Z", re.IGNORECASE)
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)\Z")
+_TIME_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The settings of one job on one node.
+
+    Attributes:
+        every: captured cadence: steps (`"10"`) or seconds (`"30s"`); both may stand, steps win (`"10,30s"`). Default
+            every step: with overlapped copying a capture costs less than the steps it saves.
+        durable_every: durable cadence in the same form. Default `"60s"`: what one rank loses if all memory is lost.
+        keep_last: durable versions kept; at least 2, so that one bad version never leaves nothing.
+        keep_every: additionally keep versions whose step is a multiple of this; 0 keeps none.
+        overlap: copy parameters and optimizer state behind the next forward and backward once proven safe.
+        verify_capture: compare live tensors with the copy at every fence. Doubles the memory traffic of a save.
+        fence_timeout_s: how long an optimizer step may wait for the copy beyond the copy itself; then the version is
+            abandoned. 1 s: a checkpoint library must never be the reason that training stops.
+        begin_timeout_s: how long a save may wait for a free slot; then the version is abandoned.
+        num_slots: slots per rank, 2 or 3. A third avoids waits when saves come faster than storage.
+        memory_budget: bytes (`"4GiB"`) that all keepers of the cgroup may use; `""` is a quarter of its limit.
+        node_label: the failure domain of this process; `""` is the host name.
+        run_id: tells jobs on the same path apart; part of the keeper's identity.
+        runtime_dir: where sockets and logs of keepers live; `""` is `$XDG_RUNTIME_DIR/holdfast` or a private
+            directory under the system's temporary one.
+        linger_s: how long a keeper waits for a client before it ends; 10 minutes outlast a restart and a requeue.
+        close_timeout_s: how long `close()` waits for the last save to be durable.
+        strict: restore refuses missing, unexpected and misshaped entries.
+        log_level: level of the keeper's log.
+    """
+
+    every: str = "1"
+    durable_every: str = "60s"
+    keep_last: int = 2
+    keep_every: int = 0
+    overlap: bool = True
+    verify_capture: bool = False
+    fence_timeout_s: float = 1.0
+    begin_timeout_s: float = 1.0
+    num_slots: int = 2
+    memory_budget: str = ""
+    node_label: str = ""
+    run_id: str = "default"
+    runtime_dir: str = ""
+    linger_s: float = 600.0
+    close_timeout_s: float = 600.0
+    strict: bool = True
+    log_level: str = "INFO"
+
+    def __post_init__(self) -> None:
+        _require(2 <= self.num_slots <= 3, "num_slots", self.num_slots, "2 or 3")
+        _require(self.keep_last >= 2, "keep_last", self.keep_last, "at least 2")
+        _require(self.keep_every >= 0, "keep_every", self.keep_every, "0 or a number of steps")
+        for name in ("fence_timeout_s", "begin_timeout_s", "linger_s", "close_timeout_s"):
+            _require(getattr(self, name) > 0, name, getattr(self, name), "a positive number of seconds")
+        _require(bool(re.fullmatch(r"[A-Za-z0-9._-]{1,128}", self.run_id)), "run_id", self.run_id, "a plain name")
+        _require(
+            bool(re.fullmatch(r"[A-Za-z0-9._-]{0,128}", self.node_label)), "node_label", self.node_label, "a plain name"
+        )
+        parse_size(self.memory_budget or "0")
+
+    @property
+    def node(self) -> str:
+        """The label of this node, never empty."""
+        return self.node_label or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()) or "node"
+
+    @property
+    def runtime_path(self) -> Path:
+        """The directory of sockets and logs; not created here."""
+        if self.runtime_dir:
+            return Path(self.runtime_dir)
+        base = os.environ.get("XDG_RUNTIME_DIR")
+        if base and os.access(base, os.W_OK):
+            return Path(base) / "holdfast"
+        return Path(tempfile.gettempdir()) / f"holdfast-{os.getuid()}"
+
+
+def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] | None = None) -> Config:
+    """The settings in force: defaults, then the TOML file, then the environment, then `overrides` that are not None.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type or out of range; names the place.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    file = environ.get(CONFIG_FILE_VARIABLE, "")
+    if file:
+        values.update(_read_file(Path(file)))
+    for variable, name in ENVIRONMENT.items():
+        if variable in environ:
+            values[name] = _typed(name, environ[variable], where=variable)
+    for name, value in (overrides or {}).items():
+        if value is not None:
+            values[name] = _typed(name, value, where="argument")
+    return Config(**values)
+
+
+def parse_size(text: str) -> int:
+    """Bytes from `"4GiB"`, `"500MB"` or `"1048576"`.
+
+    Raises:
+        ConfigError: not a size.
+    """
+    match = _SIZE.match(text.strip())
+    if not match:
+        raise ConfigError(f"{text!r} is not a size", remedy='write it as "4GiB", "500MB" or a number of bytes')
+    unit = (match[2] or "").lower()
+    power = " kmgt".index(unit[0]) if unit else 0
+    return int(float(match[1]) * (1024 if unit.endswith("i") else 1000) ** power)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds from `"30s"`, `"5m"`, `"2h"` or `"250ms"`.
+
+    Raises:
+        ConfigError: not a duration.
+    """
+    match = _TIME.match(text.strip())
+    if not match:
+        raise ConfigError(f"{text!r} is not a duration", remedy='write it as "30s", "5m", "2h" or "250ms"')
+    return float(match[1]) * _TIME_UNITS[match[2]]
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the settings file: {error.strerror}",
+            where=str(path),
+            remedy=f"correct or unset {CONFIG_FILE_VARIABLE}",
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the settings file is not TOML: {error}", where=str(path)) from error
+    return {name: _typed(name, value, where=f"{path}: {name}") for name, value in table.items()}
+
+
+def _typed(name: str, value: Any, *, where: str) -> Any:
+    fields = {f.name: f for f in dataclasses.fields(Config)}
+    if name not in fields:
+        raise ConfigError(f"unknown setting {name!r}", where=where, remedy=f"known: {', '.join(sorted(fields))}")
+    kind: Any = type(fields[name].default)
+    try:
+        if kind is bool:
+            return _boolean(value)
+        if kind is str and isinstance(value, int | float):
+            return str(value)
+        if not isinstance(value, kind | str | int):
+            raise ValueError
+        return kind(value)
+    except ValueError:
+        raise ConfigError(f"{name} = {value!r} is not {_KINDS[kind]}", where=where) from None
+
+
+_KINDS = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
+
+
+def _boolean(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if str(value).lower() not in known:
+        raise ValueError(value)
+    return known[str(value).lower()]
+
+
+def _require(condition: bool, name: str, value: object, wanted: str) -> None:
+    if not condition:
+        raise ConfigError(f"{name} = {value!r} is out of range", where=name, remedy=f"give {wanted}")

@@ -1,0 +1,152 @@
+"""Every error that holdfast raises, as one tree.
+
+HoldfastError
+├── UsageError            a call in the wrong order or with a wrong argument
+│   ├── ConfigError       a setting that is unknown, misspelt or out of range
+│   └── MismatchError     the saved state does not fit the objects that should receive it
+├── StorageError          the checkpoint path refuses (rights, full disk, vanished directory)
+│   ├── StorageFull       no space or no quota left
+│   ├── ForeignDirectory  the path holds files that are not ours
+│   └── StorageUnfit      the file system lacks what a safe commit needs
+├── CorruptError          bytes are not what was sealed
+│   └── NewerFormat       written by a holdfast that knows more than this one
+├── VersionNotFound       the version (or any version) is not there
+├── MemoryRefused         the memory level does not fit into the budget
+├── KeeperError           the keeper said no, or spoke nonsense
+│   └── KeeperLost        the keeper is gone; training goes on without the memory level
+├── InUse                 another job works on this path
+├── Fenced                a higher incarnation or term exists; this process belongs to the past
+└── LevelNotReached       a version did not reach the level that was asked for
+
+An error says *what* happened, *where*, and what the operator can do (`remedy`). `retryable` is a property of the
+class: whether the same call may succeed later without anybody changing anything. `code` is stable across releases
+and is what the troubleshooting page is sorted by. `assert` is for our own bugs only.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class HoldfastError(Exception):
+    """Base of the tree. Raised only through a subclass.
+
+    Args:
+        what: one sentence, what happened.
+        where: the path, version, entry, rank or address it concerns; empty if there is none.
+        remedy: what the operator can do about it.
+    """
+
+    code: ClassVar[str] = "HF000"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        place = f" [{self.where}]" if self.where else ""
+        advice = f" Remedy: {self.remedy}" if self.remedy else ""
+        return f"{self.what}{place}{advice}"
+
+
+class UsageError(HoldfastError):
+    """A call in the wrong order or with a wrong argument. Correct the calling code."""
+
+    code = "HF100"
+
+
+class ConfigError(UsageError):
+    """A setting that is unknown, misspelt or out of range. Correct the flag, variable or file that it names."""
+
+    code = "HF101"
+
+
+class MismatchError(UsageError):
+    """The saved state does not fit the objects that should receive it. Build the same model, or pass `strict=False`."""
+
+    code = "HF102"
+
+
+class StorageError(HoldfastError):
+    """The checkpoint path refuses. Check rights, mounts and quotas; memory levels go on meanwhile."""
+
+    code = "HF200"
+    retryable = True
+
+
+class StorageFull(StorageError):
+    """No space or no quota left on the checkpoint path. Free space; the version is written again from memory."""
+
+    code = "HF201"
+
+
+class ForeignDirectory(StorageError):
+    """The path holds files that are not ours. Choose an empty directory; nothing unknown is ever deleted."""
+
+    code = "HF202"
+    retryable = False
+
+
+class StorageUnfit(StorageError):
+    """The file system lacks what a safe commit needs (create-once link, fsync). Choose another path."""
+
+    code = "HF203"
+    retryable = False
+
+
+class CorruptError(HoldfastError):
+    """Bytes are not what was sealed. That copy is never loaded; another copy or an older version is used."""
+
+    code = "HF300"
+
+
+class NewerFormat(CorruptError):
+    """Written by a newer holdfast. Upgrade this one."""
+
+    code = "HF301"
+
+
+class VersionNotFound(HoldfastError):
+    """The version (or any version) is not there. `holdfast ls` shows what is."""
+
+    code = "HF302"
+
+
+class MemoryRefused(HoldfastError):
+    """The memory level does not fit into the budget. Raise the budget or accept durable-only saving."""
+
+    code = "HF400"
+
+
+class KeeperError(HoldfastError):
+    """The keeper said no, or spoke nonsense. Its log is in the runtime directory."""
+
+    code = "HF500"
+
+
+class KeeperLost(KeeperError):
+    """The keeper is gone. Training goes on; a new keeper adopts the memory of the living trainers."""
+
+    code = "HF501"
+    retryable = True
+
+
+class InUse(HoldfastError):
+    """Another job works on this path. Stop it, or choose another path."""
+
+    code = "HF600"
+
+
+class Fenced(HoldfastError):
+    """A higher incarnation or term exists; this process belongs to the past and must end."""
+
+    code = "HF601"
+
+
+class LevelNotReached(HoldfastError):
+    """A version did not reach the level that was asked for. The message says which level it did reach, and why."""
+
+    code = "HF700"

@@ -1,0 +1,1 @@
+"""Decisions: pure functions and state machines on the standard library; no clock, file, socket, thread, environment."""

@@ -1,0 +1,151 @@
+"""Shards to bundles: who shares what with whom, cut into shares of equal bytes, and who captures and writes each.
+
+Pure and local: every rank computes the same answer for its own groups from its own shards, because all members of a
+redundancy group hold the same shards of it. No collective, no knowledge of other groups, no dependence on the world
+size. Called at the first save and whenever the state's structure changes; never per save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from holdfast.core.model import Bundle, BundleRef, Piece, RankLayout, Shard, Topology
+
+# A share below this many bytes is not worth a file of its own; a group is cut finer only as far as the ranks of one
+# node need it to divide the capture among themselves.
+MIN_SHARE_BYTES = 4 << 20
+# A tensor smaller than this is never cut in two: the header entry would cost more than the balance gains.
+MIN_CUT_BYTES = 256 << 10
+
+
+def group_shards(shards: Iterable[Shard]) -> dict[tuple[int, ...], list[Shard]]:
+    """Shards by redundancy group, each list sorted by name; the order in which shares are cut."""
+    groups: dict[tuple[int, ...], list[Shard]] = defaultdict(list)
+    for shard in shards:
+        groups[shard.ranks].append(shard)
+    return {ranks: sorted(members, key=lambda s: s.name) for ranks, members in sorted(groups.items())}
+
+
+def num_shares(ranks: Sequence[int], num_bytes: int, topology: Topology) -> int:
+    """Into how many shares a group's bytes are cut: enough for the fullest node to divide them, never more than ranks."""
+    per_node = max(sum(topology.node_of[r] == node for r in ranks) for node in {topology.node_of[r] for r in ranks})
+    return max(1, min(len(ranks), max(per_node, math.ceil(num_bytes / MIN_SHARE_BYTES))))
+
+
+def cut(shards: Sequence[Shard], count: int) -> list[tuple[Piece, ...]]:
+    """Cuts the shards of one group, laid end to end, into `count` runs of about equal bytes at row boundaries."""
+    total = sum(shard.num_bytes for shard in shards)
+    shares: list[list[Piece]] = [[] for _ in range(count)]
+    begin = 0
+    for shard in shards:
+        rows = shard.extent.lengths[0] if shard.extent.lengths else 1
+        edges = _row_edges(shard, begin, total, count)
+        for index, (first, last) in edges.items():
+            if last > first or (rows == 0 and first == 0):
+                shares[index].append(Piece(shard, first, last - first))
+        begin += shard.num_bytes
+    return [tuple(share) for share in shares]
+
+
+def _row_edges(shard: Shard, begin: int, total: int, count: int) -> dict[int, tuple[int, int]]:
+    """Share index -> (first row, last row) of this shard, which begins at byte `begin` of `total`."""
+    size = shard.num_bytes
+    rows = shard.extent.lengths[0] if shard.extent.lengths else 1
+    if size < MIN_CUT_BYTES or rows < 2:
+        middle = begin + size // 2
+        return {min(count - 1, middle * count // max(total, 1)): (0, rows)}
+    edges: dict[int, tuple[int, int]] = {}
+    row_bytes = size // rows
+    first = 0
+    for index in range(begin * count // total, min(count - 1, (begin + size) * count // total) + 1):
+        boundary = (index + 1) * total / count - begin
+        last = rows if index == count - 1 else max(first, min(rows, round(boundary / row_bytes)))
+        if last > first:
+            edges[index] = (first, last)
+        first = last
+    return edges
+
+
+def bundle_id(ranks: Sequence[int], index: int) -> str:
+    """File-name safe identity of share `index` of the group: lowest rank, size and a digest of the members."""
+    digest = hashlib.blake2b(",".join(map(str, ranks)).encode(), digest_size=6).hexdigest()
+    return f"g{ranks[0]}x{len(ranks)}-{digest}-{index}"
+
+
+def plan_bundles(
+    shards: Iterable[Shard], *, values_of: Iterable[tuple[int, ...]], topology: Topology
+) -> tuple[Bundle, ...]:
+    """All bundles of the groups that these shards and values belong to.
+
+    Args:
+        shards: every shard of one rank.
+        values_of: the redundancy groups that carry non-tensor values.
+        topology: who runs where.
+    """
+    with_values = set(values_of)
+    groups = group_shards(shards)
+    for ranks in sorted(with_values - set(groups)):
+        groups[ranks] = []
+    bundles: list[Bundle] = []
+    for ranks, members in groups.items():
+        count = num_shares(ranks, sum(s.num_bytes for s in members), topology)
+        for index, pieces in enumerate(cut(members, count)):
+            values = index == 0 and ranks in with_values
+            bundles.append(Bundle(bundle_id(ranks, index), ranks, index, count, pieces, values))
+    return tuple(bundles)
+
+
+def captures(bundles: Iterable[Bundle | BundleRef], rank: int, topology: Topology) -> tuple[str, ...]:
+    """Ids of the bundles that `rank` copies; within each node every bundle of a group is captured exactly once."""
+    home = topology.node_of[rank]
+    return tuple(b.bundle_id for b in bundles if capturer(b, home, topology) == rank)
+
+
+def capturer(bundle: Bundle | BundleRef, node: int, topology: Topology) -> int | None:
+    """The rank on `node` that copies the bundle, or None if no member of its group lives there."""
+    local = [r for r in bundle.ranks if topology.node_of[r] == node]
+    return local[bundle.index * len(local) // bundle.count] if local else None
+
+
+def representative(bundle: Bundle | BundleRef) -> int:
+    """The rank whose node persists the bundle. Shares are dealt over the group and groups start at different members,
+    so every node writes about the same.
+    """
+    size = len(bundle.ranks)
+    return bundle.ranks[(bundle.index * size // bundle.count + bundle.ranks[0]) % size]
+
+
+def backup_node(bundle: BundleRef, topology: Topology) -> int | None:
+    """The node that keeps a replica of a bundle held in one node only: the next one round, else None.
+
+    A bundle that twins on two nodes hold needs no replica.
+    """
+    homes = {topology.node_of[r] for r in bundle.ranks}
+    if len(homes) > 1 or len(topology.nodes) < 2:
+        return None
+    return (homes.pop() + 1) % len(topology.nodes)
+
+
+def fingerprint(bundle: Bundle) -> str:
+    """Digest of what the bundle's tensors are (not of their content): names, dtypes, global shapes, extents."""
+    state = hashlib.blake2b(digest_size=16)
+    for piece in bundle.pieces:
+        extent = piece.extent
+        row = (piece.shard.name, piece.shard.dtype, piece.shard.global_shape, extent.offsets, extent.lengths)
+        state.update(repr(row).encode())
+    return state.hexdigest()
+
+
+def rank_layout(bundles: Sequence[Bundle], rank: int, topology: Topology) -> RankLayout:
+    """What a rank tells its keeper about its bundles."""
+    refs = tuple(BundleRef(b.bundle_id, b.ranks, b.index, b.count, b.num_bytes, fingerprint(b)) for b in bundles)
+    return RankLayout(rank, refs, captures(refs, rank, topology))
+
+
+def layout_fingerprint(layouts: Mapping[int, RankLayout]) -> str:
+    """Digest of the layout of the whole job; equal for equal bundles whatever the order of arrival."""
+    rows = sorted({(b.bundle_id, b.fingerprint) for layout in layouts.values() for b in layout.bundles})
+    return hashlib.blake2b(repr((len(layouts), rows)).encode(), digest_size=16).hexdigest()

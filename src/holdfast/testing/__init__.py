@@ -1,0 +1,1 @@
+"""Public kit: fault injection, invariants, contract suites, demo and drill; nothing below imports it."""

@@ -1,0 +1,1 @@
+"""Bytes: image format, memory slots, wire frames, storage; no torch and no decision that another file could want."""

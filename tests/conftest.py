@@ -1,0 +1,136 @@
+"""What every test may rely on: a runtime directory of its own, reasons for what is skipped, and nothing left behind.
+
+The suite marks its environment with one variable. Whatever process still carries the mark when the suite is over, and
+whatever file, socket or memory descriptor remains, was left behind by a test: the suite fails and names it. Promise
+V5 of docs/promises.md rests on this check.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+# Keepers that were told to end need a moment to do so; nothing that is healthy needs longer.
+GRACE_S = 10.0
+MARK = "TEST_SUITE_OF_HOLDFAST"
+
+
+class Leftovers:
+    """The marks of one run of the suite, and what still carries them."""
+
+    def __init__(self) -> None:
+        self.mark = uuid.uuid4().hex
+        # Short: a Unix socket's path may have 107 bytes, and pytest's own directories are long.
+        self.root = Path(tempfile.mkdtemp(prefix="hf-"))
+        self.memory_before = _own_memory_files()
+        os.environ[MARK] = self.mark
+        os.environ["HOLDFAST_RUNTIME_DIR"] = str(self.root / "default")
+
+    def processes(self) -> list[psutil.Process]:
+        """Living processes, other than this one, that inherited the mark."""
+        return [p for p in psutil.process_iter() if p.pid != os.getpid() and self._is_marked(p)]
+
+    def _is_marked(self, process: psutil.Process) -> bool:
+        try:
+            alive = process.status() != psutil.STATUS_ZOMBIE
+            return alive and process.environ().get(MARK) == self.mark
+        except (psutil.Error, OSError):
+            return False
+
+    def wait(self) -> list[str]:
+        """What is left when the grace is over; one line for each."""
+        deadline = time.monotonic() + GRACE_S
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        lines = [f"process {p.pid}: {' '.join(p.cmdline())[:200]}" for p in self.processes()]
+        lines += [f"zombie {p.pid}" for p in psutil.Process().children() if p.status() == psutil.STATUS_ZOMBIE]
+        lines += [f"file {path}" for path in sorted(self.root.rglob("*")) if not path.is_dir() or path.is_symlink()]
+        lines += [f"memory {name}" for name in sorted(_own_memory_files() - self.memory_before)]
+        return lines
+
+    def clear(self) -> None:
+        """Ends what was left, so that one bad test does not spoil the next run."""
+        for process in self.processes():
+            process.kill()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def _own_memory_files() -> set[str]:
+    """Descriptors of this process that are memory files, as `number -> name`."""
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(link)
+        except OSError:
+            continue
+        if target.startswith("/memfd:"):
+            found.add(f"{link.name} -> {target}")
+    return found
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests that need more than ten seconds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFTOVERS] = Leftovers()
+
+
+LEFTOVERS = pytest.StashKey[Leftovers]()
+LEFT_BEHIND = pytest.StashKey[list[str]]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        for reason in _reasons_to_skip(item, slow=config.getoption("--slow")):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _reasons_to_skip(item: pytest.Item, *, slow: bool) -> Iterator[str]:
+    if item.get_closest_marker("slow") and not slow:
+        yield "takes more than ten seconds; run with --slow"
+    if item.get_closest_marker("root") and os.geteuid() != 0:
+        yield "needs root"
+    if item.get_closest_marker("gpu") and not Path("/dev/nvidiactl").exists():
+        yield "needs a CUDA device"
+    for marker in item.iter_markers("rival"):
+        if importlib.util.find_spec(marker.args[0]) is None:
+            yield f"compares with {marker.args[0]}, which is not installed"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    leftovers = session.config.stash[LEFTOVERS]
+    session.config.stash[LEFT_BEHIND] = leftovers.wait()
+    leftovers.clear()
+    if session.config.stash[LEFT_BEHIND] and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    left = config.stash.get(LEFT_BEHIND, [])
+    if left:
+        terminalreporter.section("left behind by the tests (this fails the run)", red=True)
+        for line in left:
+            terminalreporter.line(line)
+
+
+@pytest.fixture
+def runtime_dir(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A short private directory for the sockets and logs of one test's keepers, in the environment too.
+
+    What a keeper leaves in it when it ends is found at the end of the suite; logs are removed here.
+    """
+    leftovers = request.config.stash[LEFTOVERS]
+    path = Path(tempfile.mkdtemp(prefix="t", dir=leftovers.root))
+    monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(path))
+    return path
