@@ -3,13 +3,12 @@
 Started by `holdfast run` (or plain torchrun with `--plain`, which trains without holdfast and is what the demo
 compares with). Shards lie inside a node and twins across the nodes, so every sum has two terms and is bit-equal in
 every run. Every rank appends facts to `<facts>/rank<N>.jsonl`: when it started, what it restored, each step with its
-loss. At the end it writes its shards of all parameters and optimizer moments to `<facts>/final-rank<N>.bin`.
+loss. At the end it writes its shards of all parameters and optimizer moments to `<facts>/final-rank<N>.safetensors`.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import random
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -94,22 +94,13 @@ class Log:
         self._file.write(line.encode() + b"\n")
 
     def write_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """All bytes of this rank's parameters and moments: `final-rank<N>.bin`, with names and sizes beside it."""
-        index = []
-        with open(self._directory / f"final-rank{self._rank}.bin", "wb") as file:
-            for name, parameter in model.named_parameters():
-                moments = {key: t for key, t in optimizer.state[parameter].items() if torch.is_tensor(t)}
-                for key, tensor in {"parameter": parameter.detach(), **moments}.items():
-                    raw = _raw(tensor)
-                    index.append({"name": name, "kind": key, "bytes": len(raw), "elements": tensor.numel()})
-                    file.write(raw)
-        (self._directory / f"final-rank{self._rank}.json").write_text(json.dumps(index), encoding="utf-8")
-
-
-def _raw(tensor: torch.Tensor) -> bytes:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    local = local.contiguous()
-    return ctypes.string_at(local.data_ptr(), local.nbytes) if local.nbytes else b""
+        """Every parameter and optimizer moment of this rank, as `final-rank<N>.safetensors`."""
+        tensors = {}
+        for name, parameter in model.named_parameters():
+            moments = {key: value for key, value in optimizer.state[parameter].items() if torch.is_tensor(value)}
+            for kind, tensor in {"parameter": parameter.detach(), **moments}.items():
+                tensors[f"{kind}:{name}"] = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).contiguous()
+        save_file(tensors, self._directory / f"final-rank{self._rank}.safetensors")
 
 
 def _plain(report: Any) -> Any:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pydoc_data import topics
 from typing import Any
 
 import torch
-from pydoc_data import topics
 from torch import Tensor, nn
 from torch.nn import functional as F
 

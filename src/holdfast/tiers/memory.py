@@ -24,12 +24,12 @@ import xxhash
 
 from holdfast.base.errors import CorruptError, KeeperError, MemoryRefused
 from holdfast.core.model import BundleRef, Seal, Version
+from holdfast.tiers.format import CHUNK_BYTES
 
 PAGE = mmap.PAGESIZE
 # Room for a header with a few hundred images; grows with the payload because every chunk of it adds a digest.
 HEADER_BYTES = 64 << 10
 HEADER_BYTES_PER_CHUNK = 64
-CHUNK_BYTES = 8 << 20
 
 _MAGIC = b"HFSLOT01"
 _PREFIX = struct.Struct("<8sQQ")  # magic, header bytes, payload bytes
@@ -215,7 +215,7 @@ def read_header(slot: Slot) -> SlotHeader | None:
     except msgspec.MsgspecError as error:
         raise CorruptError(f"the slot's header is not readable: {error}", where=f"slot {slot.slot_id}") from error
     for image in header.images:
-        if not (0 <= image.offset and image.offset + image.seal.length <= slot.num_bytes):
+        if image.offset < 0 or image.offset + image.seal.length > slot.num_bytes:
             raise CorruptError("an image lies outside its slot", where=f"slot {slot.slot_id}, {image.ref.bundle_id}")
     return header
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import array
 import os
+import select
 import socket
 import struct
 import threading
@@ -37,13 +38,22 @@ _FD_SIZE = array.array("i").itemsize
 
 
 class Channel:
-    """One connection, both directions. One thread may receive while others send; sends are serialised."""
+    """One connection, both directions. One thread receives; any thread may send, one frame after the other.
+
+    The socket is non-blocking and every wait is a poll with its own deadline, so that the two directions do not share
+    a timeout. The thread that receives is the owner: it calls `close`; everyone else calls `abort`.
+    """
 
     def __init__(self, sock: socket.socket, *, where: str) -> None:
+        sock.setblocking(False)
         self.where = where
-        self.closed = False
         self._sock = sock
+        self._aborted = False
         self._send_lock = threading.Lock()
+
+    @property
+    def aborted(self) -> bool:
+        return self._aborted
 
     def send(self, body: bytes, *, fds: Sequence[int] = (), timeout_s: float) -> None:
         """Sends one frame, with descriptors if given.
@@ -51,17 +61,15 @@ class Channel:
         Raises:
             KeeperLost: the peer is gone or did not read within `timeout_s`.
         """
-        if len(body) > MAX_FRAME_BYTES:
-            raise KeeperError(f"a message of {len(body)} bytes is above the limit of {MAX_FRAME_BYTES}")
         deadline = time.monotonic() + timeout_s
         with self._send_lock:
-            self._send_all(memoryview(_HEAD.pack(len(body)) + body), fds, deadline)
+            self._send_all(_framed(body), fds, deadline)
 
     def send_bulk(self, body: bytes, view: memoryview, *, timeout_s: float) -> None:
         """Sends a frame and raw bytes straight from `view` behind it."""
         deadline = time.monotonic() + timeout_s
         with self._send_lock:
-            self._send_all(memoryview(_HEAD.pack(len(body)) + body), (), deadline)
+            self._send_all(_framed(body), (), deadline)
             self._send_all(view.cast("B"), (), deadline)
 
     def receive(
@@ -70,7 +78,7 @@ class Channel:
         """The next frame and the descriptors that came with it (the caller owns them).
 
         Args:
-            timeout_s: how long the peer may be silent before the frame begins; None waits until `close`.
+            timeout_s: how long the peer may be silent before the frame begins; None waits until `abort`.
             frame_timeout_s: how long the frame may take once it began.
             limit: largest body accepted.
 
@@ -82,7 +90,7 @@ class Channel:
             deadline = time.monotonic() + frame_timeout_s
             rest = bytearray(_HEAD.size - len(head))
             self._fill(memoryview(rest), deadline)
-            (length,) = _HEAD.unpack(bytes(head) + bytes(rest))
+            (length,) = _HEAD.unpack(head + rest)
             if length > limit:
                 raise KeeperError(f"a frame of {length} bytes is above the limit of {limit}", where=self.where)
             body = bytearray(length)
@@ -96,43 +104,42 @@ class Channel:
         """Receives exactly len(view) raw bytes into `view`."""
         self._fill(view.cast("B"), time.monotonic() + timeout_s)
 
-    def close(self) -> None:
-        """Closes; wakes every thread that is blocked in this channel. May be called from any thread, repeatedly."""
-        self.closed = True
+    def abort(self) -> None:
+        """Cuts the connection and wakes every thread that waits in it. Any thread, any number of times."""
+        self._aborted = True
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # the peer was faster
-        self._sock.close()
 
-    def abort(self) -> None:
-        """Cuts the connection, but leaves the descriptor to the thread that reads it."""
-        self.closed = True
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
+    def close(self) -> None:
+        """Cuts the connection and gives the descriptor back. Only the owner, when nobody sends any more."""
+        self.abort()
+        with self._send_lock:
+            self._sock.close()
 
     def _send_all(self, data: memoryview, fds: Sequence[int], deadline: float) -> None:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        try:
-            while data:
-                self._sock.settimeout(_remaining(deadline))
+        while data:
+            try:
                 sent = self._sock.sendmsg([data[:BULK_BLOCK_BYTES]], ancillary)
-                data, ancillary = data[sent:], []
-        except TimeoutError as error:
-            raise KeeperLost("the peer does not read", where=self.where) from error
-        except OSError as error:
-            raise KeeperLost(f"the connection broke: {error.strerror or error}", where=self.where) from error
+            except BlockingIOError:
+                if not self._wait(select.POLLOUT, deadline - time.monotonic()):
+                    raise KeeperLost("the peer does not read", where=self.where) from None
+                continue
+            except OSError as error:
+                raise self._broken(error) from error
+            data, ancillary = data[sent:], []
 
     def _receive_head(self, timeout_s: float | None) -> tuple[bytes, list[int]]:
+        if not self._wait(select.POLLIN, timeout_s):
+            raise TimeoutError
         try:
-            self._sock.settimeout(timeout_s)
             data, ancillary, flags, _ = self._sock.recvmsg(_HEAD.size, socket.CMSG_SPACE(MAX_DESCRIPTORS * _FD_SIZE))
-        except TimeoutError:
-            raise
+        except BlockingIOError:
+            raise TimeoutError from None  # a spurious wake-up
         except OSError as error:
-            raise KeeperLost(f"the connection broke: {error.strerror or error}", where=self.where) from error
+            raise self._broken(error) from error
         fds = _descriptors(ancillary)
         if flags & socket.MSG_CTRUNC:
             close_fds(fds)
@@ -142,17 +149,33 @@ class Channel:
         return data, fds
 
     def _fill(self, view: memoryview, deadline: float) -> None:
-        try:
-            while view:
-                self._sock.settimeout(_remaining(deadline))
+        while view:
+            try:
                 count = self._sock.recv_into(view, min(len(view), 4 * BULK_BLOCK_BYTES))
-                if count == 0:
-                    raise KeeperLost("the peer closed the connection inside a frame", where=self.where)
-                view = view[count:]
-        except TimeoutError as error:
-            raise KeeperError("the peer did not finish its frame in time", where=self.where) from error
-        except OSError as error:
-            raise KeeperLost(f"the connection broke: {error.strerror or error}", where=self.where) from error
+            except BlockingIOError:
+                if not self._wait(select.POLLIN, deadline - time.monotonic()):
+                    raise KeeperError("the peer did not finish its frame in time", where=self.where) from None
+                continue
+            except OSError as error:
+                raise self._broken(error) from error
+            if count == 0:
+                raise KeeperLost("the peer closed the connection inside a frame", where=self.where)
+            view = view[count:]
+            if time.monotonic() > deadline:  # a peer that trickles never lets a poll expire
+                raise KeeperError("the peer did not finish its frame in time", where=self.where)
+
+    def _wait(self, events: int, timeout_s: float | None) -> bool:
+        if timeout_s is not None and timeout_s <= 0:
+            return False
+        try:
+            poll = select.poll()
+            poll.register(self._sock, events)
+            return bool(poll.poll(None if timeout_s is None else max(1, int(timeout_s * 1000))))
+        except (OSError, ValueError) as error:  # closed by the owner
+            raise KeeperLost("the connection is closed", where=self.where) from error
+
+    def _broken(self, error: OSError) -> KeeperLost:
+        return KeeperLost(f"the connection broke: {error.strerror or error}", where=self.where)
 
 
 def connect(address: str, *, timeout_s: float) -> Channel:
@@ -245,11 +268,10 @@ def _require_same_user(sock: socket.socket, where: str) -> None:
         raise KeeperError(f"the peer belongs to user {uid}, not to {os.geteuid()}", where=where)
 
 
-def _remaining(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return left
+def _framed(body: bytes) -> memoryview:
+    if len(body) > MAX_FRAME_BYTES:
+        raise KeeperError(f"a message of {len(body)} bytes is above the limit of {MAX_FRAME_BYTES}")
+    return memoryview(_HEAD.pack(len(body)) + body)
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:

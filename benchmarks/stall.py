@@ -1,0 +1,319 @@
+"""How long a save holds up training: python -m benchmarks.stall [--quick] [--json]
+
+The state is a real GPT with AdamW (435 tensors and their step counters, 512 MiB), the optimizer is real, the
+Checkpointer is the real one. Everything is divided by a plain copy of the same tensors into pre-faulted memory, taken
+right before or after.
+
+- `stall_ratio`: `save()` with `overlap=False`.            `first_save_ratio`: the first one, over a steady one.
+- `overlapped_stall_ratio`: `save()` plus the wait at the next optimizer step, with real training in between.
+- `train_seconds_lost_per_save`: wall time from `save()` until the version is durable, minus the steps made meanwhile at
+  the speed without a save; stall and slowdown together. With one rank, and with two ranks that share the state.
+- The same for `torch.save`, `dcp.save` and `dcp.async_save` (called as documented, and with a stager that is kept).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from benchmarks import measure
+from benchmarks.measure import MIB, PlainCopy, Report, ratio, timed
+from torch import distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+import holdfast
+
+NUM_PROVING_SAVES = 4  # the first saves copy at once until it is proven that late copying is safe
+
+
+class Bench:
+    """Model, optimizer and plain copy of one rank."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        torch.set_num_threads(1)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rounds = 5 if options.quick else 15
+        self.directory = options.dir
+        torch.manual_seed(self.rank)
+        self.model, self.optimizer = measure.gpt_of(options.mib * MIB // self.world_size)
+        self.train = measure.training(self.model, self.optimizer)
+        self.step = 0
+
+    def checkpointer(self, name: str, *, overlap: bool) -> holdfast.Checkpointer:
+        """A real one on a path of its own; saves happen only when asked for."""
+        config = measure.only_on_demand(self.directory)
+        checkpointer = holdfast.Checkpointer(
+            self.directory / name, model=self.model, optimizer=self.optimizer, overlap=overlap, config=config
+        )
+        checkpointer.restore()
+        return checkpointer
+
+    def next_step(self) -> int:
+        self.step += 1
+        return self.step
+
+    def plain_copy(self) -> PlainCopy:
+        return PlainCopy(measure.state_tensors(self.model, self.optimizer))
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What the rivals save: every tensor under a name of this rank."""
+        tensors = measure.state_tensors(self.model, self.optimizer)
+        return {f"rank{self.rank}.{name}": tensor for name, tensor in tensors.items()}
+
+    # --- holdfast
+
+    def copying_at_once(self) -> tuple[float, float, float]:
+        """Stall over copy; first save over a steady one; seconds of a steady save. `overlap=False`."""
+        with self.checkpointer("at-once", overlap=False) as checkpointer:
+            self.train()  # creates the moments
+            copy = self.plain_copy()
+            handles: list[holdfast.SaveHandle] = []
+
+            def save() -> None:
+                handles.append(checkpointer.save(self.next_step()))
+
+            def stall() -> float:
+                seconds = timed(save)
+                handles[-1].wait("captured", timeout_s=60)
+                return seconds
+
+            first = stall()
+            for _ in range(2):
+                stall()
+            saves, copies = measure.paired(stall, copy.out, self.rounds)
+        steady = statistics.median(saves)
+        return ratio(saves, copies), first / steady, steady
+
+    def copying_behind(self) -> tuple[float, float, float]:
+        """Stall over copy, its share in the call, its share at the fence; training in between."""
+        fence = FenceClock(self.optimizer)
+        with self.checkpointer("behind", overlap=True) as checkpointer:
+            fence.close_interval(self.optimizer)
+            self.train()
+            copy = self.plain_copy()
+            calls, waits, copies = [], [], []
+            for index in range(NUM_PROVING_SAVES + self.rounds):
+                seconds = copy.out()
+                started = time.perf_counter()
+                handle = checkpointer.save(self.next_step())
+                call = time.perf_counter() - started
+                self.train()
+                if index >= NUM_PROVING_SAVES:
+                    calls.append(call)
+                    waits.append(fence.seconds)
+                    copies.append(seconds)
+                handle.wait("captured", timeout_s=60)
+        fence.remove()
+        both = [call + wait for call, wait in zip(calls, waits, strict=True)]
+        return ratio(both, copies), ratio(calls, copies), ratio(waits, copies)
+
+    def lost_by_holdfast(self) -> list[float]:
+        """Training seconds lost per durable save."""
+        with self.checkpointer("lost", overlap=True) as checkpointer:
+            self.train()
+            for _ in range(NUM_PROVING_SAVES):
+                handle = checkpointer.save(self.next_step())
+                self.train()
+                handle.wait("captured", timeout_s=60)
+            checkpointer.save(self.next_step(), level="durable").wait("durable", timeout_s=60)
+
+            def save() -> Callable[[], bool]:
+                handle = checkpointer.save(self.next_step(), level="durable")
+                return lambda: handle.reached >= holdfast.Level.DURABLE
+
+            return [self.lost(save) for _ in range(self.rounds)]
+
+    # --- rivals
+
+    def torch_save(self) -> Callable[[], bool]:
+        """torch.save and fsync, one file per rank."""
+        path = self.directory / f"torch-{self.rank}.pt"
+        with path.open("wb") as file:
+            torch.save(self.state_dict(), file)
+            os.fsync(file.fileno())
+        return lambda: True
+
+    def dcp_save(self) -> Callable[[], bool]:
+        """torch.distributed.checkpoint.save, files synchronised (its default)."""
+        path = self.directory / "dcp-save"
+        dcp.save(self.state_dict(), storage_writer=dcp.FileSystemWriter(path, overwrite=True))
+        return lambda: True
+
+    def dcp_async(self, stager: Any = None) -> Callable[[], bool]:
+        """torch.distributed.checkpoint.async_save in its thread."""
+        path = self.directory / "dcp-async"
+        writer = dcp.FileSystemWriter(path, overwrite=True)
+        more = {"async_stager": stager} if stager is not None else {}
+        response = dcp.async_save(self.state_dict(), storage_writer=writer, **more)
+        done: Future[Any] = getattr(response, "upload_completion", response)
+
+        def complete() -> bool:
+            if done.done():
+                done.result()  # raises what it raised
+                return True
+            return False
+
+        return complete
+
+    def rivals(self) -> dict[str, Callable[[], Callable[[], bool]]]:
+        stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+            )
+        )
+        return {
+            "torch_save": self.torch_save,
+            "dcp_save": self.dcp_save,
+            "dcp_async_save": self.dcp_async,
+            "dcp_async_save_kept_stager": lambda: self.dcp_async(stager),
+        }
+
+    def rival_stalls(self, rounds: int) -> dict[str, float]:
+        """Name -> stall over copy."""
+        copy = self.plain_copy()
+        found = {}
+        for name, save in self.rivals().items():
+
+            def stall(save: Callable[[], Callable[[], bool]] = save) -> float:
+                started = time.perf_counter()
+                complete = save()
+                seconds = time.perf_counter() - started
+                while not complete():
+                    time.sleep(0.01)
+                return seconds
+
+            stall()
+            found[name] = ratio(*measure.paired(stall, copy.out, rounds))
+        return found
+
+    # --- both
+
+    def lost(self, save: Callable[[], Callable[[], bool]], num_base: int = 8) -> float:
+        """Seconds from `save` until it is complete, minus the steps made meanwhile at the speed measured before."""
+        base = statistics.median(timed(self.train) for _ in range(num_base))
+        dist.barrier()
+        started = time.perf_counter()
+        complete = save()
+        num_steps = 0
+        while not complete():
+            self.train()
+            num_steps += 1
+        seconds = time.perf_counter() - started - num_steps * base
+        dist.barrier()
+        slowest = torch.tensor(seconds)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return float(slowest)
+
+
+class FenceClock:
+    """Seconds between two pre-step hooks of an optimizer: one registered before holdfast's fence, one after."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.seconds = 0.0
+        self._entered = 0.0
+        self._handles = [optimizer.register_step_pre_hook(lambda *_: self._enter())]
+
+    def close_interval(self, optimizer: torch.optim.Optimizer) -> None:
+        self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._leave()))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self) -> None:
+        self._entered = time.perf_counter()
+
+    def _leave(self) -> None:
+        self.seconds = time.perf_counter() - self._entered
+
+
+def worker(options: argparse.Namespace) -> None:
+    """Measures in one rank; rank 0 prints (metric, value, more) lines for the parent."""
+    dist.init_process_group("gloo")
+    bench = Bench(options)
+    found: list[tuple[str, float, dict[str, Any]]] = []
+    if options.part == "stall":
+        stall, first, seconds = bench.copying_at_once()
+        found += [("stall_ratio", stall, {"save_ms": seconds * 1e3}), ("first_save_ratio", first, {})]
+        both, call, wait = bench.copying_behind()
+        found.append(("overlapped_stall_ratio", both, {"call": call, "fence": wait}))
+        for name, value in bench.rival_stalls(3 if options.quick else 7).items():
+            found.append((f"stall_ratio:{name}", value, {}))
+    else:
+        values = bench.lost_by_holdfast()
+        found.append(("train_seconds_lost_per_save", statistics.median(values), {"all": values}))
+        rivals = bench.rivals()
+        names = ["dcp_async_save_kept_stager"] if options.quick else list(rivals)
+        for name in names:
+            bench.lost(rivals[name], 2)
+            values = [bench.lost(rivals[name]) for _ in range(2 if options.quick else 7)]
+            found.append((f"train_seconds_lost_per_save:{name}", statistics.median(values), {"all": values}))
+    if bench.rank == 0:
+        options.out.write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def run_ranks(options: argparse.Namespace, part: str, num_ranks: int) -> list[tuple[str, float, dict[str, Any]]]:
+    """Starts fresh ranks for one part and returns what they found."""
+    out = options.dir / f"{part}-{num_ranks}.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command += ["-m", "benchmarks.stall", "--part", part, "--out", str(out), "--dir", str(options.dir)]
+    command += ["--mib", str(options.mib), *(["--quick"] if options.quick else [])]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=1800)
+    if result.returncode:
+        measure.fail(result.stdout + result.stderr)
+    found: list[tuple[str, float, dict[str, Any]]] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+GOALS = {
+    "stall_ratio": "<= 1.1",
+    "first_save_ratio": "<= 1.3",
+    "overlapped_stall_ratio": "<= 0.3",
+    ("train_seconds_lost_per_save", 1): "<= 0.1",
+    ("train_seconds_lost_per_save", 2): "<= 0.3",
+}
+
+
+def main() -> None:
+    parser = measure.options("stall", "How long a save holds up training.")
+    parser.add_argument("--part", choices=["stall", "lost"], help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        worker(options)
+        return
+    temporary = tempfile.mkdtemp(prefix="hf-bench-", dir=options.dir)
+    options.dir = Path(temporary)
+    report = Report("stall", options.quick, options.json)
+    try:
+        for metric, value, more in run_ranks(options, "stall", 1):
+            report.figure(metric, value, "ratio", GOALS.get(metric, ""), **more)
+        for num_ranks in (1, 2):
+            for metric, value, more in run_ranks(options, "lost", num_ranks):
+                report.figure(metric, value, "s", GOALS.get((metric, num_ranks), ""), ranks=num_ranks, **more)
+        report.save()
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

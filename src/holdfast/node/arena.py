@@ -1,0 +1,164 @@
+"""The slots of this node: two or three per local rank, two per rank whose bundles we keep a replica of.
+
+Knows what each holds and who needs its bytes (pins); decides nothing about overwriting (core.slots does). All methods
+but `allocate` run under the keeper's one lock; `allocate` takes long and touches nothing shared but the budget.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from holdfast.core.model import Version
+from holdfast.core.slots import Knowledge, SlotState, SlotView, reusable
+from holdfast.tiers import memory
+from holdfast.tiers.budget import Budget
+from holdfast.tiers.memory import ImagePlace, Slot, SlotHeader
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """One slot and what the keeper knows of it.
+
+    Attributes:
+        rank: whose bundles it is for.
+        replica: a copy for another node's rank, not the snapshot of a local one.
+        copied: the trainer finished writing; hashing is under way.
+        pins: why its bytes are needed, counted.
+        condemned: images whose digest failed; not offered any more.
+        outgrown: too small for the rank by now; freed as soon as the guard allows.
+    """
+
+    slot: Slot
+    rank: int
+    replica: bool = False
+    state: SlotState = SlotState.EMPTY
+    version: Version | None = None
+    durable: bool = False
+    layout: str = ""
+    copied: bool = False
+    images: dict[str, ImagePlace] = field(default_factory=dict)
+    pins: Counter[str] = field(default_factory=Counter)
+    condemned: set[str] = field(default_factory=set)
+    outgrown: bool = False
+
+    @property
+    def view(self) -> SlotView:
+        """What the overwrite guard sees."""
+        return SlotView(self.slot.slot_id, self.state, self.version, self.pins.total())
+
+    def start(self, version: Version, *, layout: str, durable: bool) -> None:
+        """Begins a new version in it. The header is invalidated first, before anyone may write a byte."""
+        memory.invalidate(self.slot)
+        self.state, self.version = SlotState.WRITING, version
+        self.layout, self.durable, self.copied = layout, durable, False
+        self.images = {}
+        self.condemned = set()
+
+    def clear(self) -> None:
+        """Makes it empty."""
+        memory.invalidate(self.slot)
+        self.state, self.version, self.copied = SlotState.EMPTY, None, False
+        self.images = {}
+
+    def header(self, job: str) -> SlotHeader:
+        """The header that seals it."""
+        images = tuple(sorted(self.images.values(), key=lambda place: place.offset))
+        version = self.version
+        if version is None:
+            raise AssertionError("an empty slot has no header")
+        return SlotHeader(job, self.rank, version, self.layout, self.durable, images, self.replica)
+
+    def unpin(self, why: str) -> None:
+        """Takes one pin off."""
+        self.pins[why] -= 1
+        if self.pins[why] <= 0:
+            del self.pins[why]
+
+
+class Arena:
+    """All slots of this node within the memory budget."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self._numbers = itertools.count(1)
+        self._held: dict[int, Held] = {}
+
+    def __iter__(self) -> Iterator[Held]:
+        return iter(tuple(self._held.values()))
+
+    def get(self, slot_id: int) -> Held | None:
+        return self._held.get(slot_id)
+
+    def of_rank(self, rank: int, *, replica: bool = False) -> list[Held]:
+        """The rank's slots, oldest first."""
+        return [held for held in self._held.values() if held.rank == rank and held.replica is replica]
+
+    def writing(self, rank: int, version: Version) -> Held | None:
+        """The rank's slot that `version` is being written into."""
+        for held in self.of_rank(rank):
+            if held.state is SlotState.WRITING and held.version == version:
+                return held
+        return None
+
+    def find(self, version: Version, bundle_id: str, rank: int | None = None) -> tuple[Held, ImagePlace] | None:
+        """A sealed copy of the bundle; the rank's own slot first, then other ranks', then replicas."""
+        best: tuple[Held, ImagePlace] | None = None
+        for held in self.sealed():
+            place = held.images.get(bundle_id)
+            if place is None or held.version != version or bundle_id in held.condemned:
+                continue
+            if held.rank == rank and not held.replica:
+                return held, place
+            if best is None or (best[0].replica and not held.replica):
+                best = held, place
+        return best
+
+    def sealed(self) -> list[Held]:
+        """Slots whose header and digests stand."""
+        return [held for held in self._held.values() if held.state is SlotState.SEALED]
+
+    def allocate(self, num_bytes: int, what: str) -> Slot:
+        """A new slot within the budget; not yet known to the arena. Takes about a second per 2 GiB.
+
+        Raises:
+            MemoryRefused: with the numbers.
+        """
+        total = memory.slot_bytes(num_bytes)
+        self.budget.reserve(total, what)
+        try:
+            return Slot.create(num_bytes, slot_id=next(self._numbers))
+        except BaseException:
+            self.budget.release(total)
+            raise
+
+    def add(self, slot: Slot, rank: int, *, replica: bool = False) -> Held:
+        """Makes a slot known; its memory is in the budget already."""
+        if slot.slot_id < 0:
+            slot.slot_id = next(self._numbers)
+        held = Held(slot, rank, replica)
+        self._held[slot.slot_id] = held
+        return held
+
+    def drop(self, held: Held) -> None:
+        """Gives a slot's memory back."""
+        del self._held[held.slot.slot_id]
+        total = held.slot.total_bytes
+        held.slot.close()
+        self.budget.release(total)
+
+    def collect(self, knowledge: Knowledge | None) -> None:
+        """Frees outgrown slots that the guard would let be overwritten."""
+        for held in self:
+            empty = held.state is SlotState.EMPTY and not held.pins
+            if held.outgrown and (empty or (knowledge is not None and reusable(held.view, knowledge).value)):
+                self.drop(held)
+
+    def close(self) -> None:
+        """Gives everything back."""
+        for held in self:
+            held.slot.close()
+        self._held.clear()
+        self.budget.close()

@@ -1,0 +1,401 @@
+"""The trainer's and the viewer's door to a keeper: the only way others talk to it.
+
+Every call has a deadline. When the keeper is gone `alive` turns False, the callbacks fire, waiting calls raise
+KeeperLost at once and so do later ones; the slots stay mapped and are handed to the next keeper with `adopt`. Levels
+arrive as pushes: `level` answers from memory, `wait` blocks until a push says so. A level is never named before the
+keeper announced it.
+
+Order of calls of a trainer: connect, assemble, register, prepare, [adopt], [inventory, obtain], resume, then per save
+begin, copied or abandon; goodbye and close at the end. Used by `train` (Slot, KeeperClient) and `tools` (viewers).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from holdfast.base.errors import KeeperError, LevelNotReached
+from holdfast.core.appointments import Appointment, Proposal
+from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Version
+from holdfast.core.recovery import Fetch, Source
+from holdfast.node import messages
+from holdfast.node.messages import Assembly, ImageSpan, Inventory, Message
+from holdfast.node.rpc import Caller, dial
+from holdfast.tiers import memory, wire
+from holdfast.tiers.memory import Slot
+
+__all__ = ["Assembly", "ImageSpan", "Inventory", "KeeperClient", "Located", "Slot", "VersionLevel"]
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 10.0
+# Allocating and populating memory takes about a second per 2 GiB; a first save waits for it once.
+PREPARE_TIMEOUT_S = 300.0
+# What a keeper may need beyond the wait that was asked for.
+GRACE_S = 5.0
+# Versions whose level is remembered; callers ask about recent ones only.
+MAX_LEVELS = 128
+MAX_ALARMS = 64
+
+R = TypeVar("R", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A bundle's image, mapped and readable here.
+
+    Attributes:
+        view: the image, read-only. Valid until `KeeperClient.release`, the next `begin`, or `close`.
+        source: where it was, cheapest first: own slot, another slot of this node, another node, storage.
+        seconds: what the keeper spent to make it present; 0 if it was.
+    """
+
+    ref: BundleRef
+    seal: Seal
+    view: memoryview
+    source: Source
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class VersionLevel:
+    """What is known of a version here."""
+
+    level: Level
+    reason: str
+    abandoned: bool = False
+
+
+class KeeperClient:
+    """One connection to the keeper of this node. Use `connect`; safe to call from several threads."""
+
+    _caller: Caller
+
+    def __init__(self, rank: int | None) -> None:
+        self.rank = rank
+        self._changed = threading.Condition()
+        self._levels: OrderedDict[Version, VersionLevel] = OrderedDict()
+        self._alarms: OrderedDict[str, str] = OrderedDict()
+        self._slots: dict[int, Slot] = {}
+        self._lost_callbacks: list[Callable[[str], None]] = []
+        self._alarm_callbacks: list[Callable[[str], None]] = []
+        self._progress_callbacks: list[Callable[[Version, VersionLevel], None]] = []
+        self._appointment_callbacks: list[Callable[[Appointment], None]] = []
+
+    @classmethod
+    def connect(
+        cls, socket_path: str | Path, *, job: str, rank: int | None = None, timeout_s: float = CALL_TIMEOUT_S
+    ) -> KeeperClient:
+        """Connects to the keeper that listens at `socket_path`.
+
+        Args:
+            socket_path: `Place.socket` of node.places, or `unix:<path>`.
+            job: `Place.job`; a keeper of another job refuses.
+            rank: the trainer's rank; None for a viewer, who may only look.
+            timeout_s: for connecting and being welcomed; a predecessor that is dying is waited for.
+
+        Raises:
+            KeeperLost: nobody listens. InUse: another living process is that rank. KeeperError: refused.
+        """
+        client = cls(rank)
+        role = messages.VIEWER if rank is None else messages.RANK
+        hello = messages.Hello(job=job, role=role, rank=-1 if rank is None else rank)
+        client._caller = dial(
+            str(socket_path), hello, timeout_s=timeout_s, on_push=client._pushed, on_lost=client._lost
+        )
+        return client
+
+    @property
+    def alive(self) -> bool:
+        """Whether the keeper is there; False as soon as its end of the connection closed."""
+        return self._caller.alive
+
+    @property
+    def node(self) -> str:
+        """Label of the keeper's node."""
+        return self._caller.welcome.node
+
+    @property
+    def pid(self) -> int:
+        """Process id of the keeper."""
+        return self._caller.welcome.pid
+
+    @property
+    def incarnation(self) -> int:
+        """The highest incarnation that the keeper had seen when we connected; 0 if none."""
+        return self._caller.welcome.incarnation
+
+    @property
+    def alarms(self) -> tuple[str, ...]:
+        """What the keeper warned of since we connected, one line per subject, newest last."""
+        with self._changed:
+            return tuple(self._alarms.values())
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        """Calls `callback(reason)` once, in the reader thread, when the keeper is lost."""
+        self._lost_callbacks.append(callback)
+
+    def on_alarm(self, callback: Callable[[str], None]) -> None:
+        """Calls `callback(text)` in the reader thread for every alarm."""
+        self._alarm_callbacks.append(callback)
+
+    def on_progress(self, callback: Callable[[Version, VersionLevel], None]) -> None:
+        """Calls `callback(version, level)` in the reader thread when a version reaches a level or is abandoned."""
+        self._progress_callbacks.append(callback)
+
+    def on_appointment(self, callback: Callable[[Appointment], None]) -> None:
+        """Calls `callback(appointment)` in the reader thread when the coordinator named a step for all ranks."""
+        self._appointment_callbacks.append(callback)
+
+    # --- coming together
+
+    def assemble(self, assembly: Assembly) -> None:
+        """Tells the keeper who belongs to the job. Idempotent; every local rank calls it.
+
+        Raises:
+            Fenced: a higher incarnation was assembled before. KeeperError: ranks of one incarnation disagree.
+        """
+        self._ask(messages.Assemble(assembly=assembly), messages.Ok)
+
+    def resume(self, incarnation: int, version: Version | None) -> None:
+        """All ranks loaded `version` (None: a fresh start) and that is recorded; from here on `begin` is allowed."""
+        self._ask(messages.Resume(incarnation=incarnation, version=version), messages.Ok)
+
+    def register(self, layout: RankLayout) -> None:
+        """The rank's bundles; at the first save and at every change of structure."""
+        self._ask(messages.Register(layout=layout), messages.Ok)
+
+    def prepare(self, num_bytes: int, num_slots: int, *, timeout_s: float = PREPARE_TIMEOUT_S) -> tuple[Slot, ...]:
+        """Slots with room for `num_bytes` each, allocated by the keeper, populated here. Growth: call it again.
+
+        A trainer that was restarted gets the slots of its predecessor, with what they hold.
+
+        Raises:
+            MemoryRefused: names what is needed, what is allowed, and what to change.
+        """
+        request = messages.Prepare(num_bytes=num_bytes, num_slots=num_slots)
+        reply, fds = self._call(request, messages.Slots, timeout_s)
+        slots = self._map_slots(reply.slot_ids, fds)
+        for number in set(self._slots) - set(reply.slot_ids):  # outgrown, and no longer needed
+            self._slots.pop(number).close()
+        return tuple(slot for slot in slots if slot.num_bytes >= num_bytes)
+
+    def adopt(self, slots: Sequence[Slot], *, timeout_s: float = PREPARE_TIMEOUT_S) -> None:
+        """Hands the slots of a dead keeper to this one, which verifies each before it counts it as sealed.
+
+        The slots stay valid and may be passed to `begin`'s result as before. Call after `assemble` and `register`.
+        """
+        fds = [slot.fd for slot in slots]
+        reply, got = self._call(messages.Adopt(num_slots=len(fds)), messages.Slots, timeout_s, fds)
+        wire.close_fds(got)
+        if len(reply.slot_ids) != len(slots):
+            raise KeeperError("the keeper adopted another number of slots than it was given")
+        for slot, number in zip(slots, reply.slot_ids, strict=True):
+            slot.slot_id = number
+            self._slots[number] = slot
+
+    # --- saving
+
+    def begin(self, version: Version, num_bytes: int, *, durable: bool, timeout_s: float) -> Slot:
+        """A slot to write `version` into; its header is already invalid. The overwrite guard chooses.
+
+        Args:
+            version: of the incarnation that was assembled, later than the last one begun.
+            num_bytes: room needed for the images.
+            durable: whether this version is due for storage.
+            timeout_s: how long to wait for a slot to become free.
+
+        Raises:
+            LevelNotReached: no slot became free, with the reason; the version is then abandoned for this rank.
+            KeeperLost: the keeper is gone.
+        """
+        request = messages.Begin(version=version, num_bytes=num_bytes, durable=durable, timeout_s=timeout_s)
+        reply, fds = self._call(request, messages.Begun, timeout_s + GRACE_S)
+        if reply.slot_id in self._slots:
+            wire.close_fds(fds)
+            return self._slots[reply.slot_id]
+        return self._map_slots((reply.slot_id,), fds)[0]
+
+    def copied(self, version: Version, images: Sequence[ImageSpan]) -> None:
+        """All images lie in the slot. Returns at once; the keeper hashes, seals, replicates and persists."""
+        self._caller.tell(messages.Copied(version=version, images=tuple(images)))
+
+    def abandon(self, version: Version, reason: str) -> None:
+        """This rank gives the version up. Final, and announced to all."""
+        self._caller.tell(messages.Abandon(version=version, reason=reason))
+
+    def propose(self, proposal: Proposal) -> None:
+        """Asks for a save or a stop that all ranks make at one step; the answer comes to `on_appointment`."""
+        self._caller.tell(messages.Propose(proposal=proposal))
+
+    def level(self, version: Version) -> tuple[Level, str]:
+        """The level that was announced for `version`, and the reason."""
+        with self._changed:
+            known = self._levels.get(version)
+        if known is None:
+            return Level.NONE, "nothing was announced yet" if self.alive else "the keeper is lost"
+        return known.level, known.reason
+
+    def wait(self, version: Version, level: Level, timeout_s: float) -> Level:
+        """Blocks until `version` reaches `level`; returns the level it has then.
+
+        Raises:
+            LevelNotReached: it was abandoned, time is over, or the keeper is lost. Names the level reached.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                known = self._levels.get(version, VersionLevel(Level.NONE, "nothing was announced yet"))
+                if known.level >= level:
+                    return known.level
+                left = deadline - time.monotonic()
+                if known.abandoned or not self.alive or left <= 0:
+                    break
+                self._changed.wait(left)
+        lost = "" if self.alive else "; the keeper is lost"
+        late = f"; waited {timeout_s:g} s" if left <= 0 and not known.abandoned else ""
+        raise LevelNotReached(
+            f"{version} is {known.level.name.lower()}, not {level.name.lower()}: {known.reason}{lost}{late}",
+            remedy="see holdfast status for what holds it up; training may go on",
+        )
+
+    # --- coming back
+
+    def inventory(self, *, wide: bool = True, timeout_s: float = CALL_TIMEOUT_S) -> Inventory:
+        """What all reachable keepers hold (`wide=False`: only this one)."""
+        return self._ask(messages.TakeInventory(wide=wide), messages.InventoryReply, timeout_s).inventory
+
+    def obtain(self, version: Version, fetches: Sequence[Fetch], *, timeout_s: float) -> tuple[Located, ...]:
+        """Makes bundles present on this node and maps them, in the order of `fetches` (of core.recovery).
+
+        Copies from peers and storage are checked against the seal when they arrive; the caller verifies what it
+        loads all the same.
+
+        Raises:
+            CorruptError: a copy is not what its seal says. VersionNotFound: the copy is gone.
+            KeeperLost, StorageError: the source does not answer. MemoryRefused: no room.
+        """
+        request = messages.Obtain(version=version, fetches=tuple(fetches), timeout_s=timeout_s)
+        reply, fds = self._call(request, messages.Obtained, timeout_s + GRACE_S)
+        try:
+            if [found.bundle_id for found in reply.found] != [fetch.ref.bundle_id for fetch in fetches]:
+                raise KeeperError("the keeper answered with other bundles than were asked for")
+            located = zip(fetches, reply.found, strict=True)
+            return tuple(self._locate(fetch.ref, found, fds) for fetch, found in located)
+        finally:
+            wire.close_fds(fds)
+
+    def release(self) -> None:
+        """What was obtained is no longer read; its memory may be used again. `begin` implies it."""
+        self._caller.tell(messages.Release())
+
+    def quarantine(self, version: Version, bundle_id: str, *, node: int | None, reason: str) -> None:
+        """A copy failed its digest: the keeper of `node` (None: storage) does not offer it again."""
+        where = -1 if node is None else node
+        self._ask(messages.Condemn(version=version, bundle_id=bundle_id, node=where, reason=reason), messages.Ok)
+
+    # --- looking and leaving
+
+    def status(self, *, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+        """What the keeper says about itself; plain values only. Fields: docs/spec/keeper.md."""
+        reply = self._ask(messages.AskStatus(), messages.StatusReply, timeout_s)
+        return msgspec.msgpack.decode(reply.status, type=dict[str, Any])
+
+    def goodbye(self, *, finished: bool, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """This rank leaves; `finished`: it will not come back. When all local ranks finished the keeper ends."""
+        self._ask(messages.Goodbye(finished=finished), messages.Ok, timeout_s)
+
+    def close(self) -> None:
+        """Ends the connection and unmaps the slots. The keeper keeps what they hold."""
+        self._caller.close()
+        for slot in self._slots.values():
+            slot.close()
+        self._slots.clear()
+
+    def detach(self) -> tuple[Slot, ...]:
+        """Ends the connection, but keeps the slots mapped, to be handed to the next keeper by `adopt`."""
+        self._caller.close()
+        slots, self._slots = tuple(self._slots.values()), {}
+        return slots
+
+    # --- inside
+
+    def _ask(self, request: Message, wanted: type[R], timeout_s: float = CALL_TIMEOUT_S) -> R:
+        reply, fds = self._call(request, wanted, timeout_s)
+        wire.close_fds(fds)
+        return reply
+
+    def _call(
+        self, request: Message, wanted: type[R], timeout_s: float, fds: Sequence[int] = ()
+    ) -> tuple[R, list[int]]:
+        reply, got = self._caller.call(request, timeout_s=timeout_s, fds=fds)
+        if not isinstance(reply, wanted):
+            wire.close_fds(got)
+            raise KeeperError(f"the keeper answered {type(request).__name__} with {type(reply).__name__}")
+        return reply, got
+
+    def _map_slots(self, slot_ids: Sequence[int], fds: list[int]) -> tuple[Slot, ...]:
+        """Maps the slots that are new here; the descriptors belong to those, in order."""
+        fresh = [number for number in slot_ids if number not in self._slots]
+        if len(fresh) != len(fds):
+            wire.close_fds(fds)
+            raise KeeperError(f"the keeper announced {len(fresh)} new slots and sent {len(fds)} descriptors")
+        for number in fresh:
+            self._slots[number] = Slot.adopt(fds.pop(0), slot_id=number)
+        return tuple(self._slots[number] for number in slot_ids)
+
+    def _locate(self, ref: BundleRef, found: messages.Found, fds: list[int]) -> Located:
+        slot = self._slots.get(found.slot_id)
+        if slot is not None:  # mapped already; a second mapping would cost its page faults
+            view = slot.window(found.start, found.length).toreadonly()
+        elif 0 <= found.fd < len(fds):
+            view = memory.map_readonly(fds[found.fd], found.start, found.length)
+        else:
+            raise KeeperError("the keeper named a descriptor that it did not send")
+        return Located(ref, found.seal, view, found.source, found.seconds)
+
+    def _pushed(self, message: messages.AnyMessage) -> None:
+        if isinstance(message, messages.Progress):
+            self._progressed(message.version, VersionLevel(message.level, message.reason, message.abandoned))
+        elif isinstance(message, messages.Alarm):
+            self._alarmed(message)
+        elif isinstance(message, messages.Appointed):
+            for callback in tuple(self._appointment_callbacks):
+                callback(message.appointment)
+        else:
+            logger.warning("the keeper pushed %s, which means nothing here", type(message).__name__)
+
+    def _progressed(self, version: Version, news: VersionLevel) -> None:
+        with self._changed:
+            self._levels[version] = news
+            self._levels.move_to_end(version)
+            while len(self._levels) > MAX_LEVELS:
+                self._levels.popitem(last=False)
+            self._changed.notify_all()
+        for callback in tuple(self._progress_callbacks):
+            callback(version, news)
+
+    def _alarmed(self, message: messages.Alarm) -> None:
+        logger.warning("keeper of %s: %s", self.node, message.text)
+        with self._changed:
+            self._alarms[message.key] = message.text
+            self._alarms.move_to_end(message.key)
+            while len(self._alarms) > MAX_ALARMS:
+                self._alarms.popitem(last=False)
+        for callback in tuple(self._alarm_callbacks):
+            callback(message.text)
+
+    def _lost(self, reason: str) -> None:
+        logger.warning("the keeper of this node is lost: %s; training goes on without the memory level", reason)
+        with self._changed:
+            self._changed.notify_all()
+        for callback in tuple(self._lost_callbacks):
+            callback(reason)

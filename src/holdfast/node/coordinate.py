@@ -1,0 +1,125 @@
+"""The coordinator's desk: the board of core.commit, fed by reports, spreading what it concludes.
+
+Runs in the keeper of the lowest live node. It only spreads knowledge: if it dies the next one is fed by every node
+repeating what it knows. All methods run under the state's lock and only queue.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from holdfast.base.errors import Fenced
+from holdfast.core.appointments import Diary, Proposal
+from holdfast.core.commit import Action, Announcement, Board, CommitOrder, Kind
+from holdfast.core.ledger import Reports
+from holdfast.core.model import Version
+from holdfast.node.messages import Assembly, News
+from holdfast.node.persist import CommitJob, Committer
+from holdfast.node.server import Connection
+from holdfast.node.state import NodeState
+
+logger = logging.getLogger(__name__)
+
+# Announcements that are repeated to a node that joins late.
+MAX_HISTORY = 128
+
+
+@dataclass(slots=True)
+class _Follower:
+    connection: Connection
+    layouts: set[str]
+
+
+class Coordinator:
+    """The board of one incarnation and the nodes that follow it."""
+
+    def __init__(self, state: NodeState, committer: Committer, assembly: Assembly) -> None:
+        self._state = state
+        self._committer = committer
+        self._assembly = assembly
+        self._board = Board(assembly.topology)
+        self._diary = Diary()
+        self._followers: dict[int, _Follower] = {}
+        self._history: OrderedDict[tuple[Version, Kind], Announcement] = OrderedDict()
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Indices of the nodes that follow."""
+        return tuple(sorted(self._followers))
+
+    def report(self, incarnation: int, reports: Reports) -> None:
+        """A node's facts; its own included."""
+        if incarnation != self._assembly.incarnation:
+            raise Fenced(f"this coordinator serves incarnation {self._assembly.incarnation}, not {incarnation}")
+        for layout in reports.layouts:
+            self._board.register(layout)
+        self._carry_out(self._board.sealed(reports.sealed))
+        for version, rank, reason in reports.abandoned:
+            self._carry_out(self._board.abandoned(version, rank, reason))
+        for version, node, bundle_ids in reports.replicas:
+            self._carry_out(self._board.replicated(version, node, bundle_ids))
+        for part in reports.parts:
+            self._carry_out(self._board.written(part))
+
+    def join(self, node: int, connection: Connection) -> None:
+        """A node follows from now on; what was announced before is repeated to it."""
+        follower = _Follower(connection, set())
+        self._followers[node] = follower
+        for announcement in self._history.values():
+            self._tell(follower, announcement)
+
+    def leave(self, connection: Connection) -> None:
+        """A follower's connection ended."""
+        self._followers = {n: f for n, f in self._followers.items() if f.connection is not connection}
+
+    def propose(self, proposal: Proposal) -> None:
+        """Names a step for all ranks."""
+        message = self._state.appoint(self._diary.propose(proposal))
+        for follower in self._followers.values():
+            follower.connection.push(f"appointment {proposal.purpose.value}", message)
+        self._state.appointed(message)
+
+    def close(self) -> None:
+        """Steps down; the followers elect anew."""
+        for follower in self._followers.values():
+            follower.connection.channel.abort()
+        self._followers.clear()
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, CommitOrder):
+                self._commit(action)
+            else:
+                self._announce(action)
+
+    def _announce(self, announcement: Announcement) -> None:
+        logger.debug("%s %s: %s", announcement.version, announcement.kind.value, announcement.reason)
+        self._history[announcement.version, announcement.kind] = announcement
+        while len(self._history) > MAX_HISTORY:
+            self._history.popitem(last=False)
+        for follower in self._followers.values():
+            self._tell(follower, announcement)
+        self._state.hear(self._news(announcement, with_table=True))
+
+    def _tell(self, follower: _Follower, announcement: Announcement) -> None:
+        layout = announcement.layout
+        follower.connection.send(self._news(announcement, with_table=layout not in follower.layouts))
+        follower.layouts.add(layout)
+
+    def _news(self, announcement: Announcement, *, with_table: bool) -> News:
+        table = self._board.table(announcement.layout) if with_table and announcement.layout else ()
+        return News(incarnation=self._assembly.incarnation, announcement=announcement, table=table)
+
+    def _commit(self, order: CommitOrder) -> None:
+        if not self._committer.put(CommitJob(order, self._assembly, self._state.resumed, self._committed)):
+            self._committed(order.version, False)
+
+    def _committed(self, version: Version, success: bool) -> None:
+        """From the committer's thread."""
+        with self._state.lock:
+            if success:
+                self._carry_out(self._board.committed(version))
+            else:
+                self._board.commit_failed(version)

@@ -1,0 +1,398 @@
+"""What keepers and their clients say to each other: one tagged struct per message, msgpack on the wire.
+
+A request carries an `id` and is answered by a reply with the same one, or by a Refusal that names an error class of
+base.errors. `id` 0 is a statement that expects no reply. Pushes come unasked. Unknown tags, missing fields and wrong
+types are refused by the decoder; there is no free-form field. The table of messages is in docs/spec/keeper.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from holdfast.base import errors
+from holdfast.base.errors import HoldfastError, KeeperError
+from holdfast.core.appointments import Appointment, Proposal
+from holdfast.core.commit import Announcement
+from holdfast.core.ledger import Reports
+from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
+from holdfast.core.recovery import Fetch, MemoryCopy, Source
+
+PROTOCOL = 1
+
+RANK, VIEWER, KEEPER = "rank", "viewer", "keeper"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """An image that the trainer finished in its slot: bytes [offset, offset + length) of the payload."""
+
+    ref: BundleRef
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What every rank agreed on when the job (of one incarnation) came together.
+
+    Attributes:
+        incarnation: registered beside the manifests, or arbitrated above everything the keepers have seen.
+        root: checkpoint URL or absolute path.
+        job_id: from the storage's claim.
+        topology: who runs where.
+        addresses: of the keepers, per node index (`unix:<path>`).
+        keep_last: durable versions kept.
+        keep_every: steps whose multiples are kept; 0 for none.
+        lineage: what is recorded of incarnations before this one: (incarnation, version it resumed from).
+        storage: whether the root can be written; if not, nothing is persisted until the next incarnation.
+    """
+
+    incarnation: int
+    root: str
+    job_id: str
+    topology: Topology
+    addresses: tuple[str, ...]
+    keep_last: int = 2
+    keep_every: int = 0
+    lineage: tuple[tuple[int, Version | None], ...] = ()
+    storage: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What the keepers hold; the facts of core.recovery.
+
+    Attributes:
+        copies: every sealed bundle, own slots and replicas.
+        tables: every bundle of the job per version, where a keeper knows it.
+        suspects: versions whose twins differ, with the reason.
+        levels: versions and their level, as far as a keeper knows.
+        reachable: indices of the nodes whose keepers answered.
+        silent: (node index, reason) for those that did not.
+    """
+
+    copies: tuple[MemoryCopy, ...]
+    tables: tuple[tuple[Version, tuple[BundleRef, ...]], ...]
+    suspects: tuple[tuple[Version, str], ...]
+    levels: tuple[tuple[Version, Level], ...]
+    reachable: tuple[int, ...]
+    silent: tuple[tuple[int, str], ...] = ()
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="is", kw_only=True):
+    """Base of all messages."""
+
+    id: int = 0
+
+
+# --- opening -----------------------------------------------------------------------------------------------------
+
+
+class Hello(Message, tag="hello", frozen=True, kw_only=True):
+    """First message of every connection, at most 1 KiB."""
+
+    job: str
+    role: str
+    protocol: int = PROTOCOL
+    rank: int = -1
+    node: int = -1
+    incarnation: int = 0
+
+
+class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
+    """The connection is accepted; who the keeper is."""
+
+    node: str
+    pid: int
+    incarnation: int
+
+
+class Ok(Message, tag="ok", frozen=True):
+    """Done."""
+
+
+class Refusal(Message, tag="refusal", frozen=True, kw_only=True):
+    """The request failed. `kind` is the name of a class in base.errors."""
+
+    kind: str
+    what: str
+    where: str = ""
+    remedy: str = ""
+
+
+# --- a trainer and its keeper ------------------------------------------------------------------------------------
+
+
+class Assemble(Message, tag="assemble", frozen=True, kw_only=True):
+    """Who belongs to the job, in this incarnation."""
+
+    assembly: Assembly
+
+
+class Resume(Message, tag="resume", frozen=True, kw_only=True):
+    """All ranks loaded `version` (None: a fresh start) and recorded it."""
+
+    incarnation: int
+    version: Version | None
+
+
+class Prepare(Message, tag="prepare", frozen=True, kw_only=True):
+    """Reserve this many slots of this size for my rank."""
+
+    num_bytes: int
+    num_slots: int
+
+
+class Slots(Message, tag="slots", frozen=True, kw_only=True):
+    """Numbers of slots; for those that the client does not have, the descriptors come along in the same order."""
+
+    slot_ids: tuple[int, ...]
+
+
+class Adopt(Message, tag="adopt", frozen=True, kw_only=True):
+    """Slots of a keeper that died; their descriptors come along."""
+
+    num_slots: int
+
+
+class Register(Message, tag="register", frozen=True, kw_only=True):
+    """The rank's bundles."""
+
+    layout: RankLayout
+
+
+class Begin(Message, tag="begin", frozen=True, kw_only=True):
+    """A slot for this version, please; wait up to `timeout_s` for one."""
+
+    version: Version
+    num_bytes: int
+    durable: bool
+    timeout_s: float
+
+
+class Begun(Message, tag="begun", frozen=True, kw_only=True):
+    """The slot is yours; its header is invalid. Its descriptor comes along if the client does not have it."""
+
+    slot_id: int
+    reason: str
+
+
+class Copied(Message, tag="copied", frozen=True, kw_only=True):
+    """The images of this version lie in the slot."""
+
+    version: Version
+    images: tuple[ImageSpan, ...]
+
+
+class Abandon(Message, tag="abandon", frozen=True, kw_only=True):
+    """This rank gives the version up."""
+
+    version: Version
+    reason: str
+
+
+class TakeInventory(Message, tag="take-inventory", frozen=True, kw_only=True):
+    """`wide`: ask the other keepers as well."""
+
+    wide: bool
+
+
+class InventoryReply(Message, tag="inventory", frozen=True, kw_only=True):
+    """What the keepers hold."""
+
+    inventory: Inventory
+
+
+class Obtain(Message, tag="obtain", frozen=True, kw_only=True):
+    """Make these bundles present on this node."""
+
+    version: Version
+    fetches: tuple[Fetch, ...]
+    timeout_s: float
+
+
+class Found(Message, tag="found", frozen=True, kw_only=True):
+    """Where one bundle lies now: bytes [start, start + length) of a whole slot, header included.
+
+    It is slot `slot_id`; if the client does not have that one mapped, descriptor number `fd` of the frame is it.
+    """
+
+    bundle_id: str
+    slot_id: int
+    fd: int
+    start: int
+    length: int
+    seal: Seal
+    source: Source
+    seconds: float
+
+
+class Obtained(Message, tag="obtained", frozen=True, kw_only=True):
+    """Where they are; descriptors come along."""
+
+    found: tuple[Found, ...]
+
+
+class Release(Message, tag="release", frozen=True):
+    """The client no longer reads what it obtained."""
+
+
+class Condemn(Message, tag="quarantine", frozen=True, kw_only=True):
+    """A copy failed its digest; `node` -1 is storage."""
+
+    version: Version
+    bundle_id: str
+    node: int
+    reason: str
+
+
+class AskStatus(Message, tag="ask-status", frozen=True):
+    """How are you?"""
+
+
+class StatusReply(Message, tag="status", frozen=True, kw_only=True):
+    """A map of plain values."""
+
+    status: msgspec.Raw
+
+
+class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):
+    """This rank leaves; `finished`: for good."""
+
+    finished: bool
+
+
+class Progress(Message, tag="progress", frozen=True, kw_only=True):
+    """Push: what is known of a version now."""
+
+    version: Version
+    level: Level
+    reason: str
+    abandoned: bool
+
+
+class Propose(Message, tag="propose", frozen=True, kw_only=True):
+    """A rank asks for a save or a stop; a keeper passes it on to the coordinator."""
+
+    proposal: Proposal
+
+
+class Appointed(Message, tag="appointed", frozen=True, kw_only=True):
+    """Push: the step that the coordinator named for all ranks."""
+
+    incarnation: int
+    appointment: Appointment
+
+
+class Alarm(Message, tag="alarm", frozen=True, kw_only=True):
+    """Push: something an operator should know. `key` names the subject, so that repetitions replace each other."""
+
+    key: str
+    text: str
+
+
+# --- keepers among themselves ------------------------------------------------------------------------------------
+
+
+class Report(Message, tag="report", frozen=True, kw_only=True):
+    """A node tells the coordinator; `whole` when it repeats everything it knows."""
+
+    node: int
+    incarnation: int
+    reports: Reports
+    whole: bool = False
+
+
+class News(Message, tag="news", frozen=True, kw_only=True):
+    """The coordinator tells a node; the table comes along when an announcement names a layout."""
+
+    incarnation: int
+    announcement: Announcement
+    table: tuple[BundleRef, ...] = ()
+
+
+class Ping(Message, tag="ping", frozen=True):
+    """Are you there? Answered with Ok."""
+
+
+class Pull(Message, tag="pull", frozen=True, kw_only=True):
+    """Send bytes [start, start + length) of a sealed image; the reply is Bulk and the bytes."""
+
+    version: Version
+    bundle_id: str
+    start: int
+    length: int
+
+
+class Bulk(Message, tag="bulk", frozen=True, kw_only=True):
+    """This many raw bytes follow."""
+
+    length: int
+
+
+class AskSeals(Message, tag="ask-seals", frozen=True, kw_only=True):
+    """Seals (with chunk digests) of these bundles, as far as this keeper holds them."""
+
+    version: Version
+    bundle_ids: tuple[str, ...]
+
+
+class Seals(Message, tag="seals", frozen=True, kw_only=True):
+    """The seals that were asked for; bundles that are not held are left out."""
+
+    seals: tuple[Seal, ...]
+
+
+AnyMessage = (
+    Hello | Welcome | Ok | Refusal | Assemble | Resume | Prepare | Slots | Adopt | Register | Begin | Begun | Copied
+    | Abandon | TakeInventory | InventoryReply | Obtain | Obtained | Release | Condemn | AskStatus | StatusReply
+    | Goodbye | Progress | Propose | Appointed | Alarm | Report | News | Ping | Pull | Bulk | AskSeals | Seals
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_hello_decoder = msgspec.msgpack.Decoder(Hello)
+
+
+def encode(message: Message) -> bytes:
+    """The body of a frame."""
+    return _encoder.encode(message)
+
+
+def decode(body: bytes) -> AnyMessage:
+    """The message in a frame.
+
+    Raises:
+        KeeperError: not a message of this protocol.
+    """
+    try:
+        return _decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise KeeperError(f"not a message of this protocol: {error}") from error
+
+
+def decode_hello(body: bytes) -> Hello:
+    """The first message of a connection; only Hello is understood."""
+    try:
+        return _hello_decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise KeeperError(f"not a greeting of this protocol: {error}") from error
+
+
+_ERRORS: dict[str, type[HoldfastError]] = {
+    name: cls for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, HoldfastError)
+}
+
+
+def refusal(request: int, error: HoldfastError) -> Refusal:
+    """`error` as a message."""
+    return Refusal(
+        id=request, kind=type(error).__name__, what=error.what[:4000], where=error.where[:1000], remedy=error.remedy
+    )
+
+
+def raise_refusal(message: Refusal) -> None:
+    """Raises the error that the other side named; an unknown name becomes KeeperError."""
+    raise _ERRORS.get(message.kind, KeeperError)(message.what, where=message.where, remedy=message.remedy)

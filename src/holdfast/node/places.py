@@ -1,0 +1,110 @@
+"""Where the keeper of one job on one node lives: `<runtime>/<job digest>/<node label>/`.
+
+The directory belongs to us alone (0700) or is refused. It holds the socket, the lock that elects the keeper, the lock
+that lets one of several starters spawn, and the log. The keeper removes all of it when it ends. Computing a Place
+touches nothing; `make` creates it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.base.config import Config
+from holdfast.base.errors import ConfigError
+from holdfast.tiers.wire import unix_path
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The runtime directory of one job on one node.
+
+    Attributes:
+        runtime: the directory that all jobs of this user share.
+        job: digest of checkpoint root and run id.
+        node: label of the node.
+    """
+
+    runtime: Path
+    job: str
+    node: str
+
+    @property
+    def directory(self) -> Path:
+        return self.runtime / self.job / self.node
+
+    @property
+    def socket(self) -> Path:
+        return self.directory / "s"
+
+    @property
+    def address(self) -> str:
+        """What other keepers connect to."""
+        return f"unix:{self.socket}"
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "keeper.log"
+
+    @property
+    def keeper_lock(self) -> Path:
+        return self.directory / "keeper.lock"
+
+    @property
+    def start_lock(self) -> Path:
+        return self.directory / "start.lock"
+
+    @property
+    def budget(self) -> Path:
+        """Shared by all keepers of this runtime directory."""
+        return self.runtime / "memory.json"
+
+    def make(self) -> None:
+        """Creates the directory, or checks the existing one.
+
+        Raises:
+            ConfigError: the path is too long for a socket, not ours, open to others, or cannot be created.
+        """
+        unix_path(str(self.socket))
+        try:
+            self.runtime.parent.mkdir(parents=True, exist_ok=True)
+            for path in (self.runtime, self.runtime / self.job, self.directory):
+                _make_private(path)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot create the runtime directory: {error.strerror}",
+                where=str(self.directory),
+                remedy="set HOLDFAST_RUNTIME_DIR to a directory of your own on a local disk",
+            ) from error
+
+
+def place_of(root: str, config: Config) -> Place:
+    """The place of the job that saves to `root` under these settings. `root` is made absolute unless it is a URL."""
+    return Place(Path(os.path.abspath(config.runtime_path)), job_digest(root, config.run_id), config.node)
+
+
+def absolute_root(root: str) -> str:
+    """`root` as everyone must name it: a URL as it is, a path absolute."""
+    return root if "://" in root else os.path.abspath(root)
+
+
+def job_digest(root: str, run_id: str) -> str:
+    """Identity of the job: 16 hex digits of blake2b over the absolute root and the run id."""
+    text = f"{absolute_root(root)}\n{run_id}".encode()
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def _make_private(path: Path) -> None:
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise ConfigError(
+                "the runtime directory is not ours alone (owner, or open to others)",
+                where=str(path),
+                remedy="chmod 700 it, or set HOLDFAST_RUNTIME_DIR to a private directory",
+            ) from None

@@ -1,0 +1,287 @@
+"""The keeper's socket: who is let in, one thread that reads each connection, one that writes it.
+
+Nobody can hold up anybody else: a reader only serves its own connection, replies and pushes go through a bounded
+outbox with a writer of its own, and pushes about the same subject replace each other, so a stopped client costs a few
+kilobytes. Before its greeting a connection has 5 s and 1 KiB; of those there are at most 64. Strangers (another user)
+and nonsense are cut off without harm to the rest. What messages mean is the handler's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from holdfast.base.errors import HoldfastError, KeeperError
+from holdfast.node.messages import AnyMessage, Hello, Message, Refusal, decode, decode_hello, encode, refusal
+from holdfast.tiers import wire
+
+logger = logging.getLogger(__name__)
+
+SEND_TIMEOUT_S = 5.0
+JOIN_TIMEOUT_S = 5.0
+# Greeted connections: local ranks, viewers, and the keepers of other nodes.
+MAX_GREETED = 1024
+MAX_OUTBOX = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A reply with descriptors; the server duplicates them, the handler keeps its own."""
+
+    message: Message
+    fds: tuple[int, ...] = ()
+
+
+class Connection:
+    """One client as the keeper sees it. `send` and `push` never block."""
+
+    def __init__(self, channel: wire.Channel) -> None:
+        self.channel = channel
+        self.pid = wire.peer_pid(channel)
+        self.hello: Hello | None = None
+        self._outbox: deque[tuple[bytes, list[int]]] = deque()
+        self._pushes: OrderedDict[str, bytes] = OrderedDict()
+        self._changed = threading.Condition()
+        self._ended = False
+        self._writer: threading.Thread | None = None
+
+    @property
+    def greeted(self) -> Hello:
+        """The greeting; asking before there is one is a bug."""
+        if self.hello is None:
+            raise KeeperError("the connection has not greeted")
+        return self.hello
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Queues a message; a client that lets too many pile up is cut off."""
+        copies = [os.dup(fd) for fd in fds]
+        with self._changed:
+            if self._ended or len(self._outbox) >= MAX_OUTBOX:
+                wire.close_fds(copies)
+                self.channel.abort()
+                return
+            self._outbox.append((encode(message), copies))
+            self._changed.notify()
+
+    def push(self, key: str, message: Message) -> None:
+        """Queues a message that replaces an unsent one about the same subject."""
+        with self._changed:
+            if self._ended:
+                return
+            self._pushes[key] = encode(message)
+            self._pushes.move_to_end(key)
+            if len(self._pushes) > MAX_OUTBOX:
+                self._pushes.popitem(last=False)
+            self._changed.notify()
+
+    def start(self) -> None:
+        """Starts the writer, once the client is greeted."""
+        self._writer = threading.Thread(target=self._write, name="holdfast writer", daemon=True)
+        self._writer.start()
+
+    def end(self) -> None:
+        """Stops the writer and closes the channel; only the reader's thread calls it."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+        self.channel.abort()
+        if self._writer is not None:
+            self._writer.join(JOIN_TIMEOUT_S)
+        for _, fds in self._outbox:
+            wire.close_fds(fds)
+        self._outbox.clear()
+        self.channel.close()
+
+    def flush(self) -> None:
+        """Lets the writer send what is queued, then ends it; used when the keeper says its last word."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+        if self._writer is not None:
+            self._writer.join(SEND_TIMEOUT_S)
+
+    def _write(self) -> None:
+        try:
+            while (item := self._next()) is not None:
+                body, fds = item
+                try:
+                    self.channel.send(body, fds=fds, timeout_s=SEND_TIMEOUT_S)
+                finally:
+                    wire.close_fds(fds)
+        except HoldfastError as error:
+            logger.debug("client %d: %s", self.pid, error.what)
+            self.channel.abort()
+        except Exception:
+            logger.exception("writer of client %d failed", self.pid)
+            self.channel.abort()
+
+    def _next(self) -> tuple[bytes, list[int]] | None:
+        with self._changed:
+            while not (self._outbox or self._pushes or self._ended):
+                self._changed.wait()
+            if self._outbox:  # replies first: somebody waits for them
+                return self._outbox.popleft()
+            if self._pushes:
+                return self._pushes.popitem(last=False)[1], []
+            return None
+
+
+class Handler(Protocol):
+    """What the keeper does with connections. Called from many threads."""
+
+    def greet(self, connection: Connection, hello: Hello) -> Message:
+        """Sets `connection.hello` and returns the welcome, or raises a HoldfastError that is sent as refusal."""
+
+    def handle(self, connection: Connection, message: AnyMessage, fds: list[int]) -> Message | Answer | None:
+        """The reply; None if it comes later or never. Descriptors left in `fds` are closed afterwards."""
+
+    def gone(self, connection: Connection) -> None:
+        """The connection ended; called once for each that was greeted."""
+
+    def tick(self) -> float:
+        """Does what is due; returns seconds until it wants to be called again."""
+
+
+class Server:
+    """Accepts and serves until `stop`. `serve` runs in the thread of its caller."""
+
+    def __init__(self, path: Path, handler: Handler) -> None:
+        self._handler = handler
+        self._listener = wire.listen(path)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
+        self._readers: dict[threading.Thread, Connection] = {}
+        self._stopping = False
+
+    def serve(self) -> None:
+        """Serves until `stop`; then every connection is flushed and closed and every thread joined."""
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while not self._stopping:
+            pause_s = self._handler.tick()
+            for fd, _ in poll.poll(max(1, int(pause_s * 1000))):
+                if fd == self._wake:
+                    os.eventfd_read(self._wake)
+                else:
+                    self._accept()
+        self._listener.close()
+        self._end_all()
+        os.close(self._wake)
+
+    def stop(self) -> None:
+        """Ends `serve`; any thread or signal handler."""
+        self._stopping = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Lets `serve` call `tick` now."""
+        try:
+            os.eventfd_write(self._wake, 1)
+        except OSError:
+            pass  # the server has ended
+
+    def connections(self) -> list[Connection]:
+        """All greeted connections."""
+        with self._lock:
+            return [connection for connection in self._readers.values() if connection.hello is not None]
+
+    def _accept(self) -> None:
+        channel = wire.accept(self._listener)
+        if channel is None:
+            return
+        connection = Connection(channel)
+        with self._lock:
+            waiting = sum(known.hello is None for known in self._readers.values())
+            full = waiting >= wire.MAX_CONNECTIONS or len(self._readers) >= MAX_GREETED
+            if not full:
+                thread = threading.Thread(
+                    target=self._read, args=(connection,), name=f"holdfast client {connection.pid}", daemon=True
+                )
+                self._readers[thread] = connection
+        if full:
+            logger.warning("too many connections; process %d is turned away", connection.pid)
+            channel.close()
+            return
+        thread.start()
+
+    def _read(self, connection: Connection) -> None:
+        try:
+            greeted = self._greet(connection)
+            while greeted and not self._stopping:
+                self._serve_one(connection)
+        except HoldfastError as error:
+            logger.debug("client %d: %s", connection.pid, error.what)
+        except Exception:
+            logger.exception("serving client %d failed", connection.pid)
+        finally:
+            if connection.hello is not None:
+                self._handler.gone(connection)
+            connection.end()
+            with self._lock:
+                self._readers.pop(threading.current_thread(), None)
+            self.wake()
+
+    def _greet(self, connection: Connection) -> bool:
+        """Reads the greeting and answers it; False if the client is refused."""
+        try:
+            body, fds = connection.channel.receive(timeout_s=wire.HELLO_TIMEOUT_S, limit=wire.MAX_HELLO_BYTES)
+        except TimeoutError:
+            return False
+        wire.close_fds(fds)
+        try:
+            hello = decode_hello(body)
+            welcome = self._handler.greet(connection, hello)
+        except HoldfastError as error:
+            connection.channel.send(encode(refusal(0, error)), timeout_s=SEND_TIMEOUT_S)
+            return False
+        connection.channel.send(encode(welcome), timeout_s=SEND_TIMEOUT_S)
+        connection.start()
+        return True
+
+    def _serve_one(self, connection: Connection) -> None:
+        body, fds = connection.channel.receive(timeout_s=None)
+        try:
+            message = decode(body)
+            reply = self._answer(connection, message, fds)
+        finally:
+            wire.close_fds(fds)
+        if isinstance(reply, Answer):
+            connection.send(reply.message, reply.fds)
+        elif reply is not None:
+            connection.send(reply)
+
+    def _answer(self, connection: Connection, message: AnyMessage, fds: list[int]) -> Message | Answer | None:
+        try:
+            return self._handler.handle(connection, message, fds)
+        except HoldfastError as error:
+            logger.debug("%s of client %d refused: %s", type(message).__name__, connection.pid, error)
+            return _refuse(message, error)
+        except Exception as error:
+            logger.exception("%s of client %d failed", type(message).__name__, connection.pid)
+            return _refuse(message, KeeperError(f"the keeper failed: {type(error).__name__}: {error}"))
+
+    def _end_all(self) -> None:
+        with self._lock:
+            readers = dict(self._readers)
+        for connection in readers.values():
+            connection.flush()
+            connection.channel.abort()
+        for thread in readers:
+            thread.join(JOIN_TIMEOUT_S)
+
+
+def _refuse(message: AnyMessage, error: HoldfastError) -> Refusal | None:
+    """A statement has no reply, so its refusal is only logged."""
+    return refusal(message.id, error) if message.id else None

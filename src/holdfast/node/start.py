@@ -1,0 +1,143 @@
+"""Starting a keeper, or finding the one that runs: what `holdfast run` and the first rank call.
+
+Of several starters one spawns, under a lock; the others wait for it and find the keeper. The keeper is detached: own
+session (torchrun's kill of a process group does not reach it), forked twice (no zombie stays with the trainer). That
+it listens is known from a pipe that it inherits, never from waiting a while.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import holdfast
+from holdfast.base.config import Config
+from holdfast.base.errors import KeeperError, KeeperLost
+from holdfast.node.places import Place, absolute_root, place_of
+from holdfast.tiers import wire
+from holdfast.tiers.procs import take_lock
+
+START_TIMEOUT_S = 20.0
+_MAX_READY_BYTES = 64 << 10
+
+
+def ensure_keeper(root: str, config: Config, *, timeout_s: float = START_TIMEOUT_S) -> Place:
+    """The place of a keeper that listens for the job saving to `root`; started if there is none.
+
+    Raises:
+        ConfigError: the runtime directory is unfit. KeeperError: it did not start, with its own words.
+    """
+    place = place_of(root, config)
+    deadline = time.monotonic() + timeout_s
+    place.make()
+    if _listens(place):
+        return place
+    lock = _lock_within(place, deadline)
+    try:
+        if not _listens(place):
+            _spawn(place, absolute_root(root), config, deadline)
+    finally:
+        os.close(lock)
+    return place
+
+
+def _listens(place: Place) -> bool:
+    try:
+        wire.connect(place.address, timeout_s=wire.HELLO_TIMEOUT_S).close()
+    except KeeperLost:
+        return False
+    return True
+
+
+def _lock_within(place: Place, deadline: float) -> int:
+    """The start lock. flock knows no deadline, so a thread waits for it and may be left behind until it gets it."""
+    taken: list[int] = []
+    failed: list[OSError] = []
+    given_up = threading.Event()
+    guard = threading.Lock()
+
+    def wait() -> None:
+        try:
+            place.make()
+            fd = take_lock(place.start_lock, blocking=True)
+        except OSError as error:
+            failed.append(error)
+            return
+        with guard:
+            if fd is not None and given_up.is_set():
+                os.close(fd)
+            elif fd is not None:
+                taken.append(fd)
+
+    thread = threading.Thread(target=wait, name="holdfast start lock", daemon=True)
+    thread.start()
+    thread.join(max(0.0, deadline - time.monotonic()))
+    with guard:
+        given_up.set()
+    if not taken:
+        why = failed[0].strerror if failed else "another process holds the start lock and does not finish"
+        raise KeeperError(f"the keeper was not started: {why}", where=str(place.directory))
+    return taken[0]
+
+
+def _spawn(place: Place, root: str, config: Config, deadline: float) -> None:
+    ready, theirs = os.pipe()
+    try:
+        command = [
+            sys.executable, "-m", "holdfast.node",
+            "--root", root, "--run-id", config.run_id, "--node", place.node,
+            "--runtime-dir", str(place.runtime), "--memory-budget", config.memory_budget,
+            "--linger-s", str(config.linger_s), "--log-level", config.log_level, "--ready-fd", str(theirs),
+        ]  # fmt: skip
+        try:
+            launcher = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs,),
+                start_new_session=True,
+                env=_environment(),
+            )
+        finally:
+            os.close(theirs)
+        _reap(launcher, deadline)
+        _await_ready(ready, place, deadline)
+    finally:
+        os.close(ready)
+
+
+def _reap(launcher: subprocess.Popen[bytes], deadline: float) -> None:
+    """The launcher forks the keeper and exits at once; this leaves no zombie."""
+    try:
+        launcher.wait(max(0.1, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        launcher.kill()
+        launcher.wait()
+
+
+def _await_ready(ready: int, place: Place, deadline: float) -> None:
+    said = bytearray()
+    while b"\n" not in said and len(said) < _MAX_READY_BYTES:
+        if not select.select([ready], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise KeeperError("the keeper did not get ready in time", where=str(place.log))
+        part = os.read(ready, 4096)
+        if not part:
+            raise KeeperError("the keeper ended while it started", where=str(place.log))
+        said += part
+    answer = json.loads(said)
+    if "error" in answer:
+        raise KeeperError(f"the keeper did not start: {answer['error']}", where=str(place.log))
+
+
+def _environment() -> dict[str, str]:
+    """The keeper imports the same holdfast as we do, wherever it came from."""
+    here = str(Path(holdfast.__file__).parent.parent)
+    paths = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

@@ -1,0 +1,367 @@
+"""What one keeper knows and holds, behind one lock: the pure ledger, the slots, and what follows from each fact.
+
+Every method is one fact or one question; decisions come from core (ledger, slots). Consequences that move bytes or
+messages leave through `Outlets`, whose functions only queue. Nothing here waits, so the lock is held for microseconds;
+it is reentrant, because facts lead to further facts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from holdfast.base.errors import Fenced, KeeperError, UsageError
+from holdfast.core.appointments import Appointment
+from holdfast.core.commit import Announcement, Kind, PartReport
+from holdfast.core.ledger import NodeLedger, Reports
+from holdfast.core.lineage import Lineage
+from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Version
+from holdfast.core.recovery import MemoryCopy
+from holdfast.core.slots import Knowledge, SlotState, SlotView
+from holdfast.node.arena import Arena, Held
+from holdfast.node.messages import Alarm, Appointed, Assembly, Inventory, Message, News, Progress
+from holdfast.node.places import Place
+
+logger = logging.getLogger(__name__)
+
+# Bounds of what is remembered for the status page and for late comers.
+MAX_LEVELS = 64
+MAX_ALARMS = 64
+
+
+@dataclass(slots=True)
+class Outlets:
+    """Where consequences go. Each queues and returns at once."""
+
+    report: Callable[[Reports], None]
+    push: Callable[[str, Message], None]
+    replicate: Callable[[Version], None]
+    persist: Callable[[Version], None]
+    follow: Callable[[Assembly, int], None]
+    changed: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """An alarm and when it was last raised (monotonic seconds)."""
+
+    text: str
+    at_s: float
+    count: int
+
+
+@dataclass(slots=True)
+class _Past:
+    """What outlives an incarnation: needed to come back, and to answer questions."""
+
+    tables: dict[Version, tuple[BundleRef, ...]] = field(default_factory=dict)
+    suspects: dict[Version, str] = field(default_factory=dict)
+    levels: OrderedDict[Version, Progress] = field(default_factory=OrderedDict)
+
+
+class NodeState:
+    """The keeper's state. `lock` is the one lock; the desks take it too when they combine several questions."""
+
+    def __init__(self, place: Place, arena: Arena) -> None:
+        self.lock = threading.RLock()
+        self.place = place
+        self.arena = arena
+        self.node = -1
+        self.assembly: Assembly | None = None
+        self.ledger: NodeLedger | None = None
+        self.layouts: dict[int, RankLayout] = {}
+        self.finished: set[int] = set()
+        self.alarms: OrderedDict[str, Warned] = OrderedDict()
+        self.outlets: Outlets
+        self._past = _Past()
+        self._resumed: Version | None = None
+        self._is_resumed = False
+        self._fed: set[tuple[int, Version]] = set()
+
+    @property
+    def incarnation(self) -> int:
+        """The highest incarnation assembled here; 0 if none."""
+        return self.assembly.incarnation if self.assembly else 0
+
+    @property
+    def knowledge(self) -> Knowledge | None:
+        """What the overwrite guard may rely on; None before the job came together."""
+        return self.ledger.knowledge if self.ledger else None
+
+    @property
+    def resumed(self) -> Version | None:
+        """What the incarnation resumed from."""
+        return self._resumed
+
+    def need_ledger(self) -> NodeLedger:
+        """The ledger.
+
+        Raises:
+            UsageError: the job has not come together yet.
+        """
+        if self.ledger is None:
+            raise UsageError("the job has not come together on this node", remedy="call assemble first")
+        return self.ledger
+
+    # --- coming together
+
+    def assemble(self, assembly: Assembly) -> None:
+        """A rank tells who belongs to the job; only a higher incarnation changes anything."""
+        with self.lock:
+            if assembly.incarnation < self.incarnation:
+                raise Fenced(f"incarnation {assembly.incarnation} is over; {self.incarnation} has begun")
+            if assembly == self.assembly:
+                return
+            if assembly.incarnation == self.incarnation:
+                raise KeeperError(f"ranks disagree about incarnation {assembly.incarnation}", where=self.place.node)
+            if self.place.node not in assembly.topology.nodes:
+                known = ", ".join(assembly.topology.nodes)
+                raise KeeperError(f"node {self.place.node!r} is not part of the job ({known})")
+            self._begin_incarnation(assembly)
+
+    def _begin_incarnation(self, assembly: Assembly) -> None:
+        """Ledgers start anew; sealed slots stay."""
+        self.node = assembly.topology.nodes.index(self.place.node)
+        self.assembly = assembly
+        self.ledger = NodeLedger(
+            node=self.node,
+            topology=assembly.topology,
+            incarnation=assembly.incarnation,
+            lineage=Lineage(dict(assembly.lineage)),
+        )
+        self.layouts, self.finished, self._fed = {}, set(), set()
+        self._resumed, self._is_resumed = None, False
+        for held in self.arena:
+            if held.state is SlotState.WRITING and not held.pins:
+                held.clear()
+        logger.info("incarnation %d: node %d of %d", assembly.incarnation, self.node, len(assembly.topology.nodes))
+        self.outlets.follow(assembly, self.node)
+        self.outlets.changed()
+
+    def resume(self, incarnation: int, version: Version | None) -> None:
+        """All ranks loaded `version`; saving may begin."""
+        with self.lock:
+            ledger = self.need_ledger()
+            if incarnation != ledger.incarnation:
+                raise Fenced(f"incarnation {incarnation} is over; {ledger.incarnation} has begun")
+            if self._is_resumed and version != self._resumed:
+                raise KeeperError(f"ranks disagree about what to resume from: {self._resumed} and {version}")
+            if not self._is_resumed:
+                self._resumed, self._is_resumed = version, True
+                ledger.resume(version)
+                self._feed()
+                self.arena.collect(ledger.knowledge)
+                self.outlets.changed()
+
+    def register(self, layout: RankLayout) -> None:
+        """A local rank's bundles."""
+        with self.lock:
+            ledger = self.need_ledger()
+            if layout.rank not in ledger.ranks:
+                raise UsageError(f"rank {layout.rank} is not on node {self.place.node}")
+            ledger.register(layout)
+            self.layouts[layout.rank] = layout
+            self.outlets.report(reports(layouts=(layout,)))
+            self._feed()
+
+    def adopted(self) -> None:
+        """Slots of a dead keeper were added to the arena."""
+        with self.lock:
+            self._feed()
+            self.outlets.changed()
+
+    def _feed(self) -> None:
+        """Sealed slots of this incarnation that the ledger does not know: they came from a keeper that died."""
+        ledger = self.ledger
+        if ledger is None or not self._is_resumed:
+            return
+        own = [held for held in self.arena.sealed() if not held.replica and held.version is not None]
+        for held in sorted(own, key=lambda held: held.version or Version(0, 0)):
+            version, layout = held.version, self.layouts.get(held.rank)
+            if version is None or version.incarnation != ledger.incarnation or (held.rank, version) in self._fed:
+                continue
+            if layout is None or layout.fingerprint != held.layout:
+                continue
+            self._fed.add((held.rank, version))
+            if ledger.begin(held.rank, version, [SlotView(0)]).value is not None:
+                self._seal(held, version)
+
+    # --- saving
+
+    def sealed(self, held: Held, version: Version) -> None:
+        """The header of a local rank's slot was written."""
+        with self.lock:
+            held.state = SlotState.SEALED
+            self._fed.add((held.rank, version))
+            if self.ledger is not None and version.incarnation == self.ledger.incarnation:
+                self._seal(held, version)
+            self.outlets.changed()
+
+    def _seal(self, held: Held, version: Version) -> None:
+        # The coordinator compares digests of images; chunk digests would only make the report long.
+        seals = tuple(Seal(p.seal.bundle_id, p.seal.length, p.seal.digest) for p in held.images.values())
+        done = self.need_ledger().seal(held.rank, version, seals, durable=held.durable)
+        if done:
+            self.outlets.report(reports(sealed=done))
+
+    def abandon(self, rank: int, version: Version, reason: str) -> None:
+        """A local rank gives a version up, or died in it."""
+        with self.lock:
+            if self.ledger is None or version.incarnation != self.ledger.incarnation:
+                return
+            told = self.ledger.abandon(rank, version, reason)
+            if told is not None:
+                logger.info("%s abandoned by rank %d: %s", version, rank, reason)
+                self.outlets.report(reports(abandoned=(told,)))
+                self._publish(version)
+            self.outlets.changed()
+
+    def hear(self, news: News) -> None:
+        """The coordinator announced something."""
+        with self.lock:
+            ledger, told = self.ledger, news.announcement
+            if ledger is None or news.incarnation != ledger.incarnation:
+                return  # of another incarnation: it must have no effect here
+            if news.table:
+                ledger.learn_table(told.layout, news.table)
+            if not ledger.told(told):
+                return
+            if told.kind is Kind.SUSPECT:
+                self._past.suspects[told.version] = told.reason
+                self.alarm(f"twins {told.version}", f"twins differ in {told.version}: {told.reason}; not used again")
+            self._publish(told.version)
+            if told.kind is Kind.CAPTURED:
+                self._captured(told)
+            self.arena.collect(ledger.knowledge)
+            self.outlets.changed()
+
+    def _captured(self, told: Announcement) -> None:
+        ledger = self.need_ledger()
+        table = ledger.table_of(told.version)
+        kept = {held.version for held in self.arena} | {told.version}
+        self._past.tables = {v: t for v, t in self._past.tables.items() if v in kept}
+        self._past.suspects = {v: why for v, why in self._past.suspects.items() if v in kept}
+        self._past.tables[told.version] = table
+        if ledger.to_replicate(told.version):
+            self.outlets.replicate(told.version)
+        if told.persist and ledger.to_persist(told.version):
+            for rank, _ in ledger.to_persist(told.version):
+                self._pin_version(rank, told.version, "persisting")
+            self.outlets.persist(told.version)
+
+    def _pin_version(self, rank: int, version: Version, why: str) -> None:
+        for held in self.arena.of_rank(rank):
+            if held.version == version and held.state is SlotState.SEALED and not held.pins[why]:
+                held.pins[why] += 1
+
+    def unpin_version(self, version: Version, why: str) -> None:
+        """Takes off every pin of this kind from the slots that hold `version`."""
+        with self.lock:
+            for held in self.arena:
+                if held.version == version and why in held.pins:
+                    del held.pins[why]
+            self.outlets.changed()
+
+    def unpin(self, held: Held, why: str) -> None:
+        """An activity no longer needs the slot's bytes."""
+        with self.lock:
+            held.unpin(why)
+            self.arena.collect(self.knowledge)
+            self.outlets.changed()
+
+    def replicated(self, version: Version, bundle_ids: Iterable[str]) -> None:
+        """Replicas of another node's bundles are sealed here."""
+        with self.lock:
+            if self.ledger is not None and version.incarnation == self.ledger.incarnation:
+                ids = tuple(sorted(bundle_ids))
+                self.ledger.replicated(version, ids)
+                self.outlets.report(reports(replicas=((version, ids),)))
+            self.outlets.changed()
+
+    def wrote(self, part: PartReport) -> None:
+        """This node's part of a version is in storage."""
+        with self.lock:
+            if self.ledger is not None and part.version.incarnation == self.ledger.incarnation:
+                self.ledger.wrote(part)
+                self.outlets.report(reports(parts=(part,)))
+
+    def appointed(self, message: Appointed) -> None:
+        """The coordinator named a step."""
+        with self.lock:
+            if message.incarnation == self.incarnation:
+                self.outlets.push(f"appointment {message.appointment.purpose.value}", message)
+
+    def appoint(self, appointment: Appointment) -> Appointed:
+        """The message that carries an appointment of this incarnation."""
+        return Appointed(incarnation=self.incarnation, appointment=appointment)
+
+    # --- telling
+
+    def alarm(self, key: str, text: str) -> None:
+        """Something an operator should know; repetitions of a key are counted, not piled up."""
+        logger.warning("%s: %s", key, text)
+        with self.lock:
+            before = self.alarms.pop(key, None)
+            self.alarms[key] = Warned(text, time.monotonic(), before.count + 1 if before else 1)
+            while len(self.alarms) > MAX_ALARMS:
+                self.alarms.popitem(last=False)
+            if before is None or before.text != text:
+                self.outlets.push(f"alarm {key}", Alarm(key=key, text=text))
+
+    def calm(self, key: str) -> None:
+        """What an alarm was about is over."""
+        with self.lock:
+            self.alarms.pop(key, None)
+
+    def progress(self) -> list[Progress]:
+        """The level of every version that is remembered, for a client that just came."""
+        with self.lock:
+            return list(self._past.levels.values())
+
+    def _publish(self, version: Version) -> None:
+        level, reason, abandoned = self.need_ledger().level(version)
+        message = Progress(version=version, level=level, reason=reason, abandoned=abandoned)
+        self._past.levels[version] = message
+        self._past.levels.move_to_end(version)
+        while len(self._past.levels) > MAX_LEVELS:
+            self._past.levels.popitem(last=False)
+        self.outlets.push(f"progress {version}", message)
+
+    def inventory(self) -> Inventory:
+        """What this keeper holds, of whichever incarnation."""
+        with self.lock:
+            copies = [
+                MemoryCopy(held.version, self.node, None if held.replica else held.rank, _short(place.seal))
+                for held in self.arena.sealed()
+                if held.version is not None
+                for bundle_id, place in held.images.items()
+                if bundle_id not in held.condemned
+            ]
+            levels = [(version, message.level) for version, message in self._past.levels.items()]
+            return Inventory(
+                copies=tuple(copies),
+                tables=tuple(self._past.tables.items()),
+                suspects=tuple(self._past.suspects.items()),
+                levels=tuple((version, level) for version, level in levels if level is not Level.NONE),
+                reachable=(self.node,),
+            )
+
+    def whole_report(self) -> Reports:
+        """All that a new coordinator needs from this node."""
+        with self.lock:
+            return self.need_ledger().reports()
+
+
+def reports(**facts: object) -> Reports:
+    """A report of these facts and nothing else."""
+    empty = Reports(layouts=(), sealed=(), abandoned=(), replicas=(), parts=())
+    return dataclasses.replace(empty, **facts)  # type: ignore[arg-type]
+
+
+def _short(seal: Seal) -> Seal:
+    return Seal(seal.bundle_id, seal.length, seal.digest)

@@ -1,0 +1,109 @@
+"""Pulling images from another keeper, straight into a slot, every chunk checked as it arrives.
+
+One plain connection, one request at a time: the receiver asks, so it alone decides the pace, and the sender keeps no
+state but a pin on the slot. Used for replicas and for restoring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from holdfast.base.errors import CorruptError, KeeperError, KeeperLost, VersionNotFound
+from holdfast.core.model import Seal, Version
+from holdfast.node.messages import (
+    KEEPER,
+    AnyMessage,
+    AskSeals,
+    Bulk,
+    Hello,
+    Message,
+    Pull,
+    Refusal,
+    Seals,
+    Welcome,
+    decode,
+    encode,
+    raise_refusal,
+)
+from holdfast.tiers import format as image_format
+from holdfast.tiers import wire
+
+# A peer that does not deliver 8 MiB within this is as good as dead.
+CHUNK_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 5.0
+
+
+class PeerReader:
+    """A connection to another keeper for bulk bytes. One thread uses it.
+
+    Raises:
+        KeeperLost: nobody answers there. Fenced: we belong to the past.
+    """
+
+    def __init__(self, address: str, *, job: str, node: int, incarnation: int) -> None:
+        self._channel = wire.connect(address, timeout_s=ANSWER_TIMEOUT_S)
+        try:
+            reply = self._ask(Hello(job=job, role=KEEPER, node=node, incarnation=incarnation))
+            if not isinstance(reply, Welcome):
+                raise KeeperError("the peer did not welcome us", where=address)
+        except BaseException:
+            self._channel.close()
+            raise
+
+    def seals(self, version: Version, bundle_ids: tuple[str, ...]) -> dict[str, Seal]:
+        """Seals, with chunk digests, of those bundles that the peer holds."""
+        reply = self._ask(AskSeals(id=1, version=version, bundle_ids=bundle_ids))
+        if not isinstance(reply, Seals):
+            raise KeeperError(f"the peer answered AskSeals with {type(reply).__name__}")
+        return {seal.bundle_id: seal for seal in reply.seals}
+
+    def read_into(self, version: Version, seal: Seal, view: memoryview, stopping: Callable[[], bool]) -> None:
+        """Fills `view`, which has the image's length, and proves it chunk by chunk.
+
+        Raises:
+            VersionNotFound: the peer no longer holds it. CorruptError: a chunk is not what was sealed.
+            KeeperLost: the peer is gone, too slow, or we are stopping.
+        """
+        where = f"{version} of {self._channel.where}"
+        image_format.check_length(len(view), seal, where)
+        digests = []
+        for index, chunk in enumerate(image_format.chunks(view)):
+            if stopping():
+                raise KeeperLost("this keeper stops", where=where)
+            start = index * image_format.CHUNK_BYTES
+            request = Pull(id=1, version=version, bundle_id=seal.bundle_id, start=start, length=len(chunk))
+            reply = self._ask(request)
+            if not isinstance(reply, Bulk) or reply.length != len(chunk):
+                raise KeeperError("the peer sent another piece than was asked for", where=where)
+            self._channel.receive_bulk(chunk, timeout_s=CHUNK_TIMEOUT_S)
+            digests.append(image_format.chunk_digest(chunk))
+            image_format.check_chunk(index, digests[-1], seal, where)
+        if image_format.image_digest(tuple(digests)) != seal.digest:
+            raise CorruptError(f"image {seal.bundle_id} differs from its seal", where=where)
+
+    def close(self) -> None:
+        """Ends the connection; the peer takes its pins off."""
+        self._channel.close()
+
+    def _ask(self, request: Message) -> AnyMessage:
+        self._channel.send(encode(request), timeout_s=ANSWER_TIMEOUT_S)
+        try:
+            body, fds = self._channel.receive(timeout_s=ANSWER_TIMEOUT_S)
+        except TimeoutError as error:
+            raise KeeperLost("the peer does not answer", where=self._channel.where) from error
+        wire.close_fds(fds)
+        reply = decode(body)
+        if isinstance(reply, Refusal):
+            raise_refusal(reply)
+        return reply
+
+
+def require(seals: dict[str, Seal], bundle_id: str, where: str) -> Seal:
+    """The seal of a bundle that the peer was said to hold.
+
+    Raises:
+        VersionNotFound: it does not (any more).
+    """
+    if bundle_id not in seals:
+        raise VersionNotFound(f"the peer does not hold bundle {bundle_id} any more", where=where)
+    return seals[bundle_id]

@@ -1,0 +1,101 @@
+"""A thread with a bounded queue of jobs: sealing, persisting, committing, pulling replicas.
+
+The owner creates it, puts jobs, and stops it; stopping lets the job in hand finish and drops the rest. A job that
+fails must have handled its own errors: whatever still comes out is a bug here, is logged, and told to the owner.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+logger = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 10.0
+
+J = TypeVar("J")
+
+
+class Worker(Generic[J]):
+    """One thread that does `work(job)` for every job, in order.
+
+    Args:
+        name: of the thread.
+        work: does one job.
+        on_fault: told of an exception that `work` let through.
+        bound: most jobs that may wait.
+    """
+
+    def __init__(
+        self, name: str, work: Callable[[J], None], on_fault: Callable[[str], None], *, bound: int = 256
+    ) -> None:
+        self._work = work
+        self._on_fault = on_fault
+        self._bound = bound
+        self._jobs: deque[J] = deque()
+        self._busy = False
+        self._stopping = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits and nothing is being done."""
+        with self._changed:
+            return not self._busy and not self._jobs
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `stop` was called; long jobs look at it between their parts."""
+        return self._stopping
+
+    def put(self, job: J) -> bool:
+        """Adds a job; False if the queue is full or the worker stops."""
+        with self._changed:
+            if self._stopping or len(self._jobs) >= self._bound:
+                return False
+            self._jobs.append(job)
+            self._changed.notify()
+            return True
+
+    def replace(self, job: J) -> list[J]:
+        """Adds a job in place of all that wait; returns those. Newest wins."""
+        with self._changed:
+            dropped = list(self._jobs)
+            self._jobs.clear()
+            if not self._stopping:
+                self._jobs.append(job)
+                self._changed.notify()
+            return dropped
+
+    def stop(self, timeout_s: float = JOIN_TIMEOUT_S) -> bool:
+        """Ends the thread; False if the job in hand did not end in time (the thread dies with the process)."""
+        with self._changed:
+            self._stopping = True
+            self._jobs.clear()
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                self._work(job[0])
+            except Exception as error:
+                logger.exception("%s failed", self._thread.name)
+                self._on_fault(f"{self._thread.name} failed: {type(error).__name__}: {error}")
+            with self._changed:
+                self._busy = False
+
+    def _next(self) -> tuple[J] | None:
+        with self._changed:
+            while not self._jobs and not self._stopping:
+                self._changed.wait()
+            if self._stopping:
+                return None
+            self._busy = True
+            return (self._jobs.popleft(),)

@@ -1,0 +1,173 @@
+"""What a crash drill will do, drawn from a seed before anything runs: the same seed gives the same plan.
+
+A trial is a job of one or two ranks that lives several times. Each life is a script of saves, and one life holds the
+strike: who dies, in which phase of whom, in which pass through it, and how deep in it. How long a phase lasts is
+measured when the drill starts, so an instant is planned as a fraction and not in seconds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PHASES = ("save", "seal", "persist", "commit", "retention", "restore")
+VICTIMS = ("trainer", "keeper")
+
+SOLO, PAIR, TWINS = "solo", "pair", "twins"
+# One rank alone; two ranks on two nodes, each with a state of its own; the same with equal state on both.
+SHAPES = {SOLO: 1, PAIR: 2, TWINS: 2}
+_SHAPE_WEIGHTS = {SOLO: 6, PAIR: 2, TWINS: 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Train `gap` steps, save at `level`, and wait for that level or go on at once."""
+
+    gap: int
+    level: str
+    wait: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """Where the strike falls.
+
+    Attributes:
+        phase: one of PHASES.
+        actor: the process whose phase it is (`t0`, `k1`, ...).
+        victim: the process that dies; `n1` is a whole node, its trainer and its keeper.
+        turn: which pass through the phase, as a fraction of the usual number.
+        stepped: exactly before or after an operation; else after a fraction of the usual time.
+        fraction: how deep in the phase.
+    """
+
+    phase: str
+    actor: str
+    victim: str
+    turn: float
+    stepped: bool
+    fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class LifePlan:
+    """One incarnation.
+
+    Attributes:
+        saves: what the trainers do after they came back.
+        aim: the strike, if it falls into this life.
+        onward: the trainers go on when their keeper dies; else they are killed with it.
+        ends: how a life without a strike, or after its script, ends: `close` (orderly), `kill` (the trainers) or
+            `kill all` (the keepers as well).
+        roll_back: the user orders the oldest durable version.
+        damage: what is spoiled before this life: a byte of the newest version in `memory` or in `storage`.
+        skew: rank 1 pauses after that many saves until rank 0 has finished; 0 for none.
+    """
+
+    saves: tuple[Save, ...]
+    aim: Aim | None = None
+    onward: bool = False
+    ends: str = "kill"
+    roll_back: bool = False
+    damage: str = ""
+    skew: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One job from its first start to its end.
+
+    Attributes:
+        phase, victim: the cell of the table that the trial counts in.
+        overlap: whether captures may overlap with training.
+        plant: name of the planted bug, if one is to be found.
+        record_files: follow every file operation of the keepers.
+        full_start: every process is a fresh interpreter, started as in production.
+    """
+
+    number: int
+    seed: int
+    shape: str
+    phase: str
+    victim: str
+    lives: tuple[LifePlan, ...]
+    overlap: bool = True
+    plant: str = ""
+    record_files: bool = False
+    full_start: bool = False
+
+
+LAST_LIFE = LifePlan(saves=(Save(1, "captured", True), Save(1, "durable", True)), ends="close")
+
+
+def plan(num_trials: int, seed: int) -> list[Trial]:
+    """Trials over all phases and victims in turn; trial n is the same whatever the number of trials."""
+    return [draw(number, seed) for number in range(num_trials)]
+
+
+def draw(number: int, seed: int) -> Trial:
+    """Trial `number` of the plan of `seed`."""
+    dice = random.Random(f"{seed}/{number}")
+    cell = number % (len(PHASES) * len(VICTIMS))
+    phase, victim = PHASES[cell % len(PHASES)], VICTIMS[cell // len(PHASES)]
+    shape = dice.choices(list(_SHAPE_WEIGHTS), list(_SHAPE_WEIGHTS.values()))[0]
+    aim = _aim(phase, victim, shape, dice)
+    return Trial(
+        number=number,
+        seed=seed,
+        shape=shape,
+        phase=phase,
+        victim=victim,
+        lives=lives(aim, dice, record_files=(record := number % 40 == 7)),
+        overlap=dice.random() < 0.7,
+        record_files=record,
+    )
+
+
+def lives(aim: Aim, dice: random.Random, *, record_files: bool = False) -> tuple[LifePlan, ...]:
+    """The course of a job with this strike, as a rule one life before it and one after."""
+    onward = aim.victim.startswith("k") and dice.random() < 0.5
+    script = saves(dice, 5 if aim.phase in {"save", "seal", "persist"} else 6)
+    if aim.phase == "restore":
+        ends = dice.choice(("kill", "kill all"))
+        return (LifePlan(script, ends=ends), LifePlan(saves(dice, 2), aim, onward=onward), LAST_LIFE)
+    first = LifePlan(script, aim, onward=onward)
+    extra = dice.random()
+    if extra < 0.04 and not record_files:
+        return (first, LifePlan(saves(dice, 2), roll_back=True), LAST_LIFE)
+    if extra < 0.08 and not record_files:
+        return (first, LifePlan(LAST_LIFE.saves, ends="close", damage=dice.choice(("memory", "storage"))))
+    return (first, LAST_LIFE)
+
+
+def saves(dice: random.Random, count: int) -> tuple[Save, ...]:
+    """A script: at least half of the saves are durable, so that retention has work; gaps make counting fail."""
+    levels = ["durable"] * max(1, count - 2) + ["captured"] * min(2, count - 1)
+    dice.shuffle(levels)
+    return tuple(Save(dice.choice((1, 1, 2, 3)), level, dice.random() < 0.6) for level in levels)
+
+
+def _aim(phase: str, victim: str, shape: str, dice: random.Random) -> Aim:
+    nodes = range(SHAPES[shape])
+    node = dice.choice(nodes)
+    if phase in {"save", "restore"}:
+        actor = f"t{dice.choice(nodes)}"
+    else:
+        # Commit and retention are the coordinator's, which is the keeper of the lowest living node.
+        actor = f"k{0 if phase in {'commit', 'retention'} else dice.choice(nodes)}"
+    dies = f"{victim[0]}{node}"
+    if len(nodes) > 1 and victim == "keeper" and dice.random() < 0.4:
+        dies = f"n{node}"
+    return Aim(phase, actor, dies, dice.random(), dice.random() < 0.5, dice.random())
+
+
+def dry_runs(shapes: Sequence[str] = tuple(SHAPES)) -> list[Trial]:
+    """Trials without a strike, by which a lane learns how long phases last."""
+    found = []
+    for shape in shapes:
+        dice = random.Random(shape)
+        script = (LifePlan(saves(dice, 6), ends="kill all"), LAST_LIFE)
+        found.append(Trial(-1, 0, shape, "", "", script))
+        found.append(Trial(-2, 0, shape, "", "", (LifePlan(saves(dice, 6)), LAST_LIFE)))
+    return found

@@ -1,0 +1,73 @@
+"""What a place that keeps bytes must be able to do: write, create once, read, list, delete.
+
+`storage` is the consumer and owns this interface; `local` is the directory behind it. Names are relative and have one
+or two segments (`holdfast.json`, `<version>/<file>`). A backend knows nothing of versions, and every verb may be
+repeated: doing it twice is doing it once. A retry, a limit or a planted fault is a wrapper with these same verbs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+# Where files lie until they are whole. May be listed and deleted from, never read.
+TEMPORARY = ".tmp"
+
+
+@dataclass(frozen=True, slots=True)
+class Properties:
+    """What a backend is.
+
+    Attributes:
+        kind: `"local"`.
+        where: the root as the operator names it.
+        has_temporaries: unfinished writes leave files under TEMPORARY that someone must sweep.
+    """
+
+    kind: str
+    where: str
+    has_temporaries: bool
+
+
+class Backend(Protocol):
+    """Five verbs (reading has two forms), and a start.
+
+    Every verb raises StorageError (StorageFull, StorageUnfit) when the place refuses; reading a name that is not there
+    raises VersionNotFound. A `stamp` names the writer and marks what it leaves behind if it dies.
+    """
+
+    @property
+    def properties(self) -> Properties:
+        """What this backend is."""
+
+    def prepare(self) -> None:
+        """Makes the root, durably. The only verb that does: a root that vanishes later is an error."""
+
+    def put(self, name: str, chunks: Sequence[memoryview], *, stamp: str) -> None:
+        """Writes a file, whole or not at all. When this returns it survives a power cut. Replaces an older one."""
+
+    def create(self, name: str, data: bytes, *, stamp: str) -> bool:
+        """Writes a file if none is there. Durable in either case.
+
+        Returns:
+            False if the same bytes were there before.
+
+        Raises:
+            Fenced: other bytes are there.
+        """
+
+    def read(self, name: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        """At most `length` bytes from `offset` on."""
+
+    def read_into(self, name: str, view: memoryview, *, offset: int = 0) -> int:
+        """Fills `view` from `offset` on; returns the bytes read, fewer only at the end of the file."""
+
+    def listing(self, directory: str) -> list[tuple[str, int]]:
+        """(name, bytes) of what stands directly in `directory` (`""` is the root), sorted; nothing if it is not there.
+
+        Directories have a name that ends in `/`, and no bytes.
+        """
+
+    def delete(self, *names: str) -> None:
+        """Removes files in this order, durably. `x/` removes a directory that is empty. What is not there is fine."""

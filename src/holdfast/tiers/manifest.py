@@ -1,0 +1,264 @@
+"""The commit record of a version: which files it consists of, and what proves each of them.
+
+A manifest is one root file and one part per node. A part lists the bundles that the node's trainers are responsible
+for, whoever wrote them; the root lists the parts with their digests, and its existence is the commit. Content is
+determined by the version alone: no clock, no host, no writer. Two committers of one version write the same bytes.
+
+Called by `storage`, which reads and writes the files. Specification: docs/spec/format.md, section 5.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+import xxhash
+
+from holdfast.base.errors import CorruptError
+from holdfast.core.model import NAME_PATTERN, BundleRef, Seal, Version
+from holdfast.tiers import format as image_format
+from holdfast.tiers.strict import Record, decode_record, encode_record
+
+ROOT_NAME = "manifest.json"
+MAX_RANKS = 1 << 20
+MAX_PARTS = 1 << 17
+
+_PART_NAME = re.compile(r"manifest-(?:0|[1-9][0-9]{0,5})\.json\Z")
+_DIGEST = re.compile(r"[0-9a-f]{32}\Z")
+
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+_Run: TypeAlias = tuple[_Count, _Count, _Count]
+
+
+@dataclass(frozen=True, slots=True)
+class BundleFile:
+    """A bundle of one version as it lies in storage: whose it is, its file, and the proof of the file's content."""
+
+    ref: BundleRef
+    file: str
+    length: int
+    digest: str
+    chunk_digests: tuple[str, ...]
+
+    @property
+    def seal(self) -> Seal:
+        """The proof, as the rest of the house names it."""
+        return Seal(self.ref.bundle_id, self.length, self.digest, self.chunk_digests)
+
+    @classmethod
+    def of(cls, ref: BundleRef, seal: Seal) -> BundleFile:
+        """The file that a sealed image becomes."""
+        return cls(ref, bundle_file_name(seal.bundle_id, seal.digest), seal.length, seal.digest, seal.chunk_digests)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A version in storage.
+
+    Attributes:
+        layout: fingerprint of the job's layout.
+        resumed_from: what the version's incarnation started from; None for a fresh start.
+        parts: name of a part's file -> (length, digest).
+        bundles: what the parts list, sorted by bundle; empty as long as only the root was read.
+    """
+
+    version: Version
+    job_id: str
+    world_size: int
+    layout: str
+    resumed_from: Version | None
+    parts: Mapping[str, tuple[int, str]]
+    bundles: tuple[BundleFile, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all bundle files."""
+        return sum(bundle.length for bundle in self.bundles)
+
+
+class _PartRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    length: _Count
+    digest: str
+
+
+class _Root(Record, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    format: Literal["holdfast-manifest"] = "holdfast-manifest"
+    version: str
+    job_id: str
+    world_size: _Count
+    layout: str
+    resumed_from: str | None
+    parts: dict[str, _PartRef]
+
+
+class _Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    id: str
+    ranks: tuple[_Run, ...]
+    index: _Count
+    count: _Count
+    num_bytes: _Count
+    fingerprint: str
+    file: str
+    length: _Count
+    digest: str
+    chunks: tuple[str, ...]
+
+
+class _Part(Record, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    format: Literal["holdfast-manifest-part"] = "holdfast-manifest-part"
+    bundles: tuple[_Bundle, ...]
+
+
+def bundle_file_name(bundle_id: str, digest: str) -> str:
+    """The name of a bundle's file: its content's, so a writer that lost its term can only write the same again."""
+    return f"{bundle_id}-{digest}.safetensors"
+
+
+def part_name(node: int) -> str:
+    """The file of a node's part."""
+    return f"manifest-{node}.json"
+
+
+def part_entry(data: bytes) -> tuple[int, str]:
+    """What the root says of a part's bytes: (length, digest)."""
+    return len(data), xxhash.xxh3_128_hexdigest(data)
+
+
+def encode_part(bundles: Iterable[BundleFile]) -> bytes:
+    """The bytes of a part. The order of `bundles` does not matter."""
+    rows = (
+        _Bundle(
+            b.ref.bundle_id, runs(b.ref.ranks), b.ref.index, b.ref.count, b.ref.num_bytes, b.ref.fingerprint,
+            b.file, b.length, b.digest, b.chunk_digests,
+        )
+        for b in sorted(bundles, key=lambda b: b.ref.bundle_id)
+    )  # fmt: skip
+    return encode_record(_Part(bundles=tuple(rows)))
+
+
+def encode_root(manifest: Manifest) -> bytes:
+    """The bytes of the root; `manifest.bundles` is not part of it."""
+    return encode_record(
+        _Root(
+            version=str(manifest.version),
+            job_id=manifest.job_id,
+            world_size=manifest.world_size,
+            layout=manifest.layout,
+            resumed_from=str(manifest.resumed_from) if manifest.resumed_from else None,
+            parts={name: _PartRef(*manifest.parts[name]) for name in sorted(manifest.parts)},
+        )
+    )
+
+
+def decode_part(data: bytes, where: str) -> tuple[BundleFile, ...]:
+    """The bundles that a part lists.
+
+    Raises:
+        NewerFormat: of a newer format.
+        CorruptError: damaged, or nothing that `encode_part` writes.
+    """
+    rows = decode_record(data, _Part, where).bundles
+    ids = [row.id for row in rows]
+    _check(all(a < b for a, b in itertools.pairwise(ids)), "bundles are not sorted, or named twice", where)
+    known: dict[tuple[_Run, ...], tuple[int, ...]] = {}  # groups recur; each is spread out, and paid for, once
+    for row in rows:
+        if row.ranks not in known:
+            num_ranks = sum(map(len, known.values())) + _num_ranks(row.ranks, where)
+            _check(num_ranks <= MAX_RANKS, f"more than {MAX_RANKS} ranks", where)
+            known[row.ranks] = _spread(row.ranks, where)
+    return tuple(_checked(row, known[row.ranks], where) for row in rows)
+
+
+def decode_root(data: bytes, where: str) -> Manifest:
+    """The root of a manifest, without its bundles.
+
+    Raises:
+        NewerFormat: of a newer format.
+        CorruptError: damaged, or nothing that `encode_root` writes.
+    """
+    root = decode_record(data, _Root, where)
+    version = Version.parse(root.version)
+    resumed_from = Version.parse(root.resumed_from) if root.resumed_from is not None else None
+    _check(version is not None, f"{root.version[:40]!r} is not a version", where)
+    _check(root.resumed_from is None or resumed_from is not None, "it resumed from no version", where)
+    _check(0 < root.world_size <= MAX_RANKS and 0 < len(root.parts) <= MAX_PARTS, "no ranks, or too many", where)
+    _check(bool(NAME_PATTERN.match(root.job_id)), "the job has no proper name", where)
+    _check(list(root.parts) == sorted(root.parts), "the parts are not sorted", where)
+    for name, part in root.parts.items():
+        _check(bool(_PART_NAME.match(name)), f"{name[:40]!r} is not the name of a part", where)
+        _check(bool(_DIGEST.match(part.digest)), f"part {name} has no digest", where)
+    assert version is not None  # checked above; tells the type checker
+    parts = {name: (part.length, part.digest) for name, part in root.parts.items()}
+    return Manifest(version, root.job_id, root.world_size, root.layout, resumed_from, parts)
+
+
+def assemble(root: Manifest, parts: Mapping[str, bytes], where: str) -> Manifest:
+    """The whole manifest, from its root and the bytes of every part that the root lists.
+
+    Raises:
+        NewerFormat: a part is of a newer format.
+        CorruptError: a part is missing or not the one that was committed, or two list one bundle.
+    """
+    bundles: dict[str, BundleFile] = {}
+    for name, entry in root.parts.items():
+        place = f"{where}/{name}"
+        _check(name in parts and part_entry(parts[name]) == entry, "this is not the part that was committed", place)
+        for bundle in decode_part(parts[name], place):
+            _check(bundle.ref.bundle_id not in bundles, f"{bundle.ref.bundle_id} is listed twice", place)
+            _check(bundle.ref.ranks[-1] < root.world_size, f"{bundle.ref.bundle_id} names a rank beyond the job", place)
+            bundles[bundle.ref.bundle_id] = bundle
+    return dataclasses.replace(root, bundles=tuple(bundles[name] for name in sorted(bundles)))
+
+
+def runs(ranks: Sequence[int]) -> tuple[_Run, ...]:
+    """Ascending ranks as (first, last, step) runs, greedily: 16,384 ranks of a mesh dimension are three numbers."""
+    found: list[_Run] = []
+    at = 0
+    while at < len(ranks):
+        end = at + 1
+        step = ranks[end] - ranks[at] if end < len(ranks) else 1
+        while end < len(ranks) and ranks[end] - ranks[end - 1] == step:
+            end += 1
+        found.append((ranks[at], ranks[end - 1], step))
+        at = end
+    return tuple(found)
+
+
+def _num_ranks(ranks: tuple[_Run, ...], where: str) -> int:
+    """Bounds what `_spread` would allocate."""
+    _check(all(first <= last < MAX_RANKS and step > 0 for first, last, step in ranks), "impossible ranks", where)
+    return sum((last - first) // step + 1 for first, last, step in ranks)
+
+
+def _spread(ranks: tuple[_Run, ...], where: str) -> tuple[int, ...]:
+    spread = tuple(rank for first, last, step in ranks for rank in range(first, last + 1, step))
+    _check(bool(spread) and runs(spread) == ranks, "ranks are not in canonical form", where)
+    _check(all(a < b for a, b in itertools.pairwise(spread)), "ranks are not ascending", where)
+    return spread
+
+
+def _checked(row: _Bundle, ranks: tuple[int, ...], where: str) -> BundleFile:
+    """A row of a part whose fields fit each other."""
+    num_chunks = -(-row.length // image_format.CHUNK_BYTES)
+    _check(bool(NAME_PATTERN.match(row.id)), f"{row.id[:40]!r} is not the name of a bundle", where)
+    _check(row.file == bundle_file_name(row.id, row.digest), f"bundle {row.id} is in a file of another name", where)
+    _check(bool(NAME_PATTERN.match(row.file)), f"bundle {row.id} has no proper file name", where)
+    _check(row.index < row.count and row.num_bytes <= row.length, f"bundle {row.id}: impossible sizes", where)
+    digests_fit = len(row.chunks) == num_chunks and all(map(_DIGEST.match, (row.digest, *row.chunks)))
+    _check(
+        digests_fit and image_format.image_digest(row.chunks) == row.digest,
+        f"bundle {row.id}: its digests do not fit",
+        where,
+    )
+    ref = BundleRef(row.id, ranks, row.index, row.count, row.num_bytes, row.fingerprint)
+    return BundleFile(ref, row.file, row.length, row.digest, row.chunks)
+
+
+def _check(condition: bool, what: str, where: str) -> None:
+    if not condition:
+        raise CorruptError(f"the manifest is not valid: {what}", where=where)

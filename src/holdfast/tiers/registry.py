@@ -1,0 +1,185 @@
+"""Who owns a root, which incarnations it has seen, and whose temporary files are dead.
+
+A root belongs to one job for ever. An incarnation is registered by creating its file once, which fences every lower
+one; what it resumed from is recorded once, before training goes on. These few small files are all that decides which
+versions are dead lineage. Called by `storage`, which is the front of all this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import secrets
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from holdfast.base.errors import CorruptError, Fenced, ForeignDirectory, VersionNotFound
+from holdfast.core.model import Version
+from holdfast.tiers.backend import TEMPORARY, Backend
+from holdfast.tiers.strict import MAX_RECORD_BYTES, Record, decode_record, encode_record
+
+logger = logging.getLogger(__name__)
+
+JOB_FILE = "holdfast.json"
+INCARNATIONS = "incarnations"
+# What a directory may hold before it is ours: a fresh file system's own, and our own half-made start.
+_NOT_FOREIGN = {"lost+found/", f"{TEMPORARY}/"}
+
+_STAMP = re.compile(r"i(\d{6,10})-t\d{6,10}-h([0-9a-f]{12})-p(\d{1,10})(?:\.[0-9a-f]+)?\Z")
+_REGISTERED = re.compile(r"(\d{6,10})\.json\Z")
+_RESUMED = re.compile(r"(\d{6,10})\.resumed\.json\Z")
+
+_Number = Annotated[int, msgspec.Meta(ge=1, le=10**10 - 1)]
+
+
+class _Job(Record, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    format: Literal["holdfast"] = "holdfast"
+    job_id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16,64}$")]
+
+
+class _Incarnation(Record, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    format: Literal["holdfast-incarnation"] = "holdfast-incarnation"
+    incarnation: _Number
+
+
+class _Resumed(Record, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    format: Literal["holdfast-resumed"] = "holdfast-resumed"
+    incarnation: _Number
+    resumed_from: str | None
+
+
+def read_job(backend: Backend) -> str:
+    """The id of the job that owns the root.
+
+    Raises:
+        VersionNotFound: nothing is there.
+        ForeignDirectory: files are there, and none of them is ours.
+        CorruptError: the job's record is damaged.
+    """
+    root = backend.properties.where
+    try:
+        data = backend.read(JOB_FILE, length=MAX_RECORD_BYTES + 1)
+    except VersionNotFound:
+        names = {name for name, _ in backend.listing("")} - _NOT_FOREIGN
+        if names and JOB_FILE not in names:
+            what = f"the directory holds files that are not holdfast's ({', '.join(sorted(names)[:3])})"
+            raise ForeignDirectory(what, where=root, remedy="choose an empty or a new directory") from None
+        remedy = "check the path and that it is mounted"
+        raise VersionNotFound("there are no checkpoints", where=root, remedy=remedy) from None
+    return decode_record(data, _Job, f"{root}/{JOB_FILE}").job_id
+
+
+def claim_job(backend: Backend) -> str:
+    """The id of the job that owns the root, which is a new one if the root is empty. Any number may race.
+
+    Raises:
+        ForeignDirectory: someone else's files are there.
+        CorruptError: the job's record is damaged.
+    """
+    try:
+        return read_job(backend)
+    except VersionNotFound:
+        backend.prepare()
+    try:
+        backend.create(JOB_FILE, encode_record(_Job(job_id=secrets.token_hex(8))), stamp=make_stamp(0))
+    except Fenced:
+        logger.debug("another process made %s first", JOB_FILE)
+    return read_job(backend)
+
+
+def register(backend: Backend) -> int:
+    """Takes the next free incarnation. From then on everything of a lower one is dead."""
+    number = highest(backend) + 1
+    while True:
+        data = encode_record(_Incarnation(incarnation=number))
+        try:
+            if backend.create(f"{INCARNATIONS}/{number:06d}.json", data, stamp=make_stamp(number)):
+                return number
+        except Fenced:
+            logger.warning("the registration of incarnation %d is damaged; the next one is taken", number)
+        number += 1  # someone else has it
+
+
+def highest(backend: Backend) -> int:
+    """The highest incarnation that was ever registered; 0 if none was."""
+    found = (_REGISTERED.match(name) for name, _ in backend.listing(INCARNATIONS))
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+def record_resumed(backend: Backend, incarnation: int, version: Version | None) -> None:
+    """Records what an incarnation started from, once.
+
+    Raises:
+        Fenced: something else is recorded.
+    """
+    record = _Resumed(incarnation=incarnation, resumed_from=str(version) if version else None)
+    name = f"{INCARNATIONS}/{incarnation:06d}.resumed.json"
+    backend.create(name, encode_record(record), stamp=make_stamp(incarnation))
+
+
+def lineage(backend: Backend) -> dict[int, Version | None]:
+    """Incarnation -> what it resumed from, for those that got so far as to record it.
+
+    Raises:
+        CorruptError: a record is damaged. To go on without it could bring dead lineage back.
+    """
+    found: dict[int, Version | None] = {}
+    for name, _ in backend.listing(INCARNATIONS):
+        if match := _RESUMED.match(name):
+            where = f"{backend.properties.where}/{INCARNATIONS}/{name}"
+            data = backend.read(f"{INCARNATIONS}/{name}", length=MAX_RECORD_BYTES + 1)
+            record = decode_record(data, _Resumed, where)
+            version = Version.parse(record.resumed_from or "")
+            if record.incarnation != int(match[1]) or (version is None and record.resumed_from is not None):
+                raise CorruptError("the record is not what its name says", where=where)
+            found[record.incarnation] = version
+    return found
+
+
+def make_stamp(incarnation: int, term: int = 0) -> str:
+    """The mark of this process on its temporary files: incarnation, term, machine, process."""
+    return f"i{incarnation:06d}-t{term:06d}-h{_machine()}-p{os.getpid()}"
+
+
+def sweep(backend: Backend, incarnation: int, *, is_alive: Callable[[int], bool]) -> list[str]:
+    """Removes temporary files of dead writers: of lower incarnations, and of ended processes of this machine.
+
+    Args:
+        backend: where.
+        incarnation: the one that runs.
+        is_alive: whether a process of this machine exists.
+
+    Returns:
+        the names that were removed. What is not named like ours stays.
+    """
+    dead = []
+    for name, _ in backend.listing(TEMPORARY):
+        match = _STAMP.match(name)
+        # Incarnation 0 is a start that has no number yet, so its number says nothing about its age.
+        if match and (0 < int(match[1]) < incarnation or (match[2] == _machine() and not is_alive(int(match[3])))):
+            dead.append(name)
+    backend.delete(*(f"{TEMPORARY}/{name}" for name in dead))
+    return dead
+
+
+def process_exists(pid: int) -> bool:
+    """Whether a process of this machine has this number."""
+    return Path(f"/proc/{pid}").exists()
+
+
+def _machine() -> str:
+    """A digest that two processes share when a process number means the same to both: host, boot, PID namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    words = (socket.gethostname(), boot.read_text() if boot.exists() else "", _namespace())
+    return hashlib.blake2b("\0".join(words).encode(), digest_size=6).hexdigest()
+
+
+def _namespace() -> str:
+    link = Path("/proc/self/ns/pid")
+    return os.readlink(link) if link.is_symlink() else ""

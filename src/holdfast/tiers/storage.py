@@ -1,0 +1,363 @@
+"""Versions in storage: what is written in which order, what counts as there, and what may be removed.
+
+A version exists if its root manifest does; that file is created once and last, and removed first. Everything that is
+believed is verified: the job's record, the manifest with all its parts, the images. Nothing is deleted that a manifest
+or the file itself does not prove to be ours. Four answers are kept apart: not there (VersionNotFound), damaged
+(CorruptError), of a newer holdfast (NewerFormat), unreadable (StorageError).
+
+The order of system calls lives in `local`; decisions (which version, when to retire) live in `core`. Called by the
+keeper to write, by everyone to look; imports nothing heavy, because the commands that only look must answer at once.
+Layout of the directory: docs/spec/format.md, section 1.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from holdfast.base.errors import ConfigError, CorruptError, Fenced, InUse, StorageError, UsageError, VersionNotFound
+from holdfast.base.events import Events
+from holdfast.core.model import BundleRef, Seal, Version
+from holdfast.tiers import format as image_format
+from holdfast.tiers import manifest as manifests
+from holdfast.tiers import registry
+from holdfast.tiers.backend import Backend
+from holdfast.tiers.format import Entry, Image
+from holdfast.tiers.local import LocalBackend
+from holdfast.tiers.manifest import BundleFile, Manifest
+from holdfast.tiers.strict import MAX_RECORD_BYTES
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"
+PINNED = "pinned"
+
+_BUNDLE_FILE = re.compile(r"(.+)-[0-9a-f]{32}\.safetensors\Z")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def open_storage(url: str | Path, events: Events) -> Storage:
+    """The storage behind a path or a `file://` URL. Touches nothing yet.
+
+    Raises:
+        ConfigError: a scheme that this release does not know.
+    """
+    text = str(url)
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    if "://" in text or not text:
+        raise ConfigError(f"{text!r} is not a place for checkpoints", remedy="give a directory or a file:// URL")
+    return Storage(LocalBackend(Path(os.path.abspath(os.path.expanduser(text)))), events)
+
+
+class Storage:
+    """The versions of one job under one root.
+
+    Args:
+        backend: where the bytes go.
+        events: counts `storage_written_bytes` and `storage_read_bytes` (images) and `storage_record_read_bytes`
+            (everything else that is read).
+    """
+
+    def __init__(self, backend: Backend, events: Events) -> None:
+        self._backend = backend
+        self._events = events
+        self._job_id = ""
+
+    @property
+    def where(self) -> str:
+        """The root, as the operator names it."""
+        return self._backend.properties.where
+
+    # The job and its incarnations.
+
+    def job_id(self) -> str:
+        """The id of the job that owns the root; see `registry.read_job`."""
+        self._job_id = self._job_id or registry.read_job(self._backend)
+        return self._job_id
+
+    def claim(self) -> str:
+        """Makes an empty root ours, or finds that it is; returns the job's id. See `registry.claim_job`."""
+        self._job_id = self._job_id or registry.claim_job(self._backend)
+        return self._job_id
+
+    def register_incarnation(self) -> int:
+        """Takes the next free incarnation. From then on everything of a lower one is dead."""
+        return registry.register(self._backend)
+
+    def highest_incarnation(self) -> int:
+        """The highest incarnation that was ever registered; 0 if none was."""
+        return registry.highest(self._backend)
+
+    def record_resumed(self, incarnation: int, version: Version | None) -> None:
+        """Records what an incarnation started from, once; Fenced if something else is recorded."""
+        registry.record_resumed(self._backend, incarnation, version)
+
+    def lineage(self) -> dict[int, Version | None]:
+        """Incarnation -> what it resumed from, for those that got so far as to record it."""
+        return registry.lineage(self._backend)
+
+    def sweep(self, incarnation: int) -> list[str]:
+        """Removes temporary files of dead writers, given the incarnation that runs; returns their names."""
+        if not self._backend.properties.has_temporaries:
+            return []
+        return registry.sweep(self._backend, incarnation, is_alive=registry.process_exists)
+
+    # Writing a version.
+
+    def write_bundle(self, version: Version, ref: BundleRef, seal: Seal, view: memoryview, *, stamp: str) -> BundleFile:
+        """Makes a sealed image durable. Writing it again, by whomever, changes nothing.
+
+        Args:
+            version: whose directory it goes into.
+            ref: the bundle.
+            seal: its proof; not computed again, so that the disk is the only cost.
+            view: the image, best aligned to a page.
+            stamp: from `registry.make_stamp`.
+        """
+        view = view.cast("B")
+        image_format.check_length(len(view), seal, f"{version}/{ref.bundle_id}")
+        file = BundleFile.of(ref, seal)
+        with self._events.span("storage.write_bundle", version=str(version), bundle=ref.bundle_id, bytes=len(view)):
+            self._backend.put(f"{version}/{file.file}", [view], stamp=stamp)
+        self._events.count("storage_written_bytes", len(view))
+        return file
+
+    def write_part(
+        self, version: Version, node: int, files: Iterable[BundleFile], *, stamp: str
+    ) -> tuple[str, int, str]:
+        """Makes a node's part of the manifest durable; returns (name, length, digest) for the root."""
+        data = manifests.encode_part(files)
+        name = manifests.part_name(node)
+        self._backend.put(f"{version}/{name}", [memoryview(data)], stamp=stamp)
+        return (name, *manifests.part_entry(data))
+
+    def commit(self, manifest: Manifest, *, stamp: str) -> None:
+        """Makes a version durable, as far as anyone is concerned, by creating its root manifest. Repeating is fine.
+
+        Raises:
+            Fenced: a higher incarnation is registered, or the version was committed with other content.
+            StorageError: a listed file is not there.
+        """
+        version = manifest.version
+        if self.highest_incarnation() > version.incarnation:
+            raise Fenced("a newer incarnation runs; this one commits nothing any more", where=str(version))
+        self._check_complete(self._assemble(manifest))
+        name = f"{version}/{manifests.ROOT_NAME}"
+        self._backend.create(name, manifests.encode_root(manifest), stamp=stamp)  # THE commit
+        try:
+            self._backend.put(LATEST, [memoryview(f"{version}\n".encode())], stamp=stamp)
+        except StorageError as error:  # a hint for people, nothing reads it
+            logger.warning("the hint %s was not written: %s", LATEST, error)
+
+    def _check_complete(self, manifest: Manifest) -> None:
+        sizes = dict(self._backend.listing(str(manifest.version)))
+        wanted = {bundle.file: bundle.length for bundle in manifest.bundles}
+        wrong = [name for name, length in wanted.items() if sizes.get(name) != length]
+        if wrong:
+            what = f"{len(wrong)} of {len(wanted)} files are missing or cut short, the first is {wrong[0]}"
+            raise StorageError(what, where=f"{self.where}/{manifest.version}", remedy="write the version again")
+
+    # Looking.
+
+    def versions(self) -> list[Version]:
+        """The committed versions, ascending. Committed is not verified: see `manifest` and `verify_bundle`."""
+        return [version for version in self._directories() if self._is_committed(version)]
+
+    def unfinished(self) -> list[Version]:
+        """Versions of which files exist, but no commit: being written, abandoned, or left by a crash."""
+        return [version for version in self._directories() if not self._is_committed(version)]
+
+    def manifest(self, version: Version) -> Manifest:
+        """The verified manifest of a version, with all its bundles.
+
+        Raises:
+            VersionNotFound: it was never committed, or is retired.
+            CorruptError: it is damaged, or a part of it is missing.
+            InUse: it is of another job.
+            NewerFormat: it is of a newer holdfast.
+        """
+        where = f"{self.where}/{version}"
+        data = self._read_record(f"{version}/{manifests.ROOT_NAME}")
+        root = manifests.decode_root(data, f"{where}/{manifests.ROOT_NAME}")
+        if root.version != version:
+            raise CorruptError(f"the manifest is of version {root.version}", where=where)
+        if root.job_id != self.job_id():
+            raise InUse(f"the version belongs to job {root.job_id}", where=where, remedy="choose another path")
+        return self._assemble(root)
+
+    def image(self, version: Version, file: BundleFile) -> Image:
+        """What a bundle's file holds, from its header alone.
+
+        Raises:
+            CorruptError: missing or damaged.
+        """
+        name, where = f"{version}/{file.file}", f"{self.where}/{version}/{file.file}"
+        prefix = self._read_listed(name, length=8)
+        size = image_format.header_length(prefix, file.length, where)
+        return image_format.read_header(self._read_listed(name, length=size), file.length, where)
+
+    def read_entry(self, version: Version, file: BundleFile, entry: Entry) -> bytes:
+        """The bytes of one entry, proved by the chunks in which they lie.
+
+        Raises:
+            CorruptError: missing or damaged.
+        """
+        where = f"{self.where}/{version}/{file.file}"
+        first = entry.start // image_format.CHUNK_BYTES
+        begin = first * image_format.CHUNK_BYTES
+        end = min(file.length, -(-entry.end // image_format.CHUNK_BYTES) * image_format.CHUNK_BYTES)
+        data = self._read_listed(f"{version}/{file.file}", offset=begin, length=end - begin)
+        for index, chunk in enumerate(image_format.chunks(data), first):
+            image_format.check_chunk(index, image_format.chunk_digest(chunk), file.seal, where)
+        return data[entry.start - begin : entry.end - begin]
+
+    def read_bundle_into(self, version: Version, file: BundleFile, view: memoryview) -> None:
+        """Fills `view`, which has the image's length. Proves nothing but the length: `format.verify` does.
+
+        Raises:
+            CorruptError: the file is missing, too short or too long.
+        """
+        name, where = f"{version}/{file.file}", f"{self.where}/{version}/{file.file}"
+        image_format.check_length(len(view), file.seal, where)
+        with self._events.span("storage.read_bundle", version=str(version), bundle=file.ref.bundle_id, bytes=len(view)):
+            count = self._listed(self._backend.read_into, name, view)
+        self._events.count("storage_read_bytes", count)
+        image_format.check_length(count + len(self._read_listed(name, offset=file.length, length=1)), file.seal, where)
+
+    def verify_bundle(self, version: Version, file: BundleFile, progress: Callable[[int], None] | None = None) -> None:
+        """Reads a bundle's file and proves its content, in the memory of one chunk.
+
+        Args:
+            version: whose file it is.
+            file: what the manifest says of it.
+            progress: called with the bytes of each chunk that was proved.
+
+        Raises:
+            CorruptError: missing or damaged; names the bytes.
+        """
+        name, where = f"{version}/{file.file}", f"{self.where}/{version}/{file.file}"
+        buffer = memoryview(bytearray(min(file.length, image_format.CHUNK_BYTES)))
+        digests: list[str] = []
+        for at in range(0, file.length, image_format.CHUNK_BYTES):
+            chunk = buffer[: file.length - at]
+            count = self._listed(self._backend.read_into, name, chunk, offset=at)
+            self._events.count("storage_read_bytes", count)
+            if count < len(chunk):
+                image_format.check_length(at + count, file.seal, where)
+            digests.append(image_format.chunk_digest(chunk))
+            image_format.check_chunk(len(digests) - 1, digests[-1], file.seal, where)
+            if progress is not None:
+                progress(count)
+        extra = len(self._read_listed(name, offset=file.length, length=1))
+        image_format.check_length(file.length + extra, file.seal, where)
+        image_format.check_digest(tuple(digests), file.seal, where)
+
+    # Removing.
+
+    def retire(self, version: Version) -> None:
+        """Removes a committed version: first the commit, durably, then the files that it lists.
+
+        Raises:
+            UsageError: it is pinned.
+            CorruptError: its manifest is damaged, so nothing proves which files are ours.
+        """
+        if version in self.pins():
+            raise UsageError(f"{version} is pinned", where=self.where, remedy="unpin it first")
+        manifest = self.manifest(version)
+        self._backend.delete(f"{version}/{manifests.ROOT_NAME}")
+        self._remove(version, [bundle.file for bundle in manifest.bundles], manifest.parts)
+
+    def discard(self, version: Version) -> None:
+        """Removes what is left of a version that was never committed, or whose retirement was interrupted.
+
+        Files go that an intact part lists, intact parts, and images that name the bundle that their file is named after.
+        Everything else stays, and with it the directory. The caller knows that nobody is still writing the version.
+
+        Raises:
+            UsageError: it is committed.
+        """
+        if self._is_committed(version):
+            raise UsageError(f"{version} is committed", where=self.where, remedy="retire it instead")
+        parts: list[str] = []
+        files: list[str] = []
+        for name, size in self._backend.listing(str(version)):
+            if name.startswith("manifest-") and self._is_part(version, name):
+                parts.append(name)
+            elif (match := _BUNDLE_FILE.match(name)) and self._is_image(version, name, (match[1], size)):
+                files.append(name)
+        self._remove(version, files, parts)
+
+    def pin(self, version: Version) -> None:
+        """Keeps a version from ever being retired."""
+        self._backend.create(f"{PINNED}/{version}", b"", stamp=registry.make_stamp(0))
+
+    def unpin(self, version: Version) -> None:
+        """Takes a pin away."""
+        self._backend.delete(f"{PINNED}/{version}")
+
+    def pins(self) -> set[Version]:
+        """The pinned versions."""
+        found = (Version.parse(name) for name, _ in self._backend.listing(PINNED))
+        return {version for version in found if version is not None}
+
+    # Inside.
+
+    def _directories(self) -> list[Version]:
+        names = (name for name, _ in self._backend.listing("") if name.endswith("/"))
+        found = (Version.parse(name[:-1]) for name in names)
+        return sorted(version for version in found if version is not None)
+
+    def _is_committed(self, version: Version) -> bool:
+        return any(name == manifests.ROOT_NAME for name, _ in self._backend.listing(str(version)))
+
+    def _assemble(self, root: Manifest) -> Manifest:
+        where = f"{self.where}/{root.version}"
+        parts = {
+            name: self._read_listed(f"{root.version}/{name}", length=root.parts[name][0] + 1) for name in root.parts
+        }
+        return manifests.assemble(root, parts, where)
+
+    def _remove(self, version: Version, files: Iterable[str], parts: Iterable[str]) -> None:
+        """Parts go last: as long as they stand, an interrupted removal can prove what it may go on with."""
+        names = [*sorted(files), *sorted(parts)]
+        self._backend.delete(*(f"{version}/{name}" for name in names))
+        self._backend.delete(f"{version}/")
+
+    def _is_part(self, version: Version, name: str) -> bool:
+        try:
+            manifests.decode_part(self._read_record(f"{version}/{name}"), name)
+        except CorruptError:
+            return False
+        return True
+
+    def _is_image(self, version: Version, name: str, claim: tuple[str, int]) -> bool:
+        bundle_id, size = claim
+        file = BundleFile(BundleRef(bundle_id, (), 0, 1, 0, ""), name, size, "", ())
+        try:
+            return self.image(version, file).bundle_id == bundle_id
+        except CorruptError:
+            return False
+
+    def _read_record(self, name: str) -> bytes:
+        return self._counted(self._backend.read(name, length=MAX_RECORD_BYTES + 1))
+
+    def _read_listed(self, name: str, *, offset: int = 0, length: int) -> bytes:
+        return self._counted(self._listed(self._backend.read, name, offset=offset, length=length))
+
+    def _listed(self, read: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Reads a file that a commit record lists: if it is missing the version is damaged, which is another answer."""
+        try:
+            return read(*args, **kwargs)
+        except VersionNotFound as error:
+            raise CorruptError("a file of a committed version is missing", where=error.where) from error
+
+    def _counted(self, data: bytes) -> bytes:
+        self._events.count("storage_record_read_bytes", len(data))
+        return data

@@ -1,0 +1,165 @@
+"""The `holdfast` command: names, options and help texts; the work is in one file per family.
+
+The commands that only look (`status`, `ls`, `inspect`, `verify`, `doctor`) never load torch or numpy and answer at
+once. The list of options is frozen by a test: a new one needs a reason there.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from holdfast import __version__
+from holdfast.tools import doctor as doctor_tool
+from holdfast.tools import launch, look
+from holdfast.tools import status as status_tool
+from holdfast.tools.output import errors_shown
+
+HELP = """Keeps distributed PyTorch training alive.
+
+State is saved into host memory at every step, kept twice, written to storage in the background, and brought back from
+the nearest copy when a process or a node is lost.
+
+\b
+Examples
+  holdfast demo                                 see it happen on this machine, in two minutes
+  holdfast run --nproc-per-node 8 train.py      torchrun, with a keeper beside it
+  holdfast status --watch 2                     what is safe right now, and where
+  holdfast ls /ckpts/run1                       which versions are durable
+  holdfast verify /ckpts/run1                   read every byte and prove it
+  holdfast doctor /ckpts/run1                   can this machine and this path keep the promises?
+
+\b
+Exit codes: 0 good, 1 a problem was found, 2 wrong usage. Results on standard output, progress on standard error.
+"""
+
+app = typer.Typer(
+    name="holdfast",
+    help=HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
+Root = Annotated[str, typer.Argument(metavar="ROOT", help="The checkpoint directory, or a file:// URL.")]
+VersionName = Annotated[str | None, typer.Argument(metavar="[VERSION]", help="As `holdfast ls` shows it.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+@app.command(context_settings=PASS_THROUGH)
+def run(context: typer.Context) -> None:
+    """Run a training job: every flag of torchrun, and a keeper. `holdfast run --help` lists them.
+
+    \b
+    holdfast run --nproc-per-node 8 train.py --lr 3e-4
+    holdfast run --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29400 train.py
+    """
+    launch.become("run", context.args)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def demo(context: typer.Context) -> None:
+    """Train on two simulated nodes, kill ranks and a node, and end bit for bit where an undisturbed run ends."""
+    launch.become("demo", context.args)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def drill(context: typer.Context) -> None:
+    """Crash it on purpose, many times, and check every invariant: `holdfast drill crash --trials 1000`."""
+    launch.become("drill", context.args)
+
+
+@app.command()
+def status(
+    json: Json = False,
+    watch: Annotated[float | None, typer.Option(min=0.1, metavar="SECONDS", help="Show again so often.")] = None,
+    runtime_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Where the keepers' sockets are.")] = None,
+) -> None:
+    """What the keepers of this machine hold, and how safe each version is.
+
+    \b
+    holdfast status
+    holdfast status --json --watch 5 | jq .keepers[].status
+    """
+    with errors_shown(as_json=json):
+        raise typer.Exit(status_tool.status(runtime_dir=runtime_dir, watch_s=watch, as_json=json))
+
+
+@app.command("ls")
+def list_versions(root: Root, json: Json = False) -> None:
+    """The versions under ROOT: which are durable, how big, where each lineage came from.
+
+    \b
+    holdfast ls /ckpts/run1
+    """
+    with errors_shown(as_json=json):
+        raise typer.Exit(look.list_versions(root, as_json=json))
+
+
+@app.command()
+def inspect(root: Root, version: VersionName = None, json: Json = False) -> None:
+    """What is in a version: every entry with dtype, shape, extent and bundle, and the values. Newest by default.
+
+    \b
+    holdfast inspect /ckpts/run1
+    holdfast inspect /ckpts/run1 i000001-s0000000120 --json | jq .entries[0]
+    """
+    with errors_shown(as_json=json):
+        raise typer.Exit(look.inspect_version(root, version, as_json=json))
+
+
+@app.command()
+def verify(root: Root, version: VersionName = None, json: Json = False) -> None:
+    """Read every file of a version (of all, by default) and prove its bytes; names the damaged file and bytes.
+
+    \b
+    holdfast verify /ckpts/run1 && echo all good
+    """
+    with errors_shown(as_json=json):
+        raise typer.Exit(look.verify_versions(root, version, as_json=json))
+
+
+@app.command()
+def doctor(
+    root: Annotated[str | None, typer.Argument(metavar="[ROOT]", help="A checkpoint path, existing or not.")] = None,
+    json: Json = False,
+) -> None:
+    """Whether this machine, and ROOT if given, can keep the promises. Tries for real, and removes what it wrote.
+
+    \b
+    holdfast doctor /ckpts/run1
+    """
+    with errors_shown(as_json=json):
+        raise typer.Exit(doctor_tool.doctor(root, as_json=json))
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    if len(sys.argv) > 1 and sys.argv[1] in launch.PROGRAMS:
+        # Their arguments are not ours to parse: a script's `--json` or `--` must arrive as it was written.
+        launch.become(sys.argv[1], sys.argv[2:])
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""`holdfast doctor`: whether this machine, and a checkpoint path, can keep the promises.
+
+Every check does the real thing on a small scale and says what it saw, with numbers; none guesses from names of file
+systems. What it writes it removes: one directory of its own beneath the checkpoint path (or, where that does not exist
+yet, beneath its nearest parent). Looks at nothing that belongs to somebody else's job.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import mmap
+import os
+import platform
+import re
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.base.config import Config, load
+from holdfast.base.errors import Fenced, HoldfastError
+from holdfast.node.places import place_of
+from holdfast.tiers.backend import TEMPORARY
+from holdfast.tiers.budget import allowed_bytes, read_limits
+from holdfast.tiers.local import LocalBackend
+from holdfast.tiers.wire import unix_path
+from holdfast.tools import output
+
+GOOD, NOTE, PROBLEM = "good", "note", "problem"
+OLDEST_TORCH = (2, 10)
+TRIAL_BYTES = 8 << 20
+LITTLE_SPACE_BYTES = 10 << 30
+MARKER = "holdfast.json"
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at: what was seen, and what to do if it is not good."""
+
+    name: str
+    state: str
+    detail: str
+    remedy: str = ""
+
+
+def doctor(root: str | None, *, as_json: bool) -> int:
+    """Runs all checks and prints them; the exit code."""
+    settings = load()
+    checks = list(machine_checks(settings, root or "/checkpoints"))
+    if root is not None:
+        checks += storage_checks(Path(os.path.abspath(root)))
+    healthy = all(check.state != PROBLEM for check in checks)
+    if as_json:
+        rows = [{"name": c.name, "state": c.state, "detail": c.detail, "remedy": c.remedy} for c in checks]
+        output.print_json({"healthy": healthy, "checks": rows})
+    else:
+        output.print_table(("check", "state", "seen"), [(c.name, c.state, c.detail) for c in checks])
+        for check in checks:
+            if check.remedy:
+                print(f"{check.name}: {check.remedy}")
+    return output.GOOD if healthy else output.PROBLEM
+
+
+def machine_checks(settings: Config, root: str) -> Iterator[Check]:
+    """What does not depend on the checkpoint path."""
+    yield Check("python", GOOD, f"{platform.python_version()} on Linux {platform.release()}")
+    yield torch_version()
+    yield tried("snapshot memory", memory_files)
+    yield tried("pre-faulting", populate_write)
+    yield memory_budget(settings)
+    yield runtime_directory(settings, root)
+
+
+def tried(name: str, trial: Callable[[], Check]) -> Check:
+    """A check whose trial may be refused by the system."""
+    try:
+        return trial()
+    except HoldfastError as error:
+        return Check(name, PROBLEM, str(error.what), error.remedy)
+    except OSError as error:
+        return Check(name, PROBLEM, f"{error.strerror} ({errno.errorcode.get(error.errno or 0, '?')})")
+
+
+def torch_version() -> Check:
+    """The version that is installed, without importing it."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return Check("torch", PROBLEM, "not installed", "pip install torch")
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST_TORCH:
+        return Check("torch", PROBLEM, version, "install torch 2.10 or newer")
+    return Check("torch", GOOD, version)
+
+
+def memory_files() -> Check:
+    """Whether memory without a name can be had, allocated before use."""
+    descriptor = os.memfd_create("holdfast-doctor", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(descriptor, 0, TRIAL_BYTES)
+    finally:
+        os.close(descriptor)
+    return Check("snapshot memory", GOOD, "memfd with fallocate works")
+
+
+def populate_write() -> Check:
+    """Whether a mapping can be populated in one call."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as mapping:
+        try:
+            mapping.madvise(_POPULATE_WRITE)
+        except OSError:
+            return Check("pre-faulting", NOTE, "MADV_POPULATE_WRITE is missing (Linux before 5.14): pages are touched")
+    return Check("pre-faulting", GOOD, "MADV_POPULATE_WRITE works")
+
+
+def memory_budget(settings: Config) -> Check:
+    """What all keepers of this cgroup may take, and what is there."""
+    limits = read_limits()
+    allowed = allowed_bytes(settings.memory_budget, limits)
+    detail = (
+        f"{output.size_text(allowed)} allowed of {output.size_text(limits.limit)}, "
+        f"{output.size_text(limits.available)} available now"
+    )
+    if allowed > limits.limit:
+        return Check("memory budget", PROBLEM, detail, "set HOLDFAST_MEMORY_BUDGET below the limit of the cgroup")
+    if allowed > limits.available:
+        return Check("memory budget", NOTE, detail, "less is free than a job may ask for; big states will be refused")
+    return Check("memory budget", GOOD, detail)
+
+
+def runtime_directory(settings: Config, root: str) -> Check:
+    """Whether sockets can live where they should: rights, owner, length of the path."""
+    place = place_of(root, settings)
+    name, detail = "runtime directory", str(place.runtime)
+    try:
+        unix_path(str(place.socket))
+    except HoldfastError as error:
+        return Check(name, PROBLEM, error.what, error.remedy)
+    if not place.runtime.exists():
+        parent = nearest_existing(place.runtime)
+        if not os.access(parent, os.W_OK | os.X_OK):
+            return Check(name, PROBLEM, f"{detail} cannot be made in {parent}", "set HOLDFAST_RUNTIME_DIR")
+        return Check(name, GOOD, f"{detail} (made when needed)")
+    found = place.runtime.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        return Check(name, PROBLEM, f"{detail} is not ours alone", "chmod 700 it, or set HOLDFAST_RUNTIME_DIR")
+    return Check(name, GOOD, f"{detail}, private")
+
+
+def storage_checks(root: Path) -> Iterator[Check]:
+    """What a checkpoint path must be able to do."""
+    place = nearest_existing(root)
+    yield ownership(root)
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        yield Check("rights", PROBLEM, f"{place} is not a writable directory", "give this user the right to write")
+        return
+    yield free_space(place)
+    if root.is_dir() and (root / MARKER).is_file() and (root / TEMPORARY).is_dir():
+        place = root / TEMPORARY
+    with trial_directory(place) as directory:
+        yield tried("write and fsync", lambda: durable_write(directory))
+        yield tried("create once", lambda: create_once(directory))
+        yield tried("direct writes", lambda: direct_writes(directory))
+
+
+def nearest_existing(path: Path) -> Path:
+    """`path`, or the nearest of its parents that exists."""
+    return next(candidate for candidate in (path, *path.parents) if candidate.exists())
+
+
+@contextmanager
+def trial_directory(place: Path) -> Iterator[Path]:
+    """A directory of our own that is gone afterwards."""
+    directory = Path(tempfile.mkdtemp(prefix=".holdfast-doctor-", dir=place))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def ownership(root: Path) -> Check:
+    """Whether the path is new, ours, or somebody else's."""
+    if not root.exists():
+        return Check("path", GOOD, f"{root} does not exist yet")
+    if not root.is_dir():
+        return Check("path", PROBLEM, f"{root} is not a directory", "choose another path")
+    names = sorted(entry.name for entry in root.iterdir())
+    if MARKER in names or not names:
+        return Check("path", GOOD, f"{root} is {'a checkpoint directory' if names else 'empty'}")
+    return Check("path", PROBLEM, f"{root} holds files that are not ours ({names[0]})", "choose an empty directory")
+
+
+def free_space(place: Path) -> Check:
+    """Space that this user can still fill."""
+    free = shutil.disk_usage(place).free
+    state = GOOD if free >= LITTLE_SPACE_BYTES else NOTE
+    remedy = "" if state == GOOD else "two versions of the whole state and one more must fit"
+    return Check("free space", state, output.size_text(free), remedy)
+
+
+def durable_write(directory: Path) -> Check:
+    """The full write order of a checkpoint file, timed."""
+    started = time.perf_counter()
+    with mmap.mmap(-1, TRIAL_BYTES) as data:
+        backend = LocalBackend(directory)
+        backend.prepare()
+        with memoryview(data) as view:
+            backend.put("trial", [view], stamp="doctor")
+    seconds = time.perf_counter() - started
+    detail = f"{output.size_text(TRIAL_BYTES)} durable in {seconds * 1000:.0f} ms"
+    return Check("write and fsync", GOOD, detail)
+
+
+def create_once(directory: Path) -> Check:
+    """Whether of two committers with different contents one is refused."""
+    backend = LocalBackend(directory)
+    created = backend.create("once", b"first", stamp="doctor")
+    repeated = backend.create("once", b"first", stamp="doctor")
+    try:
+        backend.create("once", b"second", stamp="doctor")
+    except Fenced:
+        if created and not repeated:
+            return Check("create once", GOOD, "a second commit of the same version is refused")
+    return Check("create once", PROBLEM, "two commits of one version both succeed", "use another file system")
+
+
+def direct_writes(directory: Path) -> Check:
+    """O_DIRECT costs a sixth of the CPU of the page cache; without it everything works, slower."""
+    try:
+        descriptor = os.open(directory / "direct", os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return Check("direct writes", NOTE, "O_DIRECT is not possible here: writes go through the page cache")
+    try:
+        with mmap.mmap(-1, mmap.PAGESIZE) as page:
+            os.pwrite(descriptor, page, 0)
+    except OSError:
+        return Check("direct writes", NOTE, "O_DIRECT refuses pages here: writes go through the page cache")
+    finally:
+        os.close(descriptor)
+    return Check("direct writes", GOOD, "O_DIRECT works")

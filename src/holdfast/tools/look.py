@@ -1,0 +1,212 @@
+"""`ls`, `inspect`, `verify`: what lies under a checkpoint path, what is in a version, and whether its bytes are right.
+
+Only reads. What is damaged is shown with its reason and makes the exit code 1; the commands go on with the rest, so
+that one bad version never hides the good ones. Nothing is loaded into tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.base.errors import CorruptError, HoldfastError, StorageError, UsageError, VersionNotFound
+from holdfast.base.events import Events
+from holdfast.core.model import Version
+from holdfast.tiers import values
+from holdfast.tiers.format import Entry
+from holdfast.tiers.manifest import BundleFile, Manifest
+from holdfast.tiers.storage import Storage, open_storage
+from holdfast.tools import output
+
+MAX_VALUE_CHARS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of `ls`: a version, and its manifest or the reason why there is none."""
+
+    version: Version
+    state: str
+    manifest: Manifest | None = None
+    error: HoldfastError | None = None
+
+
+def list_versions(root: str, *, as_json: bool) -> int:
+    """`holdfast ls`; the exit code."""
+    storage = open_storage(root, Events())
+    job = storage.job_id()
+    rows = list(_rows(storage))
+    pins = storage.pins()
+    if as_json:
+        shown = [_row_document(row, pinned=row.version in pins) for row in rows]
+        output.print_json({"root": storage.where, "job_id": job, "versions": shown})
+    else:
+        output.print_table(
+            ("version", "state", "size", "ranks", "bundles", "resumed from"),
+            [_row_cells(row, pinned=row.version in pins) for row in rows],
+        )
+        for row in rows:
+            if row.error:
+                print(output.error_text(row.error))
+    return output.PROBLEM if any(row.error for row in rows) else output.GOOD
+
+
+def _rows(storage: Storage) -> Iterator[Row]:
+    committed = set(storage.versions())
+    for version in sorted(committed | set(storage.unfinished())):
+        if version not in committed:
+            yield Row(version, "not committed")
+            continue
+        try:
+            yield Row(version, "durable", storage.manifest(version))
+        except VersionNotFound:
+            continue  # retired while we looked
+        except (CorruptError, StorageError) as error:
+            yield Row(version, "damaged", error=error)
+
+
+def _row_cells(row: Row, *, pinned: bool) -> tuple[object, ...]:
+    state = f"{row.state}, pinned" if pinned else row.state
+    if row.manifest is None:
+        return (row.version, state, "", "", "", "")
+    found = row.manifest
+    resumed = found.resumed_from or "a fresh start"
+    return (row.version, state, output.size_text(found.num_bytes), found.world_size, len(found.bundles), resumed)
+
+
+def _row_document(row: Row, *, pinned: bool) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "version": str(row.version),
+        "incarnation": row.version.incarnation,
+        "step": row.version.step,
+        "state": row.state,
+        "pinned": pinned,
+    }
+    if row.manifest is not None:
+        found = row.manifest
+        document |= {"bytes": found.num_bytes, "world_size": found.world_size, "bundles": len(found.bundles)}
+        document |= {"resumed_from": str(found.resumed_from) if found.resumed_from else None}
+    if row.error is not None:
+        document["error"] = output.error_document(row.error)
+    return document
+
+
+def inspect_version(root: str, version: str | None, *, as_json: bool) -> int:
+    """`holdfast inspect`; the exit code."""
+    storage = open_storage(root, Events())
+    manifest = storage.manifest(_choose(storage, version))
+    images = [(file, storage.image(manifest.version, file)) for file in manifest.bundles]
+    entries = sorted((e.name, e.offsets, file.ref.bundle_id, e) for file, image in images for e in image.entries)
+    stored = {
+        file.ref.bundle_id: _values(storage, manifest.version, file, image.values)
+        for file, image in images
+        if image.values is not None
+    }
+    if as_json:
+        shown = [_entry_document(entry, bundle) for _, _, bundle, entry in entries]
+        output.print_json({"version": str(manifest.version), "entries": shown, "values": stored})
+    else:
+        _print_entries(manifest, [(entry, bundle) for _, _, bundle, entry in entries])
+        _print_values(stored)
+    return output.GOOD
+
+
+def _values(storage: Storage, version: Version, file: BundleFile, entry: Entry) -> Any:
+    data = storage.read_entry(version, file, entry)
+    return values.decode(data, where=f"{version}/{file.file}")
+
+
+def _entry_document(entry: Entry, bundle: str) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "dtype": entry.dtype,
+        "shape": entry.global_shape,
+        "offsets": entry.offsets,
+        "lengths": entry.shape,
+        "bundle": bundle,
+        "bytes": entry.end - entry.start,
+    }
+
+
+def _print_entries(manifest: Manifest, entries: list[tuple[Entry, str]]) -> None:
+    print(f"{manifest.version}: {len(entries)} entries in {len(manifest.bundles)} bundles, {manifest.world_size} ranks")
+    rows = [(e.name, e.dtype, list(e.global_shape), _extent_text(e), bundle, e.end - e.start) for e, bundle in entries]
+    output.print_table(("entry", "dtype", "shape", "extent", "bundle", "bytes"), rows)
+
+
+def _extent_text(entry: Entry) -> str:
+    """`[0:4, 8:16]`, or `all` for a whole tensor."""
+    if entry.shape == entry.global_shape:
+        return "all"
+    spans = (f"{start}:{start + length}" for start, length in zip(entry.offsets, entry.shape, strict=True))
+    return f"[{', '.join(spans)}]"
+
+
+def _print_values(stored: dict[str, Any]) -> None:
+    for bundle, found in sorted(stored.items()):
+        print(f"values of {bundle}")
+        for name, value in found.items() if isinstance(found, dict) else [("", found)]:
+            text = repr(value)
+            short = text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}... ({len(text)} characters)"
+            print(f"  {name} = {short}")
+
+
+def _choose(storage: Storage, text: str | None) -> Version:
+    """The version that was asked for, or the newest durable one."""
+    if text is not None:
+        version = Version.parse(text)
+        if version is None:
+            raise UsageError(f"{text!r} is not a version", remedy="`holdfast ls` shows them: i000001-s0000000120")
+        return version
+    storage.job_id()  # says what is wrong with the path, if something is
+    found = storage.versions()
+    if not found:
+        raise VersionNotFound("no version is durable yet", where=storage.where)
+    return found[-1]
+
+
+def verify_versions(root: str, version: str | None, *, as_json: bool) -> int:
+    """`holdfast verify`; the exit code."""
+    storage = open_storage(root, Events())
+    storage.job_id()
+    chosen = storage.versions() if version is None else [_choose(storage, version)]
+    results = [_verify(storage, one) for one in chosen]
+    healthy = not any(problems for _, _, problems in results)
+    if as_json:
+        output.print_json({"root": storage.where, "healthy": healthy, "versions": [_verdict(*r) for r in results]})
+    else:
+        for one, manifest, problems in results:
+            files = "" if manifest is None else f"{len(manifest.bundles)} files, {output.size_text(manifest.num_bytes)}"
+            print(f"{one}: {'DAMAGED' if problems else 'good'}{', ' if files else ''}{files}")
+            for problem in problems:
+                print(output.error_text(problem))
+    return output.GOOD if healthy else output.PROBLEM
+
+
+def _verify(storage: Storage, version: Version) -> tuple[Version, Manifest | None, list[HoldfastError]]:
+    """Every problem of a version; of a file the first one, which names its bytes."""
+    try:
+        manifest = storage.manifest(version)
+    except (CorruptError, StorageError, VersionNotFound) as error:
+        return version, None, [error]
+    problems: list[HoldfastError] = []
+    progress = output.Progress(f"verifying {version}", math.ceil(manifest.num_bytes))
+    for file in manifest.bundles:
+        try:
+            storage.verify_bundle(version, file, progress.add)
+        except (CorruptError, StorageError) as error:
+            problems.append(error)
+    progress.close()
+    return version, manifest, problems
+
+
+def _verdict(version: Version, manifest: Manifest | None, problems: list[HoldfastError]) -> dict[str, Any]:
+    return {
+        "version": str(version),
+        "state": "damaged" if problems else "good",
+        "files": 0 if manifest is None else len(manifest.bundles),
+        "bytes": 0 if manifest is None else manifest.num_bytes,
+        "problems": [output.error_document(problem) for problem in problems],
+    }

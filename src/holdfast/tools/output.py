@@ -1,0 +1,130 @@
+"""How commands speak: results on standard output, progress on standard error, errors as what, where and remedy.
+
+With `--json` standard output is one JSON document (with `--watch`: one per line), errors included, so that a program
+never has to read prose. Exit codes: 0 good, 1 a problem was found, 2 the command was used wrongly. No command shows a
+traceback for a HoldfastError.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+import typer
+
+from holdfast.base.errors import HoldfastError, UsageError
+
+GOOD, PROBLEM, USAGE = 0, 1, 2
+# What takes less is not worth a line.
+QUIET_S = 2.0
+TERMINAL_REFRESH_S = 0.1
+LOG_REFRESH_S = 5.0
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def size_text(num_bytes: float) -> str:
+    """`1536` -> `1.5 KiB`."""
+    power = 0
+    while abs(num_bytes) >= 1024 and power < len(_UNITS) - 1:
+        num_bytes /= 1024
+        power += 1
+    return f"{num_bytes:.0f} B" if power == 0 else f"{num_bytes:.1f} {_UNITS[power]}"
+
+
+def print_json(document: Any) -> None:
+    """One JSON document on one line."""
+    print(json.dumps(document, default=str))
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Columns aligned by spaces; numbers to the right."""
+    lines = [list(titles), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
+    right = [all(isinstance(row[column], int | float) for row in rows) for column in range(len(titles))]
+    for line in lines:
+        cells = [
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(line, widths, right, strict=True)
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def error_document(error: HoldfastError) -> dict[str, Any]:
+    """An error as `--json` shows it."""
+    kind = type(error)
+    return {
+        "code": kind.code,
+        "kind": kind.__name__,
+        "what": error.what,
+        "where": error.where,
+        "remedy": error.remedy,
+        "retryable": kind.retryable,
+    }
+
+
+def error_text(error: HoldfastError) -> str:
+    """An error as a person reads it."""
+    lines = [f"error {type(error).code}: {error.what}"]
+    if error.where:
+        lines.append(f"  where:  {error.where}")
+    if error.remedy:
+        lines.append(f"  remedy: {error.remedy}")
+    return "\n".join(lines)
+
+
+@contextmanager
+def errors_shown(*, as_json: bool) -> Iterator[None]:
+    """Around a whole command: a HoldfastError becomes its text and an exit code."""
+    try:
+        yield
+    except HoldfastError as error:
+        if as_json:
+            print_json({"error": error_document(error)})
+        else:
+            print(error_text(error), file=sys.stderr)
+        raise typer.Exit(USAGE if isinstance(error, UsageError) else PROBLEM) from None
+
+
+class Progress:
+    """Bytes done of bytes to do, with rate and time left, once the work has lasted longer than QUIET_S.
+
+    Writes to `stream` only: a line that replaces itself on a terminal, else a new line every few seconds.
+    """
+
+    def __init__(self, subject: str, total_bytes: int, stream: TextIO | None = None) -> None:
+        self._subject = subject
+        self._total = total_bytes
+        self._stream = sys.stderr if stream is None else stream
+        self._refresh_s = TERMINAL_REFRESH_S if self._stream.isatty() else LOG_REFRESH_S
+        self._started = time.monotonic()
+        self._shown_at = 0.0
+        self._done = 0
+
+    def add(self, num_bytes: int) -> None:
+        """So many bytes more are done."""
+        self._done += num_bytes
+        now = time.monotonic()
+        if now - self._started >= QUIET_S and now - self._shown_at >= self._refresh_s:
+            self._shown_at = now
+            self._show(now - self._started)
+
+    def close(self) -> None:
+        """Ends the line, if there is one."""
+        if self._shown_at and self._stream.isatty():
+            self._stream.write("\n")
+
+    def _show(self, seconds: float) -> None:
+        rate = self._done / seconds
+        left_s = (self._total - self._done) / rate if rate else float("inf")
+        text = (
+            f"{self._subject}: {size_text(self._done)} of {size_text(self._total)}, "
+            f"{size_text(rate)}/s, {left_s:.0f} s left"
+        )
+        # Carriage return and "erase to the end of the line" (ECMA-48, 8.3.41).
+        self._stream.write(f"\r{text}\x1b[K" if self._stream.isatty() else f"{text}\n")
+        self._stream.flush()

@@ -1,0 +1,110 @@
+"""`holdfast status`: what the keepers of this machine say about themselves.
+
+Finds every keeper beneath the runtime directory, asks each as a viewer (who may only look), and shows the answers. A
+socket at which nobody answers is a problem: the keeper died, or hangs. No keeper at all is not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.base.config import load
+from holdfast.base.errors import HoldfastError
+from holdfast.node.client import KeeperClient
+from holdfast.node.places import Place
+from holdfast.tools import output
+
+ASK_TIMEOUT_S = 2.0
+# Erases the screen and goes to its top (ECMA-48, 8.3.39 and 8.3.21).
+CLEAR = "\x1b[2J\x1b[H"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one keeper said, or why it did not."""
+
+    place: Place
+    facts: dict[str, Any]
+    error: HoldfastError | None = None
+
+
+def status(*, runtime_dir: str | None, watch_s: float | None, as_json: bool) -> int:
+    """Shows all keepers, once or every `watch_s` seconds until interrupted; the exit code."""
+    while True:
+        answers = [_ask(place) for place in places(runtime_dir)]
+        if as_json:
+            output.print_json({"keepers": [_document(answer) for answer in answers]})
+        else:
+            _print_answers(answers, clear=watch_s is not None)
+        if watch_s is None:
+            return output.PROBLEM if any(answer.error for answer in answers) else output.GOOD
+        try:
+            time.sleep(watch_s)
+        except KeyboardInterrupt:
+            return output.GOOD
+
+
+def places(runtime_dir: str | None) -> Iterator[Place]:
+    """Every place beneath the runtime directory that has a socket."""
+    runtime = load({"runtime_dir": runtime_dir}).runtime_path.absolute()
+    for socket in sorted(runtime.glob("*/*/s")):
+        yield Place(runtime, socket.parent.parent.name, socket.parent.name)
+
+
+def _ask(place: Place) -> Answer:
+    try:
+        client = KeeperClient.connect(place.socket, job=place.job, timeout_s=ASK_TIMEOUT_S)
+    except HoldfastError as error:
+        return Answer(place, {}, error)
+    try:
+        return Answer(place, client.status(timeout_s=ASK_TIMEOUT_S))
+    except HoldfastError as error:
+        return Answer(place, {}, error)
+    finally:
+        client.close()
+
+
+def _document(answer: Answer) -> dict[str, Any]:
+    document: dict[str, Any] = {"job": answer.place.job, "node": answer.place.node, "socket": str(answer.place.socket)}
+    if answer.error is not None:
+        return document | {"alive": False, "error": output.error_document(answer.error)}
+    return document | {"alive": True, "status": answer.facts}
+
+
+def _print_answers(answers: list[Answer], *, clear: bool) -> None:
+    if clear:
+        print(CLEAR, end="")
+    if not answers:
+        print("no keeper runs here")
+    for answer in answers:
+        print(f"keeper of node {answer.place.node}, job {answer.place.job}")
+        if answer.error is not None:
+            print(output.error_text(answer.error))
+        for line in _lines(answer.facts, "  "):
+            print(line)
+
+
+def _lines(facts: dict[str, Any], indent: str) -> Iterator[str]:
+    """Plain facts first, one per line; nested ones beneath their name."""
+    for name, value in facts.items():
+        title = name.replace("_", " ")
+        if isinstance(value, dict):
+            yield f"{indent}{title}"
+            yield from _lines(value, indent + "  ")
+        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            yield f"{indent}{title}"
+            for item in value:
+                yield f"{indent}  " + ", ".join(f"{key.replace('_', ' ')} {_cell(key, v)}" for key, v in item.items())
+        else:
+            yield f"{indent}{title}: {_cell(name, value)}"
+
+
+def _cell(name: str, value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool) and ("bytes" in name or name.endswith("memory")):
+        return output.size_text(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return "none" if value is None or value == "" else str(value)

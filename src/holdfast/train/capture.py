@@ -1,0 +1,223 @@
+"""One rank's state into one slot: what is copied where, worked out once per structure, copied in few calls per save.
+
+A save must cost little more than the copy itself, so everything that depends only on names, shapes and groups is
+planned once: the bundles this rank captures, their images, and for every slot the tensors that view it. Per save the
+sources are looked up and copied in one call that does not hold the interpreter's lock; headers and values follow.
+
+Invariants: every byte is copied at most once; nothing is written outside the images of the plan; a plan fits exactly
+one structure of the state and one size of each group's values. Called by `train.checkpointer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from holdfast.base.errors import UsageError
+from holdfast.core import bundles as cutting
+from holdfast.core.model import Bundle, BundleRef, Piece, RankLayout, Topology
+from holdfast.node.client import ImageSpan
+from holdfast.tiers import format as image_format
+from holdfast.tiers import values as value_codec
+from holdfast.tiers.format import ImagePlan
+from holdfast.tiers.memory import Slot
+from holdfast.train.state import Gathered, LiveTensor
+
+# A background copy stops, and takes the interpreter's lock, between batches of this size: at 10 GB/s every 3 ms.
+BATCH_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One piece of a live tensor and its place in the slot.
+
+    Attributes:
+        name: entry name.
+        piece: which rows.
+        start: first byte, counted from the start of the slot's payload.
+    """
+
+    name: str
+    piece: Piece
+    start: int
+
+    def of(self, live: LiveTensor) -> torch.Tensor:
+        """The rows of the live tensor that belong to this part; shares its memory."""
+        local = live.local
+        if not local.dim() or self.piece.num_rows == local.shape[0]:
+            return local
+        return local.narrow(0, self.piece.start_row, self.piece.num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """An image and where it begins in the slot's payload."""
+
+    ref: BundleRef
+    plan: ImagePlan
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that this rank copies at a save: images, one after the other, and the parts in them."""
+
+    images: tuple[PlacedImage, ...]
+    parts: tuple[Part, ...]
+    num_bytes: int
+
+    @property
+    def spans(self) -> tuple[ImageSpan, ...]:
+        """The images as the keeper is told them."""
+        return tuple(ImageSpan(image.ref, image.start, image.plan.length) for image in self.images)
+
+
+class Structure:
+    """What the state is made of, as far as saving is concerned; holds until the state's structure changes.
+
+    Attributes:
+        layout: this rank's bundles, for the keeper.
+        value_groups: groups whose values this rank writes, with the bundle that carries them.
+    """
+
+    def __init__(self, gathered: Gathered, *, rank: int, topology: Topology) -> None:
+        shards = [live.shard for live in gathered.tensors.values()]
+        planned = cutting.plan_bundles(shards, values_of=gathered.values, topology=topology)
+        self.layout: RankLayout = cutting.rank_layout(planned, rank, topology)
+        mine = set(self.layout.captures)
+        self._bundles = tuple(bundle for bundle in planned if bundle.bundle_id in mine)
+        self._refs = {ref.bundle_id: ref for ref in self.layout.bundles}
+        self.value_groups = {bundle.ranks: bundle.bundle_id for bundle in self._bundles if bundle.has_values}
+        self._plans: dict[tuple[int, ...], Plan] = {}
+
+    def encode(self, gathered: Gathered) -> dict[str, bytes]:
+        """The values of every group that this rank writes, by bundle id, padded so that their size rarely changes.
+
+        Raises:
+            UsageError: a value of a type that cannot be saved; names it.
+        """
+        return {
+            bundle_id: image_format.pad_values(value_codec.encode(dict(gathered.values[group])))
+            for group, bundle_id in self.value_groups.items()
+        }
+
+    def plan(self, values: Mapping[str, bytes]) -> Plan:
+        """The plan for values of these sizes."""
+        key = tuple(len(values.get(bundle.bundle_id, b"")) for bundle in self._bundles)
+        if key not in self._plans:
+            self._plans = {key: _place(self._bundles, self._refs, dict(zip(self._ids, key, strict=True)))}
+        return self._plans[key]
+
+    @property
+    def _ids(self) -> tuple[str, ...]:
+        return tuple(bundle.bundle_id for bundle in self._bundles)
+
+
+def _place(bundles: Sequence[Bundle], refs: Mapping[str, BundleRef], value_bytes: Mapping[str, int]) -> Plan:
+    images: list[PlacedImage] = []
+    parts: list[Part] = []
+    end = 0
+    for bundle in bundles:
+        plan = image_format.plan_image(bundle, value_bytes[bundle.bundle_id])
+        images.append(PlacedImage(refs[bundle.bundle_id], plan, end))
+        for piece in bundle.pieces:
+            first, num_bytes = plan.spans[piece.shard.name]
+            if num_bytes:
+                parts.append(Part(piece.shard.name, piece, end + first))
+        end += -(-plan.length // image_format.ALIGN) * image_format.ALIGN
+    return Plan(tuple(images), tuple(parts), end)
+
+
+class SlotView:
+    """A slot seen as tensors, one per part of a plan; made once per slot and plan."""
+
+    def __init__(self, slot: Slot, plan: Plan, tensors: Mapping[str, LiveTensor]) -> None:
+        if plan.num_bytes > slot.num_bytes:
+            raise UsageError(f"the slot has {slot.num_bytes} bytes, the images need {plan.num_bytes}")
+        self.slot = slot
+        self.plan = plan
+        base = torch.frombuffer(slot.view, dtype=torch.uint8) if slot.num_bytes else torch.empty(0, dtype=torch.uint8)
+        self.targets = [_view(base, part, tensors[part.name].local.dtype) for part in plan.parts]
+
+    def write_frames(self, values: Mapping[str, bytes]) -> None:
+        """Headers and values of all images: everything that is not a tensor."""
+        memory = self.slot.view
+        for image in self.plan.images:
+            header = image.plan.header
+            memory[image.start : image.start + len(header)] = header
+            if image.plan.values_span is not None:
+                first, num_bytes = image.plan.values_span
+                start = image.start + first
+                memory[start : start + num_bytes] = values[image.ref.bundle_id]
+
+
+def _view(base: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
+    flat = base.narrow(0, part.start, part.piece.num_bytes).view(dtype)
+    return flat.view(part.piece.extent.lengths)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Tensors to copy in one call."""
+
+    targets: list[torch.Tensor] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Copies:
+    """Targets in a slot with their sources, in host memory and on devices."""
+
+    targets: list[torch.Tensor] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
+    device_targets: list[torch.Tensor] = field(default_factory=list)
+    device_sources: list[torch.Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], chosen: Sequence[int]) -> Copies:
+        """The chosen ones."""
+        copies = cls()
+        for index in chosen:
+            if sources[index].device.type == "cpu":
+                copies.targets.append(targets[index])
+                copies.sources.append(sources[index])
+            else:
+                copies.device_targets.append(targets[index])
+                copies.device_sources.append(sources[index])
+        return copies
+
+
+def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copies in one call without the interpreter's lock; returns when host memory holds the bytes."""
+    if targets:
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)
+
+
+def batches(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[Batch]:
+    """The same copies in calls of at most BATCH_BYTES; a tensor that is larger is cut where its memory allows it."""
+    result: list[Batch] = []
+    batch = Batch()
+    for target, source in zip(targets, sources, strict=True):
+        for piece, origin in _cut(target, source):
+            if batch.num_bytes and batch.num_bytes + piece.nbytes > BATCH_BYTES:
+                result.append(batch)
+                batch = Batch()
+            batch.targets.append(piece)
+            batch.sources.append(origin)
+            batch.num_bytes += piece.nbytes
+    return [*result, batch] if batch.targets else result
+
+
+def _cut(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    if target.nbytes <= BATCH_BYTES or not source.is_contiguous():
+        yield target, source
+        return
+    step = BATCH_BYTES // target.element_size()
+    flat, origin = target.view(-1), source.view(-1)
+    for start in range(0, flat.numel(), step):
+        length = min(step, flat.numel() - start)
+        yield flat.narrow(0, start, length), origin.narrow(0, start, length)

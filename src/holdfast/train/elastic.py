@@ -1,0 +1,290 @@
+"""`holdfast run`: torchrun's engine with a keeper beside it, restarts that work, and an orderly end.
+
+Takes every flag of torchrun with torchrun's meaning, plus the group "holdfast" (see `build_parser`). Called as
+`python -m holdfast.train.elastic`, by the command and by tests; nothing imports it. What it changes, and why:
+
+- **A rendezvous store per attempt.** By default the workers of all attempts share the agent's store, in which no key
+  carries the attempt: restarted workers read addresses of the dead (stock torch 2.13: 2 of 10 restarts after a
+  SIGKILL succeed). With `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` rank 0 opens a new one on a new port each time.
+- **Restarts by default** (`--max-restarts`, 3 instead of 0): torchrun's meaning, a number per agent of restarts of the
+  whole worker group. It comes back from memory, so trying again is cheap.
+- **A node that died is missed within seconds.** torchrun gives up a silent node after 15 s; see `KEEP_ALIVE`. For a
+  quick replacement on one machine: `--rdzv-conf keep_alive_interval=1,keep_alive_max_attempt=3`, a store that outlives
+  every launcher (`is_host=0` and a `TCPStore` of the caller's own), and `--local-addr 127.0.0.<k>` with a k of its own
+  for each simulated node: agents are ranked by address, so a replacement under the same address takes the same ranks.
+- **Survivors of a failure are ended quickly**: they wait for a dead peer, nothing is lost with them.
+- **A signal to the launcher reaches the workers only, not their children** (data loaders), who are given time to save;
+  exit code 0 if all of them end well, else 128 + signal. A second signal ends them at once.
+
+Must never: keep state of the job, or be the reason that a run ends because the keeper could not start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.elastic import events
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
+
+from holdfast.base.config import ENVIRONMENT, Config, load
+from holdfast.base.errors import HoldfastError, UsageError
+from holdfast.node.start import ensure_keeper
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_RESTARTS = 3
+# How long the survivors of a failed worker may take to end after SIGTERM. They block in a collective with a dead peer
+# or raise because of it; what they hold is in the keeper already.
+SURVIVOR_GRACE_S = 5.0
+# A node that sent no keep-alive for interval x attempts seconds is dead. torchrun's 5 x 3 is meant for thousands of
+# nodes that compare-and-set one key; small jobs can ask more often. Not less than three attempts: a launcher that is
+# starved for two seconds while its workers import torch is alive.
+KEEP_ALIVE = {"keep_alive_interval": "1", "keep_alive_max_attempt": "5"}
+KEEP_ALIVE_MAX_NODES = 32
+POLL_S = 0.02
+
+# Flag of ours -> field of the settings, passed on to the trainers through its environment variable.
+PASSED_ON = {
+    "--every": ("every", "captured cadence: steps (10), seconds (30s) or both (10,30s)"),
+    "--durable-every": ("durable_every", "durable cadence, same form"),
+    "--memory-budget": ("memory_budget", "bytes that the keepers of this machine may use (4GiB)"),
+    "--node-label": ("node_label", "failure domain of these workers; default: the host name"),
+    "--run-id": ("run_id", "tells jobs on one path apart; default: --rdzv-id if given, else 'default'"),
+    "--runtime-dir": ("runtime_dir", "where sockets and logs of keepers live"),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of torchrun with our defaults and our group of flags."""
+    parser = get_args_parser()
+    parser.prog = "holdfast run"
+    parser.description = "torchrun with a keeper beside it: every flag of torchrun, and the group 'holdfast'."
+    if "PET_MAX_RESTARTS" not in os.environ:
+        parser.set_defaults(max_restarts=DEFAULT_MAX_RESTARTS)
+    group = parser.add_argument_group("holdfast")
+    group.add_argument(
+        "--checkpoint-dir", metavar="ROOT", help="start this node's keeper for ROOT before the workers start"
+    )
+    for flag, (field, text) in PASSED_ON.items():
+        group.add_argument(flag, dest=f"holdfast_{field}", metavar=field.upper(), help=text)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the job; returns the exit code."""
+    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.WARNING)
+    try:
+        args = build_parser().parse_args(argv)
+        settings = pass_on_settings(args)
+        prepare(args)
+        config, entrypoint, entrypoint_args = _launch_config(args)
+    except HoldfastError as error:
+        sys.stderr.write(f"holdfast run: {error}\n")
+        return 2
+    if args.checkpoint_dir:
+        start_keeper(args.checkpoint_dir, settings)
+    # torchrun's 30 s would cut off a last save to slow storage.
+    given = getattr(config, "shutdown_timeout", None) if _is_given(args, "shutdown_timeout") else None
+    return launch(config, entrypoint, entrypoint_args, grace_s=settings.close_timeout_s if given is None else given)
+
+
+def pass_on_settings(args: argparse.Namespace) -> Config:
+    """Writes our flags into the environment that the workers inherit; returns the settings that result.
+
+    Raises:
+        ConfigError: a flag, variable or settings file with a wrong value.
+    """
+    variables = {field: variable for variable, field in ENVIRONMENT.items()}
+    for field, _ in PASSED_ON.values():
+        value = getattr(args, f"holdfast_{field}")
+        if value is not None:
+            os.environ[variables[field]] = value
+    if variables["run_id"] not in os.environ and args.rdzv_id not in ("", "none"):
+        # A restarted job must find its keeper: the id is the user's own, never the random one of --standalone.
+        os.environ[variables["run_id"]] = re.sub(r"[^A-Za-z0-9._-]", "-", args.rdzv_id)[:128]
+    return load()
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """The environment and the rendezvous that restarts need; what the user set explicitly stays."""
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    _, max_nodes = _num_nodes(args.nnodes)
+    single = max_nodes == 1 and args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
+    if args.standalone or single:
+        # As torchrun does; the id stays one that the user can find again.
+        args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
+        args.rdzv_id = args.rdzv_id if args.rdzv_id not in ("", "none") else "standalone"
+    elif args.rdzv_backend == "static" and args.max_restarts > 0 and max_nodes > 1:
+        logger.warning("the static rendezvous cannot bring a node back; use --rdzv-backend=c10d")
+    if args.rdzv_backend == "c10d" and max_nodes <= KEEP_ALIVE_MAX_NODES:
+        given = [part for part in args.rdzv_conf.split(",") if part]
+        known = {part.split("=")[0].strip() for part in given}
+        args.rdzv_conf = ",".join([*given, *(f"{k}={v}" for k, v in KEEP_ALIVE.items() if k not in known)])
+    if args.master_port is None:
+        args.master_port = 29500  # torchrun's own; only the static rendezvous uses it
+
+
+def _num_nodes(text: str) -> tuple[int, int]:
+    try:
+        fewest, most = parse_min_max_nnodes(text)
+        return int(fewest), int(most)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"--nnodes={text} is not MIN:MAX", remedy="give a number or MIN:MAX") from error
+
+
+def _launch_config(args: argparse.Namespace) -> tuple[LaunchConfig, Any, list[str]]:
+    try:
+        return config_from_args(args)
+    except (ValueError, AssertionError) as error:
+        raise UsageError(str(error), remedy="see holdfast run --help") from error
+
+
+def _is_given(args: argparse.Namespace, name: str) -> bool:
+    return getattr(args, name, None) is not None or f"TORCH_ELASTIC_{name.upper()}" in os.environ
+
+
+def launch(config: LaunchConfig, entrypoint: Any, args: Sequence[str], *, grace_s: float) -> int:
+    """Runs one agent until the job ends on this node.
+
+    `torch.distributed.launcher.api.launch_agent` with our agent, which it cannot be given. Fields that only some
+    releases of torch know are passed where both sides have them.
+    """
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+    spec = _worker_spec(config, entrypoint, args)
+    agent = Agent(spec, config, grace_s=grace_s)
+    close_rendezvous = True
+    try:
+        return record(_run_agent)(agent, str(entrypoint), config) or 0
+    except ChildFailedError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    except SignalException as error:
+        # Another node may still be at work, or this one may come back: the rendezvous stays open.
+        close_rendezvous = False
+        return agent.exit_code_after(error.sigval)
+    finally:
+        if close_rendezvous:
+            spec.rdzv_handler.shutdown()
+
+
+def _run_agent(agent: Agent, name: str, config: LaunchConfig) -> int:
+    result = agent.run()
+    if result is None:
+        return 0  # this node was not needed
+    events.record(agent.get_event_succeeded(), config.event_log_handler)
+    if result.is_failed():
+        raise ChildFailedError(name=name, failures=result.failures)
+    return 0
+
+
+def _worker_spec(config: LaunchConfig, entrypoint: Any, args: Sequence[str]) -> WorkerSpec:
+    endpoint = RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **config.rdzv_configs,
+    )
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(WorkerSpec) if hasattr(config, f.name)}
+    if config.rdzv_backend == "static":
+        address, _, port = config.rdzv_endpoint.rpartition(":")
+        values |= {"master_addr": address, "master_port": int(port)}
+    values |= {
+        "local_world_size": config.nproc_per_node,
+        "entrypoint": entrypoint,
+        "args": tuple(args),
+        "rdzv_handler": rendezvous_registry.get_rendezvous_handler(endpoint),
+    }
+    return WorkerSpec(**values)
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent that ends survivors quickly and gives workers time to save when the job is told to end."""
+
+    def __init__(self, spec: WorkerSpec, config: LaunchConfig, *, grace_s: float) -> None:
+        known = inspect.signature(LocalElasticAgent.__init__).parameters
+        optional = {name: getattr(config, name) for name in ("shutdown_timeout",) if name in known}
+        super().__init__(
+            spec=spec,
+            logs_specs=config.logs_specs or DefaultLogsSpecs(),
+            start_method=config.start_method,
+            log_line_prefix_template=config.log_line_prefix_template,
+            **optional,
+        )
+        self._grace_s = grace_s
+        self._ended_by_signal = False
+
+    def _processes(self) -> list[subprocess.Popen[bytes]]:
+        handlers = getattr(self._pcontext, "subprocess_handlers", None) or {}
+        return [handler.proc for handler in handlers.values()]
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> Any:
+        """Facts of the workers. If one failed, its survivors are ended within our bound before torch looks."""
+        processes = self._processes()
+        if any(process.poll() not in (None, 0) for process in processes):
+            # Noted before the survivors end, so that torch's report names the worker that failed first.
+            getattr(self._pcontext, "_capture_process_failures", set)(set())
+            self._end(processes, signal.SIGTERM, SURVIVOR_GRACE_S)
+        return super()._monitor_workers(worker_group)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+        """Ends the workers: with time to save when the launcher was told to end, else quickly."""
+        told = isinstance(sys.exc_info()[1], SignalException)
+        self._ended_by_signal = self._ended_by_signal or told
+        try:
+            self._end(self._processes(), death_sig, self._grace_s if told else SURVIVOR_GRACE_S)
+        except SignalException:
+            logger.warning("second signal: the workers are ended at once")
+            self._end(self._processes(), signal.SIGKILL, SURVIVOR_GRACE_S)
+        super()._shutdown(death_sig, *args, **kwargs)
+
+    def _end(self, processes: Sequence[subprocess.Popen[bytes]], death_sig: signal.Signals, grace_s: float) -> None:
+        """Signals each living worker, not its children; after `grace_s` whatever is left of its process group dies."""
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(death_sig)
+        deadline = time.monotonic() + grace_s
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        for process in processes:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # the group is gone: the worker and all its children ended
+
+    def exit_code_after(self, sigval: signal.Signals) -> int:
+        """0 if every worker ended well after the signal, else the shell's 128 + signal."""
+        codes = [process.poll() for process in self._processes()]
+        return 0 if codes and all(code == 0 for code in codes) else 128 + sigval
+
+
+def start_keeper(root: str, settings: Config) -> None:
+    """Starts this node's keeper, so that it is there before the first rank looks; without it training goes on."""
+    try:
+        ensure_keeper(root, settings)
+    except HoldfastError as error:
+        logger.warning("no keeper yet, the first rank will try again: %s", error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

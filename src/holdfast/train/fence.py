@@ -1,0 +1,181 @@
+"""The copy behind the next forward and backward, and the fence that the optimizer's step waits at.
+
+One thread of ours copies a job batch by batch. The pre-step hook of every optimizer is the fence: the step waits until
+the job is done, but never longer than the copy should take plus a bound; then the job is told to stop, its version is
+given up and the step goes on. The job's end is reported by the thread itself, after its last write to the slot, so
+that no slot is given away that is still written to.
+
+Copies from a GPU are queued on a side stream at the call; there the fence makes the current stream wait for them, and
+the host does not wait at all. Called by `train.checkpointer`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from holdfast.base.events import Events
+from holdfast.train import capture
+from holdfast.train.capture import Batch
+from holdfast.train.cuda import DeviceCopy
+
+logger = logging.getLogger(__name__)
+
+# What a copy is expected to reach before one was measured: half of what one core of an old machine does.
+FIRST_RATE_BYTES_PER_S = 2e9
+# How long `close` waits for the thread to end; it stops between two batches.
+JOIN_TIMEOUT_S = 30.0
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One version's late copies.
+
+    Attributes:
+        batches: host copies, in order.
+        device: copies queued on side streams, or None.
+        finish: called once, in the copying thread, with the reason why the copy is incomplete, or "" if it is not. Must
+            not raise.
+        at_fence: called at the first fence or read point once the copy is done, in the trainer's thread; told whether
+            an optimizer is about to step.
+    """
+
+    batches: list[Batch]
+    device: DeviceCopy | None
+    finish: Callable[[str], None]
+    at_fence: Callable[[bool], None] | None = None
+    started_s: float = field(default_factory=time.monotonic)
+    stop_reason: str = ""
+    done: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(batch.num_bytes for batch in self.batches)
+
+
+class Fence:
+    """Owns the copying thread and the hooks.
+
+    Args:
+        timeout_s: how long a step may wait beyond the expected time of the copy.
+    """
+
+    def __init__(self, *, timeout_s: float, events: Events) -> None:
+        self._timeout_s = timeout_s
+        self._events = events
+        self._rate = FIRST_RATE_BYTES_PER_S
+        self._hooks: list[Any] = []
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Condition()
+        self._queue: Job | None = None
+        self._closed = False
+        self._open: Job | None = None  # the trainer's thread only: not yet seen by a fence
+        self.num_steps = 0
+
+    def guard(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Puts the fence before every step of these optimizers."""
+        self._hooks += [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
+
+    def start(self, job: Job) -> None:
+        """Copies `job` in the background; the one before must have passed `settle`."""
+        assert self._open is None, "the former copy was not settled"
+        self._open = job
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="holdfast-capture", daemon=True)
+            self._thread.start()
+        with self._wake:
+            self._queue = job
+            self._wake.notify()
+
+    def watch(self, at_fence: Callable[[bool], None]) -> None:
+        """Nothing is left to copy, but something to compare at the fence."""
+        assert self._open is None, "the former copy was not settled"
+        self._open = Job([], None, _nothing, at_fence)
+        self._open.done.set()
+
+    def settle(self, *, stepping: bool = False) -> None:
+        """A read point: waits for the copy, at most as long as a step would. Nothing is read or saved while it runs."""
+        job, self._open = self._open, None
+        if job is None:
+            return
+        self._wait(job)
+        if job.done.is_set() and not job.stop_reason and job.at_fence is not None:
+            job.at_fence(stepping)
+
+    def idle(self, timeout_s: float) -> bool:
+        """Waits until nothing is written to any slot any more, given-up copies included."""
+        with self._wake:
+            return self._wake.wait_for(lambda: self._queue is None, timeout_s)
+
+    def close(self) -> None:
+        """Removes the hooks, stops the thread between two batches and joins it."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        with self._wake:
+            self._closed = True
+            if self._queue is not None:
+                self._queue.stop_reason = self._queue.stop_reason or "the checkpointer was closed"
+            self._wake.notify_all()
+        if self._thread is not None:
+            self._thread.join(JOIN_TIMEOUT_S)
+            self._thread = None
+
+    def _before_step(self, *_: Any) -> None:
+        self.num_steps += 1
+        self.settle(stepping=True)
+
+    def _wait(self, job: Job) -> None:
+        if job.done.is_set():
+            return
+        if job.device is not None:
+            job.device.hold_current_streams()
+        if not job.batches and job.at_fence is None:
+            return
+        started = time.monotonic()
+        expected_s = job.num_bytes / self._rate - (started - job.started_s)
+        if not job.done.wait(max(0.0, expected_s) + self._timeout_s):
+            job.stop_reason = f"the copy took longer than expected and {self._timeout_s:g} s more; the step goes on"
+        waited = time.monotonic() - started
+        self._events.count("fence_wait_seconds", waited)
+        self._events.emit("fence", seconds=waited, stopped=job.stop_reason)
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._queue is not None or self._closed)
+                job = self._queue
+            if job is None:
+                return
+            try:
+                self._copy(job)
+            except Exception as error:  # the top of the thread: the version is given up, training goes on
+                logger.exception("the background copy failed")
+                job.stop_reason = f"the background copy failed: {error}"
+            job.finish(job.stop_reason)
+            job.done.set()
+            with self._wake:
+                self._queue = None
+                self._wake.notify_all()
+
+    def _copy(self, job: Job) -> None:
+        began = time.perf_counter()
+        for batch in job.batches:
+            if job.stop_reason:
+                return
+            capture.copy(batch.targets, batch.sources)
+        if job.batches:
+            # The newest measurement counts as much as all before: a machine that became busy is believed at once.
+            self._rate = (self._rate + job.num_bytes / max(time.perf_counter() - began, 1e-6)) / 2
+        if job.device is not None:
+            job.device.wait()
+
+
+def _nothing(reason: str) -> None:
+    """The end of a job without copies."""

@@ -1,0 +1,99 @@
+"""Nested state to a tree of plain values with references, and back: what `state_dict()` of any object may return.
+
+Tensors and NumPy arrays become entries; a `TensorRef` stays in their place, for an array inside a one-key dict, so
+that it comes back as an array. Dicts, lists and tuples keep their kind; every other value is left for
+`tiers.values.encode` to accept or to refuse by name. The containers of the result are new, so the tree is the state
+at the call even if the object goes on changing its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from holdfast.base.errors import UsageError
+from holdfast.tiers.values import MAX_DEPTH, TensorRef
+
+_ARRAY_KEY = "holdfast.ndarray"
+_PLAIN = frozenset((int, float, str, bool, bytes, complex, type(None), TensorRef))
+
+# Path of a tensor and the tensor -> what stands in its place.
+Emit = Callable[[str, torch.Tensor], Any]
+
+
+def flatten(value: Any, path: str, emit: Emit, depth: int = 0) -> Any:
+    """The tree of `value` with `emit(path, tensor)` in place of every tensor.
+
+    Args:
+        value: what an object's `state_dict()` returned.
+        path: name of the value; a tensor below it is named with dots, `loader.sampler.order`.
+        emit: takes a tensor and returns what stands for it, usually a TensorRef.
+        depth: how deep `value` lies in the whole.
+
+    Raises:
+        UsageError: an array of a kind that has no tensor, or containers nested too deep.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        return emit(path, value)
+    if depth > MAX_DEPTH:
+        raise UsageError(f"values are nested deeper than {MAX_DEPTH}, or contain themselves", where=path)
+    if kind is dict or kind is OrderedDict:
+        if _ARRAY_KEY in value:
+            raise UsageError(f"the key {_ARRAY_KEY!r} is reserved", where=path, remedy="rename the key")
+        return kind((key, flatten(item, f"{path}.{key}", emit, depth + 1)) for key, item in value.items())
+    if kind is list or kind is tuple:
+        if _PLAIN.issuperset(map(type, value)):
+            return kind(value)  # long lists of numbers, at the speed of C
+        return kind(flatten(item, f"{path}.{index}", emit, depth + 1) for index, item in enumerate(value))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return {_ARRAY_KEY: emit(path, _tensor_of(value, path))}
+    return value
+
+
+def unflatten(tree: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
+    """The value of a tree that `flatten` made, with `fetch(name)` for every reference."""
+    kind = type(tree)
+    if kind is TensorRef:
+        return fetch(tree.name)
+    if kind is dict and len(tree) == 1 and _ARRAY_KEY in tree:
+        return fetch(tree[_ARRAY_KEY].name).cpu().numpy()
+    if kind is dict or kind is OrderedDict:
+        return kind((key, unflatten(item, fetch)) for key, item in tree.items())
+    if kind is list or kind is tuple:
+        return kind(unflatten(item, fetch) for item in tree)
+    return tree
+
+
+def references(tree: Any) -> Iterator[str]:
+    """Names of all entries that a tree refers to."""
+    if type(tree) is TensorRef:
+        yield tree.name
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from references(item)
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from references(item)
+
+
+def _tensor_of(array: Any, path: str) -> torch.Tensor:
+    """A tensor with a copy of the array's elements."""
+    numpy = sys.modules["numpy"]
+    try:
+        if type(array) is not numpy.ndarray:
+            raise TypeError
+        return torch.from_numpy(numpy.array(array, order="C"))
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"a NumPy array of class {type(array).__name__} and dtype {array.dtype} cannot be saved",
+            where=path,
+            remedy="convert it to a plain array of a numeric dtype in native byte order, or to a list",
+        ) from None

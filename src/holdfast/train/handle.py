@@ -1,0 +1,109 @@
+"""What `save` returns: the version, the level it has reached, and a wait for the one that is wanted."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from holdfast.base.errors import LevelNotReached, UsageError
+from holdfast.core.model import Level, Version
+from holdfast.node.client import KeeperClient
+
+logger = logging.getLogger(__name__)
+
+# Waits longer than this say that they wait, and on what.
+PROGRESS_S = 2.0
+
+
+class SaveHandle:
+    """One save of this rank. Safe to drop: the save goes on without it.
+
+    Attributes:
+        version: what was saved.
+        level: the level that was asked for; `wait` without an argument waits for it.
+    """
+
+    def __init__(
+        self,
+        version: Version,
+        level: Level,
+        *,
+        client: Callable[[], KeeperClient | None],
+        settle: Callable[[], None],
+        timeout_s: float,
+    ) -> None:
+        self.version = version
+        self.level = level
+        self._client = client
+        self._settle = settle
+        self._timeout_s = timeout_s
+        self._given_up = ""
+
+    def __repr__(self) -> str:
+        return f"SaveHandle({self.version}, {self._given_up or self.reached.name.lower()})"
+
+    @property
+    def given_up(self) -> str:
+        """Why this rank gave the version up; empty if it did not."""
+        return self._given_up
+
+    @property
+    def reached(self) -> Level:
+        """The level announced so far; does not wait."""
+        client = self._client()
+        return client.level(self.version)[0] if client is not None else Level.NONE
+
+    def give_up(self, reason: str) -> None:
+        """This rank will not complete the version."""
+        self._given_up = self._given_up or reason
+
+    def wait(self, level: Level | str | None = None, timeout_s: float | None = None) -> Level:
+        """Blocks until the version is at `level` or above on all ranks; returns the level it has then.
+
+        Every rank has to save the version, so waiting while others still train may take as long as they need.
+
+        Args:
+            level: `"captured"`, `"replicated"`, `"durable"` or a Level; the one asked for at the save by default.
+            timeout_s: seconds; the setting `close_timeout_s` by default.
+
+        Raises:
+            LevelNotReached: it was given up by some rank, time is over, or the keeper is lost. Says which and why.
+        """
+        wanted = self.level if level is None else as_level(level)
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        self._settle()
+        started = time.monotonic()
+        while True:
+            client = self._client()
+            if self._given_up or client is None:
+                raise LevelNotReached(
+                    f"{self.version} did not reach {wanted.name.lower()}: {self._given_up or 'the keeper is lost'}",
+                    remedy="training may go on; the next save tries again",
+                )
+            until = min(deadline, time.monotonic() + PROGRESS_S)
+            try:
+                return client.wait(self.version, wanted, max(0.0, until - time.monotonic()))
+            except LevelNotReached:
+                # Earlier than the end of this slice: the answer is final. So it is when all time is over.
+                if time.monotonic() < until or until >= deadline:
+                    raise
+            reached, reason = client.level(self.version)
+            logger.info(
+                "waiting for %s to be %s: %.0f s, now %s, %s",
+                self.version, wanted.name.lower(), time.monotonic() - started, reached.name.lower(), reason,
+            )  # fmt: skip
+
+
+def as_level(level: Level | str) -> Level:
+    """The level that a caller names.
+
+    Raises:
+        UsageError: no such level.
+    """
+    if isinstance(level, Level):
+        return level
+    names = {member.name.lower(): member for member in Level if member is not Level.NONE}
+    if level not in names:
+        raise UsageError(f"{level!r} is no level; there are {', '.join(names)}")
+    return names[level]

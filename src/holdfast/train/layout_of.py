@@ -1,0 +1,187 @@
+"""Which part of which tensor this rank holds, and who holds the same: from live tensors to shards.
+
+Three sources and no guess. A DTensor says it itself: placements and mesh. A plain tensor is replicated only when that
+is known: its module is wrapped by DistributedDataParallel, or its name is declared. Everything else is this rank's own
+and named `rank<N>/...`, because two ranks that hold different bytes under one name would overwrite each other.
+
+Pure with regard to training: no collective, no copy, no synchronisation with a device. Called when the structure of
+the state changes and for the few tensors that objects make anew at every save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from holdfast.base.errors import UsageError
+from holdfast.core.model import Extent, Shard
+from holdfast.train.live import Group, LiveTensor, dtype_name
+
+# Placements are told apart by class name: a strided shard is private to torch and has changed its base class.
+_SHARDED = ("Shard", "_StridedShard")
+_STRIDED = "_StridedShard"
+_REPLICATED = "Replicate"
+
+# Global shape, box, group; None: this rank is outside the tensor's mesh and holds nothing of it.
+Layout: TypeAlias = tuple[tuple[int, ...], Extent, Group] | None
+
+
+class Layouts:
+    """Answers for one rank of one job.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        replicated: glob patterns of names whose plain tensors and values all ranks hold alike; a pattern also covers
+            everything below the name it matches.
+    """
+
+    def __init__(self, rank: int, world_size: int, replicated: Sequence[str]) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.everyone: Group = tuple(range(world_size))
+        self._patterns = tuple(p for pattern in replicated for p in (pattern, f"{pattern}.*"))
+        self._layouts: dict[tuple[tuple[int, ...], DeviceMesh, tuple[Placement, ...]], Layout] = {}
+
+    def resolve(self, name: str, group: Group | None = None) -> tuple[str, Group]:
+        """Entry name and redundancy group of something whole that this rank holds.
+
+        Args:
+            name: its name without regard to ranks.
+            group: the ranks that are known to hold the same, if any are.
+        """
+        if self.world_size == 1:
+            return name, self.everyone
+        if self._patterns and any(fnmatchcase(name, pattern) for pattern in self._patterns):
+            return name, self.everyone
+        if group is not None:
+            return name, group
+        return f"rank{self.rank}/{name}", (self.rank,)
+
+    def known(self, name: str, group: Group | None) -> Group | None:
+        """The ranks known to hold the same as this one under `name`, None if it is this rank's own."""
+        entry, ranks = self.resolve(name, group)
+        return ranks if entry == name else None
+
+    def live(
+        self, name: str, tensor: torch.Tensor, *, group: Group | None = None, late: bool = False
+    ) -> LiveTensor | None:
+        """The tensor with its place, or None where this rank holds nothing of it.
+
+        Raises:
+            UsageError: its dtype, kind or placement cannot be saved; names it.
+        """
+        local = local_of(tensor).detach()
+        _check_kind(name, local)
+        if isinstance(tensor, DTensor):
+            layout = self._of_dtensor(name, tensor)
+            if layout is None:
+                return None
+            shape, extent, ranks = layout
+            if tuple(local.shape) != extent.lengths:
+                raise UsageError(
+                    f"the local part has shape {tuple(local.shape)} where its placements say {extent.lengths}",
+                    where=name,
+                    remedy="build the DTensor with the shape of the whole tensor",
+                )
+            return LiveTensor(Shard(name, dtype_name(local.dtype, where=name), shape, extent, ranks), local, late)
+        return LiveTensor(self.whole(name, local.dtype, tuple(local.shape), group), local, late)
+
+    def whole(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], group: Group | None = None) -> Shard:
+        """The shard of a plain tensor."""
+        entry, ranks = self.resolve(name, group)
+        extent = Extent((0,) * len(shape), shape)
+        return Shard(entry, dtype_name(dtype, where=name), shape, extent, ranks)
+
+    def _of_dtensor(self, name: str, tensor: DTensor) -> Layout:
+        key = (tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements))
+        if key not in self._layouts:
+            self._layouts[key] = _layout(name, *key)
+        return self._layouts[key]
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory behind a tensor on this rank, without autograd and without the price of `to_local()`."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def mesh_ranks(tensor: DTensor) -> Group:
+    """All ranks of the mesh that the tensor lives on: who holds the same step count."""
+    return _ranks(tensor.device_mesh.mesh)
+
+
+def _check_kind(name: str, local: torch.Tensor) -> None:
+    """Refuses what is not plain memory: its bytes would not be its value."""
+    if local.layout is not torch.strided:
+        kind = f"sparse tensors ({local.layout})"
+    elif local.is_quantized:
+        kind = "quantised tensors"
+    elif is_traceable_wrapper_subclass(local):
+        kind = f"tensors of the class {type(local).__name__}"
+    elif local.device.type == "meta":
+        raise UsageError(
+            "the tensor is on the meta device and has no bytes",
+            where=name,
+            remedy="materialise the model (`to_empty`) before the Checkpointer is built",
+        )
+    else:
+        return
+    raise UsageError(
+        f"{kind} cannot be saved", where=name, remedy="keep it out of state_dict() or convert it to a plain tensor"
+    )
+
+
+def _layout(name: str, shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Layout:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    kinds = [type(placement).__name__ for placement in placements]
+    for placement, kind in zip(placements, kinds, strict=True):
+        if kind not in (*_SHARDED, _REPLICATED):
+            raise UsageError(
+                f"a DTensor placed as {placement} cannot be saved",
+                where=name,
+                remedy="redistribute it to Shard or Replicate first",
+            )
+    lengths, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    extent = Extent(tuple(offsets), tuple(lengths))
+    for dim in {p.dim for p, kind in zip(placements, kinds, strict=True) if kind == _STRIDED}:  # type: ignore[attr-defined]
+        _require_box(name, dim, extent, (shape, mesh, placements))
+    held = tuple(c if kind in _SHARDED else slice(None) for c, kind in zip(coordinate, kinds, strict=True))
+    return shape, extent, _ranks(mesh.mesh[held])
+
+
+def _ranks(part: torch.Tensor) -> Group:
+    return tuple(sorted(int(rank) for rank in part.flatten().tolist()))
+
+
+def _require_box(
+    name: str, dim: int, extent: Extent, where: tuple[tuple[int, ...], DeviceMesh, tuple[Placement, ...]]
+) -> None:
+    """Follows the rows of a strided shard (FSDP over TP on one dimension): they must be neighbours.
+
+    FSDP cuts what TP has cut, while the mesh lists FSDP first; the strided placement puts that right, and the rows
+    are neighbours again. Any other use leaves gaps, which one box with an offset cannot tell.
+    """
+    shape, mesh, placements = where
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    rows = torch.arange(shape[dim])
+    for mesh_dim, placement in enumerate(placements):
+        if type(placement).__name__ in _SHARDED and placement.dim == dim:  # type: ignore[attr-defined]
+            parts, _ = placement._split_tensor(rows, mesh.size(mesh_dim), with_padding=False, contiguous=False)  # type: ignore[attr-defined]
+            rows = parts[coordinate[mesh_dim]]
+    start = int(rows[0]) if len(rows) else extent.offsets[dim]
+    if not torch.equal(rows, torch.arange(start, start + extent.lengths[dim])) or start != extent.offsets[dim]:
+        raise UsageError(
+            f"the rows that this rank holds of dimension {dim} are not neighbours ({placements})",
+            where=name,
+            remedy="choose a dimension that the number of ranks divides, or shard another one",
+        )

@@ -1,0 +1,165 @@
+"""This rank's tie to its node's keeper: made at restore, noticed when it tears, mended behind training's back.
+
+When the keeper dies the slots stay mapped here. The memory level is then reported lost, once; the next save asks for a
+new keeper, which one thread of ours starts or finds, tells about the job, and hands the slots to. Until then saves are
+given up with a reason, and every version given up meanwhile is announced to the new keeper: the other ranks hold it in
+a slot that the guard would otherwise never release.
+
+Called by `train.checkpointer`, `train.saver` and `train.restore`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from holdfast.base.config import Config
+from holdfast.base.errors import HoldfastError, KeeperLost
+from holdfast.base.events import Events
+from holdfast.core.appointments import Appointment
+from holdfast.core.model import RankLayout, Version
+from holdfast.node.client import Assembly, KeeperClient, Slot
+from holdfast.node.start import ensure_keeper
+
+logger = logging.getLogger(__name__)
+
+# The overwrite guard can be held up by at most as many versions as there are slots; more need not be announced.
+MAX_SKIPPED = 16
+JOIN_TIMEOUT_S = 30.0
+
+
+class Link:
+    """The connection of one rank.
+
+    Args:
+        root: checkpoint path or URL, the same on every rank.
+        on_appointment: called in the reader thread with every agreed step.
+    """
+
+    def __init__(
+        self, root: str, config: Config, *, rank: int, events: Events, on_appointment: Callable[[Appointment], None]
+    ) -> None:
+        self._root = root
+        self._config = config
+        self._rank = rank
+        self._events = events
+        self._on_appointment = on_appointment
+        self._client: KeeperClient | None = None
+        self._lock = threading.Lock()
+        self._mending: threading.Thread | None = None
+        self._closed = False
+        self._reported = False
+        self._skipped: deque[Version] = deque(maxlen=MAX_SKIPPED)
+        self._slots: tuple[Slot, ...] = ()
+        self.assembly: Assembly | None = None
+        self.layout: RankLayout | None = None
+        self.resumed: tuple[int, Version | None] | None = None
+
+    @property
+    def client(self) -> KeeperClient | None:
+        """The connection, or None while there is no living keeper."""
+        client = self._client
+        return client if client is not None and client.alive else None
+
+    def open(self) -> KeeperClient:
+        """Starts or finds the keeper of this node and connects.
+
+        Raises:
+            KeeperError: it did not start. InUse: another process is this rank. ConfigError: unfit runtime directory.
+        """
+        self._client = self._connect()
+        return self._client
+
+    def require(self) -> KeeperClient:
+        """The connection.
+
+        Raises:
+            KeeperLost: there is none now.
+        """
+        client = self.client
+        if client is None:
+            raise KeeperLost("the keeper of this node is gone", remedy="a new one is started at the next save")
+        return client
+
+    def skip(self, version: Version) -> None:
+        """`version` was given up while nobody could be told."""
+        self._skipped.append(version)
+
+    def mend(self) -> None:
+        """Starts to look for a new keeper unless that is under way. Returns at once."""
+        with self._lock:
+            if self._closed or self.client is not None or (self._mending is not None and self._mending.is_alive()):
+                return
+            self._mending = threading.Thread(target=self._mend, name="holdfast-keeper", daemon=True)
+            self._mending.start()
+
+    def wait_mended(self, timeout_s: float) -> bool:
+        """Whether a keeper is there after waiting for one that is being started."""
+        thread = self._mending
+        if thread is not None:
+            thread.join(timeout_s)
+        return self.client is not None
+
+    def close(self, *, finished: bool) -> None:
+        """Says goodbye and unmaps the slots; `finished`: this rank will not come back."""
+        with self._lock:
+            self._closed = True
+        if self._mending is not None:
+            self._mending.join(JOIN_TIMEOUT_S)
+        client = self.client
+        if client is not None:
+            try:
+                client.goodbye(finished=finished)
+            except HoldfastError as error:
+                logger.warning("the keeper did not take our goodbye: %s", error)
+        if self._client is not None:
+            self._client.close()
+        for slot in self._slots:
+            slot.close()
+
+    def _connect(self) -> KeeperClient:
+        place = ensure_keeper(self._root, self._config)
+        client = KeeperClient.connect(place.socket, job=place.job, rank=self._rank)
+        client.on_lost(self._lost)
+        client.on_appointment(self._on_appointment)
+        return client
+
+    def _lost(self, reason: str) -> None:
+        if self._reported or self._closed:
+            return
+        self._reported = True
+        logger.error("the memory level is lost: the keeper of this node is gone (%s); training goes on", reason)
+        self._events.emit("memory_level_lost", reason=reason, rank=self._rank)
+
+    def _mend(self) -> None:
+        try:
+            self._rejoin()
+        except (HoldfastError, OSError) as error:
+            logger.warning("no new keeper yet: %s", error)
+            self._events.emit("keeper_not_replaced", reason=str(error), rank=self._rank)
+
+    def _rejoin(self) -> None:
+        if self._client is not None:
+            self._slots = (*self._slots, *self._client.detach())
+            self._client = None
+        client = self._connect()
+        try:  # nobody may save before the new keeper knows the job and has the slots
+            if self.assembly is not None:
+                client.assemble(self.assembly)
+            if self.layout is not None:
+                client.register(self.layout)
+            client.adopt(self._slots)
+            if self.resumed is not None:
+                client.resume(*self.resumed)
+            while self._skipped:
+                client.abandon(self._skipped.popleft(), "the keeper of its node was lost")
+        except BaseException:
+            client.detach()
+            raise
+        self._slots = ()
+        self._reported = False
+        self._client = client
+        logger.warning("the memory level is back: a new keeper (process %d) adopted the slots", client.pid)
+        self._events.emit("memory_level_back", rank=self._rank, pid=client.pid)

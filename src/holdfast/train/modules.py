@@ -1,0 +1,165 @@
+"""A model as part of the state: parameters and persistent buffers by clean name, extra state as values.
+
+Names are those of `state_dict()` without what wrappers put into them (DDP's `module.`, torch.compile's `_orig_mod.`,
+activation checkpointing's). Parameters and buffers are filled in place, so nothing that holds them notices a restore;
+extra state, and tensors that a hook of the module makes up, go back through the module.
+
+What DDP keeps equal is its parameters. Buffers it sends from its first rank before the next forward; between two steps
+BatchNorm's differ by rank. So the first rank's buffers bear the plain name and every other rank keeps its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import get_process_group_ranks
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from holdfast.base.errors import UsageError
+from holdfast.train.live import Group, LiveTensor
+from holdfast.train.parts import Collector, Loading
+from holdfast.train.watch import Containers
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_EXTRA = "_extra_state"
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrapper:
+    """A DDP or DataParallel inside a model: `prefix` (with `module.`) is replaced by `outer` in names below it."""
+
+    prefix: str
+    outer: str
+    ranks: Group | None
+    ignored: frozenset[str]
+
+
+class ModelPart:
+    """One `nn.Module`.
+
+    Args:
+        name: what its entries begin with.
+        module: wrapped or not; not wrapped by the first FSDP, whose flat parameters have no names of their own.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self._module = module
+        self._lasting: list[tuple[LiveTensor, torch.Tensor]] = []
+        self._extra: dict[str, nn.Module] = {}
+        self._made_up: dict[str, str] = {}
+        self._watch = Containers(())
+        _refuse_first_fsdp(name, module)
+
+    def build(self, out: Collector) -> None:
+        """Adds parameters and persistent buffers; finds out what else `state_dict()` returns."""
+        wrappers = tuple(_wrappers(self._module))
+        state = self._module.state_dict(keep_vars=True)
+        owned = {id(t) for t in (*self._module.parameters(), *self._module.buffers())}
+        extra = {f"{path}.{_EXTRA}".lstrip("."): m for path, m in self._module.named_modules(remove_duplicate=False)}
+        self._watch = Containers(_containers(self._module))
+        self._lasting, self._extra, self._made_up = [], {}, {}
+        for raw, value in state.items():
+            name = f"{self.name}.{_clean(raw, wrappers)}"
+            if raw in extra:
+                self._extra[name] = extra[raw]
+            elif not isinstance(value, torch.Tensor) or id(value) not in owned:
+                self._made_up[raw] = name
+            else:
+                ref = out.lasting(name, value, group=_group(raw, value, wrappers, out.layouts.rank))
+                if ref is not None:
+                    self._lasting.append((out.tensors[ref.name], value))
+
+    def unchanged(self) -> bool:
+        """Whether the module tree holds the same modules, parameters and buffers."""
+        return self._watch.unchanged()
+
+    def report(self, out: Collector) -> None:
+        """Adds extra state and whatever hooks make up."""
+        for name, module in self._extra.items():
+            out.passing(name, module.get_extra_state())
+        if self._made_up:
+            state = self._module.state_dict()
+            for raw, name in self._made_up.items():
+                out.passing(name, state[raw])
+
+    def plan(self, loading: Loading) -> None:
+        """Claims every parameter and buffer in place."""
+        for live, tensor in self._lasting:
+            if live.shard.name not in loading.targets:
+                loading.claim(live, tensor)
+        for name in (*self._extra, *self._made_up.values()):
+            loading.claim_value(name)
+
+    def create(self, loading: Loading) -> None:
+        """Nothing: a module has all its tensors from the start."""
+
+    def apply(self, loading: Loading) -> None:
+        """Sets extra state; hands made-up tensors to `load_state_dict` together with the live ones."""
+        for name, module in self._extra.items():
+            if loading.has(name):
+                module.set_extra_state(loading.value(name))
+        made_up = {raw: loading.value(name) for raw, name in self._made_up.items() if loading.has(name)}
+        if made_up:
+            self._module.load_state_dict({**self._module.state_dict(), **made_up})
+
+
+def _refuse_first_fsdp(name: str, module: nn.Module) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in module.modules()):
+        raise UsageError(
+            "FullyShardedDataParallel flattens parameters; they cannot be saved by name without gathering them",
+            where=name,
+            remedy="wrap the model with torch.distributed.fsdp.fully_shard",
+        )
+
+
+def _wrappers(module: nn.Module) -> Iterator[_Wrapper]:
+    """Wrappers inside a module, innermost first."""
+    found = []
+    for path, inner in module.named_modules(remove_duplicate=False):
+        outer = f"{path}." if path else ""
+        if isinstance(inner, DistributedDataParallel):
+            ranks = tuple(sorted(get_process_group_ranks(inner.process_group)))
+            ignored = frozenset(getattr(inner, "parameters_to_ignore", ()))
+            found.append(_Wrapper(f"{outer}module.", outer, ranks, ignored))
+        elif isinstance(inner, DataParallel):
+            found.append(_Wrapper(f"{outer}module.", outer, None, frozenset()))
+    yield from reversed(found)
+
+
+def _clean(raw: str, wrappers: tuple[_Wrapper, ...]) -> str:
+    for wrapper in wrappers:
+        if raw.startswith(wrapper.prefix):
+            raw = wrapper.outer + raw.removeprefix(wrapper.prefix)
+    for infix in _WRAPPERS:
+        raw = raw.replace(infix, "")
+    return raw
+
+
+def _group(raw: str, tensor: torch.Tensor, wrappers: tuple[_Wrapper, ...], rank: int) -> Group | None:
+    """The ranks that hold the same plain tensor because DDP keeps them equal."""
+    if isinstance(tensor, DTensor):
+        return None
+    for wrapper in wrappers:
+        if wrapper.ranks is None or not raw.startswith(wrapper.prefix):
+            continue
+        if raw.removeprefix(wrapper.prefix) in wrapper.ignored:
+            return None
+        if isinstance(tensor, nn.Parameter):
+            return wrapper.ranks
+        return (rank,) if rank == wrapper.ranks[0] else None
+    return None
+
+
+def _containers(module: nn.Module) -> Iterator[dict[str, Any]]:
+    for inner in module.modules():
+        yield inner._parameters
+        yield inner._buffers
+        yield inner._modules

@@ -1,0 +1,269 @@
+"""What every kind of object gives to a save and takes from a restore: the `Part` interface and its two notebooks.
+
+`Collector` is written by parts at a save: tensors with their places, values by group. `Loading` is written by parts at
+a restore: which entry of the checkpoint goes to which live tensor, and everything that does not fit. A part changes
+nothing while it plans; so a restore that refuses leaves every object as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from holdfast.base.errors import MismatchError, UsageError
+from holdfast.core.model import Extent, Shard
+from holdfast.tiers.values import TensorRef
+from holdfast.train.flatten import flatten, references, unflatten
+from holdfast.train.layout_of import Layouts, local_of
+from holdfast.train.live import Group, LiveTensor, LoadRecord, SavedTensor, torch_dtype
+
+# How many names an error lists; the rest is a count.
+MAX_NAMES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A tensor that an optimizer may own, as optimizers need it.
+
+    Attributes:
+        tensor: the parameter itself.
+        fqn: its name in optimizer state: DCP's, without `model.`.
+        group: ranks known to hold the same plain tensor, None if it is this rank's own or a DTensor.
+    """
+
+    tensor: torch.Tensor
+    fqn: str
+    group: Group | None
+
+
+class Collector:
+    """One look at the state."""
+
+    def __init__(self, layouts: Layouts, late: frozenset[int] = frozenset()) -> None:
+        self.layouts = layouts
+        self.tensors: dict[str, LiveTensor] = {}
+        self.values: dict[Group, dict[str, Any]] = {}
+        self.owners: dict[int, Owner] = {}
+        self.sources: list[torch.Tensor] = []
+        self._late = late
+        self._by_memory: dict[tuple[Any, ...], str] = {}
+
+    def lasting(
+        self, name: str, tensor: torch.Tensor, *, group: Group | None = None, late: bool = False
+    ) -> TensorRef | None:
+        """Adds a tensor that stays the same object from save to save.
+
+        Memory that is listed twice (tied weights) is kept once, under its first name.
+
+        Returns:
+            The entry that holds it; None where this rank holds nothing of it.
+        """
+        live = self.layouts.live(name, tensor, group=group, late=late or id(tensor) in self._late)
+        known = None if isinstance(tensor, DTensor) else self.layouts.known(name, group)
+        self.owners.setdefault(id(tensor), Owner(tensor, name.removeprefix("model."), known))
+        if live is None:
+            return None
+        self.sources.append(tensor)
+        local = live.local
+        memory = (local.data_ptr() or id(tensor), tuple(local.shape), local.stride(), local.dtype)
+        first = self._by_memory.setdefault(memory, live.shard.name)
+        if first == live.shard.name:
+            self._add(live)
+        return TensorRef(first)
+
+    def passing(self, path: str, tree: Any, *, group: Group | None = None) -> None:
+        """Adds a value that is made anew at every save, with the tensors in it."""
+
+        def emit(name: str, tensor: torch.Tensor) -> TensorRef | None:
+            while self.layouts.resolve(name, group)[0] in self.tensors:
+                name += "~"  # the keys 1 and "1" of one dict
+            live = self.layouts.live(name, tensor, group=group)
+            if live is None:
+                return None
+            self._add(live)
+            return TensorRef(live.shard.name)
+
+        self.value(path, flatten(tree, path, emit), group=group)
+
+    def value(self, path: str, tree: Any, *, group: Group | None = None) -> None:
+        """Adds a value without tensors, or with references in their place."""
+        entry, ranks = self.layouts.resolve(path, group)
+        self.values.setdefault(ranks, {})[entry] = tree
+
+    def _add(self, live: LiveTensor) -> None:
+        if live.shard.name in self.tensors:
+            raise twice(live.shard.name)
+        self.tensors[live.shard.name] = live
+
+
+def twice(name: str) -> UsageError:
+    """The error for two things of one name."""
+    return UsageError(
+        "two tensors have the same name", where=name, remedy="give the objects to the Checkpointer under other names"
+    )
+
+
+class Loading:
+    """One restore: what is offered, what fits where, what is wrong.
+
+    Args:
+        layouts: of this rank.
+        saved: entries offered to this rank.
+        values: values offered to this rank, by path, whatever their group.
+    """
+
+    def __init__(self, layouts: Layouts, saved: Mapping[str, SavedTensor], values: Mapping[str, Any]) -> None:
+        self.layouts = layouts
+        self.saved = saved
+        self.values = values
+        self.targets: dict[str, LiveTensor] = {}
+        self.missing: list[str] = []
+        self.misfit: list[str] = []
+        self._used: set[str] = set()
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def claim(self, live: LiveTensor, tensor: torch.Tensor) -> bool:
+        """Asks for the entry that belongs into a live tensor.
+
+        Args:
+            live: the tensor and its place.
+            tensor: the whole object that the entry is part of: a DTensor, or the same memory as `live.local`.
+
+        Returns:
+            Whether it will be loaded; if not, the reason is noted.
+        """
+        shard = live.shard
+        saved = self.saved.get(shard.name)
+        if saved is None:
+            if shard.extent.num_elements:  # nobody need write an empty shard
+                self.missing.append(shard.name)
+            return False
+        self._used.add(shard.name)
+        wrong = _difference(saved, shard)
+        if wrong:
+            self.misfit.append(f"{shard.name} ({wrong})")
+            return False
+        self.targets[shard.name] = live
+        self._tensors[shard.name] = tensor
+        return True
+
+    def take(self, path: str) -> Any:
+        """The value saved as `path`, or None (and noted) if there is none. Marks it as used."""
+        entry = self.layouts.resolve(path)[0] if path not in self.values else path
+        if entry not in self.values:
+            self.missing.append(entry)
+            return None
+        self._used.add(entry)
+        return self.values[entry]
+
+    def claim_all(self, tree: Any, templates: Mapping[str, torch.Tensor]) -> bool:
+        """Asks for every entry that a saved value refers to; each gets memory of its own.
+
+        Args:
+            tree: the saved value.
+            templates: tensors that stand at these names now, for device and placement.
+        """
+        return all([self._claim_new(name, templates.get(name)) for name in references(tree) if name not in self.targets])
+
+    def rebuild(self, tree: Any) -> Any:
+        """A saved value with the tensors in place that were claimed for it."""
+        return unflatten(tree, self._tensors.__getitem__)
+
+    def unused(self) -> list[str]:
+        """Entries and values that nobody asked for."""
+        return sorted((set(self.saved) | set(self.values)) - self._used)
+
+    def record(self) -> LoadRecord:
+        """What did not fit."""
+        return LoadRecord(tuple(self.missing), tuple(self.unused()), tuple(self.misfit))
+
+    def _claim_new(self, name: str, template: torch.Tensor | None) -> bool:
+        saved = self.saved.get(name)
+        if saved is None:
+            self.missing.append(name)
+            return False
+        dtype = torch_dtype(saved.dtype)
+        tensor: torch.Tensor
+        if isinstance(template, DTensor) and tuple(template.shape) == saved.global_shape:
+            tensor = torch.empty_like(template, dtype=dtype)
+            live = self.layouts.live(name, tensor)
+            assert live is not None
+            return self.claim(live, tensor)
+        device = torch.device("cpu") if template is None else template.device
+        tensor = torch.empty(saved.global_shape, dtype=dtype, device=device)
+        whole = Extent((0,) * len(saved.global_shape), saved.global_shape)
+        shard = Shard(name, saved.dtype, saved.global_shape, whole, (self.layouts.rank,))
+        return self.claim(LiveTensor(shard, local_of(tensor), late=False), tensor)
+
+
+def _difference(saved: SavedTensor, shard: Shard) -> str:
+    """What keeps an entry from being loaded into a shard; empty if nothing does."""
+    if saved.dtype != shard.dtype:
+        return f"saved as {saved.dtype}, here {shard.dtype}"
+    if saved.global_shape != shard.global_shape:
+        return f"saved with shape {saved.global_shape}, here {shard.global_shape}"
+    inside = [piece for piece in saved.pieces if _contains(shard.extent, piece)]
+    if sum(piece.num_elements for piece in inside) != shard.extent.num_elements:
+        boxes = ", ".join(f"{p.offsets}+{p.lengths}" for p in saved.pieces[:3])
+        return f"this rank holds {shard.extent.offsets}+{shard.extent.lengths}, the checkpoint offers {boxes or 'nothing'}"
+    return ""
+
+
+def _contains(whole: Extent, piece: Extent) -> bool:
+    return len(whole.offsets) == len(piece.offsets) and all(
+        start <= first and first + length <= start + size
+        for start, size, first, length in zip(whole.offsets, whole.lengths, piece.offsets, piece.lengths, strict=True)
+    )
+
+
+def mismatch(record: LoadRecord) -> MismatchError | None:
+    """All that does not fit as one error, or None if everything does."""
+    kinds = (
+        ("missing in the checkpoint", record.not_loaded),
+        ("unexpected in the checkpoint", record.not_used),
+        ("different", record.misfit),
+    )
+    found = [f"{len(names)} {what}: {_listed(names)}" for what, names in kinds if names]
+    if not found:
+        return None
+    return MismatchError(
+        f"the checkpoint does not fit these objects; {'; '.join(found)}",
+        remedy="build the objects as they were when it was saved, or restore with strict=False",
+    )
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
+
+
+class Part(Protocol):
+    """One object of the training state under one name.
+
+    A save calls `build` when the structure may have changed, else `unchanged`; then `report`. A restore calls `build`,
+    then `plan` of all parts, and only if that is accepted `create` of all; after the entries are filled, `apply`.
+    """
+
+    name: str
+
+    def build(self, out: Collector) -> None:
+        """Adds the tensors that last."""
+
+    def unchanged(self) -> bool:
+        """Whether what `build` added still holds."""
+
+    def report(self, out: Collector) -> None:
+        """Adds values, and the tensors that are made anew at every save."""
+
+    def plan(self, loading: Loading) -> None:
+        """Claims what it wants from a checkpoint; changes nothing."""
+
+    def create(self, loading: Loading) -> None:
+        """Makes state that is claimed and does not exist yet."""
+
+    def apply(self, loading: Loading) -> None:
+        """Takes over the values; all claimed tensors hold the saved bytes."""

@@ -1,0 +1,218 @@
+"""One save of this rank: slot, copy, fence, and word to the keeper; whatever fails, training goes on.
+
+Order of a save: settle the copy before it, gather, plan (cached), ask for a slot, copy what must be copied now, queue
+the rest, tell the keeper when the last byte is in the slot. The snapshot is the state at the call, or there is none:
+every way out that is not complete gives the version up, aloud.
+
+Owns the fence, the side streams and the views of slots. Called by `train.checkpointer` in the trainer's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.base.config import Config
+from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached
+from holdfast.base.events import Events
+from holdfast.core.model import Topology
+from holdfast.node.client import KeeperClient, Slot
+from holdfast.train import capture
+from holdfast.train.capture import Copies, SlotView, Structure
+from holdfast.train.cuda import DeviceCopy, SideStreams
+from holdfast.train.ending import Ending, Pledged, Watched
+from holdfast.train.fence import Fence, Job
+from holdfast.train.handle import SaveHandle
+from holdfast.train.link import Link
+from holdfast.train.state import Gathered, LiveTensor, State
+from holdfast.train.trust import Trust, can_digest, digest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Which parts of a plan (by index) are copied when."""
+
+    now: list[int]
+    late: list[int]
+    watched: list[int]
+    pledged: list[int]
+
+
+class Saver:
+    """What saves on one rank.
+
+    Args:
+        topology: who runs where.
+    """
+
+    def __init__(self, state: State, link: Link, *, topology: Topology, config: Config, events: Events) -> None:
+        self._state = state
+        self._link = link
+        self._topology = topology
+        self._config = config
+        self._events = events
+        self._rank = state.rank
+        optimizers = state.optimizers
+        self._trust = Trust(overlap=config.overlap and bool(optimizers))
+        self.fence = Fence(timeout_s=config.fence_timeout_s, events=events)
+        self.fence.guard(optimizers)
+        self._streams = SideStreams()
+        self._structure: Structure | None = None
+        self._structure_key: object = None
+        self._views: dict[int, SlotView] = {}
+        self._reserved = 0
+        self._split_key: object = None
+        self._split: _Split | None = None
+
+    def reserve(self, gathered: Gathered) -> None:
+        """Takes memory for saves of this state before training needs it.
+
+        Raises:
+            MemoryRefused: it does not fit; with numbers. UsageError: a value that cannot be saved; names it.
+        """
+        structure = Structure(gathered, rank=self._rank, topology=self._topology)
+        needed = structure.plan(structure.encode(gathered)).num_bytes
+        self._prepare(self._link.require(), needed, uses_cuda=_uses_cuda(gathered.tensors.values()))
+
+    def save(self, handle: SaveHandle, *, durable: bool) -> None:
+        """Saves the state as it is now as `handle.version`; if that fails, the handle says why."""
+        started = time.perf_counter()
+        try:
+            self._save(handle, durable=durable)
+        except KeeperLost as error:
+            self._give_up(handle, f"the keeper is lost: {error.what}")
+        except LevelNotReached as error:
+            self._give_up(handle, error.what)
+        except HoldfastError as error:
+            self._give_up(handle, str(error))
+        except Exception as error:  # a fault of ours or of the device must not end the training
+            logger.exception("saving %s failed", handle.version)
+            self._give_up(handle, f"{type(error).__name__}: {error}")
+        self._events.emit(
+            "saved", version=str(handle.version), seconds=time.perf_counter() - started, given_up=handle.given_up
+        )
+
+    def settle(self) -> None:
+        """Waits until the copy of the last save is complete or given up."""
+        self.fence.settle()
+
+    def close(self) -> None:
+        """Ends the copying thread, removes the hooks, lets go of the slots."""
+        self.fence.settle()
+        self.fence.close()
+        self._streams.close()
+        self._views.clear()
+
+    def _save(self, handle: SaveHandle, *, durable: bool) -> None:
+        self.fence.settle()
+        client = self._link.client
+        if client is None:
+            self._link.mend()
+            raise KeeperLost("a new one is being started")
+        if not self.fence.idle(self._config.begin_timeout_s):
+            raise LevelNotReached("the copy of an earlier version has not stopped yet")
+        gathered = self._state.gather()
+        structure = self._structure_of(gathered, client)
+        values = structure.encode(gathered)
+        plan = structure.plan(values)
+        if plan.num_bytes > self._reserved:
+            self._prepare(client, plan.num_bytes, uses_cuda=_uses_cuda(gathered.tensors.values()))
+        slot = client.begin(handle.version, plan.num_bytes, durable=durable, timeout_s=self._config.begin_timeout_s)
+        view = self._view(slot, plan, gathered)
+        view.write_frames(values)
+        self._copy(handle, client, view, gathered)
+
+    def _copy(self, handle: SaveHandle, client: KeeperClient, view: SlotView, gathered: Gathered) -> None:
+        parts, targets = view.plan.parts, view.targets
+        sources = [part.of(gathered.tensors[part.name]) for part in parts]
+        split = self._split_of(view.plan, gathered, sources)
+        pledged = [Pledged(parts[i].name, digest(sources[i]), targets[i]) for i in split.pledged]
+        now, late = Copies.of(targets, sources, split.now), Copies.of(targets, sources, split.late)
+        device = self._queue(now, late) if now.device_targets or late.device_targets else None
+        capture.copy(now.targets, now.sources)
+        watched = [Watched(parts[i].name, sources[i], targets[i]) for i in split.watched]
+        ending = Ending(handle, client, view.plan.spans, self._trust, watched, pledged, self._give_up)
+        at_fence = ending.at_fence if ending.needs_fence else None
+        if late.targets or device is not None:
+            self.fence.start(Job(capture.batches(late.targets, late.sources), device, ending.copied, at_fence))
+            return
+        ending.copied("")
+        if at_fence is not None:
+            self.fence.watch(at_fence)
+
+    def _queue(self, now: Copies, late: Copies) -> DeviceCopy | None:
+        """Copies from GPUs. The current streams wait for what may change at any time; for the rest only the fence."""
+        first = self._streams.queue(now.device_targets, now.device_sources)
+        first.hold_current_streams()
+        both = DeviceCopy((*first.events, *self._streams.queue(late.device_targets, late.device_sources).events))
+        if self._config.overlap:
+            return both
+        both.wait()
+        return None
+
+    def _structure_of(self, gathered: Gathered, client: KeeperClient) -> Structure:
+        if self._structure is None or gathered.structure != self._structure_key:
+            structure = Structure(gathered, rank=self._rank, topology=self._topology)
+            if self._link.layout != structure.layout:
+                client.register(structure.layout)
+                self._link.layout = structure.layout
+            self._structure, self._structure_key = structure, gathered.structure
+            self._trust.forget()
+            self._views.clear()
+            self._split_key = None
+        return self._structure
+
+    def _split_of(self, plan: capture.Plan, gathered: Gathered, sources: list[torch.Tensor]) -> _Split:
+        """The cached split; made anew when the plan or the trust changed."""
+        key = (id(plan), self._trust.generation)
+        if self._split is None or key != self._split_key:
+            late, watched = self._trust.late(gathered.tensors), self._trust.watched(gathered.tensors)
+            names = [part.name for part in plan.parts]
+            if self._config.verify_capture:
+                # What cannot be digested where it lies is copied at once, and so cannot go wrong.
+                late -= {name for name, source in zip(names, sources, strict=True) if not can_digest(source)}
+            self._split = _Split(
+                [i for i, name in enumerate(names) if name not in late],
+                [i for i, name in enumerate(names) if name in late],
+                [i for i, name in enumerate(names) if name in watched],
+                [i for i, name in enumerate(names) if name in late] if self._config.verify_capture else [],
+            )
+            self._split_key = key
+        return self._split
+
+    def _view(self, slot: Slot, plan: capture.Plan, gathered: Gathered) -> SlotView:
+        view = self._views.get(id(slot))
+        if view is None or view.slot is not slot or view.plan is not plan:
+            view = self._views[id(slot)] = SlotView(slot, plan, gathered.tensors)
+        return view
+
+    def _prepare(self, client: KeeperClient, num_bytes: int, *, uses_cuda: bool) -> None:
+        self._views.clear()
+        slots = client.prepare(num_bytes, self._config.num_slots)
+        self._reserved = min(slot.num_bytes for slot in slots)
+        if uses_cuda:
+            for slot in slots:
+                self._streams.pin(slot)
+
+    def _give_up(self, handle: SaveHandle, reason: str) -> None:
+        """The version is not complete and never will be: said in the log, to the handle, and to the keeper."""
+        logger.warning("%s is given up: %s", handle.version, reason)
+        handle.give_up(reason)
+        client = self._link.client
+        try:
+            if client is None:
+                self._link.skip(handle.version)
+            else:
+                client.abandon(handle.version, reason)
+        except KeeperLost:
+            self._link.skip(handle.version)
+
+
+def _uses_cuda(tensors: Iterable[LiveTensor]) -> bool:
+    return any(live.local.device.type == "cuda" for live in tensors)

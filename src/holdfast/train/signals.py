@@ -1,0 +1,46 @@
+"""SIGTERM as a wish: finish the step, save, leave with exit code 0.
+
+The handler only sets a flag; the next `step` acts on it. A forked child (a data loader's worker) inherits the handler,
+but not the wish: there the signal does what it did before. Only the main thread may install handlers; elsewhere the
+launcher's signal keeps its effect.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+
+class StopSignal:
+    """Whether SIGTERM arrived in this process since `install`."""
+
+    def __init__(self) -> None:
+        self.arrived = False
+        self._owner = os.getpid()
+        self._before: Any = None
+        self._installed = False
+
+    def install(self) -> None:
+        """Takes over SIGTERM, once."""
+        if self._installed or threading.current_thread() is not threading.main_thread():
+            return
+        self._before = signal.signal(signal.SIGTERM, self._handle)
+        self._installed = True
+
+    def remove(self) -> None:
+        """Gives SIGTERM back to whoever had it."""
+        if self._installed and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
+            self._installed = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._owner:
+            self.arrived = True
+        elif callable(self._before):
+            self._before(number, frame)
+        elif self._before != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

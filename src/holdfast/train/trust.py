@@ -1,0 +1,108 @@
+"""Which tensors may be copied late: those of which three saves proved that nothing but the optimizer's step changes them.
+
+Parameters and optimizer state should not change between a save and the next step, but hooks, weight norms or averages
+may write to them, and version counters do not see every write. So a tensor that an optimizer owns is first copied at
+once, and compared with its copy at the fence, three saves long. One difference, and it is copied at once for ever.
+
+With `verify_capture` the proof never ends: a digest taken at the call is compared with the copy at the fence. Called
+by `train.checkpointer` at saves and fences only; knows nothing of slots or keepers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import xxhash
+
+from holdfast.train.state import LiveTensor
+
+logger = logging.getLogger(__name__)
+
+# Saves that a tensor is watched before it is trusted. One could be luck with a hook that runs every other step.
+NUM_PROOFS = 3
+
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_libc.memcmp.restype = ctypes.c_int
+
+
+class Trust:
+    """What is known of each tensor of one structure; forgotten when the structure changes.
+
+    Args:
+        overlap: whether anything may be copied late at all.
+
+    Attributes:
+        generation: rises whenever `late` or `watched` may answer differently.
+    """
+
+    def __init__(self, *, overlap: bool) -> None:
+        self._overlap = overlap
+        self._proofs: dict[str, int] = {}
+        self._refused: set[str] = set()
+        self.generation = 0
+
+    def forget(self) -> None:
+        """The structure changed: every tensor has to prove itself again; refusals stay."""
+        self._proofs.clear()
+        self.generation += 1
+
+    def late(self, tensors: Mapping[str, LiveTensor]) -> set[str]:
+        """Names that may be copied after the call."""
+        return {name for name in self._candidates(tensors) if self._proofs.get(name, 0) >= NUM_PROOFS}
+
+    def watched(self, tensors: Mapping[str, LiveTensor]) -> set[str]:
+        """Names that are copied at once now and compared at the fence."""
+        return {name for name in self._candidates(tensors) if self._proofs.get(name, 0) < NUM_PROOFS}
+
+    def judge(self, unchanged: Iterable[str], changed: Iterable[str]) -> None:
+        """What the fence saw: bytes equal, or different, since the call."""
+        for name in unchanged:
+            self._proofs[name] = self._proofs.get(name, 0) + 1
+            self.generation += 1
+        fresh = sorted(set(changed) - self._refused)
+        self._refused.update(fresh)
+        self.generation += len(fresh)
+        if fresh:
+            logger.warning(
+                "copied at once from now on, because something other than the optimizer's step changes it: %s",
+                ", ".join(fresh[:20]) + (f" and {len(fresh) - 20} more" if len(fresh) > 20 else ""),
+            )
+
+    def _candidates(self, tensors: Mapping[str, LiveTensor]) -> Iterable[str]:
+        if not self._overlap:
+            return ()
+        return (name for name, live in tensors.items() if live.late and name not in self._refused)
+
+
+def same_bits(live: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Whether a live tensor on any device equals its copy in host memory bit for bit (NaN equals itself)."""
+    if live.device.type == "cpu" and live.is_contiguous():
+        return not live.nbytes or _libc.memcmp(live.data_ptr(), copy.data_ptr(), live.nbytes) == 0
+    there = copy.to(live.device)
+    return torch.equal(_bits(live.contiguous()), _bits(there))
+
+
+def differing(pairs: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> set[str]:
+    """Names whose (name, live, copy) differ in at least one piece."""
+    return {name for name, live, copy in pairs if not same_bits(live, copy)}
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """Fingerprint of a contiguous tensor in host memory; releases the interpreter's lock."""
+    if not tensor.nbytes:
+        return 0
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return xxhash.xxh3_64_intdigest(memoryview(memory))
+
+
+def can_digest(tensor: torch.Tensor) -> bool:
+    """Whether `digest` reads it where it is."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

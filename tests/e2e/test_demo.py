@@ -1,0 +1,56 @@
+"""The demo is the promise; here it runs as a user would run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SRC = str(Path(__file__).parents[2] / "src")
+
+
+def demo(*arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": SRC}
+    command = [sys.executable, "-m", "holdfast.testing.demo", *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.timeout(300)
+def test_three_faults_and_the_end_is_bit_equal(tmp_path: Path) -> None:
+    process = demo("--quick", "--json", "--keep", str(tmp_path))
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == 0, out + err
+    rank_killed, node_lost, all_lost, end = (json.loads(line) for line in out.splitlines())
+    assert set(rank_killed["restored_from"]) <= {"slot", "node"}
+    assert set(node_lost["restored_from"]) == {"peer"}
+    assert set(all_lost["restored_from"]) == {"storage"}
+    assert rank_killed["steps_lost"] <= 2
+    assert end["equal"]
+    assert end["num_tensors"] > 0
+    assert end["num_losses"] >= 48 * 4
+
+
+def test_an_interrupted_demo_cleans_up(tmp_path: Path) -> None:
+    process = demo("--quick", "--json", "--keep", str(tmp_path))
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "reference" / "rank0.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 1, out + err
+    pids = {json.loads(path.read_text().splitlines()[0])["pid"] for path in tmp_path.glob("reference/rank*.jsonl")}
+    assert pids
+    assert not [pid for pid in pids if Path(f"/proc/{pid}/environ").exists() and _runs(pid)]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return "holdfast.testing.demo_train" in Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False

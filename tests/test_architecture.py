@@ -1,0 +1,392 @@
+"""The shape of the house, as tests: layers, absences, budgets, frozen lists.
+
+Everything is read from the source (by syntax tree) or asked of a fresh interpreter, so nothing here depends on what
+another test imported. A failing test names the file and line; a rule changes here only together with its reason in
+ARCHITECTURE.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src" / "holdfast"
+
+# From the ground up. A file may import its own room and the rooms before it, nothing else of ours.
+ROOMS = ("base", "core", "tiers", "node", "train", "adapters", "testing", "tools")
+WITHOUT_TORCH = ("base", "core", "tiers", "node", "tools")
+# What is below it in the order and yet not for it: tools start these as programs, so that looking stays quick.
+NOT_FOR_TOOLS = ("train", "adapters", "testing")
+
+PUBLIC_NAMES = ["Checkpointer", "Config", "HoldfastError", "Level", "RestoreReport", "SaveHandle", "Version"]
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
+MAX_P90_FUNCTION_LINES = 35
+MEDIAN_FUNCTION_LINES = 10
+MAX_PARAMETERS = 7
+# The public constructor takes what the user owns by keyword, one name each; a record would be more to type there.
+MANY_PARAMETERS = {"train/checkpointer.py: Checkpointer.__init__"}
+
+FORBIDDEN_IN_CORE = {
+    "asyncio", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "queue", "random", "secrets", "select",
+    "shutil", "signal", "socket", "subprocess", "sys", "tempfile", "threading", "time", "uuid",
+}  # fmt: skip
+EXECUTES_BYTES = {"cloudpickle", "code", "dill", "marshal", "pickle", "shelve", "yaml"}
+# The environment is read in one place; the launcher writes it for its workers, the starter for the keeper.
+MAY_TOUCH_ENVIRONMENT = {"base/config.py", "train/elastic.py", "node/start.py"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement: which module, at which line, inside a function or not."""
+
+    target: str
+    line: int
+    in_function: bool
+
+
+@functools.cache
+def files() -> tuple[Path, ...]:
+    return tuple(sorted(SOURCE.rglob("*.py")))
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def label(path: Path) -> str:
+    return str(path.relative_to(SOURCE))
+
+
+def room(path: Path) -> str:
+    """The room of a file; empty for the package root."""
+    parts = path.relative_to(SOURCE).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+@functools.cache
+def imports(path: Path) -> tuple[Import, ...]:
+    return tuple(_imports(path, tree(path), in_function=False))
+
+
+def _imports(path: Path, node: ast.AST, *, in_function: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (Import(alias.name, child.lineno, in_function) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            base = _absolute(path, child)
+            modules = {module_name(p) for p in files()}
+            for alias in child.names:
+                full = f"{base}.{alias.name}"
+                yield Import(full if full in modules else base, child.lineno, in_function)
+        inner = in_function or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield from _imports(path, child, in_function=inner)
+
+
+def _absolute(path: Path, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    package = path.relative_to(SOURCE.parent).parts[: -node.level]
+    return ".".join([*package, *([node.module] if node.module else [])])
+
+
+def is_ours(target: str) -> bool:
+    return target == "holdfast" or target.startswith("holdfast.")
+
+
+def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Every function with its name inside the file."""
+    yield from _functions(tree(path), "")
+
+
+def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield prefix + child.name, child
+            yield from _functions(child, f"{prefix}{child.name}.")
+        elif isinstance(child, ast.ClassDef):
+            yield from _functions(child, f"{prefix}{child.name}.")
+        else:
+            yield from _functions(child, prefix)
+
+
+def num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return (function.end_lineno or function.lineno) - function.lineno + 1
+
+
+def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
+    """Every call with the dotted name that is called, as written."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def in_fresh_interpreter(code: str) -> str:
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
+
+
+def test_every_file_is_in_a_known_room() -> None:
+    assert {room(path) for path in files()} <= {"", *ROOMS}
+
+
+def test_imports_point_down_only() -> None:
+    wrong = []
+    for path in files():
+        here = room(path)
+        if not here:
+            continue  # the public door names what is above it; it loads nothing, see test_public_names_are_loaded_lazily
+        allowed = set(ROOMS[: ROOMS.index(here) + 1]) - (set(NOT_FOR_TOOLS) if here == "tools" else set())
+        for found in imports(path):
+            parts = found.target.split(".")
+            if is_ours(found.target) and len(parts) > 1 and parts[1] not in allowed:
+                wrong.append(f"{label(path)}:{found.line} imports {found.target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_cycle_even_inside_functions() -> None:
+    modules = {module_name(path) for path in files()} - {"holdfast"}
+    edges = {
+        module_name(path): {i.target for i in imports(path)} & modules - {module_name(path)}
+        for path in files()
+        if module_name(path) in modules
+    }
+    while True:  # whatever imports nothing that is left cannot be part of a cycle
+        free = {name for name, targets in edges.items() if not targets & set(edges)}
+        if not free:
+            break
+        edges = {name: targets for name, targets in edges.items() if name not in free}
+    assert not edges, f"these import each other: {sorted(edges)}"
+
+
+def test_no_own_import_inside_a_function() -> None:
+    wrong = [
+        f"{label(path)}:{found.line} {found.target}"
+        for path in files()
+        for found in imports(path)
+        if found.in_function and is_ours(found.target)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_public_door_imports_by_name() -> None:
+    wrong = [
+        f"{label(path)}:{call.lineno} {name}"
+        for path in files()
+        if room(path)
+        for name, call in calls(path)
+        if name in {"importlib.import_module", "import_module", "__import__"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_core_is_pure() -> None:
+    wrong = []
+    for path in files():
+        if room(path) != "core":
+            continue
+        for found in imports(path):
+            top = found.target.split(".")[0]
+            if not is_ours(found.target) and (top not in sys.stdlib_module_names or top in FORBIDDEN_IN_CORE):
+                wrong.append(f"{label(path)}:{found.line} imports {found.target}")
+        wrong += [f"{label(path)}:{c.lineno} calls {n}" for n, c in calls(path) if n in {"open", "print", "input"}]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_torch_below_the_trainer() -> None:
+    wrong = [
+        f"{label(path)}:{found.line}"
+        for path in files()
+        if room(path) in {"", *WITHOUT_TORCH}
+        for found in imports(path)
+        if found.target.split(".")[0] == "torch"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_importing_everything_below_the_trainer_loads_neither_torch_nor_numpy() -> None:
+    names = [module_name(path) for path in files() if room(path) in {"", *WITHOUT_TORCH} and path.name != "__main__.py"]
+    code = "import sys\n" + "".join(f"import {name}\n" for name in names)
+    loaded = in_fresh_interpreter(code + "print(*[m for m in ('torch', 'numpy') if m in sys.modules])").split()
+    assert loaded == []
+
+
+def test_public_names_are_frozen() -> None:
+    code = "import holdfast; print(*holdfast.__all__)"
+    assert in_fresh_interpreter(code).split() == PUBLIC_NAMES
+    assert len(PUBLIC_NAMES) < 10
+
+
+def test_public_names_are_loaded_lazily() -> None:
+    code = "import holdfast, sys; print(*[m for m in sys.modules if m.startswith('holdfast.')])"
+    assert in_fresh_interpreter(code).split() == []
+
+
+def test_public_names_exist() -> None:
+    code = "import holdfast; print(*[getattr(holdfast, name).__name__ for name in holdfast.__all__])"
+    assert in_fresh_interpreter(code).split() == PUBLIC_NAMES
+
+
+def test_no_print_outside_the_commands() -> None:
+    wrong = [
+        f"{label(path)}:{call.lineno}"
+        for path in files()
+        if room(path) != "tools"
+        for name, call in calls(path)
+        if name == "print"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_executes_bytes() -> None:
+    wrong = []
+    for path in files():
+        wrong += [f"{label(path)}:{i.line} {i.target}" for i in imports(path) if i.target in EXECUTES_BYTES]
+        wrong += [f"{label(path)}:{c.lineno} {n}" for n, c in calls(path) if n in {"eval", "exec", "torch.load"}]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_environment_is_read_in_one_place() -> None:
+    wrong = [
+        f"{label(path)}:{node.lineno}"
+        for path in files()
+        if label(path) not in MAY_TOUCH_ENVIRONMENT and room(path) != "testing"
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in {"os.environ", "os.getenv", "os.putenv"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_file_opens_with_its_map_and_stays_small() -> None:
+    wrong = []
+    for path in files():
+        if not ast.get_docstring(tree(path)):
+            wrong.append(f"{label(path)} has no docstring at its top")
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines > MAX_FILE_LINES:
+            wrong.append(f"{label(path)} has {lines} lines, {MAX_FILE_LINES} are allowed")
+        if path.name != "__init__.py" and "from __future__ import annotations" not in path.read_text(encoding="utf-8"):
+            wrong.append(f"{label(path)} lacks `from __future__ import annotations`")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_functions_stay_small() -> None:
+    found = [(num_lines(f), f"{label(path)}: {name}", f) for path in files() for name, f in functions(path)]
+    lengths = sorted(length for length, _, _ in found)
+    too_long = [f"{where} has {length} lines" for length, where, _ in found if length > MAX_FUNCTION_LINES]
+    assert not too_long, "\n".join(too_long)
+    assert statistics.median(lengths) < MEDIAN_FUNCTION_LINES
+    assert lengths[len(lengths) * 9 // 10] < MAX_P90_FUNCTION_LINES
+
+
+def test_functions_take_few_parameters() -> None:
+    wrong = []
+    for path in files():
+        for name, function in functions(path):
+            arguments = [a.arg for a in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+            count = len([a for a in arguments if a not in {"self", "cls"}])
+            if count > MAX_PARAMETERS and f"{label(path)}: {name}" not in MANY_PARAMETERS:
+                wrong.append(f"{label(path)}: {name} takes {count}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_public_methods_of_some_length_say_what_they_do() -> None:
+    wrong = []
+    for path in files():
+        for name, function in functions(path):
+            private = any(part.startswith("_") or part == "forward" for part in name.split("."))
+            nested = any(name.startswith(f"{outer}.") for outer, _ in functions(path))
+            if not private and not nested and num_lines(function) > 4 and not ast.get_docstring(function):
+                wrong.append(f"{label(path)}:{function.lineno} {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_broad_except_says_why() -> None:
+    wrong = []
+    for path in files():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            caught = ast.unparse(node.type) if node.type else "BaseException"
+            passes_on = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
+            if re.search(r"\b(Exception|BaseException)\b", caught) and not passes_on:
+                nearby = lines[node.lineno - 2 : node.lineno + 1]
+                if not any(re.search(r"#(?! noqa: [A-Z0-9]+\s*$)", line) for line in nearby):
+                    wrong.append(f"{label(path)}:{node.lineno} catches {caught} and gives no reason")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_finaliser() -> None:
+    wrong = [f"{label(path)}: {name}" for path in files() for name, _ in functions(path) if name.endswith("__del__")]
+    assert not wrong, "\n".join(wrong)
+
+
+def project_texts() -> Iterator[Path]:
+    """Every text file of the project that is under version control or will be."""
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout")
+    for name in listing.stdout.splitlines():
+        path = ROOT / name
+        if path.suffix in {".py", ".md", ".toml", ".txt", ".cfg", ""} and path.is_file():
+            yield path
+
+
+def test_no_file_names_the_machine_it_was_written_on() -> None:
+    # Put together from parts, so that this file does not find itself.
+    places = "|".join(["/" + "work" + "/(main|shared)", "/" + "root/", "work" + "place", "/home/" + r"\w+/"])
+    notes = "|".join(["TO" + "DO", "FIX" + "ME", r"\b[Hh]elper [A-E]\d?\b"])
+    pattern = re.compile(f"({places})|({notes})")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number} {line.strip()[:80]}"
+        for path in project_texts()
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_promises_name_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
+    wrong = []
+    for file, name in named:
+        path = ROOT / file
+        if not path.is_file():
+            wrong.append(f"{file} does not exist")
+        elif name and name not in {f.rsplit(".")[-1] for f, _ in functions(path)}:
+            wrong.append(f"{file} has no test {name}")
+    assert named, "docs/promises.md names no test at all"
+    assert not wrong, "\n".join(wrong)
+
+
+def test_promises_cover_every_requirement_once() -> None:
+    text = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
+    numbers = [int(number) for number in re.findall(r"^\| (\d+) \|", text, flags=re.MULTILINE)]
+    assert numbers == list(range(1, 75))
+
+
+@pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("ARCHITECTURE.md", 200)])
+def test_the_first_pages_stay_short(name: str, most: int) -> None:
+    assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) < most

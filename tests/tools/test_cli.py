@@ -1,0 +1,98 @@
+"""The command as a whole: frozen options, no torch where one only looks, programs that take over the process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from holdfast.base.config import CONFIG_FILE_VARIABLE, ENVIRONMENT, Config
+from holdfast.tools.cli import app
+
+from tools.conftest import Run
+
+FROZEN = Path(__file__).parent / "frozen_options.txt"
+
+# Runs a command inside the interpreter and reports on standard error what it loaded and how long it took.
+WATCHED = """
+import sys, time
+started = time.perf_counter()
+from holdfast.tools.cli import main
+sys.argv = ["holdfast", *sys.argv[1:]]
+try:
+    main()
+except SystemExit:
+    pass
+loaded = [name for name in ("torch", "numpy") if name in sys.modules]
+print(f"loaded={loaded} seconds={time.perf_counter() - started:.3f}", file=sys.stderr)
+"""
+
+
+def options() -> list[str]:
+    """Every setting, variable and option there is, one per line."""
+    lines = [f"setting {name}" for name in Config.__dataclass_fields__]
+    lines += [f"variable {name}" for name in (*ENVIRONMENT, CONFIG_FILE_VARIABLE)]
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        for parameter in command.params:
+            lines.append(f"command {name} {' '.join(parameter.opts)}")
+    return sorted(lines)
+
+
+def test_no_option_appears_or_vanishes_unnoticed() -> None:
+    assert options() == FROZEN.read_text(encoding="utf-8").splitlines()
+
+
+def test_options_stay_few() -> None:
+    assert len(Config.__dataclass_fields__) <= 30
+    assert len(ENVIRONMENT) + 1 <= 8
+
+
+@pytest.mark.parametrize(
+    "arguments", [["status"], ["ls"], ["inspect"], ["verify"], ["doctor"], ["--help"]], ids=lambda a: a[0]
+)
+def test_commands_that_look_load_neither_torch_nor_numpy(
+    arguments: list[str], checkpoint: Path, runtime_dir: Path, record_property: pytest.RecordProperty
+) -> None:
+    where = [] if arguments[0] in {"status", "--help"} else [str(checkpoint)]
+    answer = subprocess.run(
+        [sys.executable, "-c", WATCHED, *arguments, *where], capture_output=True, text=True, timeout=60
+    )
+    report = answer.stderr.splitlines()[-1]
+    record_property("seconds", report.split("seconds=")[1])
+    assert report.startswith("loaded=[]"), answer.stderr
+
+
+def test_help_shows_examples(holdfast: Run) -> None:
+    answer = holdfast("--help")
+    assert answer.returncode == 0
+    for command in ("run", "demo", "drill", "status", "ls", "inspect", "verify", "doctor"):
+        assert f"  {command}" in answer.stdout
+    assert "holdfast run --nproc-per-node 8 train.py" in answer.stdout
+
+
+def test_run_takes_every_argument_as_it_is(holdfast: Run) -> None:
+    answer = holdfast("run", "--help")
+    assert answer.returncode == 0
+    for flag in ("--nproc-per-node", "--rdzv-endpoint", "--max-restarts", "--checkpoint-dir", "--node-label"):
+        assert flag in answer.stdout
+
+
+def test_status_without_a_keeper_is_good(holdfast: Run, runtime_dir: Path) -> None:
+    answer = holdfast("status", "--json")
+    assert answer.returncode == 0
+    assert json.loads(answer.stdout) == {"keepers": []}
+
+
+def test_status_tells_of_a_socket_that_nobody_serves(holdfast: Run, runtime_dir: Path) -> None:
+    place = runtime_dir / "0123456789abcdef" / "node-a"
+    place.mkdir(parents=True, mode=0o700)
+    (place / "s").touch()
+    answer = holdfast("status", "--json", "--runtime-dir", runtime_dir)
+    (place / "s").unlink()
+    assert answer.returncode == 1
+    (keeper,) = json.loads(answer.stdout)["keepers"]
+    assert (keeper["node"], keeper["alive"], keeper["error"]["code"]) == ("node-a", False, "HF501")

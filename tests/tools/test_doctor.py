@@ -1,0 +1,75 @@
+"""`holdfast doctor` sees what is there, says what is wrong, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from holdfast.tools import doctor
+
+from tools.conftest import Run
+
+
+def states(answer: str) -> dict[str, str]:
+    return {check["name"]: check["state"] for check in json.loads(answer)["checks"]}
+
+
+def test_a_sound_machine_and_path(holdfast: Run, tmp_path: Path, runtime_dir: Path) -> None:
+    root = tmp_path / "new" / "run1"
+    answer = holdfast("doctor", root, "--json")
+    found = states(answer.stdout)
+    assert answer.returncode == 0, answer.stdout
+    assert found["create once"] == found["write and fsync"] == found["snapshot memory"] == "good"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_directory_stays_as_it_was(holdfast: Run, checkpoint: Path, runtime_dir: Path) -> None:
+    before = sorted(checkpoint.rglob("*"))
+    assert holdfast("doctor", checkpoint).returncode == 0
+    assert sorted(checkpoint.rglob("*")) == before
+
+
+def test_foreign_files_are_a_problem(holdfast: Run, tmp_path: Path, runtime_dir: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    answer = holdfast("doctor", tmp_path, "--json")
+    assert answer.returncode == 1
+    assert states(answer.stdout)["path"] == "problem"
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_runtime_directory_open_to_others_is_a_problem(
+    holdfast: Run, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime_dir.chmod(0o755)
+    answer = holdfast("doctor", "--json")
+    assert answer.returncode == 1
+    assert states(answer.stdout)["runtime directory"] == "problem"
+
+
+def test_a_socket_path_that_is_too_long_is_a_problem(holdfast: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", "/tmp/" + "x" * 100)
+    answer = holdfast("doctor", "--json")
+    assert answer.returncode == 1
+    assert states(answer.stdout)["runtime directory"] == "problem"
+
+
+def test_a_file_system_that_lets_two_commits_through_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Careless:
+        def __init__(self, root: Path) -> None:
+            self.root = root
+
+        def create(self, name: str, data: bytes, *, stamp: str) -> bool:
+            (self.root / name).write_bytes(data)
+            return True
+
+    monkeypatch.setattr(doctor, "LocalBackend", Careless)
+    assert doctor.create_once(tmp_path).state == doctor.PROBLEM
+
+
+def test_too_large_a_budget_is_a_problem(holdfast: Run, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_MEMORY_BUDGET", "900TiB")
+    answer = holdfast("doctor", "--json")
+    assert answer.returncode == 1
+    assert states(answer.stdout)["memory budget"] == "problem"

@@ -1,0 +1,110 @@
+"""`ls`, `inspect`, `verify` on real checkpoints, good, damaged, missing and foreign."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.conftest import Run
+
+NEWEST = "i000001-s0000000020"
+
+
+def flip_one_byte(file: Path, offset: int) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(offset)
+        byte = stream.read(1)[0]
+        stream.seek(offset)
+        stream.write(bytes([byte ^ 1]))
+
+
+def bundle_files(root: Path, version: str) -> list[Path]:
+    return sorted((root / version).glob("*.safetensors"))
+
+
+def test_ls_shows_every_version(holdfast: Run, checkpoint: Path) -> None:
+    answer = holdfast("ls", checkpoint, "--json")
+    assert answer.returncode == 0, answer.stderr
+    shown = json.loads(answer.stdout)["versions"]
+    assert [(v["version"], v["state"], v["world_size"]) for v in shown] == [
+        ("i000001-s0000000010", "durable", 2),
+        (NEWEST, "durable", 2),
+    ]
+    assert NEWEST in holdfast("ls", checkpoint).stdout
+
+
+def test_ls_tells_what_was_never_committed(holdfast: Run, checkpoint: Path) -> None:
+    (checkpoint / NEWEST / "manifest.json").unlink()
+    answer = holdfast("ls", checkpoint, "--json")
+    assert answer.returncode == 0
+    assert json.loads(answer.stdout)["versions"][1]["state"] == "not committed"
+
+
+def test_ls_shows_a_damaged_manifest_and_goes_on(holdfast: Run, checkpoint: Path) -> None:
+    flip_one_byte(checkpoint / "i000001-s0000000010" / "manifest.json", 20)
+    answer = holdfast("ls", checkpoint, "--json")
+    assert answer.returncode == 1
+    damaged, good = json.loads(answer.stdout)["versions"]
+    assert damaged["state"] == "damaged"
+    assert damaged["error"]["code"].startswith("HF30")
+    assert good["state"] == "durable"
+
+
+def test_inspect_names_entries_and_values(holdfast: Run, checkpoint: Path) -> None:
+    answer = holdfast("inspect", checkpoint, "--json")
+    assert answer.returncode == 0, answer.stderr
+    document = json.loads(answer.stdout)
+    assert document["version"] == NEWEST
+    (entry,) = document["entries"]
+    assert (entry["name"], entry["dtype"], entry["shape"], entry["bytes"]) == ("model.weight", "F32", [4, 3], 48)
+    assert list(document["values"].values()) == [{"trainer.step": 20}]
+    assert "trainer.step = 20" in holdfast("inspect", checkpoint, NEWEST).stdout
+
+
+def test_verify_proves_good_bytes(holdfast: Run, checkpoint: Path) -> None:
+    answer = holdfast("verify", checkpoint, "--json")
+    assert answer.returncode == 0, answer.stdout
+    assert json.loads(answer.stdout)["healthy"] is True
+
+
+def test_verify_names_the_damaged_file_and_its_bytes(holdfast: Run, checkpoint: Path) -> None:
+    damaged = bundle_files(checkpoint, NEWEST)[0]
+    flip_one_byte(damaged, damaged.stat().st_size - 1100)
+    answer = holdfast("verify", checkpoint)
+    assert answer.returncode == 1
+    assert damaged.name in answer.stdout
+    assert "i000001-s0000000010: good" in answer.stdout
+    (problem,) = json.loads(holdfast("verify", checkpoint, NEWEST, "--json").stdout)["versions"][0]["problems"]
+    assert damaged.name in problem["where"]
+    assert "byte" in problem["what"]
+
+
+def test_verify_of_one_good_version_ignores_another_damaged_one(holdfast: Run, checkpoint: Path) -> None:
+    flip_one_byte(bundle_files(checkpoint, NEWEST)[0], 5000)
+    assert holdfast("verify", checkpoint, "i000001-s0000000010").returncode == 0
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
+def test_a_path_without_checkpoints_is_a_problem_with_a_remedy(holdfast: Run, tmp_path: Path, command: str) -> None:
+    answer = holdfast(command, tmp_path / "nothing")
+    assert answer.returncode == 1
+    assert "HF302" in answer.stderr
+    assert "remedy" in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_foreign_directory_is_named_and_left_alone(holdfast: Run, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    answer = holdfast("ls", tmp_path, "--json")
+    assert answer.returncode == 1
+    assert json.loads(answer.stdout)["error"]["code"] == "HF202"
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_wrong_usage_ends_with_two(holdfast: Run, checkpoint: Path) -> None:
+    assert holdfast("inspect", checkpoint, "../../etc").returncode == 2
+    assert holdfast("ls").returncode == 2
+    assert holdfast("frobnicate").returncode == 2
