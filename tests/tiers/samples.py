@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -12,6 +13,7 @@ from holdfast.core.bundles import fingerprint
 from holdfast.core.model import DTYPE_BYTES, Bundle, BundleRef, Extent, Piece, Shard, Version
 from holdfast.tiers import format as image_format
 from holdfast.tiers import manifest, values
+from holdfast.tiers.local import LocalBackend
 from holdfast.tiers.registry import make_stamp
 from holdfast.tiers.storage import Storage, open_storage
 
@@ -111,3 +113,29 @@ def verify(store: Storage, version: Version) -> int:
     for file in files:
         store.verify_bundle(version, file, done.append)
     return sum(done)
+
+
+STAMP = "i000001-t000000-h000000000000-p1"
+
+
+def local_backend(root: Path) -> LocalBackend:
+    made = LocalBackend(root)
+    made.prepare()
+    return made
+
+
+def page_memory(num_bytes: int) -> memoryview:
+    """Page-aligned memory with bytes that differ from page to page."""
+    memory = memoryview(mmap.mmap(-1, max(1, num_bytes)))[:num_bytes]
+    for at in range(0, num_bytes, 512):
+        memory[at : at + 8] = at.to_bytes(8, "little")[: num_bytes - at]
+    return memory
+
+
+def put(backend: LocalBackend, name: str, *chunks: bytes | memoryview) -> None:
+    backend.put(name, [memoryview(chunk) for chunk in chunks], stamp=STAMP)
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Every file beneath the root with its bytes."""
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}

@@ -116,7 +116,9 @@ def test_names_that_cannot_be_stored_are_refused(name: str) -> None:
 
 def test_two_pieces_of_one_name_are_refused() -> None:
     with pytest.raises(UsageError, match="two pieces"):
-        image_format.plan_image(bundle("b", piece("w", "F32", (2,)), piece("w", "F32", (2,), offsets=(2,), global_shape=(4,))))
+        image_format.plan_image(
+            bundle("b", piece("w", "F32", (2,)), piece("w", "F32", (2,), offsets=(2,), global_shape=(4,)))
+        )
 
 
 def test_a_header_beyond_the_limit_is_refused_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

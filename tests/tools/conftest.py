@@ -15,7 +15,8 @@ from holdfast.core.model import BundleRef, Extent, Shard, Topology, Version
 from holdfast.tiers import format as image_format
 from holdfast.tiers import values
 from holdfast.tiers.manifest import Manifest
-from holdfast.tiers.storage import Storage, make_stamp, open_storage
+from holdfast.tiers.registry import make_stamp
+from holdfast.tiers.storage import Storage, open_storage
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -12,7 +12,6 @@ import typer.main
 
 from holdfast.base.config import CONFIG_FILE_VARIABLE, ENVIRONMENT, Config
 from holdfast.tools.cli import app
-
 from tools.conftest import Run
 
 FROZEN = Path(__file__).parent / "frozen_options.txt"

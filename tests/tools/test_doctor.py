@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from holdfast.tools import doctor
-
 from tools.conftest import Run
 
 

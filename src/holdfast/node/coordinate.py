@@ -49,8 +49,8 @@ class Coordinator:
         """Indices of the nodes that follow."""
         return tuple(sorted(self._followers))
 
-    def report(self, incarnation: int, reports: Reports) -> None:
-        """A node's facts; its own included."""
+    def report(self, node: int, incarnation: int, reports: Reports) -> None:
+        """Facts from `node`; its own included."""
         if incarnation != self._assembly.incarnation:
             raise Fenced(f"this coordinator serves incarnation {self._assembly.incarnation}, not {incarnation}")
         for layout in reports.layouts:
@@ -58,7 +58,7 @@ class Coordinator:
         self._carry_out(self._board.sealed(reports.sealed))
         for version, rank, reason in reports.abandoned:
             self._carry_out(self._board.abandoned(version, rank, reason))
-        for version, node, bundle_ids in reports.replicas:
+        for version, bundle_ids in reports.replicas:
             self._carry_out(self._board.replicated(version, node, bundle_ids))
         for part in reports.parts:
             self._carry_out(self._board.written(part))

@@ -65,7 +65,10 @@ class Journal:
         """Appends a fact; blocks when the lane does not read."""
         line = json.dumps({"e": event, "who": self._who, "life": self._life, **facts}, default=str).encode() + b"\n"
         if len(line) > PIPE_BUF:
-            line = json.dumps({"e": "fault", "who": self._who, "life": self._life, "what": str(facts)[:2000]}).encode() + b"\n"
+            line = (
+                json.dumps({"e": "fault", "who": self._who, "life": self._life, "what": str(facts)[:2000]}).encode()
+                + b"\n"
+            )
         os.write(self._fd, line)
 
 

@@ -168,7 +168,7 @@ class Demo:
         self.say(f"  {num_killed} processes are gone; one byte of {newest}/{damaged.name} is flipped")
         self.verify_names(damaged)
         self.start("node-d", "node-e")
-        fault = "3: all killed, a byte flipped"
+        fault = "3: all killed, byte flipped"
         outcome = self.recovered(fault, killed_at, None, ranks=(0, 1, 2, 3), allowed={"storage"})
         if outcome.version != previous:
             raise DemoFailure(f"restored {outcome.version}; {previous} is the newest undamaged checkpoint")
@@ -254,7 +254,7 @@ def bytes_by_source(report: dict[str, Any]) -> dict[str, int]:
 
 def sources_text(total: dict[str, int]) -> str:
     """For people: "own slot 1.4 MB, storage 0.2 MB"."""
-    return ", ".join(f"{SOURCE_NAMES.get(name, name)} ({count / 1e6:.2f} MB)" for name, count in sorted(total.items()))
+    return ", ".join(f"{SOURCE_NAMES.get(name, name)} {count / 1e6:.1f} MB" for name, count in sorted(total.items()))
 
 
 def show_table(console: Console, outcomes: list[Outcome]) -> None:
@@ -263,8 +263,8 @@ def show_table(console: Console, outcomes: list[Outcome]) -> None:
     for column in ("fault", "found after", "restored from", "steps lost", "seconds"):
         table.add_column(column, justify="right" if column in ("found after", "steps lost", "seconds") else "left")
     for outcome in outcomes:
-        found = "started by hand" if outcome.found_after_s is None else f"{outcome.found_after_s:.2f} s"
-        source = f"{sources_text(outcome.restored_from)}, {outcome.version}"
+        found = "-" if outcome.found_after_s is None else f"{outcome.found_after_s:.2f} s"
+        source = f"{sources_text(outcome.restored_from)}"
         table.add_row(outcome.fault, found, source, str(outcome.steps_lost), f"{outcome.seconds:.1f}")
     console.print(table)
 
@@ -309,7 +309,9 @@ def main(arguments: list[str] | None = None) -> int:
         except KeyboardInterrupt:
             console.print("[red]Interrupted[/red]; everything is cleaned up")
         except DemoFailure as failure:
-            console.print(f"[bold red]The demo failed:[/bold red] {escape(str(failure))}", highlight=False)
+            console.print(
+                f"[bold red]The demo failed:[/bold red] {escape(str(failure))}", highlight=False, soft_wrap=True
+            )
             if options.json:
                 sys.stdout.write(json.dumps({"equal": False, "failure": str(failure)}) + "\n")
         return 1

@@ -67,7 +67,7 @@ class Cluster:
     def start_node(self, node: str) -> None:
         """One launcher with two ranks; the first node that is started hosts the rendezvous."""
         command = [sys.executable, "-m", "holdfast.tools.cli", "run", "--nnodes", "2"]
-        command += ["--nproc-per-node", str(RANKS_PER_NODE), "--max-restarts", "20", "--rdzv-backend", "c10d"]
+        command += ["--nproc-per-node", str(RANKS_PER_NODE), "--max-restarts", "4", "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "demo"]
         command += ["--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=4", "--local-addr", "127.0.0.1"]
         arguments = [*self._arguments(), "--checkpoints", str(self.checkpoints)]
@@ -88,10 +88,6 @@ class Cluster:
         self.check()
         return all(launcher.poll() == 0 for launcher in self._launchers.values())
 
-    def forget_ended(self) -> None:
-        """Reaps the launchers that have ended."""
-        self._launchers = {node: p for node, p in self._launchers.items() if p.poll() is None}
-
     def keepers(self, node: str) -> list[int]:
         """Process ids of the keepers of a node."""
         return [pid for pid in self._marked(node) if KEEPER_MODULE in _strings(pid, "cmdline")]
@@ -105,12 +101,11 @@ class Cluster:
             for pid in victims:
                 _kill(pid)
             killed.update(victims)
-            for launcher in self._launchers.values():
-                launcher.poll()
             if time.monotonic() > deadline:
                 raise DemoFailure(f"processes of {node or 'the demo'} survive SIGKILL: {victims}")
             time.sleep(0.01)
-        self._launchers = {name: p for name, p in self._launchers.items() if p.poll() is None}
+        for name in [name for name in self._launchers if node in ("", name)]:
+            self._launchers.pop(name).wait(timeout=20)
         return len(killed)
 
     def log(self, node: str) -> Path:

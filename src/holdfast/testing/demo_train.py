@@ -13,7 +13,6 @@ import json
 import os
 import random
 import time
-from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +102,16 @@ class Log:
         save_file(tensors, self._directory / f"final-rank{self._rank}.safetensors")
 
 
-def _plain(report: Any) -> Any:
-    return asdict(report) if is_dataclass(report) and not isinstance(report, type) else report
+def _plain(report: holdfast.RestoreReport | None) -> dict[str, Any] | None:
+    if report is None:
+        return None
+    return {
+        "version": str(report.version),
+        "bytes": dict(report.bytes),
+        "seconds": dict(report.seconds),
+        "reason": report.reason,
+        "refused": list(report.refused),
+    }
 
 
 def _options() -> argparse.Namespace:

@@ -48,7 +48,9 @@ class Cast:
     members: dict[str, Member] = field(default_factory=dict)
     former: list[Member] = field(default_factory=list)
     _table: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, _PLACES * _NUMBER.size))
-    _places: dict[str, int] = field(default_factory=lambda: {f"{kind}{n}": 2 * n + (kind == "k") for n in range(4) for kind in "tk"})
+    _places: dict[str, int] = field(
+        default_factory=lambda: {f"{kind}{n}": 2 * n + (kind == "k") for n in range(4) for kind in "tk"}
+    )
 
     def fork(self, name: str, life: int, body: Callable[[], int]) -> Member:
         """A child that runs `body` and exits with what it returns; it dies with this process."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PHASES = ("save", "seal", "persist", "commit", "retention", "restore")
 VICTIMS = ("trainer", "keeper")
+# The phase of a strike that is not aimed at one: anywhere between the start of a trainer and the end of its script.
+ANYTIME = "any time"
 
 SOLO, PAIR, TWINS = "solo", "pair", "twins"
 # One rank alone; two ranks on two nodes, each with a state of its own; the same with equal state on both.
@@ -61,8 +63,11 @@ class LifePlan:
         ends: how a life without a strike, or after its script, ends: `close` (orderly), `kill` (the trainers) or
             `kill all` (the keepers as well).
         roll_back: the user orders the oldest durable version.
+        stranger: a foreign file is put into the oldest version's directory before this life.
+        late_writer: after this life a process of a dead incarnation tries to commit again.
+        twist: before the save of this number, counted from 1, a bit of rank 1's state flips, and flips back after it.
         damage: what is spoiled before this life: a byte of the newest version in `memory` or in `storage`.
-        skew: rank 1 pauses after that many saves until rank 0 has finished; 0 for none.
+        skew: rank 1 stops to save after that many saves, rank 0 goes on; 0 for none.
     """
 
     saves: tuple[Save, ...]
@@ -70,6 +75,9 @@ class LifePlan:
     onward: bool = False
     ends: str = "kill"
     roll_back: bool = False
+    stranger: bool = False
+    late_writer: bool = False
+    twist: int = 0
     damage: str = ""
     skew: int = 0
 
@@ -99,6 +107,8 @@ class Trial:
 
 
 LAST_LIFE = LifePlan(saves=(Save(1, "captured", True), Save(1, "durable", True)), ends="close")
+# Two durable saves, so that retention runs once more.
+LAST_LIFE_RETIRING = LifePlan(saves=(Save(1, "durable", True), Save(1, "durable", True)), ends="close")
 
 
 def plan(num_trials: int, seed: int) -> list[Trial]:
@@ -126,19 +136,22 @@ def draw(number: int, seed: int) -> Trial:
 
 
 def lives(aim: Aim, dice: random.Random, *, record_files: bool = False) -> tuple[LifePlan, ...]:
-    """The course of a job with this strike, as a rule one life before it and one after."""
+    """The course of a job with this strike, as a rule one life before it and one after, at times with a twist."""
     onward = aim.victim.startswith("k") and dice.random() < 0.5
     script = saves(dice, 5 if aim.phase in {"save", "seal", "persist"} else 6)
+    extra = "" if record_files else dice.choices(("", "back", "damage", "stranger", "late"), (80, 4, 6, 4, 6))[0]
     if aim.phase == "restore":
-        ends = dice.choice(("kill", "kill all"))
-        return (LifePlan(script, ends=ends), LifePlan(saves(dice, 2), aim, onward=onward), LAST_LIFE)
+        first = LifePlan(script, ends=dice.choice(("kill", "kill all")))
+        spoil = "" if extra != "damage" else ("storage" if first.ends == "kill all" else "memory")
+        return (first, LifePlan(saves(dice, 2), aim, onward=onward, damage=spoil), LAST_LIFE)
     first = LifePlan(script, aim, onward=onward)
-    extra = dice.random()
-    if extra < 0.04 and not record_files:
+    if extra == "back":
         return (first, LifePlan(saves(dice, 2), roll_back=True), LAST_LIFE)
-    if extra < 0.08 and not record_files:
-        return (first, LifePlan(LAST_LIFE.saves, ends="close", damage=dice.choice(("memory", "storage"))))
-    return (first, LAST_LIFE)
+    if extra == "damage":
+        return (first, replace(LAST_LIFE, damage=dice.choice(("memory", "storage"))))
+    if extra == "stranger":
+        return (first, replace(LAST_LIFE_RETIRING, stranger=True))
+    return (first, replace(LAST_LIFE, late_writer=extra == "late"))
 
 
 def saves(dice: random.Random, count: int) -> tuple[Save, ...]:
@@ -167,7 +180,18 @@ def dry_runs(shapes: Sequence[str] = tuple(SHAPES)) -> list[Trial]:
     found = []
     for shape in shapes:
         dice = random.Random(shape)
-        script = (LifePlan(saves(dice, 6), ends="kill all"), LAST_LIFE)
-        found.append(Trial(-1, 0, shape, "", "", script))
-        found.append(Trial(-2, 0, shape, "", "", (LifePlan(saves(dice, 6)), LAST_LIFE)))
+        for ends in ("kill all", "kill"):
+            found.append(Trial(-1, 0, shape, "none", "nobody", (LifePlan(saves(dice, 6), ends=ends), LAST_LIFE)))
+    return found
+
+
+def full_starts(num_trials: int, seed: int) -> list[Trial]:
+    """Trials in which every process is a fresh interpreter and death comes from outside, at any time of a life."""
+    found = []
+    for number in range(num_trials):
+        dice = random.Random(f"{seed}/full/{number}")
+        victim = VICTIMS[number % len(VICTIMS)]
+        aim = Aim(ANYTIME, "t0", f"{victim[0]}0", 0.0, False, dice.random())
+        first = LifePlan(saves(dice, 6), aim, onward=dice.random() < 0.5)
+        found.append(Trial(number, seed, SOLO, ANYTIME, victim, (first, LAST_LIFE), full_start=True))
     return found

@@ -86,7 +86,9 @@ def enter(sandbox: str, who: str, life: int) -> None:
     os.dup2(log, 2)
     os.close(log)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(relativeCreated)d %(name)s %(message)s", force=True)
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(relativeCreated)d %(name)s %(message)s", force=True
+    )
 
 
 def trainer(setup: Setup, journal: Journal) -> int:
@@ -178,7 +180,9 @@ def _train(setup: Setup, journal: Journal) -> None:
 
 def _came_back(checkpointer: Checkpointer) -> tuple[Version | None, int]:
     report = checkpointer.last_restore
-    return (report.version if report else None), checkpointer.incarnation
+    run = checkpointer._run
+    assert run is not None  # restore returned
+    return (report.version if report else None), run.job.incarnation
 
 
 def _follow_script(setup: Setup, job: Job, checkpointer: Checkpointer, journal: Journal, step: int) -> None:

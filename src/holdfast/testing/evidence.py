@@ -30,7 +30,7 @@ from holdfast.testing.invariants import MemoryView, SealedCopy, StorageView, Sto
 CHUNK_BYTES = 8 << 20
 ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 # Entries that make up "the state" in digests; the rest (random states, values) is compared by the trainer itself.
-STATE = re.compile(r"(?:rank\d+/)?((?:model\.|optimizer\.state\.).*)\Z")
+STATE = re.compile(r"(?:rank\d+/)?(?:model\.|optimizer\.state\.)")
 
 _BUNDLE_FILE = re.compile(r".+-([0-9a-f]{32})\.safetensors\Z")
 _TAIL = re.compile(rb',"checksum":"([0-9a-f]{32})"\}\n\Z')
@@ -59,17 +59,15 @@ class _Puzzle:
     filled: dict[tuple[int, str], dict[tuple[int, ...], int]] = field(default_factory=dict)
 
     def add(self, ranks: Iterable[int], fragment: Fragment) -> None:
-        match = STATE.match(fragment.name)
-        if match is None:
-            return
+        name = fragment.name.partition("/")[2] if fragment.name.startswith("rank") else fragment.name
         for rank in ranks:
             box = self.boxes.setdefault(rank, {})
             shape = (*fragment.global_shape, fragment.item_bytes)
-            whole = box.setdefault(match[1], np.zeros(shape, dtype=np.uint8))
+            whole = box.setdefault(name, np.zeros(shape, dtype=np.uint8))
             at = tuple(slice(start, start + size) for start, size in zip(fragment.offsets, fragment.shape, strict=True))
             whole[at] = np.frombuffer(fragment.data, dtype=np.uint8).reshape((*fragment.shape, fragment.item_bytes))
             # Twins and replicas hold a piece several times; it counts once.
-            self.filled.setdefault((rank, match[1]), {})[fragment.offsets] = prod(fragment.shape)
+            self.filled.setdefault((rank, name), {})[fragment.offsets] = prod(fragment.shape)
 
     def digests(self, num_entries: int) -> dict[int, str]:
         """Rank -> digest of its state, of ranks whose `num_entries` tensors are there from end to end."""
@@ -99,13 +97,15 @@ def image_digest(data: bytes | memoryview) -> str:
 
 
 def fragments(image: bytes | memoryview) -> Iterator[Fragment]:
-    """The tensors of a safetensors image that passed its digest."""
+    """The tensors of the state in a safetensors image that passed its digest."""
     (length,) = struct.unpack("<Q", image[:8])
     header = json.loads(bytes(image[8 : 8 + length]))
     metadata = header.pop("__metadata__", {})
     offsets = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
     global_shapes = json.loads(metadata.get("holdfast", "{}")).get("global_shapes", {})
     for name, item in header.items():
+        if STATE.match(name) is None:
+            continue
         first, last = item["data_offsets"]
         yield Fragment(
             name,
@@ -238,7 +238,7 @@ def read_memory(holders: Mapping[int, Iterable[int]], *, num_entries: int) -> Me
         seen: set[int] = set()
         for pid in pids:
             alive |= os.path.exists(f"/proc/{pid}/fd")
-            for fd in _slot_descriptors(pid, seen):
+            for fd in slot_descriptors(pid, seen):
                 try:
                     copies += _read_slot(fd, node, puzzles)
                 finally:
@@ -249,8 +249,8 @@ def read_memory(holders: Mapping[int, Iterable[int]], *, num_entries: int) -> Me
     return MemoryView(tuple(copies), contents, frozenset(lost))
 
 
-def _slot_descriptors(pid: int, seen: set[int]) -> Iterator[int]:
-    """Our own descriptors of the memory files that a process has open, each file once."""
+def slot_descriptors(pid: int, seen: set[int], *, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Own descriptors, for the caller to close, of the slots that a process has open; each memory file once."""
     try:
         links = sorted(os.listdir(f"/proc/{pid}/fd"), key=int)
     except OSError:
@@ -260,7 +260,7 @@ def _slot_descriptors(pid: int, seen: set[int]) -> Iterator[int]:
         try:
             if not os.readlink(path).startswith("/memfd:holdfast"):
                 continue
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, flags | os.O_CLOEXEC)
         except OSError:
             continue  # closed meanwhile
         inode = os.fstat(fd).st_ino
@@ -275,7 +275,7 @@ def _read_slot(fd: int, node: int, puzzles: dict[Version, _Puzzle]) -> list[Seal
     """The sealed images of one slot. A header that changes while its images are read was not sealed for us."""
     copies = []
     with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
-        header, body = _slot_header(memory)
+        header, body = slot_header(memory)
         if header is None:
             return []
         _, header_bytes, _ = _SLOT_PREFIX.unpack_from(memory)
@@ -285,7 +285,7 @@ def _read_slot(fd: int, node: int, puzzles: dict[Version, _Puzzle]) -> list[Seal
             start, seal = header_bytes + image["offset"], image["seal"]
             data = memory[start : start + seal["length"]]
             found.append((image["ref"]["ranks"], data, image_digest(data) == seal["digest"], seal["bundle_id"]))
-        if _slot_header(memory)[1] != body:
+        if slot_header(memory)[1] != body:
             return []
     for ranks, data, intact, bundle_id in found:
         copies.append(SealedCopy(node, version, bundle_id, intact))
@@ -294,7 +294,8 @@ def _read_slot(fd: int, node: int, puzzles: dict[Version, _Puzzle]) -> list[Seal
     return copies
 
 
-def _slot_header(memory: mmap.mmap) -> tuple[dict[str, Any] | None, bytes]:
+def slot_header(memory: mmap.mmap) -> tuple[dict[str, Any] | None, bytes]:
+    """The header of a sealed slot and its bytes; no header if the slot is empty, being written, or torn."""
     magic, header_bytes, _ = _SLOT_PREFIX.unpack_from(memory)
     (length,) = struct.unpack_from("<Q", memory, _RECORD_AT)
     if magic != b"HFSLOT01" or not 0 < length <= header_bytes:

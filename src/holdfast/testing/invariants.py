@@ -199,10 +199,14 @@ def loaded_is_what_was_saved(lives: Sequence[Life]) -> list[Violation]:
                 continue
             expected = saved.get((version, resumed.rank))
             if expected is None:
-                found.append(Violation("S5", f"life {number}: rank {resumed.rank} loaded {version}, which it never saved"))
+                found.append(
+                    Violation("S5", f"life {number}: rank {resumed.rank} loaded {version}, which it never saved")
+                )
             elif expected != resumed.digest:
                 found.append(
-                    Violation("S5", f"life {number}: rank {resumed.rank} loaded {version} with other bytes than it saved")
+                    Violation(
+                        "S5", f"life {number}: rank {resumed.rank} loaded {version} with other bytes than it saved"
+                    )
                 )
         saved.update(life.states)
     return found
@@ -211,29 +215,41 @@ def loaded_is_what_was_saved(lives: Sequence[Life]) -> list[Violation]:
 def acknowledged_is_found(lives: Sequence[Life]) -> list[Violation]:
     """S1: a life starts at least as far as the newest acknowledgement of a level that survived the losses before it."""
     found = []
-    standing: dict[Version, Level] = {}
     for number, life in enumerate(lives, 1):
-        required = max((version for version in standing if version not in life.spoiled), default=None)
+        required = max((v for v in standing(lives[: number - 1]) if v not in life.spoiled), default=None)
         for resumed in life.resumed:
             if life.wanted is None and required and (resumed.version is None or resumed.version < required):
                 what = f"life {number}: {required} was acknowledged and survived, rank {resumed.rank} got {resumed.version}"
                 found.append(Violation("S1", what))
-        if len({r.rank for r in life.resumed}) == life.world_size:
-            start = life.resumed[0].version
-            standing = {v: level for v, level in standing.items() if start is not None and v <= start}
-        for ack in life.acks:
-            standing[ack.version] = max(ack.level, standing.get(ack.version, Level.NONE))
-        standing = _survivors(standing, life.memory.lost if life.memory else frozenset())
     return found
 
 
-def _survivors(standing: Mapping[Version, Level], lost: frozenset[int]) -> dict[Version, Level]:
+def standing(lives: Sequence[Life]) -> dict[Version, Level]:
+    """Acknowledged versions with the level that the losses and roll-backs of these lives left of them."""
+    left: dict[Version, Level] = {}
+    suspects: set[Version] = set()
+    for life in lives:
+        if _all_resumed(life):
+            start = life.resumed[0].version
+            left = {v: level for v, level in left.items() if start is not None and v <= start}
+        for ack in life.acks:
+            left[ack.version] = max(ack.level, left.get(ack.version, Level.NONE))
+        left = _survivors(left, life.memory.lost if life.memory else frozenset())
+        suspects |= life.suspects
+    return {version: level for version, level in left.items() if version not in suspects}
+
+
+def _all_resumed(life: Life) -> bool:
+    return len({resumed.rank for resumed in life.resumed}) == life.world_size
+
+
+def _survivors(levels: Mapping[Version, Level], lost: frozenset[int]) -> dict[Version, Level]:
     """What the loss of the memory of these nodes leaves of the acknowledged levels."""
     if not lost:
-        return dict(standing)
-    left = {version: level for version, level in standing.items() if level is Level.DURABLE}
+        return dict(levels)
+    left = {version: level for version, level in levels.items() if level is Level.DURABLE}
     if len(lost) == 1:  # the other copy lives; it is one copy now
-        left |= {version: Level.CAPTURED for version, level in standing.items() if level is Level.REPLICATED}
+        left |= {version: Level.CAPTURED for version, level in levels.items() if level is Level.REPLICATED}
     return left
 
 
@@ -244,8 +260,12 @@ def dead_lineage_is_never_chosen(lives: Sequence[Life]) -> list[Violation]:
     for number, life in enumerate(lives, 1):
         for resumed in life.resumed:
             if resumed.version is not None and life.wanted is None and live and resumed.version not in live:
-                found.append(Violation("S4", f"life {number}: rank {resumed.rank} resumed from {resumed.version} of dead lineage"))
-        if len({r.rank for r in life.resumed}) == life.world_size:
+                found.append(
+                    Violation(
+                        "S4", f"life {number}: rank {resumed.rank} resumed from {resumed.version} of dead lineage"
+                    )
+                )
+        if _all_resumed(life):
             start = life.resumed[0].version
             live = {version for version in live if start is not None and version <= start}
         live |= {version for version, _ in life.states}
@@ -286,7 +306,9 @@ def nothing_half_visible(lives: Sequence[Life]) -> list[Violation]:
 def sealed_memory_is_intact(lives: Sequence[Life]) -> list[Violation]:
     """S5: what a header calls sealed has the digest that it names."""
     return [
-        Violation("S5", f"after life {number}: node {copy.node} calls {copy.version} {copy.bundle_id} sealed; it is torn")
+        Violation(
+            "S5", f"after life {number}: node {copy.node} calls {copy.version} {copy.bundle_id} sealed; it is torn"
+        )
         for number, life in enumerate(lives, 1)
         if life.memory
         for copy in life.memory.copies
@@ -369,7 +391,7 @@ def retention_keeps(lives: Sequence[Life], *, keep_last: int) -> list[Violation]
     ever: set[Version] = set()
     resumed_from: Version | None = None
     for number, life in enumerate(lives, 1):
-        if len({r.rank for r in life.resumed}) == life.world_size:
+        if _all_resumed(life):
             resumed_from = life.resumed[0].version
             ever = {v for v in ever if resumed_from is not None and v <= resumed_from}  # the rest is dead lineage
         ever |= {ack.version for ack in life.acks if ack.level is Level.DURABLE}
@@ -400,7 +422,11 @@ def suspects_never_replace(lives: Sequence[Life]) -> list[Violation]:
         ]
         suspects |= life.suspects
         committed = life.storage.committed if life.storage else ()
-        found += [Violation("S16", f"after life {number}: {v} is committed, its twins differ") for v in committed if v in suspects]
+        found += [
+            Violation("S16", f"after life {number}: {v} is committed, its twins differ")
+            for v in committed
+            if v in suspects
+        ]
     return found
 
 

@@ -88,13 +88,14 @@ class Slot:
         slot_id: the keeper's number for it; -1 while it has none.
     """
 
-    __slots__ = ("_map", "fd", "header_bytes", "num_bytes", "slot_id", "view")
+    __slots__ = ("_map", "_readonly", "fd", "header_bytes", "num_bytes", "slot_id", "view")
 
     def __init__(self, fd: int, header_bytes: int, num_bytes: int, *, slot_id: int = -1) -> None:
         self.fd = fd
         self.header_bytes = header_bytes
         self.num_bytes = num_bytes
         self.slot_id = slot_id
+        self._readonly = -1
         self._map = mmap.mmap(fd, header_bytes + num_bytes)
         self.view = memoryview(self._map)[header_bytes:]
 
@@ -145,6 +146,13 @@ class Slot:
         """Bytes of memory that it takes, header included."""
         return self.header_bytes + self.num_bytes
 
+    @property
+    def readonly_fd(self) -> int:
+        """A descriptor of the same memory through which nobody can write; closed with the slot."""
+        if self._readonly < 0:
+            self._readonly = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        return self._readonly
+
     def window(self, start: int, length: int) -> memoryview:
         """Bytes [start, start + length) of the whole slot, header included."""
         return memoryview(self._map)[start : start + length]
@@ -155,6 +163,8 @@ class Slot:
             return
         os.close(self.fd)
         self.fd = -1
+        if self._readonly >= 0:
+            os.close(self._readonly)
         try:
             self.view.release()
             self._map.close()
@@ -227,11 +237,6 @@ def map_readonly(fd: int, offset: int, length: int) -> memoryview:
     view = memoryview(mapping)
     _touch(view)
     return view[offset - start :]
-
-
-def readonly_fd(fd: int) -> int:
-    """A second descriptor of the same memory through which nobody can write."""
-    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def populate(mapping: mmap.mmap) -> None:

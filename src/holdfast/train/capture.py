@@ -10,20 +10,20 @@ one structure of the state and one size of each group's values. Called by `train
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from holdfast.base.errors import UsageError
 from holdfast.core import bundles as cutting
-from holdfast.core.model import Bundle, BundleRef, Piece, RankLayout, Topology
+from holdfast.core.model import Bundle, BundleRef, Piece, RankLayout, Shard, Topology
 from holdfast.node.client import ImageSpan
 from holdfast.tiers import format as image_format
 from holdfast.tiers import values as value_codec
 from holdfast.tiers.format import ImagePlan
 from holdfast.tiers.memory import Slot
-from holdfast.train.state import Gathered, LiveTensor
+from holdfast.train.live import Gathered, Group, LiveTensor
 
 # A background copy stops, and takes the interpreter's lock, between batches of this size: at 10 GB/s every 3 ms.
 BATCH_BYTES = 32 << 20
@@ -77,14 +77,19 @@ class Plan:
 class Structure:
     """What the state is made of, as far as saving is concerned; holds until the state's structure changes.
 
+    Args:
+        shards: every shard of this rank.
+        value_groups: the groups that carry values.
+
     Attributes:
         layout: this rank's bundles, for the keeper.
         value_groups: groups whose values this rank writes, with the bundle that carries them.
     """
 
-    def __init__(self, gathered: Gathered, *, rank: int, topology: Topology) -> None:
-        shards = [live.shard for live in gathered.tensors.values()]
-        planned = cutting.plan_bundles(shards, values_of=gathered.values, topology=topology)
+    def __init__(
+        self, shards: Iterable[Shard], value_groups: Iterable[Group], *, rank: int, topology: Topology
+    ) -> None:
+        planned = cutting.plan_bundles(shards, values_of=value_groups, topology=topology)
         self.layout: RankLayout = cutting.rank_layout(planned, rank, topology)
         mine = set(self.layout.captures)
         self._bundles = tuple(bundle for bundle in planned if bundle.bundle_id in mine)

@@ -13,6 +13,7 @@ import ctypes
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -51,7 +52,7 @@ class SideStreams:
         if not slot.num_bytes or self._pinned.get(address) == slot.num_bytes:
             return
         self._unpin(address)
-        code = torch.cuda.cudart().cudaHostRegister(address, slot.num_bytes, 0)
+        code = _driver().cudaHostRegister(address, slot.num_bytes, 0)
         if int(code) != 0:
             logger.warning("the driver did not pin a slot of %d bytes (error %d); copies block", slot.num_bytes, code)
             return
@@ -64,11 +65,11 @@ class SideStreams:
             by_device.setdefault(source.device, []).append(index)
         events = []
         for device, members in by_device.items():
-            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            stream = self._stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream), torch.no_grad():
                 torch._foreach_copy_([targets[i] for i in members], [sources[i] for i in members], non_blocking=True)
-                event = torch.cuda.Event()
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's classes of CUDA lack types
                 event.record(stream)
             for i in members:
                 # The allocator must not hand a freed tensor's memory to others before the side stream has read it.
@@ -84,9 +85,18 @@ class SideStreams:
             self._unpin(address)
         self._streams.clear()
 
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
     def _unpin(self, address: int) -> None:
         if self._pinned.pop(address, None) is not None:
-            torch.cuda.cudart().cudaHostUnregister(address)
+            _driver().cudaHostUnregister(address)
+
+
+def _driver() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _address(slot: Slot) -> int:

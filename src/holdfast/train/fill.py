@@ -24,7 +24,7 @@ from holdfast.core.model import Extent
 from holdfast.node.client import Located
 from holdfast.tiers import format as image_format
 from holdfast.tiers.format import CHUNK_BYTES, Entry, Image
-from holdfast.train.state import LiveTensor
+from holdfast.train.live import LiveTensor
 
 # More threads than memory channels do not copy faster.
 MAX_THREADS = 4

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -20,6 +20,8 @@ from holdfast.tiers.values import TensorRef
 from holdfast.train.flatten import flatten, references, unflatten
 from holdfast.train.layout_of import Layouts, local_of
 from holdfast.train.live import Group, LiveTensor, LoadRecord, SavedTensor, torch_dtype
+
+Templates: TypeAlias = Mapping[str, torch.Tensor]
 
 # How many names an error lists; the rest is a count.
 MAX_NAMES = 20
@@ -124,7 +126,9 @@ class Loading:
         self.missing: list[str] = []
         self.misfit: list[str] = []
         self._used: set[str] = set()
+        self._asked: set[str] = set()
         self._tensors: dict[str, torch.Tensor] = {}
+        self._ready: dict[str, Any] = {}
 
     def claim(self, live: LiveTensor, tensor: torch.Tensor) -> bool:
         """Asks for the entry that belongs into a live tensor.
@@ -137,6 +141,9 @@ class Loading:
             Whether it will be loaded; if not, the reason is noted.
         """
         shard = live.shard
+        if shard.name in self._asked:
+            return shard.name in self.targets
+        self._asked.add(shard.name)
         saved = self.saved.get(shard.name)
         if saved is None:
             if shard.extent.num_elements:  # nobody need write an empty shard
@@ -151,27 +158,49 @@ class Loading:
         self._tensors[shard.name] = tensor
         return True
 
-    def take(self, path: str) -> Any:
-        """The value saved as `path`, or None (and noted) if there is none. Marks it as used."""
-        entry = self.layouts.resolve(path)[0] if path not in self.values else path
+    def claim_value(
+        self,
+        path: str,
+        *,
+        group: Group | None = None,
+        templates: Templates | None = None,
+        device: torch.device | None = None,
+    ) -> Any:
+        """Asks for a value and for every entry that it refers to; each of these gets memory of its own.
+
+        Args:
+            path: what it is called without regard to ranks.
+            group: as at the save.
+            templates: tensors that stand at the names of its entries now, for device and placement.
+            device: where entries without a template go; None is the CPU.
+
+        Returns:
+            The saved tree; None (and noted) if it is not there or an entry of it is not.
+        """
+        entry, _ = self.layouts.resolve(path, group)
         if entry not in self.values:
             self.missing.append(entry)
             return None
         self._used.add(entry)
-        return self.values[entry]
+        tree = self.values[entry]
+        templates = templates or {}
+        claimed = [self._claim_new(name, templates.get(name), device) for name in references(tree)]
+        if not all(claimed):
+            return None
+        self._ready[path] = tree
+        return tree
 
-    def claim_all(self, tree: Any, templates: Mapping[str, torch.Tensor]) -> bool:
-        """Asks for every entry that a saved value refers to; each gets memory of its own.
+    def has(self, path: str) -> bool:
+        """Whether a value was claimed with all its entries."""
+        return path in self._ready
 
-        Args:
-            tree: the saved value.
-            templates: tensors that stand at these names now, for device and placement.
-        """
-        return all([self._claim_new(name, templates.get(name)) for name in references(tree) if name not in self.targets])
+    def value(self, path: str) -> Any:
+        """A claimed value with its tensors in place, which hold the saved bytes once they are filled."""
+        return unflatten(self._ready[path], self.tensor)
 
-    def rebuild(self, tree: Any) -> Any:
-        """A saved value with the tensors in place that were claimed for it."""
-        return unflatten(tree, self._tensors.__getitem__)
+    def tensor(self, name: str) -> torch.Tensor:
+        """The whole object that a claimed entry is part of."""
+        return self._tensors[name]
 
     def unused(self) -> list[str]:
         """Entries and values that nobody asked for."""
@@ -181,11 +210,11 @@ class Loading:
         """What did not fit."""
         return LoadRecord(tuple(self.missing), tuple(self.unused()), tuple(self.misfit))
 
-    def _claim_new(self, name: str, template: torch.Tensor | None) -> bool:
+    def _claim_new(self, name: str, template: torch.Tensor | None, device: torch.device | None) -> bool:
         saved = self.saved.get(name)
-        if saved is None:
-            self.missing.append(name)
-            return False
+        if name in self._asked or saved is None:
+            self.missing += [] if name in self._asked else [name]
+            return name in self.targets
         dtype = torch_dtype(saved.dtype)
         tensor: torch.Tensor
         if isinstance(template, DTensor) and tuple(template.shape) == saved.global_shape:
@@ -193,8 +222,7 @@ class Loading:
             live = self.layouts.live(name, tensor)
             assert live is not None
             return self.claim(live, tensor)
-        device = torch.device("cpu") if template is None else template.device
-        tensor = torch.empty(saved.global_shape, dtype=dtype, device=device)
+        tensor = torch.empty(saved.global_shape, dtype=dtype, device=device if template is None else template.device)
         whole = Extent((0,) * len(saved.global_shape), saved.global_shape)
         shard = Shard(name, saved.dtype, saved.global_shape, whole, (self.layouts.rank,))
         return self.claim(LiveTensor(shard, local_of(tensor), late=False), tensor)
@@ -209,7 +237,9 @@ def _difference(saved: SavedTensor, shard: Shard) -> str:
     inside = [piece for piece in saved.pieces if _contains(shard.extent, piece)]
     if sum(piece.num_elements for piece in inside) != shard.extent.num_elements:
         boxes = ", ".join(f"{p.offsets}+{p.lengths}" for p in saved.pieces[:3])
-        return f"this rank holds {shard.extent.offsets}+{shard.extent.lengths}, the checkpoint offers {boxes or 'nothing'}"
+        return (
+            f"this rank holds {shard.extent.offsets}+{shard.extent.lengths}, the checkpoint offers {boxes or 'nothing'}"
+        )
     return ""
 
 

@@ -42,7 +42,7 @@ class ProcessRandomness:
         if "numpy" in state:
             import numpy  # noqa: ICN001, PLC0415 - only a process that drew from it has such a state
 
-            numpy.random.set_state(state["numpy"])
+            numpy.random.set_state(state["numpy"])  # noqa: NPY002 - the generator behind numpy.random.*
         for index, words in state.get("cuda", {}).items():
             if torch.cuda.is_available() and int(index) < torch.cuda.device_count():
                 torch.cuda.set_rng_state(words, int(index))

@@ -19,7 +19,7 @@ import torch
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached
 from holdfast.base.events import Events
-from holdfast.core.model import Topology
+from holdfast.core.model import Shard, Topology
 from holdfast.node.client import KeeperClient, Slot
 from holdfast.train import capture
 from holdfast.train.capture import Copies, SlotView, Structure
@@ -28,10 +28,14 @@ from holdfast.train.ending import Ending, Pledged, Watched
 from holdfast.train.fence import Fence, Job
 from holdfast.train.handle import SaveHandle
 from holdfast.train.link import Link
-from holdfast.train.state import Gathered, LiveTensor, State
+from holdfast.train.live import Gathered, LiveTensor
+from holdfast.train.state import State
 from holdfast.train.trust import Trust, can_digest, digest
 
 logger = logging.getLogger(__name__)
+
+# Values that grow (lists, counters) and headers with them should not need new slots at once.
+SPARE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,34 +55,45 @@ class Saver:
         topology: who runs where.
     """
 
-    def __init__(self, state: State, link: Link, *, topology: Topology, config: Config, events: Events) -> None:
+    def __init__(
+        self, state: State, link: Link, topology: Topology, *, rank: int, config: Config, events: Events
+    ) -> None:
         self._state = state
         self._link = link
         self._topology = topology
         self._config = config
         self._events = events
-        self._rank = state.rank
+        self._rank = rank
         optimizers = state.optimizers
         self._trust = Trust(overlap=config.overlap and bool(optimizers))
         self.fence = Fence(timeout_s=config.fence_timeout_s, events=events)
         self.fence.guard(optimizers)
         self._streams = SideStreams()
         self._structure: Structure | None = None
-        self._structure_key: object = None
+        self._structure_key = self._storages = -1
         self._views: dict[int, SlotView] = {}
         self._reserved = 0
         self._split_key: object = None
         self._split: _Split | None = None
 
-    def reserve(self, gathered: Gathered) -> None:
-        """Takes memory for saves of this state before training needs it.
+    def reserve(self) -> None:
+        """Takes memory for saves of this state, optimizer state to come included, before training needs it.
 
         Raises:
             MemoryRefused: it does not fit; with numbers. UsageError: a value that cannot be saved; names it.
         """
-        structure = Structure(gathered, rank=self._rank, topology=self._topology)
+        if self._reserved:
+            return
+        gathered = self._state.gather()
+        shards = self._state.predict()
+        structure = self._plan(gathered, shards.values() if shards is not None else None)
         needed = structure.plan(structure.encode(gathered)).num_bytes
-        self._prepare(self._link.require(), needed, uses_cuda=_uses_cuda(gathered.tensors.values()))
+        self._prepare(self._link.require(), needed + SPARE_BYTES, uses_cuda=_uses_cuda(gathered.tensors.values()))
+
+    def restart(self) -> None:
+        """A new incarnation: the keeper knows no layout, and the tensors were written by a restore."""
+        self._structure = None
+        self._trust.forget()
 
     def save(self, handle: SaveHandle, *, durable: bool) -> None:
         """Saves the state as it is now as `handle.version`; if that fails, the handle says why."""
@@ -157,16 +172,24 @@ class Saver:
         return None
 
     def _structure_of(self, gathered: Gathered, client: KeeperClient) -> Structure:
+        if gathered.storages != self._storages:
+            self._storages = gathered.storages
+            self._trust.forget()
         if self._structure is None or gathered.structure != self._structure_key:
-            structure = Structure(gathered, rank=self._rank, topology=self._topology)
+            structure = self._plan(gathered, None)
             if self._link.layout != structure.layout:
                 client.register(structure.layout)
                 self._link.layout = structure.layout
             self._structure, self._structure_key = structure, gathered.structure
-            self._trust.forget()
             self._views.clear()
             self._split_key = None
         return self._structure
+
+    def _plan(self, gathered: Gathered, shards: Iterable[Shard] | None) -> Structure:
+        """The structure of this state, or of the `shards` that it will have."""
+        if shards is None:
+            shards = [live.shard for live in gathered.tensors.values()]
+        return Structure(shards, gathered.values, rank=self._rank, topology=self._topology)
 
     def _split_of(self, plan: capture.Plan, gathered: Gathered, sources: list[torch.Tensor]) -> _Split:
         """The cached split; made anew when the plan or the trust changed."""

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import xxhash
 
-from holdfast.train.state import LiveTensor
+from holdfast.train.live import LiveTensor
 
 logger = logging.getLogger(__name__)
 

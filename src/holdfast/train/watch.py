@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 # Values of these kinds are read anew at every save; that they change is not a change of structure.
-SCALARS = (int, float, bool, str, bytes, type(None))
+SCALARS = frozenset((int, float, bool, str, bytes, type(None)))
 
 
 class Containers:
@@ -38,7 +38,7 @@ class Containers:
         )
 
     def _objects(self) -> list[Any]:
-        return [v for v in chain.from_iterable(map(dict.values, self._dicts)) if not isinstance(v, SCALARS)]
+        return [v for v in chain.from_iterable(map(dict.values, self._dicts)) if type(v) not in SCALARS]
 
 
 class Tensors:

@@ -1,0 +1,263 @@
+"""What the keeper of another node may ask of this one: seals and bytes of what it holds, and to be coordinated.
+
+Also the questions that anybody may ask: inventory and status. A slot that is being sent is pinned per connection; the
+pins go when the peer says so, when its connection ends, when it stalls, or when a local save is starved of a slot: a
+slow peer never slows training.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from holdfast.base.errors import Fenced, HoldfastError, KeeperError, VersionNotFound
+from holdfast.core.model import Version
+from holdfast.core.recovery import MemoryCopy
+from holdfast.node import messages
+from holdfast.node.arena import Held
+from holdfast.node.coordinate import Coordinator
+from holdfast.node.messages import KEEPER, AnyMessage, Bulk, Hello, Inventory, Ok, Seals
+from holdfast.node.rpc import dial
+from holdfast.node.server import Connection
+from holdfast.node.state import NodeState
+from holdfast.tiers.format import CHUNK_BYTES
+
+logger = logging.getLogger(__name__)
+
+PIN = "sending"
+SEND_CHUNK_TIMEOUT_S = 10.0
+# A peer that pinned a slot and asks for nothing this long has its pins taken off.
+STALL_S = 3.0
+ASK_PEER_TIMEOUT_S = 3.0
+MAX_AT_ONCE = 32
+
+
+@dataclass(slots=True)
+class _Sending:
+    """What one peer is being sent."""
+
+    held: list[Held] = field(default_factory=list)
+    asked_s: float = 0.0
+
+
+class PeerDesk:
+    """The requests of other keepers. Several threads.
+
+    Args:
+        state: the keeper's state.
+        coordinator: gives the coordinator while this node is it.
+    """
+
+    def __init__(self, state: NodeState, coordinator: Callable[[], Coordinator | None]) -> None:
+        self._state = state
+        self._coordinator = coordinator
+        self._sending: dict[Connection, _Sending] = {}
+
+    def attach(self, connection: Connection, hello: Hello) -> None:
+        """A keeper greets.
+
+        Raises:
+            Fenced: it belongs to an incarnation that is over.
+        """
+        if hello.incarnation < self._state.incarnation:
+            raise Fenced(f"incarnation {hello.incarnation} is over; {self._state.incarnation} has begun")
+        connection.hello = hello
+
+    def gone(self, connection: Connection) -> None:
+        """A keeper's connection ended."""
+        with self._state.lock:
+            self._unpin(connection)
+            coordinator = self._coordinator()
+            if coordinator is not None:
+                coordinator.leave(connection)
+
+    def report(self, connection: Connection, request: messages.Report) -> Ok:
+        """Facts for the coordinator."""
+        with self._state.lock:
+            if request.incarnation < self._state.incarnation:
+                raise Fenced(f"incarnation {request.incarnation} is over; {self._state.incarnation} has begun")
+            coordinator = self._coordinator()
+            if coordinator is None or request.incarnation > self._state.incarnation:
+                raise KeeperError("this keeper does not coordinate that incarnation (yet)")
+            if request.whole:
+                coordinator.join(request.node, connection)
+            coordinator.report(request.node, request.incarnation, request.reports)
+        return Ok(id=request.id)
+
+    def propose(self, request: messages.Propose) -> Ok:
+        """A rank of that node asks for an appointment."""
+        with self._state.lock:
+            coordinator = self._coordinator()
+            if coordinator is None:
+                raise KeeperError("this keeper does not coordinate")
+            coordinator.propose(request.proposal)
+        return Ok(id=request.id)
+
+    # --- bytes
+
+    def seals(self, connection: Connection, request: messages.AskSeals) -> Seals:
+        """Seals of what is held; its slots are pinned for the transfer that follows."""
+        found = []
+        with self._state.lock:
+            self._unpin(connection)
+            sending = self._sending.setdefault(connection, _Sending())
+            sending.asked_s = time.monotonic()
+            for bundle_id in request.bundle_ids:
+                copy = self._state.arena.find(request.version, bundle_id)
+                if copy is not None:
+                    held, place = copy
+                    found.append(place.seal)
+                    held.pins[PIN] += 1
+                    sending.held.append(held)
+        return Seals(id=request.id, seals=tuple(found))
+
+    def pull(self, connection: Connection, request: messages.Pull) -> None:
+        """Sends a piece of an image; the reply and the bytes leave from the reader's own thread.
+
+        Raises:
+            VersionNotFound: it is not held (any more). KeeperError: no such piece.
+        """
+        with self._state.lock:
+            copy = self._state.arena.find(request.version, request.bundle_id)
+            if copy is None:
+                raise VersionNotFound(f"bundle {request.bundle_id} of {request.version} is not held here (any more)")
+            held, place = copy
+            end = request.start + request.length
+            if not (0 <= request.start < end <= place.seal.length) or request.length > CHUNK_BYTES:
+                raise KeeperError(f"bytes {request.start} to {end} are not a piece of bundle {request.bundle_id}")
+            held.pins[PIN] += 1
+            if connection in self._sending:
+                self._sending[connection].asked_s = time.monotonic()
+        try:
+            at = place.offset + request.start
+            connection.channel.send_bulk(
+                messages.encode(Bulk(id=request.id, length=request.length)),
+                held.slot.view[at : at + request.length],
+                timeout_s=SEND_CHUNK_TIMEOUT_S,
+            )
+        finally:
+            self._state.unpin(held, PIN)
+
+    def release(self, connection: Connection) -> None:
+        """The transfer is over."""
+        with self._state.lock:
+            self._unpin(connection)
+
+    def yield_slots(self, starved: Iterable[int]) -> None:
+        """Takes pins off transfers that stall, and off those from slots of ranks whose save waits too long."""
+        now, ranks = time.monotonic(), set(starved)
+        with self._state.lock:
+            for connection, sending in tuple(self._sending.items()):
+                needed = any(held.rank in ranks and not held.replica for held in sending.held)
+                if sending.held and (needed or now - sending.asked_s > STALL_S):
+                    logger.info("a transfer to node %d yields its slots", connection.greeted.node)
+                    connection.channel.abort()
+                    self._unpin(connection)
+
+    def _unpin(self, connection: Connection) -> None:
+        sending = self._sending.pop(connection, None)
+        for held in sending.held if sending else ():
+            self._state.unpin(held, PIN)
+
+    # --- questions
+
+    def inventory(self, *, wide: bool) -> Inventory:
+        """What this keeper holds; `wide`: and all that can be reached, asked side by side."""
+        own = self._state.inventory()
+        assembly, node = self._state.assembly, self._state.node
+        if not wide or assembly is None:
+            return own
+        found: dict[int, Inventory | str] = {}
+        others = [index for index in range(len(assembly.addresses)) if index != node]
+        for at in range(0, len(others), MAX_AT_ONCE):
+            threads = [
+                threading.Thread(target=self._ask, args=(index, assembly, found), daemon=True)
+                for index in others[at : at + MAX_AT_ONCE]
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(2 * ASK_PEER_TIMEOUT_S)
+        return _merge(own, {index: found.get(index, "did not answer in time") for index in others})
+
+    def _ask(self, index: int, assembly: messages.Assembly, found: dict[int, Inventory | str]) -> None:
+        hello = Hello(job=self._state.place.job, role=KEEPER, node=self._state.node, incarnation=assembly.incarnation)
+        try:
+            caller = dial(
+                assembly.addresses[index],
+                hello,
+                timeout_s=ASK_PEER_TIMEOUT_S,
+                on_push=_ignore,
+                on_lost=_ignore,
+            )
+            try:
+                reply, _ = caller.call(messages.TakeInventory(wide=False), timeout_s=ASK_PEER_TIMEOUT_S)
+            finally:
+                caller.close()
+        except HoldfastError as error:
+            found[index] = error.what
+            return
+        found[index] = reply.inventory if isinstance(reply, messages.InventoryReply) else "answered something else"
+
+    def condemn(self, request: messages.Condemn) -> Ok:
+        """A copy failed its digest: it is not offered any more. Another node's is passed on to it."""
+        state, assembly = self._state, self._state.assembly
+        text = f"the copy of bundle {request.bundle_id} of {request.version} is not used: {request.reason}"
+        if request.node in (-1, state.node):
+            place = "storage" if request.node < 0 else f"node {state.place.node}"
+            state.alarm(f"quarantine {request.version} {request.bundle_id} {place}", f"{place}: {text}")
+            if request.node >= 0:
+                self._condemn_here(request.version, request.bundle_id)
+        elif assembly is not None and 0 <= request.node < len(assembly.addresses):
+            self._pass_on(request, assembly)
+        else:
+            raise KeeperError(f"node {request.node} is not part of the job")
+        return Ok(id=request.id)
+
+    def _condemn_here(self, version: Version, bundle_id: str) -> None:
+        with self._state.lock:
+            for held in self._state.arena.sealed():
+                if held.version == version and bundle_id in held.images:
+                    held.condemned.add(bundle_id)
+
+    def _pass_on(self, request: messages.Condemn, assembly: messages.Assembly) -> None:
+        hello = Hello(job=self._state.place.job, role=KEEPER, node=self._state.node, incarnation=assembly.incarnation)
+        address = assembly.addresses[request.node]
+        caller = dial(address, hello, timeout_s=ASK_PEER_TIMEOUT_S, on_push=_ignore, on_lost=_ignore)
+        try:
+            caller.call(request, timeout_s=ASK_PEER_TIMEOUT_S)
+        finally:
+            caller.close()
+
+
+def _merge(own: Inventory, others: dict[int, Inventory | str]) -> Inventory:
+    """One inventory of all that answered; a keeper's copies are named by the index it was asked under."""
+    copies = list(own.copies)
+    tables, suspects, levels = dict(own.tables), dict(own.suspects), dict(own.levels)
+    reachable, silent = list(own.reachable), []
+    for index, found in sorted(others.items()):
+        if isinstance(found, str):
+            silent.append((index, found))
+            continue
+        reachable.append(index)
+        copies += [MemoryCopy(copy.version, index, copy.rank, copy.seal) for copy in found.copies]
+        tables.update(found.tables)
+        suspects.update(found.suspects)
+        for version, level in found.levels:
+            levels[version] = max(level, levels.get(version, level))
+    return replace(
+        own,
+        copies=tuple(copies),
+        tables=tuple(tables.items()),
+        suspects=tuple(suspects.items()),
+        levels=tuple(levels.items()),
+        reachable=tuple(sorted(reachable)),
+        silent=tuple(silent),
+    )
+
+
+def _ignore(_: AnyMessage | str) -> None:
+    """One question, one answer: pushes and the end of the line mean nothing."""

@@ -1,0 +1,96 @@
+"""The keeper's process from start to end: arguments, log, election, signals, readiness, removal of its directory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from holdfast.base.errors import HoldfastError
+from holdfast.node.daemon import Keeper, KeeperOptions, become_keeper, clean
+from holdfast.node.places import Place, job_digest
+
+logger = logging.getLogger(__name__)
+
+MAX_LOG_BYTES = 4 << 20
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs a keeper; returns the exit status."""
+    options = _parse(arguments)
+    place = Place(Path(options.runtime_dir), job_digest(options.root, options.run_id), options.node)
+    os.chdir("/")  # no mount is held busy
+    try:
+        lock = become_keeper(place)
+    except (HoldfastError, OSError) as error:
+        _tell(options.ready_fd, error=str(error))
+        return 1
+    if lock is None:
+        _tell(options.ready_fd, pid=0)  # another one won; that is as good
+        return 0
+    _log_to(place.log, options.log_level)
+    try:
+        keeper = Keeper(KeeperOptions(place, options.root, options.memory_budget, options.linger_s))
+    except (HoldfastError, OSError) as error:
+        _tell(options.ready_fd, error=str(error))
+        clean(place)
+        return 1
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: keeper.stop())
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        keeper.run(lambda: _tell(options.ready_fd, pid=os.getpid()))
+    except Exception:
+        logger.exception("the keeper failed")
+        return 1  # its directory stays, with the log that says why
+    clean(place)
+    os.close(lock)
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="holdfast.node", description="The keeper of one job on one node.")
+    parser.add_argument("--root", required=True)
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--runtime-dir", required=True)
+    parser.add_argument("--memory-budget", default="")
+    parser.add_argument("--linger-s", type=float, default=600.0)
+    parser.add_argument("--log-level", default="INFO")
+    parser.add_argument("--ready-fd", type=int, default=-1)
+    return parser.parse_args(arguments)
+
+
+def _tell(fd: int, **facts: object) -> None:
+    """One line to the starter, if it still listens."""
+    if fd < 0:
+        return
+    try:
+        os.write(fd, json.dumps(facts).encode() + b"\n")
+        os.close(fd)
+    except OSError:
+        pass  # the starter gave up; another one will find us
+
+
+class _BoundedLog(logging.StreamHandler[TextIO]):
+    """A log file that starts anew when it is full: nothing may grow with time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.stream.tell() > MAX_LOG_BYTES:
+            self.stream.seek(0)
+            self.stream.truncate()
+        super().emit(record)
+
+
+def _log_to(path: Path, level: str) -> None:
+    stream = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "w")
+    handler = _BoundedLog(stream)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    os.dup2(stream.fileno(), sys.stderr.fileno())  # what the interpreter itself has to say in a fault

@@ -1,0 +1,80 @@
+"""What the keeper says about itself: plain values, for `holdfast status` and for tests. Fields: docs/spec/keeper.md."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.base.events import Events
+from holdfast.core.model import Level
+from holdfast.node.arena import Held
+from holdfast.node.state import NodeState
+
+
+def report(
+    state: NodeState, events: Events, *, leader: int, pids: Mapping[int, int], started_s: float
+) -> dict[str, Any]:
+    """The status, taken under the state's lock so that it is one moment's."""
+    with state.lock:
+        assembly, ledger = state.assembly, state.ledger
+        local = ledger.ranks if ledger else ()
+        return {
+            "node": state.place.node,
+            "index": state.node,
+            "pid": os.getpid(),
+            "job": state.place.job,
+            "uptime_s": time.monotonic() - started_s,
+            "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "root": assembly.root if assembly else "",
+            "incarnation": state.incarnation,
+            "resumed_from": str(state.resumed) if state.resumed else None,
+            "nodes": list(assembly.topology.nodes) if assembly else [],
+            "coordinator": leader,
+            "ranks": {str(rank): _rank(state, rank, pids) for rank in sorted({*local, *pids})},
+            "replicas": [_slot(held) | {"rank": held.rank} for held in state.arena if held.replica],
+            "newest": {level.name.lower(): _newest(state, level) for level in Level if level is not Level.NONE},
+            "suspects": {str(version): why for version, why in (ledger.suspects() if ledger else {}).items()},
+            "versions": [
+                {
+                    "version": str(message.version),
+                    "level": message.level.name.lower(),
+                    "abandoned": message.abandoned,
+                    "reason": message.reason,
+                }
+                for message in state.progress()
+            ],
+            "memory": {"used_bytes": state.arena.budget.used, "allowed_bytes": state.arena.budget.allowed},
+            "alarms": [
+                {"key": key, "text": alarm.text, "age_s": time.monotonic() - alarm.at_s, "count": alarm.count}
+                for key, alarm in state.alarms.items()
+            ],
+            "counters": events.counters(),
+        }
+
+
+def _rank(state: NodeState, rank: int, pids: Mapping[int, int]) -> dict[str, Any]:
+    return {
+        "pid": pids.get(rank),
+        "finished": rank in state.finished,
+        "slots": [_slot(held) for held in state.arena.of_rank(rank)],
+    }
+
+
+def _slot(held: Held) -> dict[str, Any]:
+    return {
+        "slot": held.slot.slot_id,
+        "version": str(held.version) if held.version else None,
+        "state": held.state.value,
+        "bytes": held.slot.total_bytes,
+        "sealed_bytes": sum(place.seal.length for place in held.images.values()),
+        "bundles": len(held.images),
+        "pins": dict(held.pins),
+    }
+
+
+def _newest(state: NodeState, level: Level) -> str | None:
+    version = state.ledger.newest(level) if state.ledger else None
+    return str(version) if version else None

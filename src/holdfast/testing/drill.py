@@ -1,0 +1,350 @@
+"""The crash drill: processes of real jobs are killed at random instants, and what is left is judged.
+
+    python -m holdfast.testing.drill crash [--trials N] [--seed S] [--plant NAME|all] [--full-starts N] [--json]
+
+The plan is drawn first (testing/drill_plan.py); two lanes (testing/drill_lane.py), warm processes that fork trainers
+and keepers, work it off; the table says per phase and victim what was acknowledged and whether anything of it was
+lost. With `--plant` bugs are planted on purpose (testing/planted.py) and the drill has to find each of them: a checker
+that cannot fail proves nothing. Exit code 0: nothing violated, every planted bug found; 1: otherwise; 2: usage.
+How to read the table and repeat a trial: docs/drill.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
+from typing import IO
+
+import msgspec
+
+import holdfast
+from holdfast.testing import planted
+from holdfast.testing.drill_outcome import Outcome
+from holdfast.testing.drill_plan import PHASES, Trial, draw, full_starts, plan
+
+NUM_LANES = 2
+PROGRESS_S = 2.0
+MIN_MEMORY_BYTES = 256 << 20
+# Trials whose violations are listed below the table.
+MAX_SHOWN = 10
+# Invariants that say that something acknowledged is gone, and those that say that something wrong was accepted.
+LOST = {"S1", "S6", "S8", "S11", "S13", "S17"}
+TORN = {"S2", "S3", "S4", "S5", "S7", "S10", "S12", "S14", "S16"}
+
+
+@dataclass(slots=True)
+class Cell:
+    """One row of the table."""
+
+    trials: int = 0
+    struck: int = 0
+    acknowledged: int = 0
+    refused: int = 0
+    lost: int = 0
+    torn: int = 0
+    other: int = 0
+    seconds: float = 0.0
+
+    def add(self, outcome: Outcome) -> None:
+        """Counts a trial."""
+        kinds = {invariant for invariant, _ in outcome.violations}
+        self.trials += 1
+        self.struck += outcome.struck
+        self.acknowledged += outcome.acknowledged
+        self.refused += outcome.refused
+        self.lost += bool(kinds & LOST)
+        self.torn += bool(kinds & TORN)
+        self.other += bool(kinds - LOST - TORN)
+        self.seconds += outcome.seconds
+
+
+@dataclass(slots=True)
+class Lanes:
+    """Warm processes that work off trials. Use `open_lanes`."""
+
+    processes: list[subprocess.Popen[bytes]]
+    warm_up: list[Outcome] = field(default_factory=list)
+
+    def work(self, trials: Iterable[Trial]) -> Iterator[Outcome]:
+        """Outcomes in the order in which they come.
+
+        Raises:
+            RuntimeError: a lane died.
+        """
+        waiting = iter(trials)
+        with DefaultSelector() as selector:
+            for process in self.processes:
+                if self._give(process, waiting):
+                    selector.register(_out(process), EVENT_READ, process)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    process = key.data
+                    yield _read_outcome(process)
+                    if not self._give(process, waiting):
+                        selector.unregister(key.fileobj)
+
+    def _give(self, process: subprocess.Popen[bytes], waiting: Iterator[Trial]) -> bool:
+        trial = next(waiting, None)
+        if trial is None:
+            return False
+        assert process.stdin is not None  # opened as a pipe
+        process.stdin.write(msgspec.json.encode(trial) + b"\n")
+        process.stdin.flush()
+        return True
+
+
+@contextmanager
+def open_lanes(count: int, directory: str) -> Iterator[Lanes]:
+    """Starts the lanes, waits until they are warm, and ends them."""
+    processes = [_start_lane(directory) for _ in range(count)]
+    lanes = Lanes(processes)
+    try:
+        for process in processes:
+            while (line := _out(process).readline()) != b"ready\n":
+                if not line:
+                    raise RuntimeError("a lane ended while it warmed up")
+                lanes.warm_up.append(msgspec.json.decode(line, type=Outcome))
+        yield lanes
+    finally:
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            _out(process).close()
+
+
+def _start_lane(directory: str) -> subprocess.Popen[bytes]:
+    source = str(Path(holdfast.__file__).parent.parent)
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
+    # One thread per library: a process with threads cannot be forked safely.
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "holdfast.testing.drill_lane", directory]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+
+
+def _out(process: subprocess.Popen[bytes]) -> IO[bytes]:
+    assert process.stdout is not None  # opened as a pipe
+    return process.stdout
+
+
+def _read_outcome(process: subprocess.Popen[bytes]) -> Outcome:
+    line = _out(process).readline()
+    if not line:
+        raise RuntimeError(f"a lane ended with {process.wait()}")
+    return msgspec.json.decode(line, type=Outcome)
+
+
+# --- the two ways to run it ---------------------------------------------------------------------------------------
+
+
+def drill(trials: Sequence[Trial], *, num_lanes: int, progress: Progress) -> list[Outcome]:
+    """Runs the trials; a lane's own trials without a strike are among the outcomes if they violated anything."""
+    with _directory() as directory, open_lanes(max(1, min(num_lanes, len(trials))), directory) as lanes:
+        outcomes = [outcome for outcome in lanes.warm_up if outcome.violations]
+        for outcome in lanes.work(trials):
+            outcomes.append(outcome)
+            progress.show(len(outcomes), outcomes)
+    return outcomes
+
+
+def hunt(names: Sequence[str], seed: int, *, num_lanes: int, progress: Progress) -> list[Quarry]:
+    """For every planted bug trials that suit it, until it is found or its trials are used up."""
+    quarries = {name: Quarry(name, planted.BUGS[name].invariants) for name in names}
+    with _directory() as directory, open_lanes(max(1, min(num_lanes, len(names))), directory) as lanes:
+        outcomes: list[Outcome] = []
+        for outcome in lanes.work(_until_found(quarries, seed)):
+            quarries[outcome.plant].add(outcome)
+            outcomes.append(outcome)
+            progress.show(sum(quarry.found_by is not None for quarry in quarries.values()), outcomes)
+    return list(quarries.values())
+
+
+def _until_found(quarries: dict[str, Quarry], seed: int) -> Iterator[Trial]:
+    waiting = {name: iter(planted.trials(name, seed)) for name in quarries}
+    while waiting:
+        for name in tuple(waiting):
+            trial = None if quarries[name].found_by is not None else next(waiting[name], None)
+            if trial is None:
+                del waiting[name]
+            else:
+                yield trial
+
+
+@dataclass(slots=True)
+class Quarry:
+    """A planted bug and what was seen of it."""
+
+    name: str
+    invariants: tuple[str, ...]
+    trials: int = 0
+    seconds: float = 0.0
+    found_by: tuple[str, str] | None = None
+
+    def add(self, outcome: Outcome) -> None:
+        """Counts a trial; only a violation of an invariant that the bug is said to break finds it."""
+        self.trials += 1
+        self.seconds += outcome.seconds
+        fitting = [violation for violation in outcome.violations if violation[0] in self.invariants]
+        if fitting and self.found_by is None:
+            self.found_by = fitting[0]
+
+
+@contextmanager
+def _directory() -> Iterator[str]:
+    """A short path in memory if there is one: SIGKILL does not reach the page cache, so a disk proves nothing more."""
+    memory = Path("/dev/shm")
+    place = memory if memory.is_dir() and shutil.disk_usage(memory).free > MIN_MEMORY_BYTES else Path(tempfile.gettempdir())
+    directory = tempfile.mkdtemp(prefix="hfd-", dir=place)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+# --- what is shown ------------------------------------------------------------------------------------------------
+
+
+class Progress:
+    """A line on standard error every two seconds."""
+
+    def __init__(self, total: int, what: str, *, quiet: bool = False) -> None:
+        self._total, self._what, self._quiet = total, what, quiet
+        self._began = self._last = time.monotonic()
+
+    def show(self, done: int, outcomes: Sequence[Outcome]) -> None:
+        """Says how far it is, if enough time has passed."""
+        now = time.monotonic()
+        if self._quiet or now - self._last < PROGRESS_S:
+            return
+        self._last = now
+        rate = done / (now - self._began)
+        left = f"{(self._total - done) / rate:.0f} s left" if rate else "time left unknown"
+        bad = sum(bool(outcome.violations) for outcome in outcomes if not outcome.plant)
+        sys.stderr.write(f"{done} of {self._total} {self._what}, {rate:.1f}/s, {left}, {bad} with violations\n")
+        sys.stderr.flush()
+
+
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """The result of a drill: phase x victim."""
+    cells: dict[tuple[str, str], Cell] = defaultdict(Cell)
+    total = Cell()
+    for outcome in outcomes:
+        cells[outcome.phase, outcome.victim].add(outcome)
+        total.add(outcome)
+    order = {phase: index for index, phase in enumerate(PHASES)}
+    rows = [("phase", "victim", "trials", "struck", "acknowledged", "lost", "torn", "other", "refused", "seconds")]
+    for phase, victim in sorted(cells, key=lambda key: (order.get(key[0], len(order)), key)):
+        rows.append(_row(phase, victim, cells[phase, victim]))
+    rows.append(_row("all", "", total))
+    return _aligned(rows, num_left=2)
+
+
+def _row(phase: str, victim: str, cell: Cell) -> tuple[str, ...]:
+    numbers = (cell.trials, cell.struck, cell.acknowledged, cell.lost, cell.torn, cell.other, cell.refused)
+    return (phase, victim, *map(str, numbers), f"{cell.seconds:.1f}")
+
+
+def plant_table(quarries: Sequence[Quarry]) -> list[str]:
+    """The result of a hunt: one line for each planted bug."""
+    rows = [("planted bug", "breaks", "found as", "trials", "seconds", "evidence")]
+    for quarry in quarries:
+        found, what = quarry.found_by or ("MISSED", planted.BUGS[quarry.name].what)
+        breaks = ",".join(quarry.invariants)
+        rows.append((quarry.name, breaks, found, str(quarry.trials), f"{quarry.seconds:.1f}", what[:90]))
+    return _aligned(rows, num_left=6)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], *, num_left: int) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column < num_left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _report(outcomes: Sequence[Outcome], *, as_json: bool, verbose: bool) -> int:
+    bad = [outcome for outcome in outcomes if outcome.violations]
+    if as_json:
+        _say(*(msgspec.json.encode(outcome).decode() for outcome in outcomes))
+        return int(bool(bad))
+    _say(*table(outcomes))
+    for outcome in bad[: len(bad) if verbose else MAX_SHOWN]:
+        _say("", f"trial {outcome.number} ({outcome.phase}, {outcome.victim}):")
+        _say(*(f"  {invariant}: {what}" for invariant, what in outcome.violations))
+        _say(*(f"    {line}" for line in (outcome.evidence if verbose else ())))
+    return int(bool(bad))
+
+
+def _report_hunt(quarries: Sequence[Quarry], *, as_json: bool) -> int:
+    missed = [quarry.name for quarry in quarries if quarry.found_by is None]
+    if as_json:
+        _say(*(msgspec.json.encode(quarry).decode() for quarry in quarries))
+    else:
+        _say(*plant_table(quarries), "", f"{len(quarries) - len(missed)} of {len(quarries)} planted bugs found")
+    return int(bool(missed))
+
+
+def _say(*lines: str) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    options = _options(arguments)
+    began = time.monotonic()
+    if options.plant:
+        names = tuple(planted.BUGS) if options.plant == "all" else (options.plant,)
+        progress = Progress(len(names), "planted bugs found", quiet=options.json)
+        return _report_hunt(hunt(names, options.seed, num_lanes=options.lanes, progress=progress), as_json=options.json)
+    trials = plan(options.trials, options.seed) if options.only is None else [draw(options.only, options.seed)]
+    trials += full_starts(options.full_starts, options.seed)
+    progress = Progress(len(trials), "trials", quiet=options.json)
+    outcomes = drill(trials, num_lanes=options.lanes, progress=progress)
+    code = _report(outcomes, as_json=options.json, verbose=options.only is not None)
+    if not options.json:
+        verdict = "violations found" if code else "no violation"
+        _say("", f"{len(outcomes)} trials of seed {options.seed} in {time.monotonic() - began:.1f} s: {verdict}")
+    return code
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="holdfast drill", description="Kills processes of real jobs and judges what is left.")
+    parser.add_argument("drill", choices=["crash"], help="which drill")
+    parser.add_argument("--trials", type=int, default=1000, help="how many trials (default 1000)")
+    parser.add_argument("--seed", type=int, default=1, help="the same seed gives the same plan (default 1)")
+    parser.add_argument("--only", type=int, metavar="N", help="only trial N of the seed, with its journal and logs")
+    parser.add_argument("--full-starts", type=int, default=0, metavar="N", help="also N trials of fresh interpreters")
+    parser.add_argument("--plant", choices=["all", *planted.BUGS], metavar="NAME|all", help="plant a bug and find it")
+    parser.add_argument("--lanes", type=int, default=NUM_LANES, help="trials at a time (default 2)")
+    parser.add_argument("--json", action="store_true", help="one JSON object per trial instead of the table")
+    options = parser.parse_args(arguments)
+    if options.trials < 0 or options.full_starts < 0 or options.lanes < 1:
+        parser.error("numbers must not be negative, and there is at least one lane")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

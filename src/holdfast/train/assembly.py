@@ -1,0 +1,107 @@
+"""The job comes together: who runs where, one incarnation, one keeper per node, all told the same.
+
+Rank 0 claims the root and registers the incarnation; the first rank of each node starts its keeper or finds it; then
+every rank connects and tells its keeper about the job. A fault on one rank is raised by all. Called by
+`train.checkpointer` at every restore; a second restore in the same process is a new incarnation over the same keepers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.base.config import Config
+from holdfast.base.errors import UsageError
+from holdfast.core.lineage import Lineage
+from holdfast.core.model import Topology, Version
+from holdfast.node.client import Assembly
+from holdfast.node.places import absolute_root, place_of
+from holdfast.tiers.storage import Storage
+from holdfast.train import agree
+from holdfast.train.agree import Ranks
+from holdfast.train.link import Link
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The job of one incarnation, as every rank knows it."""
+
+    group: Ranks
+    assembly: Assembly
+
+    @property
+    def incarnation(self) -> int:
+        """Its number."""
+        return self.assembly.incarnation
+
+    @property
+    def topology(self) -> Topology:
+        """Who runs where."""
+        return self.assembly.topology
+
+    @property
+    def lineage(self) -> Lineage:
+        """What the incarnations before this one resumed from."""
+        return Lineage(dict(self.assembly.lineage))
+
+    def version(self, step: int) -> Version:
+        """`step` of this incarnation."""
+        return Version(self.incarnation, step)
+
+
+def assemble(group: Ranks, root: str, config: Config, *, storage: Storage, link: Link) -> Job:
+    """Brings the job together. Collective.
+
+    Raises:
+        HoldfastError: what any rank met, on every rank.
+    """
+    topology, addresses = _meet(group, root, config)
+    registered = json.loads(agree.share(group, lambda: _register(storage)))
+    first = topology.ranks_on(topology.node_of[group.rank])[0] == group.rank
+    # The first rank of a node starts the keeper while the others wait, instead of all starting one.
+    agree.together(group, lambda: link.open() if first and link.client is None else None)
+    agree.together(group, lambda: link.open() if link.client is None else None)
+    assembly = Assembly(
+        incarnation=registered["incarnation"],
+        root=absolute_root(root),
+        job_id=registered["job_id"],
+        topology=topology,
+        addresses=addresses,
+        keep_last=config.keep_last,
+        keep_every=config.keep_every,
+        lineage=tuple((number, Version.parse(text) if text else None) for number, text in registered["lineage"]),
+    )
+    agree.together(group, lambda: link.require().assemble(assembly))
+    link.assembly, link.layout, link.resumed = assembly, None, None
+    return Job(group, assembly)
+
+
+def _meet(group: Ranks, root: str, config: Config) -> tuple[Topology, tuple[str, ...]]:
+    """Who runs where, and the addresses of the keepers."""
+    place = place_of(root, config)
+    rows = agree.gather_json(group, [absolute_root(root), config.run_id, place.node, place.address])
+    different = sorted({(row[0], row[1]) for row in rows})
+    if len(different) > 1:
+        raise UsageError(
+            f"the ranks name different jobs: {' and '.join(f'{path} (run {run})' for path, run in different)}",
+            remedy="give every rank the same path and run id",
+        )
+    nodes = tuple(dict.fromkeys(row[2] for row in rows))
+    addresses = {row[2]: row[3] for row in reversed(rows)}
+    return Topology(nodes, tuple(nodes.index(row[2]) for row in rows)), tuple(addresses[node] for node in nodes)
+
+
+def _register(storage: Storage) -> bytes:
+    """Rank 0: the root is ours and this incarnation has a number."""
+    job_id = storage.claim()
+    lineage = storage.lineage()
+    facts: dict[str, Any] = {
+        "job_id": job_id,
+        "incarnation": storage.register_incarnation(),
+        "lineage": [[number, str(version) if version else ""] for number, version in sorted(lineage.items())],
+    }
+    return json.dumps(facts).encode()

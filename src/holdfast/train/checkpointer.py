@@ -1,0 +1,340 @@
+"""The one object in a training loop: restore, step, save, close.
+
+    checkpointer = holdfast.Checkpointer("ckpts/run1", model=model, optimizer=optimizer, loader=loader)
+    start = checkpointer.restore()
+    for step in range(start, steps):
+        train_one_step(...)
+        checkpointer.step(step)
+    checkpointer.close()
+
+This file holds the order of things and nothing else: restore in `assembly` and `restore`, saves in `saver`, cadence and
+stop in `schedule`. Rules: nothing is saved before `restore` returned; a fault of the memory level never raises into the
+training loop; `close` says what is missing or the last save is durable; after an exception nothing is saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from holdfast.base import config as settings
+from holdfast.base.config import Config
+from holdfast.base.errors import KeeperLost, LevelNotReached, UsageError
+from holdfast.base.events import Events
+from holdfast.core.appointments import Appointment
+from holdfast.core.model import Level, Version
+from holdfast.tiers.storage import open_storage
+from holdfast.train import agree
+from holdfast.train.assembly import Job, assemble
+from holdfast.train.handle import SaveHandle, as_level
+from holdfast.train.link import Link
+from holdfast.train.restore import Restorer, RestoreReport
+from holdfast.train.saver import Saver
+from holdfast.train.schedule import Schedule, parse_cadence
+from holdfast.train.signals import StopSignal
+from holdfast.train.state import State
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True)
+class _Run:
+    """What exists between `restore` and `close`."""
+
+    state: State
+    link: Link
+    saver: Saver
+    job: Job
+    schedule: Schedule
+    step: int = -1  # the newest step that was reported
+    optimizer_steps: int = 0  # made when it was
+    last: SaveHandle | None = None
+
+
+class Checkpointer:
+    """Keeps the training state of this rank alive. Every rank builds one, with the same arguments.
+
+    Args:
+        path: directory of the checkpoints, the same on every rank; a path or `file://` URL.
+        model, optimizer: one, a list or a dict of them.
+        scheduler, scaler, loader: anything with `state_dict` and `load_state_dict`.
+        replicated: glob patterns of names whose plain tensors all ranks hold alike (what DDP or a DTensor says is known).
+        every: captured cadence, `10` (steps) or `"30s"`; default: the settings.
+        durable_every: the same for storage.
+        overlap: copy behind the next forward and backward, once it is proven safe.
+        verify_capture: prove every late copy with a digest taken at the call.
+        config: the settings; default: file and environment.
+        objects: more objects with `state_dict` and `load_state_dict`, by name.
+
+    Attributes:
+        last_restore: what the last `restore` did; None before.
+        events: what happens here, for observers and tests.
+    """
+
+    def __init__(  # noqa: PLR0913 - the public door: every argument is optional and named
+        self,
+        path: str | os.PathLike[str],
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        loader: Any = None,
+        replicated: Sequence[str] = (),
+        every: int | str | None = None,
+        durable_every: int | str | None = None,
+        overlap: bool | None = None,
+        verify_capture: bool | None = None,
+        config: Config | None = None,
+        **objects: Any,
+    ) -> None:
+        self._root = str(Path(path)) if isinstance(path, os.PathLike) else path
+        overrides = {
+            "every": every, "durable_every": durable_every, "overlap": overlap, "verify_capture": verify_capture
+        }  # fmt: skip
+        self._config = _settings(config, overrides)
+        parse_cadence("every", self._config.every)
+        parse_cadence("durable_every", self._config.durable_every)
+        known = {
+            "model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "loader": loader, **objects
+        }  # fmt: skip
+        self._objects = {name: value for name, value in known.items() if value is not None}
+        self._replicated = tuple(replicated)
+        self._signal = StopSignal()
+        self._run: _Run | None = None
+        self._closed = False
+        self.events = Events()
+        self.last_restore: RestoreReport | None = None
+        self._storage = open_storage(self._root, self.events)
+
+    def restore(self, version: Version | str | None = None, *, fresh: bool = False) -> int:
+        """Loads the newest version that is complete everywhere into the objects; returns the step to go on with.
+
+        Collective: every rank calls it, after the process group exists. 0 on a fresh start. Call it before training,
+        and again to go back to a version in the middle of it.
+
+        Args:
+            version: only this one, as `ls` names it.
+            fresh: start a new lineage although versions exist; they are left as they are.
+
+        Raises:
+            VersionNotFound, CorruptError: versions exist, and none can be used. MismatchError: other objects.
+            MemoryRefused: the memory level does not fit; with numbers. InUse: another process is this rank.
+            StorageError: the path refuses. On every rank the same class, and no rank has begun to train.
+        """
+        if self._closed:
+            raise UsageError("the checkpointer is closed", remedy="build a new one")
+        wanted = _as_version(version)
+        group = agree.ranks()
+        run = self._run
+        if run is not None:
+            run.saver.settle()
+        state = run.state if run else agree.together(group, lambda: self._gatherer(group))
+        link = run.link if run else self._new_link(group)
+        try:
+            job = assemble(group, self._root, self._config, storage=self._storage, link=link)
+            saver = run.saver if run else self._new_saver(state, link, job, group)
+            agree.together(group, saver.reserve)
+            restorer = Restorer(
+                job, link.require(), state=state, storage=self._storage, timeout_s=self._config.close_timeout_s
+            )
+            report = restorer.run(wanted, fresh=fresh, events=self.events)
+        except BaseException:
+            if run is None:
+                link.close(finished=False)
+            raise
+        link.resumed = (job.incarnation, report.version)
+        saver.restart()
+        schedule = Schedule(self._config, rank=group.rank, world_size=group.world_size, missed=self._missed)
+        self._run = _Run(state, link, saver, job, schedule, optimizer_steps=saver.fence.num_steps)
+        self._signal.install()
+        self.last_restore = report
+        return 0 if report.version is None else report.version.step + 1
+
+    def step(self, step: int) -> SaveHandle | None:
+        """`step` is finished: saves if a cadence says so; stops with exit code 0 if SIGTERM was agreed on.
+
+        Raises:
+            UsageError: before `restore`, or not later than the step before. SystemExit: after a SIGTERM, once the
+            last save is durable.
+        """
+        run = self._running()
+        if step <= run.step:
+            raise UsageError(
+                f"step {step} was reported after step {run.step}", remedy="report every finished step once"
+            )
+        run.step, run.optimizer_steps = step, run.saver.fence.num_steps
+        due = run.schedule.after(step, stop_wanted=self._signal.arrived)
+        client = run.link.client
+        for proposal in due.propose if client is not None else ():
+            try:
+                client.propose(proposal)  # type: ignore[union-attr]
+            except KeeperLost:
+                break  # it is proposed again later
+        for missed in due.missed:
+            self._missed(missed)
+        handle = None
+        if due.save:
+            handle = self._save(run, step, Level.DURABLE if due.durable else Level.CAPTURED)
+        if due.stop and handle is not None:
+            self._stop(handle)
+        return handle
+
+    def save(self, step: int, level: Level | str = "captured") -> SaveHandle:
+        """Saves the state as it is now as the state after `step`. Every rank calls it, at the same step.
+
+        Returns when everything that may change is copied; `handle.wait()` blocks until `level` is reached.
+
+        Args:
+            step: the step that is finished; restore() of this version returns the one after it.
+            level: `"captured"`, `"replicated"` or `"durable"`; durable makes the version due for storage.
+
+        Raises:
+            UsageError: before `restore`, an unknown level, or a step before the last one saved.
+        """
+        run = self._running()
+        wanted = as_level(level)
+        if run.last is not None and step < run.last.version.step:
+            raise UsageError(f"step {step} cannot be saved after step {run.last.version.step}")
+        return self._save(run, step, wanted)
+
+    def close(self) -> None:
+        """Makes the last step durable and leaves. Every rank calls it. Calling it again does nothing.
+
+        Raises:
+            LevelNotReached: the last save is not durable; says which level it has, and why. The keeper then stays and
+            keeps what it holds.
+        """
+        if self._closed:
+            return
+        finished = False
+        try:
+            if self._run is not None:
+                self._finish(self._run)
+            finished = True
+        finally:
+            self._leave(finished=finished)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Closes; after an exception without a save: the last complete version stays what it is."""
+        if kind is None:
+            self.close()
+        elif not self._closed:
+            self._leave(finished=False)
+
+    # Inside.
+
+    def _running(self) -> _Run:
+        if self._closed:
+            raise UsageError("the checkpointer is closed", remedy="build a new one")
+        if self._run is None:
+            raise UsageError("restore() has not been called", remedy="call it once before training, also on a new run")
+        return self._run
+
+    def _gatherer(self, group: agree.Ranks) -> State:
+        return State(self._objects, rank=group.rank, world_size=group.world_size, replicated=self._replicated)
+
+    def _new_link(self, group: agree.Ranks) -> Link:
+        return Link(self._root, self._config, rank=group.rank, events=self.events, on_appointment=self._appointed)
+
+    def _new_saver(self, state: State, link: Link, job: Job, group: agree.Ranks) -> Saver:
+        return Saver(state, link, job.topology, rank=group.rank, config=self._config, events=self.events)
+
+    def _save(self, run: _Run, step: int, level: Level) -> SaveHandle:
+        durable = level is Level.DURABLE
+        if run.last is not None and run.last.version.step == step:
+            return self._raise_level(run, run.last, level)
+        handle = SaveHandle(
+            run.job.version(step),
+            level,
+            client=lambda: run.link.client,
+            settle=run.saver.settle,
+            timeout_s=self._config.close_timeout_s,
+        )
+        run.last = handle
+        run.saver.save(handle, durable=durable)
+        run.schedule.saved(step, durable=durable)
+        return handle
+
+    def _raise_level(self, run: _Run, handle: SaveHandle, level: Level) -> SaveHandle:
+        """The version exists already: it is not copied twice, only made due for storage if that is new."""
+        if level is Level.DURABLE and handle.level is not Level.DURABLE and not handle.given_up:
+            try:
+                run.link.require().persist(handle.version)
+            except KeeperLost as error:
+                logger.warning("%s cannot be made durable now: %s", handle.version, error)
+            run.schedule.saved(handle.version.step, durable=True)
+        handle.level = max(handle.level, level)
+        return handle
+
+    def _stop(self, handle: SaveHandle) -> None:
+        """All ranks saved this step, or they go on together and agree on another one."""
+        try:
+            handle.wait(Level.CAPTURED)
+        except LevelNotReached as error:
+            logger.warning("not stopping after step %d: %s", handle.version.step, error)
+            return
+        logger.info("stopping after step %d, as SIGTERM asked for", handle.version.step)
+        self.close()
+        raise SystemExit(0)
+
+    def _finish(self, run: _Run) -> None:
+        """The last step, or if training went on since then the last save, is durable."""
+        run.saver.settle()
+        last_step = run.last.version.step if run.last is not None else -1
+        if run.step > last_step and run.saver.fence.num_steps == run.optimizer_steps:
+            self._save(run, run.step, Level.DURABLE)
+        elif run.last is not None:
+            self._raise_level(run, run.last, Level.DURABLE)
+        if run.last is not None:
+            run.last.wait(Level.DURABLE)
+
+    def _leave(self, *, finished: bool) -> None:
+        self._closed = True
+        self._signal.remove()
+        if self._run is not None:
+            self._run.saver.close()
+            self._run.link.close(finished=finished)
+
+    def _appointed(self, appointment: Appointment) -> None:
+        """The coordinator named a step; called in the keeper's reader thread."""
+        if self._run is not None:
+            self._run.schedule.take(appointment)
+
+    def _missed(self, step: int) -> None:
+        """The others save `step`, this rank is past it: they must not wait."""
+        run = self._run
+        if run is None or (run.last is not None and run.last.version.step == step):
+            return
+        version = run.job.version(step)
+        try:
+            run.link.require().abandon(version, "this rank was past the step when it was appointed")
+        except KeeperLost:
+            run.link.skip(version)
+
+
+def _settings(config: Config | None, overrides: Mapping[str, Any]) -> Config:
+    if config is None:
+        return settings.load(overrides)
+    given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
+    given.update((name, str(given[name])) for name in given.keys() & {"every", "durable_every"})
+    return dataclasses.replace(config, **given)
+
+
+def _as_version(version: Version | str | None) -> Version | None:
+    if version is None or isinstance(version, Version):
+        return version
+    parsed = Version.parse(version)
+    if parsed is None:
+        raise UsageError(f"{version!r} is not a version", remedy="name it as `holdfast ls` does: i000001-s0000000120")
+    return parsed

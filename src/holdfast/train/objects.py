@@ -1,0 +1,168 @@
+"""Everything that is neither model nor optimizer: objects with `state_dict`, and plain dicts of tensors.
+
+An object's state is asked for at every save and handed back whole at a restore, with tensors on the device where the
+object has them now. A plain dict is filled in place: its tensors keep their identity, its other values are replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from holdfast.tiers.values import TensorRef
+from holdfast.train.flatten import flatten
+from holdfast.train.live import LiveTensor
+from holdfast.train.parts import Collector, Loading
+from holdfast.train.watch import same_objects
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What PyTorch's objects with state have in common."""
+
+    def state_dict(self) -> Any:
+        """The state; tensors, numbers, strings and containers of these."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Takes over a state."""
+
+
+class StatefulPart:
+    """A scheduler, a loader, random number generators, any object of the user.
+
+    Args:
+        name: what its entries begin with.
+        stateful: the object.
+    """
+
+    def __init__(self, name: str, stateful: Stateful) -> None:
+        self.name = name
+        self._object = stateful
+
+    def build(self, out: Collector) -> None:
+        """Nothing lasts: what `state_dict()` returns may be new each time."""
+
+    def unchanged(self) -> bool:
+        """Always: there is nothing that lasts."""
+        return True
+
+    def report(self, out: Collector) -> None:
+        """Asks the object for its state."""
+        out.passing(self.name, self._object.state_dict())
+
+    def plan(self, loading: Loading) -> None:
+        """Claims the saved state, with memory of its own for every tensor in it."""
+        now: dict[str, torch.Tensor] = {}
+        scratch = Collector(loading.layouts)
+
+        def note(name: str, tensor: torch.Tensor) -> TensorRef:
+            entry = scratch.layouts.resolve(name)[0]
+            now[entry] = tensor
+            return TensorRef(entry)
+
+        flatten(self._object.state_dict(), self.name, note)
+        loading.claim_value(self.name, templates=now)
+
+    def create(self, loading: Loading) -> None:
+        """Nothing: the object makes its own state."""
+
+    def apply(self, loading: Loading) -> None:
+        """Hands the saved state to the object."""
+        if loading.has(self.name):
+            self._object.load_state_dict(loading.value(self.name))
+
+
+class DictPart:
+    """A plain dict of tensors, nested or not, with other values among them.
+
+    Args:
+        name: what its entries begin with.
+        content: filled in place.
+    """
+
+    def __init__(self, name: str, content: dict[Any, Any]) -> None:
+        self.name = name
+        self._content = content
+        self._lasting: list[tuple[LiveTensor, torch.Tensor]] = []
+        self._refs: dict[str, TensorRef | None] = {}
+        self._seen: dict[str, torch.Tensor] = {}
+        self._tree: Any = None
+
+    def build(self, out: Collector) -> None:
+        """Adds every tensor of the dict."""
+        self._look()
+        self._lasting, self._refs = [], {}
+        for name, tensor in self._seen.items():
+            ref = self._refs[name] = out.lasting(name, tensor)
+            if ref is not None:
+                self._lasting.append((out.tensors[ref.name], tensor))
+
+    def unchanged(self) -> bool:
+        """Whether the dict holds the very same tensors at the same places."""
+        seen = self._seen
+        self._look()
+        return list(seen) == list(self._seen) and same_objects(list(seen.values()), list(self._seen.values()))
+
+    def report(self, out: Collector) -> None:
+        """Adds the dict as a value, with references to its tensors."""
+        out.value(self.name, flatten(self._content, self.name, lambda name, _: self._refs[name]))
+
+    def plan(self, loading: Loading) -> None:
+        """Claims every tensor in place, then the rest."""
+        for live, tensor in self._lasting:
+            loading.claim(live, tensor)
+        loading.claim_value(self.name)
+
+    def create(self, loading: Loading) -> None:
+        """Nothing: the dict has its tensors."""
+
+    def apply(self, loading: Loading) -> None:
+        """Replaces what is not a tensor."""
+        if loading.has(self.name):
+            _merge(self._content, loading.value(self.name))
+
+    def _look(self) -> None:
+        self._seen = {}
+
+        def note(name: str, tensor: torch.Tensor) -> None:
+            self._seen[name] = tensor
+
+        flatten(self._content, self.name, note)
+
+
+class ScalerState:
+    """A `torch.amp.GradScaler` whose state can be read without waiting for the device.
+
+    Its own `state_dict()` fetches scale and growth count from the device; here both stay tensors until a restore.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._scaler = scaler
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the scaler's own, with tensors where it has tensors; empty if it is disabled."""
+        scaler = self._scaler
+        if not scaler.is_enabled() or scaler._scale is None:
+            return scaler.state_dict()
+        return {
+            "scale": scaler._scale,
+            "growth_factor": scaler.get_growth_factor(),
+            "backoff_factor": scaler.get_backoff_factor(),
+            "growth_interval": scaler.get_growth_interval(),
+            "_growth_tracker": scaler._growth_tracker,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets scale and growth; a scaler that is disabled ignores them as its own method does."""
+        plain = {key: v.item() if isinstance(v, torch.Tensor) else v for key, v in state.items()}
+        self._scaler.load_state_dict(plain)
+
+
+def _merge(content: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
+    for key, value in saved.items():
+        if isinstance(value, dict) and isinstance(content.get(key), dict):
+            _merge(content[key], value)
+        elif value is not None or not isinstance(content.get(key), torch.Tensor):
+            content[key] = value  # None in place of a tensor: this rank holds nothing of it

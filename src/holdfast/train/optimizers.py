@@ -1,0 +1,369 @@
+"""An optimizer as part of the state: its tensors by parameter name, its numbers as values, state made when missing.
+
+Entries are named as DCP names them, `optimizer.state.<parameter>.exp_avg`; numbers and lists that a class keeps per
+parameter go under the same path as values, and `optimizer.param_groups` lists parameters by name. State tensors follow
+their parameter: a DTensor says it itself, a plain tensor of a parameter that is known to be replicated is replicated,
+a step count (no dimensions) of a sharded parameter is equal on all ranks of its mesh. The rest is this rank's own.
+
+State that does not exist before the first step is created through `load_state_dict`, so that an optimizer's own way
+of taking state is respected; hooks are muted, and dtypes and objects are put right afterwards, because
+`load_state_dict` casts state to the parameter's dtype and a restore must not change a bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from holdfast.base.errors import MismatchError, UsageError
+from holdfast.train.flatten import references
+from holdfast.train.layout_of import Layouts, local_of, mesh_ranks
+from holdfast.train.live import Group, LiveTensor, SavedTensor, dtype_name, torch_dtype
+from holdfast.train.parts import Collector, Loading, Owner
+from holdfast.train.predict import predict_state
+from holdfast.train.watch import SCALARS, Containers, same_objects
+
+_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+
+
+class OptimizerPart:
+    """One `torch.optim.Optimizer`.
+
+    Args:
+        name: what its entries begin with.
+        optimizer: its parameters belong to models or dicts of tensors that are part of the state too.
+    """
+
+    def __init__(self, name: str, optimizer: Optimizer) -> None:
+        self.name = name
+        self.optimizer = optimizer
+        self._owners: dict[int, Owner] = {}
+        self._params: list[torch.Tensor] = []
+        self._group: Group | None = None
+        self._watch = Containers(())
+        self._state: dict[Any, Any] = {}
+        self._live: dict[tuple[int, str], LiveTensor] = {}
+        self._loose: list[torch.Tensor] = []
+        self._names: list[list[str]] = []
+        self._wanted: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._fits = False
+        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+            raise UsageError(
+                "ZeroRedundancyOptimizer keeps state that only a collective can name",
+                where=name,
+                remedy="shard model and optimizer with torch.distributed.fsdp.fully_shard, or use the plain optimizer",
+            )
+
+    def build(self, out: Collector) -> None:
+        """Adds all state tensors that stand directly under a parameter."""
+        self._params = self._listed()
+        self._state = self.optimizer.state
+        _check_keys_are_parameters(self.name, self._state)
+        self._owners = {id(p): self._owner(out, p) for p in (*self._params, *self._state)}
+        self._names = [[self._owners[id(p)].fqn for p in group["params"]] for group in self.optimizer.param_groups]
+        self._group = _common_group([self._owners[id(p)] for p in self._params])
+        self._watch = Containers((self._state, *self._state.values()))
+        self._live, self._loose = {}, []
+        for parameter, state in self._state.items():
+            self._build_state(out, parameter, state)
+
+    def _build_state(self, out: Collector, parameter: torch.Tensor, state: Mapping[Any, Any]) -> None:
+        owner = self._owners[id(parameter)]
+        for key, value in state.items():
+            if _is_entry(key, value):
+                ref = out.lasting(self._entry(owner, key), value, group=follow(owner, value), late=True)
+                if ref is not None:
+                    self._live[id(parameter), key] = out.tensors[ref.name]
+        if not all(_is_entry(key, value) for key, value in state.items()):
+            self._loose.append(parameter)
+
+    def unchanged(self) -> bool:
+        """Whether parameters and state are the same objects."""
+        return (
+            self.optimizer.state is self._state
+            and self._watch.unchanged()
+            and same_objects(self._listed(), self._params)
+        )
+
+    def report(self, out: Collector) -> None:
+        """Adds parameter groups, and of the state all that is not a tensor."""
+        named = zip(self.optimizer.param_groups, self._names, strict=True)
+        groups = [{**group, "params": names} for group, names in named]
+        out.passing(f"{self.name}.param_groups", groups, group=self._group)
+        for parameter in self._loose:
+            rest = {key: value for key, value in self._state[parameter].items() if not _is_entry(key, value)}
+            path, group = self._state_path(parameter)
+            out.passing(path, rest, group=group)
+
+    def predict(self, layouts: Layouts) -> list[LiveTensor] | None:
+        """State that the first step will make, as tensors without memory; None if that is not known."""
+        predicted = predict_state(self.optimizer)
+        if predicted is None:
+            return None
+        made: list[LiveTensor] = []
+        for id_, state in predicted.items():
+            owner = self._owners[id_]
+            for key, tensor in state.items():
+                live = _predicted(layouts, self._entry(owner, key), owner, tensor)
+                if live is None:
+                    return None
+                made.append(live)
+        return made
+
+    def plan(self, loading: Loading) -> None:
+        """Claims groups and state; state that is missing here gets memory now and is put in place by `create`."""
+        self._wanted = {}
+        path = f"{self.name}.param_groups"
+        groups = loading.claim_value(path, group=self._group, templates=self._group_tensors(loading))
+        self._fits = groups is not None and self._check_groups(loading, groups)
+        saved = self._saved_entries(loading)
+        predicted = predict_state(self.optimizer) or {}
+        for parameter in self._owned():
+            self._plan_state(loading, parameter, saved.get(id(parameter), {}), predicted.get(id(parameter), {}))
+
+    def create(self, loading: Loading) -> None:
+        """Puts state in place that the checkpoint has; removes the state of parameters that had none then."""
+        state: dict[torch.Tensor, dict[Any, Any]] = {}
+        for parameter, tensors in self._wanted.items():
+            path, _ = self._state_path(parameter)
+            rest = loading.value(path) if loading.has(path) else {}
+            state[parameter] = {**self._state.get(parameter, {}), **tensors, **rest}
+        if not self._fits:  # of a checkpoint that does not know this optimizer nothing can be concluded
+            state = {**self._state, **state}
+        if any(not _same_items(state.get(p, {}), self._state.get(p, {})) for p in self._owned()):
+            self._install(state)
+
+    def apply(self, loading: Loading) -> None:
+        """Takes over learning rates and the other numbers of the groups."""
+        path = f"{self.name}.param_groups"
+        if not self._fits:
+            return
+        for group, saved in zip(self.optimizer.param_groups, loading.value(path), strict=True):
+            for key, value in saved.items():
+                if key != "params":
+                    group[key] = _kept(group.get(key), value)
+
+    def _listed(self) -> list[torch.Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _owned(self) -> list[torch.Tensor]:
+        return list({id(p): p for p in (*self._params, *self._state)}.values())
+
+    def _owner(self, out: Collector, parameter: torch.Tensor) -> Owner:
+        owner = out.owners.get(id(parameter))
+        if owner is None:
+            raise UsageError(
+                f"the optimizer steps a tensor of shape {tuple(parameter.shape)} that no given model has",
+                where=self.name,
+                remedy="give the Checkpointer the model (or a dict of tensors) that holds it, and build the optimizer "
+                "after the model is wrapped",
+            )
+        return owner
+
+    def _entry(self, owner: Owner, key: str) -> str:
+        return f"{self.name}.state.{owner.fqn}.{key}"
+
+    def _state_path(self, parameter: torch.Tensor) -> tuple[str, Group | None]:
+        """Where values of a parameter's state go, and who holds the same."""
+        owner = self._owners[id(parameter)]
+        return f"{self.name}.state.{owner.fqn}", spread(owner)
+
+    def _group_tensors(self, loading: Loading) -> Mapping[str, torch.Tensor]:
+        """Tensors that stand in parameter groups now, such as a learning rate on a device."""
+        scratch = Collector(loading.layouts)
+        self.report(scratch)
+        return {name: live.local for name, live in scratch.tensors.items()}
+
+    def _check_groups(self, loading: Loading, groups: Any) -> bool:
+        here, there = self._names, [group["params"] for group in groups]
+        if here == there:
+            odd = {
+                key for pair in zip(self.optimizer.param_groups, groups, strict=True) for key in _foreign_keys(*pair)
+            }
+            if not odd:
+                return True
+            what = f"saved by another class of optimizer: {', '.join(sorted(odd))}"
+        elif len(here) != len(there):
+            what = f"{len(there)} groups saved, {len(here)} here"
+        else:
+            index = next(i for i, pair in enumerate(zip(here, there, strict=True)) if pair[0] != pair[1])
+            odd = [n for n in (*there[index], *here[index]) if (n in there[index]) != (n in here[index])]
+            what = f"group {index} has other parameters: {', '.join(odd[:3]) or 'in another order'}"
+        loading.misfit.append(f"{self.name}.param_groups ({what})")
+        return False
+
+    def _saved_entries(self, loading: Loading) -> dict[int, dict[str, str]]:
+        """Parameter's id -> key -> entry, for every entry of the checkpoint that is state of this optimizer.
+
+        An entry that a saved value refers to is not state of its own.
+        """
+        referred = {name for tree in loading.values.values() for name in references(tree)}
+        by_name = {owner.fqn: id_ for id_, owner in self._owners.items()}
+        prefix, found = f"{self.name}.state.", dict[int, dict[str, str]]()
+        for entry in loading.saved:
+            name = entry.removeprefix(f"rank{loading.layouts.rank}/")
+            fqn, _, key = name.removeprefix(prefix).rpartition(".")
+            while fqn and fqn not in by_name:
+                fqn, _, first = fqn.rpartition(".")
+                key = f"{first}.{key}"
+            if name.startswith(prefix) and fqn and entry not in referred:
+                found.setdefault(by_name[fqn], {})[key] = entry
+        return found
+
+    def _plan_state(
+        self,
+        loading: Loading,
+        parameter: torch.Tensor,
+        entries: Mapping[str, str],
+        predicted: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Claims the state of one parameter: `entries` is key -> entry of the checkpoint."""
+        path, group = self._state_path(parameter)
+        has_values = loading.layouts.resolve(path, group)[0] in loading.values
+        if not entries and not has_values:
+            return
+        existing = {key: live for (id_, key), live in self._live.items() if id_ == id(parameter)}
+        complete = True
+        if has_values:
+            device = local_of(parameter).device
+            complete = loading.claim_value(path, group=group, device=device) is not None
+        claimed: dict[str, torch.Tensor] = {}
+        for key, live in existing.items():
+            if loading.claim(live, self._state[parameter][key]):
+                claimed[key] = self._state[parameter][key]
+        fresh = {key: entry for key, entry in entries.items() if key not in existing}
+        if existing or predicted.keys() == fresh.keys() or not predicted:
+            for key, entry in fresh.items():
+                tensor = self._claim_new(loading, parameter, entry, predicted.get(key), key)
+                if tensor is not None:
+                    claimed[key] = tensor
+        else:  # another class, or other options of it, wrote this; its own entries stay unexpected
+            owner = self._owners[id(parameter)]
+            loading.missing += [self._entry(owner, key) for key in predicted if key not in fresh]
+        if existing or (complete and len(claimed) == len(fresh)):
+            self._wanted[parameter] = claimed
+
+    def _claim_new(
+        self, loading: Loading, parameter: torch.Tensor, entry: str, predicted: torch.Tensor | None, key: str
+    ) -> torch.Tensor | None:
+        owner = self._owners[id(parameter)]
+        on_device = self._on_device(parameter, key) if predicted is None else predicted.device.type == "meta"
+        tensor = _skeleton(loading.saved[entry], owner, on_device=on_device)
+        live = loading.layouts.live(self._entry(owner, key), tensor, group=follow(owner, tensor), late=True)
+        return tensor if live is not None and loading.claim(live, tensor) else None
+
+    def _on_device(self, parameter: torch.Tensor, key: str) -> bool:
+        """Whether state of a class that cannot be asked lies on the parameter's device; the rule of torch.optim."""
+        group = next((g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"])), {})
+        return key != "step" or bool(group.get("fused") or group.get("capturable"))
+
+    def _install(self, state: Mapping[torch.Tensor, dict[Any, Any]]) -> None:
+        optimizer = self.optimizer
+        numbers = {id(p): index for index, p in enumerate(self._params)}
+        groups_before = list(optimizer.param_groups)
+        groups = [{**g, "params": [numbers[id(p)] for p in g["params"]]} for g in groups_before]
+        numbered = {numbers[id(p)]: s for p, s in state.items() if id(p) in numbers}
+        try:
+            with _muted(optimizer):
+                optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+        except (RuntimeError, TypeError, ValueError, KeyError) as error:
+            raise MismatchError(f"the optimizer refuses the saved state: {error}", where=self.name) from error
+        for parameter, wanted in state.items():
+            optimizer.state[parameter].update(wanted)
+        for group, before in zip(optimizer.param_groups, groups_before, strict=True):
+            group.update({key: v for key, v in before.items() if isinstance(v, torch.Tensor)})
+
+
+def follow(owner: Owner, value: torch.Tensor) -> Group | None:
+    """The ranks that hold the same of a plain state tensor of this parameter, None if it is this rank's own."""
+    if isinstance(owner.tensor, DTensor):
+        return mesh_ranks(owner.tensor) if value.dim() == 0 else None
+    return owner.group
+
+
+def spread(owner: Owner) -> Group | None:
+    """The ranks that hold the same numbers for this parameter."""
+    return mesh_ranks(owner.tensor) if isinstance(owner.tensor, DTensor) else owner.group
+
+
+def _common_group(owners: list[Owner]) -> Group | None:
+    groups = {spread(owner) for owner in owners}
+    return groups.pop() if len(groups) == 1 else None
+
+
+def _check_keys_are_parameters(name: str, state: Mapping[Any, Any]) -> None:
+    for key, value in state.items():
+        if not isinstance(key, torch.Tensor) or not isinstance(value, dict):
+            what = "a tensor" if isinstance(key, torch.Tensor) else repr(key)
+            raise UsageError(
+                f"the optimizer keeps {type(value).__name__} under {what} in its state; a dict under each parameter is known",
+                where=name,
+                remedy="give an object with state_dict() and load_state_dict() that holds it",
+            )
+
+
+def _foreign_keys(here: Mapping[str, Any], there: Mapping[str, Any]) -> set[str]:
+    """Options that only one side has, if each has some. One side alone may be a newer torch, or a scheduler's notes."""
+    only_here, only_there = set(here) - set(there), set(there) - set(here)
+    return only_here | only_there if only_here and only_there else set()
+
+
+def _is_entry(key: Any, value: Any) -> bool:
+    """Whether a value of the state is an entry by its key; the rest is stored as values."""
+    return isinstance(value, torch.Tensor) and type(key) is str
+
+
+def _same_items(left: Mapping[Any, Any], right: Mapping[Any, Any]) -> bool:
+    return left.keys() == right.keys() and all(
+        value is right[key] or (type(value) in SCALARS and type(right[key]) is type(value) and value == right[key])
+        for key, value in left.items()
+    )
+
+
+def _kept(now: Any, value: Any) -> Any:
+    """A tensor that stands in a group keeps its identity (a compiled or captured step holds on to it)."""
+    both = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
+    return now.copy_(value) if both and (now.shape, now.dtype) == (value.shape, value.dtype) else value
+
+
+def _predicted(layouts: Layouts, name: str, owner: Owner, tensor: torch.Tensor) -> LiveTensor | None:
+    parameter = owner.tensor
+    if isinstance(parameter, DTensor) and tensor.dim():
+        if tensor.shape != local_of(parameter).shape:
+            return None
+        like = layouts.live(name, parameter)
+        if like is None:
+            return None
+        shard = dataclasses.replace(like.shard, dtype=dtype_name(tensor.dtype, where=name))
+    else:
+        shard = layouts.whole(name, tensor.dtype, tuple(tensor.shape), follow(owner, tensor))
+    return LiveTensor(shard, tensor, late=True)
+
+
+def _skeleton(saved: SavedTensor, owner: Owner, *, on_device: bool) -> torch.Tensor:
+    """Memory for saved state that does not exist yet: saved dtype, placed like the parameter if shaped like it."""
+    dtype = torch_dtype(saved.dtype)
+    parameter = owner.tensor.detach()
+    if on_device and tuple(parameter.shape) == saved.global_shape:
+        return torch.empty_like(parameter, dtype=dtype)
+    device = local_of(parameter).device if on_device else torch.device("cpu")
+    return torch.empty(saved.global_shape, dtype=dtype, device=device)
+
+
+@contextmanager
+def _muted(optimizer: Optimizer) -> Iterator[None]:
+    """Without the hooks that others put on loading: they expect a checkpoint of their own making."""
+    held = {name: getattr(optimizer, name) for name in _HOOKS if name in vars(optimizer)}
+    for name, hooks in held.items():
+        setattr(optimizer, name, type(hooks)())
+    try:
+        yield
+    finally:
+        for name, hooks in held.items():
+            setattr(optimizer, name, hooks)

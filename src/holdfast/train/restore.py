@@ -1,0 +1,299 @@
+"""Coming back: one version on all ranks, each bundle from its cheapest copy, verified, or the same error everywhere.
+
+Rank 0 gathers what keepers and storage have and decides; every rank fetches its bundles, checks every chunk against
+the seal while it fills the live tensors, and votes. One NO condemns that copy and the plan is made again: the next
+source, else the next older version, at most three attempts per version. Only when all have loaded is the state applied,
+"resumed from" recorded, and saving allowed. Every step can be interrupted: nothing is recorded before the end.
+
+A fresh start is only: no manifest, no inventory. Versions that exist and cannot be used are an error, never a silent
+start from nothing. Called by `train.checkpointer`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from holdfast.base.errors import CorruptError, HoldfastError, KeeperLost, StorageError, VersionNotFound
+from holdfast.base.events import Events
+from holdfast.core import recovery
+from holdfast.core.model import Extent, Version
+from holdfast.core.recovery import Choice, Fetch, Quarantine
+from holdfast.node.client import KeeperClient, Located
+from holdfast.tiers import format as image_format
+from holdfast.tiers import values as value_codec
+from holdfast.tiers.storage import Storage
+from holdfast.train import agree, fill, verdict
+from holdfast.train.assembly import Job
+from holdfast.train.fill import Source
+from holdfast.train.live import Group, LiveTensor, SavedTensor
+from holdfast.train.state import State
+
+logger = logging.getLogger(__name__)
+
+# A plan that fails on every version there is stops here; each round condemns at least one copy.
+MAX_ROUNDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """What a restore did on this rank.
+
+    Attributes:
+        version: what was loaded; None after a fresh start.
+        reason: why this version, and why not the newer ones.
+        bytes: bytes of images by source: `slot` (own), `node`, `peer`, `storage`.
+        bundles: number of bundles by source.
+        seconds: by source, until the bundles were present on this node; `fill`: verifying and copying them; `total`.
+        refused: copies that failed, one line each, over all ranks.
+    """
+
+    version: Version | None
+    reason: str
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    bundles: Mapping[str, int] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    refused: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.version is None:
+            return f"started afresh: {self.reason}"
+        sources = ", ".join(f"{self.bytes[name]} bytes from {name}" for name in self.bytes)
+        bad = f"; refused: {' | '.join(self.refused)}" if self.refused else ""
+        return f"resumed from {self.version} in {self.seconds.get('total', 0):.2f} s ({sources}; {self.reason}){bad}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A copy that cannot be used: of a bundle, on a node (None: storage)."""
+
+    bundle_id: str
+    node: int | None
+    reason: str
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """What one attempt brought this rank."""
+
+    faults: list[Fault] = field(default_factory=list)
+    tensors: Mapping[str, LiveTensor] = field(default_factory=dict)
+    values: dict[Group, Mapping[str, Any]] = field(default_factory=dict)
+    located: list[Located] = field(default_factory=list)
+    fill_seconds: float = 0.0
+
+
+class Restorer:
+    """One restore of one rank. Collective: every rank makes the same calls.
+
+    Args:
+        timeout_s: how long fetching the bundles may take.
+    """
+
+    def __init__(self, job: Job, client: KeeperClient, *, state: State, storage: Storage, timeout_s: float) -> None:
+        self._job = job
+        self._client = client
+        self._state = state
+        self._storage = storage
+        self._timeout_s = timeout_s
+        self._findings: verdict.Findings | None = None
+        self._quarantine = Quarantine()
+        self._attempts: Counter[Version] = Counter()
+        self._refused: list[str] = []
+
+    def run(self, wanted: Version | None, *, fresh: bool, events: Events) -> RestoreReport:
+        """Loads the newest usable version, or `wanted`, or nothing if there is nothing or `fresh`.
+
+        Raises:
+            VersionNotFound: versions exist, none can be used; says why for each. CorruptError: every copy was bad.
+            MismatchError: the objects are not those that were saved. On every rank the same class.
+        """
+        started = time.perf_counter()
+        if fresh:
+            report = RestoreReport(None, "asked for a fresh start; older versions are left to their own lineage")
+        else:
+            report = self._newest(wanted)
+        self._resume(report.version)
+        report = replace(report, seconds={**report.seconds, "total": time.perf_counter() - started})
+        logger.info("%s", report)
+        events.emit("restored", version=str(report.version), seconds=report.seconds["total"], reason=report.reason)
+        return report
+
+    def _newest(self, wanted: Version | None) -> RestoreReport:
+        for _ in range(MAX_ROUNDS):
+            found = verdict.decode(agree.share(self._job.group, lambda: self._decide(wanted)))
+            if found.choice is None:
+                return self._nothing(found, wanted)
+            report = self._attempt(found, found.choice)
+            if report is not None:
+                return report
+        raise CorruptError(f"no usable version after {MAX_ROUNDS} plans: {'; '.join(self._refused)}")
+
+    def _attempt(self, found: verdict.Verdict, choice: Choice) -> RestoreReport | None:
+        """The report, or None if some rank found a bad copy."""
+        try:
+            loaded = agree.together(self._job.group, lambda: self._load(choice))
+            if not self._all_good(choice, loaded.faults):
+                return None
+            agree.together(self._job.group, lambda: self._state.apply(loaded.values, loaded.tensors))
+            return self._report(choice, found.reason, loaded)
+        finally:
+            if self._client.alive:
+                self._client.release()
+
+    def _decide(self, wanted: Version | None) -> bytes:
+        if self._job.group.rank:
+            return b""
+        if self._findings is None:
+            self._findings = verdict.find(self._client, self._storage)
+        return verdict.decide(self._findings, self._job, self._quarantine, wanted=wanted)
+
+    def _nothing(self, found: verdict.Verdict, wanted: Version | None) -> RestoreReport:
+        if not found.exists and wanted is None:
+            return RestoreReport(None, "no version in memory and none in storage")
+        kind = CorruptError if self._refused else VersionNotFound
+        what = f"{wanted} cannot be used" if wanted else "versions exist, but none can be used"
+        raise kind(
+            f"{what}: {'; '.join([found.reason, *self._refused])}",
+            where=self._storage.where,
+            remedy="repair or remove what is named; restore(fresh=True) starts a new lineage and leaves these alone",
+        )
+
+    # One attempt, on this rank.
+
+    def _load(self, choice: Choice) -> _Loaded:
+        facts = verdict.facts_of(None, self._job, self._quarantine)
+        fetches = recovery.fetches(choice, self._job.group.rank, facts)
+        loaded = _Loaded()
+        loaded.located = self._obtain(choice.version, fetches, loaded.faults)
+        sources = list(_readable(fetches, loaded.located, loaded.faults))
+        if loaded.faults:
+            return loaded
+        nodes = {fetch.ref.bundle_id: fetch.node for fetch in fetches}
+        try:
+            for source in sources:
+                _take_values(source, loaded.values)
+            loaded.tensors = self._state.targets(_saved(sources), loaded.values)
+        except HoldfastError:
+            # What does not fit may be damaged: only bytes that are proven may accuse the objects.
+            loaded.faults += [Fault(name, nodes[name], why) for name, why in _damaged(sources).items()]
+            if not loaded.faults:
+                raise
+            return loaded
+        started = time.perf_counter()
+        bad = fill.fill(sources, loaded.tensors)
+        loaded.fill_seconds = time.perf_counter() - started
+        loaded.faults += [Fault(name, nodes[name], why) for name, why in bad.items()]
+        return loaded
+
+    def _obtain(self, version: Version, fetches: tuple[Fetch, ...], faults: list[Fault]) -> list[Located]:
+        """All at once; if that fails, one by one, to know which copies are bad."""
+        try:
+            return list(self._client.obtain(version, fetches, timeout_s=self._timeout_s))
+        except (CorruptError, VersionNotFound, StorageError, KeeperLost) as error:
+            if not self._client.alive:
+                raise
+            logger.warning("fetching %s: %s; trying its bundles one by one", version, error)
+        located: list[Located] = []
+        for fetch in fetches:
+            try:
+                located += self._client.obtain(version, [fetch], timeout_s=self._timeout_s)
+            except (CorruptError, VersionNotFound, StorageError, KeeperLost) as error:
+                if not self._client.alive:
+                    raise
+                faults.append(Fault(fetch.ref.bundle_id, fetch.node, error.what))
+        return located
+
+    # The vote.
+
+    def _all_good(self, choice: Choice, faults: Iterable[Fault]) -> bool:
+        """Whether no rank found a fault; otherwise every rank knows them all and leaves those copies out."""
+        mine = [[fault.bundle_id, fault.node, fault.reason] for fault in faults]
+        told = agree.gather_json(self._job.group, mine)
+        bad = {(bundle_id, node): (rank, why) for rank, rows in enumerate(told) for bundle_id, node, why in rows}
+        if not bad:
+            return True
+        version = choice.version
+        self._attempts[version] += 1
+        for (bundle_id, node), (rank, why) in bad.items():
+            place = "storage" if node is None else self._job.topology.nodes[node]
+            self._refused.append(f"{version} bundle {bundle_id} from {place} (rank {rank}): {why}")
+            if rank == self._job.group.rank:
+                self._condemn(version, Fault(bundle_id, node, why))
+        logger.warning("%s", "; ".join(self._refused[-len(bad) :]))
+        copies = self._quarantine.copies | {(version, bundle_id, node) for bundle_id, node in bad}
+        worn_out = {v for v, count in self._attempts.items() if count >= recovery.MAX_ATTEMPTS}
+        self._quarantine = Quarantine(copies, frozenset(worn_out))
+        return False
+
+    def _condemn(self, version: Version, fault: Fault) -> None:
+        try:
+            self._client.quarantine(version, fault.bundle_id, node=fault.node, reason=fault.reason)
+        except HoldfastError as error:
+            logger.warning("the keeper was not told of a bad copy: %s", error)
+
+    # The end.
+
+    def _resume(self, version: Version | None) -> None:
+        """Everybody has loaded it: it is recorded, then saving may begin."""
+        group, incarnation = self._job.group, self._job.incarnation
+        agree.together(group, lambda: self._storage.record_resumed(incarnation, version) if group.rank == 0 else None)
+        agree.together(group, lambda: self._client.resume(incarnation, version))
+
+    def _report(self, choice: Choice, reason: str, loaded: _Loaded) -> RestoreReport:
+        num_bytes: Counter[str] = Counter()
+        bundles: Counter[str] = Counter()
+        seconds: dict[str, float] = {"fill": loaded.fill_seconds}
+        for item in loaded.located:
+            name = item.source.name.lower()
+            num_bytes[name] += len(item.view)
+            bundles[name] += 1
+            seconds[name] = max(seconds.get(name, 0.0), item.seconds)
+        refused = tuple(self._refused)
+        return RestoreReport(choice.version, reason, dict(num_bytes), dict(bundles), seconds, refused)
+
+
+def _readable(fetches: Iterable[Fetch], located: Iterable[Located], faults: list[Fault]) -> Iterable[Source]:
+    nodes = {fetch.ref.bundle_id: fetch.node for fetch in fetches}
+    seals = {fetch.ref.bundle_id: fetch.seal for fetch in fetches}
+    for item in located:
+        name = item.ref.bundle_id
+        try:
+            if item.seal.digest != seals[name].digest:
+                raise CorruptError("the copy is not the one that was agreed on")
+            yield fill.read_sources([item])[0]
+        except CorruptError as error:
+            faults.append(Fault(name, nodes[name], error.what))
+
+
+def _take_values(source: Source, values: dict[Group, Mapping[str, Any]]) -> None:
+    entry = source.image.values
+    if entry is not None:
+        raw = bytes(source.located.view[entry.start : entry.end])
+        values[source.located.ref.ranks] = value_codec.decode(raw, where=source.image.bundle_id)
+
+
+def _saved(sources: Iterable[Source]) -> dict[str, SavedTensor]:
+    """Entries by name; the pieces of a name may lie in several images."""
+    found: dict[str, SavedTensor] = {}
+    for source in sources:
+        for entry in source.image.entries:
+            pieces = found[entry.name].pieces if entry.name in found else ()
+            found[entry.name] = SavedTensor(
+                entry.dtype, entry.global_shape, (*pieces, Extent(entry.offsets, entry.shape))
+            )
+    return found
+
+
+def _damaged(sources: Iterable[Source]) -> dict[str, str]:
+    damaged: dict[str, str] = {}
+    for source in sources:
+        try:
+            image_format.verify(source.located.view, source.located.seal, source.image.bundle_id)
+        except CorruptError as error:
+            damaged[source.image.bundle_id] = error.what
+    return damaged

@@ -1,0 +1,235 @@
+"""The training state of one rank: live objects in, named entries and values out, and back.
+
+How it is used, by `train.checkpointer` and its neighbours:
+
+    state = State({"model": model, "optimizer": optimizer, ...}, rank=0, world_size=4, replicated=["ema.*"])
+    shards = state.predict()              # shards to reserve memory for, with the optimizer state to come, or None
+    gathered = state.gather()             # at every save, outside a step; see Gathered for what may be reused
+    targets = state.targets(saved, values, strict=True)    # saved: name -> SavedTensor, values: as in Gathered
+    ...                                   # fill targets[name].local in place with the bytes of `shard.extent`
+    record = state.apply(values, targets)  # only when every target holds verified bytes
+
+Tensors are never copied here: `local` shares memory with training. A part whose objects are unchanged is not looked at
+again; see `watch.py` for what counts as a change. `gather` calls no collective and waits for no device. `targets`
+changes nothing when it raises; when it returns, optimizer state that was missing exists with undefined content, so a
+restore must go on to `apply` or start again.
+
+The parts: `modules.py`, `optimizers.py`, `objects.py`, `randomness.py`; where a tensor belongs: `layout_of.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from holdfast.base.errors import UsageError
+from holdfast.core.model import Shard
+from holdfast.train.layout_of import Layouts
+from holdfast.train.live import Gathered, Group, LiveTensor, LoadRecord, SavedTensor
+from holdfast.train.modules import ModelPart
+from holdfast.train.objects import DictPart, ScalerState, Stateful, StatefulPart
+from holdfast.train.optimizers import OptimizerPart
+from holdfast.train.parts import Collector, Loading, Part, mismatch, twice
+from holdfast.train.randomness import GeneratorState, ProcessRandomness
+from holdfast.train.watch import Tensors
+
+__all__ = ["Gathered", "Group", "LiveTensor", "LoadRecord", "SavedTensor", "State"]
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_RNG = "rng"
+
+
+class State:
+    """All objects whose state makes training go on where it was.
+
+    Args:
+        objects: name -> module, optimizer, object with `state_dict` and `load_state_dict`, `torch.Generator`, dict of
+            tensors; a list, tuple or dict of such objects gives `name.0`, `name.key`. None is left out.
+        rank: this rank.
+        world_size: number of ranks of the job.
+        replicated: glob patterns of names (`model.pos_table`, `scheduler`, `ema.*`) that all ranks hold alike although
+            nothing shows it.
+
+    Raises:
+        UsageError: an object of another kind, or a name that cannot be used.
+    """
+
+    def __init__(
+        self, objects: Mapping[str, Any], *, rank: int, world_size: int, replicated: Sequence[str] = ()
+    ) -> None:
+        self._layouts = Layouts(rank, world_size, replicated)
+        self._parts = sorted(_parts(objects), key=_order)
+        self._parts.append(StatefulPart(_RNG, ProcessRandomness()))
+        self._lasting = Collector(self._layouts)
+        self._watch: Tensors | None = None
+        self._loading: Loading | None = None
+        self._structure = 0
+        self._storages = 0
+        self._described: Any = None
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """All optimizers, in the order in which they were given."""
+        return [part.optimizer for part in self._parts if isinstance(part, OptimizerPart)]
+
+    @torch.no_grad()
+    def gather(self) -> Gathered:
+        """The state now. Fast while nothing but bytes and numbers changed since the last call.
+
+        Raises:
+            UsageError: a tensor that cannot be saved, an optimizer of a tensor that no object holds; names it.
+        """
+        if not self._unchanged():
+            self._build()
+        passing = Collector(self._layouts)
+        for part in self._parts:
+            part.report(passing)
+        tensors = {**self._lasting.tensors, **passing.tensors}
+        if len(tensors) != len(self._lasting.tensors) + len(passing.tensors):
+            raise twice(next(iter(self._lasting.tensors.keys() & passing.tensors.keys())))
+        described = (
+            self._storages,
+            [(live.shard, live.local.device) for live in passing.tensors.values()],
+            sorted(passing.values),
+        )
+        if described != self._described:
+            self._note_structure(tensors, passing)
+            self._described = described
+        return Gathered(tensors, passing.values, self._structure, self._storages)
+
+    @torch.no_grad()
+    def predict(self) -> dict[str, Shard] | None:
+        """Shards of the state as it will be after the first optimizer step, or None if that is not known."""
+        shards = {name: live.shard for name, live in self.gather().tensors.items()}
+        for part in self._parts:
+            if isinstance(part, OptimizerPart):
+                predicted = part.predict(self._layouts)
+                if predicted is None:
+                    return None
+                shards.update((live.shard.name, live.shard) for live in predicted)
+        return shards
+
+    @torch.no_grad()
+    def targets(
+        self,
+        saved: Mapping[str, SavedTensor],
+        values: Mapping[Group, Mapping[str, Any]],
+        *,
+        strict: bool = True,
+    ) -> dict[str, LiveTensor]:
+        """Where the entries of a checkpoint go.
+
+        Args:
+            saved: the entries of all groups that this rank belongs to.
+            values: their values, decoded.
+            strict: refuse unless everything fits.
+
+        Returns:
+            Name -> the live tensor to fill in place; the boxes of the entry make up exactly its extent.
+
+        Raises:
+            MismatchError: with all names that are missing, unexpected or different; nothing was changed.
+        """
+        self._build()
+        loading = Loading(self._layouts, saved, {path: v for group in values.values() for path, v in group.items()})
+        for part in self._parts:
+            part.plan(loading)
+        problem = mismatch(loading.record()) if strict else None
+        if problem is not None:
+            raise problem
+        for part in self._parts:
+            part.create(loading)
+        self._loading = loading
+        self._watch = None
+        return dict(loading.targets)
+
+    @torch.no_grad()
+    def apply(self, values: Mapping[Group, Mapping[str, Any]], tensors: Mapping[str, LiveTensor]) -> LoadRecord:
+        """Takes over values: learning rates, schedulers, scaler, loader, objects, random numbers last.
+
+        Args:
+            values: those that `targets` was given.
+            tensors: what `targets` returned, filled with verified bytes.
+
+        Returns:
+            What was left out, empty if `targets` was strict.
+
+        Raises:
+            UsageError: without `targets` before, or with other arguments.
+        """
+        loading, self._loading = self._loading, None
+        if loading is None or loading.targets.keys() != tensors.keys():
+            raise UsageError("the tensors are not those that were asked for last", remedy="call targets() before")
+        if loading.values.keys() != {path for group in values.values() for path in group}:
+            raise UsageError("the values are not those that were planned with", remedy="pass the same to both calls")
+        for part in self._parts:
+            part.apply(loading)
+        return loading.record()
+
+    def _unchanged(self) -> bool:
+        return self._watch is not None and all(part.unchanged() for part in self._parts) and self._watch.unchanged()
+
+    def _build(self) -> None:
+        self._watch = None
+        owned = (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
+        self._lasting = Collector(self._layouts, late=frozenset(map(id, owned)))
+        for part in self._parts:
+            part.build(self._lasting)
+        self._watch = Tensors(self._lasting.sources)
+        self._storages += 1
+
+    def _note_structure(self, tensors: Mapping[str, LiveTensor], passing: Collector) -> None:
+        shape = ({n: (live.shard, live.local.device, live.late) for n, live in tensors.items()}, sorted(passing.values))
+        if shape != getattr(self, "_shape", None):
+            self._structure += 1
+            self._shape = shape
+
+
+def _order(part: Part) -> int:
+    """Those that hold tensors before the optimizers that step them; the rest as given."""
+    return {ModelPart: 0, DictPart: 0, OptimizerPart: 1}.get(type(part), 2)
+
+
+def _parts(objects: Mapping[str, Any]) -> Iterator[Part]:
+    for name, value in objects.items():
+        if not _NAME.match(name) or name == _RNG:
+            raise UsageError(f"an object cannot be called {name!r}", remedy=f"choose an identifier other than {_RNG!r}")
+        yield from _parts_of(name, value)
+
+
+def _parts_of(name: str, value: Any) -> Iterator[Part]:
+    if value is None:
+        return
+    part = _part(name, value)
+    if part is not None:
+        yield part
+    elif isinstance(value, dict) and not any(_part(name, item) for item in value.values()):
+        yield DictPart(name, value)
+    elif isinstance(value, list | tuple | dict):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from _parts_of(f"{name}.{key}", item)
+    else:
+        raise UsageError(
+            f"nothing is known about saving {type(value).__module__}.{type(value).__qualname__}",
+            where=name,
+            remedy="give an object with state_dict() and load_state_dict(), or a dict of tensors",
+        )
+
+
+def _part(name: str, value: Any) -> Part | None:
+    if isinstance(value, nn.Module):
+        return ModelPart(name, value)
+    if isinstance(value, Optimizer):
+        return OptimizerPart(name, value)
+    if isinstance(value, GradScaler):
+        return StatefulPart(name, ScalerState(value))
+    if isinstance(value, torch.Generator):
+        return StatefulPart(name, GeneratorState(value))
+    return StatefulPart(name, value) if isinstance(value, Stateful) and not isinstance(value, type) else None

@@ -1,0 +1,107 @@
+"""What rank 0 finds out before a restore, and the one decision that all ranks get.
+
+The keepers tell what they hold, storage tells what is committed; core.recovery decides. A manifest that cannot be read
+does not hide the others: it is one reason among those that are reported. Called by `train.restore`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from holdfast.base.errors import HoldfastError, VersionNotFound
+from holdfast.core import recovery
+from holdfast.core.model import Version
+from holdfast.core.recovery import Choice, Facts, MemoryCopy, Quarantine, Stored
+from holdfast.node.client import Inventory, KeeperClient
+from holdfast.tiers.storage import Storage
+from holdfast.train.assembly import Job
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What to load.
+
+    Attributes:
+        choice: the version and its copies, or None.
+        reason: one sentence why, with what was refused.
+        exists: whether there is any version at all, usable or not.
+    """
+
+    choice: Choice | None
+    reason: str
+    exists: bool
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Verdict)
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What rank 0 found, once per restore.
+
+    Attributes:
+        unreadable: committed versions whose manifest cannot be used, with the fault.
+    """
+
+    inventory: Inventory
+    stored: Mapping[Version, Stored]
+    unreadable: Mapping[Version, HoldfastError] = field(default_factory=dict)
+
+
+def find(client: KeeperClient, storage: Storage) -> Findings:
+    """Asks all keepers and storage."""
+    inventory = client.inventory(wide=True)
+    for node, reason in inventory.silent:
+        logger.warning("the keeper of node %d does not answer (%s); what it holds is left out", node, reason)
+    stored: dict[Version, Stored] = {}
+    unreadable: dict[Version, HoldfastError] = {}
+    for version in storage.versions():
+        try:
+            manifest = storage.manifest(version)
+        except VersionNotFound:
+            continue  # retired meanwhile
+        except HoldfastError as error:
+            unreadable[version] = error
+            continue
+        seals = {file.ref.bundle_id: file.seal for file in manifest.bundles}
+        table = tuple(file.ref for file in manifest.bundles)
+        stored[version] = Stored(version, manifest.world_size, table, seals)
+    return Findings(inventory, stored, unreadable)
+
+
+def facts_of(findings: Findings | None, job: Job, quarantine: Quarantine) -> Facts:
+    """The facts for core.recovery; without findings, those that every rank has."""
+    memory: tuple[MemoryCopy, ...] = ()
+    if findings is None:
+        return Facts(memory, {}, {}, job.lineage, job.topology, quarantine=quarantine)
+    inventory = findings.inventory
+    suspects = frozenset(version for version, _ in inventory.suspects)
+    tables = dict(inventory.tables)
+    return Facts(inventory.copies, tables, findings.stored, job.lineage, job.topology, suspects, quarantine)
+
+
+def decide(findings: Findings, job: Job, quarantine: Quarantine, *, wanted: Version | None) -> bytes:
+    """Rank 0: the verdict, encoded.
+
+    Raises:
+        HoldfastError: `wanted` is there, but its manifest cannot be used and no keeper holds it.
+    """
+    decision = recovery.choose_version(facts_of(findings, job, quarantine), wanted=wanted)
+    reasons = [decision.reason]
+    reasons += [f"{version} refused: {error}" for version, error in sorted(findings.unreadable.items(), reverse=True)]
+    exists = bool(findings.inventory.copies or findings.stored or findings.unreadable)
+    if decision.value is None and wanted is not None and wanted in findings.unreadable:
+        raise findings.unreadable[wanted]
+    return _encoder.encode(Verdict(decision.value, "; ".join(reasons), exists))
+
+
+def decode(data: bytes) -> Verdict:
+    """The verdict of rank 0."""
+    return _decoder.decode(data)

@@ -1,0 +1,228 @@
+"""Versions in storage: the commit, what counts as there, what is removed and what never is."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from holdfast.base.errors import (
+    CorruptError,
+    Fenced,
+    HoldfastError,
+    StorageError,
+    UsageError,
+)
+from holdfast.base.events import Events
+from holdfast.core.model import Version
+from holdfast.tiers import format as image_format
+from holdfast.tiers.registry import make_stamp
+from holdfast.tiers.storage import Storage, open_storage
+from tiers.faults import damage
+from tiers.samples import new_store, random_image, sample_bundle, save, tree, verify
+
+V1, V2 = Version(1, 10), Version(1, 20)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Storage:
+    return new_store(tmp_path / "root")
+
+
+# A version's life.
+
+
+def test_a_saved_version_is_found_verified_and_read(store: Storage) -> None:
+    manifest = save(store, V1)
+    assert store.versions() == [V1]
+    assert verify(store, V1) == manifest.num_bytes
+    for number, file in enumerate(manifest.bundles):
+        view = memoryview(bytearray(file.length))
+        store.read_bundle_into(V1, file, view)
+        image_format.verify(view, file.seal, file.file)
+        assert view == random_image(sample_bundle(file.ref.bundle_id), number, {"lr": 0.1, "seed": 0})
+        assert store.image(V1, file) == image_format.read_image(view, "here")
+
+
+def test_a_version_directory_holds_exactly_the_files_of_its_manifest(store: Storage, tmp_path: Path) -> None:
+    manifest = save(store, V1)
+    found = {path.name for path in (tmp_path / "root" / str(V1)).iterdir()}
+    assert found == {"manifest.json", *manifest.parts, *(file.file for file in manifest.bundles)}
+    assert list((tmp_path / "root" / ".tmp").iterdir()) == []
+
+
+def test_the_same_state_makes_the_same_bytes_whoever_writes_it(tmp_path: Path) -> None:
+    roots = [tmp_path / "a", tmp_path / "b"]
+    for root in roots:
+        new_store(root)
+    shutil.copy(roots[0] / "holdfast.json", roots[1])  # one job
+    for root in roots:
+        save(new_store(root), V1)
+    assert tree(roots[0] / str(V1)) == tree(roots[1] / str(V1))
+    before = tree(roots[0])
+    save(new_store(roots[0]), V1)  # a second writer, or a repeated request
+    assert tree(roots[0]) == before
+
+
+def test_bytes_are_counted_where_they_move(tmp_path: Path) -> None:
+    events = Events()
+    store = open_storage(tmp_path / "root", events)
+    store.claim()
+    manifest = save(store, V1)
+    assert events.counters()["storage_written_bytes"] == manifest.num_bytes
+    assert "storage_read_bytes" not in events.counters()  # looking at records is not reading state
+    verify(store, V1)
+    assert events.counters()["storage_read_bytes"] == manifest.num_bytes
+
+
+def test_versions_are_listed_in_order_and_only_if_committed(store: Storage, tmp_path: Path) -> None:
+    for version in (V2, Version(2, 5), V1):
+        save(store, version)
+    (tmp_path / "root" / "i000001-s0000000099").mkdir()
+    (tmp_path / "root" / "notes").mkdir()
+    (tmp_path / "root" / "notes" / "manifest.json").write_text("{}")
+    assert store.versions() == [V1, V2, Version(2, 5)]
+    assert store.unfinished() == [Version(1, 99)]
+    assert (tmp_path / "root" / "latest").read_text() == f"{V1}\n"
+
+
+def test_a_commit_without_its_files_is_refused(store: Storage, tmp_path: Path) -> None:
+    manifest = save(store, V1)
+    copy = tmp_path / "root" / str(V2)
+    shutil.copytree(tmp_path / "root" / str(V1), copy)
+    (copy / "manifest.json").unlink()
+    file = copy / manifest.bundles[1].file
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(StorageError, match=f"1 of 2 files.*{manifest.bundles[1].file}"):
+        store.commit(dataclasses.replace(manifest, version=V2), stamp=make_stamp(1))
+    assert store.versions() == [V1]
+
+
+def test_a_commit_with_other_content_is_fenced_and_an_equal_one_succeeds(store: Storage) -> None:
+    manifest = save(store, V1)
+    store.commit(manifest, stamp=make_stamp(1, 2))
+    with pytest.raises(Fenced, match="other content"):
+        store.commit(dataclasses.replace(manifest, layout="another"), stamp=make_stamp(1, 3))
+    assert store.manifest(V1) == manifest
+
+
+def test_a_commit_of_a_lower_incarnation_is_fenced(store: Storage) -> None:
+    manifest = save(store, V1)
+    assert store.register_incarnation() == 2
+    with pytest.raises(Fenced, match="newer incarnation"):
+        store.commit(dataclasses.replace(manifest, version=V2), stamp=make_stamp(1))
+    assert store.versions() == [V1]
+
+
+def test_of_many_committers_all_succeed_with_one_content(store: Storage, tmp_path: Path) -> None:
+    manifest = save(store, V1)
+    (tmp_path / "root" / str(V1) / "manifest.json").unlink()
+    faults: list[HoldfastError] = []
+
+    def commit() -> None:
+        try:
+            store.commit(manifest, stamp=make_stamp(1))
+        except HoldfastError as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=commit) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert faults == []
+    assert store.manifest(V1) == manifest
+
+
+def test_a_hint_that_cannot_be_written_does_not_spoil_the_commit(store: Storage, tmp_path: Path) -> None:
+    (tmp_path / "root" / "latest").mkdir()
+    save(store, V1)
+    assert store.versions() == [V1]
+
+
+# Removing.
+
+
+def test_retiring_removes_the_commit_first_and_everything_that_it_lists(
+    store: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, V1)
+    save(store, V2)
+    seen: list[str] = []
+    for name in ("unlink", "fsync", "rmdir"):
+        real = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *a, name=name, real=real, **k: seen.append(f"{name} {a[0]}") or real(*a, **k)
+        )
+    store.retire(V1)
+    kinds = [line.split()[0] for line in seen]
+    assert seen[0] == "unlink manifest.json"
+    assert kinds == ["unlink", "fsync", "unlink", "unlink", "unlink", "unlink", "fsync", "rmdir", "fsync"]
+    assert [line.endswith(".safetensors") for line in seen[2:6]] == [True, True, False, False]
+    assert not (tmp_path / "root" / str(V1)).exists()
+    assert store.versions() == [V2]
+    assert verify(store, V2)
+
+
+def test_nothing_unknown_is_ever_deleted(store: Storage, tmp_path: Path) -> None:
+    save(store, V1)
+    directory = tmp_path / "root" / str(V1)
+    unknown = {
+        "notes.txt": b"mine",
+        "model.safetensors": b"someone's weights",
+        "manifest-9.json": b"{}",
+        f"g9-{'0' * 32}.safetensors": b"named like ours, and is not",
+    }
+    for name, data in unknown.items():
+        (directory / name).write_bytes(data)
+    store.retire(V1)
+    assert tree(directory) == unknown
+    assert store.versions() == []
+    store.discard(V1)
+    assert tree(directory) == unknown
+
+
+def test_a_version_that_was_never_committed_is_discarded_and_a_committed_one_is_not(
+    store: Storage, tmp_path: Path
+) -> None:
+    save(store, V1)
+    save(store, V2)
+    (tmp_path / "root" / str(V2) / "manifest.json").unlink()
+    (tmp_path / "root" / str(V2) / "manifest-0.json").unlink()
+    store.discard(V2)
+    assert not (tmp_path / "root" / str(V2)).exists()
+    with pytest.raises(UsageError, match="retire it instead"):
+        store.discard(V1)
+    assert verify(store, V1)
+
+
+def test_a_damaged_manifest_is_not_retired(store: Storage, tmp_path: Path) -> None:
+    save(store, V1)
+    damage(tmp_path / "root" / str(V1) / "manifest-1.json", "flipped")
+    before = tree(tmp_path / "root")
+    with pytest.raises(CorruptError):
+        store.retire(V1)
+    assert tree(tmp_path / "root") == before
+
+
+def test_pinned_versions_are_not_retired(store: Storage) -> None:
+    save(store, V1)
+    store.pin(V1)
+    assert store.pins() == {V1}
+    with pytest.raises(UsageError, match="pinned"):
+        store.retire(V1)
+    store.unpin(V1)
+    assert store.pins() == set()
+    store.retire(V1)
+    assert store.versions() == []
+
+
+def test_looking_imports_nothing_heavy() -> None:
+    code = "import sys, holdfast.tiers.storage; sys.exit(bool({'numpy', 'torch', 'safetensors'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,69 @@
+"""What the launcher's tests launch: all-reduces until told to stop, and reports where it is.
+
+    elastic_worker.py DIRECTORY [--save-on-sigterm] [--ignore-sigterm] [--with-child] [--alone]
+
+Every step rewrites DIRECTORY/rank<N> with process id, restart count and step. The job ends when DIRECTORY/stop exists,
+seen by all ranks in the same step because the sight of it is reduced.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+directory = Path(sys.argv[1])
+told = []
+
+
+def note(name: str, text: str) -> None:
+    unfinished = directory / f".{name}.{os.getpid()}"
+    unfinished.write_text(text)
+    unfinished.rename(directory / name)
+
+
+def main() -> int:
+    rank = int(os.environ["RANK"])
+    if "--save-on-sigterm" in sys.argv:
+        signal.signal(signal.SIGTERM, lambda *_: told.append(True))
+    if "--ignore-sigterm" in sys.argv:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = None
+    if "--with-child" in sys.argv:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    reduced = alone if "--alone" in sys.argv else together()
+    step = 0
+    while not reduced(bool(told) or (directory / "stop").exists()):
+        step += 1
+        note(f"rank{rank}", f"{os.getpid()} {os.environ['TORCHELASTIC_RESTART_COUNT']} {step}")
+        time.sleep(0.02)
+    if child is not None:
+        note(f"child{rank}", "alive" if child.poll() is None else f"ended with {child.returncode}")
+    if told:
+        note(f"saved{rank}", str(step))
+    return 0
+
+
+def alone(flag: bool) -> bool:
+    return flag
+
+
+def together():
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+
+    def reduced(flag: bool) -> bool:
+        total = torch.tensor([float(flag)])
+        dist.all_reduce(total)
+        return total.item() > 0
+
+    return reduced
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""Capture: what lies in the slot is the image that the format defines, and copying it costs little more than a copy."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from holdfast.base.events import Events
+from holdfast.core.model import Extent, Shard, Topology
+from holdfast.tiers import format as image_format
+from holdfast.tiers import values as value_codec
+from holdfast.tiers.memory import Slot
+from holdfast.train import capture, fill
+from holdfast.train.capture import Copies, SlotView, Structure
+from holdfast.train.fence import Fence, Job
+from holdfast.train.live import Gathered, LiveTensor, dtype_name
+from holdfast.train.trust import NUM_PROOFS, Trust, differing, digest, same_bits
+
+ALONE = Topology(("n0",), (0,))
+
+
+@contextmanager
+def slot_of(num_bytes: int) -> Iterator[Slot]:
+    slot = Slot.create(num_bytes)
+    try:
+        yield slot
+    finally:
+        slot.close()
+
+
+def live(name: str, tensor: torch.Tensor, *, ranks: tuple[int, ...] = (0,), late: bool = True) -> LiveTensor:
+    shape = tuple(tensor.shape)
+    extent = Extent((0,) * len(shape), shape)
+    return LiveTensor(Shard(name, dtype_name(tensor.dtype, where=name), shape, extent, ranks), tensor, late)
+
+
+def gathered(tensors: dict[str, torch.Tensor], *, ranks: tuple[int, ...] = (0,)) -> Gathered:
+    rows = {name: live(name, tensor, ranks=ranks) for name, tensor in tensors.items()}
+    return Gathered(rows, {ranks: {"lr": 0.5, "name": "x"}}, 1, 1)
+
+
+def odd_tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    wide = torch.randn(64, 96, dtype=torch.float64)
+    return {
+        "scalar": torch.tensor(3.5),
+        "bool": torch.tensor([True, False, True]),
+        "half": torch.randn(3, 5).to(torch.bfloat16),
+        "transposed": wide.t(),
+        "strided": wide[:, ::2],
+        "empty": torch.empty(0, 4),
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "complex": torch.randn(4, dtype=torch.complex64),
+        "nan": torch.tensor([float("nan"), -0.0, float("inf")]),
+        "long": torch.arange(300_000, dtype=torch.int64),
+    }
+
+
+def structure_of(state: Gathered, *, rank: int = 0, topology: Topology = ALONE) -> Structure:
+    return Structure([row.shard for row in state.tensors.values()], state.values, rank=rank, topology=topology)
+
+
+def save_into(slot: Slot, state: Gathered, *, rank: int = 0, topology: Topology = ALONE) -> SlotView:
+    structure = structure_of(state, rank=rank, topology=topology)
+    values = structure.encode(state)
+    view = SlotView(slot, structure.plan(values), state.tensors)
+    view.write_frames(values)
+    sources = [part.of(state.tensors[part.name]) for part in view.plan.parts]
+    copies = Copies.of(view.targets, sources, range(len(sources)))
+    capture.copy(copies.targets, copies.sources)
+    return view
+
+
+def test_images_hold_every_kind_of_tensor_bit_for_bit() -> None:
+    tensors = odd_tensors()
+    with slot_of(8 << 20) as slot:
+        view = save_into(slot, gathered(tensors))
+        found: dict[str, bytes] = {}
+        for image in view.plan.images:
+            memory = slot.view[image.start : image.start + image.plan.length]
+            read = image_format.read_image(memory, "slot")
+            for entry in read.entries:
+                found[entry.name] = bytes(memory[entry.start : entry.end])
+            assert read.values is not None
+            assert value_codec.decode(bytes(memory[read.values.start : read.values.end])) == {"lr": 0.5, "name": "x"}
+        assert found == {name: raw(tensor) for name, tensor in tensors.items()}
+        del view, memory
+
+
+def test_ranks_of_a_node_divide_their_twins_state_and_every_row_is_captured_once() -> None:
+    topology = Topology(("a", "b"), (0, 0, 1, 1))
+    tensors = {f"w{i}": torch.arange(i * 7, i * 7 + 900_000, dtype=torch.float32).view(900, 1000) for i in range(3)}
+    everyone = (0, 1, 2, 3)
+    for node in (0, 1):
+        seen = {name: torch.zeros(900) for name in tensors}
+        for rank in topology.ranks_on(node):
+            with slot_of(16 << 20) as slot:
+                view = save_into(slot, gathered(tensors, ranks=everyone), rank=rank, topology=topology)
+                assert sum(p.piece.num_bytes for p in view.plan.parts) < 0.7 * sum(t.nbytes for t in tensors.values())
+                for part, target in zip(view.plan.parts, view.targets, strict=True):
+                    first, last = part.piece.start_row, part.piece.start_row + part.piece.num_rows
+                    assert torch.equal(target, tensors[part.name][first:last])
+                    seen[part.name][first:last] += 1
+                del view, target
+        assert all(bool((rows == 1).all()) for rows in seen.values())
+
+
+def test_what_was_captured_fills_other_tensors_and_a_flipped_bit_is_named() -> None:
+    tensors = odd_tensors()
+    with slot_of(8 << 20) as slot:
+        view = save_into(slot, gathered(tensors))
+        sources = [located_in(slot, image) for image in view.plan.images]
+        fresh = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        targets = {name: live(name, tensor) for name, tensor in fresh.items()}
+        assert fill.fill(sources, targets) == {}
+        assert {name: raw(tensor) for name, tensor in fresh.items()} == {n: raw(t) for n, t in tensors.items()}
+        slot.view[view.plan.images[0].start + view.plan.images[0].plan.length - 2000] ^= 1
+        faults = fill.fill(sources, targets)
+        assert list(faults) == [view.plan.images[0].ref.bundle_id]
+        assert "differs from its seal" in faults[view.plan.images[0].ref.bundle_id]
+        del view, sources
+
+
+def located_in(slot: Slot, image: capture.PlacedImage) -> fill.Source:
+    from holdfast.core.recovery import Source
+    from holdfast.node.client import Located
+
+    memory = slot.view[image.start : image.start + image.plan.length].toreadonly()
+    seal = image_format.seal(image.ref.bundle_id, memory)
+    return fill.read_sources([Located(image.ref, seal, memory, Source.SLOT, 0.0)])[0]
+
+
+def test_python_around_the_copy_costs_less_than_a_tenth_of_it() -> None:
+    """435 tensors of 256 MiB: everything but the copy itself, as it is done at every save."""
+    tensors = {f"layer{i}.weight": torch.ones(154_300) for i in range(435)}
+    state = gathered(tensors)
+    with slot_of((256 << 20) + (4 << 20)) as slot:
+        structure = structure_of(state)
+        view = SlotView(slot, structure.plan(structure.encode(state)), state.tensors)
+        plain, saves = [], []
+        for _ in range(9):
+            started = time.perf_counter()
+            torch._foreach_copy_(view.targets, [tensors[p.name] for p in view.plan.parts])
+            middle = time.perf_counter()
+            values = structure.encode(state)
+            plan = structure.plan(values)
+            view.write_frames(values)
+            sources = [part.of(state.tensors[part.name]) for part in plan.parts]
+            copies = Copies.of(view.targets, sources, range(len(sources)))
+            ready = time.perf_counter()
+            capture.copy(copies.targets, copies.sources)
+            plain.append(middle - started)
+            saves.append(ready - middle)
+        assert statistics.median(saves) < 0.002, f"{statistics.median(saves)} s beside a copy of {min(plain)} s"
+        del view, copies
+
+
+def test_a_large_tensor_is_cut_into_batches_that_make_up_the_whole() -> None:
+    big = torch.arange(30 << 20, dtype=torch.float32)  # 120 MiB
+    target = torch.zeros_like(big)
+    batches = capture.batches([target], [big])
+    assert len(batches) == 4
+    assert all(batch.num_bytes <= capture.BATCH_BYTES for batch in batches)
+    for batch in batches:
+        capture.copy(batch.targets, batch.sources)
+    assert torch.equal(target, big)
+
+
+def test_the_step_waits_for_the_copy_and_not_longer_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = torch.nn.Parameter(torch.ones(1000))
+    parameter.grad = torch.ones(1000)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    fence = Fence(timeout_s=0.3, events=Events())
+    fence.guard([optimizer])
+    ends: list[str] = []
+    first, second = torch.zeros(1000), torch.zeros(1000)
+
+    def job() -> Job:
+        return Job([capture.Batch([t], [parameter.detach()], t.nbytes) for t in (first, second)], None, ends.append)
+
+    try:
+        fence.start(job())
+        optimizer.step()
+        assert ends == [""]
+        assert torch.equal(second, torch.ones(1000)), "the state before the step"
+        assert torch.equal(parameter.detach(), torch.zeros(1000))
+
+        gate = threading.Event()
+        fast = capture.copy
+        monkeypatch.setattr(capture, "copy", lambda *batch: (gate.wait(10.0), fast(*batch)))
+        fence.start(job())
+        started = time.monotonic()
+        optimizer.step()
+        assert 0.25 < time.monotonic() - started < 2.0
+        assert not fence.idle(0.01), "the copy still writes; nobody may have the slot"
+        gate.set()
+        assert fence.idle(5.0)
+        assert "the step goes on" in ends[1]
+        assert torch.equal(second, torch.ones(1000)), "a copy that was given up ends between two batches"
+    finally:
+        fence.close()
+    assert not [t for t in threading.enumerate() if t.name == "holdfast-capture"]
+
+
+def test_three_proofs_make_a_tensor_late_and_one_difference_never(caplog: pytest.LogCaptureFixture) -> None:
+    trust = Trust(overlap=True)
+    tensors = {"good": live("good", torch.ones(4)), "bad": live("bad", torch.ones(4))}
+    tensors["buffer"] = live("buffer", torch.ones(4), late=False)
+    for _ in range(NUM_PROOFS):
+        assert trust.late(tensors) == set()
+        assert trust.watched(tensors) == {"good", "bad"} or trust.watched(tensors) == {"good"}
+        trust.judge({"good"}, {"bad"})
+    assert trust.late(tensors) == {"good"}
+    assert trust.watched(tensors) == set()
+    assert [r.getMessage() for r in caplog.records].count(caplog.records[0].getMessage()) == 1
+    assert "bad" in caplog.records[0].getMessage()
+    trust.forget()
+    assert trust.watched(tensors) == {"good"}
+    assert Trust(overlap=False).watched(tensors) == set()
+
+
+def test_comparison_is_bitwise_on_any_layout() -> None:
+    nan = torch.tensor([float("nan"), 0.0])
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    wide = torch.randn(5, 7)
+    assert same_bits(wide.t(), wide.t().contiguous())
+    other = wide.t().contiguous()
+    other[3, 2] += 1
+    assert differing([("same", wide, wide.clone()), ("other", wide.t(), other)]) == {"other"}
+    assert digest(wide) == digest(wide.clone())
+    assert digest(wide) != digest(wide + 1)
+
+
+@pytest.mark.gpu
+def test_copies_from_a_gpu_hold_the_state_at_the_call_whatever_the_stream_does_next() -> None:
+    from holdfast.train.cuda import SideStreams
+
+    streams = SideStreams()
+    source = torch.ones(8 << 20, device="cuda")
+    with slot_of(source.nbytes) as slot:
+        streams.pin(slot)
+        target = torch.frombuffer(slot.view, dtype=torch.float32)[: source.numel()]
+        for value in range(5):
+            source.fill_(value)
+            copy = streams.queue([target], [source])
+            copy.hold_current_streams()
+            source.fill_(-1)  # the next optimizer step
+            copy.wait()
+            assert bool((target == value).all())
+        streams.close()
+        del target
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    flat = tensor.contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

@@ -1,0 +1,243 @@
+"""`holdfast run`: restarts that work, nodes that are replaced, signals that leave time to save. Real processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+from torch.distributed.run import get_args_parser
+
+from holdfast.base.errors import ConfigError
+from holdfast.train import elastic
+
+WORKER = str(Path(__file__).with_name("elastic_worker.py"))
+RECOVERY_S = 60.0
+
+
+@dataclass
+class Job:
+    """Launchers and workers of one test; everything dies with it."""
+
+    directory: Path
+    launchers: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def launch(self, *flags: str, worker: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "holdfast.train.elastic", *flags, WORKER, str(self.directory), *worker]
+        log = (self.directory / f"launcher{len(self.launchers)}.log").open("w")
+        with log:
+            launcher = subprocess.Popen(command, stdout=log, stderr=log, text=True)
+        self.launchers.append(launcher)
+        return launcher
+
+    def ranks(self, world_size: int) -> list[tuple[int, int, int]] | None:
+        """(process id, restart count, step) of every rank, or None if one has not reported."""
+        try:
+            rows = [(self.directory / f"rank{rank}").read_text().split() for rank in range(world_size)]
+        except FileNotFoundError:
+            return None
+        return [(int(pid), int(restarts), int(step)) for pid, restarts, step in rows]
+
+    def running(self, world_size: int, *, since: set[int] = frozenset()) -> list[tuple[int, int, int]]:  # type: ignore[assignment]
+        """Waits until all ranks have made steps in processes that are not in `since`."""
+
+        def progressed() -> list[tuple[int, int, int]] | None:
+            rows = self.ranks(world_size)
+            good = rows is not None and all(pid not in since and step >= 3 for pid, _, step in rows)
+            return rows if good else None
+
+        return wait_for(progressed, f"steps of {world_size} ranks", self.logs)
+
+    def stop(self) -> None:
+        (self.directory / "stop").touch()
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text()[-3000:] for path in sorted(self.directory.glob("launcher*.log")))
+
+    def end(self) -> None:
+        for launcher in self.launchers:
+            kill_tree(launcher)
+
+
+def wait_for(condition: Callable[[], object], what: str, logs: Callable[[], str]) -> object:
+    deadline = time.monotonic() + RECOVERY_S
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"waited {RECOVERY_S} s for {what}\n{logs()}")
+
+
+def kill_tree(launcher: subprocess.Popen[str]) -> None:
+    """SIGKILL to a launcher and all its workers: what the loss of a node looks like."""
+    try:
+        victims = [launcher, *psutil.Process(launcher.pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        victims = [launcher]
+    for victim in victims:
+        try:
+            os.kill(victim.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # ended by itself
+    launcher.wait()
+
+
+@pytest.fixture
+def job(tmp_path: Path, runtime_dir: Path) -> Iterator[Job]:
+    started = Job(tmp_path)
+    yield started
+    started.end()
+
+
+def survive_kills(job: Job, kills: int) -> None:
+    launcher = job.launch("--standalone", "--nproc-per-node=4", "--max-restarts=20")
+    seen: set[int] = set()
+    chooser = random.Random(7)
+    for _ in range(kills):
+        rows = job.running(4, since=seen)
+        seen |= {pid for pid, _, _ in rows}
+        os.kill(chooser.choice(rows)[0], signal.SIGKILL)
+    rows = job.running(4, since=seen)
+    assert {restarts for _, restarts, _ in rows} == {kills}
+    job.stop()
+    assert launcher.wait(60) == 0, job.logs()
+
+
+def test_the_job_survives_a_killed_worker(job: Job) -> None:
+    survive_kills(job, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_job_survives_ten_killed_workers(job: Job) -> None:
+    survive_kills(job, 10)
+
+
+def test_a_lost_node_is_replaced_and_keeps_its_ranks(job: Job) -> None:
+    """Both nodes once: kill -9 of a launcher with its workers, then a new launcher under the same address."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def start(node: int) -> subprocess.Popen[str]:
+        return job.launch(
+            "--nnodes=2",
+            "--nproc-per-node=2",
+            "--rdzv-backend=c10d",
+            "--rdzv-id=replaced",
+            f"--rdzv-endpoint=127.0.0.1:{store.port}",
+            "--rdzv-conf=is_host=0,keep_alive_interval=1,keep_alive_max_attempt=2",
+            f"--local-addr=127.0.0.{node + 1}",
+            f"--node-label=node{node}",
+        )
+
+    nodes = [start(0), start(1)]
+    seen: set[int] = set()
+    for victim in (1, 0):
+        seen |= {pid for pid, _, _ in job.running(4, since=seen)}
+        kill_tree(nodes[victim])
+        nodes[victim] = start(victim)
+    rows = job.running(4, since=seen)
+    assert [psutil.Process(pid).ppid() for pid, _, _ in rows] == [n.pid for n in nodes for _ in range(2)]
+    job.stop()
+    assert [node.wait(60) for node in nodes] == [0, 0], job.logs()
+
+
+def test_sigterm_leaves_time_to_save_and_spares_the_workers_children(job: Job) -> None:
+    launcher = job.launch("--standalone", "--nproc-per-node=2", worker=("--save-on-sigterm", "--with-child"))
+    rows = job.running(2)
+    launcher.terminate()
+    assert launcher.wait(60) == 0, job.logs()
+    assert [(job.directory / f"saved{rank}").exists() for rank in range(2)] == [True, True]
+    assert [(job.directory / f"child{rank}").read_text() for rank in range(2)] == ["alive", "alive"]
+    assert not [pid for pid, _, _ in rows if psutil.pid_exists(pid)]
+
+
+def test_sigterm_to_workers_that_do_not_save_is_not_success(job: Job) -> None:
+    launcher = job.launch("--standalone", "--nproc-per-node=2", worker=("--alone",))
+    job.running(2)
+    launcher.terminate()
+    assert launcher.wait(60) == 128 + signal.SIGTERM
+
+
+def test_a_second_signal_ends_what_does_not_listen(job: Job) -> None:
+    launcher = job.launch("--standalone", "--nproc-per-node=1", worker=("--alone", "--ignore-sigterm"))
+    ((pid, _, step),) = job.running(1)
+    launcher.terminate()
+    wait_for(lambda: (job.ranks(1) or [(0, 0, 0)])[0][2] > step + 20, "the worker going on", job.logs)
+    launcher.terminate()
+    assert launcher.wait(20) == 128 + signal.SIGTERM
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_failing_script_is_restarted_and_then_reported(job: Job) -> None:
+    launcher = job.launch("--standalone", "--max-restarts=1", worker=("--alone",))
+    first = job.running(1)
+    os.kill(first[0][0], signal.SIGKILL)
+    second = job.running(1, since={first[0][0]})
+    os.kill(second[0][0], signal.SIGKILL)
+    assert launcher.wait(60) == 1
+    assert "Signal 9 (SIGKILL)" in job.logs()
+
+
+def test_wrong_flags_are_usage_errors(job: Job) -> None:
+    assert job.launch("--no-such-flag").wait(60) == 2
+    assert job.launch("--nnodes=some").wait(60) == 2
+    assert job.launch("--every=often times").wait(60) in {0, 2}
+
+
+def test_every_flag_of_torchrun_is_taken() -> None:
+    def flags(parser: object) -> set[str]:
+        return set(parser._option_string_actions)  # type: ignore[attr-defined]
+
+    assert flags(get_args_parser()) <= flags(elastic.build_parser())
+    script = ["--nproc-per-node", "2", "train.py", "--every", "its own"]
+    assert elastic.build_parser().parse_args(script).training_script_args == ["--every", "its own"]
+
+
+def test_our_flags_are_passed_on_to_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOLDFAST_EVERY", "HOLDFAST_NODE_LABEL", "HOLDFAST_RUN_ID"):
+        monkeypatch.setenv(name, "replaced")
+        monkeypatch.delenv(name)
+    args = elastic.build_parser().parse_args(["--every", "5", "--node-label", "n7", "--rdzv-id", "job/42", "train.py"])
+    settings = elastic.pass_on_settings(args)
+    assert (settings.every, settings.node_label, settings.run_id) == ("5", "n7", "job-42")
+    assert os.environ["HOLDFAST_EVERY"] == "5"
+
+
+def test_a_run_id_from_outside_wins_over_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_RUN_ID", "mine")
+    assert elastic.pass_on_settings(elastic.build_parser().parse_args(["--rdzv-id", "x", "t.py"])).run_id == "mine"
+    monkeypatch.setenv("HOLDFAST_RUN_ID", "not / plain")
+    with pytest.raises(ConfigError):
+        elastic.pass_on_settings(elastic.build_parser().parse_args(["t.py"]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "conf"),
+    [
+        (["--standalone"], "keep_alive_interval=1,keep_alive_max_attempt=5"),
+        (["--nnodes=4", "--rdzv-backend=c10d", "--rdzv-conf=keep_alive_interval=9"], "keep_alive_interval=9,keep_alive_max_attempt=5"),
+        (["--nnodes=1:500", "--rdzv-backend=c10d"], ""),
+        (["--nnodes=2", "--master-port=1234"], ""),
+    ],
+)  # fmt: skip
+def test_small_jobs_miss_a_dead_node_sooner(flags: list[str], conf: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    args = elastic.build_parser().parse_args([*flags, "train.py"])
+    elastic.prepare(args)
+    assert args.rdzv_conf == conf
+
+
+def test_max_restarts_keeps_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert elastic.build_parser().parse_args(["t.py"]).max_restarts == 3
+    monkeypatch.setenv("PET_MAX_RESTARTS", "7")
+    assert elastic.build_parser().parse_args(["t.py"]).max_restarts == 7
