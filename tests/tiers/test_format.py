@@ -255,6 +255,12 @@ HOSTILE: dict[str, bytes] = {
     "format 0": rewritten(set_note("format_version", 0)),
     "global shape smaller than the piece": rewritten(set_note("global_shapes", {"w": [1]})),
     "global shape of another rank": rewritten(set_note("global_shapes", {"w": [2, 2]})),
+    "lone surrogate": spelt(json.dumps(header_of(SAMPLE)).encode().replace(b"g0x1", b"\\ud800", 1)),
+    "broken UTF-8": spelt(json.dumps(header_of(SAMPLE)).encode().replace(b"g0x1", b"\xff\xfe", 1)),
+    "values of floats": bytes(random_image(bundle("b", piece("w", "F32", (2,)), has_values=True))).replace(
+        b'"U8","shape":[1024]', b'"F16","shape":[512]'
+    ),
+    "values of another bundle": bytes(random_image(bundle("b", has_values=True))).replace(b"values/b", b"values/c"),
     "empty piece with bytes": rewritten(set_note("empty", {"z": {"dtype": "F32", "shape": [1], "offsets": [0]}})),
     "not padded to a page": struct.pack("<Q", 100) + b"{}".ljust(100) + bytes(16),
 }  # fmt: skip

@@ -133,7 +133,7 @@ def test_a_killed_writer_leaves_only_what_a_sweep_removes(store: Storage, tmp_pa
     code = f"""
 import os, signal
 from holdfast.base.events import Events
-from tiers.samples import tree, *
+from tiers.samples import *
 from holdfast.tiers import files
 real = os.fsync
 os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)

@@ -34,12 +34,13 @@ def main() -> int:
     child = None
     if "--with-child" in sys.argv:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    reduced = alone if "--alone" in sys.argv else together()
+    reduced, leave = (alone, int) if "--alone" in sys.argv else together()
     step = 0
     while not reduced(bool(told) or (directory / "stop").exists()):
         step += 1
         note(f"rank{rank}", f"{os.getpid()} {os.environ['TORCHELASTIC_RESTART_COUNT']} {step}")
         time.sleep(0.02)
+    leave()
     if child is not None:
         note(f"child{rank}", "alive" if child.poll() is None else f"ended with {child.returncode}")
     if told:
@@ -62,7 +63,8 @@ def together():
         dist.all_reduce(total)
         return total.item() > 0
 
-    return reduced
+    # Without this a rank may abort at exit (SIGABRT in gloo's threads), which the launcher takes for a failure.
+    return reduced, dist.destroy_process_group
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ Pure. Facts come in as method calls, announcements and orders come out as values
 executes them. Every fact is idempotent, so a new coordinator is fed by every node repeating what it knows. Nothing
 here depends on a clock or on who the coordinator is.
 
-Order of a durable version (protocol section 5): every rank sealed -> CAPTURED is announced, with `persist` if the
-version is due for storage -> every node that represents bundles reports its part -> COMMIT is ordered -> the manifest
-stands -> DURABLE is announced and retention may run. A level is announced once, and only when it is reached (S13).
+Order of a durable version (protocol section 5): every rank sealed -> CAPTURED is announced -> PERSIST, if the version
+is due for storage or as soon as somebody asks for it -> every node that represents bundles reports its part -> COMMIT
+is ordered -> the manifest stands -> DURABLE is announced and retention may run. A level is announced once, and only when it is reached (S13).
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Kind(enum.Enum):
     """What an announcement says of a version."""
 
     CAPTURED = "captured"
+    PERSIST = "persist"  # an order, not a level: every node writes the bundles it represents
     REPLICATED = "replicated"
     DURABLE = "durable"
     ABANDONED = "abandoned"
@@ -69,14 +70,12 @@ class Announcement:
 
     Attributes:
         layout: fingerprint of the job's layout (CAPTURED only); nodes that lack its table are sent it first.
-        persist: nodes write the bundles they represent (CAPTURED only).
     """
 
     kind: Kind
     version: Version
     reason: str
     layout: str = ""
-    persist: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +101,7 @@ class _Entry:
     abandoned: str = ""
     suspect: str = ""
     durable_due: bool = False
+    persist_ordered: bool = False
     commit_ordered: bool = False
 
 
@@ -152,6 +152,15 @@ class Board:
             return []
         entry.abandoned = f"rank {rank}: {reason}"
         return [Announcement(Kind.ABANDONED, version, entry.abandoned)]
+
+    def due(self, versions: Iterable[Version]) -> list[Action]:
+        """These versions are wanted in storage, although they were not when they were captured."""
+        actions: list[Action] = []
+        for version in versions:
+            entry = self._entry(version)
+            entry.durable_due = True
+            actions += self._try_persist(version, entry)
+        return actions
 
     def replicated(self, version: Version, node: int, bundle_ids: Iterable[str]) -> list[Action]:
         """A node holds verified replicas of these bundles."""
@@ -212,7 +221,6 @@ class Board:
         if entry.level is not Level.NONE or entry.abandoned or len(entry.sealed) < self._topology.world_size:
             return []
         entry.layout = self._job_layout(entry)
-        entry.durable_due &= not entry.suspect
         entry.table = {ref.bundle_id: ref for ref in self._tables[entry.layout]}
         held = {seal.bundle_id for report in entry.sealed.values() for seal in report.seals}
         if lacking := sorted(set(entry.table) - held):
@@ -220,8 +228,16 @@ class Board:
             return [Announcement(Kind.ABANDONED, version, entry.abandoned)]
         entry.level = Level.CAPTURED
         reason = f"all {self._topology.world_size} ranks sealed it"
-        captured = Announcement(Kind.CAPTURED, version, reason, entry.layout, entry.durable_due)
-        return [captured, *self._try_replicated(version, entry), *self._try_commit(version, entry)]
+        captured = Announcement(Kind.CAPTURED, version, reason, entry.layout)
+        later = [*self._try_replicated(version, entry), *self._try_persist(version, entry)]
+        return [captured, *later, *self._try_commit(version, entry)]
+
+    def _try_persist(self, version: Version, entry: _Entry) -> list[Action]:
+        captured = entry.level in (Level.CAPTURED, Level.REPLICATED)
+        if not captured or not entry.durable_due or entry.persist_ordered or entry.suspect:
+            return []  # a suspect version never reaches storage, where it could evict a verified one (S16)
+        entry.persist_ordered = True
+        return [Announcement(Kind.PERSIST, version, "it is due for storage")]
 
     def _job_layout(self, entry: _Entry) -> str:
         """Fingerprint of the layout of all ranks; its table is built when a combination is first seen."""
@@ -267,7 +283,7 @@ class Board:
             used = {(r.rank, r.layout) for entry in self._entries.values() for r in entry.sealed.values()}
             self._named = {key: name for key, name in self._named.items() if name in live}
             self._tables = {name: table for name, table in self._tables.items() if name in live}
-            newest = dict(self._layouts)
+            newest = dict(self._layouts.keys())
             self._layouts = {k: v for k, v in self._layouts.items() if k in used or newest[k[0]] == k[1]}
 
 

@@ -27,6 +27,8 @@ class _Local:
     sent: bool = False
     replicas: set[str] = field(default_factory=set)
     part: PartReport | None = None
+    due: bool = False
+    persist_told: bool = False
     level: Level = Level.NONE
     reason: str = "not yet sealed on all ranks"
     layout: str = ""
@@ -43,6 +45,7 @@ class Reports:
     sealed: tuple[RankReport, ...]
     abandoned: tuple[tuple[Version, int, str], ...]
     replicas: tuple[tuple[Version, tuple[str, ...]], ...]
+    due: tuple[Version, ...]
     parts: tuple[PartReport, ...]
 
 
@@ -125,6 +128,9 @@ class NodeLedger:
             fresh = not local.abandoned
             local.abandoned, local.reason = True, f"abandoned: {news.reason}"
             return fresh
+        if news.kind is Kind.PERSIST:
+            fresh, local.persist_told = not local.persist_told, True
+            return fresh
         level = _LEVELS[news.kind]
         if local.level >= level:
             return False
@@ -180,6 +186,12 @@ class NodeLedger:
         """Replicas of these bundles are sealed here."""
         self._local(version).replicas.update(bundle_ids)
 
+    def want_durable(self, version: Version) -> bool:
+        """A local rank wants an existing version in storage; True if the coordinator is to be told."""
+        local = self._local(version)
+        fresh, local.due = not local.due and not local.abandoned, True
+        return fresh
+
     def wrote(self, part: PartReport) -> None:
         """This node's part of the version is in storage."""
         self._local(part.version).part = part
@@ -192,6 +204,7 @@ class NodeLedger:
             sealed=tuple(local.reports[r] for _, local in items if local.sent for r in self.ranks),
             abandoned=tuple((v, r, why) for v, local in items for r, why in sorted(local.abandoned_by.items())),
             replicas=tuple((v, tuple(sorted(local.replicas))) for v, local in items if local.replicas),
+            due=tuple(v for v, local in items if local.due),
             parts=tuple(local.part for _, local in items if local.part),
         )
 

@@ -228,6 +228,10 @@ class KeeperClient:
         """All images lie in the slot. Returns at once; the keeper hashes, seals, replicates and persists."""
         self._caller.tell(messages.Copied(version=version, images=tuple(images)))
 
+    def persist(self, version: Version) -> None:
+        """`version`, begun without `durable`, is due for storage after all. One rank that says so is enough."""
+        self._caller.tell(messages.Persist(version=version))
+
     def abandon(self, version: Version, reason: str) -> None:
         """This rank gives the version up. Final, and announced to all."""
         self._caller.tell(messages.Abandon(version=version, reason=reason))

@@ -60,6 +60,7 @@ class Coordinator:
             self._carry_out(self._board.abandoned(version, rank, reason))
         for version, bundle_ids in reports.replicas:
             self._carry_out(self._board.replicated(version, node, bundle_ids))
+        self._carry_out(self._board.due(reports.due))
         for part in reports.parts:
             self._carry_out(self._board.written(part))
 

@@ -13,8 +13,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import msgspec
+from typing import Any
 
 from holdfast.base.errors import InUse, KeeperError
 from holdfast.base.events import Events
@@ -27,21 +26,21 @@ from holdfast.node.messages import (
     VIEWER,
     AnyMessage,
     Hello,
-    InventoryReply,
     Message,
-    Ok,
-    StatusReply,
     Welcome,
 )
 from holdfast.node.obtain import Obtainer
+from holdfast.node.operations import Operations, Parts, Reply
 from holdfast.node.peers import PeerDesk
 from holdfast.node.persist import Committer, Persister
 from holdfast.node.places import Place
 from holdfast.node.replicate import Replicator
+from holdfast.node.reserve import Reserve
+from holdfast.node.saving import Saving
 from holdfast.node.seal import Sealer
-from holdfast.node.server import Answer, Connection, Server
+from holdfast.node.server import Connection, Server
 from holdfast.node.state import NodeState, Outlets
-from holdfast.node.trainers import TrainerDesk
+from holdfast.node.trainers import Trainer, Trainers
 from holdfast.node.uplink import Uplink
 from holdfast.node.vault import Vault
 from holdfast.tiers.budget import Budget
@@ -50,8 +49,6 @@ from holdfast.tiers.procs import take_lock
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
-
-Reply = Message | Answer | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +82,22 @@ class Keeper:
         self._persister = Persister(self._state, vault, self._events)
         self._committer = Committer(self._state, vault, self._events)
         self._replicator = Replicator(self._state, self._events)
-        self._trainers = TrainerDesk(self._state, self._sealer, self._obtainer)
+        self._trainers = Trainers(self._state, self._forget)
+        self._saving = Saving(self._state, self._trainers, self._sealer)
         self._uplink = Uplink(self._state, lambda assembly: Coordinator(self._state, self._committer, assembly))
         self._peers = PeerDesk(self._state, lambda: self._uplink.coordinator)
+        self._operations = Operations(
+            Parts(
+                state=self._state,
+                trainers=self._trainers,
+                reserve=Reserve(self._state, self._trainers),
+                saving=self._saving,
+                obtainer=self._obtainer,
+                peers=self._peers,
+                uplink=self._uplink,
+                status=self._status,
+            )
+        )
         self._state.outlets = Outlets(
             report=self._uplink.report,
             push=self._trainers.push,
@@ -96,7 +106,6 @@ class Keeper:
             follow=self._uplink.follow,
             changed=self._wake,
         )
-        self._table = self._operations()
         place.socket.unlink(missing_ok=True)  # of a keeper that was killed; we hold the lock, so nobody listens there
         self._server = Server(place.socket, self)
 
@@ -136,10 +145,7 @@ class Keeper:
 
     def handle(self, connection: Connection, message: AnyMessage, fds: list[int]) -> Reply:
         """Carries out what the client's role allows."""
-        operation = self._table.get((connection.greeted.role, type(message)))
-        if operation is None:
-            raise KeeperError(f"a {connection.greeted.role} may not say {type(message).__name__}")
-        return operation(connection, message, fds)
+        return self._operations.carry_out(connection, message, fds)
 
     def gone(self, connection: Connection) -> None:
         """A client left."""
@@ -151,8 +157,8 @@ class Keeper:
     def tick(self) -> float:
         """What is due by the clock."""
         self._trainers.reap()
-        self._peers.yield_slots(self._trainers.starved())
-        next_s = self._trainers.retry()
+        self._peers.yield_slots(self._saving.starved())
+        next_s = self._saving.retry()
         if self._is_over():
             self._server.stop()
         return min(TICK_S, next_s)
@@ -166,68 +172,27 @@ class Keeper:
                 logger.info("all local ranks finished")
                 return True
             alone_s = time.monotonic() - self._trainers.last_seen_s
-            if not self._trainers.num_trainers and alone_s >= self._options.linger_s and not busy:
+            if not self._trainers.pids and alone_s >= self._options.linger_s and not busy:
                 logger.info("no trainer for %.0f s", alone_s)
                 return True
         return False
 
+    def _forget(self, trainer: Trainer) -> None:
+        self._operations.forget(trainer)
+
     def _wake(self) -> None:
         """Something changed that a waiting save may have waited for."""
-        self._trainers.retry()
+        self._saving.retry()
         self._server.wake()
 
-    def _operations(self) -> dict[tuple[str, type], Callable[..., Reply]]:
-        """Who may say what; what is not listed is refused."""
-        trainers, peers, state = self._trainers, self._peers, self._state
-        by_rank: dict[type, Callable[..., Reply]] = {
-            messages.Assemble: lambda c, m, f: _done(m, state.assemble(m.assembly)),
-            messages.Resume: lambda c, m, f: _done(m, state.resume(m.incarnation, m.version)),
-            messages.Register: lambda c, m, f: _done(m, self._register(c, m)),
-            messages.Prepare: lambda c, m, f: trainers.prepare(c, m),
-            messages.Adopt: lambda c, m, f: trainers.adopt(c, m, f),
-            messages.Begin: lambda c, m, f: trainers.begin(c, m),
-            messages.Copied: lambda c, m, f: trainers.copied(c, m),
-            messages.Abandon: lambda c, m, f: trainers.abandon(c, m.version, m.reason),
-            messages.Obtain: lambda c, m, f: trainers.obtain(c, m),
-            messages.Release: lambda c, m, f: trainers.release(c),
-            messages.Goodbye: lambda c, m, f: trainers.goodbye(c, finished=m.finished, request=m.id),
-            messages.Propose: lambda c, m, f: self._propose(m),
-            messages.Condemn: lambda c, m, f: peers.condemn(m),
-        }
-        by_keeper: dict[type, Callable[..., Reply]] = {
-            messages.Report: lambda c, m, f: peers.report(c, m),
-            messages.Propose: lambda c, m, f: peers.propose(m),
-            messages.AskSeals: lambda c, m, f: peers.seals(c, m),
-            messages.Pull: lambda c, m, f: peers.pull(c, m),
-            messages.Release: lambda c, m, f: peers.release(c),
-            messages.Condemn: lambda c, m, f: peers.condemn(m),
-            messages.Ping: lambda c, m, f: Ok(id=m.id),
-        }
-        by_anyone: dict[type, Callable[..., Reply]] = {
-            messages.TakeInventory: lambda c, m, f: InventoryReply(id=m.id, inventory=peers.inventory(wide=m.wide)),
-            messages.AskStatus: lambda c, m, f: self._status(m),
-        }
-        roles = {RANK: by_rank | by_anyone, KEEPER: by_keeper | by_anyone, VIEWER: by_anyone}
-        return {(role, kind): operation for role, table in roles.items() for kind, operation in table.items()}
-
-    def _register(self, connection: Connection, message: messages.Register) -> None:
-        if message.layout.rank != connection.greeted.rank:
-            raise KeeperError(f"rank {connection.greeted.rank} registers the layout of rank {message.layout.rank}")
-        self._state.register(message.layout)
-
-    def _propose(self, message: messages.Propose) -> None:
-        with self._state.lock:
-            self._uplink.propose(message.proposal)
-
-    def _status(self, message: messages.AskStatus) -> StatusReply:
-        found = status.report(
+    def _status(self) -> dict[str, Any]:
+        return status.report(
             self._state,
             self._events,
             leader=self._uplink.leader,
-            pids=self._trainers.ranks,
+            pids=self._trainers.pids,
             started_s=self._started_s,
         )
-        return StatusReply(id=message.id, status=msgspec.Raw(msgspec.msgpack.encode(found)))
 
     # --- the end
 
@@ -257,7 +222,3 @@ def clean(place: Place) -> None:
             directory.rmdir()
         except OSError:
             return  # another node's or job's keeper is there
-
-
-def _done(message: Message, _: None) -> Ok:
-    return Ok(id=message.id)

@@ -8,6 +8,7 @@ types are refused by the decoder; there is no free-form field. The table of mess
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -186,6 +187,12 @@ class Copied(Message, tag="copied", frozen=True, kw_only=True):
     images: tuple[ImageSpan, ...]
 
 
+class Persist(Message, tag="persist", frozen=True, kw_only=True):
+    """A version that was begun without `durable` is due for storage after all."""
+
+    version: Version
+
+
 class Abandon(Message, tag="abandon", frozen=True, kw_only=True):
     """This rank gives the version up."""
 
@@ -347,7 +354,7 @@ class Seals(Message, tag="seals", frozen=True, kw_only=True):
 
 AnyMessage = (
     Hello | Welcome | Ok | Refusal | Assemble | Resume | Prepare | Slots | Adopt | Register | Begin | Begun | Copied
-    | Abandon | TakeInventory | InventoryReply | Obtain | Obtained | Release | Condemn | AskStatus | StatusReply
+    | Persist | Abandon | TakeInventory | InventoryReply | Obtain | Obtained | Release | Condemn | AskStatus | StatusReply
     | Goodbye | Progress | Propose | Appointed | Alarm | Report | News | Ping | Pull | Bulk | AskSeals | Seals
 )  # fmt: skip
 
@@ -359,6 +366,11 @@ _hello_decoder = msgspec.msgpack.Decoder(Hello)
 def encode(message: Message) -> bytes:
     """The body of a frame."""
     return _encoder.encode(message)
+
+
+def pack(value: dict[str, Any]) -> msgspec.Raw:
+    """Plain values as a field of a message."""
+    return msgspec.Raw(_encoder.encode(value))
 
 
 def decode(body: bytes) -> AnyMessage:

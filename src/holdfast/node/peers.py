@@ -1,7 +1,7 @@
 """What the keeper of another node may ask of this one: seals and bytes of what it holds, and to be coordinated.
 
 Also the questions that anybody may ask: inventory and status. A slot that is being sent is pinned per connection; the
-pins go when the peer says so, when its connection ends, when it stalls, or when a local save is starved of a slot: a
+pins go when its connection ends, when it stalls, or when a local save is starved of a slot: a
 slow peer never slows training.
 """
 
@@ -87,7 +87,7 @@ class PeerDesk:
             coordinator.report(request.node, request.incarnation, request.reports)
         return Ok(id=request.id)
 
-    def propose(self, request: messages.Propose) -> Ok:
+    def propose(self, _: Connection, request: messages.Propose) -> Ok:
         """A rank of that node asks for an appointment."""
         with self._state.lock:
             coordinator = self._coordinator()
@@ -140,11 +140,6 @@ class PeerDesk:
             )
         finally:
             self._state.unpin(held, PIN)
-
-    def release(self, connection: Connection) -> None:
-        """The transfer is over."""
-        with self._state.lock:
-            self._unpin(connection)
 
     def yield_slots(self, starved: Iterable[int]) -> None:
         """Takes pins off transfers that stall, and off those from slots of ranks whose save waits too long."""
@@ -202,7 +197,7 @@ class PeerDesk:
             return
         found[index] = reply.inventory if isinstance(reply, messages.InventoryReply) else "answered something else"
 
-    def condemn(self, request: messages.Condemn) -> Ok:
+    def condemn(self, request: messages.Condemn) -> None:
         """A copy failed its digest: it is not offered any more. Another node's is passed on to it."""
         state, assembly = self._state, self._state.assembly
         text = f"the copy of bundle {request.bundle_id} of {request.version} is not used: {request.reason}"
@@ -215,7 +210,6 @@ class PeerDesk:
             self._pass_on(request, assembly)
         else:
             raise KeeperError(f"node {request.node} is not part of the job")
-        return Ok(id=request.id)
 
     def _condemn_here(self, version: Version, bundle_id: str) -> None:
         with self._state.lock:

@@ -37,7 +37,7 @@ class Persister:
         self._vault = vault
         self._events = events
         self._worker: Worker[Version] = Worker(
-            "holdfast persister", self._persist, lambda text: state.alarm("persister", text)
+            "holdfast persister", self._persist, lambda text: state.alarm("persister", text), on_idle=state.changed
         )
 
     def put(self, version: Version) -> None:
@@ -112,7 +112,7 @@ class Committer:
         self._vault = vault
         self._events = events
         self._worker: Worker[CommitJob] = Worker(
-            "holdfast committer", self._commit, lambda text: state.alarm("committer", text)
+            "holdfast committer", self._commit, lambda text: state.alarm("committer", text), on_idle=state.changed
         )
 
     def put(self, job: CommitJob) -> bool:

@@ -41,7 +41,9 @@ class Sealer:
     def __init__(self, state: NodeState, events: Events) -> None:
         self._state = state
         self._events = events
-        self._worker: Worker[_Job] = Worker("holdfast sealer", self._seal, lambda text: state.alarm("sealer", text))
+        self._worker: Worker[_Job] = Worker(
+            "holdfast sealer", self._seal, lambda text: state.alarm("sealer", text), on_idle=state.changed
+        )
 
     def put(self, held: Held, version: Version, images: Sequence[ImageSpan]) -> None:
         """Takes a slot over from the trainer. Under the state's lock.

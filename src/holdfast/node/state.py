@@ -7,7 +7,6 @@ it is reentrant, because facts lead to further facts.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 
 from holdfast.base.errors import Fenced, KeeperError, UsageError
 from holdfast.core.appointments import Appointment
-from holdfast.core.commit import Announcement, Kind, PartReport
+from holdfast.core.commit import Announcement, Kind, PartReport, RankReport
 from holdfast.core.ledger import NodeLedger, Reports
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Version
@@ -107,6 +106,11 @@ class NodeState:
         if self.ledger is None:
             raise UsageError("the job has not come together on this node", remedy="call assemble first")
         return self.ledger
+
+    def changed(self) -> None:
+        """Something that somebody may wait for; for those that do not hold the lock."""
+        with self.lock:
+            self.outlets.changed()
 
     # --- coming together
 
@@ -209,6 +213,16 @@ class NodeState:
         if done:
             self.outlets.report(reports(sealed=done))
 
+    def due(self, rank: int, version: Version) -> None:
+        """A local rank asks for storage of a version that it began without."""
+        with self.lock:
+            if self.ledger is None or version.incarnation != self.ledger.incarnation:
+                return
+            for held in self.arena.of_rank(rank):
+                held.durable |= held.version == version
+            if self.ledger.want_durable(version):
+                self.outlets.report(reports(due=(version,)))
+
     def abandon(self, rank: int, version: Version, reason: str) -> None:
         """A local rank gives a version up, or died in it."""
         with self.lock:
@@ -237,6 +251,8 @@ class NodeState:
             self._publish(told.version)
             if told.kind is Kind.CAPTURED:
                 self._captured(told)
+            if told.kind is Kind.PERSIST:
+                self._persist(told.version)
             self.arena.collect(ledger.knowledge)
             self.outlets.changed()
 
@@ -249,10 +265,13 @@ class NodeState:
         self._past.tables[told.version] = table
         if ledger.to_replicate(told.version):
             self.outlets.replicate(told.version)
-        if told.persist and ledger.to_persist(told.version):
-            for rank, _ in ledger.to_persist(told.version):
-                self._pin_version(rank, told.version, "persisting")
-            self.outlets.persist(told.version)
+
+    def _persist(self, version: Version) -> None:
+        plan = self.need_ledger().to_persist(version)
+        for rank, _ in plan:
+            self._pin_version(rank, version, "persisting")
+        if plan:
+            self.outlets.persist(version)
 
     def _pin_version(self, rank: int, version: Version, why: str) -> None:
         for held in self.arena.of_rank(rank):
@@ -357,10 +376,16 @@ class NodeState:
             return self.need_ledger().reports()
 
 
-def reports(**facts: object) -> Reports:
+def reports(
+    *,
+    layouts: tuple[RankLayout, ...] = (),
+    sealed: tuple[RankReport, ...] = (),
+    abandoned: tuple[tuple[Version, int, str], ...] = (),
+    replicas: tuple[tuple[Version, tuple[str, ...]], ...] = (),
+    parts: tuple[PartReport, ...] = (),
+) -> Reports:
     """A report of these facts and nothing else."""
-    empty = Reports(layouts=(), sealed=(), abandoned=(), replicas=(), parts=())
-    return dataclasses.replace(empty, **facts)  # type: ignore[arg-type]
+    return Reports(layouts, sealed, abandoned, replicas, parts)
 
 
 def _short(seal: Seal) -> Seal:

@@ -26,14 +26,22 @@ class Worker(Generic[J]):
         name: of the thread.
         work: does one job.
         on_fault: told of an exception that `work` let through.
+        on_idle: called when nothing is left to do.
         bound: most jobs that may wait.
     """
 
     def __init__(
-        self, name: str, work: Callable[[J], None], on_fault: Callable[[str], None], *, bound: int = 256
+        self,
+        name: str,
+        work: Callable[[J], None],
+        on_fault: Callable[[str], None],
+        *,
+        on_idle: Callable[[], None] | None = None,
+        bound: int = 256,
     ) -> None:
         self._work = work
         self._on_fault = on_fault
+        self._on_idle = on_idle
         self._bound = bound
         self._jobs: deque[J] = deque()
         self._busy = False
@@ -90,6 +98,8 @@ class Worker(Generic[J]):
                 self._on_fault(f"{self._thread.name} failed: {type(error).__name__}: {error}")
             with self._changed:
                 self._busy = False
+            if self._on_idle is not None and self.idle:
+                self._on_idle()
 
     def _next(self) -> tuple[J] | None:
         with self._changed:

@@ -92,6 +92,7 @@ class Stage:
         self._due: list[tuple[float, str]] = []
         self._lost: set[int] = set()
         self._renewed: set[int] = set()
+        self._overstayed: list[str] = []
         self._incarnation = 0
         self._done: set[str] = set()
         self._answers: dict[str, tuple[int, int]] = {}
@@ -203,7 +204,7 @@ class Stage:
                 self._end_trainers()
         elif not plan.onward and any(name.startswith("k") for name in self._dead_keepers()):
             self._end_trainers()
-        elif living and living <= self._done:
+        elif plan.ends != "close" and living and living <= self._done:
             self._end_trainers(*(["k0", "k1"][: self._world] if plan.ends == "kill all" else []))
 
     def _all_closing(self, dead: set[str]) -> bool:
@@ -329,7 +330,12 @@ class Stage:
     # --- what is found after a life
 
     def _look(self) -> None:
-        """Reads memory and storage of one instant, past the keepers."""
+        """Reads memory and storage of one instant, past the keepers; after an orderly end when they have ended."""
+        if self._closed_in_order():
+            for member in self.cast.alive("k"):
+                if not self.cast.await_end(member, END_S):
+                    self._overstayed.append(f"keeper {member.name}, {END_S:g} s after the job closed")
+            self._lost = set(range(self._world))  # given back, not lost; there is nothing to find any more
         frozen = self.cast.freeze("k")
         self._read_journal()
         holders = {node: [m.pid for m in frozen if m.name == f"k{node}"] for node in range(self._world)}
@@ -355,24 +361,21 @@ class Stage:
             spoiled = damage.damage_storage(Path(self.sandbox, "c"))
         return frozenset({spoiled}) if spoiled else frozenset()
 
+    def _closed_in_order(self) -> bool:
+        trainers = [member for member in self.cast.members.values() if member.name.startswith("t")]
+        return self.trial.lives[self._number].ends == "close" and all(member.status == 0 for member in trainers)
+
     def _finish(self) -> list[str]:
-        """Waits for the keepers' own end after an orderly close; returns what is left behind."""
-        orderly = bool(self.course.lives) and self.trial.lives[self._number].ends == "close" and not self._life.faults
-        left: list[str] = []
-        if orderly:
-            for member in self.cast.alive("k"):
-                if not self.cast.await_end(member, END_S):
-                    left.append(f"keeper {member.name}, {END_S:g} s after the job closed")
-        left += [] if orderly and left else []
+        """Ends everybody; returns what outlived an orderly end."""
+        orderly = bool(self.course.lives) and self._closed_in_order()
         survivors = self.cast.end()
         if not orderly:
             return []
-        left += [name for name in survivors if not left]
+        left = self._overstayed or survivors
         runtime = Path(self.sandbox, "r")
         left += [f"file {path.relative_to(self.sandbox)}" for path in sorted(runtime.rglob("*")) if not path.is_dir()]
-        self._life.storage = evidence.read_storage(Path(self.sandbox, "c"), num_entries=NUM_ENTRIES)
-        left += [f"temporary file {name}" for name in self._life.storage.temporary]
-        return left
+        storage = self._life.storage
+        return left + [f"temporary file {name}" for name in (storage.temporary if storage else ())]
 
 
 class Lane:

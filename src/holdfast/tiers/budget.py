@@ -74,6 +74,15 @@ class Budget:
         self._group = hashlib.blake2b(limits.group.encode(), digest_size=6).hexdigest()
         self._me = f"{self._group}:{os.getpid()}:{start_time(os.getpid())}"
 
+    def check(self, num_bytes: int, what: str) -> None:
+        """Whether `num_bytes` could be reserved now.
+
+        Raises:
+            MemoryRefused: as `reserve` does.
+        """
+        with self._ledger() as ledger:
+            self._check(num_bytes, what, ledger)
+
     def reserve(self, num_bytes: int, what: str) -> None:
         """Takes `num_bytes` out of the budget.
 
@@ -81,17 +90,7 @@ class Budget:
             MemoryRefused: with what is needed, used, allowed and available, and what to change.
         """
         with self._ledger() as ledger:
-            others = sum(size for name, size in ledger.items() if name != self._me and self._same_group(name))
-            available = read_limits().available
-            left = self.allowed - others - self.used
-            if num_bytes > left or num_bytes > available:
-                raise MemoryRefused(
-                    f"{what} needs {num_bytes} bytes; {self.used} are used here and {others} by other keepers "
-                    f"of {self.allowed} allowed, {available} are available",
-                    remedy=f"set HOLDFAST_MEMORY_BUDGET to at least {others + self.used + num_bytes} bytes"
-                    if num_bytes <= available
-                    else "free memory on this node or raise the cgroup's limit",
-                )
+            self._check(num_bytes, what, ledger)
             self.used += num_bytes
             ledger[self._me] = self.used
 
@@ -106,6 +105,20 @@ class Budget:
         self.used = 0
         with self._ledger() as ledger:
             ledger.pop(self._me, None)
+
+    def _check(self, num_bytes: int, what: str, ledger: dict[str, int]) -> None:
+        others = sum(size for name, size in ledger.items() if name != self._me and self._same_group(name))
+        available = read_limits().available
+        needed = others + self.used + num_bytes
+        if needed <= self.allowed and num_bytes <= available:
+            return
+        raise MemoryRefused(
+            f"{what} needs {num_bytes} bytes; of {self.allowed} allowed, {self.used} are used here and {others} by "
+            f"other keepers; {available} are available on this node",
+            remedy=f"set HOLDFAST_MEMORY_BUDGET to {needed} bytes or more"
+            if num_bytes <= available
+            else "free memory on this node or raise the cgroup's limit",
+        )
 
     def _same_group(self, name: str) -> bool:
         return name.startswith(self._group + ":")

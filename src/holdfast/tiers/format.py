@@ -184,7 +184,7 @@ def _placed(bundle: Bundle, values_bytes: int) -> Iterator[_Placed]:
 
 def _placed_piece(piece: Piece) -> _Placed:
     shard, extent = piece.shard, piece.extent
-    if not _is_name(shard.name) or shard.name.startswith("values/"):
+    if not _is_name(shard.name) or shard.name.startswith(values_name("")):
         remedy = "rename the module or the key of the state dict"
         raise UsageError(f"{shard.name!r} cannot be the name of an entry", remedy=remedy)
     if shard.dtype not in DTYPE_BYTES:
@@ -274,9 +274,10 @@ def read_header(header: Bytes, length: int, where: str) -> Image:
         raise CorruptError("the header names no bundle, or its sharding note names other tensors", where=where)
     entries = tuple(_read_entries(items, sharding, note, (len(header), length), where))
     values = entries[-1] if entries and entries[-1].name == values_name(note.bundle) else None
-    if values is not None and (values.dtype != "U8" or values.shape != values.global_shape):
-        raise CorruptError("the values are not an entry of bytes", where=where)
     tensors = entries[:-1] if values else entries
+    stray = any(entry.name.startswith(values_name("")) for entry in tensors)
+    if stray or (values is not None and (values.dtype != "U8" or values.shape != values.global_shape)):
+        raise CorruptError("the values are not one entry of bytes at the end", where=where)
     return Image(note.bundle, tensors + tuple(_read_empty(note, len(header), where)), values, length)
 
 

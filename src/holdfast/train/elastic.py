@@ -46,6 +46,7 @@ from torch.distributed.run import config_from_args, get_args_parser, parse_min_m
 
 from holdfast.base.config import ENVIRONMENT, Config, load
 from holdfast.base.errors import HoldfastError, UsageError
+from holdfast.core.cadence import Cadence
 from holdfast.node.start import ensure_keeper
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ def pass_on_settings(args: argparse.Namespace) -> Config:
     """Writes our flags into the environment that the workers inherit; returns the settings that result.
 
     Raises:
-        ConfigError: a flag, variable or settings file with a wrong value.
+        UsageError: a flag, variable or settings file with a wrong value.
     """
     variables = {field: variable for variable, field in ENVIRONMENT.items()}
     for field, _ in PASSED_ON.values():
@@ -120,7 +121,18 @@ def pass_on_settings(args: argparse.Namespace) -> Config:
     if variables["run_id"] not in os.environ and args.rdzv_id not in ("", "none"):
         # A restarted job must find its keeper: the id is the user's own, never the random one of --standalone.
         os.environ[variables["run_id"]] = re.sub(r"[^A-Za-z0-9._-]", "-", args.rdzv_id)[:128]
-    return load()
+    settings = load()
+    for text in (settings.every, settings.durable_every):
+        _check_cadence(text)
+    return settings
+
+
+def _check_cadence(text: str) -> None:
+    """A wrong cadence is told here once, not by every rank after its start."""
+    try:
+        Cadence.parse(text)
+    except ValueError as error:
+        raise UsageError(str(error), remedy="give steps (10), seconds (30s) or both (10,30s)") from error
 
 
 def prepare(args: argparse.Namespace) -> None:

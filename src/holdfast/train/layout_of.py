@@ -121,8 +121,6 @@ def _check_kind(name: str, local: torch.Tensor) -> None:
     """Refuses what is not plain memory: its bytes would not be its value."""
     if local.layout is not torch.strided:
         kind = f"sparse tensors ({local.layout})"
-    elif local.is_quantized:
-        kind = "quantised tensors"
     elif is_traceable_wrapper_subclass(local):
         kind = f"tensors of the class {type(local).__name__}"
     elif local.device.type == "meta":

@@ -1,0 +1,179 @@
+"""Who may say what to a keeper: roles, and one operation per message. What is not listed is refused.
+
+A rank saves and restores, a keeper reports and pulls, a viewer only looks. Nothing here decides; it unpacks a request,
+asks the part that knows, and packs the reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.base.errors import KeeperError
+from holdfast.node import messages
+from holdfast.node.messages import KEEPER, RANK, VIEWER, AnyMessage, Found, InventoryReply, Message, Obtained, Ok
+from holdfast.node.obtain import Obtainer, Present
+from holdfast.node.peers import PeerDesk
+from holdfast.node.reserve import Reserve
+from holdfast.node.saving import Saving
+from holdfast.node.server import Answer, Connection
+from holdfast.node.state import NodeState
+from holdfast.node.trainers import Trainer, Trainers
+from holdfast.node.uplink import Uplink
+
+Reply = Message | Answer | None
+Operation = Callable[[Connection, Any], Reply]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of a keeper that answer requests."""
+
+    state: NodeState
+    trainers: Trainers
+    reserve: Reserve
+    saving: Saving
+    obtainer: Obtainer
+    peers: PeerDesk
+    uplink: Uplink
+    status: Callable[[], dict[str, Any]]
+
+
+class Operations:
+    """The table of operations."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        looking: dict[type, Operation] = {
+            messages.TakeInventory: self._inventory,
+            messages.AskStatus: self._status,
+        }
+        training: dict[type, Operation] = {
+            messages.Assemble: self._assemble,
+            messages.Resume: self._resume,
+            messages.Register: self._register,
+            messages.Prepare: parts.reserve.prepare,
+            messages.Begin: self._begin,
+            messages.Copied: parts.saving.copied,
+            messages.Persist: parts.saving.persist,
+            messages.Abandon: parts.saving.abandon,
+            messages.Propose: self._propose,
+            messages.Obtain: self._obtain,
+            messages.Release: self._release,
+            messages.Condemn: self._condemn,
+            messages.Goodbye: self._goodbye,
+        }
+        keeping: dict[type, Operation] = {
+            messages.Ping: self._ping,
+            messages.Report: parts.peers.report,
+            messages.Propose: parts.peers.propose,
+            messages.AskSeals: parts.peers.seals,
+            messages.Pull: parts.peers.pull,
+            messages.Condemn: self._condemn,
+        }
+        self._table = {RANK: training | looking, KEEPER: keeping | looking, VIEWER: looking}
+
+    def carry_out(self, connection: Connection, message: AnyMessage, fds: list[int]) -> Reply:
+        """Does what the message asks, if the client's role allows it."""
+        role = connection.greeted.role
+        if isinstance(message, messages.Adopt) and role == RANK:
+            return self._parts.reserve.adopt(connection, message, fds)
+        operation = self._table[role].get(type(message))
+        if operation is None:
+            raise KeeperError(f"a {role} may not say {type(message).__name__}")
+        return operation(connection, message)
+
+    def forget(self, trainer: Trainer) -> None:
+        """A trainer goes. Under the state's lock."""
+        self._parts.saving.forget(trainer)
+        self._let_go(trainer)
+
+    def _assemble(self, _: Connection, request: messages.Assemble) -> Ok:
+        self._parts.state.assemble(request.assembly)
+        return Ok(id=request.id)
+
+    def _resume(self, _: Connection, request: messages.Resume) -> Ok:
+        self._parts.state.resume(request.incarnation, request.version)
+        return Ok(id=request.id)
+
+    def _register(self, connection: Connection, request: messages.Register) -> Ok:
+        rank = connection.greeted.rank
+        if request.layout.rank != rank:
+            raise KeeperError(f"rank {rank} registers the layout of rank {request.layout.rank}")
+        self._parts.state.register(request.layout)
+        return Ok(id=request.id)
+
+    def _begin(self, connection: Connection, request: messages.Begin) -> None:
+        """Training goes on: what was restored from is free again."""
+        with self._parts.state.lock:
+            self._let_go(self._parts.trainers.of(connection))
+            self._parts.saving.begin(connection, request)
+
+    def _propose(self, _: Connection, request: messages.Propose) -> None:
+        with self._parts.state.lock:
+            self._parts.uplink.propose(request.proposal)
+
+    def _goodbye(self, connection: Connection, request: messages.Goodbye) -> Ok:
+        with self._parts.state.lock:
+            if request.finished:
+                self._parts.state.finished.add(self._parts.trainers.of(connection).rank)
+            self._parts.state.outlets.changed()
+        return Ok(id=request.id)
+
+    def _condemn(self, _: Connection, request: messages.Condemn) -> Ok:
+        self._parts.peers.condemn(request)
+        return Ok(id=request.id)
+
+    def _ping(self, _: Connection, request: messages.Ping) -> Ok:
+        return Ok(id=request.id)
+
+    def _inventory(self, _: Connection, request: messages.TakeInventory) -> InventoryReply:
+        return InventoryReply(id=request.id, inventory=self._parts.peers.inventory(wide=request.wide))
+
+    def _status(self, _: Connection, request: messages.AskStatus) -> messages.StatusReply:
+        return messages.StatusReply(id=request.id, status=messages.pack(self._parts.status()))
+
+    # --- coming back
+
+    def _obtain(self, connection: Connection, request: messages.Obtain) -> Answer:
+        """Bundles, wherever they are, present and pinned."""
+        with self._parts.state.lock:
+            trainer = self._parts.trainers.of(connection)
+        present = self._parts.obtainer.obtain(trainer.rank, request.version, request.fetches, request.timeout_s)
+        with self._parts.state.lock:
+            trainer.reading += [item.held for item in present]
+            if trainer.connection.ended:  # it went while we fetched
+                self._let_go(trainer)
+        return _pack(request.id, present, trainer.known)
+
+    def _release(self, connection: Connection, _: messages.Release) -> None:
+        with self._parts.state.lock:
+            self._let_go(self._parts.trainers.of(connection))
+
+    def _let_go(self, trainer: Trainer) -> None:
+        held, trainer.reading = trainer.reading, []
+        self._parts.obtainer.release(held)
+
+
+def _pack(request: int, present: list[Present], known: set[int]) -> Answer:
+    """Where the bundles are; a slot that the trainer has not mapped is sent read-only, once."""
+    fds: dict[int, tuple[int, int]] = {}
+    found = []
+    for item in present:
+        slot, number = item.held.slot, -1
+        if slot.slot_id not in known:
+            number, _ = fds.setdefault(slot.slot_id, (len(fds), slot.readonly_fd))
+        found.append(
+            Found(
+                bundle_id=item.place.ref.bundle_id,
+                slot_id=slot.slot_id,
+                fd=number,
+                start=slot.header_bytes + item.place.offset,
+                length=item.place.seal.length,
+                seal=item.place.seal,
+                source=item.source,
+                seconds=item.seconds,
+            )
+        )
+    return Answer(Obtained(id=request, found=tuple(found)), tuple(fd for _, fd in fds.values()))
