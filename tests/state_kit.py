@@ -60,7 +60,15 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def continues(make: Callable[[], tuple[dict[str, Any], Callable[[], None]]], *, before: int = 3, after: int = 4, whole: bool = True) -> Saved:
+def continues(
+    make: Callable[[], tuple[dict[str, Any], Callable[[], None]]],
+    *,
+    before: int = 3,
+    after: int = 4,
+    whole: bool = True,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Saved:
     """Trains with and without an interruption and fails unless both end with the same bits.
 
     Args:
@@ -68,10 +76,12 @@ def continues(make: Callable[[], tuple[dict[str, Any], Callable[[], None]]], *, 
         before: steps before the save.
         after: steps between save and end.
         whole: everything exists right after the restore; not so what an object makes lazily at its first step.
+        rank: this rank; in a job of several, all call this together.
+        world_size: number of ranks.
     """
     torch.manual_seed(7)
     objects, step = make()
-    state = State(objects, rank=0, world_size=1)
+    state = State(objects, rank=rank, world_size=world_size)
     for _ in range(before):
         step()
     saved = save(state)
@@ -81,7 +91,7 @@ def continues(make: Callable[[], tuple[dict[str, Any], Callable[[], None]]], *, 
 
     torch.manual_seed(1234)  # the second process starts elsewhere
     objects, step = make()
-    state = State(objects, rank=0, world_size=1)
+    state = State(objects, rank=rank, world_size=world_size)
     restore(state, saved)
     if whole:
         same_bits(save(state), saved)

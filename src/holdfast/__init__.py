@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from holdfast.base.config import Config
     from holdfast.base.errors import HoldfastError
     from holdfast.core.model import Level, Version
-    from holdfast.train.checkpointer import Checkpointer, RestoreReport, SaveHandle
+    from holdfast.train.checkpointer import Checkpointer
+    from holdfast.train.handle import SaveHandle
+    from holdfast.train.restore import RestoreReport
 
 __version__ = "0.1.0"
 
@@ -24,8 +26,8 @@ _HOMES = {
     "Config": "holdfast.base.config",
     "HoldfastError": "holdfast.base.errors",
     "Level": "holdfast.core.model",
-    "RestoreReport": "holdfast.train.checkpointer",
-    "SaveHandle": "holdfast.train.checkpointer",
+    "RestoreReport": "holdfast.train.restore",
+    "SaveHandle": "holdfast.train.handle",
     "Version": "holdfast.core.model",
 }
 

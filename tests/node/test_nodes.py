@@ -2,16 +2,59 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable
 
 import pytest
 
-from holdfast.core.model import Level
-from node.rig import Rig, eventually, reached, save_all
+from holdfast.base.errors import CorruptError, LevelNotReached, VersionNotFound
+from holdfast.core.lineage import Lineage
+from holdfast.core.model import Level, Version
+from holdfast.core.recovery import Facts, Fetch, Source, Stored, choose_version, fetches
+from holdfast.node.client import Inventory, KeeperClient
+from node.rig import Rig, Trainer, eventually, image_of, reached, save_all
+
+MakeRig = Callable[..., Rig]
+
+
+def facts_of(rig: Rig, inventory: Inventory, *, with_storage: bool = False) -> Facts:
+    stored = {}
+    for version in rig.storage.versions() if with_storage else ():
+        files = rig.storage.manifest(version).bundles
+        seals = {file.ref.bundle_id: file.seal for file in files}
+        stored[version] = Stored(version, rig.topology.world_size, tuple(f.ref for f in files), seals)
+    return Facts(
+        memory=inventory.copies,
+        tables=dict(inventory.tables),
+        stored=stored,
+        lineage=Lineage(rig.storage.lineage()),
+        topology=rig.topology,
+        suspects=frozenset(version for version, _ in inventory.suspects),
+    )
+
+
+def restored(trainer: Trainer, facts: Facts) -> tuple[Version, dict[str, Source]]:
+    """Obtains what the rank needs, checks every byte, and says where each bundle came from."""
+    choice = choose_version(facts).value
+    assert choice is not None
+    plan = fetches(choice, trainer.rank, facts)
+    located = trainer.client.obtain(choice.version, plan, timeout_s=10)
+    expected = {bundle.bundle_id: image_of(bundle, choice.version.step) for bundle in trainer.bundles}
+    assert {item.ref.bundle_id: bytes(item.view) for item in located} == expected
+    return choice.version, {item.ref.bundle_id: item.source for item in located}
+
+
+def reborn(rig: Rig, rank: int) -> Trainer:
+    """A new process of the rank, joined to the present incarnation with its slots."""
+    trainer = rig.trainer(rank)
+    trainer.join(rig.assembly())
+    return trainer
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3])
-def test_every_bundle_reaches_two_nodes_and_storage(make_rig: Callable[..., Rig], num_nodes: int) -> None:
+def test_every_bundle_reaches_two_nodes_and_storage(make_rig: MakeRig, num_nodes: int) -> None:
     rig = make_rig(num_nodes=num_nodes, per_node=2)
     trainers = rig.start()
 
@@ -21,12 +64,259 @@ def test_every_bundle_reaches_two_nodes_and_storage(make_rig: Callable[..., Rig]
     reached(trainers, version, Level.DURABLE)
 
     manifest = rig.storage.manifest(version)
-    assert {b.ref.bundle_id for b in manifest.bundles} == {b.bundle_id for t in trainers for b in t.bundles}
+    bundles = {b.bundle_id for trainer in trainers for b in trainer.bundles}
+    assert {b.ref.bundle_id for b in manifest.bundles} == bundles
+    assert len(manifest.parts) == num_nodes
+
+    def held_twice() -> bool:
+        copies = trainers[0].client.inventory().copies
+        places = {(c.seal.bundle_id, c.node) for c in copies if c.version == version}
+        return all(sum(name == bundle for name, _ in places) >= 2 for bundle in bundles)
+
+    eventually(held_twice)
+
+
+def test_a_version_is_replicated_only_when_the_bundles_of_one_node_have_a_replica(make_rig: MakeRig) -> None:
+    rig = make_rig(num_nodes=2)
+    trainers = rig.start()
+    version = save_all(trainers, 1)
+
+    reached(trainers, version, Level.REPLICATED)
+
+    replicas = rig.status(0)["replicas"]
+    assert [replica["version"] for replica in replicas if replica["version"]] == [str(version)]
+    assert {replica["rank"] for replica in replicas} == {1}
+
+
+def test_a_lost_node_comes_back_from_the_memory_of_the_others(make_rig: MakeRig) -> None:
+    rig = make_rig(num_nodes=2, per_node=2)
+    trainers = rig.start()
+    for step in range(3):
+        version = save_all(trainers, step)
+        reached(trainers, version, Level.REPLICATED)
+
+    lost = [trainer for trainer in trainers if trainer.node == 1]
+    os.kill(lost[0].client.pid, signal.SIGKILL)
+    for trainer in trainers:
+        trainer.client.close()
+    rig.next_incarnation(version)
+    back = [reborn(rig, rank) for rank in range(4)]
+
+    facts = facts_of(rig, back[3].client.inventory())
+    for trainer in back:
+        found, sources = restored(trainer, facts)
+        assert found == version
+        assert set(sources.values()) == ({Source.SLOT} if trainer.node == 0 else {Source.PEER})
+    for trainer in back:
+        trainer.client.resume(rig.incarnation, version)
+    again = save_all(back, 3)
+    reached(back, again, Level.REPLICATED)
+
+
+def test_storage_is_the_last_source(make_rig: MakeRig) -> None:
+    rig = make_rig(num_nodes=2)
+    trainers = rig.start()
+    version = save_all(trainers, 7, durable=True)
+    reached(trainers, version, Level.DURABLE)
+    for trainer in trainers:
+        os.kill(trainer.client.pid, signal.SIGKILL)
+        trainer.client.close()
+    rig.next_incarnation(version)
+
+    back = [reborn(rig, rank) for rank in range(2)]
+
+    facts = facts_of(rig, back[0].client.inventory(), with_storage=True)
+    for trainer in back:
+        found, sources = restored(trainer, facts)
+        assert found == version
+        assert set(sources.values()) == {Source.STORAGE}
+    # What was read once lies in memory again.
+    found, sources = restored(back[0], facts_of(rig, back[0].client.inventory(), with_storage=True))
+    assert set(sources.values()) == {Source.SLOT}
+
+
+def test_a_damaged_file_is_refused_by_name(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    (trainer,) = rig.start()
+    version = trainer.save(1, durable=True)
+    reached([trainer], version, Level.DURABLE)
+    os.kill(trainer.client.pid, signal.SIGKILL)
+    trainer.client.close()
+    file = rig.storage.manifest(version).bundles[0]
+    path = rig.base / "ck" / str(version) / file.file
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    rig.next_incarnation()
+
+    back = reborn(rig, 0)
+
+    with pytest.raises(CorruptError, match=file.ref.bundle_id):
+        back.client.obtain(version, [Fetch(file.ref, file.seal, Source.STORAGE, None)], timeout_s=5)
+
+
+def test_a_copy_that_is_gone_is_named(make_rig: MakeRig) -> None:
+    rig = make_rig(num_nodes=2)
+    trainers = rig.start()
+    version = save_all(trainers, 1)
+    reached(trainers, version, Level.CAPTURED)
+    ref = trainers[1].layout.bundles[0]
+    seal = next(c.seal for c in trainers[0].client.inventory().copies if c.seal.bundle_id == ref.bundle_id)
+
+    with pytest.raises(VersionNotFound, match="node 1"):
+        trainers[0].client.obtain(Version(1, 99), [Fetch(ref, seal, Source.PEER, 1)], timeout_s=5)
+
+
+def test_the_next_node_coordinates_when_the_lowest_keeper_is_killed(make_rig: MakeRig) -> None:
+    rig = make_rig(num_nodes=2)
+    trainers = rig.start()
+    reached(trainers, save_all(trainers, 0), Level.REPLICATED)
+
+    os.kill(trainers[0].client.pid, signal.SIGKILL)
+    eventually(lambda: rig.status(1)["coordinator"] == 1)
+    slots = trainers[0].client.detach()
+    trainers[0].connect()
+    client = trainers[0].client
+    client.assemble(rig.assembly())
+    client.register(trainers[0].layout)
+    client.adopt(slots)
+    client.resume(rig.incarnation, None)
+
+    for step in range(1, 4):
+        version = save_all(trainers, step, durable=True)
+        reached(trainers, version, Level.REPLICATED)
+        reached(trainers, version, Level.DURABLE)
+    eventually(lambda: rig.status(1)["coordinator"] == 0)
+
+
+def test_a_version_that_waits_for_a_new_coordinator_is_completed_by_it(make_rig: MakeRig) -> None:
+    rig = make_rig(num_nodes=3)
+    trainers = rig.start()
+    reached(trainers, save_all(trainers, 0), Level.CAPTURED)
+    os.kill(trainers[0].client.pid, signal.SIGKILL)
+    for trainer in trainers[1:]:
+        trainer.save(1)  # reported to nobody, or to the dead
+    slots = trainers[0].client.detach()
+    trainers[0].connect()
+    client = trainers[0].client
+    client.assemble(rig.assembly())
+    client.register(trainers[0].layout)
+    client.adopt(slots)
+    client.resume(rig.incarnation, None)
+
+    version = trainers[0].save(1)
+
+    reached(trainers, version, Level.REPLICATED)
+
+
+def test_a_frozen_peer_blocks_nobody_and_is_waited_for(make_rig: MakeRig) -> None:
+    rig = make_rig(num_nodes=2)
+    trainers = rig.start()
+    reached(trainers, save_all(trainers, 0), Level.REPLICATED)
+    frozen = trainers[1].client.pid
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        longest = 0.0
+        for step in range(1, 5):
+            started = time.monotonic()
+            try:
+                slot = trainers[0].begin(step, timeout_s=0.3)
+                trainers[0].client.copied(trainers[0].version(step), trainers[0].write(slot, step))
+            except LevelNotReached as error:
+                assert "no slot became free" in str(error)
+            longest = max(longest, time.monotonic() - started)
+        assert longest < 1.5
+        assert trainers[0].client.status()["pid"] == trainers[0].client.pid
+    finally:
+        os.kill(frozen, signal.SIGCONT)
+
+    for step in range(10, 13):
+        for trainer in reversed(trainers):  # rank 1 passed the versions that wait for it, and says so
+            trainer.save(step)
+        reached(trainers, trainers[0].version(step), Level.CAPTURED)
+    reached(trainers, trainers[0].version(12), Level.REPLICATED)
+
+
+def test_inventory_names_the_nodes_that_do_not_answer(make_rig: MakeRig) -> None:
+    rig = make_rig(num_nodes=3)
+    trainers = rig.start()
+    os.kill(trainers[2].client.pid, signal.SIGKILL)
+
+    inventory = trainers[0].client.inventory()
+
+    assert inventory.reachable == (0, 1)
+    assert [node for node, _ in inventory.silent] == [2]
+
+
+def test_twins_that_differ_are_reported_and_the_version_is_suspect(make_rig: MakeRig) -> None:
+    rig = make_rig(num_nodes=2)
+    trainers = rig.start()
+    trainers[0].save(1, durable=True)
+    version = trainers[1].save(1, durable=True, salt=1)
+    shared = trainers[0].layout.bundles[-1].bundle_id if len(trainers[0].layout.bundles[-1].ranks) == 2 else ""
+    shared = shared or next(ref.bundle_id for ref in trainers[0].layout.bundles if len(ref.ranks) == 2)
+
+    eventually(lambda: any("twins differ" in alarm for alarm in trainers[0].client.alarms))
+    reached(trainers, version, Level.CAPTURED)
+
+    (alarm,) = [text for text in trainers[0].client.alarms if "twins differ" in text]
+    assert str(version) in alarm
+    assert "ranks 0 and 1" in alarm or "ranks 1 and 0" in alarm
+    assert str(version) in rig.status(1)["suspects"]
+    choice = choose_version(facts_of(rig, trainers[0].client.inventory()))
+    assert choice.value is None
+    assert "suspect" in choice.reason
+    later = save_all(trainers, 2, durable=True)
+    reached(trainers, later, Level.DURABLE)
+    assert rig.storage.versions() == [later]
+
+
+def test_a_quarantined_copy_is_not_offered_again(make_rig: MakeRig) -> None:
+    rig = make_rig(num_nodes=2)
+    trainers = rig.start()
+    version = save_all(trainers, 1)
+    reached(trainers, version, Level.REPLICATED)
+    own = next(ref for ref in trainers[1].layout.bundles if ref.ranks == (1,))
+
+    trainers[0].client.quarantine(version, own.bundle_id, node=1, reason="test")
+
     copies = trainers[0].client.inventory().copies
-    nodes = {}
-    for copy in copies:
-        if copy.version == version:
-            nodes.setdefault(copy.seal.bundle_id, set()).add(copy.node)
-    eventually(lambda: trainers[0].client.level(version)[0] == Level.DURABLE)
-    assert set(nodes) == {b.ref.bundle_id for b in manifest.bundles}
-    assert all(len(where) >= 2 for where in nodes.values())
+    assert {c.node for c in copies if c.seal.bundle_id == own.bundle_id} == {0}
+
+
+def test_appointments_reach_every_rank(make_rig: MakeRig) -> None:
+    from holdfast.core.appointments import Appointment, Proposal, Purpose
+
+    rig = make_rig(num_nodes=2)
+    trainers = rig.start()
+    heard: list[tuple[int, Appointment]] = []
+    for trainer in trainers:
+        trainer.client.on_appointment(lambda a, rank=trainer.rank: heard.append((rank, a)))
+
+    trainers[1].client.propose(Proposal(Purpose.STOP, 1, 10))
+
+    eventually(lambda: {rank for rank, _ in heard} == {0, 1})
+    assert len({appointment for _, appointment in heard}) == 1
+    assert heard[0][1].step > 10
+
+
+def test_messages_of_a_lower_incarnation_have_no_effect(make_rig: MakeRig) -> None:
+    rig = make_rig(num_nodes=2)
+    old = rig.start()
+    version = save_all(old, 5)
+    reached(old, version, Level.REPLICATED)
+    # Only node 0 enters the next incarnation; node 1 is cut off from the news and goes on.
+    rig.next_incarnation(version)
+    old[0].client.assemble(rig.assembly())
+    old[0].client.register(old[0].layout)
+    old[0].client.resume(rig.incarnation, version)
+
+    stale = old[1].client
+    slot = stale.begin(Version(1, 6), old[1].num_bytes, durable=True, timeout_s=1)
+    stale.copied(Version(1, 6), old[1].write(slot, 6))
+
+    with pytest.raises(LevelNotReached):
+        stale.wait(Version(1, 6), Level.CAPTURED, 1.5)
+    inventory = old[0].client.inventory(wide=False)
+    assert all(copy.version != Version(1, 6) for copy in inventory.copies)
+    assert KeeperClient.connect(rig.keeper(0).socket, job=rig.keeper(0).job).incarnation == 2

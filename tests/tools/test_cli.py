@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from torch.distributed.run import get_args_parser
 
 from holdfast.base.config import CONFIG_FILE_VARIABLE, ENVIRONMENT, Config
 from holdfast.tools.cli import app
+from holdfast.train import elastic
 from tools.conftest import Run
 
 FROZEN = Path(__file__).parent / "frozen_options.txt"
@@ -38,6 +40,9 @@ def options() -> list[str]:
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
         for parameter in command.params:
             lines.append(f"command {name} {' '.join(parameter.opts)}")
+    lines += [f"command run {flag}" for flag in ("--checkpoint-dir", *elastic.PASSED_ON)]
+    own = set(elastic.build_parser()._option_string_actions) - set(get_args_parser()._option_string_actions)
+    assert own == {line.split()[2] for line in lines if line.startswith("command run ")}
     return sorted(lines)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from state_kit import continues, restore, save
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 from holdfast.train.state import State
+from state_kit import continues, restore, save
 
 Make = Callable[[], tuple[dict[str, Any], Callable[[], None]]]
 
@@ -47,7 +47,7 @@ def training(make_optimizer: Callable[[nn.Module], Any], *, dtype: torch.dtype =
         optimizer = make_optimizer(model)
 
         def step() -> None:
-            x = torch.randn(4, 6, dtype=dtype) + random.random() + float(np.random.rand())
+            x = torch.randn(4, 6, dtype=dtype) + random.random() + float(np.random.rand())  # noqa: NPY002
 
             def closure() -> torch.Tensor:
                 optimizer.zero_grad()
@@ -152,6 +152,37 @@ def test_state_in_another_dtype_than_the_parameter_keeps_its_bits() -> None:
     saved = continues(training(lambda m: Master(m.parameters()), dtype=torch.bfloat16))
     assert saved.shards["optimizer.state.body.0.weight.master"].dtype == "F32"
     assert saved.shards["model.body.0.weight"].dtype == "BF16"
+
+
+def test_state_that_shares_memory_shares_it_again() -> None:
+    """One step count for all parameters, and a master copy that is the parameter itself where dtypes agree."""
+
+    class Sharing(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            used = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+            count = self.state[used[-1]].setdefault("count", torch.tensor(0.0))
+            count += 1
+            for p in used:
+                state = self.state[p]
+                state.setdefault("count", count)
+                state.setdefault("master", p.float()).sub_(p.grad, alpha=0.1 / float(state["count"]))
+
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def make() -> tuple[dict[str, Any], Callable[[], None]]:
+        objects, step = training(lambda m: Sharing(m.parameters()))()
+        optimizers.append(objects["optimizer"])
+        return objects, step
+
+    saved = continues(make)
+    assert len([name for name in saved.tensors if name.startswith("optimizer.")]) == 1
+    for optimizer in optimizers:
+        assert len({id(state["count"]) for state in optimizer.state.values()}) == 1
+        assert all(state["master"] is p for p, state in optimizer.state.items())
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -307,3 +338,30 @@ def test_gradients_may_come_later() -> None:
     restore(state, saved)
     assert set(optimizer.state) == set(model[0].parameters())
     assert all(torch.equal(wanted, step()) for wanted in expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this torch has no CUDA")
+@pytest.mark.parametrize("options", [{"fused": True}, {"capturable": True}, {"foreach": True}], ids=str)
+def test_a_gpu_is_read_without_waiting_and_goes_on(options: dict[str, bool]) -> None:
+    def make() -> tuple[dict[str, Any], Callable[[], None]]:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+        scaler = torch.amp.GradScaler("cuda", growth_interval=2)
+        state = State({"model": model, "optimizer": optimizer, "scaler": scaler}, rank=0, world_size=1)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            scaler.scale(model(torch.randn(4, 8, device="cuda")).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                state.gather()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return {"model": model, "optimizer": optimizer, "scaler": scaler}, step
+
+    saved = continues(make, whole=False)
+    assert "rng.cuda.0" in saved.tensors

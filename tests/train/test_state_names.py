@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from state_kit import restore, save
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -19,6 +18,7 @@ from holdfast.base.errors import UsageError
 from holdfast.core.model import Extent
 from holdfast.tiers.values import TensorRef
 from holdfast.train.state import State
+from state_kit import restore, save
 
 
 class Holder:
@@ -49,7 +49,7 @@ def test_wrappers_leave_no_trace_in_names() -> None:
             self.module = nn.Linear(2, 2)  # a name of the user's own, not a wrapper's
 
     model = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)), Inner())
-    compiled = torch.compile(nn.DataParallel(model))
+    compiled = torch.compile(nn.DataParallel(model), backend="eager")
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1, momentum=0.9)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -175,6 +175,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {  # what -> (how it is made
     "quantised": (lambda: Holder({"q": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)}), "thing.q"),
     "text array": (lambda: Holder({"n": [np.array(["text"])]}), "thing.n.0"),
     "meta": (lambda: nn.Linear(1, 1, device="meta"), "thing.weight"),
+    "lazy": (lambda: nn.LazyLinear(2), "thing.weight"),
     "stray optimizer": (lambda: torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0), "thing"),
     "master copies": (lambda: {"a": torch.optim.SGD([torch.ones(1)], lr=1.0)}, "thing.a"),
 }
@@ -229,7 +230,9 @@ def test_training_steps_change_neither_structure_nor_storages() -> None:
     assert all(not live.local.requires_grad for live in second.tensors.values())
 
 
-CHANGES: dict[str, tuple[Any, bool]] = {  # what happens -> (how, whether the structure changes and not the memory alone)
+CHANGES: dict[
+    str, tuple[Any, bool]
+] = {  # what happens -> (how, whether the structure changes and not the memory alone)
     "new memory": (lambda m, _: setattr(m[0].weight, "data", m[0].weight.data.clone()), False),
     "new strides": (lambda m, _: setattr(m[0].weight, "data", m[0].weight.data.t()), False),
     "new shape": (lambda m, _: setattr(m[0].weight, "data", m[0].weight.data[:2]), True),

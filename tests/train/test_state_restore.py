@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from state_kit import Saved, restore, save
 from torch import nn
 
 from holdfast.base.errors import MismatchError, UsageError
 from holdfast.core.model import Extent
 from holdfast.train.live import SavedTensor
 from holdfast.train.state import State
+from state_kit import Saved, restore, save
 
 Objects = dict[str, Any]
 

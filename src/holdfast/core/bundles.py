@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from holdfast.core.model import Bundle, BundleRef, Piece, RankLayout, Shard, Topology
 
 # A share below this many bytes is not worth a file of its own; a group is cut finer only as far as the ranks of one
-# node need it to divide the capture among themselves.
+# node need it to divide the capture among themselves, and a group of a few kilobytes not at all.
 MIN_SHARE_BYTES = 4 << 20
 # A tensor smaller than this is never cut in two: the header entry would cost more than the balance gains.
 MIN_CUT_BYTES = 256 << 10
@@ -31,7 +31,9 @@ def group_shards(shards: Iterable[Shard]) -> dict[tuple[int, ...], list[Shard]]:
 
 def num_shares(ranks: Sequence[int], num_bytes: int, topology: Topology) -> int:
     """Into how many shares a group's bytes are cut: enough for the fullest node to divide them, never more than ranks."""
-    per_node = max(sum(topology.node_of[r] == node for r in ranks) for node in {topology.node_of[r] for r in ranks})
+    if num_bytes < MIN_CUT_BYTES:
+        return 1
+    per_node = max(Counter(topology.node_of[rank] for rank in ranks).values())
     return max(1, min(len(ranks), max(per_node, math.ceil(num_bytes / MIN_SHARE_BYTES))))
 
 
@@ -94,7 +96,8 @@ def plan_bundles(
         count = num_shares(ranks, sum(s.num_bytes for s in members), topology)
         for index, pieces in enumerate(cut(members, count)):
             values = index == 0 and ranks in with_values
-            bundles.append(Bundle(bundle_id(ranks, index), ranks, index, count, pieces, values))
+            if pieces or values:  # one tensor that cannot be cut fills one share and leaves the others empty
+                bundles.append(Bundle(bundle_id(ranks, index), ranks, index, count, pieces, values))
     return tuple(bundles)
 
 
@@ -123,10 +126,16 @@ def backup_node(bundle: BundleRef, topology: Topology) -> int | None:
 
     A bundle that twins on two nodes hold needs no replica.
     """
-    homes = {topology.node_of[r] for r in bundle.ranks}
-    if len(homes) > 1 or len(topology.nodes) < 2:
+    home = only_home(bundle, topology)
+    if home is None or len(topology.nodes) < 2:
         return None
-    return (homes.pop() + 1) % len(topology.nodes)
+    return (home + 1) % len(topology.nodes)
+
+
+def only_home(bundle: BundleRef, topology: Topology) -> int | None:
+    """The node that all members of the bundle's group live on; None if they live on several."""
+    home = topology.node_of[bundle.ranks[0]]
+    return home if all(topology.node_of[rank] == home for rank in bundle.ranks) else None
 
 
 def fingerprint(bundle: Bundle) -> str:

@@ -6,7 +6,11 @@ here depends on a clock or on who the coordinator is.
 
 Order of a durable version (protocol section 5): every rank sealed -> CAPTURED is announced -> PERSIST, if the version
 is due for storage or as soon as somebody asks for it -> every node that represents bundles reports its part -> COMMIT
-is ordered -> the manifest stands -> DURABLE is announced and retention may run. A level is announced once, and only when it is reached (S13).
+is ordered -> the manifest stands -> DURABLE is announced and retention may run. A level is announced once, and only
+when it is reached (S13). ABANDONED is final and never said of a version that was captured. A version whose twins differ
+is abandoned too: it may not take the place of a verified one (S16).
+
+No fact costs more than the rank, node or bundles that it speaks of: a version of 1,024 ranks is judged in one pass.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from holdfast.core import bundles
+from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
 
 # Versions that the board remembers below the newest captured one. Enough for storage that lags a few saves behind;
@@ -93,16 +98,32 @@ Action = Announcement | CommitOrder
 @dataclass(slots=True)
 class _Entry:
     sealed: dict[int, RankReport] = field(default_factory=dict)
+    digests: dict[str, tuple[str, int]] = field(default_factory=dict)
     replicas: dict[str, set[int]] = field(default_factory=dict)
     parts: dict[int, PartReport] = field(default_factory=dict)
-    table: dict[str, BundleRef] = field(default_factory=dict)
     layout: str = ""
+    thin: set[str] = field(default_factory=set)
+    unwritten: set[str] = field(default_factory=set)
     level: Level = Level.NONE
     abandoned: str = ""
     suspect: str = ""
     durable_due: bool = False
     persist_ordered: bool = False
     commit_ordered: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may still become complete."""
+        return self.level is Level.NONE and not self.abandoned
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Every bundle of the job under one layout, and of those that live in one node only, which one."""
+
+    refs: tuple[BundleRef, ...]
+    ids: frozenset[str]
+    lonely: Mapping[str, int]
 
 
 class Board:
@@ -112,9 +133,11 @@ class Board:
         self._topology = topology
         self._layouts: dict[tuple[int, str], RankLayout] = {}
         self._entries: dict[Version, _Entry] = {}
-        self._tables: dict[str, tuple[BundleRef, ...]] = {}
+        self._tables: dict[str, _Table] = {}
         self._named: dict[tuple[str, ...], str] = {}
         self._high: dict[int, Version] = {}
+        self._newest: Version | None = None  # captured
+        self._forgotten: Version | None = None
 
     def register(self, layout: RankLayout) -> None:
         """A rank's layout, before the first version that is sealed under it."""
@@ -124,7 +147,8 @@ class Board:
 
     def table(self, layout: str) -> tuple[BundleRef, ...]:
         """Every bundle of the job under that layout; empty if unknown."""
-        return self._tables.get(layout, ())
+        table = self._tables.get(layout)
+        return table.refs if table else ()
 
     def level(self, version: Version) -> Level:
         entry = self._entries.get(version)
@@ -134,9 +158,13 @@ class Board:
         """Ranks sealed a version. A rank that reports a version is past all earlier ones."""
         actions: list[Action] = []
         for report in reports:
+            if self._is_settled(report.version):
+                actions += self._tell_again(report.version)
+                continue
             entry = self._entry(report.version)
-            if (report.rank, report.layout) in self._layouts:
-                entry.sealed.setdefault(report.rank, report)
+            known = entry.sealed.get(report.rank)
+            if known is None or not self._knows_layout(known):
+                entry.sealed[report.rank] = report
             entry.durable_due |= report.durable
             actions += self._skipped_by(report.rank, report.version)
             actions += self._compare_twins(report.version, entry, report)
@@ -145,13 +173,16 @@ class Board:
         return actions
 
     def abandoned(self, version: Version, rank: int, reason: str) -> list[Action]:
-        """A rank skipped, failed or ran out of time. Final, unless every rank had sealed already."""
+        """A rank skipped, failed or ran out of time. Final, unless every rank had sealed already.
+
+        It says nothing of earlier versions: the rank's copy of one may still be on its way to a seal. A `rank` below
+        zero repeats what an earlier coordinator had announced.
+        """
+        if self._is_settled(version):
+            return self._tell_again(version)
         entry = self._entry(version)
-        self._high[rank] = max(self._high.get(rank, version), version)
-        if entry.level is not Level.NONE or entry.abandoned:
-            return []
-        entry.abandoned = f"rank {rank}: {reason}"
-        return [Announcement(Kind.ABANDONED, version, entry.abandoned)]
+        self._forget()
+        return self._abandon(version, entry, f"rank {rank}: {reason}" if rank >= 0 else reason)
 
     def due(self, versions: Iterable[Version]) -> list[Action]:
         """These versions are wanted in storage, although they were not when they were captured."""
@@ -167,12 +198,14 @@ class Board:
         entry = self._entry(version)
         for bundle_id in bundle_ids:
             entry.replicas.setdefault(bundle_id, set()).add(node)
+            self._thicken(entry, bundle_id)
         return self._try_replicated(version, entry)
 
     def written(self, report: PartReport) -> list[Action]:
         """A node's bundles and part are in storage."""
         entry = self._entry(report.version)
         entry.parts[report.node] = report
+        entry.unwritten.difference_update(report.bundle_ids)
         return self._try_commit(report.version, entry)
 
     def committed(self, version: Version) -> list[Action]:
@@ -188,49 +221,75 @@ class Board:
         self._entry(version).commit_ordered = False
 
     def _entry(self, version: Version) -> _Entry:
-        return self._entries.setdefault(version, _Entry())
+        """The version's entry; one that nobody looks at again if the version was settled and forgotten."""
+        entry = self._entries.get(version)
+        if entry is None:
+            entry = _Entry()
+            if not self._is_settled(version):
+                self._entries[version] = entry
+        return entry
+
+    def _is_settled(self, version: Version) -> bool:
+        """Whether the version was decided so long ago that its entry is gone."""
+        return version not in self._entries and self._forgotten is not None and version <= self._forgotten
+
+    def _tell_again(self, version: Version) -> list[Action]:
+        """A keeper that lost its memory asks, with its report, about a version that is forgotten here."""
+        if self._newest is not None and version <= self._newest:
+            return []  # it is told of the newest captured one, which frees the slot as well
+        return [Announcement(Kind.ABANDONED, version, "it was given up long ago")]
+
+    def _abandon(self, version: Version, entry: _Entry, reason: str) -> list[Action]:
+        if not entry.is_open:
+            return []
+        entry.abandoned = reason
+        return [Announcement(Kind.ABANDONED, version, reason)]
 
     def _skipped_by(self, rank: int, version: Version) -> list[Action]:
-        """Earlier versions that this rank never sealed will never be complete."""
+        """Versions that a rank has gone past without sealing them will never be complete."""
         self._high[rank] = max(self._high.get(rank, version), version)
+        passed = {v: rank for v, e in self._entries.items() if v < version and e.is_open and rank not in e.sealed}
+        entry = self._entries[version]
+        if entry.is_open and len(entry.sealed) <= 1:  # the first news of a version that others may have passed already
+            others = (r for r, high in self._high.items() if high > version and r not in entry.sealed)
+            passed |= {version: other for other in others}
         actions: list[Action] = []
-        for earlier, entry in sorted(self._entries.items()):
-            open_ = entry.level is Level.NONE and not entry.abandoned
-            if open_ and any(self._passed(other, earlier, entry) for other in self._high):
-                entry.abandoned = f"rank {self._passer(earlier, entry)} skipped it"
-                actions.append(Announcement(Kind.ABANDONED, earlier, entry.abandoned))
+        for earlier, by in sorted(passed.items()):
+            actions += self._abandon(earlier, self._entries[earlier], f"rank {by} went on without it")
         return actions
-
-    def _passed(self, rank: int, version: Version, entry: _Entry) -> bool:
-        return self._high[rank] > version and rank not in entry.sealed
-
-    def _passer(self, version: Version, entry: _Entry) -> int:
-        return next(rank for rank in sorted(self._high) if self._passed(rank, version, entry))
 
     def _compare_twins(self, version: Version, entry: _Entry, report: RankReport) -> list[Action]:
         """Digests of the same bundle from different ranks must agree (decision 6)."""
-        mine = {seal.bundle_id: seal.digest for seal in report.seals}
-        for other in entry.sealed.values():
-            for seal in other.seals:
-                if not entry.suspect and mine.get(seal.bundle_id, seal.digest) != seal.digest:
-                    entry.suspect = f"ranks {report.rank} and {other.rank} differ in bundle {seal.bundle_id}"
-                    return [Announcement(Kind.SUSPECT, version, entry.suspect)]
+        for seal in report.seals:
+            digest, other = entry.digests.setdefault(seal.bundle_id, (seal.digest, report.rank))
+            if digest != seal.digest and not entry.suspect:
+                entry.suspect = f"ranks {other} and {report.rank} differ in bundle {seal.bundle_id}"
+                suspect = Announcement(Kind.SUSPECT, version, entry.suspect)
+                return [suspect, *self._abandon(version, entry, f"suspect: {entry.suspect}")]
         return []
 
     def _try_captured(self, version: Version, entry: _Entry) -> list[Action]:
-        if entry.level is not Level.NONE or entry.abandoned or len(entry.sealed) < self._topology.world_size:
+        if not entry.is_open or len(entry.sealed) < self._topology.world_size:
+            return []
+        if not all(self._knows_layout(report) for report in entry.sealed.values()):
             return []
         entry.layout = self._job_layout(entry)
-        entry.table = {ref.bundle_id: ref for ref in self._tables[entry.layout]}
-        held = {seal.bundle_id for report in entry.sealed.values() for seal in report.seals}
-        if lacking := sorted(set(entry.table) - held):
-            entry.abandoned = f"no rank sealed bundle {lacking[0]}"
-            return [Announcement(Kind.ABANDONED, version, entry.abandoned)]
+        table = self._tables[entry.layout]
+        if lacking := sorted(table.ids.difference(*(_ids(report) for report in entry.sealed.values()))):
+            return self._abandon(version, entry, f"no rank sealed bundle {lacking[0]}")
         entry.level = Level.CAPTURED
+        self._newest = max(self._newest or version, version)
+        entry.thin = set(table.lonely)
+        for bundle_id in table.lonely:
+            self._thicken(entry, bundle_id)
+        entry.unwritten = set(table.ids).difference(*(part.bundle_ids for part in entry.parts.values()))
         reason = f"all {self._topology.world_size} ranks sealed it"
         captured = Announcement(Kind.CAPTURED, version, reason, entry.layout)
         later = [*self._try_replicated(version, entry), *self._try_persist(version, entry)]
         return [captured, *later, *self._try_commit(version, entry)]
+
+    def _knows_layout(self, report: RankReport) -> bool:
+        return (report.rank, report.layout) in self._layouts
 
     def _try_persist(self, version: Version, entry: _Entry) -> list[Action]:
         captured = entry.level in (Level.CAPTURED, Level.REPLICATED)
@@ -246,38 +305,41 @@ class Board:
             layouts = {rank: self._layouts[rank, report.layout] for rank, report in entry.sealed.items()}
             table = {ref.bundle_id: ref for layout in layouts.values() for ref in layout.bundles}
             name = bundles.layout_fingerprint(layouts)
+            refs = tuple(table[bundle_id] for bundle_id in sorted(table))
+            homes = {ref.bundle_id: bundles.only_home(ref, self._topology) for ref in refs}
+            lonely = {bundle_id: home for bundle_id, home in homes.items() if home is not None}
             self._named[key] = name
-            self._tables[name] = tuple(table[bundle_id] for bundle_id in sorted(table))
+            self._tables[name] = _Table(refs, frozenset(table), lonely)
         return self._named[key]
 
+    def _thicken(self, entry: _Entry, bundle_id: str) -> None:
+        """A bundle that lives in one node is safe as soon as another node holds a replica."""
+        if bundle_id in entry.thin:
+            home = self._tables[entry.layout].lonely[bundle_id]
+            if entry.replicas.get(bundle_id, set()) - {home}:
+                entry.thin.discard(bundle_id)
+
     def _try_replicated(self, version: Version, entry: _Entry) -> list[Action]:
-        if entry.level is not Level.CAPTURED:
+        if entry.level is not Level.CAPTURED or entry.thin:
             return []
-        for ref in entry.table.values():
-            if len(self._nodes_of(ref, entry)) < 2:
-                return []
         entry.level = Level.REPLICATED
         return [Announcement(Kind.REPLICATED, version, "every bundle is sealed in at least two nodes")]
 
-    def _nodes_of(self, ref: BundleRef, entry: _Entry) -> set[int]:
-        nodes = {self._topology.node_of[rank] for rank in ref.ranks if rank in entry.sealed}
-        return nodes | entry.replicas.get(ref.bundle_id, set())
-
     def _try_commit(self, version: Version, entry: _Entry) -> list[Action]:
         ready = entry.level in (Level.CAPTURED, Level.REPLICATED) and not entry.commit_ordered
-        if not ready or not entry.durable_due or not entry.table:
-            return []
-        written = {bundle_id for part in entry.parts.values() for bundle_id in part.bundle_ids}
-        if not set(entry.table) <= written:
+        if not ready or not entry.durable_due or entry.unwritten or not entry.parts:
             return []
         entry.commit_ordered = True
         return [CommitOrder(version, entry.layout, tuple(entry.parts[node] for node in sorted(entry.parts)))]
 
     def _forget(self) -> None:
-        """Bounded: the oldest finished versions go first."""
+        """Bounded: the oldest settled versions go first; never an open one, never the newest captured one."""
         excess = len(self._entries) - MAX_VERSIONS
-        for version in sorted(self._entries)[: max(0, excess)]:
-            del self._entries[version]
+        if excess > 0:
+            settled = (v for v, entry in self._entries.items() if not entry.is_open and v != self._newest)
+            for version in sorted(settled)[:excess]:
+                del self._entries[version]
+                self._forgotten = max(self._forgotten or version, version)
         if len(self._named) > MAX_LAYOUTS:
             live = {entry.layout for entry in self._entries.values()}
             used = {(r.rank, r.layout) for entry in self._entries.values() for r in entry.sealed.values()}
@@ -285,6 +347,10 @@ class Board:
             self._tables = {name: table for name, table in self._tables.items() if name in live}
             newest = dict(self._layouts.keys())
             self._layouts = {k: v for k, v in self._layouts.items() if k in used or newest[k[0]] == k[1]}
+
+
+def _ids(report: RankReport) -> set[str]:
+    return {seal.bundle_id for seal in report.seals}
 
 
 def represented(refs: Iterable[BundleRef], node: int, topology: Topology) -> tuple[BundleRef, ...]:
@@ -298,6 +364,7 @@ def to_retire(
     keep_last: int,
     keep_every: int,
     protected: Iterable[Version],
+    lineage: Lineage = Lineage(),  # noqa: B008  # frozen, and empty
 ) -> tuple[Version, ...]:
     """Durable versions that retention may remove, oldest first (protocol section 8). Call it only after a commit.
 
@@ -306,9 +373,12 @@ def to_retire(
         keep_last: how many of the newest stay; never fewer than two.
         keep_every: versions whose step is a multiple stay; 0 for none.
         protected: the one resumed from until a newer is durable, pinned ones, the newest not suspect.
+        lineage: with the running incarnation in it. Versions of dead lineage can never be recovered from, so they do
+            not count among the newest: else a roll-back would leave one usable version, or none.
     """
     ordered = sorted(durable)
-    keep = set(ordered[-max(2, keep_last) :]) | set(protected)
+    live = [version for version in ordered if lineage.is_live(version)]
+    keep = set(live[-max(2, keep_last) :]) | set(protected)
     if keep_every:
         keep |= {version for version in ordered if version.step % keep_every == 0}
     return tuple(version for version in ordered if version not in keep)

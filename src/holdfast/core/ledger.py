@@ -41,12 +41,12 @@ class _Local:
 class Reports:
     """Everything a new coordinator needs from this node."""
 
-    layouts: tuple[RankLayout, ...]
-    sealed: tuple[RankReport, ...]
-    abandoned: tuple[tuple[Version, int, str], ...]
-    replicas: tuple[tuple[Version, tuple[str, ...]], ...]
-    due: tuple[Version, ...]
-    parts: tuple[PartReport, ...]
+    layouts: tuple[RankLayout, ...] = ()
+    sealed: tuple[RankReport, ...] = ()
+    abandoned: tuple[tuple[Version, int, str], ...] = ()
+    replicas: tuple[tuple[Version, tuple[str, ...]], ...] = ()
+    due: tuple[Version, ...] = ()
+    parts: tuple[PartReport, ...] = ()
 
 
 class NodeLedger:

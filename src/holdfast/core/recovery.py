@@ -139,7 +139,7 @@ def _judge(version: Version, facts: Facts, *, explicit: bool) -> Decision[Choice
     table = stored.table if stored else facts.tables.get(version, ())
     if not table:
         return Decision(None, "no keeper knows all of its bundles and no manifest is committed")
-    world_size = 1 + max(rank for ref in table for rank in ref.ranks)
+    world_size = stored.world_size if stored else 1 + max(rank for ref in table for rank in ref.ranks)
     if world_size != facts.topology.world_size:
         return Decision(None, f"saved by {world_size} ranks, this job has {facts.topology.world_size}")
     return _complete(version, table, facts)

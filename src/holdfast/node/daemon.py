@@ -210,7 +210,11 @@ class Keeper:
 def become_keeper(place: Place) -> int | None:
     """The keeper lock, held for life; None if another keeper has it."""
     place.make()
-    return take_lock(place.keeper_lock, blocking=False)
+    lock = take_lock(place.keeper_lock, blocking=False)
+    if lock is not None:
+        os.ftruncate(lock, 0)
+        os.write(lock, f"{os.getpid()}\n".encode())  # for people, and for whoever finds us frozen
+    return lock
 
 
 def clean(place: Place) -> None:

@@ -19,11 +19,13 @@ from pathlib import Path
 import holdfast
 from holdfast.base.config import Config
 from holdfast.base.errors import KeeperError, KeeperLost
+from holdfast.node.messages import VIEWER, Hello
 from holdfast.node.places import Place, absolute_root, place_of
-from holdfast.tiers import wire
+from holdfast.node.rpc import dial
 from holdfast.tiers.procs import take_lock
 
 START_TIMEOUT_S = 20.0
+ANSWER_TIMEOUT_S = 2.0
 _MAX_READY_BYTES = 64 << 10
 
 
@@ -36,23 +38,42 @@ def ensure_keeper(root: str, config: Config, *, timeout_s: float = START_TIMEOUT
     place = place_of(root, config)
     deadline = time.monotonic() + timeout_s
     place.make()
-    if _listens(place):
-        return place
-    lock = _lock_within(place, deadline)
-    try:
-        if not _listens(place):
-            _spawn(place, absolute_root(root), config, deadline)
-    finally:
-        os.close(lock)
+    while not _answers(place):
+        lock = _lock_within(place, deadline)
+        try:
+            if _answers(place) or _spawn(place, absolute_root(root), config, deadline):
+                break
+        finally:
+            os.close(lock)
+        # Another keeper holds the lock without answering: it is starting, dying, or frozen.
+        if time.monotonic() > deadline:
+            raise KeeperError(
+                f"keeper {_holder(place)} holds the lock and does not answer",
+                where=str(place.directory),
+                remedy="kill that process; a new keeper is then started",
+            )
     return place
 
 
-def _listens(place: Place) -> bool:
+def _answers(place: Place) -> bool:
+    """Whether a keeper greets there. A connection alone proves nothing: the kernel accepts for a dying process too."""
+    hello = Hello(job=place.job, role=VIEWER)
     try:
-        wire.connect(place.address, timeout_s=wire.HELLO_TIMEOUT_S).close()
+        dial(place.address, hello, timeout_s=ANSWER_TIMEOUT_S, on_push=_ignore, on_lost=_ignore).close()
     except KeeperLost:
         return False
     return True
+
+
+def _holder(place: Place) -> str:
+    try:
+        return place.keeper_lock.read_text().strip() or "?"
+    except OSError:
+        return "?"
+
+
+def _ignore(_: object) -> None:
+    """We only wanted to know that somebody is there."""
 
 
 def _lock_within(place: Place, deadline: float) -> int:
@@ -86,7 +107,8 @@ def _lock_within(place: Place, deadline: float) -> int:
     return taken[0]
 
 
-def _spawn(place: Place, root: str, config: Config, deadline: float) -> None:
+def _spawn(place: Place, root: str, config: Config, deadline: float) -> bool:
+    """Starts a keeper; False if it found another one that holds the lock."""
     ready, theirs = os.pipe()
     try:
         command = [
@@ -108,7 +130,7 @@ def _spawn(place: Place, root: str, config: Config, deadline: float) -> None:
         finally:
             os.close(theirs)
         _reap(launcher, deadline)
-        _await_ready(ready, place, deadline)
+        return _await_ready(ready, place, deadline)
     finally:
         os.close(ready)
 
@@ -122,7 +144,7 @@ def _reap(launcher: subprocess.Popen[bytes], deadline: float) -> None:
         launcher.wait()
 
 
-def _await_ready(ready: int, place: Place, deadline: float) -> None:
+def _await_ready(ready: int, place: Place, deadline: float) -> bool:
     said = bytearray()
     while b"\n" not in said and len(said) < _MAX_READY_BYTES:
         if not select.select([ready], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -134,6 +156,7 @@ def _await_ready(ready: int, place: Place, deadline: float) -> None:
     answer = json.loads(said)
     if "error" in answer:
         raise KeeperError(f"the keeper did not start: {answer['error']}", where=str(place.log))
+    return bool(answer["pid"])
 
 
 def _environment() -> dict[str, str]:

@@ -382,10 +382,11 @@ def reports(
     sealed: tuple[RankReport, ...] = (),
     abandoned: tuple[tuple[Version, int, str], ...] = (),
     replicas: tuple[tuple[Version, tuple[str, ...]], ...] = (),
+    due: tuple[Version, ...] = (),
     parts: tuple[PartReport, ...] = (),
 ) -> Reports:
     """A report of these facts and nothing else."""
-    return Reports(layouts, sealed, abandoned, replicas, parts)
+    return Reports(layouts=layouts, sealed=sealed, abandoned=abandoned, replicas=replicas, due=due, parts=parts)
 
 
 def _short(seal: Seal) -> Seal:

@@ -121,14 +121,14 @@ class Uplink:
         self._queue.append(message)
         self._changed.notify_all()
 
-    def _report(self, facts: Reports) -> Report:
-        return Report(node=self._node, incarnation=self._state.incarnation, reports=facts)
+    def _report(self, facts: Reports, *, whole: bool = False) -> Report:
+        return Report(node=self._node, incarnation=self._state.incarnation, reports=facts, whole=whole)
 
     def _whole_report(self) -> Report:
         """Everything this node knows, in place of the facts that wait. Under the state's lock."""
         self._queue = deque(message for message in self._queue if not isinstance(message, Report))
         self._whole = False
-        return self._report(self._state.whole_report())
+        return self._report(self._state.whole_report(), whole=True)
 
     # --- the thread
 
@@ -230,7 +230,8 @@ class Uplink:
                 if line is None and coordinator is None:
                     return
                 if self._whole:
-                    self._queue.appendleft(self._whole_report())
+                    whole = self._whole_report()  # it replaces the queue, so it must come before the queue is named
+                    self._queue.appendleft(whole)
                 if not self._queue:
                     return
                 message = self._queue.popleft()

@@ -64,12 +64,18 @@ class Cluster:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
 
-    def start_node(self, node: str) -> None:
-        """One launcher with two ranks; the first node that is started hosts the rendezvous."""
+    def start_node(self, node: str, *, place: int) -> None:
+        """One launcher with two ranks; the first node that is started hosts the rendezvous.
+
+        Args:
+            node: its label, never used twice.
+            place: which address of loopback it has. Agents are ranked by address, so a replacement at the same place
+                takes the same ranks.
+        """
         command = [sys.executable, "-m", "holdfast.tools.cli", "run", "--nnodes", "2"]
         command += ["--nproc-per-node", str(RANKS_PER_NODE), "--max-restarts", "4", "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "demo"]
-        command += ["--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=4", "--local-addr", "127.0.0.1"]
+        command += ["--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=4", "--local-addr", f"127.0.0.{place}"]
         arguments = [*self._arguments(), "--checkpoints", str(self.checkpoints)]
         self._spawn(node, [*command, "-m", "holdfast.testing.demo_train", *arguments])
 

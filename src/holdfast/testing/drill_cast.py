@@ -14,6 +14,7 @@ import select
 import signal
 import struct
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -63,6 +64,8 @@ class Cast:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 code = body()
+            except BaseException:  # top of the process: its log says why it ended
+                traceback.print_exc()
             finally:
                 os._exit(code)  # nothing of the parent's may be flushed or cleaned up here
         return self.enlist(name, life, pid)

@@ -138,7 +138,7 @@ class Stage:
         name = f"t{setup.rank}"
         enter(self.sandbox, name, setup.life)
         journal = Journal(self._journal_w, name, setup.life)
-        planted.apply(self.trial.plant, "trainer", setup)
+        planted.apply(self.trial.plant, planted.TRAINER)
         drill_hooks.answer_from(self._answers[name][0], journal)
         self._probe(name, journal, strike).watch(drill_hooks.TRAINER_PHASES, drill_hooks.TRAINER_POINTS)
         return trainer(setup, journal)
@@ -157,7 +157,7 @@ class Stage:
         name = f"k{setup.rank}"
         enter(self.sandbox, name, setup.life)
         journal = Journal(self._journal_w, name, setup.life)
-        planted.apply(self.trial.plant, "keeper", setup)
+        planted.apply(self.trial.plant, planted.KEEPER)
         self._probe(name, journal, strike).watch(drill_hooks.KEEPER_PHASES, drill_hooks.KEEPER_POINTS)
         return drill_hooks.keeper(setup.root, setup.config(setup.rank), ready)
 

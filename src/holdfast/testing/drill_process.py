@@ -155,7 +155,7 @@ def _train(setup: Setup, journal: Journal) -> None:
         store = dist.FileStore(f"{setup.sandbox}/store-{setup.life}", world_size)
         dist.init_process_group("gloo", store=store, rank=setup.rank, world_size=world_size)
     job = Job(setup)
-    replicated = ("*",) if setup.trial.shape == TWINS else ()
+    replicated = ("model.*", "optimizer.*") if setup.trial.shape == TWINS else ()
     checkpointer = Checkpointer(
         setup.root,
         model=job.model,

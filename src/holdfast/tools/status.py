@@ -83,28 +83,34 @@ def _print_answers(answers: list[Answer], *, clear: bool) -> None:
         print(f"keeper of node {answer.place.node}, job {answer.place.job}")
         if answer.error is not None:
             print(output.error_text(answer.error))
-        for line in _lines(answer.facts, "  "):
-            print(line)
-
-
-def _lines(facts: dict[str, Any], indent: str) -> Iterator[str]:
-    """Plain facts first, one per line; nested ones beneath their name."""
-    for name, value in facts.items():
-        title = name.replace("_", " ")
-        if isinstance(value, dict):
-            yield f"{indent}{title}"
-            yield from _lines(value, indent + "  ")
-        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            yield f"{indent}{title}"
-            for item in value:
-                yield f"{indent}  " + ", ".join(f"{key.replace('_', ' ')} {_cell(key, v)}" for key, v in item.items())
         else:
-            yield f"{indent}{title}: {_cell(name, value)}"
+            for line in _lines(answer.facts):
+                print(f"  {line}")
 
 
-def _cell(name: str, value: Any) -> str:
-    if isinstance(value, int) and not isinstance(value, bool) and ("bytes" in name or name.endswith("memory")):
-        return output.size_text(value)
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
-    return "none" if value is None or value == "" else str(value)
+def _lines(facts: dict[str, Any]) -> Iterator[str]:
+    """What a person wants to know; `--json` has everything. Field list: docs/spec/keeper.md."""
+    memory, newest = facts["memory"], facts["newest"]
+    yield f"process   {facts['pid']}, up {facts['uptime_s']:.0f} s, {output.size_text(facts['resident_bytes'])} resident"
+    yield f"memory    {output.size_text(memory['used_bytes'])} of {output.size_text(memory['allowed_bytes'])} allowed"
+    if not facts["root"]:
+        yield "waits     for the ranks to come together"
+        return
+    yield f"root      {facts['root']}"
+    resumed = facts["resumed_from"] or "nothing, or not yet"
+    yield f"job       incarnation {facts['incarnation']} on {len(facts['nodes'])} nodes, resumed from {resumed}"
+    yield "safe      " + ", ".join(f"{level} {version or 'none'}" for level, version in newest.items())
+    for rank, found in facts["ranks"].items():
+        state = "finished" if found["finished"] else f"process {found['pid']}" if found["pid"] else "away"
+        yield f"rank {rank:<4} {state}; " + "; ".join(map(_slot, found["slots"]))
+    for slot in facts["replicas"]:
+        yield f"replica   of rank {slot['rank']}: {_slot(slot)}"
+    for version, reason in facts["suspects"].items():
+        yield f"SUSPECT   {version}: {reason}"
+    for alarm in facts["alarms"]:
+        yield f"ALARM     {alarm['text']} ({alarm['age_s']:.0f} s ago)"
+
+
+def _slot(slot: dict[str, Any]) -> str:
+    held = f"{slot['version']} {slot['state']}" if slot["version"] else slot["state"]
+    return f"slot {slot['slot']} {held}, {output.size_text(slot['sealed_bytes'])} of {output.size_text(slot['bytes'])}"

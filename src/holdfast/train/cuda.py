@@ -77,10 +77,14 @@ class SideStreams:
             events.append((device, event))
         return DeviceCopy(tuple(events))
 
-    def close(self) -> None:
-        """Unpins all slots; copies must have ended."""
+    def drain(self) -> None:
+        """Returns when nothing that was queued here writes to a slot any more."""
         for stream in self._streams.values():
             stream.synchronize()
+
+    def close(self) -> None:
+        """Unpins all slots, once nothing is copied into them."""
+        self.drain()
         for address in tuple(self._pinned):
             self._unpin(address)
         self._streams.clear()

@@ -18,6 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.base.errors import UsageError
@@ -78,8 +79,8 @@ class Layouts:
         Raises:
             UsageError: its dtype, kind or placement cannot be saved; names it.
         """
+        _check_kind(name, local_of(tensor))
         local = local_of(tensor).detach()
-        _check_kind(name, local)
         if isinstance(tensor, DTensor):
             layout = self._of_dtensor(name, tensor)
             if layout is None:
@@ -112,9 +113,10 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def mesh_ranks(tensor: DTensor) -> Group:
-    """All ranks of the mesh that the tensor lives on: who holds the same step count."""
-    return _ranks(tensor.device_mesh.mesh)
+def mesh_ranks(tensor: DTensor) -> Group | None:
+    """All ranks of the mesh that the tensor lives on: who holds the same step count. None outside the mesh."""
+    mesh = tensor.device_mesh
+    return None if mesh.get_coordinate() is None else _ranks(mesh.mesh)
 
 
 def _check_kind(name: str, local: torch.Tensor) -> None:
@@ -123,11 +125,11 @@ def _check_kind(name: str, local: torch.Tensor) -> None:
         kind = f"sparse tensors ({local.layout})"
     elif is_traceable_wrapper_subclass(local):
         kind = f"tensors of the class {type(local).__name__}"
-    elif local.device.type == "meta":
+    elif is_lazy(local) or local.device.type == "meta":
         raise UsageError(
-            "the tensor is on the meta device and has no bytes",
+            "the tensor has no memory yet (a lazy module, or the meta device)",
             where=name,
-            remedy="materialise the model (`to_empty`) before the Checkpointer is built",
+            remedy="materialise the model before its state is saved",
         )
     else:
         return
@@ -144,7 +146,7 @@ def _layout(name: str, shape: tuple[int, ...], mesh: DeviceMesh, placements: tup
     for placement, kind in zip(placements, kinds, strict=True):
         if kind not in (*_SHARDED, _REPLICATED):
             raise UsageError(
-                f"a DTensor placed as {placement} cannot be saved",
+                f"a DTensor placed as {placement!r} cannot be saved",
                 where=name,
                 remedy="redistribute it to Shard or Replicate first",
             )

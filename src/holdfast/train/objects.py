@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from holdfast.tiers.values import TensorRef
 from holdfast.train.flatten import flatten
@@ -55,12 +56,9 @@ class StatefulPart:
     def plan(self, loading: Loading) -> None:
         """Claims the saved state, with memory of its own for every tensor in it."""
         now: dict[str, torch.Tensor] = {}
-        scratch = Collector(loading.layouts)
 
-        def note(name: str, tensor: torch.Tensor) -> TensorRef:
-            entry = scratch.layouts.resolve(name)[0]
-            now[entry] = tensor
-            return TensorRef(entry)
+        def note(name: str, tensor: torch.Tensor) -> None:
+            now[name if isinstance(tensor, DTensor) else loading.layouts.resolve(name)[0]] = tensor
 
         flatten(self._object.state_dict(), self.name, note)
         loading.claim_value(self.name, templates=now)

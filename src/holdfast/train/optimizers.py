@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.base.errors import MismatchError, UsageError
+from holdfast.tiers.values import TensorRef
 from holdfast.train.flatten import references
 from holdfast.train.layout_of import Layouts, local_of, mesh_ranks
 from holdfast.train.live import Group, LiveTensor, SavedTensor, dtype_name, torch_dtype
@@ -49,7 +50,7 @@ class OptimizerPart:
         self._watch = Containers(())
         self._state: dict[Any, Any] = {}
         self._live: dict[tuple[int, str], LiveTensor] = {}
-        self._loose: list[torch.Tensor] = []
+        self._loose: dict[torch.Tensor, dict[Any, TensorRef | None]] = {}
         self._names: list[list[str]] = []
         self._wanted: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._fits = False
@@ -69,19 +70,25 @@ class OptimizerPart:
         self._names = [[self._owners[id(p)].fqn for p in group["params"]] for group in self.optimizer.param_groups]
         self._group = _common_group([self._owners[id(p)] for p in self._params])
         self._watch = Containers((self._state, *self._state.values()))
-        self._live, self._loose = {}, []
+        self._live, self._loose = {}, {}
         for parameter, state in self._state.items():
             self._build_state(out, parameter, state)
 
     def _build_state(self, out: Collector, parameter: torch.Tensor, state: Mapping[Any, Any]) -> None:
         owner = self._owners[id(parameter)]
+        loose: dict[Any, TensorRef | None] = {}
         for key, value in state.items():
-            if _is_entry(key, value):
-                ref = out.lasting(self._entry(owner, key), value, group=follow(owner, value), late=True)
-                if ref is not None:
-                    self._live[id(parameter), key] = out.tensors[ref.name]
-        if not all(_is_entry(key, value) for key, value in state.items()):
-            self._loose.append(parameter)
+            if not isinstance(value, torch.Tensor) or type(key) is not str:
+                loose[key] = None
+                continue
+            name, group = self._entry(owner, key), follow(owner, value)
+            ref = out.lasting(name, value, group=group, late=True)
+            if ref is not None and ref.name in (name, out.layouts.resolve(name, group)[0]):
+                self._live[id(parameter), key] = out.tensors[ref.name]
+            else:  # memory that has a name already: the parameter itself, or a step count that parameters share
+                loose[key] = ref
+        if loose:
+            self._loose[parameter] = loose
 
     def unchanged(self) -> bool:
         """Whether parameters and state are the same objects."""
@@ -96,8 +103,8 @@ class OptimizerPart:
         named = zip(self.optimizer.param_groups, self._names, strict=True)
         groups = [{**group, "params": names} for group, names in named]
         out.passing(f"{self.name}.param_groups", groups, group=self._group)
-        for parameter in self._loose:
-            rest = {key: value for key, value in self._state[parameter].items() if not _is_entry(key, value)}
+        for parameter, loose in self._loose.items():
+            rest = {key: self._state[parameter][key] if ref is None else ref for key, ref in loose.items()}
             path, group = self._state_path(parameter)
             out.passing(path, rest, group=group)
 
@@ -236,7 +243,7 @@ class OptimizerPart:
         claimed: dict[str, torch.Tensor] = {}
         for key, live in existing.items():
             if loading.claim(live, self._state[parameter][key]):
-                claimed[key] = self._state[parameter][key]
+                claimed[key] = loading.tensor(live.shard.name)
         fresh = {key: entry for key, entry in entries.items() if key not in existing}
         if existing or predicted.keys() == fresh.keys() or not predicted:
             for key, entry in fresh.items():
@@ -256,7 +263,7 @@ class OptimizerPart:
         on_device = self._on_device(parameter, key) if predicted is None else predicted.device.type == "meta"
         tensor = _skeleton(loading.saved[entry], owner, on_device=on_device)
         live = loading.layouts.live(self._entry(owner, key), tensor, group=follow(owner, tensor), late=True)
-        return tensor if live is not None and loading.claim(live, tensor) else None
+        return loading.tensor(live.shard.name) if live is not None and loading.claim(live, tensor) else None
 
     def _on_device(self, parameter: torch.Tensor, key: str) -> bool:
         """Whether state of a class that cannot be asked lies on the parameter's device; the rule of torch.optim."""
@@ -312,11 +319,6 @@ def _foreign_keys(here: Mapping[str, Any], there: Mapping[str, Any]) -> set[str]
     """Options that only one side has, if each has some. One side alone may be a newer torch, or a scheduler's notes."""
     only_here, only_there = set(here) - set(there), set(there) - set(here)
     return only_here | only_there if only_here and only_there else set()
-
-
-def _is_entry(key: Any, value: Any) -> bool:
-    """Whether a value of the state is an entry by its key; the rest is stored as values."""
-    return isinstance(value, torch.Tensor) and type(key) is str
 
 
 def _same_items(left: Mapping[Any, Any], right: Mapping[Any, Any]) -> bool:

@@ -71,7 +71,7 @@ class Collector:
             return None
         self.sources.append(tensor)
         local = live.local
-        memory = (local.data_ptr() or id(tensor), tuple(local.shape), local.stride(), local.dtype)
+        memory = (local.data_ptr() if local.numel() else id(tensor), tuple(local.shape), local.stride(), local.dtype)
         first = self._by_memory.setdefault(memory, live.shard.name)
         if first == live.shard.name:
             self._add(live)

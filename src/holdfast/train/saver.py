@@ -102,8 +102,6 @@ class Saver:
             self._save(handle, durable=durable)
         except KeeperLost as error:
             self._give_up(handle, f"the keeper is lost: {error.what}")
-        except LevelNotReached as error:
-            self._give_up(handle, error.what)
         except HoldfastError as error:
             self._give_up(handle, str(error))
         except Exception as error:  # a fault of ours or of the device must not end the training
@@ -155,7 +153,9 @@ class Saver:
         ending = Ending(handle, client, view.plan.spans, self._trust, watched, pledged, self._give_up)
         at_fence = ending.at_fence if ending.needs_fence else None
         if late.targets or device is not None:
-            self.fence.start(Job(capture.batches(late.targets, late.sources), device, ending.copied, at_fence))
+            job = Job(capture.batches(late.targets, late.sources), device, ending.copied, at_fence)
+            self._events.count("late_copied_bytes", job.num_bytes)
+            self.fence.start(job)
             return
         ending.copied("")
         if at_fence is not None:
@@ -227,6 +227,7 @@ class Saver:
         """The version is not complete and never will be: said in the log, to the handle, and to the keeper."""
         logger.warning("%s is given up: %s", handle.version, reason)
         handle.give_up(reason)
+        self._streams.drain()  # the keeper may give the slot away as soon as it hears
         client = self._link.client
         try:
             if client is None:

@@ -58,9 +58,18 @@ class Schedule:
 
     Args:
         missed: called with a step that the others save and this rank is past.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, config: Config, *, rank: int, world_size: int, missed: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        rank: int,
+        world_size: int,
+        missed: Callable[[int], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._capture = parse_cadence("every", config.every)
         self._durable = parse_cadence("durable_every", config.durable_every)
         self._clocked = _by_clock(self._capture, self._durable)
@@ -71,11 +80,12 @@ class Schedule:
         self._lock = threading.Lock()
         self._finished = -1
         self._saved_step: int | None = None
-        self._capture_s = self._durable_s = time.monotonic()
+        self._clock = clock
+        self._capture_s = self._durable_s = clock()
 
     def after(self, step: int, *, stop_wanted: bool) -> Due:
         """What is due now that `step` is finished. Call it exactly once per step."""
-        now = time.monotonic()
+        now = self._clock()
         durable = self._is_due(self._durable, step, now, self._durable_s)
         by_steps = self._capture.steps is not None and self._is_due(self._capture, step, now, self._capture_s)
         save = by_steps or (durable and self._durable.steps is not None)
@@ -102,7 +112,7 @@ class Schedule:
 
     def saved(self, step: int, *, durable: bool) -> None:
         """`step` was saved, for whatever reason."""
-        now = time.monotonic()
+        now = self._clock()
         self._saved_step, self._capture_s = step, now
         if durable:
             self._durable_s = now

@@ -1,0 +1,108 @@
+"""Agreement: a fault on one rank is the same class of error on all, and nobody is left waiting."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from holdfast.base.errors import CorruptError, HoldfastError, StorageFull, UsageError
+from holdfast.train import agree
+
+
+class Room:
+    """Ranks as threads: `gather` meets at a barrier, as a collective does."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._rows: list[bytes] = [b""] * world_size
+        self._barrier = threading.Barrier(world_size, timeout=10)
+
+    def meet(self, rank: int, data: bytes) -> list[bytes]:
+        self._rows[rank] = data
+        self._barrier.wait()
+        rows = list(self._rows)
+        self._barrier.wait()
+        return rows
+
+
+class Rank:
+    def __init__(self, room: Room, rank: int) -> None:
+        self.rank, self.world_size, self._room = rank, room.world_size, room
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return self._room.meet(self.rank, data)
+
+
+def on_all(count: int, work: Callable[[agree.Ranks], Any]) -> list[Any]:
+    """What `work` returned or raised on every rank."""
+    room = Room(count)
+
+    def one(rank: int) -> Any:
+        try:
+            return work(Rank(room, rank))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(one, range(count)))
+
+
+def test_all_ranks_raise_what_one_met_and_the_message_says_where() -> None:
+    def work(group: agree.Ranks) -> None:
+        def local() -> None:
+            if group.rank == 2:
+                raise StorageFull("no space left", where="/ckpt", remedy="free space")
+
+        agree.together(group, local)
+
+    raised = on_all(4, work)
+    assert [type(error) for error in raised] == [StorageFull] * 4
+    assert [error.where for error in raised] == ["/ckpt"] * 4
+    assert "rank 2" in raised[0].what
+    assert raised[2].what == "no space left", "the rank itself raises its own error, with its own traceback"
+
+
+def test_the_lowest_failing_rank_decides_the_class_and_foreign_errors_become_usage_errors() -> None:
+    def work(group: agree.Ranks) -> None:
+        def local() -> None:
+            if group.rank == 1:
+                raise KeyError("weight")
+            if group.rank == 2:
+                raise CorruptError("bad")
+
+        agree.together(group, local)
+
+    raised = on_all(3, work)
+    assert [type(error) for error in raised] == [UsageError] * 3
+    assert all("KeyError: 'weight'" in str(error) for error in raised)
+    assert isinstance(raised[1].__cause__, KeyError)
+
+
+def test_results_votes_and_shared_bytes() -> None:
+    def work(group: agree.Ranks) -> tuple[Any, ...]:
+        return (
+            agree.together(group, lambda: group.rank * 10),
+            agree.share(group, lambda: b"from 0" if group.rank == 0 else b"wrong"),
+            agree.gather_json(group, {"rank": group.rank}),
+            agree.unanimous(group, True),
+            agree.unanimous(group, group.rank != 1),
+        )
+
+    rows = on_all(3, work)
+    assert [row[0] for row in rows] == [0, 10, 20]
+    assert {row[1] for row in rows} == {b"from 0"}
+    assert all(row[2] == [{"rank": 0}, {"rank": 1}, {"rank": 2}] for row in rows)
+    assert {row[3:] for row in rows} == {(True, False)}
+
+
+def test_several_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UsageError, match="init_process_group"):
+        agree.ranks()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert agree.ranks().gather(b"x") == [b"x"]
+    assert issubclass(UsageError, HoldfastError)

@@ -1,0 +1,398 @@
+"""The Checkpointer with a real keeper and a real directory, in this process: save, come back, refuse, leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import holdfast
+from holdfast.base.errors import (
+    ConfigError,
+    CorruptError,
+    LevelNotReached,
+    MemoryRefused,
+    MismatchError,
+    UsageError,
+    VersionNotFound,
+)
+from holdfast.train.trust import NUM_PROOFS
+
+Make = Callable[..., holdfast.Checkpointer]
+
+
+class Trainee:
+    """A small model with everything that has state: two optimizers, scheduler, scaler, dropout, a loader."""
+
+    def __init__(self, width: int = 32) -> None:
+        torch.manual_seed(7)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(16, width), torch.nn.BatchNorm1d(width), torch.nn.Dropout(0.2), torch.nn.Linear(width, 4)
+        )
+        first, *rest = self.model.parameters()
+        self.optimizers = [torch.optim.AdamW(rest, lr=1e-2), torch.optim.SGD([first], lr=1e-2, momentum=0.9)]
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 3)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        self.loader = Loader()
+
+    def objects(self) -> dict[str, Any]:
+        return {
+            "model": self.model, "optimizer": self.optimizers, "scheduler": self.scheduler,
+            "scaler": self.scaler, "loader": self.loader,
+        }  # fmt: skip
+
+    def train(self, micro_batches: int = 2) -> float:
+        """One step with gradient accumulation."""
+        total = 0.0
+        for _ in range(micro_batches):
+            loss = self.model(torch.randn(8, 16) + self.loader.take()).square().mean()
+            self.scaler.scale(loss).backward()
+            total += loss.item()
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+            optimizer.zero_grad()
+        self.scaler.update()
+        self.scheduler.step()
+        return total
+
+    def fingerprint(self) -> bytes:
+        """All bytes of parameters, buffers and moments."""
+        tensors = [*self.model.state_dict().values()]
+        for optimizer in self.optimizers:
+            for parameter in optimizer.param_groups[0]["params"]:
+                tensors += [t for _, t in sorted(optimizer.state.get(parameter, {}).items()) if torch.is_tensor(t)]
+        return b"".join(t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
+
+
+class Loader:
+    def __init__(self) -> None:
+        self.position = 0
+
+    def take(self) -> int:
+        self.position += 1
+        return self.position % 3
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+@pytest.fixture
+def make(tmp_path: Path, runtime_dir: Path) -> Iterator[Make]:
+    """Builds checkpointers; whatever is still open at the end is left without a save, and its keeper ends."""
+    made: list[holdfast.Checkpointer] = []
+
+    def build(trainee: Trainee | None = None, *, path: Path | None = None, **options: Any) -> holdfast.Checkpointer:
+        names = {field: options.pop(field) for field in tuple(options) if field in CONFIG_FIELDS}
+        settings: dict[str, Any] = {"every": "0", "durable_every": "0", "linger_s": 1.0, **names}
+        config = holdfast.Config(runtime_dir=str(runtime_dir), **settings)
+        objects = trainee.objects() if trainee is not None else {}
+        checkpointer = holdfast.Checkpointer(path or tmp_path / "job", config=config, **{**objects, **options})
+        made.append(checkpointer)
+        return checkpointer
+
+    yield build
+    for checkpointer in made:
+        checkpointer.__exit__(RuntimeError, None, None)
+
+
+CONFIG_FIELDS = {"memory_budget", "fence_timeout_s", "begin_timeout_s", "num_slots", "linger_s", "close_timeout_s"}
+
+
+def leave(checkpointer: holdfast.Checkpointer) -> None:
+    """Ends without a save, as an exception in training does."""
+    checkpointer.__exit__(RuntimeError, None, None)
+
+
+def kill_keeper(checkpointer: holdfast.Checkpointer) -> psutil.Process:
+    """SIGKILL to the keeper; returns when it is gone."""
+    run: Any = checkpointer._run
+    keeper = psutil.Process(run.link.client.pid)
+    keeper.kill()
+    keeper.wait(10)
+    return keeper
+
+
+def test_training_goes_on_bit_for_bit_after_going_back_to_any_complete_version(make: Make) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    assert checkpointer.restore() == 0
+    states, losses, handles = {}, {}, {}
+    for step in range(NUM_PROOFS + 4):
+        losses[step] = trainee.train()
+        states[step] = trainee.fingerprint()
+        handles[step] = checkpointer.save(step)
+        if step == 0:
+            assert handles[step].wait("captured", 10) == holdfast.Level.CAPTURED
+    last = max(states)
+    assert handles[last].wait(timeout_s=10) >= holdfast.Level.CAPTURED
+    assert checkpointer.events.counters()["late_copied_bytes"] > 0, "after the proofs parameters are copied late"
+    for _ in range(2):
+        trainee.train()  # what the snapshot must not see
+
+    assert checkpointer.restore() == last + 1
+    assert trainee.fingerprint() == states[last]
+    report = checkpointer.last_restore
+    assert report is not None
+    assert set(report.bytes) == {"slot"}, "nothing was read from storage"
+    assert checkpointer.events.counters().get("storage_read_bytes", 0) == 0
+    again = [trainee.train() for _ in range(2)]
+
+    before = handles[last - 1].version
+    assert checkpointer.restore(before) == last
+    assert trainee.fingerprint() == states[last - 1]
+    assert trainee.train() == losses[last]
+    assert trainee.fingerprint() == states[last]
+    assert [trainee.train() for _ in range(2)] == again
+
+
+def test_late_copies_are_the_state_at_the_call(make: Make) -> None:
+    """The optimizer steps while the copy may still run; every captured version must be the one before the step."""
+    trainee = Trainee(width=2000)
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    expected: dict[int, bytes] = {}
+    for step in range(NUM_PROOFS + 3):
+        trainee.train()
+        expected[step] = trainee.fingerprint()
+        handle = checkpointer.save(step)
+        trainee.train()
+        handle.wait("captured", 10)
+        if step >= NUM_PROOFS:
+            keep = trainee.fingerprint()
+            checkpointer.restore(handle.version)
+            assert trainee.fingerprint() == expected[step]
+            assert keep != expected[step]
+            break
+
+
+def test_what_changes_outside_the_step_is_never_copied_late(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    trainee = Trainee()
+    culprit = trainee.model[0].bias
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    for step in range(NUM_PROOFS + 2):
+        trainee.train()
+        expected = trainee.fingerprint()
+        handle = checkpointer.save(step)
+        with torch.no_grad():
+            culprit.add_(1.0)  # between the save and the step
+        trainee.train()
+        handle.wait("captured", 10)
+    assert "model.0.bias" in caplog.text
+    assert "model.0.weight" not in caplog.text
+    checkpointer.restore(handle.version)
+    assert trainee.fingerprint() == expected
+
+
+def test_verification_gives_up_a_version_that_changed_before_the_step(make: Make) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee, verify_capture=True)
+    checkpointer.restore()
+    for step in range(NUM_PROOFS + 1):
+        trainee.train()
+        good = checkpointer.save(step)
+        trainee.train()
+    assert good.wait("captured", 10) == holdfast.Level.CAPTURED
+    ending = checkpointer.save(NUM_PROOFS + 1)
+    assert good.given_up == ""
+    run: Any = checkpointer._run
+    run.saver.fence.idle(10.0)
+    copy = next(view for view in run.saver._views.values() if view.slot.slot_id)
+    del copy
+    # The copy is complete, the fence has not come: a wrong byte in the slot is what a late change would have made.
+    pledged = run.saver.fence._open.at_fence.__self__.pledged
+    pledged[0].copy.view(-1)[0] += 1
+    trainee.train()
+    assert pledged[0].name in ending.given_up
+    with pytest.raises(LevelNotReached, match="changed between the save and the step"):
+        ending.wait("captured", 1)
+    del pledged
+    assert checkpointer.restore() == NUM_PROOFS + 1, "the version before is still there"
+
+
+def test_a_killed_keeper_costs_the_memory_level_for_a_moment_and_nothing_else(make: Make) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee, overlap=False)
+    checkpointer.restore()
+    names: list[str] = []
+    checkpointer.events.subscribe(lambda event: names.append(event.name))
+    trainee.train()
+    checkpointer.save(0).wait("captured", 10)
+    kept = trainee.fingerprint()
+    link = checkpointer._run.link  # type: ignore[union-attr]
+    keeper = kill_keeper(checkpointer)
+
+    trainee.train()
+    lost = checkpointer.save(1)
+    assert "keeper" in lost.given_up
+    with pytest.raises(LevelNotReached, match="keeper"):
+        lost.wait("captured", 1)
+    assert "memory_level_lost" in names
+    assert link.wait_mended(20)
+    assert "memory_level_back" in names
+    assert checkpointer.restore() == 1, "the new keeper adopted what the old one had sealed"
+    assert trainee.fingerprint() == kept
+    trainee.train()
+    assert checkpointer.save(1).wait("captured", 10) == holdfast.Level.CAPTURED
+    checkpointer.close()
+    assert not psutil.pid_exists(keeper.pid)
+
+
+def test_cadence_and_close_make_the_last_step_durable(make: Make, tmp_path: Path) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee, every=2, durable_every="4")
+    start = checkpointer.restore()
+    handles = {}
+    for step in range(start, 7):
+        trainee.train()
+        handle = checkpointer.step(step)
+        if handle is not None:
+            handles[step] = handle
+    assert sorted(handles) == [1, 3, 5]
+    assert handles[3].wait(timeout_s=10) == holdfast.Level.DURABLE, "a wait waits for the level that was asked for"
+    checkpointer.close()
+    checkpointer.close()
+    versions = sorted(path.parent.name for path in (tmp_path / "job").glob("i*/manifest.json"))
+    assert versions == ["i000001-s0000000003", "i000001-s0000000006"], "step 6 was saved by close()"
+    final = trainee.fingerprint()
+
+    with pytest.raises(UsageError, match="closed"):
+        checkpointer.step(7)
+    other = Trainee()
+    following = make(other)
+    assert following.restore() == 7
+    assert other.fingerprint() == final
+    assert following.last_restore is not None
+    assert set(following.last_restore.bytes) == {"storage"}
+    other.train()
+    following.save(7, level="captured").wait()
+    following.close()  # what was only captured becomes durable
+    assert (tmp_path / "job" / "i000002-s0000000007" / "manifest.json").exists()
+
+
+def test_an_exception_in_training_saves_nothing_and_the_last_version_stays(make: Make) -> None:
+    trainee = Trainee()
+    with pytest.raises(ZeroDivisionError), make(trainee, every=1) as checkpointer:
+        checkpointer.restore()
+        trainee.train()
+        handle = checkpointer.step(0)
+        assert handle is not None
+        handle.wait("captured", 10)
+        kept = trainee.fingerprint()
+        trainee.train()
+        raise ZeroDivisionError
+    other = Trainee()
+    following = make(other)
+    assert following.restore() == 1
+    assert other.fingerprint() == kept
+    leave(following)
+
+
+def test_sigterm_finishes_the_step_saves_and_exits_with_0(make: Make, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    assert checkpointer.step(0) is None
+    os.kill(os.getpid(), signal.SIGTERM)
+    trainee.train()
+    with pytest.raises(SystemExit) as left:
+        checkpointer.step(1)
+    assert left.value.code == 0
+    assert (tmp_path / "job" / "i000001-s0000000001" / "manifest.json").exists()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_damage_is_refused_by_name_and_never_a_silent_fresh_start(make: Make, tmp_path: Path) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    states = []
+    for step in range(2):
+        trainee.train()
+        states.append(trainee.fingerprint())
+        checkpointer.save(step, level="durable").wait(timeout_s=10)
+    checkpointer.close()
+    newest, oldest = (next((tmp_path / "job").glob(f"i*-s000000000{step}/*.safetensors")) for step in (1, 0))
+    flip(newest)
+
+    following = make(trainee)
+    assert following.restore() == 1
+    assert trainee.fingerprint() == states[0]
+    report = following.last_restore
+    assert report is not None
+    assert report.refused
+    assert "i000001-s0000000001" in report.refused[0]
+    with pytest.raises(CorruptError, match="i000001-s0000000001"):
+        following.restore("i000001-s0000000001")
+    kill_keeper(following)
+    leave(following)
+
+    flip(oldest)
+    last = make(trainee)
+    with pytest.raises(CorruptError) as caught:
+        last.restore()
+    assert "fresh=True" in caught.value.remedy
+    assert last.restore(fresh=True) == 0
+    leave(last)
+    assert newest.exists()
+    assert oldest.exists()
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def test_other_objects_are_refused_by_name(make: Make) -> None:
+    trainee = Trainee()
+    with make(trainee) as checkpointer:
+        checkpointer.restore()
+        trainee.train()
+        checkpointer.save(0)
+    following = make(Trainee(width=33))
+    with pytest.raises(MismatchError, match=r"model\.0\.weight"):
+        following.restore()
+
+
+def test_wrong_calls_say_what_to_do(make: Make, tmp_path: Path) -> None:
+    trainee = Trainee()
+    with pytest.raises(ConfigError, match="often"):
+        make(trainee, every="often")
+    refused = make(trainee, memory_budget="100KB")
+    with pytest.raises(MemoryRefused):
+        refused.restore()
+    checkpointer = make(trainee, path=tmp_path / "other")
+    for call in (checkpointer.step, checkpointer.save):
+        with pytest.raises(UsageError, match=r"restore\(\) has not been called"):
+            call(0)
+    with pytest.raises(UsageError, match="not a version"):
+        checkpointer.restore("newest")
+    with pytest.raises(VersionNotFound):
+        checkpointer.restore("i000001-s0000000004")
+    checkpointer.restore()
+    checkpointer.step(3)
+    with pytest.raises(UsageError, match="step 3"):
+        checkpointer.step(3)
+    with pytest.raises(UsageError, match="captured, replicated, durable"):
+        checkpointer.save(4, level="safe")
+    checkpointer.save(4)
+    with pytest.raises(UsageError, match="cannot be saved after"):
+        checkpointer.save(3)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("dear diary")
+    with pytest.raises(holdfast.HoldfastError, match="not ours|someone|foreign"):
+        make(trainee, path=foreign).restore()
+    assert (foreign / "thesis.tex").exists()

@@ -1,0 +1,154 @@
+"""Four real ranks with every kind of sharding: each tensor is there once per group, twins agree, training goes on.
+
+The ranks run once, in state_worker.py, which also checks on its own that a restore continues bit for bit; the tests
+look at what the ranks wrote down.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+WORLD = 4
+SHARDED = ("fsdp", "fsdp_columns", "fsdp_tp", "fsdp_tp_uneven", "hsdp", "tp")
+ALL = ("ddp", "ddp_pairs", "loose", *SHARDED)
+
+Rank = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Rank]]:
+    results = tmp_path_factory.mktemp("state")
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(HERE / "state_worker.py"), str(results)]
+    worker = subprocess.run(command, env=environment, timeout=110, capture_output=True, text=True)
+    errors = [path.read_text() for path in sorted(results.glob("*.error"))]
+    assert worker.returncode == 0, "\n".join([*errors, worker.stderr[-2000:]])
+    return [json.loads((results / f"{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+def entries(ranks: list[dict[str, Rank]], kind: str) -> dict[str, list[tuple[int, Any]]]:
+    """Entry -> (rank, row) of all ranks that hold a part."""
+    found: dict[str, list[tuple[int, Any]]] = {}
+    for rank, result in enumerate(ranks):
+        for name, row in result[kind]["shards"].items():
+            found.setdefault(name, []).append((rank, row))
+    return found
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_every_tensor_is_there_exactly_once_per_group(ranks: list[dict[str, Rank]], kind: str) -> None:
+    for name, parts in entries(ranks, kind).items():
+        shapes = {(dtype, *shape) for _, (dtype, shape, *_) in parts}
+        assert len(shapes) == 1, name
+        boxes: dict[tuple[Any, ...], set[int]] = {}
+        for rank, (_, _, offsets, lengths, group) in parts:
+            assert rank in group
+            boxes.setdefault((tuple(offsets), tuple(lengths), tuple(group)), set()).add(rank)
+        for (_, _, group), holders in boxes.items():
+            assert holders == set(group), f"{name}: a group whose members do not all hold the box"
+        covered = [(o, n) for o, n, _ in boxes if prod(n)]
+        if kind == "ddp_pairs" or (kind == "fsdp_tp" and ".norm." in name) or name.endswith(".step"):
+            covered = list(set(covered))  # each pair holds it under one name, as the user gave it
+        assert sum(prod(lengths) for _, lengths in covered) == prod(parts[0][1][1]), f"{name}: {covered}"
+        for (o1, n1), (o2, n2) in itertools.combinations(covered, 2):
+            apart = any(a + la <= b or b + lb <= a for a, la, b, lb in zip(o1, n1, o2, n2, strict=True))
+            assert apart, f"{name}: boxes overlap"
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_twins_hold_the_same_bytes_values_and_bundles(ranks: list[dict[str, Rank]], kind: str) -> None:
+    twins = 0
+    for name, parts in entries(ranks, kind).items():
+        by_group: dict[tuple[int, ...], set[str]] = {}
+        for rank, row in parts:
+            by_group.setdefault(tuple(row[4]), set()).add(ranks[rank][kind]["digests"][name])
+            twins += len(row[4]) > 1
+        assert all(len(digests) == 1 for digests in by_group.values()), name
+    values: dict[tuple[int, ...], set[str]] = {}
+    bundles: dict[str, set[str]] = {}
+    for rank, result in enumerate(ranks):
+        for group, digest, _ in result[kind]["values"]:
+            assert rank in group
+            values.setdefault(tuple(group), set()).add(digest)
+        for bundle_id, (group, mark) in result[kind]["bundles"].items():
+            assert rank in group
+            bundles.setdefault(bundle_id, set()).add(mark)
+    assert all(len(digests) == 1 for digests in values.values())
+    assert all(len(marks) == 1 for marks in bundles.values())
+    assert twins or kind in ("fsdp_tp_uneven", "loose")
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_state_is_predicted_and_stays_the_same_structure(ranks: list[dict[str, Rank]], kind: str) -> None:
+    assert [result[kind]["predicted"] for result in ranks] == [True] * WORLD
+    assert [result[kind]["steady"] for result in ranks] == [True] * WORLD
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_boxes_hold_what_they_say(ranks: list[dict[str, Rank]], kind: str) -> None:
+    assert all(result[kind]["compared"] > 0 for result in ranks)
+
+
+def group_of(ranks: list[dict[str, Rank]], kind: str, name: str, rank: int = 0) -> list[int]:
+    return list(ranks[rank][kind]["shards"][name][4])
+
+
+def test_ddp_replicates_parameters_and_keeps_buffers_by_rank(ranks: list[dict[str, Rank]]) -> None:
+    everyone = [0, 1, 2, 3]
+    assert group_of(ranks, "ddp", "model.net.up.weight") == everyone
+    assert group_of(ranks, "ddp", "optimizer.state.net.up.weight.exp_avg", 2) == everyone
+    assert group_of(ranks, "ddp", "optimizer.state.net.up.weight.step", 1) == everyone
+    assert group_of(ranks, "ddp", "rank3/model.private", 3) == [3]
+    assert group_of(ranks, "ddp", "rank3/optimizer.state.private.exp_avg", 3) == [3]
+    assert group_of(ranks, "ddp", "model.norm.running_mean") == [0]
+    assert group_of(ranks, "ddp", "rank2/model.norm.running_mean", 2) == [2]
+    assert "model.net.tied.weight" not in ranks[0]["ddp"]["shards"]
+    assert group_of(ranks, "ddp_pairs", "model.up.weight", 3) == [2, 3]
+
+
+def test_sharded_groups_follow_the_mesh(ranks: list[dict[str, Rank]]) -> None:
+    assert group_of(ranks, "fsdp", "model.odd.weight", 1) == [1]
+    assert ranks[3]["fsdp"]["shards"]["model.few.weight"][3] == [0, 7], "the last rank holds none of three rows"
+    assert group_of(ranks, "fsdp", "optimizer.state.odd.weight.exp_avg", 1) == [1]
+    assert group_of(ranks, "fsdp", "optimizer.state.odd.weight.step", 1) == [0, 1, 2, 3]
+    assert group_of(ranks, "hsdp", "model.odd.weight", 1) == [1, 3]
+    assert group_of(ranks, "hsdp", "optimizer.state.odd.weight.momentum_buffer", 2) == [0, 2]
+    assert group_of(ranks, "tp", "model.up.weight", 2) == [2]
+    assert group_of(ranks, "tp", "model.down.bias", 2) == [0, 1, 2, 3]
+    assert group_of(ranks, "tp", "rank2/model.norm.weight", 2) == [2], "nothing shows that it is replicated"
+    assert group_of(ranks, "fsdp_tp", "model.up.weight", 3) == [3]
+    assert group_of(ranks, "fsdp_tp", "model.down.bias", 3) == [2, 3]
+    assert group_of(ranks, "loose", "rank1/ema.whole", 1) == [1]
+
+
+def test_values_belong_to_the_ranks_that_share_the_parameters(ranks: list[dict[str, Rank]]) -> None:
+    for kind, group in (("ddp_pairs", [0, 1]), ("fsdp", [0, 1, 2, 3]), ("hsdp", [0, 1, 2, 3])):
+        found = {tuple(g): text for g, _, text in ranks[0][kind]["values"]}
+        assert "optimizer.param_groups" in found[tuple(group)]
+        assert "rank0/scheduler" in found[0,]
+        assert "rank0/rng" in found[0,]
+    mixed = {tuple(g): text for g, _, text in ranks[1]["ddp"]["values"]}
+    assert "rank1/optimizer.param_groups" in mixed[1,], "one parameter is this rank's own"
+
+
+def test_only_the_optimizer_makes_tensors_late(ranks: list[dict[str, Rank]]) -> None:
+    late = ranks[0]["fsdp"]["late"]
+    assert {"model.odd.weight", "optimizer.state.odd.weight.exp_avg", "optimizer.state.odd.weight.step"} <= set(late)
+    assert not [name for name in late if "rng" in name]
+
+
+def test_what_no_box_describes_is_refused(ranks: list[dict[str, Rank]]) -> None:
+    refusals = ranks[0]["refusals"]
+    assert refusals["partial"].startswith("UsageError: a DTensor placed as Partial")
+    assert "thing.partial" in refusals["partial"]
+    assert "are not neighbours" in refusals["gaps"]
