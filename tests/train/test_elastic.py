@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -188,6 +189,19 @@ def test_a_failing_script_is_restarted_and_then_reported(job: Job) -> None:
     assert "Signal 9 (SIGKILL)" in job.logs()
 
 
+def test_a_checkpoint_directory_brings_the_keeper_before_the_workers(job: Job, runtime_dir: Path) -> None:
+    root = job.directory / "checkpoints"
+    launcher = job.launch("--standalone", f"--checkpoint-dir={root}", "--node-label=n1", worker=("--alone",))
+    job.running(1)
+    look = [sys.executable, "-m", "holdfast.tools.cli", "status", "--json"]
+    (keeper,) = json.loads(subprocess.run(look, capture_output=True, text=True, timeout=60).stdout)["keepers"]
+    assert (keeper["node"], keeper["alive"]) == ("n1", True)
+    assert psutil.Process(keeper["status"]["pid"]).ppid() != launcher.pid
+    job.stop()
+    assert launcher.wait(60) == 0, job.logs()
+    psutil.Process(keeper["status"]["pid"]).terminate()  # nobody ever came, so it would linger
+
+
 def test_wrong_flags_are_usage_errors(job: Job) -> None:
     assert job.launch("--no-such-flag").wait(60) == 2
     assert job.launch("--nnodes=some").wait(60) == 2
@@ -224,8 +238,8 @@ def test_a_run_id_from_outside_wins_over_the_rendezvous(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("flags", "conf"),
     [
-        (["--standalone"], "keep_alive_interval=1,keep_alive_max_attempt=5"),
-        (["--nnodes=4", "--rdzv-backend=c10d", "--rdzv-conf=keep_alive_interval=9"], "keep_alive_interval=9,keep_alive_max_attempt=5"),
+        (["--standalone"], "keep_alive_interval=1,keep_alive_max_attempt=3"),
+        (["--nnodes=4", "--rdzv-backend=c10d", "--rdzv-conf=keep_alive_interval=9"], "keep_alive_interval=9,keep_alive_max_attempt=3"),
         (["--nnodes=1:500", "--rdzv-backend=c10d"], ""),
         (["--nnodes=2", "--master-port=1234"], ""),
     ],

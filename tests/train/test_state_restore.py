@@ -202,3 +202,31 @@ def test_a_reference_without_its_entry_is_missing() -> None:
     shards = {name: shard for name, shard in saved.shards.items() if name != "rng.torch"}
     message = refusal(objects(extra={"t": torch.ones(2)}), replace(saved, shards=shards))
     assert "1 missing in the checkpoint: rng.torch" in message
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("optimizer.param_groups", 3),
+        ("optimizer.param_groups", [{"lr": 1.0}]),
+        ("optimizer.param_groups", [{"params": {"a": 1}}]),
+        ("optimizer.state.0.weight", [1]),
+        ("extra", None),
+    ],
+)
+def test_values_of_another_kind_are_refused(path: str, value: Any) -> None:
+    """Values are read before the bytes they lie in are proven; whatever they are, the answer is an error of ours."""
+    saved = save(state_of(objects(extra={"n": 1})))
+    damaged = {**saved.decoded()[0,], path: value}
+    given = objects(extra={"n": 1}, steps=0)
+    with pytest.raises(MismatchError) as caught:
+        state_of(given).targets(saved.offered(), {(0,): damaged})
+    assert path in str(caught.value)
+    assert not given["optimizer"].state
+
+
+def test_a_shape_without_its_bytes_takes_no_memory() -> None:
+    saved = save(state_of(objects(optimizer="LBFGS", steps=0)))
+    offered = {**saved.offered(), "rng.torch": SavedTensor("U8", (1 << 60,), (Extent((0,), (8,)),))}
+    with pytest.raises(MismatchError, match=r"rng.torch \(parts of shape"):
+        state_of(objects(optimizer="LBFGS", steps=0)).targets(offered, saved.decoded())

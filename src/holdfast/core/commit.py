@@ -251,8 +251,8 @@ class Board:
         passed = {v: rank for v, e in self._entries.items() if v < version and e.is_open and rank not in e.sealed}
         entry = self._entries[version]
         if entry.is_open and len(entry.sealed) <= 1:  # the first news of a version that others may have passed already
-            others = (r for r, high in self._high.items() if high > version and r not in entry.sealed)
-            passed |= {version: other for other in others}
+            others = [r for r, high in self._high.items() if high > version and r not in entry.sealed]
+            passed.update([(version, min(others))] if others else [])
         actions: list[Action] = []
         for earlier, by in sorted(passed.items()):
             actions += self._abandon(earlier, self._entries[earlier], f"rank {by} went on without it")

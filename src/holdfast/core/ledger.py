@@ -15,6 +15,13 @@ from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Decision, Level, RankLayout, Seal, Topology, Version
 from holdfast.core.slots import Knowledge, SlotView
 
+# Versions that a rank began last stay known: its slots may hold them, and the guard must not forget what became of
+# them. More than a rank has slots.
+MAX_BEGUN = 4
+# Tables of layouts that no remembered version uses any more.
+MAX_TABLES = 4 * commit.MAX_LAYOUTS
+# Who gave a version up, where it was not a local rank: the coordinator's word is kept for the next coordinator.
+_COORDINATOR = -1
 _LEVELS = {Kind.CAPTURED: Level.CAPTURED, Kind.REPLICATED: Level.REPLICATED, Kind.DURABLE: Level.DURABLE}
 
 
@@ -60,9 +67,11 @@ class NodeLedger:
         self._lineage = lineage
         self._captured: Version | None = None
         self._versions: dict[Version, _Local] = {}
-        self._layouts: dict[int, RankLayout] = {}
+        self._layouts: dict[tuple[int, str], RankLayout] = {}
+        self._current: dict[int, str] = {}
         self._tables: dict[str, tuple[BundleRef, ...]] = {}
-        self._begun: dict[int, Version] = {}
+        self._replicate: dict[str, tuple[tuple[int, int, BundleRef], ...]] = {}
+        self._begun: dict[int, tuple[Version, ...]] = {}
         self._resumed = False
 
     @property
@@ -78,8 +87,11 @@ class NodeLedger:
         self._resumed = True
 
     def register(self, layout: RankLayout) -> None:
-        """A local rank's layout."""
-        self._layouts[layout.rank] = layout
+        """A local rank's layout. Earlier ones stay known as long as a version that was begun under them."""
+        name = layout.fingerprint
+        self._layouts.pop((layout.rank, name), None)  # the newest stands last
+        self._layouts[layout.rank, name] = layout
+        self._current[layout.rank] = name
 
     def begin(self, rank: int, version: Version, own_slots: Sequence[SlotView]) -> Decision[int | None]:
         """The slot that `rank` may write `version` into, or None with the reason."""
@@ -87,23 +99,54 @@ class NodeLedger:
             return Decision(None, f"{version} is not of incarnation {self.incarnation}; this process is fenced")
         if not self._resumed:
             return Decision(None, "the ranks have not agreed yet on what to resume from")
-        if rank in self._begun and version <= self._begun[rank]:
-            return Decision(None, f"rank {rank} began {self._begun[rank]} before {version}")
+        if rank in self._begun and version <= self._begun[rank][-1]:
+            return Decision(None, f"rank {rank} began {self._begun[rank][-1]} before {version}")
         if self._versions.get(version, _Local()).abandoned:
             return Decision(None, f"{version} is abandoned: {self._versions[version].reason}")
-        decision = slots.choose_slot(own_slots, self.knowledge)
-        if rank not in self._layouts:
+        if rank not in self._current:
             return Decision(None, f"rank {rank} has not registered its layout")
+        self._pass_by(rank, version)
+        decision = slots.choose_slot(own_slots, self.knowledge)
         if decision.value is not None:
-            self._begun[rank] = version
-            self._local(version).layout_of[rank] = self._layouts[rank].fingerprint
+            self._start(rank, version, self._current[rank])
         return decision
+
+    def _pass_by(self, rank: int, version: Version) -> None:
+        """A rank never turns back: what it did not begin before `version` cannot become complete.
+
+        The coordinator is not told: it hears of versions that all ranks of a node sealed, and this is not one of them.
+        Without it a rank whose neighbour left two versions out without a word keeps them in its two slots for ever.
+        """
+        for earlier, local in self._versions.items():
+            open_ = local.level is Level.NONE and not local.abandoned
+            if earlier < version and open_ and rank not in local.layout_of:
+                local.abandoned, local.reason = True, f"abandoned: rank {rank}: it went on without it"
+                local.abandoned_by[rank] = "it went on without it"
+
+    def adopt(
+        self, rank: int, version: Version, seals: Iterable[Seal], *, layout: str, durable: bool
+    ) -> tuple[RankReport, ...]:
+        """A sealed slot of this incarnation that a dead keeper left; feed a rank's slots oldest first.
+
+        `layout` is the fingerprint of the one that it was sealed under, by now perhaps not the current one. The
+        coordinator may know it from earlier; if nobody does, the version is not called abandoned either.
+        """
+        if version.incarnation != self.incarnation or rank in self._local(version).layout_of:
+            return ()
+        self._start(rank, version, layout)
+        return self.seal(rank, version, seals, durable=durable)
+
+    def _start(self, rank: int, version: Version, layout: str) -> None:
+        begun = sorted({*self._begun.get(rank, ()), version})
+        self._begun[rank] = tuple(begun[-MAX_BEGUN:])
+        self._local(version).layout_of[rank] = layout
+        self._forget(besides=version)
 
     def seal(self, rank: int, version: Version, seals: Iterable[Seal], *, durable: bool) -> tuple[RankReport, ...]:
         """A local rank's slot is sealed. Returns the node's report once all local ranks sealed, else nothing."""
         local = self._local(version)
         local.reports[rank] = RankReport(version, rank, local.layout_of.get(rank, ""), tuple(seals), durable)
-        if local.sent or set(local.reports) != set(self.ranks):
+        if local.sent or local.abandoned or set(local.reports) != set(self.ranks):
             return ()
         local.sent = True
         return tuple(local.reports[r] for r in self.ranks)
@@ -125,8 +168,12 @@ class NodeLedger:
             fresh, local.suspect = not local.suspect, news.reason
             return fresh
         if news.kind is Kind.ABANDONED:
-            fresh = not local.abandoned
-            local.abandoned, local.reason = True, f"abandoned: {news.reason}"
+            # A coordinator that was not there when the version was captured may miss a report; what was captured stays.
+            fresh = not local.abandoned and local.level is Level.NONE
+            if fresh:
+                local.abandoned, local.reason = True, f"abandoned: {news.reason}"
+                local.abandoned_by[_COORDINATOR] = news.reason
+            self._forget(besides=news.version)
             return fresh
         if news.kind is Kind.PERSIST:
             fresh, local.persist_told = not local.persist_told, True
@@ -135,15 +182,18 @@ class NodeLedger:
         if local.level >= level:
             return False
         local.level, local.reason = level, news.reason
+        local.abandoned = False
+        local.abandoned_by.clear()
         local.layout = news.layout or local.layout
         if self._captured is None or news.version > self._captured:
             self._captured = news.version
-        self._forget()
+        self._forget(besides=news.version)
         return True
 
     def learn_table(self, layout: str, table: Sequence[BundleRef]) -> None:
         """Every bundle of the job under `layout`."""
         self._tables[layout] = tuple(table)
+        self._replicate.pop(layout, None)
 
     def table_of(self, version: Version) -> tuple[BundleRef, ...]:
         """Every bundle of the job at `version`, if known."""
@@ -167,20 +217,20 @@ class NodeLedger:
 
     def to_persist(self, version: Version) -> tuple[tuple[int, BundleRef], ...]:
         """(local rank whose slot holds it, bundle) for every bundle that this node writes to storage."""
+        # Asked once per version that is due for storage; the other plan is asked for at every save and kept.
         refs = commit.represented(self.table_of(version), self.node, self.topology)
         plan = ((bundles.capturer(ref, self.node, self.topology), ref) for ref in refs)
         return tuple((rank, ref) for rank, ref in plan if rank is not None)
 
     def to_replicate(self, version: Version) -> tuple[tuple[int, int, BundleRef], ...]:
         """(home node, rank whose slot holds it, bundle) for every bundle that this node keeps a replica of."""
-        plan = []
-        for ref in self.table_of(version):
-            if bundles.backup_node(ref, self.topology) == self.node:
-                home = self.topology.node_of[ref.ranks[0]]
-                rank = bundles.capturer(ref, home, self.topology)
-                if rank is not None:
-                    plan.append((home, rank, ref))
-        return tuple(plan)
+        layout = self._local(version).layout
+        if layout not in self._replicate:
+            kept = (r for r in self.table_of(version) if bundles.backup_node(r, self.topology) == self.node)
+            placed = ((ref, self.topology.node_of[ref.ranks[0]]) for ref in kept)
+            plan = ((home, bundles.capturer(ref, home, self.topology), ref) for ref, home in placed)
+            self._replicate[layout] = tuple((home, rank, ref) for home, rank, ref in plan if rank is not None)
+        return self._replicate[layout]
 
     def replicated(self, version: Version, bundle_ids: Iterable[str]) -> None:
         """Replicas of these bundles are sealed here."""
@@ -200,8 +250,9 @@ class NodeLedger:
         """All that this node would tell a coordinator that knows nothing."""
         items = sorted(self._versions.items())
         return Reports(
-            layouts=tuple(self._layouts[rank] for rank in sorted(self._layouts)),
-            sealed=tuple(local.reports[r] for _, local in items if local.sent for r in self.ranks),
+            layouts=tuple(self._layouts.values()),
+            # Not those that are abandoned: their slots may hold something else by now.
+            sealed=tuple(x.reports[r] for _, x in items if x.sent and not x.abandoned for r in self.ranks),
             abandoned=tuple((v, r, why) for v, local in items for r, why in sorted(local.abandoned_by.items())),
             replicas=tuple((v, tuple(sorted(local.replicas))) for v, local in items if local.replicas),
             due=tuple(v for v, local in items if local.due),
@@ -211,7 +262,21 @@ class NodeLedger:
     def _local(self, version: Version) -> _Local:
         return self._versions.setdefault(version, _Local())
 
-    def _forget(self) -> None:
-        """Bounded: versions far below the newest captured one are settled."""
-        for version in sorted(self._versions)[: max(0, len(self._versions) - commit.MAX_VERSIONS)]:
-            del self._versions[version]
+    def _forget(self, *, besides: Version) -> None:
+        """Bounded; kept are the newest captured version and whatever a slot may still hold."""
+        excess = len(self._versions) - commit.MAX_VERSIONS
+        if excess > 0:
+            kept = {self._captured, besides, *(version for begun in self._begun.values() for version in begun)}
+            old = (v for v, local in self._versions.items() if v not in kept and self._is_settled(v, local))
+            for version in sorted(old)[:excess]:
+                del self._versions[version]
+        used = {key for local in self._versions.values() for key in local.layout_of.items()} | self._current.items()
+        if len(self._layouts) > len(used):
+            self._layouts = {key: layout for key, layout in self._layouts.items() if key in used}
+        if len(self._tables) > MAX_TABLES:
+            needed = {local.layout for local in self._versions.values()} | {next(reversed(self._tables))}
+            self._tables = {name: table for name, table in self._tables.items() if name in needed}
+            self._replicate = {name: plan for name, plan in self._replicate.items() if name in needed}
+
+    def _is_settled(self, version: Version, local: _Local) -> bool:
+        return local.abandoned or not local.layout_of or (self._captured is not None and version < self._captured)

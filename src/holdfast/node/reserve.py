@@ -36,13 +36,10 @@ class Reserve:
         if not (1 <= request.num_slots <= MAX_SLOTS and request.num_bytes > 0):
             raise UsageError(f"{request.num_slots} slots of {request.num_bytes} bytes cannot be reserved")
         rank = connection.greeted.rank
-        with self._preparing:  # one at a time, so that two ranks do not both count on the same free memory
+        with self._preparing:
             with self._state.lock:
                 self._trainers.of(connection)
-                missing = self._retire_small(rank, request)
-            # All or nothing: a rank that cannot have all its slots keeps none of them.
-            total = missing * memory.slot_bytes(request.num_bytes)
-            self._state.arena.budget.check(total, f"reserving {missing} slots for rank {rank}")
+                missing = self._make_room(rank, request)
             for _ in range(missing):
                 slot = self._state.arena.allocate(request.num_bytes, f"a slot of rank {rank}")
                 with self._state.lock:
@@ -51,13 +48,23 @@ class Reserve:
                 self._state.outlets.changed()
                 return self._slots_reply(self._trainers.of(connection), request.id)
 
-    def _retire_small(self, rank: int, request: messages.Prepare) -> int:
-        """Marks slots that are too small; returns how many must be made."""
+    def _make_room(self, rank: int, request: messages.Prepare) -> int:
+        """Gives up slots that are too small, at once if empty, else later; returns how many must be made.
+
+        All or nothing: if the new ones do not fit into the budget the old ones stay as they are.
+        """
         arena = self._state.arena
-        for held in arena.of_rank(rank):
-            held.outgrown |= held.slot.num_bytes < request.num_bytes
+        slots = arena.of_rank(rank)
+        small = [held for held in slots if held.slot.num_bytes < request.num_bytes and not held.outgrown]
+        missing = max(0, request.num_slots - sum(not held.outgrown and held not in small for held in slots))
+        free = sum(held.slot.total_bytes for held in small if held.state is SlotState.EMPTY and not held.pins)
+        arena.budget.check(
+            missing * memory.slot_bytes(request.num_bytes) - free, f"reserving {missing} slots for rank {rank}"
+        )
+        for held in small:
+            held.outgrown = True
         arena.collect(self._state.knowledge)
-        return max(0, request.num_slots - sum(not held.outgrown for held in arena.of_rank(rank)))
+        return missing
 
     def adopt(self, connection: Connection, request: messages.Adopt, fds: list[int]) -> Answer:
         """Slots that a dead keeper left with its trainer; each is proved before it counts as sealed."""

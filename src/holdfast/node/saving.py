@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 
 from holdfast.base.errors import Fenced, HoldfastError, LevelNotReached, UsageError
+from holdfast.core.model import Version
 from holdfast.node import messages
 from holdfast.node.messages import Begin, Begun, refusal
 from holdfast.node.seal import Sealer
@@ -54,10 +55,24 @@ class Saving:
                 raise Fenced(f"{request.version} is not of incarnation {ledger.incarnation}")
             if trainer.rank not in self._state.layouts:
                 raise UsageError(f"rank {trainer.rank} has not registered its layout")
+            self._skip(trainer.rank, request.version)
             waiting = _Waiting(trainer, request, time.monotonic())
             if not self._try(waiting):
                 self._waiting.append(waiting)
                 self._state.outlets.changed()
+
+    def _skip(self, rank: int, version: Version) -> None:
+        """A rank that goes on to `version` will never save the earlier ones that its neighbours wait with.
+
+        The coordinator concludes the same from reports, but a node reports a version only when all its ranks sealed.
+        """
+        own = {held.version for held in self._state.arena.of_rank(rank)}
+        for held in self._state.arena:
+            earlier = held.version
+            if held.replica or earlier is None or earlier.incarnation != version.incarnation or earlier in own:
+                continue
+            if earlier < version:
+                self._state.abandon(rank, earlier, f"it went on to {version} without it")
 
     def _try(self, waiting: _Waiting) -> bool:
         """Gives the slot if the guard allows; else notes why not."""

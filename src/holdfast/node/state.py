@@ -21,7 +21,7 @@ from holdfast.core.ledger import NodeLedger, Reports
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Version
 from holdfast.core.recovery import MemoryCopy
-from holdfast.core.slots import Knowledge, SlotState, SlotView
+from holdfast.core.slots import Knowledge, SlotState
 from holdfast.node.arena import Arena, Held
 from holdfast.node.messages import Alarm, Appointed, Assembly, Inventory, Message, News, Progress
 from holdfast.node.places import Place
@@ -80,7 +80,6 @@ class NodeState:
         self._past = _Past()
         self._resumed: Version | None = None
         self._is_resumed = False
-        self._fed: set[tuple[int, Version]] = set()
 
     @property
     def incarnation(self) -> int:
@@ -138,7 +137,7 @@ class NodeState:
             incarnation=assembly.incarnation,
             lineage=Lineage(dict(assembly.lineage)),
         )
-        self.layouts, self.finished, self._fed = {}, set(), set()
+        self.layouts, self.finished = {}, set()
         self._resumed, self._is_resumed = None, False
         for held in self.arena:
             if held.state is SlotState.WRITING and not held.pins:
@@ -184,16 +183,13 @@ class NodeState:
         ledger = self.ledger
         if ledger is None or not self._is_resumed:
             return
-        own = [held for held in self.arena.sealed() if not held.replica and held.version is not None]
+        own = [held for held in self.arena.sealed() if not held.replica and held.layout]
         for held in sorted(own, key=lambda held: held.version or Version(0, 0)):
-            version, layout = held.version, self.layouts.get(held.rank)
-            if version is None or version.incarnation != ledger.incarnation or (held.rank, version) in self._fed:
-                continue
-            if layout is None or layout.fingerprint != held.layout:
-                continue
-            self._fed.add((held.rank, version))
-            if ledger.begin(held.rank, version, [SlotView(0)]).value is not None:
-                self._seal(held, version)
+            if held.version is not None and held.version.incarnation == ledger.incarnation:
+                seals = _report_seals(held)
+                done = ledger.adopt(held.rank, held.version, seals, layout=held.layout, durable=held.durable)
+                if done:
+                    self.outlets.report(reports(sealed=done))
 
     # --- saving
 
@@ -201,15 +197,12 @@ class NodeState:
         """The header of a local rank's slot was written."""
         with self.lock:
             held.state = SlotState.SEALED
-            self._fed.add((held.rank, version))
             if self.ledger is not None and version.incarnation == self.ledger.incarnation:
                 self._seal(held, version)
             self.outlets.changed()
 
     def _seal(self, held: Held, version: Version) -> None:
-        # The coordinator compares digests of images; chunk digests would only make the report long.
-        seals = tuple(Seal(p.seal.bundle_id, p.seal.length, p.seal.digest) for p in held.images.values())
-        done = self.need_ledger().seal(held.rank, version, seals, durable=held.durable)
+        done = self.need_ledger().seal(held.rank, version, _report_seals(held), durable=held.durable)
         if done:
             self.outlets.report(reports(sealed=done))
 
@@ -387,6 +380,11 @@ def reports(
 ) -> Reports:
     """A report of these facts and nothing else."""
     return Reports(layouts=layouts, sealed=sealed, abandoned=abandoned, replicas=replicas, due=due, parts=parts)
+
+
+def _report_seals(held: Held) -> tuple[Seal, ...]:
+    """The coordinator compares digests of images; those of chunks would only make the report long."""
+    return tuple(_short(place.seal) for place in held.images.values())
 
 
 def _short(seal: Seal) -> Seal:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import gc
 
 
-import torch
-
 from holdfast.base.config import Config
 from holdfast.node import process, start
 from holdfast.node.client import KeeperClient
@@ -27,6 +25,7 @@ from holdfast.train.capture import SlotView
 from holdfast.train.checkpointer import Checkpointer
 from holdfast.train.fence import Fence
 from holdfast.train.saver import Saver
+from holdfast.train.state import State
 
 TRAINER_PHASES = {
     "save": ((Saver, "save"), (Fence, "_copy")),
@@ -54,9 +53,13 @@ def warm() -> None:
     cheap.
     """
     job = Job(Setup(Trial(0, 0, "solo", "", "", ()), 0, 0, ""))
-    job.train(1, 0)
+    objects = {"model": job.model, "optimizer": job.optimizer, "position": job.position}
+    state = State(objects, rank=0, world_size=1, replicated=())
+    for _ in range(2):  # before the first step, and after it
+        state.predict()
+        state.gather()
+        job.train(1, 0)
     job.digest(0)
-    torch.empty(0, device="meta")
     gc.collect()
     gc.freeze()
 

@@ -87,6 +87,7 @@ class Stage:
         self._journal_r, self._journal_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(self._journal_w, True)
         self._buffer = b""
+        self._began = time.monotonic()
         self._life = Life(self._world)
         self._number = 0
         self._due: list[tuple[float, str]] = []
@@ -94,6 +95,8 @@ class Stage:
         self._renewed: set[int] = set()
         self._overstayed: list[str] = []
         self._incarnation = 0
+        self._unfound = False
+        self._dead_before: set[int] = set()
         self._done: set[str] = set()
         self._answers: dict[str, tuple[int, int]] = {}
 
@@ -104,6 +107,9 @@ class Stage:
         try:
             for number, plan in enumerate(self.trial.lives):
                 self._live(number, plan)
+                if self._nothing_to_come_back_to():
+                    # What a user would do: nothing was acknowledged, so the refusal is right, and so is a new start.
+                    self._live(number, plan, fresh=True)
                 if self._life.faults:
                     break
         finally:
@@ -113,17 +119,25 @@ class Stage:
         self.course.left_behind = tuple(left)
         return self.course
 
-    def _live(self, number: int, plan: LifePlan) -> None:
+    def _nothing_to_come_back_to(self) -> bool:
+        if self._life.resumed or not self._unfound:
+            return False
+        self._life.faults.clear()
+        return not invariants.standing(self.course.lives)
+
+    def _live(self, number: int, plan: LifePlan, *, fresh: bool = False) -> None:
         self._number, self._life = number, Life(self._world)
         self._done, self._lost, self._renewed, self._due = set(), set(), set(), []
         self._incarnation = 0
+        self._unfound = False
+        self._dead_before = {m.pid for m in self.cast.members.values() if m.status is not None}
         self.course.lives.append(self._life)
         self._life.spoiled = self._spoiled() | self._damage(plan.damage)
         wanted = self._oldest_durable() if plan.roll_back else None
         self._life.wanted = wanted
         strike = self._measured.strike(plan.aim, self.trial.shape) if plan.aim else None
         for rank in range(self._world):
-            setup = Setup(self.trial, number, rank, self.sandbox, str(wanted or ""))
+            setup = Setup(self.trial, number, rank, self.sandbox, str(wanted or ""), fresh=fresh)
             self._start_trainer(setup, strike)
         self._watch(plan, time.monotonic() + LIFE_S)
         self._look()
@@ -190,28 +204,22 @@ class Stage:
 
     def _react(self, plan: LifePlan) -> None:
         """Does what a launcher would do about the dead, and ends the life when its script is over."""
-        dead = {
-            member.name
-            for member in self.cast.members.values()
-            if member.status is not None and member.life == self._number
-        }
         living = {member.name for member in self.cast.alive("t")}
+        # A keeper lives longer than a life; one that died before it is replaced when a trainer asks.
+        dead = {m.name for m in self.cast.members.values() if m.status is not None and m.pid not in self._dead_before}
         victim = plan.aim.victim if plan.aim else ""
         if victim.startswith("n") and {f"t{victim[1:]}", f"k{victim[1:]}"} & dead:
             self._end_trainers(f"k{victim[1:]}")
         elif any(name.startswith("t") for name in dead):
             if plan.ends != "close" or not self._all_closing(dead):
                 self._end_trainers()
-        elif not plan.onward and any(name.startswith("k") for name in self._dead_keepers()):
+        elif not plan.onward and any(name.startswith("k") for name in dead):
             self._end_trainers()
         elif plan.ends != "close" and living and living <= self._done:
             self._end_trainers(*(["k0", "k1"][: self._world] if plan.ends == "kill all" else []))
 
     def _all_closing(self, dead: set[str]) -> bool:
         return all(self.cast.members[name].status == 0 for name in dead if name.startswith("t"))
-
-    def _dead_keepers(self) -> list[str]:
-        return [m.name for m in self.cast.members.values() if m.name.startswith("k") and m.status is not None]
 
     def _end_trainers(self, *others: str) -> None:
         """Kills the trainers and `others`; notes which node's memory goes with them."""
@@ -278,7 +286,7 @@ class Stage:
     def _note(self, fact: dict[str, Any]) -> None:
         event, who, rank = fact["e"], fact["who"], int(fact["who"][1:])
         if event not in {"file", "phase"}:
-            self.lines.append(json.dumps(fact))
+            self.lines.append(f"{(time.monotonic() - self._began) * 1000:.0f} ms {json.dumps(fact)}")
         if event == "resumed":
             self._incarnation = fact["incarnation"]
             version = Version.parse(fact["version"])
@@ -289,6 +297,7 @@ class Stage:
             self._acknowledged(fact, rank)
         elif event == "refused":
             self.refused += 1
+            self._unfound |= fact["what"].startswith("VersionNotFound")
         elif event == "failed":
             if not self.struck:
                 self._fault("V2", f"life {fact['life'] + 1}: {who} failed: {fact['what']}")
@@ -335,6 +344,8 @@ class Stage:
             for member in self.cast.alive("k"):
                 if not self.cast.await_end(member, END_S):
                     self._overstayed.append(f"keeper {member.name}, {END_S:g} s after the job closed")
+                elif member.status:
+                    self._fault("V5", f"keeper {member.name} ended with {os.waitstatus_to_exitcode(member.status)}")
             self._lost = set(range(self._world))  # given back, not lost; there is nothing to find any more
         frozen = self.cast.freeze("k")
         self._read_journal()

@@ -47,6 +47,7 @@ class Setup:
         life: number of the life, from 0.
         sandbox: directory of the trial; `c` in it is the checkpoint root, `r` the runtime directory.
         wanted: a version that the user orders.
+        fresh: the user orders a new start.
     """
 
     trial: Trial
@@ -54,6 +55,7 @@ class Setup:
     rank: int
     sandbox: str
     wanted: str = ""
+    fresh: bool = False
 
     @property
     def plan(self) -> LifePlan:
@@ -152,7 +154,7 @@ class Position:
 def _train(setup: Setup, journal: Journal) -> None:
     world_size = SHAPES[setup.trial.shape]
     if world_size > 1:
-        store = dist.FileStore(f"{setup.sandbox}/store-{setup.life}", world_size)
+        store = dist.FileStore(f"{setup.sandbox}/store-{setup.life}-{setup.fresh}", world_size)
         dist.init_process_group("gloo", store=store, rank=setup.rank, world_size=world_size)
     job = Job(setup)
     replicated = ("model.*", "optimizer.*") if setup.trial.shape == TWINS else ()
@@ -164,7 +166,7 @@ def _train(setup: Setup, journal: Journal) -> None:
         config=setup.config(setup.rank),
         position=job.position,
     )
-    start = checkpointer.restore(Version.parse(setup.wanted) if setup.wanted else None)
+    start = checkpointer.restore(Version.parse(setup.wanted) if setup.wanted else None, fresh=setup.fresh)
     version, incarnation = _came_back(checkpointer)
     journal.write("resumed", incarnation=incarnation, version=str(version or ""), digest=job.digest(start - 1))
     if version is not None and version.step != start - 1:

@@ -203,6 +203,14 @@ class Checkpointer:
             raise UsageError(f"step {step} cannot be saved after step {run.last.version.step}")
         return self._save(run, step, wanted)
 
+    def keeper_status(self) -> dict[str, Any]:
+        """What the keeper of this node says about itself, as `holdfast status --json` shows it.
+
+        Raises:
+            KeeperLost: there is none now. UsageError: before `restore`.
+        """
+        return self._running().link.require().status()
+
     def close(self) -> None:
         """Makes the last step durable and leaves. Every rank calls it. Calling it again does nothing.
 

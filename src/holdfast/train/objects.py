@@ -111,7 +111,7 @@ class DictPart:
         """Claims every tensor in place, then the rest."""
         for live, tensor in self._lasting:
             loading.claim(live, tensor)
-        loading.claim_value(self.name)
+        loading.claim_value(self.name, kind=dict)
 
     def create(self, loading: Loading) -> None:
         """Nothing: the dict has its tensors."""

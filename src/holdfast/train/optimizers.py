@@ -23,9 +23,8 @@ from torch.optim import Optimizer
 
 from holdfast.base.errors import MismatchError, UsageError
 from holdfast.tiers.values import TensorRef
-from holdfast.train.flatten import references
 from holdfast.train.layout_of import Layouts, local_of, mesh_ranks
-from holdfast.train.live import Group, LiveTensor, SavedTensor, dtype_name, torch_dtype
+from holdfast.train.live import Group, LiveTensor, dtype_name, torch_dtype
 from holdfast.train.parts import Collector, Loading, Owner
 from holdfast.train.predict import predict_state
 from holdfast.train.watch import SCALARS, Containers, same_objects
@@ -71,8 +70,8 @@ class OptimizerPart:
         self._group = _common_group([self._owners[id(p)] for p in self._params])
         self._watch = Containers((self._state, *self._state.values()))
         self._live, self._loose = {}, {}
-        for parameter, state in self._state.items():
-            self._build_state(out, parameter, state)
+        for parameter in self._owned():  # not in the order in which state came to be: a restore may change that
+            self._build_state(out, parameter, self._state.get(parameter, {}))
 
     def _build_state(self, out: Collector, parameter: torch.Tensor, state: Mapping[Any, Any]) -> None:
         owner = self._owners[id(parameter)]
@@ -188,6 +187,11 @@ class OptimizerPart:
         return {name: live.local for name, live in scratch.tensors.items()}
 
     def _check_groups(self, loading: Loading, groups: Any) -> bool:
+        if not isinstance(groups, list) or not all(
+            isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
+        ):
+            loading.misfit.append(f"{self.name}.param_groups (no parameter groups)")
+            return False
         here, there = self._names, [group["params"] for group in groups]
         if here == there:
             odd = {
@@ -208,9 +212,8 @@ class OptimizerPart:
     def _saved_entries(self, loading: Loading) -> dict[int, dict[str, str]]:
         """Parameter's id -> key -> entry, for every entry of the checkpoint that is state of this optimizer.
 
-        An entry that a saved value refers to is not state of its own.
+        Entries below a key that is stored as a value (a list of tensors) belong to that value.
         """
-        referred = {name for tree in loading.values.values() for name in references(tree)}
         by_name = {owner.fqn: id_ for id_, owner in self._owners.items()}
         prefix, found = f"{self.name}.state.", dict[int, dict[str, str]]()
         for entry in loading.saved:
@@ -219,7 +222,12 @@ class OptimizerPart:
             while fqn and fqn not in by_name:
                 fqn, _, first = fqn.rpartition(".")
                 key = f"{first}.{key}"
-            if name.startswith(prefix) and fqn and entry not in referred:
+            if not name.startswith(prefix) or not fqn:
+                continue
+            values = loading.values.get(entry.removesuffix(f".{key}"), {})
+            if not isinstance(values, dict) or not any(
+                key == k or key.startswith((f"{k}.", f"{k}~")) for k in map(str, values)
+            ):
                 found.setdefault(by_name[fqn], {})[key] = entry
         return found
 
@@ -239,7 +247,7 @@ class OptimizerPart:
         complete = True
         if has_values:
             device = local_of(parameter).device
-            complete = loading.claim_value(path, group=group, device=device) is not None
+            complete = loading.claim_value(path, group=group, device=device, kind=dict) is not None
         claimed: dict[str, torch.Tensor] = {}
         for key, live in existing.items():
             if loading.claim(live, self._state[parameter][key]):
@@ -261,7 +269,9 @@ class OptimizerPart:
     ) -> torch.Tensor | None:
         owner = self._owners[id(parameter)]
         on_device = self._on_device(parameter, key) if predicted is None else predicted.device.type == "meta"
-        tensor = _skeleton(loading.saved[entry], owner, on_device=on_device)
+        tensor = _skeleton(loading, entry, owner, on_device=on_device)
+        if tensor is None:
+            return None
         live = loading.layouts.live(self._entry(owner, key), tensor, group=follow(owner, tensor), late=True)
         return loading.tensor(live.shard.name) if live is not None and loading.claim(live, tensor) else None
 
@@ -348,14 +358,15 @@ def _predicted(layouts: Layouts, name: str, owner: Owner, tensor: torch.Tensor) 
     return LiveTensor(shard, tensor, late=True)
 
 
-def _skeleton(saved: SavedTensor, owner: Owner, *, on_device: bool) -> torch.Tensor:
+def _skeleton(loading: Loading, entry: str, owner: Owner, *, on_device: bool) -> torch.Tensor | None:
     """Memory for saved state that does not exist yet: saved dtype, placed like the parameter if shaped like it."""
+    saved = loading.saved[entry]
     dtype = torch_dtype(saved.dtype)
     parameter = owner.tensor.detach()
     if on_device and tuple(parameter.shape) == saved.global_shape:
         return torch.empty_like(parameter, dtype=dtype)
     device = local_of(parameter).device if on_device else torch.device("cpu")
-    return torch.empty(saved.global_shape, dtype=dtype, device=device)
+    return loading.memory(entry, device)
 
 
 @contextmanager

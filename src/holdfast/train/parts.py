@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -165,6 +166,7 @@ class Loading:
         group: Group | None = None,
         templates: Templates | None = None,
         device: torch.device | None = None,
+        kind: type = object,
     ) -> Any:
         """Asks for a value and for every entry that it refers to; each of these gets memory of its own.
 
@@ -173,6 +175,7 @@ class Loading:
             group: as at the save.
             templates: tensors that stand at the names of its entries now, for device and placement.
             device: where entries without a template go; None is the CPU.
+            kind: what the value must be.
 
         Returns:
             The saved tree; None (and noted) if it is not there or an entry of it is not.
@@ -183,6 +186,9 @@ class Loading:
             return None
         self._used.add(entry)
         tree = self.values[entry]
+        if not isinstance(tree, kind):
+            self.misfit.append(f"{entry} (saved as {type(tree).__name__}, here {kind.__name__})")
+            return None
         templates = templates or {}
         claimed = [self._claim_new(name, templates.get(name), device) for name in references(tree)]
         if not all(claimed):
@@ -201,6 +207,16 @@ class Loading:
     def tensor(self, name: str) -> torch.Tensor:
         """The whole object that a claimed entry is part of."""
         return self._tensors[name]
+
+    def memory(self, name: str, device: torch.device | None) -> torch.Tensor | None:
+        """Memory for a whole entry; None (and noted) if the checkpoint offers less than the whole of it."""
+        saved = self.saved[name]
+        if sum(piece.num_elements for piece in saved.pieces) != prod(saved.global_shape):
+            self._used.add(name)
+            self._asked.add(name)
+            self.misfit.append(f"{name} (parts of shape {saved.global_shape} are missing)")
+            return None
+        return torch.empty(saved.global_shape, dtype=torch_dtype(saved.dtype), device=device)
 
     def unused(self) -> list[str]:
         """Entries and values that nobody asked for."""
@@ -222,7 +238,10 @@ class Loading:
             live = self.layouts.live(name, tensor)
             assert live is not None
             return self.claim(live, tensor)
-        tensor = torch.empty(saved.global_shape, dtype=dtype, device=device if template is None else template.device)
+        fresh = self.memory(name, device if template is None else template.device)
+        if fresh is None:
+            return False
+        tensor = fresh
         whole = Extent((0,) * len(saved.global_shape), saved.global_shape)
         shard = Shard(name, saved.dtype, saved.global_shape, whole, (self.layouts.rank,))
         return self.claim(LiveTensor(shard, local_of(tensor), late=False), tensor)

@@ -72,6 +72,7 @@ class State:
         self._structure = 0
         self._storages = 0
         self._described: Any = None
+        self._shape: Any = None
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -137,7 +138,9 @@ class State:
             MismatchError: with all names that are missing, unexpected or different; nothing was changed.
         """
         self._build()
-        loading = Loading(self._layouts, saved, {path: v for group in values.values() for path, v in group.items()})
+        loading = Loading(
+            self._layouts, saved, {str(path): v for group in values.values() for path, v in group.items()}
+        )
         for part in self._parts:
             part.plan(loading)
         problem = mismatch(loading.record()) if strict else None
@@ -166,7 +169,7 @@ class State:
         loading, self._loading = self._loading, None
         if loading is None or loading.targets.keys() != tensors.keys():
             raise UsageError("the tensors are not those that were asked for last", remedy="call targets() before")
-        if loading.values.keys() != {path for group in values.values() for path in group}:
+        if loading.values.keys() != {str(path) for group in values.values() for path in group}:
             raise UsageError("the values are not those that were planned with", remedy="pass the same to both calls")
         for part in self._parts:
             part.apply(loading)
@@ -186,7 +189,7 @@ class State:
 
     def _note_structure(self, tensors: Mapping[str, LiveTensor], passing: Collector) -> None:
         shape = ({n: (live.shard, live.local.device, live.late) for n, live in tensors.items()}, sorted(passing.values))
-        if shape != getattr(self, "_shape", None):
+        if shape != self._shape:
             self._structure += 1
             self._shape = shape
 

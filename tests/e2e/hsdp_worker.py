@@ -1,0 +1,102 @@
+"""One rank of the node-loss test: a small HSDP 2 x 2 model, shards inside a node, twins across. Not a test itself.
+
+python hsdp_worker.py first|second ROOT OUT: `first` trains a reference without holdfast, starts again with it, and
+waits to be killed when step LAST_OF_FIRST is replicated. `second` comes back and trains until SIGTERM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import sys
+import threading
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import holdfast
+
+STEPS = 400
+LAST_OF_FIRST = 6
+
+
+class Job:
+    """Model, optimizer and random numbers of this rank, always the same at the start."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(12, 33), torch.nn.Dropout(0.1), torch.nn.GELU(), torch.nn.Linear(33, 5)
+        )
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        for layer in (self.model[0], self.model[3]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        torch.manual_seed(100 + dist.get_rank())
+        random.seed(dist.get_rank())
+
+    def train(self) -> str:
+        """One step; a digest of this rank's part of the parameters."""
+        loss = self.model(torch.randn(4, 12) * random.random()).square().sum()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        state = hashlib.blake2b(digest_size=8)
+        for parameter in self.model.parameters():
+            state.update(parameter.to_local().detach().contiguous().numpy().tobytes())
+        return state.hexdigest()
+
+
+def main() -> None:
+    part, root, out = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    facts: dict[str, object] = {"reference": [], "trained": {}}
+    if part == "first":
+        job = Job()
+        facts["reference"] = [job.train() for _ in range(STEPS)]
+    job = Job()
+    checkpointer = holdfast.Checkpointer(
+        root, model=job.model, optimizer=job.optimizer, every=1, durable_every="0", config=None
+    )
+    facts["start"] = checkpointer.restore()
+    assert checkpointer.last_restore is not None
+    facts["bytes"] = dict(checkpointer.last_restore.bytes)
+    facts["version"] = str(checkpointer.last_restore.version)
+    try:
+        for step in range(checkpointer_start(facts), STEPS):
+            facts["trained"][step] = job.train()  # type: ignore[index]
+            handle = checkpointer.step(step)
+            if part == "first" and step == LAST_OF_FIRST:
+                assert handle is not None
+                handle.wait("replicated", 30)
+                write(out / f"first-{rank}.json", facts)
+                threading.Event().wait(120)  # the test kills this process
+            if part == "second" and step == LAST_OF_FIRST + 4:
+                (out / f"trains-{rank}").touch()
+    finally:
+        write(out / f"{part}-{rank}.json", facts)
+
+
+def checkpointer_start(facts: dict[str, object]) -> int:
+    start = facts["start"]
+    assert isinstance(start, int)
+    return start
+
+
+def write(path: Path, facts: dict[str, object]) -> None:
+    """Complete or not at all."""
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(facts))
+    temporary.rename(path)
+
+
+if __name__ == "__main__":
+    main()
