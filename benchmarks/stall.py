@@ -206,9 +206,9 @@ class Bench:
 
     # --- both
 
-    def lost(self, save: Callable[[], Callable[[], bool]], num_base: int = 8) -> float:
-        """Seconds from `save` until it is complete, minus the steps made meanwhile at the speed measured before."""
-        base = statistics.median(timed(self.train) for _ in range(num_base))
+    def lost(self, save: Callable[[], Callable[[], bool]], num_base: int = 6) -> float:
+        """Seconds from `save` until it is complete, minus the steps made meanwhile at the speed around it."""
+        base = [timed(self.train) for _ in range(num_base)]
         dist.barrier()
         started = time.perf_counter()
         complete = save()
@@ -216,9 +216,10 @@ class Bench:
         while not complete():
             self.train()
             num_steps += 1
-        seconds = time.perf_counter() - started - num_steps * base
+        seconds = time.perf_counter() - started
         dist.barrier()
-        slowest = torch.tensor(seconds)
+        base += [timed(self.train) for _ in range(num_base)]
+        slowest = torch.tensor(seconds - num_steps * statistics.median(base))
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return float(slowest)
 
@@ -255,7 +256,7 @@ def worker(options: argparse.Namespace) -> None:
         found += [("stall_ratio", stall, {"save_ms": seconds * 1e3}), ("first_save_ratio", first, {})]
         both, call, wait = bench.copying_behind()
         found.append(("overlapped_stall_ratio", both, {"call": call, "fence": wait}))
-        for name, value in bench.rival_stalls(3 if options.quick else 7).items():
+        for name, value in bench.rival_stalls(2 if options.quick else 7).items():
             found.append((f"stall_ratio:{name}", value, {}))
     else:
         values = bench.lost_by_holdfast()

@@ -28,8 +28,9 @@ def test_three_faults_and_the_end_is_bit_equal(tmp_path: Path) -> None:
     assert process.returncode == 0, out + err
     rank_killed, node_lost, all_lost, end = (json.loads(line) for line in out.splitlines())
     assert set(rank_killed["restored_from"]) <= {"slot", "node"}
-    assert set(node_lost["restored_from"]) == {"peer"}
-    assert set(all_lost["restored_from"]) == {"storage"}
+    assert "storage" not in node_lost["restored_from"]
+    assert node_lost["restored_from"]["peer"] > 1_000_000
+    assert all_lost["restored_from"]["storage"] > 1_000_000
     assert rank_killed["steps_lost"] <= 2
     assert end["equal"]
     assert end["num_tensors"] > 0

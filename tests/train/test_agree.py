@@ -44,7 +44,7 @@ def on_all(count: int, work: Callable[[agree.Ranks], Any]) -> list[Any]:
     def one(rank: int) -> Any:
         try:
             return work(Rank(room, rank))
-        except Exception as error:
+        except HoldfastError as error:
             return error
 
     with ThreadPoolExecutor(count) as pool:

@@ -17,7 +17,7 @@ from holdfast.tiers import format as image_format
 from holdfast.tiers import values as value_codec
 from holdfast.tiers.memory import Slot
 from holdfast.train import capture, fill
-from holdfast.train.capture import Copies, SlotView, Structure
+from holdfast.train.capture import SlotView, Split, Structure
 from holdfast.train.fence import Fence, Job
 from holdfast.train.live import Gathered, LiveTensor, dtype_name
 from holdfast.train.trust import NUM_PROOFS, Trust, differing, digest, same_bits
@@ -69,11 +69,10 @@ def structure_of(state: Gathered, *, rank: int = 0, topology: Topology = ALONE) 
 def save_into(slot: Slot, state: Gathered, *, rank: int = 0, topology: Topology = ALONE) -> SlotView:
     structure = structure_of(state, rank=rank, topology=topology)
     values = structure.encode(state)
-    view = SlotView(slot, structure.plan(values), state.tensors)
+    view = SlotView(slot, structure.plan(values))
     view.write_frames(values)
-    sources = [part.of(state.tensors[part.name]) for part in view.plan.parts]
-    copies = Copies.of(view.targets, sources, range(len(sources)))
-    capture.copy(copies.targets, copies.sources)
+    now, _ = view.assign(state.tensors, Split(tuple(range(len(view.plan.parts))), ()))
+    capture.copy(now.targets, now.sources)
     return view
 
 
@@ -142,7 +141,8 @@ def test_python_around_the_copy_costs_less_than_a_tenth_of_it() -> None:
     state = gathered(tensors)
     with slot_of((256 << 20) + (4 << 20)) as slot:
         structure = structure_of(state)
-        view = SlotView(slot, structure.plan(structure.encode(state)), state.tensors)
+        view = SlotView(slot, structure.plan(structure.encode(state)))
+        split = Split(tuple(range(len(view.plan.parts))), ())
         plain, saves = [], []
         for _ in range(9):
             started = time.perf_counter()
@@ -151,8 +151,8 @@ def test_python_around_the_copy_costs_less_than_a_tenth_of_it() -> None:
             values = structure.encode(state)
             plan = structure.plan(values)
             view.write_frames(values)
-            sources = [part.of(state.tensors[part.name]) for part in plan.parts]
-            copies = Copies.of(view.targets, sources, range(len(sources)))
+            assert plan is view.plan
+            copies, _ = view.assign(state.tensors, split)
             ready = time.perf_counter()
             capture.copy(copies.targets, copies.sources)
             plain.append(middle - started)

@@ -17,9 +17,7 @@ def schedule(rank: int = 0, world_size: int = 1, **settings: str) -> tuple[Sched
     missed: list[int] = []
     config = Config(**settings)  # type: ignore[arg-type]
     ticks = itertools.count()
-    clock = Schedule(
-        config, rank=rank, world_size=world_size, missed=missed.append, clock=lambda: float(next(ticks))
-    )
+    clock = Schedule(config, rank=rank, world_size=world_size, missed=missed.append, clock=lambda: float(next(ticks)))
     return clock, missed
 
 

@@ -101,11 +101,11 @@ class NodeLedger:
             return Decision(None, "the ranks have not agreed yet on what to resume from")
         if rank in self._begun and version <= self._begun[rank][-1]:
             return Decision(None, f"rank {rank} began {self._begun[rank][-1]} before {version}")
+        self._pass_by(rank, version)
         if self._versions.get(version, _Local()).abandoned:
             return Decision(None, f"{version} is abandoned: {self._versions[version].reason}")
         if rank not in self._current:
             return Decision(None, f"rank {rank} has not registered its layout")
-        self._pass_by(rank, version)
         decision = slots.choose_slot(own_slots, self.knowledge)
         if decision.value is not None:
             self._start(rank, version, self._current[rank])
@@ -143,10 +143,13 @@ class NodeLedger:
         self._forget(besides=version)
 
     def seal(self, rank: int, version: Version, seals: Iterable[Seal], *, durable: bool) -> tuple[RankReport, ...]:
-        """A local rank's slot is sealed. Returns the node's report once all local ranks sealed, else nothing."""
+        """A local rank's slot is sealed. Returns the node's report once all local ranks sealed, else nothing.
+
+        An abandoned version is reported too: it tells that the ranks are past what came before it.
+        """
         local = self._local(version)
         local.reports[rank] = RankReport(version, rank, local.layout_of.get(rank, ""), tuple(seals), durable)
-        if local.sent or local.abandoned or set(local.reports) != set(self.ranks):
+        if local.sent or set(local.reports) != set(self.ranks):
             return ()
         local.sent = True
         return tuple(local.reports[r] for r in self.ranks)
@@ -156,6 +159,7 @@ class NodeLedger:
         local = self._local(version)
         if rank in local.reports or rank in local.abandoned_by or local.level is not Level.NONE:
             return None
+        self._pass_by(rank, version)
         local.abandoned_by[rank] = reason
         local.abandoned = True
         local.reason = f"abandoned: rank {rank}: {reason}"

@@ -81,6 +81,7 @@ class KeeperClient:
 
     def __init__(self, rank: int | None) -> None:
         self.rank = rank
+        self._left = False
         self._changed = threading.Condition()
         self._levels: OrderedDict[Version, VersionLevel] = OrderedDict()
         self._alarms: OrderedDict[str, str] = OrderedDict()
@@ -315,6 +316,7 @@ class KeeperClient:
 
     def goodbye(self, *, finished: bool, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """This rank leaves; `finished`: it will not come back. When all local ranks finished the keeper ends."""
+        self._left = finished  # from here on the keeper may end, and that is no loss
         self._ask(messages.Goodbye(finished=finished), messages.Ok, timeout_s)
 
     def close(self) -> None:
@@ -398,8 +400,10 @@ class KeeperClient:
             callback(message.text)
 
     def _lost(self, reason: str) -> None:
-        logger.warning("the keeper of this node is lost: %s; training goes on without the memory level", reason)
         with self._changed:
             self._changed.notify_all()
+        if self._left:
+            return
+        logger.warning("the keeper of this node is lost: %s; training goes on without the memory level", reason)
         for callback in tuple(self._lost_callbacks):
             callback(reason)

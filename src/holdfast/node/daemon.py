@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,11 +43,12 @@ from holdfast.node.trainers import Trainer, Trainers
 from holdfast.node.uplink import Uplink
 from holdfast.node.vault import Vault
 from holdfast.tiers.budget import Budget
-from holdfast.tiers.procs import take_lock
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
+# How long a keeper whose ranks finished waits for other nodes to complete a version that it wrote a part of.
+COMMIT_WAIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,7 @@ class Keeper:
     def __init__(self, options: KeeperOptions) -> None:
         self._options = options
         self._started_s = time.monotonic()
+        self._finished_s = 0.0
         self._events = Events()
         place = options.place
         self._state = NodeState(place, Arena(Budget(place.budget, options.memory_budget)))
@@ -109,7 +110,7 @@ class Keeper:
         place.socket.unlink(missing_ok=True)  # of a keeper that was killed; we hold the lock, so nobody listens there
         self._server = Server(place.socket, self)
 
-    def run(self, ready: Callable[[], None]) -> None:
+    def run(self, ready: Callable[[], object]) -> None:
         """Serves until the job is over, nobody comes any more, or `stop`."""
         ready()
         logger.info("keeper of %s for job %s listens", self._options.place.node, self._options.place.job)
@@ -169,8 +170,12 @@ class Keeper:
             ranks = set(state.ledger.ranks) if state.ledger else set()
             busy = not (self._persister.idle and self._committer.idle and self._sealer.idle)
             if ranks and ranks <= state.finished and not busy:
-                logger.info("all local ranks finished")
-                return True
+                # What we wrote is worth nothing without the manifest, and the next coordinator asks us about it.
+                now = time.monotonic()
+                self._finished_s = self._finished_s or now
+                if not state.awaits_commit() or now - self._finished_s > COMMIT_WAIT_S:
+                    logger.info("all local ranks finished")
+                    return True
             alone_s = time.monotonic() - self._trainers.last_seen_s
             if not self._trainers.pids and alone_s >= self._options.linger_s and not busy:
                 logger.info("no trainer for %.0f s", alone_s)
@@ -209,8 +214,7 @@ class Keeper:
 
 def become_keeper(place: Place) -> int | None:
     """The keeper lock, held for life; None if another keeper has it."""
-    place.make()
-    lock = take_lock(place.keeper_lock, blocking=False)
+    lock = place.lock(place.keeper_lock, blocking=False)
     if lock is not None:
         os.ftruncate(lock, 0)
         os.write(lock, f"{os.getpid()}\n".encode())  # for people, and for whoever finds us frozen
@@ -218,11 +222,15 @@ def become_keeper(place: Place) -> int | None:
 
 
 def clean(place: Place) -> None:
-    """Removes the node's directory, and the job's and the runtime's if they are empty. Under the keeper lock."""
-    place.socket.unlink(missing_ok=True)
-    shutil.rmtree(place.directory, ignore_errors=True)
-    for directory in (place.directory.parent, place.runtime):
+    """Removes the node's directory, and the job's and the runtime's if they are empty. Under the keeper lock.
+
+    The lock's file goes last: until then no other keeper can begin, so everything else here is ours. A directory that
+    holds anything else stays.
+    """
+    for file in (place.socket, place.log, place.start_lock, place.keeper_lock):
+        file.unlink(missing_ok=True)
+    for directory in (place.directory, place.directory.parent, place.runtime):
         try:
             directory.rmdir()
         except OSError:
-            return  # another node's or job's keeper is there
+            return  # another node's or job's keeper is there, or the next one of ours

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from holdfast.base.errors import CorruptError, Fenced, HoldfastError, KeeperError
 from holdfast.base.events import Events
 from holdfast.core.commit import CommitOrder, PartReport, to_retire
+from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Version
 from holdfast.node.arena import Held
 from holdfast.node.messages import Assembly
@@ -147,18 +148,28 @@ class Committer:
         logger.info("%s is durable", version)
         self._state.calm("storage")
         job.done(version, True)
-        self._retire(storage, job.assembly)
+        self._retire(storage, job)
 
-    def _retire(self, storage: Storage, assembly: Assembly) -> None:
-        """Old versions go only after a newer commit; a failure here costs space, nothing else."""
+    def _retire(self, storage: Storage, job: CommitJob) -> None:
+        """Old versions go only after a newer commit, and with them what dead incarnations left half done. A failure
+        here costs space, nothing else.
+        """
+        assembly = job.assembly
         try:
-            durable = storage.versions()
             old = to_retire(
-                durable, keep_last=assembly.keep_last, keep_every=assembly.keep_every, protected=storage.pins()
+                storage.versions(),
+                keep_last=assembly.keep_last,
+                keep_every=assembly.keep_every,
+                protected=storage.pins(),
+                lineage=Lineage(dict(assembly.lineage)).with_(assembly.incarnation, job.resumed_from),
             )
             for version in old:
                 storage.retire(version)
                 self._events.emit("node.retired", version=str(version))
+            for version in storage.unfinished():
+                if version.incarnation < assembly.incarnation:
+                    storage.discard(version)
+            storage.sweep(assembly.incarnation)
             self._state.calm("retention")
         except HoldfastError as error:
             self._state.alarm("retention", f"an old version was not removed: {error}")

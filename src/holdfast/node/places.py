@@ -15,7 +15,11 @@ from pathlib import Path
 
 from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError
+from holdfast.tiers.procs import take_lock
 from holdfast.tiers.wire import unix_path
+
+# How often a directory that vanishes is made anew before we give up.
+_ATTEMPTS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,20 @@ class Place:
     def budget(self) -> Path:
         """Shared by all keepers of this runtime directory."""
         return self.runtime / "memory.json"
+
+    def lock(self, file: Path, *, blocking: bool) -> int | None:
+        """A lock in the directory, which is made if a keeper that ended removed it meanwhile.
+
+        Raises:
+            ConfigError: as `make`. OSError: the file cannot be created.
+        """
+        for _ in range(_ATTEMPTS):
+            self.make()
+            try:
+                return take_lock(file, blocking=blocking)
+            except FileNotFoundError:
+                continue
+        return None
 
     def make(self) -> None:
         """Creates the directory, or checks the existing one.

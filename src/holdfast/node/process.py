@@ -44,8 +44,14 @@ def main(arguments: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: keeper.stop())
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def announce() -> None:
+        # A keeper that nobody waits for any more would only be in the way of the next one.
+        if not _tell(options.ready_fd, pid=os.getpid()):
+            keeper.stop()
+
     try:
-        keeper.run(lambda: _tell(options.ready_fd, pid=os.getpid()))
+        keeper.run(announce)
     except Exception:
         logger.exception("the keeper failed")
         return 1  # its directory stays, with the log that says why
@@ -67,15 +73,17 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _tell(fd: int, **facts: object) -> None:
-    """One line to the starter, if it still listens."""
+def _tell(fd: int, **facts: object) -> bool:
+    """One line to the starter; False if it gave up or died meanwhile."""
     if fd < 0:
-        return
+        return True
     try:
         os.write(fd, json.dumps(facts).encode() + b"\n")
+    except BrokenPipeError:
+        return False
+    finally:
         os.close(fd)
-    except OSError:
-        pass  # the starter gave up; another one will find us
+    return True
 
 
 class _BoundedLog(logging.StreamHandler[TextIO]):

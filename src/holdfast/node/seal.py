@@ -42,7 +42,11 @@ class Sealer:
         self._state = state
         self._events = events
         self._worker: Worker[_Job] = Worker(
-            "holdfast sealer", self._seal, lambda text: state.alarm("sealer", text), on_idle=state.changed
+            "holdfast sealer",
+            self._seal,
+            lambda text: state.alarm("sealer", text),
+            on_idle=state.changed,
+            niceness=0,  # it takes milliseconds, and the next save may wait for the level
         )
 
     def put(self, held: Held, version: Version, images: Sequence[ImageSpan]) -> None:

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 SEND_TIMEOUT_S = 5.0
 JOIN_TIMEOUT_S = 5.0
+FLUSH_TIMEOUT_S = 1.0
+REST_MS = 50
 # Greeted connections: local ranks, viewers, and the keepers of other nodes.
 MAX_GREETED = 1024
 MAX_OUTBOX = 1024
@@ -109,7 +111,7 @@ class Connection:
             self._ended = True
             self._changed.notify()
         if self._writer is not None:
-            self._writer.join(SEND_TIMEOUT_S)
+            self._writer.join(FLUSH_TIMEOUT_S)
 
     def _write(self) -> None:
         try:
@@ -174,8 +176,11 @@ class Server:
             for fd, _ in poll.poll(max(1, int(pause_s * 1000))):
                 if fd == self._wake:
                     os.eventfd_read(self._wake)
-                else:
-                    self._accept()
+                elif not self._accept():
+                    # Out of descriptors, perhaps: the listener would stay readable and we would spin.
+                    poll.modify(self._listener, 0)
+                    poll.poll(REST_MS)
+                    poll.modify(self._listener, select.POLLIN)
         self._listener.close()
         self._end_all()
         os.close(self._wake)
@@ -197,10 +202,10 @@ class Server:
         with self._lock:
             return [connection for connection in self._readers.values() if connection.hello is not None]
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
         channel = wire.accept(self._listener)
         if channel is None:
-            return
+            return False
         connection = Connection(channel)
         with self._lock:
             waiting = sum(known.hello is None for known in self._readers.values())
@@ -213,8 +218,9 @@ class Server:
         if full:
             logger.warning("too many connections; process %d is turned away", connection.pid)
             channel.close()
-            return
+            return True
         thread.start()
+        return True
 
     def _read(self, connection: Connection) -> None:
         try:

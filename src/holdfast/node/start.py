@@ -22,7 +22,6 @@ from holdfast.base.errors import KeeperError, KeeperLost
 from holdfast.node.messages import VIEWER, Hello
 from holdfast.node.places import Place, absolute_root, place_of
 from holdfast.node.rpc import dial
-from holdfast.tiers.procs import take_lock
 
 START_TIMEOUT_S = 20.0
 ANSWER_TIMEOUT_S = 2.0
@@ -38,20 +37,22 @@ def ensure_keeper(root: str, config: Config, *, timeout_s: float = START_TIMEOUT
     place = place_of(root, config)
     deadline = time.monotonic() + timeout_s
     place.make()
+    spawned = False
     while not _answers(place):
+        # After a first attempt another keeper holds the lock without answering: it is starting, dying, or frozen.
+        if spawned and time.monotonic() > deadline:
+            raise KeeperError(
+                f"keeper {_holder(place)} holds the lock and does not answer",
+                where=str(place.directory),
+                remedy="kill that process; a new keeper is then started",
+            )
         lock = _lock_within(place, deadline)
         try:
             if _answers(place) or _spawn(place, absolute_root(root), config, deadline):
                 break
         finally:
             os.close(lock)
-        # Another keeper holds the lock without answering: it is starting, dying, or frozen.
-        if time.monotonic() > deadline:
-            raise KeeperError(
-                f"keeper {_holder(place)} holds the lock and does not answer",
-                where=str(place.directory),
-                remedy="kill that process; a new keeper is then started",
-            )
+        spawned = True
     return place
 
 
@@ -85,8 +86,7 @@ def _lock_within(place: Place, deadline: float) -> int:
 
     def wait() -> None:
         try:
-            place.make()
-            fd = take_lock(place.start_lock, blocking=True)
+            fd = place.lock(place.start_lock, blocking=True)
         except OSError as error:
             failed.append(error)
             return
@@ -98,7 +98,7 @@ def _lock_within(place: Place, deadline: float) -> int:
 
     thread = threading.Thread(target=wait, name="holdfast start lock", daemon=True)
     thread.start()
-    thread.join(max(0.0, deadline - time.monotonic()))
+    thread.join(max(0.1, deadline - time.monotonic()))
     with guard:
         given_up.set()
     if not taken:

@@ -140,6 +140,7 @@ class NodeState:
         self.layouts, self.finished = {}, set()
         self._resumed, self._is_resumed = None, False
         for held in self.arena:
+            held.outgrown |= not held.replica and held.rank not in self.ledger.ranks
             if held.state is SlotState.WRITING and not held.pins:
                 held.clear()
         logger.info("incarnation %d: node %d of %d", assembly.incarnation, self.node, len(assembly.topology.nodes))
@@ -167,6 +168,10 @@ class NodeState:
             ledger = self.need_ledger()
             if layout.rank not in ledger.ranks:
                 raise UsageError(f"rank {layout.rank} is not on node {self.place.node}")
+            known = set(range(ledger.topology.world_size))
+            for ref in layout.bundles:
+                if layout.rank not in ref.ranks or not known.issuperset(ref.ranks):
+                    raise UsageError(f"bundle {ref.bundle_id} of rank {layout.rank} has an impossible group")
             ledger.register(layout)
             self.layouts[layout.rank] = layout
             self.outlets.report(reports(layouts=(layout,)))
@@ -256,7 +261,10 @@ class NodeState:
         self._past.tables = {v: t for v, t in self._past.tables.items() if v in kept}
         self._past.suspects = {v: why for v, why in self._past.suspects.items() if v in kept}
         self._past.tables[told.version] = table
-        if ledger.to_replicate(told.version):
+        sources = {rank for _, rank, _ in ledger.to_replicate(told.version)}
+        for held in self.arena:  # replicas that somebody else keeps by now
+            held.outgrown |= held.replica and held.rank not in sources
+        if sources:
             self.outlets.replicate(told.version)
 
     def _persist(self, version: Version) -> None:
@@ -362,6 +370,15 @@ class NodeState:
                 levels=tuple((version, level) for version, level in levels if level is not Level.NONE),
                 reachable=(self.node,),
             )
+
+    def awaits_commit(self) -> bool:
+        """Whether this node wrote its part of a version that is not committed yet."""
+        with self.lock:
+            if self.ledger is None:
+                return False
+            durable = self.ledger.newest(Level.DURABLE)
+            waiting = [part.version for part in self.ledger.reports().parts]
+            return any(durable is None or version > durable for version in waiting)
 
     def whole_report(self) -> Reports:
         """All that a new coordinator needs from this node."""

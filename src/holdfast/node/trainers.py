@@ -29,12 +29,14 @@ class Trainer:
     """A connected rank.
 
     Attributes:
+        started: when its process started; tells it from a later one with the same pid.
         known: slots that it has mapped.
         reading: slots that are pinned because it restores from them, once per bundle.
     """
 
     rank: int
     connection: Connection
+    started: int | None = None
     known: set[int] = field(default_factory=set)
     reading: list[Held] = field(default_factory=list)
 
@@ -62,7 +64,7 @@ class Trainers:
         """
         deadline = time.monotonic() + PREDECESSOR_TIMEOUT_S
         with self._came_or_went:
-            while (old := self._trainers.get(hello.rank)) is not None and _is_other(old.connection, connection):
+            while (old := self._trainers.get(hello.rank)) is not None and _is_other(old, connection):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise InUse(
@@ -74,7 +76,7 @@ class Trainers:
             if old is not None:
                 self._leave(old)
             connection.hello = hello
-            self._trainers[hello.rank] = Trainer(hello.rank, connection)
+            self._trainers[hello.rank] = Trainer(hello.rank, connection, start_time(connection.pid))
             for progress in self._state.progress():
                 connection.push(f"progress {progress.version}", progress)
 
@@ -89,9 +91,7 @@ class Trainers:
         """Cuts off trainers whose process is dead while a child of theirs still holds the connection open."""
         with self._state.lock:
             for trainer in tuple(self._trainers.values()):
-                pid = trainer.connection.pid
-                if pid > 0 and start_time(pid) is None:
-                    trainer.connection.channel.abort()
+                if not _lives(trainer):
                     self._leave(trainer)
 
     @property
@@ -127,6 +127,12 @@ class Trainers:
         return trainer
 
 
-def _is_other(old: Connection, new: Connection) -> bool:
+def _is_other(old: Trainer, new: Connection) -> bool:
     """Whether another living process holds the rank; a process may connect again."""
-    return old.pid != new.pid and not old.ended and (old.pid <= 0 or start_time(old.pid) is not None)
+    return old.connection.pid != new.pid and not old.connection.ended and _lives(old)
+
+
+def _lives(trainer: Trainer) -> bool:
+    """Whether its process does; one of another pid namespace (no pid) lives as long as its connection."""
+    pid = trainer.connection.pid
+    return pid <= 0 or start_time(pid) == trainer.started

@@ -166,9 +166,10 @@ class Uplink:
             assembly, line, now = self._assembly, self._line, time.monotonic()
             if assembly is None:
                 return
-            if line is not None and (line.incarnation != assembly.incarnation or not line.caller.alive):
-                self._drop("the line broke")
-            leader = self.leader
+            broken = line is not None and (line.incarnation != assembly.incarnation or not line.caller.alive)
+        if broken:  # not under the lock: the line's reader may be waiting for it
+            self._drop("the line broke")
+        leader = self.leader
         if leader == 0 or now < (self._retry_at if leader < 0 else self._recheck_at):
             return
         for lower in range(self._node if leader < 0 else min(leader, self._node)):

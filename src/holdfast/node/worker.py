@@ -7,6 +7,7 @@ fails must have handled its own errors: whatever still comes out is a bug here, 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -27,6 +28,7 @@ class Worker(Generic[J]):
         work: does one job.
         on_fault: told of an exception that `work` let through.
         on_idle: called when nothing is left to do.
+        niceness: of the thread, as the scheduler knows it.
         bound: most jobs that may wait.
     """
 
@@ -37,12 +39,14 @@ class Worker(Generic[J]):
         on_fault: Callable[[str], None],
         *,
         on_idle: Callable[[], None] | None = None,
+        niceness: int = 10,
         bound: int = 256,
     ) -> None:
         self._work = work
         self._on_fault = on_fault
         self._on_idle = on_idle
         self._bound = bound
+        self._niceness = niceness
         self._jobs: deque[J] = deque()
         self._busy = False
         self._stopping = False
@@ -90,6 +94,10 @@ class Worker(Generic[J]):
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        # A worker has time; the trainers beside it have not.
+        thread = threading.get_native_id()
+        nice = max(self._niceness, os.getpriority(os.PRIO_PROCESS, thread))
+        os.setpriority(os.PRIO_PROCESS, thread, nice)
         while (job := self._next()) is not None:
             try:
                 self._work(job[0])

@@ -36,9 +36,9 @@ from holdfast.testing.demo_facts import Comparison, Facts, compare
 
 WORLD_SIZE = 4
 SOURCE_NAMES = {
-    "slot": "own slot",
-    "node": "own node's memory",
     "peer": "other node's memory",
+    "slot": "own slot",
+    "node": "a rank beside it",
     "storage": "storage",
 }
 RECOVERY_TIMEOUT_S = 120.0
@@ -119,6 +119,7 @@ class Demo:
         self.train(self.facts, self.plan.faults[2])
         self.lose_everything()
         self.train(self.facts, self.plan.steps)
+        wait_until(lambda: not self.cluster.living(), 15, "all processes of the job, its keepers too, have ended")
         return compare(self.facts, self.reference)
 
     def start(self, first: str, second: str) -> None:
@@ -222,7 +223,7 @@ class Demo:
         outcome = Outcome(
             fault=fault,
             found_after_s=None if found_at is None else found_at - killed_at,
-            restored_from=total,
+            restored_from=dict(total),
             version=version,
             steps_lost=self.facts.finished_step(killed_at) + 1 - start,
             seconds=max(step["time"] for _, step in recoveries.values()) - killed_at,
@@ -271,8 +272,8 @@ def bytes_by_source(report: dict[str, Any]) -> dict[str, int]:
 
 def sources_text(total: dict[str, int]) -> str:
     """For people: "own slot 1,533 kB, storage 5 kB"."""
-    order = [name for name in SOURCE_NAMES if name in total]
-    return ", ".join(f"{SOURCE_NAMES[name]} {total[name] / 1e3:,.0f} kB" for name in order)
+    ordered = sorted(total.items(), key=lambda item: -item[1])
+    return ", ".join(f"{SOURCE_NAMES.get(name, name)} {count / 1e3:,.0f} kB" for name, count in ordered)
 
 
 def show_table(console: Console, outcomes: list[Outcome]) -> None:

@@ -98,6 +98,10 @@ class Cluster:
         """Process ids of the keepers of a node."""
         return [pid for pid in self._marked(node) if KEEPER_MODULE in _strings(pid, "cmdline")]
 
+    def living(self) -> list[int]:
+        """Process ids of everything that was started and has not ended."""
+        return self._marked("")
+
     def kill_node(self, node: str) -> int:
         """SIGKILL to launcher, workers and keeper of one node (of all if empty); returns how many processes that were."""
         killed: set[int] = set()

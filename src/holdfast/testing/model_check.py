@@ -15,11 +15,11 @@ real objects of core, so a rule that is taken out of them is missed here: the te
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast.core.slots import SlotState
-from holdfast.testing.model_world import Bounds, Broken, Job, World
+from holdfast.testing.model_state import Bounds, Broken, World
+from holdfast.testing.model_world import Job
 
 # So many saves may fail before one has to succeed, when nothing goes wrong any more.
 MAX_ROUNDS = 4
@@ -72,23 +72,20 @@ class Explorer:
         number = 0
         while number < len(self._worlds):
             world = self._worlds[number]
+            last: tuple[str, ...] = ()
             try:
-                for event, after in self._named(world, number):
-                    self._visit(after, number, event)
+                for event, move in self._job.moves(world):
+                    last = (event,)
+                    self._num_moves += 1
+                    self._visit(move(), number, event)
+                last = ()
                 self._saves_again(world)
             except Broken as broken:
-                return self._result(self._finding(broken, number))
+                return self._result(self._finding(broken, number, last))
             number += 1
             if len(self._worlds) > max_states:
                 raise OverflowError(f"more than {max_states} states")
         return self._result(None)
-
-    def _named(self, world: World, number: int) -> Iterator[tuple[str, World]]:
-        """The moves; `_last` names the one that broke a promise while it was being made."""
-        self._last = ""
-        for event, after in self._job.moves(world):
-            self._num_moves += 1
-            yield event, after
 
     def _visit(self, world: World, parent: int, event: str) -> None:
         if world not in self._numbers:
@@ -99,12 +96,12 @@ class Explorer:
     def _result(self, finding: Finding | None) -> Result:
         return Result(len(self._worlds), self._num_moves, finding)
 
-    def _finding(self, broken: Broken, number: int) -> Finding:
+    def _finding(self, broken: Broken, number: int, last: tuple[str, ...]) -> Finding:
         story: list[str] = []
         while number:
             number, event = self._came_from[number]
             story.append(event)
-        return Finding(*broken.args, tuple(reversed(story)))
+        return Finding(broken.invariant, broken.what, (*reversed(story), *last))
 
     # --- liveness
 
@@ -113,30 +110,26 @@ class Explorer:
         job, world = self._job, self._quiet(world)
         if world in self._calm:
             return
-        start, refused = world, ""
+        start = world
         for _ in range(MAX_ROUNDS):
             step = max(world.steps) + 1
-            allowed = True
             for rank in job.ranks:
-                begun = job.begin(world, rank, step)
-                allowed &= begun is not None
-                world = begun or job.give_up(world, rank, step)
-                refused = refused if begun else f"rank {rank} is refused step {step}"
+                world = job.save(world, rank, step)
             world = self._quiet(world)
-            if allowed and world.acked is not None and world.acked.step == step:
+            if world.complete is not None and world.complete == world.acked and world.acked.step == step:
                 self._calm.add(start)
                 return
-        raise Broken("V1", f"saves stay impossible: {refused or 'no version becomes captured'}")
+        raise Broken("V1", f"saves stay impossible: none of {MAX_ROUNDS} more becomes captured")
 
     def _quiet(self, world: World) -> World:
         """The world when everything under way has ended well."""
         job = self._job
+        for node in job.nodes:
+            world = world if world.joined[node] else job.join(world, node)
         if not all(world.alive):
             world = job.recover(world)
         while True:
             before = world
-            for node in job.nodes:
-                world = world if world.joined[node] else job.join(world, node)
             for rank in job.ranks:
                 while any(slot.state is SlotState.WRITING for slot in world.slots[rank]):
                     world = job.seal(world, rank)

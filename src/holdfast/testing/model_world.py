@@ -1,19 +1,17 @@
 """A small job as a value: ranks, slots, keepers, a coordinator and late messages, moved by the real decision code.
 
-`World` is hashable, `moves` gives every next world. What a keeper decides, its real NodeLedger decides; what the
+`Job.moves` gives every next world (testing.model_state). What a keeper decides, its real NodeLedger decides; what the
 coordinator concludes, the real Board concludes; what to come back from, core.recovery chooses. Only what surrounds
 them is modelled: a slot is what the guard sees of it, a message is a line in an inbox. Some fields are the observer's
 own (`complete`, `acked`, `living`): no decision can see them, the promises are judged by them.
-
-The ledgers and the board change in place, so a world holds numbers; `Cells` keeps one object per distinct content and
-remembers what each call made of it. Called by testing.model_check.
+Called by testing.model_check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, is_dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 from holdfast.core import recovery
 from holdfast.core.commit import Announcement, Board, CommitOrder, Kind, PartReport
@@ -22,135 +20,9 @@ from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, RankLayout, Seal, Topology, Version
 from holdfast.core.recovery import Facts, MemoryCopy
 from holdfast.core.slots import SlotState, SlotView
+from holdfast.testing.model_state import Bounds, Broken, Cells, Left, World
 
-
-class Broken(Exception):  # noqa: N818  # a promise, not an error of ours
-    """A promise does not hold in some world; `args` are its number in the protocol and what was seen."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What is explored: every order of events, within these numbers.
-
-    Attributes:
-        node_of: node of each rank.
-        num_slots: slots of each rank.
-        max_step: last step that is saved.
-        durable_every: versions of these steps go to storage, which may take any time; 0 for none.
-        skips: how often a rank leaves a version out without a word.
-        failures: how often a rank gives a version up in the middle of writing it.
-        trainer_deaths: how often a trainer dies; all ranks then roll back into a new incarnation.
-        keeper_deaths: how often a keeper dies; its trainers hand the slots to the next one.
-        overlap: a rank may begin a version while its last one is still on the way to a seal.
-    """
-
-    node_of: tuple[int, ...] = (0, 1)
-    num_slots: int = 2
-    max_step: int = 3
-    durable_every: int = 0
-    skips: int = 0
-    failures: int = 0
-    trainer_deaths: int = 0
-    keeper_deaths: int = 0
-    overlap: bool = False
-
-
-class World(NamedTuple):
-    """The job at one moment. Per node: ledgers, inboxes, joined, tables. Per rank: slots, steps, alive.
-
-    Attributes:
-        ledgers, board: numbers in `Cells`.
-        joined: whether the node's keeper follows the present coordinator.
-        history: what the coordinator announced, for keepers that join late.
-        steps: the last step that the rank saved or let go.
-        tables: versions whose list of bundles the keeper knows.
-        resumed: incarnation and what it came back from, for each.
-        complete: the newest version that all ranks held sealed at one moment.
-        acked: the newest version that some trainer was told to be captured.
-        living: versions that descend from no rolled-back step.
-        left: skips, failures, deaths of trainers and of keepers that may still happen.
-    """
-
-    ledgers: tuple[int, ...]
-    board: int
-    slots: tuple[tuple[SlotView, ...], ...]
-    inboxes: tuple[tuple[Announcement, ...], ...]
-    joined: tuple[bool, ...]
-    history: tuple[Announcement, ...]
-    steps: tuple[int, ...]
-    alive: tuple[bool, ...]
-    tables: tuple[frozenset[Version], ...]
-    resumed: tuple[tuple[int, Version | None], ...]
-    complete: Version | None
-    acked: Version | None
-    living: frozenset[Version]
-    left: tuple[int, int, int, int]
-
-
-class Cells:
-    """Objects that change in place, as numbers: one object per content, one execution per call and content."""
-
-    def __init__(self) -> None:
-        self._objects: list[Any] = []
-        self._numbers: dict[Any, int] = {}
-        self._calls: dict[Any, tuple[int, Any]] = {}
-
-    def add(self, thing: object) -> int:
-        """The number of a thing with this content."""
-        number = self._numbers.setdefault(_frozen(thing), len(self._objects))
-        if number == len(self._objects):
-            self._objects.append(thing)
-        return number
-
-    def call(self, number: int, method: str, *args: Any, **more: Any) -> tuple[int, Any]:
-        """What the thing becomes by the call, and what the call returns."""
-        key = (number, method, args, *more.values())
-        if key not in self._calls:
-            thing = _copy(self._objects[number])
-            answer = getattr(thing, method)(*args, **more)
-            self._calls[key] = self.add(thing), tuple(answer) if isinstance(answer, list) else answer
-        return self._calls[key]
-
-
-def _fields(thing: Any) -> tuple[str, ...]:
-    return tuple(thing.__dataclass_fields__) if is_dataclass(thing) else tuple(vars(thing))
-
-
-def _values(thing: Any) -> Iterator[Any]:
-    return (getattr(thing, name) for name in _fields(thing))
-
-
-def _is_changeable(thing: Any) -> bool:
-    """A ledger, a board or a record in them that is written in place."""
-    if is_dataclass(thing):
-        return not thing.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    return isinstance(thing, NodeLedger | Board)
-
-
-def _copy(thing: Any) -> Any:
-    """A deep copy of what may change; values are shared."""
-    if isinstance(thing, dict):
-        return {key: _copy(value) for key, value in thing.items()}
-    if isinstance(thing, list | set):
-        return type(thing)(thing)
-    if not _is_changeable(thing):
-        return thing
-    twin = object.__new__(type(thing))
-    for name in _fields(thing):
-        setattr(twin, name, _copy(getattr(thing, name)))
-    return twin
-
-
-def _frozen(thing: Any) -> Any:
-    """The content as a hashable value."""
-    if isinstance(thing, dict):
-        return frozenset((key, _frozen(value)) for key, value in thing.items())
-    if isinstance(thing, set):
-        return frozenset(thing)
-    # A record with a mapping in it has no hash of its own.
-    if _is_changeable(thing) or (is_dataclass(thing) and any(isinstance(x, dict) for x in _values(thing))):
-        return tuple(map(_frozen, _values(thing)))
-    return thing
+Move = tuple[str, Callable[[], World]]
 
 
 class Job:
@@ -177,62 +49,76 @@ class Job:
 
     def start(self) -> World:
         """A fresh job: nothing in any slot."""
-        bounds = self.bounds
-        slots = tuple(tuple(SlotView(index) for index in range(bounds.num_slots)) for _ in self.ranks)
-        left = (bounds.skips, bounds.failures, bounds.trainer_deaths, bounds.keeper_deaths)
-        nothing = World((), 0, slots, (), (), (), (), (), ((),) * len(self.nodes), (), None, None, frozenset(), left)  # type: ignore[arg-type]
-        return self._begin_incarnation(nothing._replace(tables=(frozenset(),) * len(self.nodes)), None)
+        bounds, num_nodes = self.bounds, len(self.nodes)
+        nothing = World(
+            ledgers=(0,) * num_nodes,
+            board=0,
+            slots=tuple(tuple(SlotView(index) for index in range(bounds.num_slots)) for _ in self.ranks),
+            inboxes=((),) * num_nodes,
+            joined=(True,) * num_nodes,
+            history=(),
+            steps=(0,) * len(self.ranks),
+            alive=(True,) * len(self.ranks),
+            tables=(frozenset(),) * num_nodes,
+            resumed=(),
+            complete=None,
+            acked=None,
+            living=frozenset(),
+            left=Left(bounds.skips, bounds.failures, bounds.trainer_deaths, bounds.keeper_deaths),
+        )
+        return self._begin_incarnation(nothing, None)
 
-    def moves(self, world: World) -> Iterator[tuple[str, World]]:
-        """Every next event with the world after it."""
+    def moves(self, world: World) -> Iterator[Move]:
+        """Every next event, with what leads to the world after it."""
         for rank in self.ranks:
             if world.alive[rank]:
                 yield from self._trainer_moves(world, rank)
             if self._writing(world, rank) is not None:
-                yield f"rank {rank} seals", self.seal(world, rank)
+                yield f"rank {rank} seals", partial(self.seal, world, rank)
         for node in self.nodes:
+            ranks = self.topology.ranks_on(node)
             if world.inboxes[node]:
-                yield f"node {node} hears {_words(world.inboxes[node][0])}", self.hear(world, node)
+                news = world.inboxes[node][0]
+                yield f"node {node} hears {news.kind.value} {news.version.step}", partial(self.hear, world, node)
             if not world.joined[node]:
-                yield f"node {node} joins", self.join(world, node)
-            if any(slot.pins for rank in self.topology.ranks_on(node) for slot in world.slots[rank]):
-                yield f"node {node} has persisted", self.persisted(world, node)
-            if world.left[3]:
-                yield f"keeper {node} dies", self.keeper_dies(_spend(world, 3), node)
-        if not all(world.alive):
-            yield "all come back", self.recover(world)
+                yield f"node {node} joins", partial(self.join, world, node)
+            if any(slot.pins for rank in ranks for slot in world.slots[rank]):
+                yield f"node {node} has persisted", partial(self.persisted, world, node)
+            # With its last trainer a keeper's memory dies too: that is a lost node, not a lost keeper.
+            if world.left.keeper_deaths and all(world.alive[rank] for rank in ranks):
+                yield f"keeper {node} dies", partial(self.keeper_dies, world, node)
+        # Keepers find each other in milliseconds, trainers take seconds to start.
+        if not all(world.alive) and all(world.joined):
+            yield "all come back", partial(self.recover, world)
 
-    def _trainer_moves(self, world: World, rank: int) -> Iterator[tuple[str, World]]:
+    def _trainer_moves(self, world: World, rank: int) -> Iterator[Move]:
         step = world.steps[rank] + 1
         writing = sum(slot.state is SlotState.WRITING for slot in world.slots[rank])
         if step <= self.bounds.max_step and writing <= self.bounds.overlap:
-            begun = self.begin(world, rank, step)
-            yield f"rank {rank} begins {step}", begun or self.give_up(world, rank, step)
-            if world.left[0]:
-                yield f"rank {rank} skips {step}", _spend(world, 0)._replace(steps=_put(world.steps, rank, step))
-        if writing and world.left[1]:
-            yield f"rank {rank} fails", self.fail(_spend(world, 1), rank)
-        if world.left[2]:
-            dead = self.fail(_spend(world, 2), rank)
-            yield f"trainer {rank} dies", dead._replace(alive=_put(dead.alive, rank, False))
+            yield f"rank {rank} saves {step}", partial(self.save, world, rank, step)
+            if world.left.skips:
+                yield f"rank {rank} skips {step}", partial(self.skip, world, rank, step)
+        if writing and world.left.failures:
+            yield f"rank {rank} fails", partial(self.fail, world, rank)
+        if world.left.trainer_deaths:
+            yield f"trainer {rank} dies", partial(self.trainer_dies, world, rank)
 
     # --- saving
 
-    def begin(self, world: World, rank: int, step: int) -> World | None:
-        """The guard gives the rank a slot, or None."""
+    def save(self, world: World, rank: int, step: int) -> World:
+        """The rank begins a version, or gives it up because no slot comes free in time."""
         node, version = self.topology.node_of[rank], Version(self._incarnation(world), step)
         world, decision = self._ask(world, node, "begin", rank, version, world.slots[rank])
         if decision.value is None:
-            return None
+            return self._abandon(world._replace(steps=_put(world.steps, rank, step)), rank, version)
         if world.slots[rank][decision.value].pins:
             raise Broken("S5", f"rank {rank} may overwrite slot {decision.value} while its bytes are being written")
         slot = SlotView(decision.value, SlotState.WRITING, version)
         return self._checked(self._with_slot(world, rank, slot)._replace(steps=_put(world.steps, rank, step)))
 
-    def give_up(self, world: World, rank: int, step: int) -> World:
-        """No slot came free in time."""
-        version = Version(self._incarnation(world), step)
-        return self._abandon(world._replace(steps=_put(world.steps, rank, step)), rank, version)
+    def skip(self, world: World, rank: int, step: int) -> World:
+        """The rank leaves the version out and tells nobody."""
+        return _spend(world, "skips")._replace(steps=_put(world.steps, rank, step))
 
     def seal(self, world: World, rank: int) -> World:
         """The oldest version that the rank wrote is sealed."""
@@ -252,6 +138,9 @@ class Job:
 
     def fail(self, world: World, rank: int) -> World:
         """What the rank was writing is given up."""
+        return self._stop_writing(_spend(world, "failures"), rank)
+
+    def _stop_writing(self, world: World, rank: int) -> World:
         for slot in world.slots[rank]:
             if slot.state is SlotState.WRITING and slot.version is not None:
                 world = self._abandon(self._with_slot(world, rank, SlotView(slot.index)), rank, slot.version)
@@ -293,7 +182,8 @@ class Job:
             raise Broken("S13", f"{news.version} is called captured, and no rank's copy of it need exist")
         history = (*(old for old in world.history if (old.version, old.kind) != (news.version, news.kind)), news)
         inboxes = ((*box, news) if here else box for box, here in zip(world.inboxes, world.joined, strict=True))
-        return world._replace(history=history, inboxes=tuple(inboxes))
+        world = world._replace(history=history, inboxes=tuple(inboxes))
+        return world if self.bounds.late_home or not world.joined[0] else self.hear(world, 0)
 
     def hear(self, world: World, node: int) -> World:
         """The node's oldest message arrives."""
@@ -328,14 +218,21 @@ class Job:
         """The keeper finds the coordinator: tells all it knows, and is told all that was announced."""
         joined = world._replace(joined=_put(world.joined, node, True))
         joined = joined._replace(inboxes=_put(joined.inboxes, node, world.history))
-        return self._report(joined, node, self._ask(world, node, "reports")[1])
+        _, reports = self._ask(world, node, "reports")
+        return self._report(joined, node, reports)
 
     # --- deaths
+
+    def trainer_dies(self, world: World, rank: int) -> World:
+        """What it was writing is lost; what it had sealed stays with the keeper."""
+        world = self._stop_writing(_spend(world, "trainer_deaths"), rank)
+        return world._replace(alive=_put(world.alive, rank, False))
 
     def keeper_dies(self, world: World, node: int) -> World:
         """A new keeper gets the slots from the trainers; what was being written or announced is lost."""
         ranks = self.topology.ranks_on(node)
-        lost = [(r, slot.version) for r in ranks for slot in world.slots[r] if slot.state is SlotState.WRITING]
+        world = _spend(world, "keeper_deaths")
+        lost = [(r, s.version) for r in ranks for s in world.slots[r] if s.state is SlotState.WRITING and s.version]
         for rank in ranks:
             kept = (s if s.state is SlotState.SEALED else SlotView(s.index) for s in world.slots[rank])
             unpinned = tuple(SlotView(s.index, s.state, s.version) for s in kept)
@@ -346,13 +243,12 @@ class Job:
             joined=_put(world.joined, node, False),
             tables=_put(world.tables, node, frozenset()),
         )
-        for version, rank in sorted((s.version, r) for r in ranks for s in world.slots[r] if s.version is not None):
-            layout = self._layouts[rank].fingerprint
-            seals = _seals(rank, version)
-            world, _ = self._ask(world, node, "adopt", rank, version, seals, layout=layout, durable=False)
+        for rank in ranks:
+            for version in sorted(slot.version for slot in world.slots[rank] if slot.version is not None):
+                layout, seals = self._layouts[rank].fingerprint, _seals(rank, version)
+                world, _ = self._ask(world, node, "adopt", rank, version, seals, layout=layout, durable=False)
         for rank, version in lost:
-            if version is not None:
-                world = self._abandon(world, rank, version)
+            world = self._abandon(world, rank, version)
         if node == 0:  # the coordinator's: its board is lost, every node has to find the next one
             board = self.cells.add(Board(self.topology))
             nobody, nothing = (False,) * len(self.nodes), ((),) * len(self.nodes)
@@ -369,7 +265,7 @@ class Job:
             if slot.state is SlotState.SEALED and slot.version is not None
         ]
         tables = {version: self._table for known in world.tables for version in known}
-        facts = Facts(copies, tables, {}, Lineage(dict(world.resumed[:-1] + world.resumed[-1:])), self.topology)
+        facts = Facts(copies, tables, {}, Lineage(dict(world.resumed)), self.topology)
         choice = recovery.choose_version(facts).value
         version = choice.version if choice else None
         if version is not None and version not in world.living:
@@ -379,7 +275,9 @@ class Job:
         return self._begin_incarnation(world, version)
 
     def _begin_incarnation(self, world: World, version: Version | None) -> World:
-        slots = tuple(tuple(s if s.state is SlotState.SEALED else SlotView(s.index) for s in own) for own in world.slots)
+        slots = tuple(
+            tuple(s if s.state is SlotState.SEALED else SlotView(s.index) for s in own) for own in world.slots
+        )
         living = frozenset(v for v in world.living if version is not None and v <= version)
         number = len(world.resumed) + 1
         world = world._replace(
@@ -446,9 +344,5 @@ def _put(items: tuple[Any, ...], index: int, item: Any) -> tuple[Any, ...]:
     return (*items[:index], item, *items[index + 1 :])
 
 
-def _spend(world: World, kind: int) -> World:
-    return world._replace(left=_put(world.left, kind, world.left[kind] - 1))  # type: ignore[arg-type]
-
-
-def _words(news: Announcement) -> str:
-    return f"{news.kind.value} {news.version.step}"
+def _spend(world: World, fault: str) -> World:
+    return world._replace(left=world.left._replace(**{fault: getattr(world.left, fault) - 1}))

@@ -22,7 +22,9 @@ def start_time(pid: int) -> int | None:
     except OSError:
         return None
     fields = stat[stat.rindex(b")") + 2 :].split()
-    return None if fields[0] in _DEAD_STATES else int(fields[19])
+    # A leader that ended while other threads of it still run is a zombie too, and they can still write.
+    dead = fields[0] in _DEAD_STATES and int(fields[17]) <= 1
+    return None if dead else int(fields[19])
 
 
 def take_lock(path: Path, *, blocking: bool) -> int | None:

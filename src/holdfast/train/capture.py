@@ -23,10 +23,12 @@ from holdfast.tiers import format as image_format
 from holdfast.tiers import values as value_codec
 from holdfast.tiers.format import ImagePlan
 from holdfast.tiers.memory import Slot
-from holdfast.train.live import Gathered, Group, LiveTensor
+from holdfast.train.live import Gathered, Group, LiveTensor, torch_dtype
 
 # A background copy stops, and takes the interpreter's lock, between batches of this size: at 10 GB/s every 3 ms.
 BATCH_BYTES = 32 << 20
+# So many sources that objects made anew (states of random generators) are looked up among all; more are listed anew.
+MAX_REPLACED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +91,21 @@ class Structure:
     def __init__(
         self, shards: Iterable[Shard], value_groups: Iterable[Group], *, rank: int, topology: Topology
     ) -> None:
-        planned = cutting.plan_bundles(shards, values_of=value_groups, topology=topology)
+        self._shards = {shard.name: shard for shard in shards}
+        self._groups = frozenset(value_groups)
+        planned = cutting.plan_bundles(self._shards.values(), values_of=self._groups, topology=topology)
         self.layout: RankLayout = cutting.rank_layout(planned, rank, topology)
         mine = set(self.layout.captures)
         self._bundles = tuple(bundle for bundle in planned if bundle.bundle_id in mine)
         self._refs = {ref.bundle_id: ref for ref in self.layout.bundles}
         self.value_groups = {bundle.ranks: bundle.bundle_id for bundle in self._bundles if bundle.has_values}
         self._plans: dict[tuple[int, ...], Plan] = {}
+
+    def fits(self, gathered: Gathered) -> bool:
+        """Whether this is the structure of that state."""
+        return self._groups == gathered.values.keys() and self._shards == {
+            name: live.shard for name, live in gathered.tensors.items()
+        }
 
     def encode(self, gathered: Gathered) -> dict[str, bytes]:
         """The values of every group that this rank writes, by bundle id, padded so that their size rarely changes.
@@ -135,16 +145,59 @@ def _place(bundles: Sequence[Bundle], refs: Mapping[str, BundleRef], value_bytes
     return Plan(tuple(images), tuple(parts), end)
 
 
-class SlotView:
-    """A slot seen as tensors, one per part of a plan; made once per slot and plan."""
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Which parts of a plan, by index, are copied in the call, and which may be copied until the fence."""
 
-    def __init__(self, slot: Slot, plan: Plan, tensors: Mapping[str, LiveTensor]) -> None:
+    now: tuple[int, ...]
+    late: tuple[int, ...]
+
+
+class SlotView:
+    """A slot seen as tensors, one per part of a plan; made once per slot and plan.
+
+    Attributes:
+        targets: where each part goes.
+        sources: where each part comes from; set by `assign`.
+    """
+
+    def __init__(self, slot: Slot, plan: Plan) -> None:
         if plan.num_bytes > slot.num_bytes:
             raise UsageError(f"the slot has {slot.num_bytes} bytes, the images need {plan.num_bytes}")
         self.slot = slot
         self.plan = plan
         base = torch.frombuffer(slot.view, dtype=torch.uint8) if slot.num_bytes else torch.empty(0, dtype=torch.uint8)
-        self.targets = [_view(base, part, tensors[part.name].local.dtype) for part in plan.parts]
+        self.targets = [_view(base, part) for part in plan.parts]
+        self.sources: list[torch.Tensor] = []
+        self._names = [part.name for part in plan.parts]
+        self._live: list[LiveTensor] = []
+        self._copies: tuple[Split, Copies, Copies] | None = None
+
+    def assign(self, tensors: Mapping[str, LiveTensor], split: Split) -> tuple[Copies, Copies]:
+        """What is copied now and what late. Of tensors that are the same objects as last time nothing is looked at."""
+        live = [tensors[name] for name in self._names]
+        if not self._live:
+            self.sources = [part.of(tensor) for part, tensor in zip(self.plan.parts, live, strict=True)]
+        fresh = [i for i, (new, old) in enumerate(zip(live, self._live, strict=False)) if new is not old]
+        self._live = live
+        for index in fresh:
+            self.sources[index] = self.plan.parts[index].of(live[index])
+        copies = self._copies
+        if copies is None or copies[0] is not split or not self._replace(fresh):
+            now, late = (Copies.of(self.targets, self.sources, chosen) for chosen in (split.now, split.late))
+            copies = self._copies = (split, now, late)
+        return copies[1], copies[2]
+
+    def _replace(self, fresh: Sequence[int]) -> bool:
+        """Puts the new sources of these parts where the old ones stand; False if there are too many to look for."""
+        assert self._copies is not None
+        _, now, late = self._copies
+        if len(fresh) > MAX_REPLACED:
+            return False
+        return all(
+            now.replace(self.targets[i], self.sources[i]) or late.replace(self.targets[i], self.sources[i])
+            for i in fresh
+        )
 
     def write_frames(self, values: Mapping[str, bytes]) -> None:
         """Headers and values of all images: everything that is not a tensor."""
@@ -158,8 +211,8 @@ class SlotView:
                 memory[start : start + num_bytes] = values[image.ref.bundle_id]
 
 
-def _view(base: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
-    flat = base.narrow(0, part.start, part.piece.num_bytes).view(dtype)
+def _view(base: torch.Tensor, part: Part) -> torch.Tensor:
+    flat = base.narrow(0, part.start, part.piece.num_bytes).view(torch_dtype(part.piece.shard.dtype))
     return flat.view(part.piece.extent.lengths)
 
 
@@ -180,6 +233,17 @@ class Copies:
     sources: list[torch.Tensor] = field(default_factory=list)
     device_targets: list[torch.Tensor] = field(default_factory=list)
     device_sources: list[torch.Tensor] = field(default_factory=list)
+
+    def replace(self, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Puts `source` beside `target`, if that is one of these."""
+        targets, sources = (
+            (self.targets, self.sources) if source.device.type == "cpu" else (self.device_targets, self.device_sources)
+        )
+        for index in range(len(targets) - 1, -1, -1):
+            if targets[index] is target:
+                sources[index] = source
+                return True
+        return False
 
     @classmethod
     def of(cls, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], chosen: Sequence[int]) -> Copies:

@@ -51,9 +51,14 @@ class _Run:
     saver: Saver
     job: Job
     schedule: Schedule
-    step: int = -1  # the newest step that was reported
-    optimizer_steps: int = 0  # made when it was
+    step: int = -1  # the newest that was reported
+    state_step: int = -1  # the newest step whose state we were given, by `step` or `save`
+    optimizer_steps: int = 0  # made until then
     last: SaveHandle | None = None
+
+    def at(self, step: int) -> None:
+        """The objects hold the state after `step` now."""
+        self.state_step, self.optimizer_steps = step, self.saver.fence.num_steps
 
 
 class Checkpointer:
@@ -133,7 +138,8 @@ class Checkpointer:
         group = agree.ranks()
         run = self._run
         if run is not None:
-            run.saver.settle()
+            run.saver.fence.forget()
+            run.link.wait_mended(self._config.close_timeout_s)
         state = run.state if run else agree.together(group, lambda: self._gatherer(group))
         link = run.link if run else self._new_link(group)
         try:
@@ -168,7 +174,8 @@ class Checkpointer:
             raise UsageError(
                 f"step {step} was reported after step {run.step}", remedy="report every finished step once"
             )
-        run.step, run.optimizer_steps = step, run.saver.fence.num_steps
+        run.step = step
+        run.at(step)
         due = run.schedule.after(step, stop_wanted=self._signal.arrived)
         client = run.link.client
         for proposal in due.propose if client is not None else ():
@@ -201,6 +208,7 @@ class Checkpointer:
         wanted = as_level(level)
         if run.last is not None and step < run.last.version.step:
             raise UsageError(f"step {step} cannot be saved after step {run.last.version.step}")
+        run.at(step)
         return self._save(run, step, wanted)
 
     def keeper_status(self) -> dict[str, Any]:
@@ -299,9 +307,12 @@ class Checkpointer:
     def _finish(self, run: _Run) -> None:
         """The last step, or if training went on since then the last save, is durable."""
         run.saver.settle()
+        run.link.wait_mended(self._config.close_timeout_s)
+        if run.last is not None and run.last.given_up and run.link.unskip(run.last.version):
+            run.last = None
         last_step = run.last.version.step if run.last is not None else -1
-        if run.step > last_step and run.saver.fence.num_steps == run.optimizer_steps:
-            self._save(run, run.step, Level.DURABLE)
+        if run.state_step > last_step and run.saver.fence.num_steps == run.optimizer_steps:
+            self._save(run, run.state_step, Level.DURABLE)
         elif run.last is not None:
             self._raise_level(run, run.last, Level.DURABLE)
         if run.last is not None:

@@ -55,7 +55,13 @@ class Job:
     done: threading.Event = field(default_factory=threading.Event)
 
     @property
+    def is_watch(self) -> bool:
+        """Whether there is nothing to copy, only to compare before a step."""
+        return not self.batches and self.device is None
+
+    @property
     def num_bytes(self) -> int:
+        """Bytes of the host copies."""
         return sum(batch.num_bytes for batch in self.batches)
 
 
@@ -84,7 +90,7 @@ class Fence:
 
     def start(self, job: Job) -> None:
         """Copies `job` in the background; the one before must have passed `settle`."""
-        assert self._open is None, "the former copy was not settled"
+        assert self._open is None or self._open.is_watch, "the former copy was not settled"
         self._open = job
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="holdfast-capture", daemon=True)
@@ -95,15 +101,21 @@ class Fence:
 
     def watch(self, at_fence: Callable[[bool], None]) -> None:
         """Nothing is left to copy, but something to compare at the fence."""
-        assert self._open is None, "the former copy was not settled"
+        assert self._open is None or self._open.is_watch, "the former copy was not settled"
         self._open = Job([], None, _nothing, at_fence)
         self._open.done.set()
 
+    def forget(self) -> None:
+        """Nothing is compared at the next fence: the tensors or the slot are about to be written by us."""
+        self.settle()
+        self._open = None
+
     def settle(self, *, stepping: bool = False) -> None:
         """A read point: waits for the copy, at most as long as a step would. Nothing is read or saved while it runs."""
-        job, self._open = self._open, None
-        if job is None:
+        job = self._open
+        if job is None or (job.is_watch and not stepping):
             return
+        self._open = None
         self._wait(job)
         if job.done.is_set() and not job.stop_reason and job.at_fence is not None:
             job.at_fence(stepping)

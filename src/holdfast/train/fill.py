@@ -40,6 +40,10 @@ class Source:
 
 @dataclass(slots=True)
 class _Chunk:
+    """One chunk of image number `image`, and what is to be copied from it."""
+
+    image: int
+    index: int
     view: memoryview
     targets: list[torch.Tensor] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
@@ -68,49 +72,57 @@ def fill(sources: Sequence[Source], tensors: Mapping[str, LiveTensor]) -> dict[s
 
     After a fault the tensors hold a mixture; the caller fills them again from other copies or raises.
     """
-    plans = [_chunks(source, tensors) for source in sources]
-    digests: list[list[str]] = [[""] * len(chunks) for chunks in plans]
-    faults: dict[str, str] = {}
-    todo: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-    for number, chunks in enumerate(plans):
-        for index in range(len(chunks)):
-            todo.put((number, index))
+    work = _Work(sources)
+    num_threads = min(MAX_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="holdfast-restore") as pool:
+        helpers = [pool.submit(work.run) for _ in range(num_threads - 1)]
+        try:
+            for number, source in enumerate(sources):  # the others copy while this one still plans
+                for chunk in _chunks(number, source, tensors):
+                    work.todo.put(chunk)
+        finally:
+            for _ in range(num_threads):
+                work.todo.put(None)
+        work.run()
+        for helper in helpers:
+            helper.result()
+    return work.faults()
 
-    def work() -> None:
-        while True:
+
+class _Work:
+    """The chunks that are planned, and what was found in those that are done."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        self._digests: list[dict[int, str]] = [{} for _ in sources]
+        self._faults: dict[str, str] = {}
+        self.todo: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Hashes, compares, copies, until the end of the queue."""
+        while (chunk := self.todo.get()) is not None:
+            located = self._sources[chunk.image].located
+            digest = image_format.chunk_digest(chunk.view)
+            self._digests[chunk.image][chunk.index] = digest
             try:
-                number, index = todo.get_nowait()
-            except queue.Empty:
-                return
-            seal = sources[number].located.seal
-            try:
-                digests[number][index] = _load(plans[number][index], index, sources[number])
+                image_format.check_chunk(chunk.index, digest, located.seal, located.ref.bundle_id)
             except CorruptError as error:
-                faults.setdefault(seal.bundle_id, error.what)
+                self._faults.setdefault(located.seal.bundle_id, error.what)
+                continue
+            if chunk.targets:
+                with torch.no_grad():
+                    torch._foreach_copy_(chunk.targets, chunk.sources)
 
-    threads = min(MAX_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-restore") as pool:
-        for future in [pool.submit(work) for _ in range(threads)]:
-            future.result()
-    for source, found in zip(sources, digests, strict=True):
-        _check_whole(source, tuple(found), faults)
-    return faults
-
-
-def _load(chunk: _Chunk, index: int, source: Source) -> str:
-    """Hashes, compares, copies."""
-    digest = image_format.chunk_digest(chunk.view)
-    image_format.check_chunk(index, digest, source.located.seal, source.located.ref.bundle_id)
-    if chunk.targets:
-        with torch.no_grad():
-            torch._foreach_copy_(chunk.targets, chunk.sources)
-    return digest
+    def faults(self) -> dict[str, str]:
+        """Bundle id -> what is wrong, once all chunks are done."""
+        for source, found in zip(self._sources, self._digests, strict=True):
+            if source.located.seal.bundle_id not in self._faults:
+                _check_whole(source, tuple(found[index] for index in sorted(found)), self._faults)
+        return self._faults
 
 
 def _check_whole(source: Source, digests: tuple[str, ...], faults: dict[str, str]) -> None:
     seal = source.located.seal
-    if seal.bundle_id in faults:
-        return
     try:
         image_format.check_length(len(source.located.view), seal, seal.bundle_id)
         image_format.check_digest(digests, seal, seal.bundle_id)
@@ -118,35 +130,48 @@ def _check_whole(source: Source, digests: tuple[str, ...], faults: dict[str, str
         faults[seal.bundle_id] = error.what
 
 
-def _chunks(source: Source, tensors: Mapping[str, LiveTensor]) -> list[_Chunk]:
-    chunks = [_Chunk(view) for view in image_format.chunks(source.located.view)]
+def _chunks(number: int, source: Source, tensors: Mapping[str, LiveTensor]) -> Iterator[_Chunk]:
+    """The chunks of one image in order, each as soon as nothing more can be copied from it: entries lie in order."""
+    chunks = [_Chunk(number, index, view) for index, view in enumerate(image_format.chunks(source.located.view))]
     base = as_tensor(source.located.view)
+    done = 0
     for entry in source.image.entries:
         live = tensors.get(entry.name)
         if live is None or entry.start == entry.end:
             continue
         for move in _moves(base, entry, live):
-            chunk = chunks[move.start // CHUNK_BYTES]
-            chunk.targets.append(move.target)
-            chunk.sources.append(move.source)
-    return chunks
+            at = move.start // CHUNK_BYTES
+            assert at >= done, "entries lie in order; read_image saw to it"
+            yield from chunks[done:at]
+            done = at
+            chunks[at].targets.append(move.target)
+            chunks[at].sources.append(move.source)
+    yield from chunks[done:]
 
 
 def _moves(base: torch.Tensor, entry: Entry, live: LiveTensor) -> Iterator[_Move]:
     """The copies of one entry, cut where the chunks end if memory is laid out so that it can be cut."""
-    source = base[entry.start : entry.end].view(live.local.dtype).view(entry.shape)
-    target, source = _overlap(live.local, live.shard.extent, source, Extent(entry.offsets, entry.shape))
-    if not target.numel():
-        return
-    if target.numel() * target.element_size() < entry.end - entry.start or not target.is_contiguous():
-        yield _Move(entry.start, target, source)
-        return
-    flat, origin, size = target.view(-1), source.view(-1), target.element_size()
+    flat = base[entry.start : entry.end].view(live.local.dtype)
+    whole = entry.offsets == live.shard.extent.offsets and entry.shape == live.shard.extent.lengths
+    if whole and live.local.is_contiguous():
+        target = live.local.view(-1)
+    else:
+        given = Extent(entry.offsets, entry.shape)
+        target, source = _overlap(live.local, live.shard.extent, flat.view(entry.shape), given)
+        if not target.numel():
+            return
+        if target.nbytes < entry.end - entry.start or not target.is_contiguous():
+            yield _Move(entry.start, target, source)
+            return
+        target = target.view(-1)
+    size = target.element_size()
     at = 0
-    while at < flat.numel():
-        left = CHUNK_BYTES - (entry.start + at * size) % CHUNK_BYTES
-        length = min(flat.numel() - at, left // size)
-        yield _Move(entry.start + at * size, flat[at : at + length], origin[at : at + length])
+    while at < len(target):
+        length = min(len(target) - at, (CHUNK_BYTES - (entry.start + at * size) % CHUNK_BYTES) // size)
+        if length == len(target):
+            yield _Move(entry.start, target, flat)
+        else:
+            yield _Move(entry.start + at * size, target[at : at + length], flat[at : at + length])
         at += length
 
 

@@ -2,8 +2,8 @@
 
 When the keeper dies the slots stay mapped here. The memory level is then reported lost, once; the next save asks for a
 new keeper, which one thread of ours starts or finds, tells about the job, and hands the slots to. Until then saves are
-given up with a reason, and every version given up meanwhile is announced to the new keeper: the other ranks hold it in
-a slot that the guard would otherwise never release.
+given up with a reason, and every version given up meanwhile is announced at the next save: the other ranks hold it in a
+slot that the guard would otherwise never release.
 
 Called by `train.checkpointer`, `train.saver` and `train.restore`.
 """
@@ -87,6 +87,19 @@ class Link:
         """`version` was given up while nobody could be told."""
         self._skipped.append(version)
 
+    def unskip(self, version: Version) -> bool:
+        """Whether `version` was given up without anybody hearing of it: then it may be saved after all."""
+        if version in self._skipped:
+            self._skipped.remove(version)
+            return True
+        return False
+
+    def announce_skipped(self, client: KeeperClient) -> None:
+        """Tells what was given up meanwhile; the others hold those versions in slots that they cannot reuse before."""
+        while self._skipped:
+            client.abandon(self._skipped[0], "the keeper of its node was lost")
+            self._skipped.popleft()
+
     def mend(self) -> None:
         """Starts to look for a new keeper unless that is under way. Returns at once."""
         with self._lock:
@@ -96,7 +109,8 @@ class Link:
             self._mending.start()
 
     def wait_mended(self, timeout_s: float) -> bool:
-        """Whether a keeper is there after waiting for one that is being started."""
+        """Whether a keeper is there, after an attempt to replace a dead one."""
+        self.mend()
         thread = self._mending
         if thread is not None:
             thread.join(timeout_s)
@@ -136,7 +150,7 @@ class Link:
     def _mend(self) -> None:
         try:
             self._rejoin()
-        except (HoldfastError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - the top of the thread: the next save starts another one
             logger.warning("no new keeper yet: %s", error)
             self._events.emit("keeper_not_replaced", reason=str(error), rank=self._rank)
 
@@ -153,8 +167,6 @@ class Link:
             client.adopt(self._slots)
             if self.resumed is not None:
                 client.resume(*self.resumed)
-            while self._skipped:
-                client.abandon(self._skipped.popleft(), "the keeper of its node was lost")
         except BaseException:
             client.detach()
             raise

@@ -12,9 +12,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-
-import torch
 
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached
@@ -22,13 +19,13 @@ from holdfast.base.events import Events
 from holdfast.core.model import Shard, Topology
 from holdfast.node.client import KeeperClient, Slot
 from holdfast.train import capture
-from holdfast.train.capture import Copies, SlotView, Structure
+from holdfast.train.capture import Copies, Plan, SlotView, Split, Structure
 from holdfast.train.cuda import DeviceCopy, SideStreams
 from holdfast.train.ending import Ending, Pledged, Watched
 from holdfast.train.fence import Fence, Job
 from holdfast.train.handle import SaveHandle
 from holdfast.train.link import Link
-from holdfast.train.live import Gathered, LiveTensor
+from holdfast.train.live import Gathered
 from holdfast.train.state import State
 from holdfast.train.trust import Trust, can_digest, digest
 
@@ -36,16 +33,6 @@ logger = logging.getLogger(__name__)
 
 # Values that grow (lists, counters) and headers with them should not need new slots at once.
 SPARE_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """Which parts of a plan (by index) are copied when."""
-
-    now: list[int]
-    late: list[int]
-    watched: list[int]
-    pledged: list[int]
 
 
 class Saver:
@@ -70,30 +57,38 @@ class Saver:
         self.fence.guard(optimizers)
         self._streams = SideStreams()
         self._structure: Structure | None = None
-        self._structure_key = self._storages = -1
+        self._structure_key = self._storages = -1  # of the last save
         self._views: dict[int, SlotView] = {}
         self._reserved = 0
         self._split_key: object = None
-        self._split: _Split | None = None
+        self._split: Split | None = None
+        self._watched: tuple[int, ...] = ()
+        self._pledged: tuple[int, ...] = ()
 
     def reserve(self) -> None:
-        """Takes memory for saves of this state, optimizer state to come included, before training needs it.
+        """Before training: memory for saves of this state, optimizer state to come included, and all that is planned.
+
+        So the first save costs what a later one does. Called again after a new incarnation, it only repeats what the
+        keeper has to know.
 
         Raises:
             MemoryRefused: it does not fit; with numbers. UsageError: a value that cannot be saved; names it.
         """
-        if self._reserved:
-            return
-        gathered = self._state.gather()
-        shards = self._state.predict()
-        structure = self._plan(gathered, shards.values() if shards is not None else None)
-        needed = structure.plan(structure.encode(gathered)).num_bytes
-        self._prepare(self._link.require(), needed + SPARE_BYTES, uses_cuda=_uses_cuda(gathered.tensors.values()))
+        client = self._link.require()
+        self._structure_key = -1
+        if self._structure is None:
+            gathered = self._state.gather()
+            shards = self._state.predict()
+            self._structure = self._plan(gathered, shards.values() if shards is not None else None)
+            plan = self._structure.plan(self._structure.encode(gathered))
+            slots = self._prepare(client, plan.num_bytes + SPARE_BYTES, gathered)
+            self._views = {id(slot): SlotView(slot, plan) for slot in slots}
+        self._register(client, self._structure)
 
     def restart(self) -> None:
-        """A new incarnation: the keeper knows no layout, and the tensors were written by a restore."""
-        self._structure = None
+        """The tensors were written by a restore: whatever was proven before is forgotten."""
         self._trust.forget()
+        self.fence.forget()
 
     def save(self, handle: SaveHandle, *, durable: bool) -> None:
         """Saves the state as it is now as `handle.version`; if that fails, the handle says why."""
@@ -135,21 +130,21 @@ class Saver:
         values = structure.encode(gathered)
         plan = structure.plan(values)
         if plan.num_bytes > self._reserved:
-            self._prepare(client, plan.num_bytes, uses_cuda=_uses_cuda(gathered.tensors.values()))
+            self._prepare(client, plan.num_bytes + SPARE_BYTES, gathered)
+        self._link.announce_skipped(client)
         slot = client.begin(handle.version, plan.num_bytes, durable=durable, timeout_s=self._config.begin_timeout_s)
-        view = self._view(slot, plan, gathered)
+        view = self._view(slot, plan)
         view.write_frames(values)
         self._copy(handle, client, view, gathered)
 
     def _copy(self, handle: SaveHandle, client: KeeperClient, view: SlotView, gathered: Gathered) -> None:
-        parts, targets = view.plan.parts, view.targets
-        sources = [part.of(gathered.tensors[part.name]) for part in parts]
-        split = self._split_of(view.plan, gathered, sources)
-        pledged = [Pledged(parts[i].name, digest(sources[i]), targets[i]) for i in split.pledged]
-        now, late = Copies.of(targets, sources, split.now), Copies.of(targets, sources, split.late)
+        split = self._split_of(view.plan, gathered)
+        now, late = view.assign(gathered.tensors, split)
+        parts, sources, targets = view.plan.parts, view.sources, view.targets
+        pledged = [Pledged(parts[i].name, digest(sources[i]), targets[i]) for i in self._pledged]
         device = self._queue(now, late) if now.device_targets or late.device_targets else None
         capture.copy(now.targets, now.sources)
-        watched = [Watched(parts[i].name, sources[i], targets[i]) for i in split.watched]
+        watched = [Watched(parts[i].name, sources[i], targets[i]) for i in self._watched]
         ending = Ending(handle, client, view.plan.spans, self._trust, watched, pledged, self._give_up)
         at_fence = ending.at_fence if ending.needs_fence else None
         if late.targets or device is not None:
@@ -175,15 +170,19 @@ class Saver:
         if gathered.storages != self._storages:
             self._storages = gathered.storages
             self._trust.forget()
-        if self._structure is None or gathered.structure != self._structure_key:
-            structure = self._plan(gathered, None)
-            if self._link.layout != structure.layout:
-                client.register(structure.layout)
-                self._link.layout = structure.layout
-            self._structure, self._structure_key = structure, gathered.structure
-            self._views.clear()
+        structure = self._structure
+        if structure is None or gathered.structure != self._structure_key:
+            if structure is None or not structure.fits(gathered):
+                structure = self._structure = self._plan(gathered, None)
+            self._register(client, structure)
+            self._structure_key = gathered.structure
             self._split_key = None
-        return self._structure
+        return structure
+
+    def _register(self, client: KeeperClient, structure: Structure) -> None:
+        if self._link.layout != structure.layout:
+            client.register(structure.layout)
+            self._link.layout = structure.layout
 
     def _plan(self, gathered: Gathered, shards: Iterable[Shard] | None) -> Structure:
         """The structure of this state, or of the `shards` that it will have."""
@@ -191,37 +190,38 @@ class Saver:
             shards = [live.shard for live in gathered.tensors.values()]
         return Structure(shards, gathered.values, rank=self._rank, topology=self._topology)
 
-    def _split_of(self, plan: capture.Plan, gathered: Gathered, sources: list[torch.Tensor]) -> _Split:
+    def _split_of(self, plan: Plan, gathered: Gathered) -> Split:
         """The cached split; made anew when the plan or the trust changed."""
         key = (id(plan), self._trust.generation)
         if self._split is None or key != self._split_key:
             late, watched = self._trust.late(gathered.tensors), self._trust.watched(gathered.tensors)
-            names = [part.name for part in plan.parts]
             if self._config.verify_capture:
                 # What cannot be digested where it lies is copied at once, and so cannot go wrong.
-                late -= {name for name, source in zip(names, sources, strict=True) if not can_digest(source)}
-            self._split = _Split(
-                [i for i, name in enumerate(names) if name not in late],
-                [i for i, name in enumerate(names) if name in late],
-                [i for i, name in enumerate(names) if name in watched],
-                [i for i, name in enumerate(names) if name in late] if self._config.verify_capture else [],
+                late = {name for name in late if can_digest(gathered.tensors[name].local)}
+            names = [part.name for part in plan.parts]
+            self._split = Split(
+                tuple(i for i, name in enumerate(names) if name not in late),
+                tuple(i for i, name in enumerate(names) if name in late),
             )
+            self._watched = tuple(i for i, name in enumerate(names) if name in watched)
+            self._pledged = self._split.late if self._config.verify_capture else ()
             self._split_key = key
         return self._split
 
-    def _view(self, slot: Slot, plan: capture.Plan, gathered: Gathered) -> SlotView:
+    def _view(self, slot: Slot, plan: Plan) -> SlotView:
         view = self._views.get(id(slot))
         if view is None or view.slot is not slot or view.plan is not plan:
-            view = self._views[id(slot)] = SlotView(slot, plan, gathered.tensors)
+            view = self._views[id(slot)] = SlotView(slot, plan)
         return view
 
-    def _prepare(self, client: KeeperClient, num_bytes: int, *, uses_cuda: bool) -> None:
+    def _prepare(self, client: KeeperClient, num_bytes: int, gathered: Gathered) -> tuple[Slot, ...]:
         self._views.clear()
         slots = client.prepare(num_bytes, self._config.num_slots)
         self._reserved = min(slot.num_bytes for slot in slots)
-        if uses_cuda:
+        if any(live.local.device.type == "cuda" for live in gathered.tensors.values()):
             for slot in slots:
                 self._streams.pin(slot)
+        return slots
 
     def _give_up(self, handle: SaveHandle, reason: str) -> None:
         """The version is not complete and never will be: said in the log, to the handle, and to the keeper."""
@@ -236,7 +236,3 @@ class Saver:
                 client.abandon(handle.version, reason)
         except KeeperLost:
             self._link.skip(handle.version)
-
-
-def _uses_cuda(tensors: Iterable[LiveTensor]) -> bool:
-    return any(live.local.device.type == "cuda" for live in tensors)

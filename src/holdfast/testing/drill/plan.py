@@ -51,6 +51,11 @@ class Aim:
     stepped: bool
     fraction: float
 
+    @property
+    def victims(self) -> tuple[str, ...]:
+        """The names of all who die."""
+        return (f"k{self.victim[1:]}", f"t{self.victim[1:]}") if self.victim.startswith("n") else (self.victim,)
+
 
 @dataclass(frozen=True, slots=True)
 class LifePlan:

@@ -1,21 +1,18 @@
-"""What the processes of a crash drill do: the trainer with its script of saves, and the keeper.
+"""A trainer of the crash drill: an ordinary user of `holdfast.Checkpointer` that follows a script of saves.
 
-The bodies run in children forked from a warm process, or in fresh interpreters (`python -m
-holdfast.testing.drill_process`). The trainer is an ordinary user of `holdfast.Checkpointer`: a small model with AdamW
-whose gradients depend on incarnation, step and rank, so that two incarnations never make the same state. It journals
-the digest of its state before each save, every level that was named to it, and what it came back with.
+The model is small and its gradients depend on incarnation, step and rank, so that two incarnations never make the same
+state. It journals the digest of its state before each save, every level that was named to it, and what it came back
+with. The body runs in children forked by the nursery, or in a fresh interpreter
+(`python -m holdfast.testing.drill.trainer <setup> <descriptor of the journal>`).
 """
 
 from __future__ import annotations
 
-import faulthandler
-import logging
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -25,72 +22,50 @@ from torch import distributed as dist
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError, LevelNotReached
 from holdfast.core.model import Version
-from holdfast.testing.crash_points import Journal
-from holdfast.testing.drill_plan import SHAPES, TWINS, LifePlan, Save, Trial
+from holdfast.node import start
+from holdfast.node.client import KeeperClient
+from holdfast.node.places import Place
+from holdfast.testing.drill import planted_trainer
+from holdfast.testing.drill.crash_points import Journal
+from holdfast.testing.drill.ground import FAILED, REFUSED, WAIT_S, Ground, Setup, enter
+from holdfast.testing.drill.plan import SHAPES, TWINS, Save
 from holdfast.testing.evidence import state_digest
+from holdfast.train import capture
+from holdfast.train.capture import SlotView
 from holdfast.train.checkpointer import Checkpointer
+from holdfast.train.fence import Fence
+from holdfast.train.saver import Saver
 
 WIDTH = 96
-# Tensors in the state of one rank: two layers, each with weight and bias, each with two moments and a step.
-NUM_ENTRIES = 16
-WAIT_S = 10.0
-KEEP_LAST = 2
-# How a trainer ends that met an error which holdfast named, and one that met another.
-REFUSED, FAILED = 3, 4
+
+PHASES = {
+    "save": ((Saver, "save"), (Fence, "_copy")),
+    "restore": ((Checkpointer, "restore"),),
+}
+_CALLS = ("assemble", "begin", "copied", "inventory", "obtain", "prepare", "register", "resume")
+POINTS = ((capture, "copy"), (SlotView, "write_frames"), *((KeeperClient, name) for name in _CALLS))
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """All that a process of one life is told.
-
-    Attributes:
-        life: number of the life, from 0.
-        sandbox: directory of the trial; `c` in it is the checkpoint root, `r` the runtime directory.
-        wanted: a version that the user orders.
-        fresh: the user orders a new start.
-    """
-
-    trial: Trial
-    life: int
-    rank: int
-    sandbox: str
-    wanted: str = ""
-    fresh: bool = False
-
-    @property
-    def plan(self) -> LifePlan:
-        return self.trial.lives[self.life]
-
-    @property
-    def root(self) -> str:
-        return f"{self.sandbox}/c"
-
-    def config(self, node: int) -> Config:
-        """The settings of a process on `node`."""
-        return Config(
-            every="1000000",
-            durable_every="1000000",
-            keep_last=KEEP_LAST,
-            overlap=self.trial.overlap,
-            node_label=f"n{node}",
-            runtime_dir=f"{self.sandbox}/r",
-            linger_s=60.0,
-            close_timeout_s=WAIT_S,
-            memory_budget="256MiB",
-            log_level="INFO",
-        )
+def forked_trainer(setup: Setup, ground: Ground) -> int:
+    """One life of a trainer in a forked child, with a probe in it; returns the exit code."""
+    name = f"t{setup.rank}"
+    enter(setup.sandbox, name, setup.life)
+    journal = ground.journal(name, setup.life)
+    planted_trainer.apply(setup.trial.plant)
+    _ask_the_lane(ground.answers[setup.rank][0], journal)
+    ground.probe(name, setup).watch(PHASES, POINTS)
+    return trainer(setup, journal)
 
 
-def enter(sandbox: str, who: str, life: int) -> None:
-    """Makes a forked or fresh process one of the drill: its output goes to a log, a signal shows where it hangs."""
-    log = os.open(f"{sandbox}/{who}-{life}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(relativeCreated)d %(name)s %(message)s", force=True
-    )
+def _ask_the_lane(answers: int, journal: Journal) -> None:
+    """A keeper that is missed is forked by the lane, instead of being started as a fresh interpreter."""
+
+    def spawn(place: Place, root: str, config: Config, deadline: float) -> None:
+        del root, config
+        journal.write("keeper wanted")
+        start._await_ready(answers, place, deadline)
+
+    start._spawn = spawn
 
 
 def trainer(setup: Setup, journal: Journal) -> int:
@@ -125,6 +100,11 @@ class Job:
             parameter.grad = torch.randn(parameter.shape, generator=dice)
         self.optimizer.step()
         self.position.next = step + 1
+
+    def twist(self, rank: int) -> None:
+        """Flips the lowest bit of one parameter on rank 1; twice is as if never."""
+        if rank == 1:
+            next(self.model.parameters()).detach().view(torch.int32)[0, 0] ^= 1
 
     def digest(self, step: int) -> str:
         """Digest of all tensors; marked if the position does not fit `step`."""
@@ -163,7 +143,7 @@ def _train(setup: Setup, journal: Journal) -> None:
         model=job.model,
         optimizer=job.optimizer,
         replicated=replicated,
-        config=setup.config(setup.rank),
+        config=setup.config,
         position=job.position,
     )
     start = checkpointer.restore(Version.parse(setup.wanted) if setup.wanted else None, fresh=setup.fresh)
@@ -188,19 +168,30 @@ def _came_back(checkpointer: Checkpointer) -> tuple[Version | None, int]:
 
 
 def _follow_script(setup: Setup, job: Job, checkpointer: Checkpointer, journal: Journal, step: int) -> None:
+    """Trains and saves; `step` is the first to train."""
     incarnation = _came_back(checkpointer)[1]
     pending: list[tuple[Any, Save]] = []
-    for number, save in enumerate(setup.plan.saves, 1):
+    plan = setup.plan
+    for number, save in enumerate(plan.saves, 1):
+        apart = 0 < plan.skew < number
+        if apart and setup.rank == 1:
+            break
         for _ in range(save.gap):
             job.train(incarnation, step)
             step += 1
+        twisted = number == plan.twist
+        if twisted:
+            journal.write("twisted", incarnation=incarnation, step=step - 1)
+            job.twist(setup.rank)
         # Written before the call: whatever is found later under this version must be this state.
         journal.write("saving", incarnation=incarnation, step=step - 1, digest=job.digest(step - 1))
         handle = checkpointer.save(step - 1, level=save.level)
-        if save.wait:
-            _await_level(handle, save.level, journal)
-        else:
+        if save.wait or twisted:
+            _await_level(handle, "captured" if twisted else save.level, journal)
+        elif not apart:
             pending.append((handle, save))
+        if twisted:
+            job.twist(setup.rank)
     for handle, save in pending:
         _await_level(handle, save.level, journal)
 
@@ -214,11 +205,13 @@ def _await_level(handle: Any, level: str, journal: Journal) -> None:
 
 
 def main() -> int:
-    """A fresh trainer: the setup as JSON and the number of the journal's descriptor on the command line."""
+    """A fresh trainer: the setup as JSON and the journal's descriptor are on the command line."""
     torch.set_num_threads(1)
     setup = msgspec.json.decode(sys.argv[1], type=Setup)
     enter(setup.sandbox, f"t{setup.rank}", setup.life)
-    return trainer(setup, Journal(int(sys.argv[2]), f"t{setup.rank}", setup.life))
+    journal = Journal(int(sys.argv[2]), f"t{setup.rank}", setup.life)
+    journal.write("begins")
+    return trainer(setup, journal)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class Strike:
     Attributes:
         phase: in which phase of `actor` it comes.
         actor: whose phase it is: `t0` (trainer of rank 0), `k1` (keeper of node 1), ...
-        victim: who dies.
+        victims: who dies.
         occurrence: in the n-th pass through the phase, counted from 1.
         stepped: at an exact point, else timed.
         fraction: where in the phase, 0 to 1.
@@ -47,7 +47,7 @@ class Strike:
 
     phase: str
     actor: str
-    victim: str
+    victims: tuple[str, ...]
     occurrence: int
     stepped: bool
     fraction: float
@@ -138,7 +138,7 @@ class Probe:
         if not strike.stepped:
             delay_s = strike.fraction * strike.seconds
             self._journal.write("strike", phase=phase, delay_s=delay_s)
-            if strike.victim == self._who:
+            if self._who in strike.victims:
                 kill_after(delay_s)
         return number
 
@@ -160,7 +160,8 @@ class Probe:
         self._inside.points = number + 1
         if getattr(self._inside, "armed", False) and number == self._aim and self._strike is not None:
             self._journal.write("strike", phase=self._strike.phase, point=number, call=name)
-            os.kill(self._pid_of(self._strike.victim), signal.SIGKILL)
+            for victim in sorted(self._strike.victims, key=lambda name: name == self._who):  # itself last
+                os.kill(self._pid_of(victim), signal.SIGKILL)
 
     def _file_call(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -2,9 +2,9 @@
 
     python -m holdfast.testing.drill crash [--trials N] [--seed S] [--plant NAME|all] [--full-starts N] [--json]
 
-The plan is drawn first (testing/drill_plan.py); two lanes (testing/drill_lane.py), warm processes that fork trainers
+The plan is drawn first (plan.py); two lanes (lane.py), warm processes that fork trainers
 and keepers, work it off; the table says per phase and victim what was acknowledged and whether anything of it was
-lost. With `--plant` bugs are planted on purpose (testing/planted.py) and the drill has to find each of them: a checker
+lost. With `--plant` bugs are planted on purpose (planted.py) and the drill has to find each of them: a checker
 that cannot fail proves nothing. Exit code 0: nothing violated, every planted bug found; 1: otherwise; 2: usage.
 How to read the table and repeat a trial: docs/drill.md.
 """
@@ -29,9 +29,9 @@ from typing import IO
 import msgspec
 
 import holdfast
-from holdfast.testing import planted
-from holdfast.testing.drill_outcome import Outcome
-from holdfast.testing.drill_plan import PHASES, Trial, draw, full_starts, plan
+from holdfast.testing.drill import planted
+from holdfast.testing.drill.outcome import Outcome
+from holdfast.testing.drill.plan import PHASES, Trial, draw, full_starts, plan
 
 NUM_LANES = 2
 PROGRESS_S = 2.0
@@ -134,7 +134,7 @@ def _start_lane(directory: str) -> subprocess.Popen[bytes]:
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
     # One thread per library: a process with threads cannot be forked safely.
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "holdfast.testing.drill_lane", directory]
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "holdfast.testing.drill.lane", directory]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
 

@@ -1,0 +1,154 @@
+"""What the processes of a lane share: one journal, one pipe per trainer for answers, one table of process ids.
+
+All of it exists before the first fork and is inherited, by fork or by number. Nothing here imports PyTorch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import mmap
+import os
+import select
+import signal
+import struct
+import sys
+from dataclasses import dataclass
+
+from holdfast.base.config import Config
+from holdfast.testing.drill.crash_points import Journal, Probe, Strike
+from holdfast.testing.drill.plan import LifePlan, Trial
+
+MAX_RANKS = 2
+KEEP_LAST = 2
+# How long a rank waits for a level.
+WAIT_S = 10.0
+# Tensors in the state of one rank: two layers, each with weight and bias, each with two moments and a step.
+NUM_ENTRIES = 16
+# How a trainer ends that met an error which holdfast named, and one that met another.
+REFUSED, FAILED = 3, 4
+
+_NUMBER = struct.Struct("<i")
+_PLACES = {f"{kind}{rank}": 2 * rank + (kind == "k") for rank in range(MAX_RANKS) for kind in "tk"}
+_TABLE_BYTES = len(_PLACES) * _NUMBER.size
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """All that a process of one life is told.
+
+    Attributes:
+        life: number of the life, from 0.
+        rank: of a trainer; the node of a keeper.
+        sandbox: directory of the trial; `c` in it is the checkpoint root, `r` the runtime directory.
+        strike: what is planned for this life, whoever it concerns.
+        wanted: a version that the user orders.
+        fresh: the user orders a new start.
+    """
+
+    trial: Trial
+    life: int
+    rank: int
+    sandbox: str
+    strike: Strike | None = None
+    wanted: str = ""
+    fresh: bool = False
+
+    @property
+    def plan(self) -> LifePlan:
+        return self.trial.lives[self.life]
+
+    @property
+    def root(self) -> str:
+        return f"{self.sandbox}/c"
+
+    @property
+    def config(self) -> Config:
+        """The settings of a process on this node."""
+        return Config(
+            every="1000000",
+            durable_every="1000000",
+            keep_last=KEEP_LAST,
+            overlap=self.trial.overlap,
+            begin_timeout_s=0.1 if self.plan.skew else 1.0,
+            node_label=f"n{self.rank}",
+            runtime_dir=f"{self.sandbox}/r",
+            linger_s=60.0,
+            close_timeout_s=WAIT_S,
+            memory_budget="256MiB",
+            log_level="INFO",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """Descriptors, valid in every process of the lane.
+
+    Attributes:
+        journal_r, journal_w: one line per fact, from every process to the lane.
+        answers: per rank (read, write): where a keeper tells the trainer that asked for it that it listens.
+        table: memory with the process id of every member.
+    """
+
+    journal_r: int
+    journal_w: int
+    answers: tuple[tuple[int, int], ...]
+    table: int
+
+    @classmethod
+    def make(cls) -> Ground:
+        """New pipes and an empty table."""
+        journal_r, journal_w = os.pipe()
+        os.set_blocking(journal_r, False)
+        answers = tuple(os.pipe() for _ in range(MAX_RANKS))
+        table = os.memfd_create("drill")
+        os.ftruncate(table, _TABLE_BYTES)
+        return cls(journal_r, journal_w, answers, table)
+
+    @property
+    def inherited(self) -> tuple[int, ...]:
+        """What a fresh interpreter is passed."""
+        return (self.journal_w, self.table, *(fd for pair in self.answers for fd in pair))
+
+    def enter_pid(self, name: str, pid: int) -> None:
+        """Tells every process who is behind a name."""
+        os.pwrite(self.table, _NUMBER.pack(pid), _PLACES[name] * _NUMBER.size)
+
+    def pid_of(self, name: str) -> int:
+        """The process id behind a name."""
+        return int(_NUMBER.unpack(os.pread(self.table, _NUMBER.size, _PLACES[name] * _NUMBER.size))[0])
+
+    def drain_answers(self) -> None:
+        """Forgets what nobody waited for."""
+        for fd, _ in self.answers:
+            while select.select([fd], [], [], 0)[0]:
+                os.read(fd, mmap.PAGESIZE)
+
+    def journal(self, name: str, life: int) -> Journal:
+        """The journal of one process."""
+        return Journal(self.journal_w, name, life)
+
+    def probe(self, name: str, setup: Setup) -> Probe:
+        """The watcher of one process."""
+        journal = self.journal(name, setup.life)
+        return Probe(name, journal, strike=setup.strike, pid_of=self.pid_of, record_files=setup.trial.record_files)
+
+
+def die_with(parent: int) -> None:
+    """The kernel kills this process when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(70)
+
+
+def enter(sandbox: str, who: str, life: int) -> None:
+    """Makes this process one of the drill: its output goes to a log of its own, a signal shows where it hangs."""
+    log = os.open(f"{sandbox}/{who}-{life}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+    form = "%(relativeCreated)d %(name)s %(message)s"
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=form, force=True)

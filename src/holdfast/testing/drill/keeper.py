@@ -1,0 +1,35 @@
+"""A keeper of the crash drill: the production process, in a child forked from the lane, with a probe in it."""
+
+from __future__ import annotations
+
+from holdfast.node import process
+from holdfast.node.persist import Persister
+from holdfast.node.seal import Sealer
+from holdfast.testing.drill import planted
+from holdfast.testing.drill.ground import Ground, Setup, enter
+from holdfast.tiers import memory
+from holdfast.tiers.storage import Storage
+
+PHASES = {
+    "seal": ((Sealer, "_seal"),),
+    "persist": ((Persister, "_write"),),
+    "commit": ((Storage, "commit"),),
+    "retention": ((Storage, "retire"),),
+}
+POINTS = ((memory, "invalidate"), (memory, "write_header"))
+
+
+def keeper(setup: Setup, ground: Ground, ready: int) -> int:
+    """A keeper's whole life; tells through `ready` that it listens. Returns the exit code."""
+    name = f"k{setup.rank}"
+    enter(setup.sandbox, name, setup.life)
+    planted.apply(setup.trial.plant)
+    ground.probe(name, setup).watch(PHASES, POINTS)
+    # The drill has its own log, which outlives the keeper's directory.
+    process._log_to = lambda path, level: None  # type: ignore[assignment]
+    config = setup.config
+    arguments = {
+        "root": setup.root, "run-id": config.run_id, "node": config.node, "runtime-dir": config.runtime_dir,
+        "memory-budget": config.memory_budget, "linger-s": config.linger_s, "ready-fd": ready,
+    }  # fmt: skip
+    return process.main([f"--{name}={value}" for name, value in arguments.items()])

@@ -1,0 +1,101 @@
+"""A lane of the crash drill: a warm process that runs trials one after the other and says what it found.
+
+Everything is imported once; a keeper is then a fork away, and a trainer a fork of the nursery. Neither lane nor
+nursery has threads, or forking would not be safe.
+
+Run as `python -m holdfast.testing.drill.lane <directory>`: trials come in as JSON lines on standard input, outcomes go
+out as JSON lines on standard output.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from holdfast.testing import invariants, write_order
+from holdfast.testing.drill.cast import Cast, NurseryLine
+from holdfast.testing.drill.ground import Ground
+from holdfast.testing.drill.outcome import Outcome
+from holdfast.testing.drill.plan import Trial, dry_runs
+from holdfast.testing.drill.record import Measured
+from holdfast.testing.drill.stage import Stage
+
+MAX_LOG_LINES = 80
+
+
+class Lane:
+    """Runs trials in a directory of its own. Use as a context manager."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._ground = Ground.make()
+        self._nursery = NurseryLine(self._ground)
+        self._measured = Measured()
+
+    def __enter__(self) -> Lane:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._nursery.close()
+
+    def warm_up(self) -> list[Outcome]:
+        """Waits for the nursery, and measures the phases by trials without a strike."""
+        gc.collect()
+        gc.freeze()
+        self._nursery.forked()
+        return [self.run(trial) for trial in dry_runs()]
+
+    def run(self, trial: Trial) -> Outcome:
+        """One trial and the verdict on it."""
+        began = time.monotonic()
+        sandbox = tempfile.mkdtemp(prefix="", dir=self._directory)
+        stage = Stage(trial, sandbox, Cast(self._ground, self._nursery), self._measured)
+        stage.run()
+        record = stage.record
+        found = invariants.judge(record.course) + write_order.check(f"{sandbox}/c", record.history)
+        outcome = Outcome(
+            number=trial.number,
+            phase=trial.phase,
+            victim=trial.victim,
+            plant=trial.plant,
+            struck=record.struck,
+            acknowledged=sum(len(life.acks) for life in record.course.lives),
+            refused=record.refused,
+            seconds=time.monotonic() - began,
+            violations=tuple((violation.invariant, violation.what) for violation in found),
+            evidence=(*record.lines, *_logs(sandbox)) if found else (),
+        )
+        shutil.rmtree(sandbox, ignore_errors=True)
+        return outcome
+
+
+def _logs(sandbox: str) -> list[str]:
+    lines = []
+    for path in sorted(Path(sandbox).glob("*.log")):
+        lines += [f"{path.name}: {line}" for line in path.read_text(errors="replace").splitlines()[-MAX_LOG_LINES:]]
+    return lines
+
+
+def main() -> int:
+    """Serves trials until standard input ends."""
+    # Results leave through a descriptor of their own; whatever prints here must not get between them.
+    out = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    with Lane(sys.argv[1]) as lane:
+        for outcome in lane.warm_up():
+            out.write(msgspec.json.encode(outcome) + b"\n")
+        out.write(b"ready\n")
+        for line in sys.stdin.buffer:
+            out.write(msgspec.json.encode(lane.run(msgspec.json.decode(line, type=Trial))) + b"\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""The nursery of a lane: a warm process with PyTorch in it that forks trainers, a few milliseconds each.
+
+Apart from the lane, because a fork of a process with PyTorch costs ten times that of one without. Reads requests from
+a socket, one JSON line each, and answers with process ids; says when a child ended and how. It has no threads: that is
+what makes forking safe. Ends when the lane does.
+
+Run by the lane as `python -m holdfast.testing.drill.nursery <descriptor of the socket> <ground as JSON>`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import socket
+import sys
+import traceback
+
+import msgspec
+import torch
+
+from holdfast.testing.drill.ground import Ground, Setup, die_with
+from holdfast.testing.drill.plan import Trial
+from holdfast.testing.drill.trainer import Job, forked_trainer
+from holdfast.train.state import State
+
+
+class Nursery:
+    """Forks on request, reaps, reports."""
+
+    def __init__(self, line: socket.socket, ground: Ground) -> None:
+        self._line = line
+        self._ground = ground
+        self._children: dict[int, int] = {}  # pidfd -> pid
+
+    def run(self) -> None:
+        """Serves until the lane closes its end."""
+        poll = select.poll()
+        poll.register(self._line, select.POLLIN)
+        buffer = b""
+        while True:
+            for fd, _ in poll.poll():
+                if fd in self._children:
+                    poll.unregister(fd)
+                    self._reap(fd)
+                    continue
+                data = self._line.recv(1 << 16)
+                if not data:
+                    return
+                *lines, buffer = (buffer + data).split(b"\n")
+                for line in lines:
+                    pidfd = self._fork(msgspec.json.decode(line, type=Setup))
+                    poll.register(pidfd, select.POLLIN)
+
+    def _fork(self, setup: Setup) -> int:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            code = 70
+            try:
+                die_with(parent)
+                code = forked_trainer(setup, self._ground)
+            except BaseException:  # top of the process: its log says why it ended
+                traceback.print_exc()
+            finally:
+                os._exit(code)  # nothing of the parent's may be flushed or cleaned up here
+        self._ground.enter_pid(f"t{setup.rank}", pid)
+        pidfd = os.pidfd_open(pid)
+        self._children[pidfd] = pid
+        self._say({"forked": pid})
+        return pidfd
+
+    def _reap(self, pidfd: int) -> None:
+        pid, status = os.waitpid(self._children.pop(pidfd), 0)
+        os.close(pidfd)
+        self._say({"ended": pid, "status": status})
+
+    def _say(self, fact: dict[str, int]) -> None:
+        self._line.sendall(msgspec.json.encode(fact) + b"\n")
+
+
+def warm() -> None:
+    """Loads what PyTorch loads at first use, and moves all objects out of the collector's sight, so that forks stay
+    cheap.
+    """
+    job = Job(Setup(Trial(0, 0, "solo", "", "", ()), 0, 0, ""))
+    state = State({"model": job.model, "optimizer": job.optimizer, "position": job.position}, rank=0, world_size=1, replicated=())
+    for _ in range(2):  # before the first step, and after it
+        state.predict()
+        state.gather()
+        job.train(1, 0)
+    job.digest(0)
+    gc.collect()
+    gc.freeze()
+
+
+def main() -> int:
+    """Warms up, says so, and serves."""
+    torch.set_num_threads(1)
+    die_with(os.getppid())
+    line = socket.socket(fileno=int(sys.argv[1]))
+    warm()
+    line.sendall(b'{"forked":0}\n')
+    Nursery(line, msgspec.json.decode(sys.argv[2], type=Ground)).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""What the lane of a crash drill learns of a trial, fact by fact: the journal's lines as values that can be judged."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.core.model import Level, Version
+from holdfast.testing.drill.crash_points import Strike
+from holdfast.testing.drill.ground import KEEP_LAST
+from holdfast.testing.drill.plan import Aim, Trial
+from holdfast.testing.invariants import Ack, Course, Life, Resumed, Violation
+from holdfast.testing.write_order import FileOp, NamedDurable
+
+
+@dataclass(slots=True)
+class Measured:
+    """How long phases last: (shape, actor, phase) -> what was seen in trials without a strike."""
+
+    seconds: dict[tuple[str, str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    points: dict[tuple[str, str, str], list[int]] = field(default_factory=lambda: defaultdict(list))
+    passes: dict[tuple[str, str, str], list[int]] = field(default_factory=lambda: defaultdict(list))
+
+    def strike(self, aim: Aim, shape: str) -> Strike:
+        """The planned strike in seconds and numbers."""
+        key = (shape, aim.actor, aim.phase)
+        passes = max(1, round(statistics.median(self.passes.get(key, [1]))))
+        points = round(statistics.median(self.points.get(key, [4])))
+        return Strike(
+            phase=aim.phase,
+            actor=aim.actor,
+            victims=aim.victims,
+            occurrence=1 + min(passes - 1, int(aim.turn * passes)),
+            stepped=aim.stepped and points > 0,
+            fraction=aim.fraction,
+            seconds=statistics.median(self.seconds.get(key, [0.002])) * 1.1,
+            points=points,
+        )
+
+    def add(self, shape: str, fact: dict[str, Any]) -> None:
+        """One pass through a phase, of a process that was not to die."""
+        key = (shape, fact["who"], fact["phase"])
+        self.seconds[key].append(fact["seconds"])
+        self.points[key].append(fact["points"])
+        # Scripts of first lives are long, the last one is short; only a restore is alike in all.
+        if fact["life"] == 0 or fact["phase"] == "restore":
+            self.passes[key].append(fact["pass"])
+
+
+class Record:
+    """All facts of one trial.
+
+    Attributes:
+        course: the lives, for the judge.
+        history: file operations and what was called durable, in causal order.
+        lines: the journal for a person.
+        struck: the planned strike happened.
+        refused: how many saves and restores were given up with a reason.
+    """
+
+    def __init__(self, trial: Trial, measured: Measured) -> None:
+        self.course = Course(KEEP_LAST)
+        self.history: list[FileOp | NamedDurable] = []
+        self.lines: list[str] = []
+        self.struck = False
+        self.refused = 0
+        self._trial = trial
+        self._measured = measured
+        self._began = time.monotonic()
+        self._kinds = {
+            "resumed": self._resumed,
+            "saving": self._saving,
+            "twisted": self._twisted,
+            "ack": self._acknowledged,
+            "refused": self._refused,
+            "failed": self._failed,
+            "strike": self._strike,
+            "phase": self._phase,
+            "file": self._file,
+        }
+
+    @property
+    def life(self) -> Life:
+        """The newest life."""
+        return self.course.lives[-1]
+
+    def begin(self, life: Life) -> None:
+        """A new life."""
+        self.course.lives.append(life)
+
+    def note(self, fact: dict[str, Any]) -> None:
+        """Takes in one line of the journal."""
+        if fact["e"] not in {"file", "phase"}:
+            self.lines.append(f"{(time.monotonic() - self._began) * 1000:5.0f} ms {json.dumps(fact)}")
+        kind = self._kinds.get(fact["e"])
+        if kind is not None:
+            kind(fact)
+
+    def fault(self, invariant: str, what: str) -> None:
+        """Something that no process of the life may do."""
+        self.life.faults.append(Violation(invariant, f"life {len(self.course.lives)}: {what}"))
+
+    def _resumed(self, fact: dict[str, Any]) -> None:
+        version = Version.parse(fact["version"])
+        self.life.resumed.append(Resumed(_rank(fact), fact["incarnation"], version, fact["digest"]))
+
+    def _saving(self, fact: dict[str, Any]) -> None:
+        self.life.states[Version(fact["incarnation"], fact["step"]), _rank(fact)] = fact["digest"]
+
+    def _twisted(self, fact: dict[str, Any]) -> None:
+        self.life.suspects |= {Version(fact["incarnation"], fact["step"])}
+
+    def _acknowledged(self, fact: dict[str, Any]) -> None:
+        version = Version.parse(fact["version"])
+        if version is None:
+            self.fault("S13", f"{fact['version']!r} was acknowledged, which is no version")
+            return
+        self.life.acks.append(Ack(version, Level(fact["level"]), _rank(fact)))
+        if fact["level"] == Level.DURABLE:
+            self.history.append(NamedDurable(version))
+
+    def _refused(self, fact: dict[str, Any]) -> None:
+        self.refused += 1
+
+    def _failed(self, fact: dict[str, Any]) -> None:
+        if not self.struck:  # a process whose peer was killed may meet any error of the collectives
+            self.fault("V2", f"{fact['who']} failed: {fact['what']}")
+
+    def _strike(self, fact: dict[str, Any]) -> None:
+        self.struck = True
+
+    def _phase(self, fact: dict[str, Any]) -> None:
+        self._measured.add(self._trial.shape, fact)
+
+    def _file(self, fact: dict[str, Any]) -> None:
+        replaces = fact.get("replaces", False)
+        self.history.append(FileOp(fact["call"], fact["path"], fact.get("source", ""), fact["failed"], replaces))
+
+
+def _rank(fact: dict[str, Any]) -> int:
+    return int(fact["who"][1:])

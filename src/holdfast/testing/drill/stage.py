@@ -1,0 +1,320 @@
+"""One trial of the crash drill under way: lives, deaths, and what is found after each.
+
+The stage does what a launcher would do (starts trainers, ends those whose peer died), what an operator would do (starts
+afresh when nothing was ever acknowledged), and what a fault would do (the strikes). What it sees goes into a Record;
+it judges nothing itself, but for processes that hang, fail or stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import select
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from holdfast.core.model import Version
+from holdfast.testing import damage, evidence, invariants
+from holdfast.testing.drill import late_writer
+from holdfast.testing.drill.cast import Cast, Member, slot_inodes
+from holdfast.testing.drill.ground import FAILED, NUM_ENTRIES, REFUSED, Ground, Setup
+from holdfast.testing.drill.keeper import keeper
+from holdfast.testing.drill.plan import SHAPES, LifePlan, Trial
+from holdfast.testing.drill.record import Measured, Record
+from holdfast.testing.invariants import Life
+
+LIFE_S = 20.0
+# A fresh interpreter imports PyTorch first, on a machine that may be busy.
+FULL_LIFE_S = 90.0
+END_S = 10.0
+READ_BYTES = 1 << 16
+# How long a life takes that is not struck, from the first line of a fresh trainer on; the scale of random instants.
+USUAL_LIFE_S = 0.5
+
+
+class Stage:
+    """One trial. `run` leaves no process behind."""
+
+    def __init__(self, trial: Trial, sandbox: str, cast: Cast, measured: Measured) -> None:
+        self.record = Record(trial, measured)
+        self._trial = trial
+        self._sandbox = sandbox
+        self._cast = cast
+        self._ground: Ground = cast.ground
+        self._measured = measured
+        self._ranks = range(SHAPES[trial.shape])
+        self._buffer = b""
+        self._number = 0
+        self._due: list[tuple[float, tuple[str, ...]]] = []
+        self._lost: set[int] = set()
+        self._renewed: set[int] = set()
+        self._dead_before: set[int] = set()
+        self._done: set[str] = set()
+        self._unfound = False
+        self._overstayed: list[str] = []
+
+    @property
+    def _plan(self) -> LifePlan:
+        return self._trial.lives[self._number]
+
+    def run(self) -> None:
+        """All lives, then the end."""
+        self._ground.drain_answers()
+        try:
+            for number in range(len(self._trial.lives)):
+                self._live(number)
+                if self._may_start_afresh():
+                    self._live(number, fresh=True)
+                if self.record.life.faults:
+                    break
+        finally:
+            self.record.course.left_behind = tuple(self._finish())
+
+    def _live(self, number: int, *, fresh: bool = False) -> None:
+        before = self.record.course.lives[-1] if self.record.course.lives else None
+        self._number = number
+        self._done, self._lost, self._renewed, self._due, self._unfound = set(), set(), set(), [], False
+        self._dead_before = {m.pid for m in self._cast.members.values() if m.status is not None}
+        life = Life(len(self._ranks))
+        life.spoiled = (before.spoiled if before else frozenset()) | self._damage()
+        life.wanted = _oldest_durable(before) if self._plan.roll_back else None
+        self._put_stranger()
+        self.record.begin(life)
+        for rank in self._ranks:
+            setup = self._setup(rank, wanted=str(life.wanted or ""), fresh=fresh)
+            if self._trial.full_start:
+                self._cast.start_trainer(setup)
+            else:
+                self._cast.fork_trainer(setup)
+        self._watch(time.monotonic() + (FULL_LIFE_S if self._trial.full_start else LIFE_S))
+        self._look()
+        if self._plan.late_writer and not life.faults:
+            self._late_writer()
+
+    def _setup(self, rank: int, *, wanted: str = "", fresh: bool = False, struck: bool = True) -> Setup:
+        aim = self._plan.aim
+        strike = self._measured.strike(aim, self._trial.shape) if aim is not None and struck else None
+        return Setup(self._trial, self._number, rank, self._sandbox, strike, wanted, fresh)
+
+    def _may_start_afresh(self) -> bool:
+        """Nothing was ever acknowledged, so the refusal to come back is right, and so is an operator's new start."""
+        if self.record.life.resumed or not self._unfound or invariants.standing(self.record.course.lives):
+            return False
+        self.record.life.faults.clear()
+        return True
+
+    def _start_keeper(self, node: int) -> None:
+        """What the first rank that finds none would do."""
+        known = self._cast.members.get(f"k{node}")
+        newcomer = known is not None and known.pid not in self._dead_before
+        if newcomer:
+            self._renewed.add(node)
+        setup = self._setup(node, struck=not newcomer)
+        self._cast.fork_keeper(setup, functools.partial(keeper, setup, self._ground, self._ground.answers[node][1]))
+
+    # --- a life under way
+
+    def _watch(self, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(self._ground.journal_r, select.POLLIN)
+        watched: set[int] = set()
+        while self._cast.alive("t"):
+            for member in self._cast.alive():
+                if member.pid not in watched:
+                    watched.add(member.pid)
+                    poll.register(member.pidfd, select.POLLIN)
+            pause = min([deadline, *(at for at, _ in self._due)]) - time.monotonic()
+            for fd, _ in poll.poll(max(0, pause * 1000)):
+                if fd != self._ground.journal_r:
+                    poll.unregister(fd)
+            self._read_journal()
+            self._strike_due()
+            self._react()
+            if time.monotonic() > deadline:
+                self._hang()
+        self._read_journal()
+        self._judge_exits()
+
+    def _react(self) -> None:
+        """Does what a launcher would do about the dead, and ends the life when its script is over."""
+        plan = self._plan
+        living = {member.name for member in self._cast.alive("t")}
+        # A keeper lives longer than a life; one that died before it is replaced when a trainer asks.
+        # One whose ranks have finished ends by itself, with 0.
+        dead = {
+            m.name
+            for m in self._cast.members.values()
+            if m.pid not in self._dead_before and (m.status if m.name.startswith("k") else m.status is not None)
+        }
+        victims = plan.aim.victims if plan.aim else ()
+        if len(victims) > 1 and dead & set(victims):
+            self._end_trainers(*victims)
+        elif any(name.startswith("t") for name in dead):
+            if plan.ends != "close" or not self._closing(dead):
+                self._end_trainers()
+        elif not plan.onward and any(name.startswith("k") for name in dead):
+            self._end_trainers()
+        elif plan.ends != "close" and living and living <= self._done:
+            self._end_trainers(*([f"k{node}" for node in self._ranks] if plan.ends == "kill all" else []))
+
+    def _closing(self, dead: set[str]) -> bool:
+        return all(self._cast.members[name].status == 0 for name in dead if name.startswith("t"))
+
+    def _end_trainers(self, *others: str) -> None:
+        """Kills the trainers and `others`; notes which node's memory goes with them."""
+        for node in self._ranks:
+            keeper_dies = f"k{node}" in others or not self._cast.is_alive(f"k{node}")
+            if keeper_dies or (node in self._renewed and not self._adopted(node)):
+                self._lost.add(node)
+        self._cast.kill([*(member.name for member in self._cast.alive("t")), *others])
+
+    def _adopted(self, node: int) -> bool:
+        """Whether the new keeper has all slots that the trainer has."""
+        trainer, new = self._cast.members[f"t{node}"], self._cast.members[f"k{node}"]
+        return trainer.status is None and slot_inodes(trainer.pid) <= slot_inodes(new.pid)
+
+    def _strike_due(self) -> None:
+        now = time.monotonic()
+        for at, victims in [due for due in self._due if due[0] <= now]:
+            self._due.remove((at, victims))
+            self._find_keepers()
+            self.record.struck = True
+            self._cast.kill(victims)
+
+    def _find_keepers(self) -> None:
+        """Keepers that trainers started as fresh interpreters; their command line names the sandbox."""
+        if not self._trial.full_start:
+            return
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if "holdfast.node" in words and f"{self._sandbox}/r" in words:
+                self._cast.meet(f"k{words[words.index('--node') + 1][1:]}", self._number, process.pid)
+
+    def _hang(self) -> None:
+        """The life does not end: every stack goes to the logs, and that is a violation."""
+        living = self._cast.alive()
+        for member in living:
+            signal.pidfd_send_signal(member.pidfd, signal.SIGUSR1)
+        time.sleep(0.3)  # lets them write
+        names = [member.name for member in living]
+        self.record.fault("V2", f"it did not end in time; {', '.join(names)} were alive")
+        self._cast.kill(names)
+
+    def _judge_exits(self) -> None:
+        killed = bool(self.record.struck or self._lost)
+        for member in self._mine():
+            code = os.waitstatus_to_exitcode(member.status or 0)
+            if code == FAILED or code not in {0, REFUSED, -signal.SIGKILL}:
+                if not (code == FAILED and killed):
+                    self.record.fault("V2", f"{member.name} ended with {code}")
+            elif code and self._plan.ends == "close" and self._plan.aim is None:
+                self.record.fault("V2", f"{member.name} did not come to the end of its script ({code})")
+            elif code == REFUSED and not killed:
+                self.record.fault("V2", f"{member.name} gave up, although nothing was killed")
+
+    def _mine(self) -> list[Member]:
+        return [m for m in self._cast.members.values() if m.name.startswith("t") and m.life == self._number]
+
+    # --- the journal
+
+    def _read_journal(self) -> None:
+        while True:
+            try:
+                data = os.read(self._ground.journal_r, READ_BYTES)
+            except BlockingIOError:
+                return
+            *lines, self._buffer = (self._buffer + data).split(b"\n")
+            for line in lines:
+                fact = json.loads(line)
+                self.record.note(fact)
+                self._obey(fact)
+
+    def _obey(self, fact: dict[str, Any]) -> None:
+        event, who = fact["e"], fact["who"]
+        if event == "keeper wanted":
+            self._start_keeper(int(who[1:]))
+        elif event in {"done", "closed"}:
+            self._done.add(who)
+        elif event == "refused":
+            self._unfound |= fact["what"].startswith("VersionNotFound")
+        elif event == "begins" and self._plan.aim is not None:
+            self._due.append((time.monotonic() + self._plan.aim.fraction * USUAL_LIFE_S, self._plan.aim.victims))
+        elif event == "strike" and "delay_s" in fact:
+            aim = self._plan.aim
+            if aim is not None and aim.actor not in aim.victims:
+                self._due.append((time.monotonic() + fact["delay_s"], aim.victims))
+
+    # --- what is found after a life
+
+    def _look(self) -> None:
+        """Reads memory and storage of one instant, past the keepers; after an orderly end when they have ended."""
+        self._find_keepers()
+        if self._closed():
+            self._await_keepers()
+        frozen = self._cast.freeze("k")
+        self._read_journal()
+        holders = {node: [m.pid for m in frozen if m.name == f"k{node}"] for node in self._ranks}
+        memory = evidence.read_memory(holders, num_entries=NUM_ENTRIES)
+        self.record.life.memory = invariants.MemoryView(memory.copies, memory.contents, memory.lost | self._lost)
+        self.record.life.storage = evidence.read_storage(Path(self._sandbox, "c"), num_entries=NUM_ENTRIES)
+        self._cast.thaw("k")
+
+    def _closed(self) -> bool:
+        return self._plan.ends == "close" and all(member.status == 0 for member in self._mine())
+
+    def _await_keepers(self) -> None:
+        for member in self._cast.alive("k"):
+            if not self._cast.await_end(member, END_S):
+                self._overstayed.append(f"keeper {member.name}, {END_S:g} s after the job closed")
+        for member in self._cast.members.values():
+            if member.name.startswith("k") and member.pid not in self._dead_before and member.status:
+                self.record.fault("V5", f"keeper {member.name} ended with {os.waitstatus_to_exitcode(member.status)}")
+        self._lost = set(self._ranks)  # given back, not lost; there is nothing to find any more
+
+    def _damage(self) -> frozenset[Version]:
+        """Flips a byte in the newest version in memory or storage; returns what was spoiled."""
+        spoiled: Version | None = None
+        if self._plan.damage == "memory":
+            spoiled = damage.damage_memory([member.pid for member in self._cast.alive("k")])
+        elif self._plan.damage == "storage":
+            spoiled = damage.damage_storage(Path(self._sandbox, "c"))
+        return frozenset({spoiled}) if spoiled else frozenset()
+
+    def _put_stranger(self) -> None:
+        """A file of somebody else in the directory that is retired next."""
+        committed = sorted(Path(self._sandbox, "c").glob("*/manifest.json"))
+        if self._plan.stranger and committed:
+            committed[0].with_name("notes.txt").write_text("not yours")
+
+    def _late_writer(self) -> None:
+        """A keeper of the first incarnation wakes up and commits; nothing may come of it."""
+        setup = self._setup(0, struck=False)
+        member = self._cast.fork_keeper(setup, functools.partial(late_writer.commit_again, setup))
+        self._cast.await_end(member, END_S)
+        storage = evidence.read_storage(Path(self._sandbox, "c"), num_entries=NUM_ENTRIES)
+        before = self.record.life.storage
+        for version, stored in storage.versions.items():
+            known = before.versions.get(version) if before else None
+            if stored.manifest != (known.manifest if known else ""):
+                self.record.fault("S7", f"a writer of a dead incarnation changed the manifest of {version}")
+
+    def _finish(self) -> list[str]:
+        """Ends everybody; returns what outlived an orderly end."""
+        orderly = bool(self.record.course.lives) and self._closed()
+        survivors = self._cast.end()
+        if not orderly:
+            return []
+        left = self._overstayed or survivors
+        runtime = Path(self._sandbox, "r")
+        left += [f"file {path.relative_to(self._sandbox)}" for path in sorted(runtime.rglob("*")) if not path.is_dir()]
+        storage = self.record.life.storage
+        return left + [f"temporary file {name}" for name in (storage.temporary if storage else ())]
+
+
+def _oldest_durable(life: Life | None) -> Version | None:
+    return min(life.storage.committed, default=None) if life and life.storage else None

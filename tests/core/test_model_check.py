@@ -1,0 +1,196 @@
+"""Every order of saves, skips, deaths, slow storage and late messages that a small job can meet, and rules taken out.
+
+A check that finds nothing proves something only if it finds what is wrong: below, each rule of the protocol is
+switched off once, and the check has to come back with a story that ends in the promise that the rule keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from holdfast.core import ledger, slots
+from holdfast.core.commit import Announcement, Board
+from holdfast.core.ledger import NodeLedger, Reports
+from holdfast.core.lineage import Lineage
+from holdfast.core.model import Decision, Level, Version
+from holdfast.core.slots import Knowledge, SlotView
+from holdfast.testing.model_check import Result, check
+from holdfast.testing.model_state import Bounds
+
+Patch = pytest.MonkeyPatch
+
+PAIR, NEIGHBOURS, THREE = (0, 1), (0, 0, 1), (0, 1, 2)
+
+SOUND = {
+    "two ranks, every message late": Bounds(PAIR, max_step=4, late_home=True),
+    "two ranks that skip and fail": Bounds(PAIR, skips=1, failures=1),
+    "three slots": Bounds(PAIR, num_slots=3, max_step=4, skips=1),
+    "storage of any slowness": Bounds(PAIR, durable_every=1, max_step=3),
+    "a trainer dies twice": Bounds(PAIR, trainer_deaths=2),
+    "a keeper dies": Bounds(PAIR, keeper_deaths=1, skips=1),
+    "a keeper dies, storage is slow": Bounds(PAIR, keeper_deaths=1, durable_every=1),
+    "a keeper dies and then a trainer": Bounds(PAIR, max_step=2, keeper_deaths=1, trainer_deaths=1),
+    "saves overlap the sealing": Bounds(PAIR, overlap=True, skips=1),
+    "three ranks": Bounds(THREE, max_step=3),
+    "three ranks, one dies": Bounds(THREE, max_step=2, trainer_deaths=1),
+    "three ranks, three slots": Bounds(THREE, num_slots=3, max_step=2, skips=1),
+    "two of three ranks on one node": Bounds(NEIGHBOURS, skips=1, max_step=2),
+}
+
+DEEP = {
+    "all faults of trainers": Bounds(PAIR, skips=1, failures=1, trainer_deaths=1),
+    "all faults": Bounds(PAIR, skips=1, failures=1, trainer_deaths=1, keeper_deaths=1, max_step=2),
+    "keepers and trainers die": Bounds(PAIR, keeper_deaths=1, trainer_deaths=1),
+    "keepers die in turn": Bounds(PAIR, keeper_deaths=2),
+    "keepers die while storage is slow": Bounds(PAIR, keeper_deaths=1, skips=1, durable_every=1),
+    "overlap and faults": Bounds(PAIR, overlap=True, skips=1, failures=1, keeper_deaths=1),
+    "neighbours": Bounds(NEIGHBOURS, keeper_deaths=1),
+    "three ranks and a keeper dies": Bounds(THREE, max_step=2, keeper_deaths=1, skips=1),
+    "three slots and a trainer dies": Bounds(THREE, num_slots=3, max_step=2, trainer_deaths=1, skips=1),
+}
+
+
+def holds(bounds: Bounds) -> Result:
+    """Checks, and says how much was looked at."""
+    result = check(bounds)
+    print(f"{result.num_states} states, {result.num_moves} moves")
+    assert result.finding is None, str(result.finding)
+    return result
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_no_order_of_events_breaks_a_promise(name: str) -> None:
+    assert holds(SOUND[name]).num_states > 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", DEEP)
+def test_no_order_of_events_breaks_a_promise_in_deep(name: str) -> None:
+    assert holds(DEEP[name]).num_states > 5000
+
+
+# --- rules taken out
+
+
+def overwrite_the_oldest(patch: Patch) -> None:
+    patch.setattr(slots, "reusable", lambda slot, knowledge: Decision(not slot.pins, "overwrite the oldest"))
+
+
+def abandoned_stays(patch: Patch) -> None:
+    original = slots.reusable
+    forgetful = lambda slot, known: original(slot, Knowledge(known.captured, frozenset(), known.lineage))  # noqa: E731
+    patch.setattr(slots, "reusable", forgetful)
+
+
+def slot_by_counting(patch: Patch) -> None:
+    original = NodeLedger.begin
+
+    def begin(self: NodeLedger, rank: int, version: Version, own: Sequence[SlotView]) -> Decision[int | None]:
+        empty = [SlotView(slot.index) for slot in own]  # the guard would say no; who counts does not ask it
+        decision = original(self, rank, version, empty)
+        return decision if decision.value is None else Decision(version.step % len(own), "counted")
+
+    patch.setattr(NodeLedger, "begin", begin)
+
+
+def lineage_ignored(patch: Patch) -> None:
+    patch.setattr(Lineage, "is_live", lambda self, version: True)
+
+
+def pins_ignored(patch: Patch) -> None:
+    original = slots.reusable
+    patch.setattr(slots, "reusable", lambda slot, known: original(replace(slot, pins=0), known))
+
+
+def skips_not_noticed(patch: Patch) -> None:
+    patch.setattr(Board, "_skipped_by", lambda self, rank, version: [])
+
+
+def neighbours_wait_for_each_other(patch: Patch) -> None:
+    patch.setattr(NodeLedger, "_pass_by", lambda self, rank, version: None)
+
+
+def one_rank_is_enough(patch: Patch) -> None:
+    original = Board._try_captured
+
+    def try_captured(self: Board, version: Version, entry: object) -> list[object]:
+        world_size, self._topology = self._topology, replace(self._topology, node_of=self._topology.node_of[:1])
+        try:
+            return list(original(self, version, entry))  # type: ignore[arg-type]
+        finally:
+            self._topology = world_size
+
+    patch.setattr(Board, "_try_captured", try_captured)
+
+
+def giving_up_means_going_past(patch: Patch) -> None:
+    """A rank that gives version 3 up may still be sealing version 2."""
+    original = Board.abandoned
+
+    def abandoned(self: Board, version: Version, rank: int, reason: str) -> list[object]:
+        self._high[rank] = max(self._high.get(rank, version), version)
+        return list(original(self, version, rank, reason))
+
+    patch.setattr(Board, "abandoned", abandoned)
+
+
+def abandoned_versions_reported_as_sealed(patch: Patch) -> None:
+    """Together with the bug above: a new coordinator completes a version whose copies were overwritten meanwhile."""
+    giving_up_means_going_past(patch)
+    original = NodeLedger.reports
+
+    def reports(self: NodeLedger) -> Reports:
+        sealed = [x.reports[r] for _, x in sorted(self._versions.items()) if x.sent for r in self.ranks]
+        return replace(original(self), sealed=tuple(sealed), abandoned=())
+
+    patch.setattr(NodeLedger, "reports", reports)
+
+
+def captured_versions_can_be_given_up(patch: Patch) -> None:
+    """A new coordinator that lacks a report calls a captured version abandoned, and is believed."""
+    told = NodeLedger.told
+
+    def believe(self: NodeLedger, news: Announcement) -> bool:
+        if news.kind.value == "abandoned":
+            self._local(news.version).level = Level.NONE
+        return told(self, news)
+
+    patch.setattr(NodeLedger, "told", believe)
+    patch.setattr(ledger.NodeLedger, "adopt", lambda self, rank, version, seals, *, layout, durable: ())
+
+
+PLANTED: list[tuple[Callable[[Patch], None], Bounds, set[str]]] = [
+    (overwrite_the_oldest, Bounds(PAIR), {"S6"}),
+    (overwrite_the_oldest, Bounds(THREE, num_slots=3), {"S6"}),
+    (abandoned_stays, Bounds(PAIR, failures=1), {"V1"}),
+    (slot_by_counting, Bounds(PAIR, failures=1), {"S6"}),
+    (lineage_ignored, Bounds(PAIR, trainer_deaths=1), {"V1"}),
+    (pins_ignored, Bounds(PAIR, durable_every=1), {"S5"}),
+    (skips_not_noticed, Bounds(PAIR, skips=2), {"V1"}),
+    (neighbours_wait_for_each_other, Bounds(NEIGHBOURS), {"V1"}),
+    (one_rank_is_enough, Bounds(PAIR), {"S13"}),
+    (giving_up_means_going_past, Bounds(PAIR, overlap=True), {"S6"}),
+    (abandoned_versions_reported_as_sealed, Bounds(PAIR, overlap=True, keeper_deaths=1), {"S6", "S13"}),
+    (captured_versions_can_be_given_up, Bounds(PAIR, keeper_deaths=1), {"S6"}),
+]
+
+
+@pytest.mark.parametrize(("plant", "bounds", "expected"), PLANTED, ids=lambda item: getattr(item, "__name__", ""))
+def test_a_rule_that_is_missing_is_missed(
+    plant: Callable[[Patch], None], bounds: Bounds, expected: set[str], monkeypatch: Patch
+) -> None:
+    plant(monkeypatch)
+    result = check(bounds)
+    assert result.finding is not None, f"nothing found in {result.num_states} states"
+    print(f"{result.num_states} states\n{result.finding}")
+    assert result.finding.invariant in expected
+    assert len(result.finding.story) <= 16
+
+
+def test_too_wide_bounds_are_refused() -> None:
+    with pytest.raises(OverflowError):
+        check(Bounds(PAIR), max_states=50)
