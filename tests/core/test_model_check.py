@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.core import ledger, slots
-from holdfast.core.commit import Announcement, Board
-from holdfast.core.ledger import NodeLedger, Reports
+from holdfast.core import slots
+from holdfast.core.commit import Board
+from holdfast.core.ledger import NodeLedger
 from holdfast.core.lineage import Lineage
-from holdfast.core.model import Decision, Level, Version
+from holdfast.core.model import Decision, Version
 from holdfast.core.slots import Knowledge, SlotView
 from holdfast.testing.model_check import Result, check
 from holdfast.testing.model_state import Bounds
@@ -29,9 +29,9 @@ SOUND = {
     "two ranks that skip and fail": Bounds(PAIR, skips=1, failures=1),
     "three slots": Bounds(PAIR, num_slots=3, max_step=4, skips=1),
     "storage of any slowness": Bounds(PAIR, durable_every=1, max_step=3),
-    "a trainer dies twice": Bounds(PAIR, trainer_deaths=2),
-    "a keeper dies": Bounds(PAIR, keeper_deaths=1, skips=1),
-    "a keeper dies, storage is slow": Bounds(PAIR, keeper_deaths=1, durable_every=1),
+    "a trainer dies twice": Bounds(PAIR, max_step=2, trainer_deaths=2),
+    "a keeper dies": Bounds(PAIR, keeper_deaths=1),
+    "a keeper dies, storage is slow": Bounds(PAIR, max_step=2, keeper_deaths=1, durable_every=1),
     "a keeper dies and then a trainer": Bounds(PAIR, max_step=2, keeper_deaths=1, trainer_deaths=1),
     "saves overlap the sealing": Bounds(PAIR, overlap=True, skips=1),
     "three ranks": Bounds(THREE, max_step=3),
@@ -45,6 +45,7 @@ DEEP = {
     "all faults": Bounds(PAIR, skips=1, failures=1, trainer_deaths=1, keeper_deaths=1, max_step=2),
     "keepers and trainers die": Bounds(PAIR, keeper_deaths=1, trainer_deaths=1),
     "keepers die in turn": Bounds(PAIR, keeper_deaths=2),
+    "trainers die in turn": Bounds(PAIR, trainer_deaths=2),
     "keepers die while storage is slow": Bounds(PAIR, keeper_deaths=1, skips=1, durable_every=1),
     "overlap and faults": Bounds(PAIR, overlap=True, skips=1, failures=1, keeper_deaths=1),
     "neighbours": Bounds(NEIGHBOURS, keeper_deaths=1),
@@ -77,7 +78,7 @@ def test_no_order_of_events_breaks_a_promise_in_deep(name: str) -> None:
 
 
 def overwrite_the_oldest(patch: Patch) -> None:
-    patch.setattr(slots, "reusable", lambda slot, knowledge: Decision(not slot.pins, "overwrite the oldest"))
+    patch.setattr(slots, "reusable", lambda slot, _: Decision(not slot.pins, "overwrite the oldest"))
 
 
 def abandoned_stays(patch: Patch) -> None:
@@ -98,7 +99,7 @@ def slot_by_counting(patch: Patch) -> None:
 
 
 def lineage_ignored(patch: Patch) -> None:
-    patch.setattr(Lineage, "is_live", lambda self, version: True)
+    patch.setattr(Lineage, "is_live", lambda *_: True)
 
 
 def pins_ignored(patch: Patch) -> None:
@@ -107,11 +108,11 @@ def pins_ignored(patch: Patch) -> None:
 
 
 def skips_not_noticed(patch: Patch) -> None:
-    patch.setattr(Board, "_skipped_by", lambda self, rank, version: [])
+    patch.setattr(Board, "_skipped_by", lambda *_: [])
 
 
 def neighbours_wait_for_each_other(patch: Patch) -> None:
-    patch.setattr(NodeLedger, "_pass_by", lambda self, rank, version: None)
+    patch.setattr(NodeLedger, "_pass_by", lambda *_: None)
 
 
 def one_rank_is_enough(patch: Patch) -> None:
@@ -138,56 +139,34 @@ def giving_up_means_going_past(patch: Patch) -> None:
     patch.setattr(Board, "abandoned", abandoned)
 
 
-def abandoned_versions_reported_as_sealed(patch: Patch) -> None:
-    """Together with the bug above: a new coordinator completes a version whose copies were overwritten meanwhile."""
-    giving_up_means_going_past(patch)
-    original = NodeLedger.reports
-
-    def reports(self: NodeLedger) -> Reports:
-        sealed = [x.reports[r] for _, x in sorted(self._versions.items()) if x.sent for r in self.ranks]
-        return replace(original(self), sealed=tuple(sealed), abandoned=())
-
-    patch.setattr(NodeLedger, "reports", reports)
+def adopted_slots_stay_untold(patch: Patch) -> None:
+    patch.setattr(NodeLedger, "adopt", lambda *_, **__: ())
 
 
-def captured_versions_can_be_given_up(patch: Patch) -> None:
-    """A new coordinator that lacks a report calls a captured version abandoned, and is believed."""
-    told = NodeLedger.told
-
-    def believe(self: NodeLedger, news: Announcement) -> bool:
-        if news.kind.value == "abandoned":
-            self._local(news.version).level = Level.NONE
-        return told(self, news)
-
-    patch.setattr(NodeLedger, "told", believe)
-    patch.setattr(ledger.NodeLedger, "adopt", lambda self, rank, version, seals, *, layout, durable: ())
-
-
-PLANTED: list[tuple[Callable[[Patch], None], Bounds, set[str]]] = [
-    (overwrite_the_oldest, Bounds(PAIR), {"S6"}),
-    (overwrite_the_oldest, Bounds(THREE, num_slots=3), {"S6"}),
-    (abandoned_stays, Bounds(PAIR, failures=1), {"V1"}),
-    (slot_by_counting, Bounds(PAIR, failures=1), {"S6"}),
-    (lineage_ignored, Bounds(PAIR, trainer_deaths=1), {"V1"}),
-    (pins_ignored, Bounds(PAIR, durable_every=1), {"S5"}),
-    (skips_not_noticed, Bounds(PAIR, skips=2), {"V1"}),
-    (neighbours_wait_for_each_other, Bounds(NEIGHBOURS), {"V1"}),
-    (one_rank_is_enough, Bounds(PAIR), {"S13"}),
-    (giving_up_means_going_past, Bounds(PAIR, overlap=True), {"S6"}),
-    (abandoned_versions_reported_as_sealed, Bounds(PAIR, overlap=True, keeper_deaths=1), {"S6", "S13"}),
-    (captured_versions_can_be_given_up, Bounds(PAIR, keeper_deaths=1), {"S6"}),
+PLANTED: list[tuple[Callable[[Patch], None], Bounds, str]] = [
+    (overwrite_the_oldest, Bounds(PAIR), "S6"),
+    (overwrite_the_oldest, Bounds(THREE, num_slots=3), "S6"),
+    (abandoned_stays, Bounds(PAIR, failures=1), "V1"),
+    (slot_by_counting, Bounds(PAIR, failures=1), "S6"),
+    (lineage_ignored, Bounds(PAIR, trainer_deaths=1), "V1"),
+    (pins_ignored, Bounds(PAIR, durable_every=1), "S5"),
+    (skips_not_noticed, Bounds(PAIR, skips=2), "V1"),
+    (neighbours_wait_for_each_other, Bounds(NEIGHBOURS), "V1"),
+    (one_rank_is_enough, Bounds(PAIR), "S13"),
+    (giving_up_means_going_past, Bounds(PAIR, overlap=True), "S6"),
+    (adopted_slots_stay_untold, Bounds(PAIR, keeper_deaths=1), "V1"),
 ]
 
 
 @pytest.mark.parametrize(("plant", "bounds", "expected"), PLANTED, ids=lambda item: getattr(item, "__name__", ""))
 def test_a_rule_that_is_missing_is_missed(
-    plant: Callable[[Patch], None], bounds: Bounds, expected: set[str], monkeypatch: Patch
+    plant: Callable[[Patch], None], bounds: Bounds, expected: str, monkeypatch: Patch
 ) -> None:
     plant(monkeypatch)
     result = check(bounds)
     assert result.finding is not None, f"nothing found in {result.num_states} states"
     print(f"{result.num_states} states\n{result.finding}")
-    assert result.finding.invariant in expected
+    assert result.finding.invariant == expected
     assert len(result.finding.story) <= 16
 
 

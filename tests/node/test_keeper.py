@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -508,4 +507,3 @@ def test_descriptors_and_threads_do_not_grow(make_rig: MakeRig) -> None:
         reached([trainer], trainer.save(step, durable=step % 5 == 0), Level.CAPTURED)
         rig.status(0)
     eventually(lambda: counts() <= before)
-    shutil.rmtree(rig.root)

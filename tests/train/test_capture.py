@@ -254,7 +254,7 @@ def test_copies_from_a_gpu_hold_the_state_at_the_call_whatever_the_stream_does_n
             source.fill_(-1)  # the next optimizer step
             copy.wait()
             assert bool((target == value).all())
-        streams.close()
+        streams.unpin()
         del target
 
 

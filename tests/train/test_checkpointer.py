@@ -112,13 +112,16 @@ def leave(checkpointer: holdfast.Checkpointer) -> None:
     checkpointer.__exit__(RuntimeError, None, None)
 
 
-def kill_keeper(checkpointer: holdfast.Checkpointer) -> psutil.Process:
+def kill_keeper(checkpointer: holdfast.Checkpointer) -> None:
     """SIGKILL to the keeper; returns when it is gone."""
-    run: Any = checkpointer._run
-    keeper = psutil.Process(run.link.client.pid)
+    keeper = psutil.Process(checkpointer.keeper_status()["pid"])
     keeper.kill()
-    keeper.wait(10)
-    return keeper
+    wait_gone(keeper)
+
+
+def wait_gone(process: psutil.Process) -> None:
+    """Returns when a process that is not our child has ended."""
+    assert not psutil.wait_procs([process], timeout=10)[1]
 
 
 def test_training_goes_on_bit_for_bit_after_going_back_to_any_complete_version(make: Make) -> None:
@@ -340,10 +343,14 @@ def test_damage_is_refused_by_name_and_never_a_silent_fresh_start(make: Make, tm
     assert report is not None
     assert report.refused
     assert "i000001-s0000000001" in report.refused[0]
+    keeper = psutil.Process(following.keeper_status()["pid"])
     with pytest.raises(CorruptError, match="i000001-s0000000001"):
         following.restore("i000001-s0000000001")
-    kill_keeper(following)
+    with pytest.raises(UsageError, match="restore"):
+        following.save(2)  # a failed restore may leave a mixture, which must never be saved
     leave(following)
+    keeper.kill()
+    wait_gone(keeper)
 
     flip(oldest)
     last = make(trainee)
@@ -394,7 +401,8 @@ def test_wrong_calls_say_what_to_do(make: Make, tmp_path: Path) -> None:
         checkpointer.step(3)
     with pytest.raises(UsageError, match="captured, replicated, durable"):
         checkpointer.save(4, level="safe")
-    checkpointer.save(4)
+    with pytest.raises(LevelNotReached, match="one node"):
+        checkpointer.save(4).wait("replicated")
     with pytest.raises(UsageError, match="cannot be saved after"):
         checkpointer.save(3)
     foreign = tmp_path / "foreign"

@@ -16,6 +16,7 @@ No fact costs more than the rank, node or bundles that it speaks of: a version o
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -119,11 +120,17 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Every bundle of the job under one layout, and of those that live in one node only, which one."""
+    """Every bundle of the job under one layout.
+
+    Attributes:
+        lonely: of those that live in one node only, which one.
+        flaw: why no version under this layout can be complete; empty if it can.
+    """
 
     refs: tuple[BundleRef, ...]
     ids: frozenset[str]
     lonely: Mapping[str, int]
+    flaw: str
 
 
 class Board:
@@ -275,6 +282,8 @@ class Board:
             return []
         entry.layout = self._job_layout(entry)
         table = self._tables[entry.layout]
+        if table.flaw:
+            return self._abandon(version, entry, table.flaw)
         if lacking := sorted(table.ids.difference(*(_ids(report) for report in entry.sealed.values()))):
             return self._abandon(version, entry, f"no rank sealed bundle {lacking[0]}")
         entry.level = Level.CAPTURED
@@ -309,7 +318,7 @@ class Board:
             homes = {ref.bundle_id: bundles.only_home(ref, self._topology) for ref in refs}
             lonely = {bundle_id: home for bundle_id, home in homes.items() if home is not None}
             self._named[key] = name
-            self._tables[name] = _Table(refs, frozenset(table), lonely)
+            self._tables[name] = _Table(refs, frozenset(table), lonely, _disagreement(table, layouts))
         return self._named[key]
 
     def _thicken(self, entry: _Entry, bundle_id: str) -> None:
@@ -349,6 +358,18 @@ class Board:
             self._layouts = {k: v for k, v in self._layouts.items() if k in used or newest[k[0]] == k[1]}
 
 
+def _disagreement(table: Mapping[str, BundleRef], layouts: Mapping[int, RankLayout]) -> str:
+    """What is wrong if a rank lacks a bundle that others share with it, or has it otherwise; else nothing.
+
+    For instance one rank's optimizer has state already and its twin's has not.
+    """
+    listed = Counter((ref.bundle_id, ref.fingerprint) for layout in layouts.values() for ref in layout.bundles)
+    for bundle_id, ref in sorted(table.items()):
+        if listed[bundle_id, ref.fingerprint] != len(ref.ranks):
+            return f"the {len(ref.ranks)} ranks of bundle {bundle_id} do not all have it, or not as the same tensors"
+    return ""
+
+
 def _ids(report: RankReport) -> set[str]:
     return {seal.bundle_id for seal in report.seals}
 
@@ -371,16 +392,17 @@ def to_retire(
     Args:
         durable: versions whose root manifest stands.
         keep_last: how many of the newest stay; never fewer than two.
-        keep_every: versions whose step is a multiple stay; 0 for none.
+        keep_every: of so many steps one stays, counted as core.cadence counts them (100: steps 99, 199, ..); 0 for none.
         protected: the one resumed from until a newer is durable, pinned ones, the newest not suspect.
-        lineage: with the running incarnation in it. Versions of dead lineage can never be recovered from, so they do
-            not count among the newest: else a roll-back would leave one usable version, or none.
+        lineage: with the running incarnation in it. Versions of dead lineage are never recovered from, so the newest
+            that are alive stay besides the newest of all: else a roll-back would leave one usable version, or none.
     """
     ordered = sorted(durable)
     live = [version for version in ordered if lineage.is_live(version)]
-    keep = set(live[-max(2, keep_last) :]) | set(protected)
+    count = max(2, keep_last)
+    keep = {*ordered[-count:], *live[-count:], *protected}
     if keep_every:
-        keep |= {version for version in ordered if version.step % keep_every == 0}
+        keep |= {version for version in ordered if (version.step + 1) % keep_every == 0}
     return tuple(version for version in ordered if version not in keep)
 
 

@@ -100,7 +100,7 @@ class NodeLedger:
         if not self._resumed:
             return Decision(None, "the ranks have not agreed yet on what to resume from")
         if rank in self._begun and version <= self._begun[rank][-1]:
-            return Decision(None, f"rank {rank} began {self._begun[rank][-1]} before {version}")
+            return Decision(None, f"rank {rank} is at {self._begun[rank][-1]} already and does not turn back")
         self._pass_by(rank, version)
         if self._versions.get(version, _Local()).abandoned:
             return Decision(None, f"{version} is abandoned: {self._versions[version].reason}")

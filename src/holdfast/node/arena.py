@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from holdfast.core.model import Version
-from holdfast.core.slots import Knowledge, SlotState, SlotView, reusable
+from holdfast.core.slots import SlotState, SlotView
 from holdfast.tiers import memory
 from holdfast.tiers.budget import Budget
 from holdfast.tiers.memory import ImagePlace, Slot, SlotHeader
@@ -46,7 +46,9 @@ class Held:
 
     @property
     def view(self) -> SlotView:
-        """What the overwrite guard sees."""
+        """What the overwrite guard sees. Images that all failed their digest are worth nothing: it may be overwritten."""
+        if self.images and self.condemned.issuperset(self.images):
+            return SlotView(self.slot.slot_id, SlotState.EMPTY, None, self.pins.total())
         return SlotView(self.slot.slot_id, self.state, self.version, self.pins.total())
 
     def start(self, version: Version, *, layout: str, durable: bool) -> None:
@@ -149,11 +151,11 @@ class Arena:
         held.slot.close()
         self.budget.release(total)
 
-    def collect(self, knowledge: Knowledge | None) -> None:
-        """Frees outgrown slots that the guard would let be overwritten."""
+    def collect(self, is_free: Callable[[Held], bool]) -> None:
+        """Frees outgrown slots that may be overwritten."""
         for held in self:
             empty = held.state is SlotState.EMPTY and not held.pins
-            if held.outgrown and (empty or (knowledge is not None and reusable(held.view, knowledge).value)):
+            if held.outgrown and (empty or is_free(held)):
                 self.drop(held)
 
     def close(self) -> None:

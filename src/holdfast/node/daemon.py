@@ -159,6 +159,7 @@ class Keeper:
         """What is due by the clock."""
         self._trainers.reap()
         self._peers.yield_slots(self._saving.starved())
+        self._replicator.tick()
         next_s = self._saving.retry()
         if self._is_over():
             self._server.stop()

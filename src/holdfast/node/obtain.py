@@ -149,14 +149,14 @@ class Obtainer:
                 del present[bundle_id]
             held.pins.pop(PIN, None)
             held.clear()
-            self._state.arena.collect(self._state.knowledge)
+            self._state.arena.collect(self._state.is_free)
 
     def _target(self, rank: int, version: Version, num_bytes: int) -> Held:
         """A slot of the rank that may be written, else memory of its own that goes when the guard allows."""
         state = self._state
         with state.lock:
             fitting = [h for h in state.arena.of_rank(rank) if h.slot.num_bytes >= num_bytes and not h.outgrown]
-            chosen = choose_slot([h.view for h in fitting], state.need_ledger().knowledge)
+            chosen = choose_slot([state.view(h) for h in fitting], state.need_ledger().knowledge)
             held = state.arena.get(chosen.value) if chosen.value is not None else None
             if held is not None:
                 return self._claim(held, version)

@@ -37,6 +37,7 @@ class Replicator:
         self._state = state
         self._events = events
         self._pullers: dict[int, Worker[Version]] = {}
+        self._failed: dict[int, Version] = {}
         self._stopping = False
 
     def put(self, version: Version) -> None:
@@ -48,7 +49,19 @@ class Replicator:
                 name = f"holdfast puller {home}"
                 on_fault = partial(self._state.alarm, f"replica of node {home}")
                 self._pullers[home] = Worker(name, partial(self._pull, home), on_fault)
+            self._failed.pop(home, None)
             self._pullers[home].replace(version)
+
+    def tick(self) -> None:
+        """Pulls again what failed, as long as nothing newer was captured and nobody else made it good."""
+        with self._state.lock:
+            ledger, failed = self._state.ledger, self._failed
+            self._failed = {}
+            if ledger is None or self._stopping:
+                return
+            for home, version in failed.items():
+                if ledger.level(version)[0] is Level.CAPTURED:
+                    self._pullers[home].replace(version)
 
     def stop(self) -> None:
         """Ends the pullers."""
@@ -78,8 +91,11 @@ class Replicator:
             finally:
                 peer.close()
         except HoldfastError as error:
-            # The version stays at its level; the next one is pulled anew.
+            # The version stays at its level until a pull succeeds.
             state.alarm(f"replica of node {home}", f"no replica of {version}: {error}")
+            with state.lock:
+                if self._pullers[home].is_last:
+                    self._failed[home] = version
             return
         state.calm(f"replica of node {home}")
         state.replicated(version, [ref.bundle_id for refs in wanted.values() for ref in refs])

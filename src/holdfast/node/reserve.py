@@ -63,7 +63,7 @@ class Reserve:
         )
         for held in small:
             held.outgrown = True
-        arena.collect(self._state.knowledge)
+        arena.collect(self._state.is_free)
         return missing
 
     def adopt(self, connection: Connection, request: messages.Adopt, fds: list[int]) -> Answer:

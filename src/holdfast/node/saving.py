@@ -78,10 +78,12 @@ class Saving:
         """Gives the slot if the guard allows; else notes why not."""
         state, request, rank = self._state, waiting.request, waiting.trainer.rank
         slots = [h for h in state.arena.of_rank(rank) if not h.outgrown and h.slot.num_bytes >= request.num_bytes]
-        decision = state.need_ledger().begin(rank, request.version, [held.view for held in slots])
+        decision = state.need_ledger().begin(rank, request.version, [self._state.view(held) for held in slots])
         held = state.arena.get(decision.value) if decision.value is not None else None
         if held is None:
-            waiting.reason = decision.reason
+            kept = [str(slot.version) for slot in slots if state.awaits_replicas(slot)]
+            why = f"; nothing newer than {kept[0]} has a second copy yet" if kept else ""
+            waiting.reason = decision.reason + why
             return False
         held.start(request.version, layout=state.layouts[rank].fingerprint, durable=request.durable)
         fds = () if held.slot.slot_id in waiting.trainer.known else (held.slot.fd,)

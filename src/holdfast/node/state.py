@@ -12,7 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from holdfast.base.errors import Fenced, KeeperError, UsageError
 from holdfast.core.appointments import Appointment
@@ -20,8 +20,9 @@ from holdfast.core.commit import Announcement, Kind, PartReport, RankReport
 from holdfast.core.ledger import NodeLedger, Reports
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Version
+from holdfast.core.patience import Patience
 from holdfast.core.recovery import MemoryCopy
-from holdfast.core.slots import Knowledge, SlotState
+from holdfast.core.slots import SlotState, SlotView, reusable
 from holdfast.node.arena import Arena, Held
 from holdfast.node.messages import Alarm, Appointed, Assembly, Inventory, Message, News, Progress
 from holdfast.node.places import Place
@@ -75,6 +76,7 @@ class NodeState:
         self.ledger: NodeLedger | None = None
         self.layouts: dict[int, RankLayout] = {}
         self.finished: set[int] = set()
+        self._patience = Patience()
         self.alarms: OrderedDict[str, Warned] = OrderedDict()
         self.outlets: Outlets
         self._past = _Past()
@@ -87,14 +89,37 @@ class NodeState:
         return self.assembly.incarnation if self.assembly else 0
 
     @property
-    def knowledge(self) -> Knowledge | None:
-        """What the overwrite guard may rely on; None before the job came together."""
-        return self.ledger.knowledge if self.ledger else None
-
-    @property
     def resumed(self) -> Version | None:
         """What the incarnation resumed from."""
         return self._resumed
+
+    def view(self, held: Held) -> SlotView:
+        """A slot as the overwrite guard is to see it: pinned, while the loss of a node would need its version."""
+        return replace(held.view, pins=held.view.pins + 1) if self.awaits_replicas(held) else held.view
+
+    def is_free(self, held: Held) -> bool:
+        """Whether the guard lets a slot be overwritten."""
+        return self.ledger is not None and reusable(self.view(held), self.ledger.knowledge).value
+
+    def awaits_replicas(self, held: Held) -> bool:
+        """Whether nothing newer than its version is known to be in two nodes, in a job that has two."""
+        ledger, version = self.ledger, held.version
+        if ledger is None or version is None or len(ledger.topology.nodes) < 2 or held.state is SlotState.EMPTY:
+            return False
+        knowledge = ledger.knowledge
+        if version in knowledge.abandoned or not knowledge.lineage.is_live(version):
+            return False
+        safe = ledger.newest(Level.REPLICATED) or self._resumed
+        if safe is not None and version < safe:
+            return False
+        if self._patience.lasts(time.monotonic()):
+            return True
+        self.alarm(
+            "replication",
+            f"{knowledge.captured} has no second copy after {self._patience.limit_s:.0f} s; until replication catches "
+            "up the loss of a node may cost everything since the last durable version",
+        )
+        return False
 
     def need_ledger(self) -> NodeLedger:
         """The ledger.
@@ -139,6 +164,7 @@ class NodeState:
         )
         self.layouts, self.finished = {}, set()
         self._resumed, self._is_resumed = None, False
+        self._patience.since_s = None
         for held in self.arena:
             held.outgrown |= not held.replica and held.rank not in self.ledger.ranks
             if held.state is SlotState.WRITING and not held.pins:
@@ -159,7 +185,7 @@ class NodeState:
                 self._resumed, self._is_resumed = version, True
                 ledger.resume(version)
                 self._feed()
-                self.arena.collect(ledger.knowledge)
+                self.arena.collect(self.is_free)
                 self.outlets.changed()
 
     def register(self, layout: RankLayout) -> None:
@@ -248,10 +274,15 @@ class NodeState:
                 self.alarm(f"twins {told.version}", f"twins differ in {told.version}: {told.reason}; not used again")
             self._publish(told.version)
             if told.kind is Kind.CAPTURED:
+                self._patience.captured(time.monotonic())
                 self._captured(told)
+            if told.kind in (Kind.REPLICATED, Kind.DURABLE):
+                newest = ledger.knowledge.captured == ledger.newest(Level.REPLICATED)
+                self._patience.replicated(time.monotonic(), newest=newest)
+                self.calm("replication")
             if told.kind is Kind.PERSIST:
                 self._persist(told.version)
-            self.arena.collect(ledger.knowledge)
+            self.arena.collect(self.is_free)
             self.outlets.changed()
 
     def _captured(self, told: Announcement) -> None:
@@ -291,7 +322,7 @@ class NodeState:
         """An activity no longer needs the slot's bytes."""
         with self.lock:
             held.unpin(why)
-            self.arena.collect(self.knowledge)
+            self.arena.collect(self.is_free)
             self.outlets.changed()
 
     def replicated(self, version: Version, bundle_ids: Iterable[str]) -> None:

@@ -33,8 +33,10 @@ PING_EVERY_S = 1.0
 # While somebody lower is up but not ready (its ranks are still coming together) we ask again this often, this long.
 RETRY_S = 0.05
 PATIENCE_S = 15.0
-# A lower node that did not answer is asked again this often; a frozen one costs DIAL_TIMEOUT_S each time.
-RECHECK_S = 3.0
+# A lower node that was not there is asked again this often: as long as two lead, nothing is complete. One that was
+# there but silent costs DIAL_TIMEOUT_S each time and is left alone for longer.
+RECHECK_S = 0.3
+FROZEN_S = 5.0
 MAX_QUEUE = 256
 JOIN_TIMEOUT_S = 5.0
 
@@ -73,6 +75,7 @@ class Uplink:
         self._line: _Line | None = None
         self._coordinator: Coordinator | None = None
         self._patient_until = self._retry_at = self._recheck_at = self._ping_at = 0.0
+        self._frozen_until: dict[int, float] = {}
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="holdfast uplink", daemon=True)
         self._thread.start()
@@ -155,7 +158,7 @@ class Uplink:
             elif self._line is None and self._coordinator is None:
                 pause_s = self._retry_at - time.monotonic()
             else:
-                pause_s = 0.0 if self._queue or self._whole else PING_EVERY_S
+                pause_s = 0.0 if self._queue or self._whole else RECHECK_S if self.leader > 0 else PING_EVERY_S
             if pause_s > 0 and not self._stopping:
                 self._changed.wait(pause_s)
             return not self._stopping
@@ -173,6 +176,8 @@ class Uplink:
         if leader == 0 or now < (self._retry_at if leader < 0 else self._recheck_at):
             return
         for lower in range(self._node if leader < 0 else min(leader, self._node)):
+            if leader >= 0 and now < self._frozen_until.get(lower, 0.0):
+                continue
             verdict = self._ask(lower, assembly)
             if verdict is _Verdict.FOLLOW:
                 return
@@ -186,11 +191,14 @@ class Uplink:
     def _ask(self, lower: int, assembly: Assembly) -> _Verdict:
         """Dials a lower node and introduces us with a whole report; only a coordinator takes it."""
         hello = Hello(job=self._state.place.job, role=KEEPER, node=self._node, incarnation=assembly.incarnation)
+        started = time.monotonic()
         try:
             caller = dial(
                 assembly.addresses[lower], hello, timeout_s=DIAL_TIMEOUT_S, on_push=self._hear, on_lost=self._lost
             )
         except KeeperLost:
+            if time.monotonic() - started >= DIAL_TIMEOUT_S:
+                self._frozen_until[lower] = time.monotonic() + FROZEN_S
             return _Verdict.PASS
         try:
             with self._state.lock:

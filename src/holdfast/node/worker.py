@@ -61,6 +61,12 @@ class Worker(Generic[J]):
             return not self._busy and not self._jobs
 
     @property
+    def is_last(self) -> bool:
+        """Whether no job waits behind the one that is being done."""
+        with self._changed:
+            return not self._jobs
+
+    @property
     def stopping(self) -> bool:
         """Whether `stop` was called; long jobs look at it between their parts."""
         return self._stopping

@@ -399,7 +399,8 @@ def retention_keeps(lives: Sequence[Life], *, keep_last: int) -> list[Violation]
             continue
         committed = set(life.storage.committed)
         mine = {version.incarnation for version, _ in life.states}
-        ever |= {version for version in committed if version.incarnation in mine}
+        # A commit of the life before may have ended after it; what lies beyond the point of return is dead lineage.
+        ever |= {v for v in committed if v.incarnation in mine or (resumed_from is not None and v <= resumed_from)}
         must = set(sorted(ever)[-keep_last:])
         if resumed_from in ever and not any(version > resumed_from for version in ever if resumed_from):
             must.add(resumed_from)  # type: ignore[arg-type]  # None is never in `ever`
@@ -407,6 +408,7 @@ def retention_keeps(lives: Sequence[Life], *, keep_last: int) -> list[Violation]
             Violation("S11", f"after life {number}: retention removed {version}, it must keep it")
             for version in sorted(must - committed)
         ]
+        ever &= committed  # what is rightly gone is not asked for again, whatever lineage dies later
     return found
 
 

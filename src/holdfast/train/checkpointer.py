@@ -151,8 +151,11 @@ class Checkpointer:
             )
             report = restorer.run(wanted, fresh=fresh, events=self.events)
         except BaseException:
-            if run is None:
-                link.close(finished=False)
+            # The objects may hold a mixture now; nothing of it must ever be saved.
+            if run is not None:
+                run.saver.close()
+            link.close(finished=False)
+            self._run = None
             raise
         link.resumed = (job.incarnation, report.version)
         saver.restart()
@@ -275,6 +278,7 @@ class Checkpointer:
             level,
             client=lambda: run.link.client,
             settle=run.saver.settle,
+            num_nodes=len(run.job.topology.nodes),
             timeout_s=self._config.close_timeout_s,
         )
         run.last = handle

@@ -54,7 +54,7 @@ class SideStreams:
         self._unpin(address)
         code = _driver().cudaHostRegister(address, slot.num_bytes, 0)
         if int(code) != 0:
-            logger.warning("the driver did not pin a slot of %d bytes (error %d); copies block", slot.num_bytes, code)
+            logger.warning("the driver did not pin a slot of %d bytes (%s); copies block", slot.num_bytes, code)
             return
         self._pinned[address] = slot.num_bytes
 
@@ -82,12 +82,11 @@ class SideStreams:
         for stream in self._streams.values():
             stream.synchronize()
 
-    def close(self) -> None:
-        """Unpins all slots, once nothing is copied into them."""
+    def unpin(self) -> None:
+        """Unpins all slots, once nothing is copied into them. MUST come before one is unmapped."""
         self.drain()
         for address in tuple(self._pinned):
             self._unpin(address)
-        self._streams.clear()
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:

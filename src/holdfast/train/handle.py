@@ -31,12 +31,14 @@ class SaveHandle:
         *,
         client: Callable[[], KeeperClient | None],
         settle: Callable[[], None],
+        num_nodes: int,
         timeout_s: float,
     ) -> None:
         self.version = version
         self.level = level
         self._client = client
         self._settle = settle
+        self._num_nodes = num_nodes
         self._timeout_s = timeout_s
         self._given_up = ""
 
@@ -73,6 +75,11 @@ class SaveHandle:
         wanted = self.level if level is None else as_level(level)
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         self._settle()
+        if wanted is Level.REPLICATED and self._num_nodes < 2:
+            raise LevelNotReached(
+                f"{self.version} cannot be replicated: the job has one node",
+                remedy='ask for "durable", or run on two nodes',
+            )
         started = time.monotonic()
         while True:
             client = self._client()

@@ -243,7 +243,8 @@ class OptimizerPart:
         has_values = loading.layouts.resolve(path, group)[0] in loading.values
         if not entries and not has_values:
             return
-        existing = {key: live for (id_, key), live in self._live.items() if id_ == id(parameter)}
+        mine = ((key, self._live.get((id(parameter), key))) for key in self._state.get(parameter, ()))
+        existing = {key: live for key, live in mine if live is not None}
         complete = True
         if has_values:
             device = local_of(parameter).device

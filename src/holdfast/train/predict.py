@@ -35,7 +35,11 @@ def predict_state(optimizer: Optimizer) -> dict[int, Mapping[str, torch.Tensor]]
     if not step.__module__.startswith("torch.optim."):
         return None
     twins: dict[int, nn.Parameter] = {}
-    groups = [_group_on_meta(optimizer, group, twins) for group in optimizer.param_groups]
+    group_of: dict[int, dict[str, Any]] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        group_of.update((id(parameter), group) for parameter in group["params"])
+        groups.append(_group_on_meta(optimizer, group, twins))
     stand_in = copy.copy(optimizer)
     stand_in.__dict__.update(state=defaultdict(dict), param_groups=groups)
     for name, value in vars(stand_in).items():
@@ -49,27 +53,28 @@ def predict_state(optimizer: Optimizer) -> dict[int, Mapping[str, torch.Tensor]]
     made = {id_: stand_in.state[twin] for id_, twin in twins.items() if twin in stand_in.state}
     if not all(isinstance(value, torch.Tensor) for state in made.values() for value in state.values()):
         return None
-    return {id_: _as_made(optimizer, id_, state) for id_, state in made.items()}
+    return {id_: _as_made(group_of[id_], state) for id_, state in made.items()}
 
 
 def _group_on_meta(optimizer: Optimizer, group: dict[str, Any], twins: dict[int, nn.Parameter]) -> dict[str, Any]:
-    fresh = []
+    """The group with one parameter on meta for all that are alike: a step on meta costs 0.4 ms per parameter."""
+    fresh: dict[tuple[Any, ...], nn.Parameter] = {}
     for parameter in group["params"]:
         if parameter.requires_grad and not optimizer.state.get(parameter):
             local = local_of(parameter)
-            twin = nn.Parameter(torch.empty_like(local, device="meta").detach())
-            twin.grad = torch.zeros_like(twin)
-            twins[id(parameter)] = twin
-            fresh.append(twin)
+            kind = (local.shape, local.stride(), local.dtype)
+            if kind not in fresh:
+                fresh[kind] = nn.Parameter(torch.empty_like(local, device="meta").detach())
+                fresh[kind].grad = torch.zeros_like(fresh[kind])
+            twins[id(parameter)] = fresh[kind]
     off = {name: False for name in _IMPLEMENTATIONS if name in group}
-    return {**group, **off, "params": fresh}
+    return {**group, **off, "params": list(fresh.values())}
 
 
-def _as_made(optimizer: Optimizer, id_: int, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+def _as_made(group: Mapping[str, Any], state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """With the step count as the chosen implementation will make it: a float32 on the parameter's device if fused or
     capturable (torch.optim, note on special device hosting for step).
     """
-    group = next(g for g in optimizer.param_groups if any(id(p) == id_ for p in g["params"]))
     if "step" in state and (group.get("fused") or group.get("capturable")):
         return {**state, "step": torch.empty((), dtype=torch.float32, device="meta")}
     return state

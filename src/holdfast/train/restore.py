@@ -168,6 +168,8 @@ class Restorer:
     def _load(self, choice: Choice) -> _Loaded:
         facts = verdict.facts_of(None, self._job, self._quarantine)
         fetches = recovery.fetches(choice, self._job.group.rank, facts)
+        num_bytes = sum(fetch.seal.length for fetch in fetches)
+        logger.info("loading %s: %d bundles, %d bytes", choice.version, len(fetches), num_bytes)
         loaded = _Loaded()
         loaded.located = self._obtain(choice.version, fetches, loaded.faults)
         sources = list(_readable(fetches, loaded.located, loaded.faults))

@@ -114,7 +114,7 @@ class Saver:
         """Ends the copying thread, removes the hooks, lets go of the slots."""
         self.fence.settle()
         self.fence.close()
-        self._streams.close()
+        self._streams.unpin()
         self._views.clear()
 
     def _save(self, handle: SaveHandle, *, durable: bool) -> None:
@@ -216,6 +216,7 @@ class Saver:
 
     def _prepare(self, client: KeeperClient, num_bytes: int, gathered: Gathered) -> tuple[Slot, ...]:
         self._views.clear()
+        self._streams.unpin()
         slots = client.prepare(num_bytes, self._config.num_slots)
         self._reserved = min(slot.num_bytes for slot in slots)
         if any(live.local.device.type == "cuda" for live in gathered.tensors.values()):

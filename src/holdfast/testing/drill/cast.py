@@ -23,6 +23,8 @@ import msgspec
 from holdfast.testing.drill.ground import Ground, Setup, die_with
 
 WAIT_S = 5.0
+# States of a process that is dead or about to be; it has no state at all when it is gone.
+_DYING = ("Z", "X", "")
 
 
 @dataclass(slots=True)
@@ -190,9 +192,11 @@ class Cast:
             signal.pidfd_send_signal(member.pidfd, signal.SIGSTOP)
         deadline = time.monotonic() + WAIT_S
         for member in members:
-            while _state(member.pid) not in {"T", "Z", ""} and time.monotonic() < deadline:
+            while _state(member.pid) not in {"T", *_DYING} and time.monotonic() < deadline:
                 time.sleep(0.0005)  # the kernel tells nobody but a tracer
-        return members
+            if _state(member.pid) in _DYING:  # killed before we came; its threads take their time
+                self.await_end(member, WAIT_S)
+        return self.alive(kind)
 
     def thaw(self, kind: str) -> None:
         """Lets stopped members go on."""

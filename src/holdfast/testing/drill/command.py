@@ -294,6 +294,15 @@ def _report(outcomes: Sequence[Outcome], *, as_json: bool, verbose: bool) -> int
     return int(bool(bad))
 
 
+def _write_evidence(path: Path, outcomes: Sequence[Outcome]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for outcome in outcomes:
+            if outcome.violations:
+                file.write(f"=== trial {outcome.number} ({outcome.phase}, {outcome.victim}) {outcome.plant}\n")
+                file.writelines(f"{invariant}: {what}\n" for invariant, what in outcome.violations)
+                file.writelines(f"    {line}\n" for line in outcome.evidence)
+
+
 def _report_hunt(quarries: Sequence[Quarry], *, as_json: bool) -> int:
     missed = [quarry.name for quarry in quarries if quarry.found_by is None]
     if as_json:
@@ -324,6 +333,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     progress = Progress(len(trials), "trials", quiet=options.json)
     outcomes = drill(trials, num_lanes=options.lanes, progress=progress)
     code = _report(outcomes, as_json=options.json, verbose=options.only is not None)
+    if options.evidence:
+        _write_evidence(options.evidence, outcomes)
     if not options.json:
         verdict = "violations found" if code else "no violation"
         _say("", f"{len(outcomes)} trials of seed {options.seed} in {time.monotonic() - began:.1f} s: {verdict}")
@@ -339,6 +350,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--full-starts", type=int, default=0, metavar="N", help="also N trials of fresh interpreters")
     parser.add_argument("--plant", choices=["all", *planted.BUGS], metavar="NAME|all", help="plant a bug and find it")
     parser.add_argument("--lanes", type=int, default=NUM_LANES, help="trials at a time (default 2)")
+    parser.add_argument("--evidence", type=Path, metavar="FILE", help="write journal and logs of violations there")
     parser.add_argument("--json", action="store_true", help="one JSON object per trial instead of the table")
     options = parser.parse_args(arguments)
     if options.trials < 0 or options.full_starts < 0 or options.lanes < 1:

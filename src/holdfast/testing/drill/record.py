@@ -95,10 +95,14 @@ class Record:
     def note(self, fact: dict[str, Any]) -> None:
         """Takes in one line of the journal."""
         if fact["e"] not in {"file", "phase"}:
-            self.lines.append(f"{(time.monotonic() - self._began) * 1000:5.0f} ms {json.dumps(fact)}")
+            self.say(json.dumps(fact))
         kind = self._kinds.get(fact["e"])
         if kind is not None:
             kind(fact)
+
+    def say(self, what: str) -> None:
+        """A line for a person who looks for the reason of a violation."""
+        self.lines.append(f"{(time.monotonic() - self._began) * 1000:5.0f} ms {what}")
 
     def fault(self, invariant: str, what: str) -> None:
         """Something that no process of the life may do."""

@@ -13,6 +13,7 @@ import os
 import select
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ LIFE_S = 20.0
 FULL_LIFE_S = 90.0
 END_S = 10.0
 READ_BYTES = 1 << 16
+STRANGER = "notes.txt"
 # How long a life takes that is not struck, from the first line of a fresh trainer on; the scale of random instants.
 USUAL_LIFE_S = 0.5
 
@@ -102,8 +104,9 @@ class Stage:
         return Setup(self._trial, self._number, rank, self._sandbox, strike, wanted, fresh)
 
     def _may_start_afresh(self) -> bool:
-        """Nothing was ever acknowledged, so the refusal to come back is right, and so is an operator's new start."""
-        if self.record.life.resumed or not self._unfound or invariants.standing(self.record.course.lives):
+        """Nothing that was acknowledged is left unspoiled: the refusal is right, and so is an operator's new start."""
+        standing = set(invariants.standing(self.record.course.lives)) - self.record.life.spoiled
+        if self.record.life.resumed or not self._unfound or standing:
             return False
         self.record.life.faults.clear()
         return True
@@ -171,7 +174,9 @@ class Stage:
             keeper_dies = f"k{node}" in others or not self._cast.is_alive(f"k{node}")
             if keeper_dies or (node in self._renewed and not self._adopted(node)):
                 self._lost.add(node)
-        self._cast.kill([*(member.name for member in self._cast.alive("t")), *others])
+        names = [*(member.name for member in self._cast.alive("t")), *others]
+        self.record.say(f"the lane kills {names}; memory lost on nodes {sorted(self._lost)}")
+        self._cast.kill(names)
 
     def _adopted(self, node: int) -> bool:
         """Whether the new keeper has all slots that the trainer has."""
@@ -241,7 +246,7 @@ class Stage:
         elif event in {"done", "closed"}:
             self._done.add(who)
         elif event == "refused":
-            self._unfound |= fact["what"].startswith("VersionNotFound")
+            self._unfound |= fact["what"].startswith(("VersionNotFound", "CorruptError"))
         elif event == "begins" and self._plan.aim is not None:
             self._due.append((time.monotonic() + self._plan.aim.fraction * USUAL_LIFE_S, self._plan.aim.victims))
         elif event == "strike" and "delay_s" in fact:
@@ -260,9 +265,14 @@ class Stage:
         self._read_journal()
         holders = {node: [m.pid for m in frozen if m.name == f"k{node}"] for node in self._ranks}
         memory = evidence.read_memory(holders, num_entries=NUM_ENTRIES)
-        self.record.life.memory = invariants.MemoryView(memory.copies, memory.contents, memory.lost | self._lost)
+        self.record.life.memory = replace(memory, lost=memory.lost | self._lost)
         self.record.life.storage = evidence.read_storage(Path(self._sandbox, "c"), num_entries=NUM_ENTRIES)
         self._cast.thaw("k")
+        # A strike may have come this late; what it took with it was there when we looked, or not.
+        late = {int(m.name[1:]) for m in frozen if not self._cast.is_alive(m.name)} - self._lost
+        self.record.life.memory = replace(self.record.life.memory, lost=self.record.life.memory.lost | late)
+        lost = sorted(self.record.life.memory.lost)
+        self.record.say(f"the lane looks: keepers {[m.name for m in frozen]}, memory lost on nodes {lost}")
 
     def _closed(self) -> bool:
         return self._plan.ends == "close" and all(member.status == 0 for member in self._mine())
@@ -289,7 +299,7 @@ class Stage:
         """A file of somebody else in the directory that is retired next."""
         committed = sorted(Path(self._sandbox, "c").glob("*/manifest.json"))
         if self._plan.stranger and committed:
-            committed[0].with_name("notes.txt").write_text("not yours")
+            committed[0].with_name(STRANGER).write_text("not yours")
 
     def _late_writer(self) -> None:
         """A keeper of the first incarnation wakes up and commits; nothing may come of it."""
@@ -313,7 +323,15 @@ class Stage:
         runtime = Path(self._sandbox, "r")
         left += [f"file {path.relative_to(self._sandbox)}" for path in sorted(runtime.rglob("*")) if not path.is_dir()]
         storage = self.record.life.storage
-        return left + [f"temporary file {name}" for name in (storage.temporary if storage else ())]
+        if storage is not None:
+            left += [f"temporary file {name}" for name in storage.temporary]
+            newest = max(storage.incarnations, default=0)
+            left += [
+                f"{', '.join(stored.files)} of {version}, which was never committed"
+                for version, stored in storage.versions.items()
+                if version.incarnation < newest and not stored.manifest and set(stored.files) - {STRANGER}
+            ]
+        return left
 
 
 def _oldest_durable(life: Life | None) -> Version | None:
