@@ -61,8 +61,8 @@ def _block(told: list[str]) -> list[str]:
 def run(stage: Stage | Archive, command: str) -> list[str]:
     """What one command answers."""
     name, *rest = shlex.split(command)
-    args = dict(part.split("=", 1) if "=" in part else (part, "") for part in rest)
-    return stage.run(name, args)
+    parts = [part.partition("=") for part in rest]
+    return stage.run(name, {key: value for key, _, value in parts})
 
 
 @pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.txt")), ids=lambda path: path.stem)

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast
 
-STEPS = 600
+STEPS = 300
 LAST_OF_FIRST = 6
 
 
@@ -63,7 +63,7 @@ def main() -> None:
         job = Job()
         facts["reference"] = [job.train() for _ in range(STEPS)]
     job = Job()
-    every = "1" if part == "first" else "200ms"
+    every = "1" if part == "first" else "100ms"
     checkpointer = holdfast.Checkpointer(root, model=job.model, optimizer=job.optimizer, every=every, durable_every="0")
     facts["start"] = checkpointer.restore()
     assert checkpointer.last_restore is not None

@@ -114,6 +114,24 @@ def test_a_lost_node_comes_back_from_the_memory_of_the_others(make_rig: MakeRig)
     reached(back, again, Level.REPLICATED)
 
 
+def test_a_replicated_version_is_kept_until_a_newer_one_is_replicated(make_rig: MakeRig) -> None:
+    rig = make_rig(num_nodes=2, own_bytes=1 << 20)
+    trainers = rig.start()
+    for step in range(12):  # as fast as the guard allows; then a node dies at once
+        version = save_all(trainers, step)
+    reached(trainers, version, Level.CAPTURED)
+    acknowledged = max(v for v in (Version(1, s) for s in range(12)) if trainers[0].client.level(v)[0] >= 2)
+    os.kill(trainers[1].client.pid, signal.SIGKILL)
+    for trainer in trainers:
+        trainer.client.close()
+    rig.next_incarnation(version)
+
+    back = [reborn(rig, rank) for rank in range(2)]
+
+    found, _ = restored(back[1], facts_of(rig, back[1].client.inventory()))
+    assert found >= acknowledged
+
+
 def test_storage_is_the_last_source(make_rig: MakeRig) -> None:
     rig = make_rig(num_nodes=2)
     trainers = rig.start()

@@ -390,7 +390,7 @@ class KeeperClient:
             callback(version, news)
 
     def _alarmed(self, message: messages.Alarm) -> None:
-        logger.warning("keeper of %s: %s", self.node, message.text)
+        logger.warning("the keeper warns: %s", message.text)  # pushes may come before `connect` has returned
         with self._changed:
             self._alarms[message.key] = message.text
             self._alarms.move_to_end(message.key)

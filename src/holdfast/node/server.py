@@ -89,8 +89,9 @@ class Connection:
 
     def start(self) -> None:
         """Starts the writer, once the client is greeted."""
-        self._writer = threading.Thread(target=self._write, name="holdfast writer", daemon=True)
-        self._writer.start()
+        writer = threading.Thread(target=self._write, name="holdfast writer", daemon=True)
+        writer.start()
+        self._writer = writer  # not before: a keeper that ends just now would join what was never started
 
     def end(self) -> None:
         """Stops the writer and closes the channel; only the reader's thread calls it."""

@@ -49,9 +49,9 @@ TRAINING_TIMEOUT_S = 300.0
 class Plan:
     """How long to train and when to break what."""
 
-    steps: int = 150
-    faults: tuple[int, int, int] = (30, 70, 115)
-    durable_every: int = 20
+    steps: int = 120
+    faults: tuple[int, int, int] = (25, 55, 90)
+    durable_every: int = 15
 
 
 @dataclass(frozen=True, slots=True)

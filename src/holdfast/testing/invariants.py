@@ -386,30 +386,34 @@ def history_is_never_rewritten(lives: Sequence[Life]) -> list[Violation]:
 
 
 def retention_keeps(lives: Sequence[Life], *, keep_last: int) -> list[Violation]:
-    """S11: the newest `keep_last` versions that were ever seen committed are there, and the one resumed from."""
+    """S11: of the living lineage the newest `keep_last` that were seen committed are there, and the one resumed from."""
     found = []
     ever: set[Version] = set()
-    resumed_from: Version | None = None
+    resumed: dict[int, Version | None] = {}
     for number, life in enumerate(lives, 1):
         if _all_resumed(life):
-            resumed_from = life.resumed[0].version
-            ever = {v for v in ever if resumed_from is not None and v <= resumed_from}  # the rest is dead lineage
+            resumed[life.resumed[0].incarnation] = life.resumed[0].version
         ever |= {ack.version for ack in life.acks if ack.level is Level.DURABLE}
         if life.storage is None:
             continue
         committed = set(life.storage.committed)
-        mine = {version.incarnation for version, _ in life.states}
-        # A commit of the life before may have ended after it; what lies beyond the point of return is dead lineage.
-        ever |= {v for v in committed if v.incarnation in mine or (resumed_from is not None and v <= resumed_from)}
+        ever = {version for version in ever | committed if not _is_dead(version, resumed)}
         must = set(sorted(ever)[-keep_last:])
-        if resumed_from in ever and not any(version > resumed_from for version in ever if resumed_from):
-            must.add(resumed_from)  # type: ignore[arg-type]  # None is never in `ever`
+        start = resumed[max(resumed)] if resumed else None
+        if start is not None and start in ever and not any(version > start for version in ever):
+            must.add(start)
         found += [
             Violation("S11", f"after life {number}: retention removed {version}, it must keep it")
             for version in sorted(must - committed)
         ]
         ever &= committed  # what is rightly gone is not asked for again, whatever lineage dies later
     return found
+
+
+def _is_dead(version: Version, resumed: Mapping[int, Version | None]) -> bool:
+    """Whether a later incarnation resumed from before `version`."""
+    later = (start for incarnation, start in resumed.items() if incarnation > version.incarnation)
+    return any(start is None or version > start for start in later)
 
 
 def suspects_never_replace(lives: Sequence[Life]) -> list[Violation]:

@@ -26,7 +26,7 @@ from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import KeeperLost, LevelNotReached, UsageError
 from holdfast.base.events import Events
-from holdfast.core.appointments import Appointment
+from holdfast.core.appointments import Appointment, Proposal
 from holdfast.core.model import Level, Version
 from holdfast.tiers.storage import open_storage
 from holdfast.train import agree
@@ -142,9 +142,10 @@ class Checkpointer:
             run.link.wait_mended(self._config.close_timeout_s)
         state = run.state if run else agree.together(group, lambda: self._gatherer(group))
         link = run.link if run else self._new_link(group)
+        saver = run.saver if run else None
         try:
             job = assemble(group, self._root, self._config, storage=self._storage, link=link)
-            saver = run.saver if run else self._new_saver(state, link, job, group)
+            saver = saver or self._new_saver(state, link, job, group)
             agree.together(group, saver.reserve)
             restorer = Restorer(
                 job, link.require(), state=state, storage=self._storage, timeout_s=self._config.close_timeout_s
@@ -152,8 +153,8 @@ class Checkpointer:
             report = restorer.run(wanted, fresh=fresh, events=self.events)
         except BaseException:
             # The objects may hold a mixture now; nothing of it must ever be saved.
-            if run is not None:
-                run.saver.close()
+            if saver is not None:
+                saver.close()
             link.close(finished=False)
             self._run = None
             raise
@@ -180,12 +181,7 @@ class Checkpointer:
         run.step = step
         run.at(step)
         due = run.schedule.after(step, stop_wanted=self._signal.arrived)
-        client = run.link.client
-        for proposal in due.propose if client is not None else ():
-            try:
-                client.propose(proposal)  # type: ignore[union-attr]
-            except KeeperLost:
-                break  # it is proposed again later
+        self._propose(run, due.propose)
         for missed in due.missed:
             self._missed(missed)
         handle = None
@@ -328,6 +324,13 @@ class Checkpointer:
         if self._run is not None:
             self._run.saver.close()
             self._run.link.close(finished=finished)
+
+    def _propose(self, run: _Run, proposals: Sequence[Proposal]) -> None:
+        try:
+            for proposal in proposals:
+                run.link.require().propose(proposal)
+        except KeeperLost as error:
+            logger.info("nothing was proposed, and is again later: %s", error)
 
     def _appointed(self, appointment: Appointment) -> None:
         """The coordinator named a step; called in the keeper's reader thread."""

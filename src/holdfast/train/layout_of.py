@@ -121,9 +121,10 @@ def mesh_ranks(tensor: DTensor) -> Group | None:
 
 def _check_kind(name: str, local: torch.Tensor) -> None:
     """Refuses what is not plain memory: its bytes would not be its value."""
+    is_wrapper: bool = is_traceable_wrapper_subclass(local)
     if local.layout is not torch.strided:
         kind = f"sparse tensors ({local.layout})"
-    elif is_traceable_wrapper_subclass(local):
+    elif is_wrapper:
         kind = f"tensors of the class {type(local).__name__}"
     elif is_lazy(local) or local.device.type == "meta":
         raise UsageError(

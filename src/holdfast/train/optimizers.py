@@ -194,12 +194,11 @@ class OptimizerPart:
             return False
         here, there = self._names, [group["params"] for group in groups]
         if here == there:
-            odd = {
-                key for pair in zip(self.optimizer.param_groups, groups, strict=True) for key in _foreign_keys(*pair)
-            }
-            if not odd:
+            pairs = zip(self.optimizer.param_groups, groups, strict=True)
+            foreign = {key for pair in pairs for key in _foreign_keys(*pair)}
+            if not foreign:
                 return True
-            what = f"saved by another class of optimizer: {', '.join(sorted(odd))}"
+            what = f"saved by another class of optimizer: {', '.join(sorted(foreign))}"
         elif len(here) != len(there):
             what = f"{len(there)} groups saved, {len(here)} here"
         else:

@@ -102,6 +102,9 @@ class Saver:
         except Exception as error:  # a fault of ours or of the device must not end the training
             logger.exception("saving %s failed", handle.version)
             self._give_up(handle, f"{type(error).__name__}: {error}")
+        except BaseException:
+            self._give_up(handle, "the save was interrupted")
+            raise
         self._events.emit(
             "saved", version=str(handle.version), seconds=time.perf_counter() - started, given_up=handle.given_up
         )

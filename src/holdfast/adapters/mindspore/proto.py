@@ -11,14 +11,15 @@ too, because it could not be written back. `CorruptError` names the message and 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from holdfast.base.errors import CorruptError, UsageError
 
-# A layout takes about twenty fields, so this is room for fifty thousand parameters, and half a second of reading.
-MAX_FIELDS: Final = 1 << 20
+# A layout takes about twenty fields, so this is room for 25,000 parameters; reading so many takes half a second.
+MAX_FIELDS: Final = 1 << 19
 
 Label = Literal["required", "optional", "repeated"]
 _VARINT, _DELIMITED = 0, 2
@@ -42,16 +43,24 @@ class Field:
     name: str
     kind: str | Message
     label: Label = "required"
+    is_number: bool = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_number", self.kind in _RANGES)
 
 
 class Message:
     """A message type: its name for errors, and its fields by number."""
 
-    __slots__ = ("fields", "name")
+    __slots__ = ("fields", "name", "repeated", "required", "unread")
 
     def __init__(self, name: str, *fields: Field) -> None:
         self.name = name
         self.fields = {field.number: field for field in fields}
+        # Asked for with every message that is read, so they stand ready.
+        self.unread: dict[str, Any] = dict.fromkeys(field.name for field in fields)
+        self.repeated = tuple(field.name for field in fields if field.label == "repeated")
+        self.required = tuple(field.name for field in fields if field.label == "required")
 
 
 class Source:
@@ -69,6 +78,12 @@ class Source:
         """The error that says what is wrong at which byte."""
         return CorruptError(what, where=f"{self.where}, byte {offset}")
 
+    def count(self, fields: int, offset: int) -> None:
+        """Takes note that so many fields were read up to `offset`; CorruptError if that is too many."""
+        self.fields_left -= fields
+        if self.fields_left < 0:
+            raise self.damage(f"more than {MAX_FIELDS} fields", offset)
+
 
 def decode(message: Message, source: Source, start: int = 0, end: int | None = None) -> dict[str, Any]:
     """Reads the message that fills `start` to `end`.
@@ -80,60 +95,90 @@ def decode(message: Message, source: Source, start: int = 0, end: int | None = N
         CorruptError: not such a message.
     """
     at, end = start, len(source.data) if end is None else end
-    values: dict[str, Any] = {f.name: [] if f.label == "repeated" else None for f in message.fields.values()}
+    values = message.unread.copy()
+    for name in message.repeated:
+        values[name] = []
     data, fields = source.data, message.fields
     while at < end:
         begin = at
-        source.fields_left -= 1
-        if source.fields_left < 0:
-            raise source.damage(f"more than {MAX_FIELDS} fields", begin)
         tag = data[at]
         at += 1
         if tag > 0x7F:
             tag, at = _varint(source, begin, end)
+        source.fields_left -= 1
+        if source.fields_left < 0:
+            source.count(0, begin)
         field = fields.get(tag >> 3)
         if field is None:
             raise source.damage(f"a {message.name} has no field {tag >> 3}", begin)
-        if field.label != "repeated" and values[field.name] is not None:
+        if field.label == "repeated":
+            at = _read_more(field, source, values[field.name], tag, (at, end))
+        elif values[field.name] is None:
+            values[field.name], at = _read_one(field, source, tag & 7, at, end)
+        else:
             raise source.damage(f"{message.name}.{field.name} is there twice", begin)
-        at = _read_value(field, source, values, (tag & 7, at, end))
-    for field in fields.values():
-        if field.label == "required" and values[field.name] is None:
-            raise source.damage(f"a {message.name} lacks {field.name}", start)
+    for name in message.required:
+        if values[name] is None:
+            raise source.damage(f"a {message.name} lacks {name}", start)
     return values
 
 
-def _read_value(field: Field, source: Source, values: dict[str, Any], at: tuple[int, int, int]) -> int:
-    """Reads one value after its tag; returns where it ends. `at` is wire type, start, end of the message."""
-    wire_type, start, end = at
-    is_number = field.kind in _RANGES
-    if wire_type == _VARINT and is_number:
-        value, start = _whole_number(field, source, start, end)
-    elif wire_type == _DELIMITED:
-        length, start = _varint(source, start, end)
-        stop = start + length
-        if stop > end:
-            raise source.damage(f"{field.name} is {length} bytes long, {end - start} are left", start)
-        if is_number and field.label == "repeated":
-            _read_packed(field, source, values[field.name], start, stop)
-            return stop
-        value, start = _delimited(field, source, start, stop), stop
-    else:
-        raise source.damage(f"{field.name} cannot have wire type {wire_type}", start)
-    if field.label == "repeated":
-        values[field.name].append(value)
-    else:
-        values[field.name] = value
+def _read_one(field: Field, source: Source, wire_type: int, start: int, end: int) -> tuple[Any, int]:
+    """The value after a tag, and where it ends."""
+    if wire_type == _VARINT and field.is_number:
+        return _whole_number(field, source, start, end)
+    stop = _stop(field, source, wire_type, (start, end))
+    return _delimited(field, source, stop[0], stop[1]), stop[1]
+
+
+def _read_more(field: Field, source: Source, into: list[Any], tag: int, at: tuple[int, int]) -> int:
+    """Adds the value after a tag of a repeated field, and those that follow in one run; returns where they end."""
+    start, end = at
+    if tag & 7 == _VARINT and field.is_number:
+        return _read_run(field, source, into, tag if tag < 0x80 else None, at)
+    start, stop = _stop(field, source, tag & 7, at)
+    if field.is_number:
+        return _read_run(field, source, into, None, (start, stop), packed=True)
+    into.append(_delimited(field, source, start, stop))
+    return stop
+
+
+def _read_run(
+    field: Field, source: Source, into: list[Any], tag: int | None, at: tuple[int, int], *, packed: bool = False
+) -> int:
+    """Numbers, each after the same tag or (packed) after no tag at all. The hot loop: ranks stand in such runs."""
+    start, end = at
+    data, before = source.data, len(into)
+    most = before + source.fields_left
+    while start < end or not packed:
+        if start < end and data[start] < 0x80:
+            into.append(data[start])
+            start += 1
+        else:
+            value, start = _whole_number(field, source, start, end)
+            into.append(value)
+        if len(into) > most:
+            break
+        if not packed:
+            if start >= end or data[start] != tag:
+                break
+            start += 1
+    source.count(len(into) - before, start)
     return start
 
 
-def _read_packed(field: Field, source: Source, into: list[int], start: int, end: int) -> None:
-    while start < end:
-        source.fields_left -= 1
-        if source.fields_left < 0:
-            raise source.damage(f"more than {MAX_FIELDS} fields", start)
-        value, start = _whole_number(field, source, start, end)
-        into.append(value)
+def _stop(field: Field, source: Source, wire_type: int, at: tuple[int, int]) -> tuple[int, int]:
+    """Where the bytes of a delimited field start and stop."""
+    start, end = at
+    if wire_type != _DELIMITED:
+        raise source.damage(f"{field.name} cannot have wire type {wire_type}", start)
+    if start < end and source.data[start] < 0x80:
+        length, start = source.data[start], start + 1
+    else:
+        length, start = _varint(source, start, end)
+    if length > end - start:
+        raise source.damage(f"{field.name} is {length} bytes long, {end - start} are left", start)
+    return start, start + length
 
 
 def _delimited(field: Field, source: Source, start: int, end: int) -> Any:
