@@ -15,7 +15,7 @@ from holdfast.core.cadence import Cadence
 from holdfast.core.commit import Action, Announcement, Board, CommitOrder, PartReport
 from holdfast.core.ledger import NodeLedger, Reports
 from holdfast.core.lineage import Lineage
-from holdfast.core.model import BundleRef, RankLayout, Seal, Topology, Version
+from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
 from holdfast.core.recovery import Facts, MemoryCopy, Quarantine, Source, Stored
 from holdfast.core.slots import SlotState, SlotView
 
@@ -259,7 +259,8 @@ class Stage(Parts):
     def do_levels(self, args: Args) -> None:
         for version in versions_of(args["of"]):
             for node, ledger in self.ledgers.items():
-                level, reason, abandoned = ledger.level(version)
+                reached, reason, abandoned = ledger.standing(version)
+                level = max(reached, default=Level.NONE)
                 what = reason if abandoned else f"{level.name.lower()}: {reason}"
                 self.said.append(f"{version} on node {self.topology.nodes[node]} is {what}")
 

@@ -381,11 +381,3 @@ def test_retention_never_removes_what_must_stay(
         assert all((version.step + 1) % keep_every for version in gone)
     left = [version for version in durable if version not in gone]
     assert commit.to_retire(left, **kept, protected=pinned, lineage=lineage) == ()
-
-
-@CASES
-@given(st.dictionaries(st.builds(Version, st.integers(1, 3), st.integers(0, 9)), st.sampled_from(Level)))
-def test_newest_is_the_highest_version_that_reached_the_level(levels: dict[Version, Level]) -> None:
-    found = commit.newest(levels, Level.REPLICATED)
-    reached = [version for version, level in levels.items() if level >= Level.REPLICATED]
-    assert found == max(reached, default=None)

@@ -105,7 +105,7 @@ class _Entry:
     layout: str = ""
     thin: set[str] = field(default_factory=set)
     unwritten: set[str] = field(default_factory=set)
-    level: Level = Level.NONE
+    reached: set[Level] = field(default_factory=set)
     abandoned: str = ""
     suspect: str = ""
     durable_due: bool = False
@@ -115,7 +115,7 @@ class _Entry:
     @property
     def is_open(self) -> bool:
         """Whether it may still become complete."""
-        return self.level is Level.NONE and not self.abandoned
+        return not self.reached and not self.abandoned
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +157,10 @@ class Board:
         table = self._tables.get(layout)
         return table.refs if table else ()
 
-    def level(self, version: Version) -> Level:
+    def reached(self, version: Version) -> frozenset[Level]:
+        """The levels that the version reached. A durable one need not be replicated."""
         entry = self._entries.get(version)
-        return entry.level if entry else Level.NONE
+        return frozenset(entry.reached) if entry else frozenset()
 
     def sealed(self, reports: Iterable[RankReport]) -> list[Action]:
         """Ranks sealed a version. A rank that reports a version is past all earlier ones."""
@@ -218,9 +219,9 @@ class Board:
     def committed(self, version: Version) -> list[Action]:
         """The root manifest stands, created by us or equal to ours."""
         entry = self._entry(version)
-        if entry.level is Level.DURABLE:
+        if Level.DURABLE in entry.reached:
             return []
-        entry.level = Level.DURABLE
+        entry.reached.add(Level.DURABLE)
         return [Announcement(Kind.DURABLE, version, "the manifest is committed")]
 
     def commit_failed(self, version: Version) -> None:
@@ -286,7 +287,7 @@ class Board:
             return self._abandon(version, entry, table.flaw)
         if lacking := sorted(table.ids.difference(*(_ids(report) for report in entry.sealed.values()))):
             return self._abandon(version, entry, f"no rank sealed bundle {lacking[0]}")
-        entry.level = Level.CAPTURED
+        entry.reached.add(Level.CAPTURED)
         self._newest = max(self._newest or version, version)
         entry.thin = set(table.lonely)
         for bundle_id in table.lonely:
@@ -301,7 +302,7 @@ class Board:
         return (report.rank, report.layout) in self._layouts
 
     def _try_persist(self, version: Version, entry: _Entry) -> list[Action]:
-        captured = entry.level in (Level.CAPTURED, Level.REPLICATED)
+        captured = Level.CAPTURED in entry.reached and Level.DURABLE not in entry.reached
         if not captured or not entry.durable_due or entry.persist_ordered or entry.suspect:
             return []  # a suspect version never reaches storage, where it could evict a verified one (S16)
         entry.persist_ordered = True
@@ -329,13 +330,13 @@ class Board:
                 entry.thin.discard(bundle_id)
 
     def _try_replicated(self, version: Version, entry: _Entry) -> list[Action]:
-        if entry.level is not Level.CAPTURED or entry.thin:
+        if Level.CAPTURED not in entry.reached or Level.REPLICATED in entry.reached or entry.thin:
             return []
-        entry.level = Level.REPLICATED
+        entry.reached.add(Level.REPLICATED)
         return [Announcement(Kind.REPLICATED, version, "every bundle is sealed in at least two nodes")]
 
     def _try_commit(self, version: Version, entry: _Entry) -> list[Action]:
-        ready = entry.level in (Level.CAPTURED, Level.REPLICATED) and not entry.commit_ordered
+        ready = Level.CAPTURED in entry.reached and Level.DURABLE not in entry.reached and not entry.commit_ordered
         if not ready or not entry.durable_due or entry.unwritten or not entry.parts:
             return []
         entry.commit_ordered = True
@@ -405,7 +406,3 @@ def to_retire(
         keep |= {version for version in ordered if (version.step + 1) % keep_every == 0}
     return tuple(version for version in ordered if version not in keep)
 
-
-def newest(levels: Mapping[Version, Level], at_least: Level) -> Version | None:
-    """The newest version known at a level or above."""
-    return max((version for version, level in levels.items() if level >= at_least), default=None)

@@ -36,7 +36,7 @@ class _Local:
     part: PartReport | None = None
     due: bool = False
     persist_told: bool = False
-    level: Level = Level.NONE
+    reached: frozenset[Level] = frozenset()
     reason: str = "not yet sealed on all ranks"
     layout: str = ""
     abandoned: bool = False
@@ -118,7 +118,7 @@ class NodeLedger:
         Without it a rank whose neighbour left two versions out without a word keeps them in its two slots for ever.
         """
         for earlier, local in self._versions.items():
-            open_ = local.level is Level.NONE and not local.abandoned
+            open_ = not local.reached and not local.abandoned
             if earlier < version and open_ and rank not in local.layout_of:
                 local.abandoned, local.reason = True, f"abandoned: rank {rank}: it went on without it"
                 local.abandoned_by[rank] = "it went on without it"
@@ -157,7 +157,7 @@ class NodeLedger:
     def abandon(self, rank: int, version: Version, reason: str) -> tuple[Version, int, str] | None:
         """A local rank gives the version up. Returns what to tell the coordinator, once per rank."""
         local = self._local(version)
-        if rank in local.reports or rank in local.abandoned_by or local.level is not Level.NONE:
+        if rank in local.reports or rank in local.abandoned_by or local.reached:
             return None
         self._pass_by(rank, version)
         local.abandoned_by[rank] = reason
@@ -173,7 +173,7 @@ class NodeLedger:
             return fresh
         if news.kind is Kind.ABANDONED:
             # A coordinator that was not there when the version was captured may miss a report; what was captured stays.
-            fresh = not local.abandoned and local.level is Level.NONE
+            fresh = not local.abandoned and not local.reached
             if fresh:
                 local.abandoned, local.reason = True, f"abandoned: {news.reason}"
                 local.abandoned_by[_COORDINATOR] = news.reason
@@ -183,9 +183,10 @@ class NodeLedger:
             fresh, local.persist_told = not local.persist_told, True
             return fresh
         level = _LEVELS[news.kind]
-        if local.level >= level:
+        if level in local.reached:
             return False
-        local.level, local.reason = level, news.reason
+        local.reached |= {level}
+        local.reason = news.reason
         local.abandoned = False
         local.abandoned_by.clear()
         local.layout = news.layout or local.layout
@@ -206,14 +207,14 @@ class NodeLedger:
     def knows_table(self, layout: str) -> bool:
         return layout in self._tables
 
-    def level(self, version: Version) -> tuple[Level, str, bool]:
-        """(level, reason, abandoned) as known here."""
+    def standing(self, version: Version) -> tuple[frozenset[Level], str, bool]:
+        """(levels reached, reason, abandoned) as known here. A durable version need not be replicated."""
         local = self._versions.get(version)
-        return (local.level, local.reason, local.abandoned) if local else (Level.NONE, "unknown here", False)
+        return (local.reached, local.reason, local.abandoned) if local else (frozenset(), "unknown here", False)
 
     def newest(self, level: Level) -> Version | None:
-        """The newest version of this incarnation known at `level` or above."""
-        return commit.newest({version: local.level for version, local in self._versions.items()}, level)
+        """The newest version of this incarnation that is known to have reached `level`."""
+        return max((version for version, local in self._versions.items() if level in local.reached), default=None)
 
     def suspects(self) -> dict[Version, str]:
         """Versions whose twins differ, with the reason."""

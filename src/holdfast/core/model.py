@@ -26,7 +26,10 @@ DTYPE_BYTES: dict[str, int] = {
 
 
 class Level(enum.IntEnum):
-    """How safe a version is. Ordered; nothing ever names a level that is not reached."""
+    """How safe a version is; nothing ever names a level that is not reached.
+
+    Ordered by what is survived, but a durable version need not be replicated: each is reached for itself.
+    """
 
     NONE = 0
     CAPTURED = 1  # every bundle is sealed in some node's memory

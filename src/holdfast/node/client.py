@@ -67,11 +67,16 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class VersionLevel:
-    """What is known of a version here."""
+    """What is known of a version here: the levels it reached, one by one, and why it stands where it stands."""
 
-    level: Level
+    reached: frozenset[Level]
     reason: str
     abandoned: bool = False
+
+    @property
+    def level(self) -> Level:
+        """The highest level reached."""
+        return max(self.reached, default=Level.NONE)
 
 
 class KeeperClient:
@@ -258,8 +263,9 @@ class KeeperClient:
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while True:
-                known = self._levels.get(version, VersionLevel(Level.NONE, "nothing was announced yet"))
-                if known.level >= level:
+                known = self._levels.get(version, VersionLevel(frozenset(), "nothing was announced yet"))
+                # A durable version need not be replicated, so a higher level does not stand for that one.
+                if level in known.reached or (level is Level.CAPTURED and known.reached):
                     return known.level
                 left = deadline - time.monotonic()
                 if known.abandoned or not self.alive or left <= 0:
@@ -370,7 +376,7 @@ class KeeperClient:
 
     def _pushed(self, message: messages.AnyMessage) -> None:
         if isinstance(message, messages.Progress):
-            self._progressed(message.version, VersionLevel(message.level, message.reason, message.abandoned))
+            self._progressed(message.version, VersionLevel(frozenset(message.reached), message.reason, message.abandoned))
         elif isinstance(message, messages.Alarm):
             self._alarmed(message)
         elif isinstance(message, messages.Appointed):

@@ -275,7 +275,7 @@ class Progress(Message, tag="progress", frozen=True, kw_only=True):
     """Push: what is known of a version now."""
 
     version: Version
-    level: Level
+    reached: tuple[Level, ...]
     reason: str
     abandoned: bool
 

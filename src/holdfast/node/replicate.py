@@ -60,7 +60,7 @@ class Replicator:
             if ledger is None or self._stopping:
                 return
             for home, version in failed.items():
-                if ledger.level(version)[0] is Level.CAPTURED:
+                if Level.REPLICATED not in ledger.standing(version)[0]:
                     self._pullers[home].replace(version)
 
     def stop(self) -> None:

@@ -276,7 +276,7 @@ class NodeState:
             if told.kind is Kind.CAPTURED:
                 self._patience.captured(time.monotonic())
                 self._captured(told)
-            if told.kind in (Kind.REPLICATED, Kind.DURABLE):
+            if told.kind is Kind.REPLICATED:
                 newest = ledger.knowledge.captured == ledger.newest(Level.REPLICATED)
                 self._patience.replicated(time.monotonic(), newest=newest)
                 self.calm("replication")
@@ -375,8 +375,8 @@ class NodeState:
             return list(self._past.levels.values())
 
     def _publish(self, version: Version) -> None:
-        level, reason, abandoned = self.need_ledger().level(version)
-        message = Progress(version=version, level=level, reason=reason, abandoned=abandoned)
+        reached, reason, abandoned = self.need_ledger().standing(version)
+        message = Progress(version=version, reached=tuple(sorted(reached)), reason=reason, abandoned=abandoned)
         self._past.levels[version] = message
         self._past.levels.move_to_end(version)
         while len(self._past.levels) > MAX_LEVELS:
@@ -393,23 +393,25 @@ class NodeState:
                 for bundle_id, place in held.images.items()
                 if bundle_id not in held.condemned
             ]
-            levels = [(version, message.level) for version, message in self._past.levels.items()]
+            levels = {version: max(told.reached) for version, told in self._past.levels.items() if told.reached}
             return Inventory(
                 copies=tuple(copies),
                 tables=tuple(self._past.tables.items()),
                 suspects=tuple(self._past.suspects.items()),
-                levels=tuple((version, level) for version, level in levels if level is not Level.NONE),
+                levels=tuple(levels.items()),
                 reachable=(self.node,),
             )
 
     def awaits_commit(self) -> bool:
-        """Whether this node wrote its part of a version that is not committed yet."""
+        """Whether something of this node is due for storage and not committed yet: a slot, or a part it wrote."""
         with self.lock:
             if self.ledger is None:
                 return False
             durable = self.ledger.newest(Level.DURABLE)
-            waiting = [part.version for part in self.ledger.reports().parts]
-            return any(durable is None or version > durable for version in waiting)
+            due = {part.version for part in self.ledger.reports().parts}
+            due |= {h.version for h in self.arena if h.durable and not h.replica and h.version is not None}
+            open_ = [v for v in due if v.incarnation == self.incarnation and (durable is None or v > durable)]
+            return any(not self.ledger.standing(version)[2] for version in open_)
 
     def whole_report(self) -> Reports:
         """All that a new coordinator needs from this node."""

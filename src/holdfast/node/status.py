@@ -40,7 +40,7 @@ def report(
             "versions": [
                 {
                     "version": str(message.version),
-                    "level": message.level.name.lower(),
+                    "reached": [level.name.lower() for level in message.reached],
                     "abandoned": message.abandoned,
                     "reason": message.reason,
                 }

@@ -120,6 +120,8 @@ class Life:
         states: (version, rank) -> digest of the rank's state at the call of save.
         wanted: the version that the user ordered, if any.
         spoiled: versions of which a copy was damaged on purpose before this life; an older one may be used.
+        suspects: versions whose twins were made to differ.
+        lost_early: nodes whose memory was lost before the ranks had come back.
         storage, memory: what was found after the life ended.
         faults: what no process may do: hang, die by itself, leave an error unsaid.
     """
@@ -131,6 +133,7 @@ class Life:
     wanted: Version | None = None
     spoiled: frozenset[Version] = frozenset()
     suspects: frozenset[Version] = frozenset()
+    lost_early: frozenset[int] = frozenset()
     storage: StorageView | None = None
     memory: MemoryView | None = None
     faults: list[Violation] = field(default_factory=list)
@@ -216,7 +219,8 @@ def acknowledged_is_found(lives: Sequence[Life]) -> list[Violation]:
     """S1: a life starts at least as far as the newest acknowledgement of a level that survived the losses before it."""
     found = []
     for number, life in enumerate(lives, 1):
-        required = max((v for v in standing(lives[: number - 1]) if v not in life.spoiled), default=None)
+        left = _survivors(standing(lives[: number - 1]), life.lost_early)
+        required = max((version for version in left if version not in life.spoiled), default=None)
         for resumed in life.resumed:
             if life.wanted is None and required and (resumed.version is None or resumed.version < required):
                 what = f"life {number}: {required} was acknowledged and survived, rank {resumed.rank} got {resumed.version}"

@@ -15,7 +15,7 @@ import msgspec
 from holdfast.base.errors import CorruptError
 
 _Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
-_Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), lt=1 << 63)]
+_Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 _UInt32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 

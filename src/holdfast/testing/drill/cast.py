@@ -152,6 +152,10 @@ class Cast:
     def is_alive(self, name: str) -> bool:
         return any(member.name == name for member in self.alive())
 
+    def is_dying(self, member: Member) -> bool:
+        """Whether a process that is not dead yet will be: its threads take their time."""
+        return _state(member.pid) in _DYING
+
     def kill(self, names: Sequence[str]) -> None:
         """SIGKILL, and waits until they are dead."""
         members = [self.members[name] for name in names if self.is_alive(name)]
@@ -194,7 +198,7 @@ class Cast:
         for member in members:
             while _state(member.pid) not in {"T", *_DYING} and time.monotonic() < deadline:
                 time.sleep(0.0005)  # the kernel tells nobody but a tracer
-            if _state(member.pid) in _DYING:  # killed before we came; its threads take their time
+            if self.is_dying(member):  # killed before we came
                 self.await_end(member, WAIT_S)
         return self.alive(kind)
 

@@ -22,8 +22,9 @@ from holdfast.testing.drill.plan import LifePlan, Trial
 
 MAX_RANKS = 2
 KEEP_LAST = 2
-# How long a rank waits for a level.
-WAIT_S = 10.0
+# How long a rank waits for a level, and for its last save when it closes.
+WAIT_S = 2.0
+CLOSE_S = 10.0
 # Tensors in the state of one rank: two layers, each with weight and bias, each with two moments and a step.
 NUM_ENTRIES = 16
 # How a trainer ends that met an error which holdfast named, and one that met another.
@@ -76,7 +77,7 @@ class Setup:
             node_label=f"n{self.rank}",
             runtime_dir=f"{self.sandbox}/r",
             linger_s=60.0,
-            close_timeout_s=WAIT_S,
+            close_timeout_s=CLOSE_S,
             memory_budget="256MiB",
             log_level="INFO",
         )

@@ -1,5 +1,416 @@
-"""stub"""
+"""Bugs planted on purpose, which the crash drill has to find; never part of production code.
+
+Each is a monkeypatch in a forked child of the drill: one line of a real bug of ours or of another library, the
+invariants that it breaks, and a trial that suits it. A bug counts as found only if one of those invariants is reported
+broken. Without these pages the drill could be blind and nobody would know.
+
+Here are the list, the trials, and what is planted in keepers; what is planted in trainers is in planted_trainer.py,
+because it needs PyTorch.
+"""
+
 from __future__ import annotations
-BUGS: dict = {}
-def apply(name: str) -> None: pass
-def trials(name, seed): return []
+
+import errno
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from holdfast.core import slots
+from holdfast.core.commit import Announcement, Board, CommitOrder, Kind
+from holdfast.core.ledger import NodeLedger
+from holdfast.core.model import Decision, Level, Version
+from holdfast.node import persist
+from holdfast.node.daemon import Keeper
+from holdfast.testing.drill import plan
+from holdfast.testing.drill.plan import LAST_LIFE, PAIR, SOLO, TWINS, Aim, LifePlan, Save, Trial
+from holdfast.tiers import files, memory
+from holdfast.tiers import format as image_format
+from holdfast.tiers.local import LocalBackend
+from holdfast.tiers.manifest import BundleFile
+from holdfast.tiers.storage import Storage
+
+MAX_TRIALS = 12
+# How long a planted bug keeps a window open that would otherwise be microseconds.
+WINDOW_S = 0.02
+
+Dice = random.Random
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """A bug.
+
+    Attributes:
+        what: what it does, in a few words.
+        invariants: at least one of these is reported broken.
+        trial: gives the trial that suits it, from dice.
+    """
+
+    what: str
+    invariants: tuple[str, ...]
+    trial: Callable[[Dice], Trial]
+
+
+def trials(name: str, seed: int) -> Iterator[Trial]:
+    """Trials that suit the bug, at most MAX_TRIALS."""
+    for number in range(MAX_TRIALS):
+        trial = BUGS[name].trial(random.Random(f"{seed}/{name}/{number}"))
+        yield replace(trial, number=number, seed=seed, plant=name)
+
+
+def apply(name: str) -> None:
+    """Plants the bug in this keeper, if it is one of keepers."""
+    if name in _IN_KEEPERS:
+        _IN_KEEPERS[name]()
+
+
+def put(owner: Any, name: str, value: Any) -> None:
+    """Replaces a function."""
+    setattr(owner, name, value)
+
+
+# --- trials -------------------------------------------------------------------------------------------------------
+
+
+def script(text: str) -> tuple[Save, ...]:
+    """`C2` is a captured save after two steps, `d1` a durable one that nobody waits for, and so on."""
+    levels = {"c": "captured", "d": "durable", "r": "replicated"}
+    return tuple(Save(int(word[1:]), levels[word[0].lower()], word[0].isupper()) for word in text.split())
+
+
+def _struck(phase: str, victim: str, saves: str, *, shape: str = SOLO, **changes: Any) -> Callable[[Dice], Trial]:
+    """A strike at a random place in the later passes of this phase."""
+
+    def trial(dice: Dice) -> Trial:
+        actor = "t0" if phase in {"save", "restore"} else "k0"
+        stepped = changes.get("stepped", dice.random() < 0.5)
+        aim = Aim(phase, actor, victim, 0.4 + 0.6 * dice.random(), stepped, dice.random())
+        return Trial(0, 0, shape, phase, victim, (LifePlan(script(saves), aim), LAST_LIFE))
+
+    return trial
+
+
+def _calm(*lives: LifePlan, shape: str = SOLO, record_files: bool = False) -> Callable[[Dice], Trial]:
+    """No strike but the ends of lives: what is wrong shows without one."""
+
+    def trial(dice: Dice) -> Trial:
+        del dice
+        course = lives or (LifePlan(script("D1 D2 D1 D3")), LAST_LIFE)
+        return Trial(0, 0, shape, "none", "nobody", course, record_files=record_files)
+
+    return trial
+
+
+_BACK = (LifePlan(script("D1 D1 D1"), ends="kill all"), LifePlan(script("D1"), roll_back=True, ends="kill all"), LAST_LIFE)
+_FLIP = (LifePlan(script("D1 C1")), replace(LAST_LIFE, damage="memory"))
+_ROT = (LifePlan(script("D1 D1"), ends="kill all"), replace(LAST_LIFE, damage="storage"))
+_APART = (LifePlan(script("C1 C1 c1 c1 c1"), skew=2), LAST_LIFE)
+_TWIST = (LifePlan(script("C1 D1 D1"), twist=3, ends="kill all"), LAST_LIFE)
+_STRANGER = (LifePlan(script("D1 D1")), replace(plan.LAST_LIFE_RETIRING, stranger=True))
+_LATE = (LifePlan(script("D1 D1"), ends="kill all"), replace(LAST_LIFE, late_writer=True))
+_LONG = LifePlan(script("C1 C1 C1 C1 c1 c1 c1 c1 C1"))
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def _header_stays() -> None:
+    put(memory, "invalidate", lambda slot: None)
+
+
+def _slot_by_counting() -> None:
+    original = NodeLedger.begin
+
+    def begin(self: NodeLedger, rank: int, version: Version, own_slots: Sequence[slots.SlotView], **more: Any) -> Any:
+        decision = original(self, rank, version, own_slots, **more)
+        if decision.value is None:
+            return decision
+        return Decision(own_slots[version.step % len(own_slots)].index, "counted")
+
+    put(NodeLedger, "begin", begin)
+
+
+def _guard_off() -> None:
+    put(slots, "reusable", lambda slot, knowledge: Decision(True, "the guard is off"))
+
+
+def _pins_ignored() -> None:
+    original, write = slots.reusable, Storage.write_bundle
+
+    def write_bundle(self: Storage, *args: Any, **kwargs: Any) -> BundleFile:
+        time.sleep(WINDOW_S)
+        return write(self, *args, **kwargs)
+
+    put(slots, "reusable", lambda slot, knowledge: original(replace(slot, pins=0), knowledge))
+    put(Storage, "write_bundle", write_bundle)
+
+
+def _keeper_stays() -> None:
+    put(Keeper, "_is_over", lambda self: False)
+
+
+# --- levels and commit ----------------------------------------------------------------------------------------------
+
+
+def _durable_too_early() -> None:
+    original = Board._try_captured
+
+    def try_captured(self: Board, version: Version, entry: Any) -> list[Any]:
+        actions: list[Any] = list(original(self, version, entry))
+        if any(isinstance(a, Announcement) and a.kind is Kind.CAPTURED for a in actions):
+            actions.append(Announcement(Kind.DURABLE, version, "it will be"))
+        return actions
+
+    put(Board, "_try_captured", try_captured)
+
+
+def _captured_by_one() -> None:
+    original = Board._try_captured
+
+    def try_captured(self: Board, version: Version, entry: Any) -> list[Any]:
+        actions: list[Any] = list(original(self, version, entry))
+        if not actions and entry.sealed and not entry.abandoned:
+            actions.append(Announcement(Kind.CAPTURED, version, "one rank sealed it"))
+        return actions
+
+    put(Board, "_try_captured", try_captured)
+
+
+def _commit_without_all_nodes() -> None:
+    def try_commit(self: Board, version: Version, entry: Any) -> list[Any]:
+        del self
+        if entry.commit_ordered or not entry.durable_due or not entry.parts:
+            return []
+        entry.commit_ordered = True
+        return [CommitOrder(version, entry.layout, tuple(entry.parts[node] for node in sorted(entry.parts)))]
+
+    put(Board, "_try_commit", try_commit)
+
+
+def _twins_not_compared() -> None:
+    put(Board, "_compare_twins", lambda self, version, entry, report: [])
+
+
+def _manifest_before_bundles() -> None:
+    commit, write = Storage.commit, Storage.write_bundle
+    waiting: list[tuple[Any, Any]] = []
+
+    def write_bundle(self: Storage, *args: Any, **kwargs: Any) -> BundleFile:
+        waiting.append(((self, *args), kwargs))
+        return BundleFile.of(args[1], args[2])
+
+    def commit_first(self: Storage, *args: Any, **kwargs: Any) -> None:
+        commit(self, *args, **kwargs)
+        while waiting:
+            arguments, named = waiting.pop()
+            write(*arguments, **named)
+
+    put(Storage, "write_bundle", write_bundle)
+    put(Storage, "commit", commit_first)
+    put(Storage, "_check_complete", lambda self, manifest: None)
+
+
+def _dead_writer_commits() -> None:
+    put(Storage, "highest_incarnation", lambda self: 0)
+
+
+def _manifest_replaced() -> None:
+    def create(self: LocalBackend, name: str, data: bytes, *, stamp: str) -> bool:
+        self.put(name, [memoryview(data)], stamp=stamp)
+        return True
+
+    put(LocalBackend, "create", create)
+    _dead_writer_commits()
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def _written_in_place() -> None:
+    def put_in_place(self: LocalBackend, name: str, chunks: Sequence[memoryview], *, stamp: str) -> None:
+        del stamp
+        path = self._root / name
+        path.parent.mkdir(exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        at = 0
+        for chunk in chunks:
+            for start in range(0, len(chunk), 16 << 10):
+                at += os.pwrite(fd, chunk[start : start + (16 << 10)], at)
+        os.fsync(fd)
+        os.close(fd)
+
+    put(LocalBackend, "put", put_in_place)
+
+
+class _Os:
+    """The module `os` with another fsync."""
+
+    def __init__(self, fsync: Callable[[int], None]) -> None:
+        self.fsync = fsync
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+
+def _is_directory(fd: int) -> bool:
+    return os.path.isdir(f"/proc/self/fd/{fd}")
+
+
+def _no_file_sync() -> None:
+    put(files, "os", _Os(lambda fd: os.fsync(fd) if _is_directory(fd) else None))
+
+
+def _no_directory_sync() -> None:
+    put(files, "os", _Os(lambda fd: None if _is_directory(fd) else os.fsync(fd)))
+
+
+def _sync_tried_again() -> None:
+    original, count = os.fsync, [0]
+
+    def broken(fd: int) -> None:  # the device: every fifth fsync of a file reports an error, once
+        if not _is_directory(fd):
+            count[0] += 1
+            if count[0] % 5 == 0:
+                raise OSError(errno.EIO, "planted")
+        original(fd)
+
+    def stubborn(fd: int) -> None:  # the bug: fsync says yes when it is asked twice
+        try:
+            os.fsync(fd)
+        except OSError:
+            os.fsync(fd)
+
+    put(os, "fsync", broken)
+    put(files, "os", _Os(stubborn))
+
+
+def _temporaries_stay() -> None:
+    put(Storage, "sweep", lambda self, incarnation: [])
+
+
+# --- retention ------------------------------------------------------------------------------------------------------
+
+
+def _retired_before_commit() -> None:
+    original = Storage.commit
+
+    def commit_last(self: Storage, *args: Any, **kwargs: Any) -> None:
+        for version in self.versions()[:-1]:
+            self.retire(version)
+        original(self, *args, **kwargs)
+
+    put(Storage, "commit", commit_last)
+
+
+def _newest_retired() -> None:
+    put(persist, "to_retire", lambda durable, **kept: tuple(sorted(durable)[2:]))
+
+
+def _strangers_deleted() -> None:
+    def remove(self: Storage, version: Version, *names: Any) -> None:
+        del names
+        shutil.rmtree(Path(self.where) / str(version))
+
+    put(Storage, "_remove", remove)
+
+
+def _files_before_manifest() -> None:
+    def retire(self: Storage, version: Version) -> None:
+        manifest = self.manifest(version)
+        names = [*(bundle.file for bundle in manifest.bundles), *manifest.parts, "manifest.json"]
+        self._backend.delete(*(f"{version}/{name}" for name in names), f"{version}/")
+
+    put(Storage, "retire", retire)
+
+
+# --- coming back ----------------------------------------------------------------------------------------------------
+
+
+def unverified() -> None:
+    """Digests are computed and not compared; in keepers and trainers."""
+    put(image_format, "check_chunk", lambda index, digest, seal, where: None)
+    put(image_format, "check_digest", lambda digests, seal, where: None)
+    put(image_format, "verify", lambda view, seal, where: None)
+
+
+_IN_KEEPERS: dict[str, Callable[[], None]] = {
+    "header-stays-valid": _header_stays,
+    "slot-by-counting": _slot_by_counting,
+    "overwrite-guard-off": _guard_off,
+    "overwritten-while-persisted": _pins_ignored,
+    "keeper-stays": _keeper_stays,
+    "durable-before-manifest": _durable_too_early,
+    "captured-by-one-rank": _captured_by_one,
+    "commit-without-all-nodes": _commit_without_all_nodes,
+    "twins-not-compared": _twins_not_compared,
+    "manifest-before-bundles": _manifest_before_bundles,
+    "dead-writer-commits": _dead_writer_commits,
+    "manifest-replaced": _manifest_replaced,
+    "written-in-place": _written_in_place,
+    "no-fsync-of-files": _no_file_sync,
+    "no-fsync-of-directories": _no_directory_sync,
+    "fsync-tried-again": _sync_tried_again,
+    "temporaries-stay": _temporaries_stay,
+    "retired-before-commit": _retired_before_commit,
+    "newest-retired": _newest_retired,
+    "strangers-deleted": _strangers_deleted,
+    "files-before-manifest": _files_before_manifest,
+    "digest-not-compared": unverified,
+}
+
+BUGS: dict[str, Planted] = {
+    "header-stays-valid": Planted(
+        "the header is not invalidated before the first byte", ("S5",), _struck("save", "t0", "C2 C1 C2 C1 C1")
+    ),
+    "sealed-before-copied": Planted("the keeper is told before the copy is complete", ("S5", "S12"), _calm()),
+    "slot-by-counting": Planted(
+        "the slot is step % 2", ("S1", "S5", "S6"), _struck("save", "t0", "C2 C2 C2 C2 C2", stepped=False)
+    ),
+    "overwrite-guard-off": Planted("the oldest slot is always free", ("S1", "S6"), _calm(*_APART, shape=PAIR)),
+    "overwritten-while-persisted": Planted(
+        "a slot is reused while it is written to storage", ("S2", "S12"), _calm(LifePlan(script("d1 d1 d1 d1 D1")), LAST_LIFE)
+    ),
+    "stale-snapshot": Planted("every save writes the bytes of the first", ("S5", "S12"), _calm()),
+    "fence-removed": Planted("the optimizer does not wait for the copy", ("S5", "S12"), _calm(_LONG, LAST_LIFE)),
+    "durable-before-manifest": Planted(
+        "durable is named when the version is captured", ("S1", "S13"), _struck("persist", "k0", "D1 D1 D1 D1")
+    ),
+    "captured-by-one-rank": Planted(
+        "captured is named when one rank sealed", ("S1", "S6", "S13"), _calm(*_APART, shape=PAIR)
+    ),
+    "commit-without-all-nodes": Planted(
+        "the first part is enough for a commit", ("S2",), _calm(LifePlan(script("D1 D1 D1")), LAST_LIFE, shape=PAIR)
+    ),
+    "twins-not-compared": Planted("differing twins go unnoticed", ("S16",), _calm(*_TWIST, shape=TWINS)),
+    "manifest-before-bundles": Planted(
+        "the manifest is written first", ("S2",), _struck("commit", "k0", "D1 D1 D1 D1", stepped=True)
+    ),
+    "dead-writer-commits": Planted("nobody looks whether a newer incarnation runs", ("S7",), _calm(*_LATE)),
+    "manifest-replaced": Planted("the manifest is renamed over an older one", ("S7",), _calm(*_LATE)),
+    "written-in-place": Planted(
+        "files are written at their final name", ("S2",), _struck("persist", "k0", "D1 D1 D1 D1", stepped=True)
+    ),
+    "no-fsync-of-files": Planted("no fsync of files", ("S2", "S13"), _calm(record_files=True)),
+    "no-fsync-of-directories": Planted("no fsync of directories", ("S2", "S13"), _calm(record_files=True)),
+    "fsync-tried-again": Planted("a failed fsync is repeated on the same file", ("S14",), _calm(record_files=True)),
+    "temporaries-stay": Planted(
+        "nobody removes what a dead writer left", ("V5",), _struck("persist", "k0", "D1 D1 D1 D1", stepped=True)
+    ),
+    "retired-before-commit": Planted(
+        "old versions go before the new one is committed", ("S11",), _struck("commit", "k0", "D1 D1 D1 D1", stepped=True)
+    ),
+    "newest-retired": Planted("retention sorts the wrong way", ("S1", "S8", "S11", "S13"), _calm()),
+    "strangers-deleted": Planted("retention removes the whole directory", ("S17",), _calm(*_STRANGER)),
+    "files-before-manifest": Planted("files go before their manifest", ("S2", "S11"), _calm(record_files=True)),
+    "digest-not-compared": Planted("a restore takes what it gets", ("S5",), _calm(*_FLIP)),
+    "newest-step": Planted("the highest step wins, of whatever lineage", ("S4",), _calm(*_BACK)),
+    "each-rank-for-itself": Planted("every rank takes the newest it holds", ("S3", "S10"), _calm(*_APART, shape=PAIR)),
+    "values-forgotten": Planted("only tensors come back", ("S5",), _calm()),
+    "incarnation-again": Planted("a new start takes the old number", ("S7",), _calm()),
+    "keeper-stays": Planted("the keeper outlives the job", ("V5",), _calm()),
+}

@@ -66,7 +66,6 @@ class Stage:
 
     def run(self) -> None:
         """All lives, then the end."""
-        self._ground.drain_answers()
         try:
             for number in range(len(self._trial.lives)):
                 self._live(number)
@@ -80,6 +79,7 @@ class Stage:
     def _live(self, number: int, *, fresh: bool = False) -> None:
         before = self.record.course.lives[-1] if self.record.course.lives else None
         self._number = number
+        self._ground.drain_answers()
         self._done, self._lost, self._renewed, self._due, self._unfound = set(), set(), set(), [], False
         self._dead_before = {m.pid for m in self._cast.members.values() if m.status is not None}
         life = Life(len(self._ranks))
@@ -114,6 +114,9 @@ class Stage:
     def _start_keeper(self, node: int) -> None:
         """What the first rank that finds none would do."""
         known = self._cast.members.get(f"k{node}")
+        if known is not None and self._cast.is_alive(known.name) and not self._cast.is_dying(known):
+            os.write(self._ground.answers[node][1], b'{"pid": 0}\n')  # somebody else asked before
+            return
         newcomer = known is not None and known.pid not in self._dead_before
         if newcomer:
             self._renewed.add(node)
@@ -154,6 +157,9 @@ class Stage:
             for m in self._cast.members.values()
             if m.pid not in self._dead_before and (m.status if m.name.startswith("k") else m.status is not None)
         }
+        back = {resumed.rank for resumed in self.record.life.resumed}
+        lost_early = {int(name[1:]) for name in dead if name.startswith("k")} - back
+        self.record.life.lost_early |= lost_early
         victims = plan.aim.victims if plan.aim else ()
         if len(victims) > 1 and dead & set(victims):
             self._end_trainers(*victims)
@@ -241,7 +247,7 @@ class Stage:
 
     def _obey(self, fact: dict[str, Any]) -> None:
         event, who = fact["e"], fact["who"]
-        if event == "keeper wanted":
+        if event == "keeper wanted" and self._cast.is_alive(who):
             self._start_keeper(int(who[1:]))
         elif event in {"done", "closed"}:
             self._done.add(who)
