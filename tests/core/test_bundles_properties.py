@@ -17,7 +17,6 @@ from holdfast.core.model import (
     Bundle,
     BundleRef,
     Extent,
-    Level,
     RankLayout,
     Seal,
     Shard,

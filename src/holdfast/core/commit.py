@@ -405,4 +405,3 @@ def to_retire(
     if keep_every:
         keep |= {version for version in ordered if (version.step + 1) % keep_every == 0}
     return tuple(version for version in ordered if version not in keep)
-

@@ -26,6 +26,7 @@ from holdfast.core.ledger import NodeLedger
 from holdfast.core.model import Decision, Level, Version
 from holdfast.node import persist
 from holdfast.node.daemon import Keeper
+from holdfast.node.state import NodeState
 from holdfast.testing.drill import plan
 from holdfast.testing.drill.plan import LAST_LIFE, PAIR, SOLO, TWINS, Aim, LifePlan, Save, Trial
 from holdfast.tiers import files, memory
@@ -110,7 +111,9 @@ _BACK = (LifePlan(script("D1 D1 D1"), ends="kill all"), LifePlan(script("D1"), r
 _FLIP = (LifePlan(script("D1 C1")), replace(LAST_LIFE, damage="memory"))
 _ROT = (LifePlan(script("D1 D1"), ends="kill all"), replace(LAST_LIFE, damage="storage"))
 _APART = (LifePlan(script("C1 C1 c1 c1 c1"), skew=2), LAST_LIFE)
-_TWIST = (LifePlan(script("C1 D1 D1"), twist=3, ends="kill all"), LAST_LIFE)
+_TWIST = (LifePlan(script("C1 D1 D1 D1"), twist=3), LAST_LIFE)
+_ALONE = (LifePlan(script("C1 C1 C1 C1"), skew=2), LAST_LIFE)
+_AGAIN = (LifePlan(script("D1 D1"), ends="kill all"), LAST_LIFE)
 _STRANGER = (LifePlan(script("D1 D1")), replace(plan.LAST_LIFE_RETIRING, stranger=True))
 _LATE = (LifePlan(script("D1 D1"), ends="kill all"), replace(LAST_LIFE, late_writer=True))
 _LONG = LifePlan(script("C1 C1 C1 C1 c1 c1 c1 c1 C1"))
@@ -140,13 +143,13 @@ def _guard_off() -> None:
 
 
 def _pins_ignored() -> None:
-    original, write = slots.reusable, Storage.write_bundle
+    write = Storage.write_bundle
 
     def write_bundle(self: Storage, *args: Any, **kwargs: Any) -> BundleFile:
         time.sleep(WINDOW_S)
         return write(self, *args, **kwargs)
 
-    put(slots, "reusable", lambda slot, knowledge: original(replace(slot, pins=0), knowledge))
+    put(NodeState, "_pin_version", lambda self, rank, version, why: None)
     put(Storage, "write_bundle", write_bundle)
 
 
@@ -381,7 +384,7 @@ BUGS: dict[str, Planted] = {
         "durable is named when the version is captured", ("S1", "S13"), _struck("persist", "k0", "D1 D1 D1 D1")
     ),
     "captured-by-one-rank": Planted(
-        "captured is named when one rank sealed", ("S1", "S6", "S13"), _calm(*_APART, shape=PAIR)
+        "captured is named when one rank sealed", ("S1", "S6", "S13"), _calm(*_ALONE, shape=PAIR)
     ),
     "commit-without-all-nodes": Planted(
         "the first part is enough for a commit", ("S2",), _calm(LifePlan(script("D1 D1 D1")), LAST_LIFE, shape=PAIR)
@@ -402,7 +405,7 @@ BUGS: dict[str, Planted] = {
         "nobody removes what a dead writer left", ("V5",), _struck("persist", "k0", "D1 D1 D1 D1", stepped=True)
     ),
     "retired-before-commit": Planted(
-        "old versions go before the new one is committed", ("S11",), _struck("commit", "k0", "D1 D1 D1 D1", stepped=True)
+        "old versions go before the new one is committed", ("S11",), _struck("commit", "k0", "D1 D1 D1 D1 D1 D1", stepped=True)
     ),
     "newest-retired": Planted("retention sorts the wrong way", ("S1", "S8", "S11", "S13"), _calm()),
     "strangers-deleted": Planted("retention removes the whole directory", ("S17",), _calm(*_STRANGER)),
@@ -411,6 +414,6 @@ BUGS: dict[str, Planted] = {
     "newest-step": Planted("the highest step wins, of whatever lineage", ("S4",), _calm(*_BACK)),
     "each-rank-for-itself": Planted("every rank takes the newest it holds", ("S3", "S10"), _calm(*_APART, shape=PAIR)),
     "values-forgotten": Planted("only tensors come back", ("S5",), _calm()),
-    "incarnation-again": Planted("a new start takes the old number", ("S7",), _calm()),
+    "incarnation-again": Planted("a new start takes the old number", ("S7",), _calm(*_AGAIN)),
     "keeper-stays": Planted("the keeper outlives the job", ("V5",), _calm()),
 }

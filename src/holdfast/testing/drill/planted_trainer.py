@@ -6,18 +6,19 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from holdfast.core import recovery
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import Decision, Version
+from holdfast.core.recovery import Choice
 from holdfast.testing.drill.planted import put, unverified
 from holdfast.tiers.storage import Storage
-from holdfast.train import capture, restore, verdict
+from holdfast.train import capture, verdict
 from holdfast.train.fence import Fence
-from holdfast.train.state import State
+from holdfast.train.objects import StatefulPart
+from holdfast.train.restore import Restorer, RestoreReport
 
 # How long a copy is stretched, so that something can come between its bytes.
 COPY_S = 0.004
@@ -52,18 +53,17 @@ def _sealed_before_copied() -> None:
 
 def _stale_snapshot() -> None:
     original = capture.copy
-    first: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    first: dict[tuple[int, int], torch.Tensor] = {}
 
     def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        key = tuple(source.data_ptr() for source in sources)
-        original(targets, first.setdefault(key, [source.clone() for source in sources]))
+        original(targets, [first.setdefault((s.data_ptr(), s.nbytes), s.clone()) for s in sources])
 
     put(capture, "copy", copy)
 
 
 def _fence_removed() -> None:
     _slow_copy()
-    put(Fence, "_before_step", lambda self, *args: None)
+    put(Fence, "_wait", lambda self, job: None)
 
 
 def _newest_step() -> None:
@@ -81,27 +81,28 @@ def _newest_step() -> None:
 
 
 def _each_for_itself() -> None:
-    """Rank 1 does not ask what rank 0 decided: it takes the version before."""
-    original = verdict.decode
+    """No agreement: every rank takes the newest version in its own slots."""
+    original = Restorer._newest
 
-    def decode(data: bytes) -> verdict.Verdict:
-        found = original(data)
-        return found
+    def newest(self: Restorer, wanted: Version | None) -> RestoreReport:
+        found, rank = verdict.find(self._client, self._storage), self._job.group.rank
+        own = [copy for copy in found.inventory.copies if copy.rank == rank]
+        if not own:
+            return original(self, wanted)
+        version = max(copy.version for copy in own)
+        refs = tuple(ref for _, table in found.inventory.tables[-1:] for ref in table if rank in ref.ranks)
+        holders = {copy.seal.bundle_id: (copy,) for copy in own if copy.version == version}
+        seals = {bundle_id: copies[0].seal for bundle_id, copies in holders.items()}
+        choice = Choice(version, refs, seals, holders, in_storage=False)
+        report = self._attempt(verdict.Verdict(choice, "mine", True), choice)
+        assert report is not None  # its own slot is good
+        return report
 
-    put(verdict, "decode", decode)
-    del restore
+    put(Restorer, "_newest", newest)
 
 
 def _values_forgotten() -> None:
-    original = State.apply
-
-    def apply_tensors(self: State, values: Any, tensors: Any) -> None:
-        position = self._objects["position"]
-        before = position.state_dict()
-        original(self, values, tensors)
-        position.load_state_dict(before)
-
-    put(State, "apply", apply_tensors)
+    put(StatefulPart, "apply", lambda self, loading: None)
 
 
 def _incarnation_again() -> None:
@@ -111,6 +112,7 @@ def _incarnation_again() -> None:
         return self.highest_incarnation() or original(self)
 
     put(Storage, "register_incarnation", register)
+    put(Storage, "record_resumed", lambda self, incarnation, version: None)
 
 
 _IN_TRAINERS: dict[str, Callable[[], None]] = {
@@ -121,6 +123,7 @@ _IN_TRAINERS: dict[str, Callable[[], None]] = {
     "fence-removed": _fence_removed,
     "digest-not-compared": unverified,
     "newest-step": _newest_step,
+    "each-rank-for-itself": _each_for_itself,
     "values-forgotten": _values_forgotten,
     "incarnation-again": _incarnation_again,
 }

@@ -32,7 +32,7 @@ from holdfast.testing.invariants import Life
 LIFE_S = 20.0
 # A fresh interpreter imports PyTorch first, on a machine that may be busy.
 FULL_LIFE_S = 90.0
-END_S = 10.0
+END_S = 5.0
 READ_BYTES = 1 << 16
 STRANGER = "notes.txt"
 # How long a life takes that is not struck, from the first line of a fresh trainer on; the scale of random instants.
@@ -85,7 +85,8 @@ class Stage:
         life = Life(len(self._ranks))
         life.spoiled = (before.spoiled if before else frozenset()) | self._damage()
         life.wanted = _oldest_durable(before) if self._plan.roll_back else None
-        self._put_stranger()
+        if before is not None and self._plan.stranger:
+            self._put_stranger(before)
         self.record.begin(life)
         for rank in self._ranks:
             setup = self._setup(rank, wanted=str(life.wanted or ""), fresh=fresh)
@@ -301,11 +302,12 @@ class Stage:
             spoiled = damage.damage_storage(Path(self._sandbox, "c"))
         return frozenset({spoiled}) if spoiled else frozenset()
 
-    def _put_stranger(self) -> None:
+    def _put_stranger(self, before: Life) -> None:
         """A file of somebody else in the directory that is retired next."""
-        committed = sorted(Path(self._sandbox, "c").glob("*/manifest.json"))
-        if self._plan.stranger and committed:
-            committed[0].with_name(STRANGER).write_text("not yours")
+        root = Path(self._sandbox, "c")
+        for manifest in sorted(root.glob("*/manifest.json"))[:1]:
+            manifest.with_name(STRANGER).write_text("not yours")
+            before.storage = evidence.read_storage(root, num_entries=NUM_ENTRIES)
 
     def _late_writer(self) -> None:
         """A keeper of the first incarnation wakes up and commits; nothing may come of it."""
