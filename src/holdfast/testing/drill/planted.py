@@ -90,7 +90,7 @@ def _struck(phase: str, victim: str, saves: str, *, shape: str = SOLO, **changes
     def trial(dice: Dice) -> Trial:
         actor = "t0" if phase in {"save", "restore"} else "k0"
         stepped = changes.get("stepped", dice.random() < 0.5)
-        aim = Aim(phase, actor, victim, 0.4 + 0.6 * dice.random(), stepped, dice.random())
+        aim = Aim(phase, actor, victim, 0.6 + 0.4 * dice.random(), stepped, dice.random())
         return Trial(0, 0, shape, phase, victim, (LifePlan(script(saves), aim), LAST_LIFE))
 
     return trial
@@ -376,7 +376,7 @@ BUGS: dict[str, Planted] = {
     ),
     "overwrite-guard-off": Planted("the oldest slot is always free", ("S1", "S6"), _calm(*_APART, shape=PAIR)),
     "overwritten-while-persisted": Planted(
-        "a slot is reused while it is written to storage", ("S2", "S12"), _calm(LifePlan(script("d1 d1 d1 d1 D1")), LAST_LIFE)
+        "a slot is reused while it is written to storage", ("S2", "S12"), _calm(LifePlan(script("d1 d1 D1")), LAST_LIFE)
     ),
     "stale-snapshot": Planted("every save writes the bytes of the first", ("S5", "S12"), _calm()),
     "fence-removed": Planted("the optimizer does not wait for the copy", ("S5", "S12"), _calm(_LONG, LAST_LIFE)),

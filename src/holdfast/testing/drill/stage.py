@@ -107,7 +107,11 @@ class Stage:
     def _may_start_afresh(self) -> bool:
         """Nothing that was acknowledged is left unspoiled: the refusal is right, and so is an operator's new start."""
         standing = set(invariants.standing(self.record.course.lives)) - self.record.life.spoiled
-        if self.record.life.resumed or not self._unfound or standing:
+        if self.record.life.resumed or not self._unfound:
+            return False
+        if standing:
+            if not self._plan.aim and not self._plan.roll_back:
+                self.record.fault("S1", f"it refused to come back; {max(standing)} was acknowledged and survived")
             return False
         self.record.life.faults.clear()
         return True
