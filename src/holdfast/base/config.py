@@ -51,7 +51,7 @@ class Config:
             every step: with overlapped copying a capture costs less than the steps it saves.
         durable_every: durable cadence in the same form. Default `"60s"`: what one rank loses if all memory is lost.
         keep_last: durable versions kept; at least 2, so that one bad version never leaves nothing.
-        keep_every: additionally keep versions whose step is a multiple of this; 0 keeps none.
+        keep_every: additionally keep one version of so many steps, counted as `every` counts them; 0 keeps none.
         overlap: copy parameters and optimizer state behind the next forward and backward once proven safe.
         verify_capture: compare live tensors with the copy at every fence. Doubles the memory traffic of a save.
         fence_timeout_s: how long an optimizer step may wait for the copy beyond the copy itself; then the version is

@@ -29,7 +29,7 @@ MAX_HISTORY = 128
 @dataclass(slots=True)
 class _Follower:
     connection: Connection
-    layouts: set[str]
+    layout: str = ""  # of which it was sent the table last
 
 
 class Coordinator:
@@ -43,6 +43,7 @@ class Coordinator:
         self._diary = Diary()
         self._followers: dict[int, _Follower] = {}
         self._history: OrderedDict[tuple[Version, Kind], Announcement] = OrderedDict()
+        self._newest: Version | None = None  # captured
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -66,7 +67,7 @@ class Coordinator:
 
     def join(self, node: int, connection: Connection) -> None:
         """A node follows from now on; what was announced before is repeated to it."""
-        follower = _Follower(connection, set())
+        follower = _Follower(connection)
         self._followers[node] = follower
         for announcement in self._history.values():
             self._tell(follower, announcement)
@@ -98,16 +99,20 @@ class Coordinator:
     def _announce(self, announcement: Announcement) -> None:
         logger.debug("%s %s: %s", announcement.version, announcement.kind.value, announcement.reason)
         self._history[announcement.version, announcement.kind] = announcement
+        if announcement.kind is Kind.CAPTURED:
+            self._newest = max(self._newest or announcement.version, announcement.version)
         while len(self._history) > MAX_HISTORY:
-            self._history.popitem(last=False)
+            # The newest captured version stays, however many were given up since: it is what frees slots.
+            key = next(key for key in self._history if key[0] != self._newest)
+            del self._history[key]
         for follower in self._followers.values():
             self._tell(follower, announcement)
         self._state.hear(self._news(announcement, with_table=True))
 
     def _tell(self, follower: _Follower, announcement: Announcement) -> None:
         layout = announcement.layout
-        follower.connection.send(self._news(announcement, with_table=layout not in follower.layouts))
-        follower.layouts.add(layout)
+        follower.connection.send(self._news(announcement, with_table=layout != follower.layout))
+        follower.layout = layout or follower.layout
 
     def _news(self, announcement: Announcement, *, with_table: bool) -> News:
         table = self._board.table(announcement.layout) if with_table and announcement.layout else ()

@@ -45,7 +45,7 @@ class Assembly:
         topology: who runs where.
         addresses: of the keepers, per node index (`unix:<path>`).
         keep_last: durable versions kept.
-        keep_every: steps whose multiples are kept; 0 for none.
+        keep_every: of so many steps one version is kept; 0 for none.
         lineage: what is recorded of incarnations before this one: (incarnation, version it resumed from).
         storage: whether the root can be written; if not, nothing is persisted until the next incarnation.
     """

@@ -29,7 +29,10 @@ _TENSOR = Message(
     Field(3, "tensor_content", "bytes"),
 )
 _VALUE = Message(
-    "Value", Field(1, "tag", "text"), Field(2, "tensor", _TENSOR, "optional"), Field(3, "maptensor", "bytes", "optional")
+    "Value",
+    Field(1, "tag", "text"),
+    Field(2, "tensor", _TENSOR, "optional"),
+    Field(3, "maptensor", "bytes", "optional"),
 )
 _FILE = Message("Checkpoint", Field(1, "value", _VALUE, "repeated"))
 _DTYPES = {theirs: ours for ours, theirs in MINDSPORE_NAMES.items()}
@@ -132,4 +135,3 @@ def _records(tag: str, entry: Entry) -> Iterator[Buffer]:
         value = prefix(1, len(name)) + name + prefix(2, len(tensor) + len(piece)) + tensor
         yield prefix(1, len(value) + len(piece)) + value
         yield piece
-

@@ -21,8 +21,8 @@ from holdfast.core.model import DTYPE_BYTES
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_DIMS = 64
-# MindSpore takes the CRC of `bytes(array)`, and Python makes n zeros of a whole number n without dimensions. Above
-# this it would take a second to say the same.
+# MindSpore takes the CRC of `bytes(array)`, and of a whole number n without dimensions Python makes n zeros. So many are
+# followed; beyond, the CRC is not checked, because it would take longer than a second.
 MAX_ZEROS = 1 << 28
 
 _LENGTH = struct.Struct("<Q")
@@ -61,8 +61,10 @@ def decode_safetensors(data: bytes, where: str, *, crc_check: bool) -> tuple[dic
         at = stop
     if at != len(payload):
         raise CorruptError(f"{len(payload) - at} bytes belong to no tensor", where=where)
-    if crc_check and _CRC in metadata and metadata[_CRC] not in _possible_crcs(tensors):
-        raise CorruptError(f"the tensors do not have the CRC {metadata[_CRC]} that the file says", where=where)
+    if crc_check and _CRC in metadata:
+        possible = _possible_crcs(tensors)
+        if possible and metadata[_CRC] not in possible:
+            raise CorruptError(f"the tensors do not have the CRC {metadata[_CRC]} that the file says", where=where)
     return tensors, metadata
 
 
@@ -95,7 +97,11 @@ def encode_safetensors(
     if remove_redundancy is not None:
         metadata["remove_redundancy"] = str(remove_redundancy)
     if crc_check:
-        metadata[_CRC] = _possible_crcs(tensors)[-1]
+        possible = _possible_crcs(tensors)
+        if not possible:
+            what = "MindSpore cannot take the CRC of a whole number without dimensions that is negative or large"
+            raise UsageError(what, remedy="give it the shape [1], or store it in a `.ckpt` file")
+        metadata[_CRC] = possible[-1]
     order = sorted(tensors, key=lambda name: (-DTYPE_BYTES[tensors[name].dtype], name))
     header: dict[str, object] = {_METADATA: metadata}
     at = 0
@@ -111,22 +117,21 @@ def encode_safetensors(
 
 
 def _possible_crcs(tensors: Mapping[str, HostTensor]) -> tuple[str, ...]:
-    """The CRC of the tensors' bytes, and last the one that MindSpore computes, if it can."""
-    plain = theirs = 0
-    has_number = False
+    """The CRC of the tensors' bytes and, last, the one that MindSpore computes; nothing if it cannot be said."""
+    plain = theirs = num_zeros = 0
     for name in sorted(tensors):
         tensor, text = tensors[name], name.encode()
         plain = zlib.crc32(tensor.view(), zlib.crc32(text, plain))
         theirs = zlib.crc32(text, theirs)
-        if tensor.shape == () and tensor.dtype[0] in "IU":
-            has_number = True
-            number = int.from_bytes(tensor.view(), "little", signed=tensor.dtype[0] == "I")
-            if not 0 <= number <= MAX_ZEROS:
-                return (str(plain),) if number else ()
-            theirs = _crc_of_zeros(number, theirs)
-        else:
+        if tensor.shape or tensor.dtype[0] not in "IU":
             theirs = zlib.crc32(tensor.view(), theirs)
-    return (str(plain), str(theirs)) if has_number else (str(plain),)
+            continue
+        number = int.from_bytes(tensor.view(), "little", signed=tensor.dtype[0] == "I")
+        num_zeros += abs(number)
+        if number < 0 or num_zeros > MAX_ZEROS:
+            return ()
+        theirs = _crc_of_zeros(number, theirs)
+    return (str(plain), str(theirs))
 
 
 def _crc_of_zeros(count: int, crc: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -254,8 +254,3 @@ def stage_layouts(strategy: Strategy) -> list[tuple[int, str, Layout]]:
         prefixed = bool(dash) and stage.isascii() and stage.isdigit() and len(stage) < 10
         found.append((int(stage), rest, layout) if prefixed else (own, name, layout))
     return found
-
-
-def with_layouts(strategy: Strategy, layouts: Mapping[str, Layout]) -> Strategy:
-    """The same strategy of other layouts."""
-    return replace(strategy, layouts=dict(layouts))
