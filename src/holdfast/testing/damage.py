@@ -32,7 +32,9 @@ def damage_memory(pids: Iterable[int]) -> Version | None:
                     continue
                 version = Version(header["version"]["incarnation"], header["version"]["step"])
                 base = _PREFIX.unpack_from(memory)[1]
-                found += [(version, fd, base + image["offset"] + image["seal"]["length"] // 2) for image in header["images"]]
+                found += [
+                    (version, fd, base + image["offset"] + image["seal"]["length"] // 2) for image in header["images"]
+                ]
     newest = max((version for version, _, _ in found), default=None)
     for version, fd, at in found:
         if version == newest:

@@ -13,6 +13,7 @@ Called by everything that holds bytes. Specification: docs/spec/format.md.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ Bytes: TypeAlias = memoryview | bytes | bytearray
 
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
+# Names without control characters: not empty, nothing below a space, no DEL.
+_PRINTABLE = re.compile(r"[^\x00-\x1f\x7f]+").fullmatch
 _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _Sizes: TypeAlias = tuple[_Size, ...]
 
@@ -201,7 +204,7 @@ def _placed_piece(piece: Piece) -> _Placed:
 
 
 def _is_name(name: str) -> bool:
-    return 0 < len(name) <= MAX_NAME_CHARS and name != _METADATA and not any(c < " " or c == "\x7f" for c in name)
+    return len(name) <= MAX_NAME_CHARS and name != _METADATA and _PRINTABLE(name) is not None
 
 
 def _is_left_out(shape: tuple[int, ...], global_shape: tuple[int, ...]) -> bool:
@@ -321,7 +324,8 @@ def _checked_size(name: str, dtype: str, box: tuple[_Sizes, _Sizes, _Sizes], whe
         raise CorruptError(f"entry {name[:100]!r} of dtype {dtype[:20]!r}: no such name or dtype", where=where)
     if not len(shape) == len(offsets) == len(global_shape) <= MAX_DIMS:
         raise CorruptError(f"entry {name[:100]!r}: shape, offsets and global shape differ in rank", where=where)
-    if any(o + n > whole for o, n, whole in zip(offsets, shape, global_shape, strict=True)):
+    is_part = shape != global_shape or any(offsets)
+    if is_part and any(o + n > whole for o, n, whole in zip(offsets, shape, global_shape, strict=True)):
         raise CorruptError(f"entry {name[:100]!r} reaches beyond its global shape {global_shape}", where=where)
     return prod(shape) * DTYPE_BYTES[dtype]
 
@@ -329,6 +333,11 @@ def _checked_size(name: str, dtype: str, box: tuple[_Sizes, _Sizes, _Sizes], whe
 def chunk_digest(chunk: Bytes) -> str:
     """Digest of one chunk (at most CHUNK_BYTES). Releases the GIL, so chunks can be hashed beside other work."""
     return xxhash.xxh3_128_hexdigest(chunk)
+
+
+def start_digest() -> xxhash.xxh3_128:
+    """The digest of one chunk for who reads it piece by piece: `update` with each in order, then `hexdigest`."""
+    return xxhash.xxh3_128()
 
 
 def chunks(view: Bytes) -> Iterator[memoryview]:

@@ -133,7 +133,7 @@ class LocalBackend:
         try:
             yield
         except OSError as error:
-            raise _translate(error, self._where(name)) from error
+            raise translate(error, self._where(name)) from error
 
     @contextlib.contextmanager
     def _open_root(self) -> Iterator[int]:
@@ -240,7 +240,8 @@ def _scan(directory: int) -> Iterator[tuple[str, int]]:
                     yield entry.name, entry.stat(follow_symlinks=False).st_size
 
 
-def _translate(error: OSError, where: str) -> StorageError:
+def translate(error: OSError, where: str) -> StorageError:
+    """What the operating system said about `where`, as an error of ours with a remedy."""
     code = error.errno or 0
     if code in (errno.ENOSPC, errno.EDQUOT):
         what = "no space is left" if code == errno.ENOSPC else "the quota is used up"

@@ -19,7 +19,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from holdfast.base.errors import ConfigError, CorruptError, Fenced, InUse, StorageError, UsageError, VersionNotFound
+from holdfast.base.errors import (
+    ConfigError,
+    CorruptError,
+    Fenced,
+    ForeignDirectory,
+    InUse,
+    StorageError,
+    UsageError,
+    VersionNotFound,
+)
 from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Seal, Version
 from holdfast.tiers import format as image_format
@@ -29,6 +38,7 @@ from holdfast.tiers.backend import Backend
 from holdfast.tiers.format import Entry, Image
 from holdfast.tiers.local import LocalBackend
 from holdfast.tiers.manifest import BundleFile, Manifest
+from holdfast.tiers.runlock import PREDECESSOR_TIMEOUT_S, RunLock
 from holdfast.tiers.strict import MAX_RECORD_BYTES
 
 logger = logging.getLogger(__name__)
@@ -69,6 +79,7 @@ class Storage:
         self._backend = backend
         self._events = events
         self._job_id = ""
+        self._run_lock = RunLock(Path(backend.properties.where)) if backend.properties.kind == "local" else None
 
     @property
     def where(self) -> str:
@@ -83,9 +94,50 @@ class Storage:
         return self._job_id
 
     def claim(self) -> str:
-        """Makes an empty root ours, or finds that it is; returns the job's id. See `registry.claim_job`."""
-        self._job_id = self._job_id or registry.claim_job(self._backend)
+        """Makes an empty root ours, or finds that it is; returns the job's id. See `registry.claim_job`.
+
+        Raises:
+            InUse, StorageError: it was ours before, and is another job's or has vanished; see `require_job`.
+        """
+        if self._job_id:
+            self.require_job(self._job_id)
+        self._job_id = registry.claim_job(self._backend)
         return self._job_id
+
+    def require_job(self, job_id: str) -> None:
+        """Proves that the root is still what `claim` found: somebody may have removed or replaced it since.
+
+        Raises:
+            StorageError: it has vanished. InUse: it belongs to another job by now.
+        """
+        try:
+            found = registry.read_job(self._backend)
+        except (VersionNotFound, ForeignDirectory) as error:
+            raise StorageError(
+                "the checkpoint directory has vanished, or its holdfast.json has",
+                where=self.where,
+                remedy="bring it back, or mount it; to begin anew in an empty directory, stop the job and start it again",
+            ) from error
+        if found != job_id:
+            raise InUse(
+                f"the path belongs to job {found} by now; this one is {job_id}",
+                where=self.where,
+                remedy="one of the two needs another path",
+            )
+
+    def occupy(self, run_id: str, *, timeout_s: float = PREDECESSOR_TIMEOUT_S) -> None:
+        """Keeps a second job out until `leave`, or until this process ends; see `tiers.runlock`. After `claim`.
+
+        Raises:
+            InUse: another living process works on the root; says which.
+        """
+        if self._run_lock is not None:
+            self._run_lock.take(run_id, timeout_s=timeout_s)
+
+    def leave(self) -> None:
+        """Lets another job in. Doing it twice, or without `occupy`, is fine."""
+        if self._run_lock is not None:
+            self._run_lock.release()
 
     def register_incarnation(self) -> int:
         """Takes the next free incarnation. From then on everything of a lower one is dead."""

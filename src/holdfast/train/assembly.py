@@ -1,6 +1,6 @@
 """The job comes together: who runs where, one incarnation, one keeper per node, all told the same.
 
-Rank 0 claims the root and registers the incarnation; the first rank of each node starts its keeper or finds it; then
+Rank 0 claims the root, keeps other jobs out and registers the incarnation; the first rank of each node starts its keeper or finds it; then
 every rank connects and tells its keeper about the job. A fault on one rank is raised by all. Called by
 `train.checkpointer` at every restore; a second restore in the same process is a new incarnation over the same keepers.
 """
@@ -60,7 +60,7 @@ def assemble(group: Ranks, root: str, config: Config, *, storage: Storage, link:
         HoldfastError: what any rank met, on every rank.
     """
     topology, addresses = _meet(group, root, config)
-    registered = json.loads(agree.share(group, lambda: _register(storage)))
+    registered = json.loads(agree.share(group, lambda: _register(storage, config.run_id)))
     first = topology.ranks_on(topology.node_of[group.rank])[0] == group.rank
     # The first rank of a node starts the keeper while the others wait, instead of all starting one.
     agree.together(group, lambda: link.open() if first and link.client is None else None)
@@ -95,9 +95,13 @@ def _meet(group: Ranks, root: str, config: Config) -> tuple[Topology, tuple[str,
     return Topology(nodes, tuple(nodes.index(row[2]) for row in rows)), tuple(addresses[node] for node in nodes)
 
 
-def _register(storage: Storage) -> bytes:
-    """Rank 0: the root is ours and this incarnation has a number."""
+def _register(storage: Storage, run_id: str) -> bytes:
+    """Rank 0: the root is ours, nobody else works on it, and this incarnation has a number.
+
+    In this order: a number that a second job took would fence the first.
+    """
     job_id = storage.claim()
+    storage.occupy(run_id)
     lineage = storage.lineage()
     facts: dict[str, Any] = {
         "job_id": job_id,

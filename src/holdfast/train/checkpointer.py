@@ -117,7 +117,7 @@ class Checkpointer:
         self.last_restore: RestoreReport | None = None
         self._storage = open_storage(self._root, self.events)
 
-    def restore(self, version: Version | str | None = None, *, fresh: bool = False) -> int:
+    def restore(self, version: Version | str | None = None, *, fresh: bool = False, strict: bool | None = None) -> int:
         """Loads the newest version that is complete everywhere into the objects; returns the step to go on with.
 
         Collective: every rank calls it, after the process group exists. 0 on a fresh start. Call it before training,
@@ -126,11 +126,13 @@ class Checkpointer:
         Args:
             version: only this one, as `ls` names it.
             fresh: start a new lineage although versions exist; they are left as they are.
+            strict: False loads what fits and reports the rest in `last_restore`; None: the setting.
 
         Raises:
             VersionNotFound, CorruptError: versions exist, and none can be used. MismatchError: other objects.
-            MemoryRefused: the memory level does not fit; with numbers. InUse: another process is this rank.
-            StorageError: the path refuses. On every rank the same class, and no rank has begun to train.
+            MemoryRefused: the memory level does not fit; with numbers. InUse: another job works on the path, or another
+            process is this rank. StorageError: the path refuses. On every rank the same class, and no rank has begun
+            to train.
         """
         if self._closed:
             raise UsageError("the checkpointer is closed", remedy="build a new one")
@@ -148,7 +150,12 @@ class Checkpointer:
             saver = saver or self._new_saver(state, link, job, group)
             agree.together(group, saver.reserve)
             restorer = Restorer(
-                job, link.require(), state=state, storage=self._storage, timeout_s=self._config.close_timeout_s
+                job,
+                link.require(),
+                state=state,
+                storage=self._storage,
+                strict=self._config.strict if strict is None else strict,
+                timeout_s=self._config.close_timeout_s,
             )
             report = restorer.run(wanted, fresh=fresh, events=self.events)
         except BaseException:
@@ -156,6 +163,7 @@ class Checkpointer:
             if saver is not None:
                 saver.close()
             link.close(finished=False)
+            self._storage.leave()
             self._run = None
             raise
         link.resumed = (job.incarnation, report.version)
@@ -324,6 +332,7 @@ class Checkpointer:
         if self._run is not None:
             self._run.saver.close()
             self._run.link.close(finished=finished)
+        self._storage.leave()
 
     def _propose(self, run: _Run, proposals: Sequence[Proposal]) -> None:
         try:

@@ -1,10 +1,13 @@
-"""Verified bytes into live tensors: every chunk is hashed and then copied while it is still in the cache.
+"""Verified bytes into live tensors: hashed and copied in one pass over the images, on two or more threads.
 
-Digests cost about half a copy, and almost nothing behind it: two threads go through the chunks, each hashes one,
-compares it with the seal, and copies it. Both steps release the interpreter's lock. A chunk that is not what was
-sealed is not copied; its image is reported and the others go on, so that one look finds all that is bad.
+Digests cost more than half a copy when they are a pass of their own, and almost nothing in one pass: each thread takes
+a chunk and goes through it in steps that fit into the cache, hashes a step and copies it. The chunk's digest is
+compared with the seal when its last step is hashed, so bytes of a bad chunk may lie in tensors by then. They go no
+further: every chunk of every image is compared, `fill` names the images that failed, and unless it names none the ranks
+refuse the attempt together. No step of this may be left out, whatever is copied.
 
-Tensors are filled in place, on whatever device they are. Called by `train.restore`.
+Tensors are filled in place, on whatever device they are. Host memory takes bytes as they are, without a call into
+torch per piece; both hashing and copying release the interpreter's lock. Called by `train.restore`.
 """
 
 from __future__ import annotations
@@ -15,19 +18,26 @@ import queue
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 
 from holdfast.base.errors import CorruptError
 from holdfast.core.model import Extent
 from holdfast.node.client import Located
 from holdfast.tiers import format as image_format
 from holdfast.tiers.format import CHUNK_BYTES, Entry, Image
-from holdfast.train.live import LiveTensor
+from holdfast.train.live import LiveTensor, torch_dtype
 
 # More threads than memory channels do not copy faster.
 MAX_THREADS = 4
+# What is hashed and then copied before the next: small enough for a core's own cache, large enough for few calls.
+STEP_BYTES = 1 << 20
+
+# Bytes to host memory: target address, source address, length.
+_Move: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +50,14 @@ class Source:
 
 @dataclass(slots=True)
 class _Chunk:
-    """One chunk of image number `image`, and what is to be copied from it."""
+    """One chunk of image number `image`: what is copied after each step of it, and what once it is proven."""
 
     image: int
     index: int
     view: memoryview
+    steps: list[list[_Move]]
     targets: list[torch.Tensor] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """Bytes [start, ...) of an image to a part of a live tensor."""
-
-    start: int
-    target: torch.Tensor
-    source: torch.Tensor
 
 
 def read_sources(located: Sequence[Located]) -> list[Source]:
@@ -86,6 +88,7 @@ def fill(sources: Sequence[Source], tensors: Mapping[str, LiveTensor]) -> dict[s
         work.run()
         for helper in helpers:
             helper.result()
+    increment_version([live.local for live in tensors.values()])  # autograd has not seen who wrote by address
     return work.faults()
 
 
@@ -99,10 +102,10 @@ class _Work:
         self.todo: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Hashes, compares, copies, until the end of the queue."""
+        """Hashes, copies, compares, until the end of the queue."""
         while (chunk := self.todo.get()) is not None:
             located = self._sources[chunk.image].located
-            digest = image_format.chunk_digest(chunk.view)
+            digest = _hash_and_copy(chunk)
             self._digests[chunk.image][chunk.index] = digest
             try:
                 image_format.check_chunk(chunk.index, digest, located.seal, located.ref.bundle_id)
@@ -121,6 +124,17 @@ class _Work:
         return self._faults
 
 
+def _hash_and_copy(chunk: _Chunk) -> str:
+    digest = image_format.start_digest()
+    at = 0
+    for moves in chunk.steps:
+        digest.update(chunk.view[at : at + STEP_BYTES])
+        at += STEP_BYTES
+        for move in moves:
+            ctypes.memmove(*move)
+    return digest.hexdigest()
+
+
 def _check_whole(source: Source, digests: tuple[str, ...], faults: dict[str, str]) -> None:
     seal = source.located.seal
     try:
@@ -132,47 +146,71 @@ def _check_whole(source: Source, digests: tuple[str, ...], faults: dict[str, str
 
 def _chunks(number: int, source: Source, tensors: Mapping[str, LiveTensor]) -> Iterator[_Chunk]:
     """The chunks of one image in order, each as soon as nothing more can be copied from it: entries lie in order."""
-    chunks = [_Chunk(number, index, view) for index, view in enumerate(image_format.chunks(source.located.view))]
+    chunks = [
+        _Chunk(number, index, view, [[] for _ in range(0, len(view), STEP_BYTES)])
+        for index, view in enumerate(image_format.chunks(source.located.view))
+    ]
     base = as_tensor(source.located.view)
+    address = base.data_ptr()
     done = 0
     for entry in source.image.entries:
         live = tensors.get(entry.name)
         if live is None or entry.start == entry.end:
             continue
-        for move in _moves(base, entry, live):
-            at = move.start // CHUNK_BYTES
-            assert at >= done, "entries lie in order; read_image saw to it"
-            yield from chunks[done:at]
-            done = at
-            chunks[at].targets.append(move.target)
-            chunks[at].sources.append(move.source)
+        first = entry.start // CHUNK_BYTES
+        if first > done:
+            yield from chunks[done:first]
+            done = first
+        assert first == done, "entries lie in order; read_image saw to it"
+        extent = live.shard.extent
+        if entry.offsets == extent.offsets and entry.shape == extent.lengths:
+            target, box = live.local, None
+        else:
+            target, box = _overlap(live.local, extent, _typed(base, entry), Extent(entry.offsets, entry.shape))
+        if _is_plain(target) and target.nbytes == entry.end - entry.start:
+            _plan_moves(chunks, address, entry, target.data_ptr())
+        elif target.numel():
+            _plan_copies(chunks, entry, target, _typed(base, entry) if box is None else box)
     yield from chunks[done:]
 
 
-def _moves(base: torch.Tensor, entry: Entry, live: LiveTensor) -> Iterator[_Move]:
-    """The copies of one entry, cut where the chunks end if memory is laid out so that it can be cut."""
-    flat = base[entry.start : entry.end].view(live.local.dtype)
-    whole = entry.offsets == live.shard.extent.offsets and entry.shape == live.shard.extent.lengths
-    if whole and live.local.is_contiguous():
-        target = live.local.view(-1)
-    else:
-        given = Extent(entry.offsets, entry.shape)
-        target, source = _overlap(live.local, live.shard.extent, flat.view(entry.shape), given)
-        if not target.numel():
-            return
-        if target.nbytes < entry.end - entry.start or not target.is_contiguous():
-            yield _Move(entry.start, target, source)
-            return
-        target = target.view(-1)
+def _is_plain(target: torch.Tensor) -> bool:
+    """Whether the tensor is its bytes, one after the other, in host memory."""
+    return target.is_cpu and target.is_contiguous() and not target.is_conj() and not target.is_neg()
+
+
+def _typed(base: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """An entry as a tensor."""
+    return base[entry.start : entry.end].view(torch_dtype(entry.dtype)).view(entry.shape)
+
+
+def _plan_moves(chunks: Sequence[_Chunk], address: int, entry: Entry, place: int) -> None:
+    """All bytes of one entry to the address `place`, cut where steps end."""
+    start = entry.start
+    while start < entry.end:
+        end = min(entry.end, start - start % STEP_BYTES + STEP_BYTES)
+        step = chunks[start // CHUNK_BYTES].steps[start % CHUNK_BYTES // STEP_BYTES]
+        step.append((place, address + start, end - start))
+        place += end - start
+        start = end
+
+
+def _plan_copies(chunks: Sequence[_Chunk], entry: Entry, target: torch.Tensor, source: torch.Tensor) -> None:
+    """The same by torch, for other devices and strides; cut where chunks end if memory is laid out so that it can be."""
+    if target.nbytes < entry.end - entry.start or not target.is_contiguous():
+        chunk = chunks[entry.start // CHUNK_BYTES]
+        chunk.targets.append(target)
+        chunk.sources.append(source)
+        return
+    target, source = target.view(-1), source.view(-1)
     size = target.element_size()
-    at = 0
-    while at < len(target):
-        length = min(len(target) - at, (CHUNK_BYTES - (entry.start + at * size) % CHUNK_BYTES) // size)
-        if length == len(target):
-            yield _Move(entry.start, target, flat)
-        else:
-            yield _Move(entry.start + at * size, target[at : at + length], flat[at : at + length])
-        at += length
+    done = 0
+    while done < len(target):
+        start = entry.start + done * size
+        end = done + min(len(target) - done, (CHUNK_BYTES - start % CHUNK_BYTES) // size)
+        chunks[start // CHUNK_BYTES].targets.append(target[done:end])
+        chunks[start // CHUNK_BYTES].sources.append(source[done:end])
+        done = end
 
 
 def _overlap(

@@ -23,7 +23,7 @@ _BY_DTYPE: dict[torch.dtype, str] = {
     torch.float32: "F32", torch.int32: "I32", torch.uint32: "U32",
     torch.float16: "F16", torch.bfloat16: "BF16", torch.int16: "I16", torch.uint16: "U16",
     torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 _BY_NAME = {name: dtype for dtype, name in _BY_DTYPE.items()}
 
@@ -39,7 +39,8 @@ def dtype_name(dtype: torch.dtype, *, where: str) -> str:
         raise UsageError(
             f"tensors of {dtype} cannot be saved",
             where=where,
-            remedy=f"convert it to one of {', '.join(str(d).removeprefix('torch.') for d in _BY_DTYPE)}",
+            remedy="give its bytes as tensor.view(torch.uint8), or convert it to one of "
+            + ", ".join(str(known).removeprefix("torch.") for known in _BY_DTYPE),
         )
     return name
 

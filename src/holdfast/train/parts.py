@@ -253,6 +253,8 @@ def _difference(saved: SavedTensor, shard: Shard) -> str:
         return f"saved as {saved.dtype}, here {shard.dtype}"
     if saved.global_shape != shard.global_shape:
         return f"saved with shape {saved.global_shape}, here {shard.global_shape}"
+    if saved.pieces == (shard.extent,):
+        return ""
     inside = [piece for piece in saved.pieces if _contains(shard.extent, piece)]
     if sum(piece.num_elements for piece in inside) != shard.extent.num_elements:
         boxes = ", ".join(f"{p.offsets}+{p.lengths}" for p in saved.pieces[:3])
@@ -269,18 +271,23 @@ def _contains(whole: Extent, piece: Extent) -> bool:
     )
 
 
-def mismatch(record: LoadRecord) -> MismatchError | None:
-    """All that does not fit as one error, or None if everything does."""
+def left_out_text(record: LoadRecord) -> str:
+    """All that does not fit, in words; empty if everything does."""
     kinds = (
         ("missing in the checkpoint", record.not_loaded),
         ("unexpected in the checkpoint", record.not_used),
         ("different", record.misfit),
     )
-    found = [f"{len(names)} {what}: {_listed(names)}" for what, names in kinds if names]
+    return "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in kinds if names)
+
+
+def mismatch(record: LoadRecord) -> MismatchError | None:
+    """All that does not fit as one error, or None if everything does."""
+    found = left_out_text(record)
     if not found:
         return None
     return MismatchError(
-        f"the checkpoint does not fit these objects; {'; '.join(found)}",
+        f"the checkpoint does not fit these objects; {found}",
         remedy="build the objects as they were when it was saved, or restore with strict=False",
     )
 

@@ -30,7 +30,8 @@ from holdfast.tiers.storage import Storage
 from holdfast.train import agree, fill, verdict
 from holdfast.train.assembly import Job
 from holdfast.train.fill import Source
-from holdfast.train.live import Group, LiveTensor, SavedTensor
+from holdfast.train.live import Group, LiveTensor, LoadRecord, SavedTensor
+from holdfast.train.parts import left_out_text
 from holdfast.train.state import State
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,9 @@ class RestoreReport:
         bundles: number of bundles by source.
         seconds: by source, until the bundles were present on this node; `fill`: verifying and copying them; `total`.
         refused: copies that failed, one line each, over all ranks.
+        not_loaded: of a restore that was not strict: entries and values that the version lacks; they are as they were.
+        not_used: those of the version that no object takes.
+        misfit: those that both have and that differ, with the difference; they are as they were.
     """
 
     version: Version | None
@@ -58,6 +62,9 @@ class RestoreReport:
     bundles: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     refused: tuple[str, ...] = ()
+    not_loaded: tuple[str, ...] = ()
+    not_used: tuple[str, ...] = ()
+    misfit: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.version is None:
@@ -91,14 +98,18 @@ class Restorer:
     """One restore of one rank. Collective: every rank makes the same calls.
 
     Args:
+        strict: refuse objects that do not fit; if not, load what fits and report the rest.
         timeout_s: how long fetching the bundles may take.
     """
 
-    def __init__(self, job: Job, client: KeeperClient, *, state: State, storage: Storage, timeout_s: float) -> None:
+    def __init__(
+        self, job: Job, client: KeeperClient, *, state: State, storage: Storage, strict: bool, timeout_s: float
+    ) -> None:
         self._job = job
         self._client = client
         self._state = state
         self._storage = storage
+        self._strict = strict
         self._timeout_s = timeout_s
         self._findings: verdict.Findings | None = None
         self._quarantine = Quarantine()
@@ -139,8 +150,8 @@ class Restorer:
             loaded = agree.together(self._job.group, lambda: self._load(choice))
             if not self._all_good(choice, loaded.faults):
                 return None
-            agree.together(self._job.group, lambda: self._state.apply(loaded.values, loaded.tensors))
-            return self._report(choice, found.reason, loaded)
+            record = agree.together(self._job.group, lambda: self._state.apply(loaded.values, loaded.tensors))
+            return self._report(choice, found.reason, loaded, record)
         finally:
             if self._client.alive:
                 self._client.release()
@@ -179,7 +190,7 @@ class Restorer:
         try:
             for source in sources:
                 _take_values(source, loaded.values)
-            loaded.tensors = self._state.targets(_saved(sources), loaded.values)
+            loaded.tensors = self._state.targets(_saved(sources), loaded.values, strict=self._strict)
         except HoldfastError:
             # What does not fit may be damaged: only bytes that are proven may accuse the objects.
             loaded.faults += [Fault(name, nodes[name], why) for name, why in _damaged(sources).items()]
@@ -246,7 +257,7 @@ class Restorer:
         agree.together(group, lambda: self._storage.record_resumed(incarnation, version) if group.rank == 0 else None)
         agree.together(group, lambda: self._client.resume(incarnation, version))
 
-    def _report(self, choice: Choice, reason: str, loaded: _Loaded) -> RestoreReport:
+    def _report(self, choice: Choice, reason: str, loaded: _Loaded, record: LoadRecord) -> RestoreReport:
         num_bytes: Counter[str] = Counter()
         bundles: Counter[str] = Counter()
         seconds: dict[str, float] = {"fill": loaded.fill_seconds}
@@ -255,8 +266,20 @@ class Restorer:
             num_bytes[name] += len(item.view)
             bundles[name] += 1
             seconds[name] = max(seconds.get(name, 0.0), item.seconds)
-        refused = tuple(self._refused)
-        return RestoreReport(choice.version, reason, dict(num_bytes), dict(bundles), seconds, refused)
+        left_out = left_out_text(record)
+        if left_out:
+            logger.warning("%s does not fit these objects, and strict is off: %s", choice.version, left_out)
+        return RestoreReport(
+            choice.version,
+            reason,
+            bytes=dict(num_bytes),
+            bundles=dict(bundles),
+            seconds=seconds,
+            refused=tuple(self._refused),
+            not_loaded=record.not_loaded,
+            not_used=record.not_used,
+            misfit=record.misfit,
+        )
 
 
 def _readable(fetches: Iterable[Fetch], located: Iterable[Located], faults: list[Fault]) -> Iterable[Source]:

@@ -137,7 +137,8 @@ class State:
         Raises:
             MismatchError: with all names that are missing, unexpected or different; nothing was changed.
         """
-        self._build()
+        if not self._unchanged():
+            self._build()
         loading = Loading(
             self._layouts, saved, {str(path): v for group in values.values() for path, v in group.items()}
         )
@@ -149,7 +150,6 @@ class State:
         for part in self._parts:
             part.create(loading)
         self._loading = loading
-        self._watch = None
         return dict(loading.targets)
 
     @torch.no_grad()

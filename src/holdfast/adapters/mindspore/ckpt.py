@@ -120,6 +120,7 @@ def encode_ckpt(entries: Mapping[str, Entry], *, crc_check: bool) -> Iterator[Bu
 
 
 def _records(tag: str, entry: Entry) -> Iterator[Buffer]:
+    dims: tuple[int, ...]
     if isinstance(entry, str):
         # numpy has no text of no length, so an empty one is a single zero.
         kind, dims, content = _TEXT, (0,), memoryview((entry or "\0").encode(_TEXT_CODEC, "surrogatepass"))

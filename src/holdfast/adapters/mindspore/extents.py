@@ -71,7 +71,8 @@ def shards_of_rank(
     """What a rank holds of all parameters, and who holds the same.
 
     Args:
-        strategy: of one stage, or merged; a rank of another stage holds nothing.
+        strategy: of one stage, or merged.
+        rank: global rank; one of a stage that the strategy does not have holds nothing.
         shapes: of the whole tensors, by parameter name without stage.
         dtypes: keys of `core.model.DTYPE_BYTES`, by parameter name without stage.
 

@@ -27,6 +27,7 @@ def read_file(path: PathLike, *, what: str, limit: int | None = None) -> bytes:
     """All bytes of a regular file.
 
     Args:
+        path: of the file.
         what: what the file should be, for the error.
         limit: longest file that is read at all, in bytes.
 

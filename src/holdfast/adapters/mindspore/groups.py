@@ -54,7 +54,7 @@ def restore_group_info_list(group_info_file_name: str) -> list[int]:
         CorruptError: not a group information file.
     """
     if not isinstance(group_info_file_name, str):
-        kind = type(group_info_file_name).__name__
+        kind = type(group_info_file_name).__name__  # type: ignore[unreachable]  # callers without a type checker
         raise TypeError(f"restore_group_info_list takes the file's name as a string, got {kind}")
     return list(read_group_info(group_info_file_name).restore_ranks)
 

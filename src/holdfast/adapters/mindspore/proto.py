@@ -133,7 +133,6 @@ def _read_one(field: Field, source: Source, wire_type: int, start: int, end: int
 
 def _read_more(field: Field, source: Source, into: list[Any], tag: int, at: tuple[int, int]) -> int:
     """Adds the value after a tag of a repeated field, and those that follow in one run; returns where they end."""
-    start, end = at
     if tag & 7 == _VARINT and field.is_number:
         return _read_run(field, source, into, tag if tag < 0x80 else None, at)
     start, stop = _stop(field, source, tag & 7, at)

@@ -50,7 +50,8 @@ def get_parameter_redundancy(strategy: StrategyLike, initial_rank: int = 0) -> d
         UsageError, CorruptError: no such layout; not a strategy file.
     """
     layouts = _layouts(strategy)
-    return {name: _groups_from(layouts[name], initial_rank) for name in sorted(layouts)}
+    known: dict[tuple[Any, ...], Groups] = {}  # thousands of parameters lie in a handful of ways
+    return {name: _groups_from(layouts[name], initial_rank, known) for name in sorted(layouts)}
 
 
 def redundancy_of_stages(strategy: PathLike | Strategy) -> dict[str, Groups]:
@@ -60,8 +61,9 @@ def redundancy_of_stages(strategy: PathLike | Strategy) -> dict[str, Groups]:
     """
     read = strategy if isinstance(strategy, Strategy) else read_strategy(strategy)
     found: dict[str, Groups] = {}
+    known: dict[tuple[Any, ...], Groups] = {}
     for stage, name, layout in stage_layouts(read):
-        found[name] = found.get(name, ()) + _groups_from(layout, stage * layout.num_devices)
+        found[name] = found.get(name, ()) + _groups_from(layout, stage * layout.num_devices, known)
     return dict(sorted(found.items()))
 
 
@@ -96,8 +98,13 @@ def as_layout(value: Layout | Sequence[Any]) -> Layout:
     return Layout(dev_matrix, tensor_map, opt_weight_shard_step=step, opt_weight_shard_size=size)
 
 
-def _groups_from(layout: Layout, first_rank: int) -> Groups:
-    return tuple(tuple(device + first_rank for device in group) for group in layout.groups())
+def _groups_from(layout: Layout, first_rank: int, known: dict[tuple[Any, ...], Groups]) -> Groups:
+    """The layout's groups as global ranks; `known` are those that were asked for before."""
+    sharding = (layout.opt_weight_shard_step, layout.opt_weight_shard_size)
+    key = (layout.dev_matrix, layout.tensor_map, sharding, first_rank)
+    if key not in known:
+        known[key] = tuple(tuple(device + first_rank for device in group) for group in layout.groups())
+    return known[key]
 
 
 def remove_param_redundancy(redundancy: Redundancy, keep_redundancy: int = 1) -> dict[int, set[str]]:
@@ -199,6 +206,7 @@ def write_group_info_of_rank(
         path: what the environment says in GROUP_INFO_FILE; nothing is written for None or "". Ranks that share an
             environment tell their files apart by `{rank}` in it.
         redundancy: groups by parameter, in global ranks.
+        rank: whose file it is.
         groups: further communication groups that this rank made (model parallel), in their order. The groups among
             which its parameters are replicated follow; the group of all ranks is not listed.
 

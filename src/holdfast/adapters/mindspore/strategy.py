@@ -127,7 +127,7 @@ def _stage_files(paths: PathLike | Iterable[PathLike]) -> list[PathLike]:
     if isinstance(paths, str | os.PathLike):
         if not os.path.isdir(paths):
             raise NotADirectoryError(f"{os.fspath(paths)} is not a directory")
-        files: list[PathLike] = sorted(p for p in Path(paths).iterdir() if p.suffix in {".ckpt", JSON_SUFFIX})
+        files: list[PathLike] = [*sorted(p for p in Path(paths).iterdir() if p.suffix in {".ckpt", JSON_SUFFIX})]
     else:
         files = list(paths)
     if not files:

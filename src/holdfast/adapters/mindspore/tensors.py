@@ -67,10 +67,10 @@ class HostTensor:
 
     def array(self) -> np.ndarray[Any, Any]:
         """Its elements as numpy sees them, not copied; bfloat16 and eight-bit floats as their bits."""
-        import numpy
+        import numpy as np  # noqa: PLC0415 - who only asks for ranks does not pay for it
 
         kind = _NUMPY_NAMES.get(self.dtype) or _BITS[DTYPE_BYTES[self.dtype]]
-        return numpy.frombuffer(self.data, dtype=kind).reshape(self.shape)
+        return np.frombuffer(self.data, dtype=kind).reshape(self.shape)
 
 
 # What stands under a name in a checkpoint: a tensor, or text (MindSpore's `append_info`).
@@ -91,13 +91,13 @@ def as_entry(value: EntryLike, dtype: str | None = None) -> Entry:
     """
     if isinstance(value, HostTensor | str):
         return value
-    import numpy
+    import numpy as np  # noqa: PLC0415 - as above
 
     if isinstance(value, float):
-        value = numpy.float32(value)
-    array = numpy.asarray(value)
+        value = np.float32(value)
+    array = np.asarray(value)
     array = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
-    found = next((ours for ours, theirs in _NUMPY_NAMES.items() if array.dtype == numpy.dtype(theirs)), None)
+    found = next((ours for ours, theirs in _NUMPY_NAMES.items() if array.dtype == np.dtype(theirs)), None)
     if found is None and array.dtype.name == "bfloat16":  # of the package ml_dtypes, which numpy does not know
         found = "BF16"
     if found is None or (dtype and DTYPE_BYTES.get(dtype) != array.dtype.itemsize):
@@ -109,6 +109,7 @@ def from_numpy(arrays: Mapping[str, EntryLike], *, bfloat16: Iterable[str] = ())
     """Entries from arrays by name.
 
     Args:
+        arrays: what `as_entry` takes.
         bfloat16: names of those whose uint16 are the bits of bfloat16.
     """
     bits = set(bfloat16)

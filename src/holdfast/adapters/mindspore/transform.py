@@ -62,7 +62,7 @@ def rank_list_for_transform(
         ValueError: a file is missing or empty, there is nothing to transform, or the numbers of devices do not divide.
         CorruptError: not a strategy file.
     """
-    if not isinstance(rank_id, int) or isinstance(rank_id, bool):
+    if type(rank_id) is not int:  # callers without a type checker, as MindSpore's are
         raise TypeError(f"rank_list_for_transform takes a rank, got {type(rank_id).__name__}")
     if src_strategy_file is None:
         return {0}

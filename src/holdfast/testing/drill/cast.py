@@ -112,7 +112,13 @@ class Cast:
 
     def start_trainer(self, setup: Setup) -> Member:
         """A trainer in a fresh interpreter."""
-        command = [sys.executable, *_flags(), "-m", "holdfast.testing.drill.trainer", msgspec.json.encode(setup).decode()]
+        command = [
+            sys.executable,
+            *_flags(),
+            "-m",
+            "holdfast.testing.drill.trainer",
+            msgspec.json.encode(setup).decode(),
+        ]
         journal = self.ground.journal_w
         process = subprocess.Popen([*command, str(journal)], pass_fds=(journal,), stdin=subprocess.DEVNULL)
         self._started[process.pid] = process
@@ -156,11 +162,18 @@ class Cast:
         """Whether a process that is not dead yet will be: its threads take their time."""
         return _state(member.pid) in _DYING
 
+    def send(self, member: Member, number: int) -> None:
+        """A signal, if it is still there to get it."""
+        try:
+            signal.pidfd_send_signal(member.pidfd, number)
+        except ProcessLookupError:
+            self._reap()
+
     def kill(self, names: Sequence[str]) -> None:
         """SIGKILL, and waits until they are dead."""
-        members = [self.members[name] for name in names if self.is_alive(name)]
+        members = [self.members[name] for name in dict.fromkeys(names) if self.is_alive(name)]
         for member in members:
-            signal.pidfd_send_signal(member.pidfd, signal.SIGKILL)
+            self.send(member, signal.SIGKILL)
         for member in members:
             self.await_end(member, WAIT_S)
 
@@ -193,7 +206,7 @@ class Cast:
         """Stops the living members of a kind, so that what they hold can be read; `thaw` lets them go on."""
         members = self.alive(kind)
         for member in members:
-            signal.pidfd_send_signal(member.pidfd, signal.SIGSTOP)
+            self.send(member, signal.SIGSTOP)
         deadline = time.monotonic() + WAIT_S
         for member in members:
             while _state(member.pid) not in {"T", *_DYING} and time.monotonic() < deadline:
@@ -205,7 +218,7 @@ class Cast:
     def thaw(self, kind: str) -> None:
         """Lets stopped members go on."""
         for member in self.alive(kind):
-            signal.pidfd_send_signal(member.pidfd, signal.SIGCONT)
+            self.send(member, signal.SIGCONT)
 
     def end(self) -> list[str]:
         """Kills who is left and returns their names."""

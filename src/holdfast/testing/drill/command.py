@@ -209,7 +209,9 @@ class Quarry:
 def _directory() -> Iterator[str]:
     """A short path in memory if there is one: SIGKILL does not reach the page cache, so a disk proves nothing more."""
     memory = Path("/dev/shm")
-    place = memory if memory.is_dir() and shutil.disk_usage(memory).free > MIN_MEMORY_BYTES else Path(tempfile.gettempdir())
+    place = (
+        memory if memory.is_dir() and shutil.disk_usage(memory).free > MIN_MEMORY_BYTES else Path(tempfile.gettempdir())
+    )
     directory = tempfile.mkdtemp(prefix="hfd-", dir=place)
     try:
         yield directory
@@ -342,7 +344,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="holdfast drill", description="Kills processes of real jobs and judges what is left.")
+    parser = argparse.ArgumentParser(
+        prog="holdfast drill", description="Kills processes of real jobs and judges what is left."
+    )
     parser.add_argument("drill", choices=["crash"], help="which drill")
     parser.add_argument("--trials", type=int, default=1000, help="how many trials (default 1000)")
     parser.add_argument("--seed", type=int, default=1, help="the same seed gives the same plan (default 1)")

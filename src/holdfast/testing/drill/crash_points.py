@@ -110,22 +110,25 @@ class Probe:
 
     def _phase(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def inside(*args: Any, **kwargs: Any) -> Any:
-            outer = getattr(self._inside, "phase", None)
+        def passage(*args: Any, **kwargs: Any) -> Any:
+            inside = self._inside
+            outer = getattr(inside, "phase", None)
             if outer == phase:
                 return function(*args, **kwargs)
-            self._inside.phase, self._inside.points = phase, 0
+            former = (outer, getattr(inside, "points", 0), getattr(inside, "armed", False))
+            inside.phase, inside.points = phase, 0
             number, began = self._enter(phase), time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
-                seconds = time.perf_counter() - began
-                self._inside.phase = outer
+                seconds, points = time.perf_counter() - began, inside.points
+                inside.phase, inside.points, inside.armed = former
                 if self._strike is None and not self._record_files:
-                    facts = {"phase": phase, "pass": number, "seconds": seconds, "points": self._inside.points}
-                    self._journal.write("phase", **facts)
+                    self._journal.write(
+                        "phase", **{"phase": phase, "pass": number, "seconds": seconds, "points": points}
+                    )
 
-        return inside
+        return passage
 
     def _enter(self, phase: str) -> int:
         with self._lock:

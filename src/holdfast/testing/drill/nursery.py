@@ -84,7 +84,9 @@ def warm() -> None:
     cheap.
     """
     job = Job(Setup(Trial(0, 0, "solo", "", "", ()), 0, 0, ""))
-    state = State({"model": job.model, "optimizer": job.optimizer, "position": job.position}, rank=0, world_size=1, replicated=())
+    state = State(
+        {"model": job.model, "optimizer": job.optimizer, "position": job.position}, rank=0, world_size=1, replicated=()
+    )
     for _ in range(2):  # before the first step, and after it
         state.predict()
         state.gather()

@@ -107,7 +107,11 @@ def _calm(*lives: LifePlan, shape: str = SOLO, record_files: bool = False) -> Ca
     return trial
 
 
-_BACK = (LifePlan(script("D1 D1 D1"), ends="kill all"), LifePlan(script("D1"), roll_back=True, ends="kill all"), LAST_LIFE)
+_BACK = (
+    LifePlan(script("D1 D1 D1"), ends="kill all"),
+    LifePlan(script("D1"), roll_back=True, ends="kill all"),
+    LAST_LIFE,
+)
 _FLIP = (LifePlan(script("D1 C1")), replace(LAST_LIFE, damage="memory"))
 _ROT = (LifePlan(script("D1 D1"), ends="kill all"), replace(LAST_LIFE, damage="storage"))
 _APART = (LifePlan(script("C1 C1 c1 c1 c1"), skew=2), LAST_LIFE)
@@ -376,7 +380,7 @@ BUGS: dict[str, Planted] = {
     ),
     "overwrite-guard-off": Planted("the oldest slot is always free", ("S1", "S6"), _calm(*_APART, shape=PAIR)),
     "overwritten-while-persisted": Planted(
-        "a slot is reused while it is written to storage", ("S2", "S12"), _calm(LifePlan(script("d1 d1 D1")), LAST_LIFE)
+        "a slot is reused while it is written to storage", ("S2", "S12"), _calm(LifePlan(script("d1 c1 C1")), LAST_LIFE)
     ),
     "stale-snapshot": Planted("every save writes the bytes of the first", ("S5", "S12"), _calm()),
     "fence-removed": Planted("the optimizer does not wait for the copy", ("S5", "S12"), _calm(_LONG, LAST_LIFE)),
@@ -405,14 +409,18 @@ BUGS: dict[str, Planted] = {
         "nobody removes what a dead writer left", ("V5",), _struck("persist", "k0", "D1 D1 D1 D1", stepped=True)
     ),
     "retired-before-commit": Planted(
-        "old versions go before the new one is committed", ("S11",), _struck("commit", "k0", "D1 D1 D1 D1 D1 D1", stepped=True)
+        "old versions go before the new one is committed",
+        ("S11",),
+        _struck("commit", "k0", "D1 D1 D1 D1 D1 D1", stepped=True),
     ),
     "newest-retired": Planted("retention sorts the wrong way", ("S1", "S8", "S11", "S13"), _calm()),
     "strangers-deleted": Planted("retention removes the whole directory", ("S17",), _calm(*_STRANGER)),
     "files-before-manifest": Planted("files go before their manifest", ("S2", "S11"), _calm(record_files=True)),
     "digest-not-compared": Planted("a restore takes what it gets", ("S5",), _calm(*_FLIP)),
     "newest-step": Planted("the highest step wins, of whatever lineage", ("S4",), _calm(*_BACK)),
-    "each-rank-for-itself": Planted("every rank takes the newest it holds", ("S3", "S10"), _calm(*_APART, shape=PAIR)),
+    "each-rank-for-itself": Planted(
+        "every rank takes the newest it holds", ("S3", "S10"), _calm(_APART[0], LifePlan(()), shape=PAIR)
+    ),
     "values-forgotten": Planted("only tensors come back", ("S5",), _calm()),
     "incarnation-again": Planted("a new start takes the old number", ("S7",), _calm(*_AGAIN)),
     "keeper-stays": Planted("the keeper outlives the job", ("V5",), _calm()),

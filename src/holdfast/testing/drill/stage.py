@@ -215,7 +215,7 @@ class Stage:
         """The life does not end: every stack goes to the logs, and that is a violation."""
         living = self._cast.alive()
         for member in living:
-            signal.pidfd_send_signal(member.pidfd, signal.SIGUSR1)
+            self._cast.send(member, signal.SIGUSR1)
         time.sleep(0.3)  # lets them write
         names = [member.name for member in living]
         self.record.fault("V2", f"it did not end in time; {', '.join(names)} were alive")
