@@ -35,14 +35,15 @@ def strategy(layouts: dict[str, Layout]) -> Strategy:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, max_devices: int = 24) -> Layout:
+def layouts(draw: st.DrawFn, max_devices: int = 24, *, powers_of_two: bool = False) -> Layout:
     """Any layout: axes of any length in any order, several per dimension, some unused, optimizer sharding."""
+    lengths = [n for n in range(1, max_devices + 1) if not (powers_of_two and n & (n - 1))]
     devices: list[int] = []
     for _ in range(draw(st.integers(1, 4))):
         room = max_devices
         for length in devices:
             room //= length
-        devices.append(draw(st.integers(1, max(room, 1))))
+        devices.append(draw(st.sampled_from([n for n in lengths if n <= max(room, 1)])))
     axes = draw(st.permutations(range(len(devices))))
     num_dims = draw(st.integers(1, 3))
     owners = draw(st.lists(st.integers(-1, num_dims - 1), min_size=len(axes), max_size=len(axes)))

@@ -161,9 +161,8 @@ def test_every_flipped_bit_is_found_by_the_crc() -> None:
     data = bytearray((FILES / "every_type.ckpt").read_bytes())
     for position in range(0, len(data), 3):
         data[position] ^= 1 << position % 8
-        with pytest.raises((CorruptError, UsageError)):
-            entries = ckpt.decode_ckpt(bytes(data), "here", crc_check=True)
-            assert "crc_num" in str(list(entries)), "the trailer was damaged: the record before it is read as one"
+        with pytest.raises(CorruptError):
+            ckpt.decode_ckpt(bytes(data), "here", crc_check=True)
         data[position] ^= 1 << position % 8
 
 
@@ -213,7 +212,9 @@ def test_arrays_of_any_order_and_byte_order_are_stored_alike(tmp_path: Path) -> 
 
 
 SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
-TEXTS = st.text(max_size=9).filter(lambda text: not text.endswith("\0"))
+# Few letters, of one to four bytes: building the table of all takes hypothesis longer than the tests.
+LETTERS = "aZ.-_0é漢😀"
+TEXTS = st.text(LETTERS + "\0\n", max_size=9).filter(lambda text: not text.endswith("\0"))
 
 
 @st.composite
@@ -225,7 +226,7 @@ def tensors(draw: st.DrawFn) -> HostTensor:
     return HostTensor(dtype, shape, draw(st.binary(min_size=size, max_size=size)))
 
 
-NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=9).filter(lambda n: n != "__metadata__")
+NAMES = st.text(LETTERS, min_size=1, max_size=9)
 
 
 @given(st.dictionaries(NAMES, st.one_of(tensors(), TEXTS), max_size=5), st.booleans())

@@ -75,7 +75,7 @@ def test_uneven_and_irregular_pieces_are_no_layout() -> None:
     def rows(*pieces: tuple[int, int]) -> dict[int, Extent]:
         return {rank: Extent((start,), (length,)) for rank, (start, length) in enumerate(pieces)}
 
-    for extents in (rows((0, 3), (3, 2)), rows((0, 1), (2, 1), (1, 1), (3, 1)), rows((2, 2), (0, 2)), {}):
+    for extents in (rows((0, 3), (3, 2)), rows((0, 1), (1, 1), (3, 1), (2, 1)), rows((2, 2), (0, 2)), {}):
         with pytest.raises(UsageError):
             layout_from_extents(extents, (sum(e.lengths[0] for e in extents.values()) or 4,))
     with pytest.raises(UsageError, match="consecutive"):
@@ -83,6 +83,11 @@ def test_uneven_and_irregular_pieces_are_no_layout() -> None:
     with pytest.raises(UsageError) as caught:
         strategy_from_extents({"n.w": ((5,), rows((0, 3), (3, 2)))})
     assert caught.value.where == "n.w"
+
+
+def test_ranks_that_count_columns_first_are_two_axes() -> None:
+    extents = {rank: Extent((start,), (1,)) for rank, start in enumerate((0, 2, 1, 3))}
+    assert layout_from_extents(extents, (4,)).axes == ((0, 1),)
 
 
 def test_a_shape_that_does_not_divide_is_refused() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 import time
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -109,18 +110,24 @@ def test_the_place_is_the_byte() -> None:
     assert caught.value.where == "file.pb, byte 4"
 
 
-@pytest.mark.parametrize("kind", sorted(READERS))
-def test_every_truncation_is_refused_or_ends_at_a_record(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["group_info", "json", "safetensors"])
+def test_every_truncation_is_refused(kind: str) -> None:
     data = REAL[kind].read_bytes()
-    whole = 0
+    for length in range(len(data)):
+        with pytest.raises(CorruptError):
+            READERS[kind](data[:length])
+
+
+def test_a_row_of_records_may_end_after_any_of_them_and_nowhere_else() -> None:
+    data = REAL["ckpt"].read_bytes()
+    names = list(ckpt.decode_ckpt(data, "here", crc_check=True))
+    seen = []
     for length in range(len(data)):
         try:
-            READERS[kind](data[:length])
-            whole += 1
+            seen.append(list(ckpt.decode_ckpt(data[:length], "here", crc_check=True)))
         except CorruptError:
             pass
-    # A row of records may end after any of them; nothing else may end early.
-    assert whole <= {"ckpt": 14, "strategy": 0, "group_info": 0}.get(kind, 0) + (kind == "strategy") * 20
+    assert seen == [names[:count] for count in range(len(names) + 1)]
 
 
 @settings(max_examples=150, deadline=None)
@@ -159,7 +166,7 @@ BOMBS: dict[str, tuple[str, bytes]] = {
     "packed ranks": ("group_info", prefix(2, (8 << 20) + 5) + prefix(1, 8 << 20) + b"\x00" * (8 << 20)),
     "groups": ("group_info", many_groups(300_000)),
     "operators": ("strategy", (prefix(2, 6) + prefix(1, 0) + prefix(2, 2) + b"\x08\x00") * (1 << 20)),
-    "empty lists": ("strategy", b"\x08\x01" + prefix(3, (4 << 20) + 6) + prefix(1, 0) + prefix(2, 4 << 20) + b"\x12\x00" * (2 << 20)),
+    "empty lists": ("strategy", b"\x08\x01" + prefix(3, (4 << 20) + 7) + prefix(1, 0) + prefix(2, 4 << 20) + b"\x12\x00" * (2 << 20)),
     "json lists": ("json", b'{"parallel_layout_item":{"w":{"dev_matrix":[' + b"1," * (4 << 20) + b'1],"field":0}}}'),
     "records": ("ckpt", (prefix(1, 3) + prefix(1, 1) + b"w") * (1 << 20)),
     "dims": ("ckpt", prefix(1, (8 << 20) + 9) + prefix(1, 1) + b"w" + prefix(2, 8 << 20) + b"\x08\x01" * (4 << 20)),
@@ -175,7 +182,7 @@ BOMBS: dict[str, tuple[str, bytes]] = {
 
 
 @pytest.mark.parametrize("name", sorted(BOMBS))
-def test_a_bomb_is_defused_in_a_second_and_little_memory(name: str) -> None:
+def test_a_bomb_is_defused_in_a_second(name: str) -> None:
     kind, data = BOMBS[name]
     started = time.process_time()
     try:
@@ -185,14 +192,26 @@ def test_a_bomb_is_defused_in_a_second_and_little_memory(name: str) -> None:
     else:
         assert name == "zeros", "only a CRC that nobody can check is passed over"
     assert time.process_time() - started < 1.0
-    tracemalloc.start()
+
+
+MEASURE = """
+import resource
+from adapters.test_mindspore_hostile import BOMBS, READERS, CorruptError
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for kind, data in BOMBS.values():
     try:
         READERS[kind](data)
     except CorruptError:
         pass
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 256 << 20
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_bombs_take_little_memory() -> None:
+    answer = subprocess.run(
+        [sys.executable, "-c", MEASURE], cwd=SAMPLES.parents[1], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert int(answer.stdout) < 256 << 10, "KiB above what the bombs themselves take"
 
 
 def test_a_file_that_is_too_long_is_not_read(tmp_path: Path) -> None:

@@ -166,10 +166,13 @@ def test_the_own_file_is_taken_while_it_is_there_then_the_twins(tmp_path: Path) 
     assert get_ckpt_path_with_strategy(own(tmp_path, 0), strategy_file("seed")) is None
 
 
-def test_rank_1_is_not_found_in_rank_10(tmp_path: Path) -> None:
-    touch(tmp_path, 10, 1)
-    path = own(tmp_path, 10)
-    assert get_ckpt_path_with_strategy(path, {"w": Layout((16,), (0,))}, rank=1) == own(tmp_path, 1)
+def test_rank_1_is_not_found_in_rank_10_nor_in_a_directory_above(tmp_path: Path) -> None:
+    root = tmp_path / "rank_1_of_many"
+    root.mkdir()
+    touch(root, 10, 1)
+    alone = {"w": Layout((16,), (0,))}
+    assert get_ckpt_path_with_strategy(own(root, 10), alone, rank=1) == own(root, 1)
+    assert get_ckpt_path_with_strategy(own(root, 10), alone) == own(root, 10)
 
 
 def test_more_can_be_asked_of_a_file_than_that_it_is_there(tmp_path: Path) -> None:

@@ -65,14 +65,15 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
         rank_list_for_transform(4, strategy({"w": Layout((4,), (0,))}), strategy({"w": Layout((4,), (0,))}))
 
 
-@given(layouts(16))
+# With other lengths MindSpore refuses optimizer shards that are no whole axes or part of one.
+@given(layouts(16, powers_of_two=True))
 def test_a_layout_needs_only_the_rank_itself_to_stay_as_it_is(drawn: Layout) -> None:
     same = strategy({"w": drawn})
     for rank in range(drawn.num_devices):
         assert rank_list_for_transform(rank, same, same) == {rank}
 
 
-@given(layouts(16))
+@given(layouts(16, powers_of_two=True))
 def test_a_single_device_needs_every_slice_once_at_least(drawn: Layout) -> None:
     needed = rank_list_for_transform(0, strategy({"w": drawn}), None)
     groups = drawn.groups()

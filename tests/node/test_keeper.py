@@ -382,8 +382,26 @@ def test_storage_that_fails_costs_the_durable_level_only_and_says_so(make_rig: M
         trainer.client.wait(version, Level.DURABLE, 0.2)
     root.unlink()
     (rig.base / "away").rename(root)
+    reached([trainer], version, Level.DURABLE)  # it is written again from memory
     reached([trainer], trainer.save(2, durable=True), Level.DURABLE)
     eventually(lambda: rig.status(0)["alarms"] == [])
+
+
+def test_a_commit_that_fails_is_tried_again(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    (trainer,) = rig.start()
+    root = Path(rig.root)
+    in_the_way = root / str(Version(1, 1)) / "manifest.json"
+    in_the_way.parent.mkdir()
+    in_the_way.mkdir()  # bundles and parts can be written beside it
+
+    version = trainer.save(1, durable=True)
+
+    eventually(lambda: any("is not durable" in alarm for alarm in trainer.client.alarms))
+    assert trainer.client.level(version)[0] is Level.CAPTURED
+    in_the_way.rmdir()
+    reached([trainer], version, Level.DURABLE)
+    rig.storage.manifest(version)
 
 
 def test_a_higher_incarnation_fences_the_commit_of_a_lower_one(make_rig: MakeRig) -> None:

@@ -34,17 +34,18 @@ class HoldfastError(Exception):
     Args:
         what: one sentence, what happened.
         where: the path, version, entry, rank or address it concerns; empty if there is none.
-        remedy: what the operator can do about it.
+        remedy: what the operator can do about it; the class's `advice` if it is not said.
     """
 
     code: ClassVar[str] = "HF000"
     retryable: ClassVar[bool] = False
+    advice: ClassVar[str] = ""
 
     def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
         super().__init__(what)
         self.what = what
         self.where = where
-        self.remedy = remedy
+        self.remedy = remedy or self.advice
 
     def __str__(self) -> str:
         place = f" [{self.where}]" if self.where else ""
@@ -101,18 +102,21 @@ class CorruptError(HoldfastError):
     """Bytes are not what was sealed. That copy is never loaded; another copy or an older version is used."""
 
     code = "HF300"
+    advice = "use another copy or an older version: `holdfast verify` tells which are good; remove what is damaged"
 
 
 class NewerFormat(CorruptError):
     """Written by a newer holdfast. Upgrade this one."""
 
     code = "HF301"
+    advice = "upgrade holdfast"
 
 
 class VersionNotFound(HoldfastError):
     """The version (or any version) is not there. `holdfast ls` shows what is."""
 
     code = "HF302"
+    advice = "`holdfast ls` shows which versions are there"
 
 
 class MemoryRefused(HoldfastError):
@@ -131,6 +135,7 @@ class KeeperLost(KeeperError):
     """The keeper is gone. Training goes on; a new keeper adopts the memory of the living trainers."""
 
     code = "HF501"
+    advice = "a new keeper is started at the next save or restart"
     retryable = True
 
 
@@ -144,6 +149,7 @@ class Fenced(HoldfastError):
     """A higher incarnation or term exists; this process belongs to the past and must end."""
 
     code = "HF601"
+    advice = "end this process: a newer one has taken its place"
 
 
 class LevelNotReached(HoldfastError):

@@ -376,7 +376,9 @@ class KeeperClient:
 
     def _pushed(self, message: messages.AnyMessage) -> None:
         if isinstance(message, messages.Progress):
-            self._progressed(message.version, VersionLevel(frozenset(message.reached), message.reason, message.abandoned))
+            self._progressed(
+                message.version, VersionLevel(frozenset(message.reached), message.reason, message.abandoned)
+            )
         elif isinstance(message, messages.Alarm):
             self._alarmed(message)
         elif isinstance(message, messages.Appointed):

@@ -16,7 +16,7 @@ from typing import Any
 
 from holdfast.base.errors import InUse, KeeperError
 from holdfast.base.events import Events
-from holdfast.node import messages, status
+from holdfast.node import status
 from holdfast.node.arena import Arena
 from holdfast.node.coordinate import Coordinator
 from holdfast.node.messages import (
@@ -40,6 +40,7 @@ from holdfast.node.seal import Sealer
 from holdfast.node.server import Connection, Server
 from holdfast.node.state import NodeState, Outlets
 from holdfast.node.trainers import Trainer, Trainers
+from holdfast.node.turnover import Turnover, Works
 from holdfast.node.uplink import Uplink
 from holdfast.node.vault import Vault
 from holdfast.tiers.budget import Budget
@@ -90,6 +91,7 @@ class Keeper:
         self._operations = Operations(
             Parts(
                 state=self._state,
+                turnover=Turnover(self._state, self._trainers, self._works(vault)),
                 trainers=self._trainers,
                 reserve=Reserve(self._state, self._trainers),
                 saving=self._saving,
@@ -123,15 +125,19 @@ class Keeper:
         """Ends `run`; any thread or signal handler."""
         self._server.stop()
 
+    def _works(self, vault: Vault) -> Works:
+        """What has to end, and what has to be forgotten, before this keeper serves another job."""
+        workers = (self._sealer, self._persister, self._committer, self._replicator)
+        return Works(
+            leave=(self._uplink.leave, self._peers.leave, *(worker.leave for worker in workers)),
+            idle=lambda: all(worker.idle for worker in workers),
+            forget=(vault.forget, self._replicator.leave, self._state.forget_job),
+        )
+
     # --- the server's handler
 
     def greet(self, connection: Connection, hello: Hello) -> Message:
         """Lets a client in by its role."""
-        if hello.protocol != messages.PROTOCOL:
-            raise KeeperError(
-                f"the client speaks protocol {hello.protocol}, this keeper {messages.PROTOCOL}",
-                remedy="use one version of holdfast in a job",
-            )
         if hello.job != self._options.place.job:
             raise InUse(f"this keeper belongs to job {self._options.place.job}, not {hello.job[:64]}")
         if hello.role == RANK and hello.rank >= 0:
@@ -160,6 +166,8 @@ class Keeper:
         self._trainers.reap()
         self._peers.yield_slots(self._saving.starved())
         self._replicator.tick()
+        self._persister.tick()
+        self._committer.tick()
         next_s = self._saving.retry()
         if self._is_over():
             self._server.stop()
@@ -177,6 +185,8 @@ class Keeper:
                 if not state.awaits_commit() or now - self._finished_s > COMMIT_WAIT_S:
                     logger.info("all local ranks finished")
                     return True
+            else:
+                self._finished_s = 0.0
             alone_s = time.monotonic() - self._trainers.last_seen_s
             if not self._trainers.pids and alone_s >= self._options.linger_s and not busy:
                 logger.info("no trainer for %.0f s", alone_s)

@@ -7,6 +7,7 @@ types are refused by the decoder; there is no free-form field. The table of mess
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +93,7 @@ class Message(msgspec.Struct, frozen=True, tag_field="is", kw_only=True):
 
 
 class Hello(Message, tag="hello", frozen=True, kw_only=True):
-    """First message of every connection, at most 1 KiB."""
+    """First message of every connection, at most 1 KiB. `job_id`: what a keeper serves; empty for the others."""
 
     job: str
     role: str
@@ -100,6 +101,7 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
     rank: int = -1
     node: int = -1
     incarnation: int = 0
+    job_id: str = ""
 
 
 class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
@@ -363,6 +365,15 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
 
 
+class _AnyHello(msgspec.Struct, frozen=True):
+    """What a greeting says in every protocol."""
+
+    protocol: int
+
+
+_any_hello_decoder = msgspec.msgpack.Decoder(_AnyHello)
+
+
 def encode(message: Message) -> bytes:
     """The body of a frame."""
     return _encoder.encode(message)
@@ -386,8 +397,20 @@ def decode(body: bytes) -> AnyMessage:
 
 
 def decode_hello(body: bytes) -> Hello:
-    """The first message of a connection; only Hello is understood."""
+    """The first message of a connection; only Hello is understood.
+
+    Raises:
+        KeeperError: something else, or a greeting in another protocol; says which.
+    """
     try:
+        protocol = _any_hello_decoder.decode(body).protocol
+        if protocol != PROTOCOL:
+            raise KeeperError(
+                f"the keeper (process {os.getpid()}) and this process are of different versions of holdfast: it speaks "
+                f"protocol {PROTOCOL}, this process {protocol}",
+                remedy="use one version of holdfast on all nodes; a keeper that was left by an older job ends by itself "
+                f"after linger_s, or now with `kill {os.getpid()}` (what it holds in memory goes with it)",
+            )
         return _hello_decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise KeeperError(f"not a greeting of this protocol: {error}") from error

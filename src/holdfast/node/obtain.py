@@ -19,7 +19,7 @@ from holdfast.core.model import Seal, Version
 from holdfast.core.recovery import Fetch, Source
 from holdfast.core.slots import SlotState, choose_slot
 from holdfast.node.arena import Held
-from holdfast.node.state import NodeState
+from holdfast.node.state import NodeState, greeting
 from holdfast.node.transfer import PeerReader, require
 from holdfast.node.vault import Vault
 from holdfast.tiers import format as image_format
@@ -217,7 +217,7 @@ class _Sources:
             if node not in self._peers:
                 self._peers[node] = self._dial(node)
             seal = require(self._peers[node].seals(version, (bundle_id,)), bundle_id, where)
-            self._peers[node].read_into(version, seal, view, self._stopping)
+            self._peers[node].read_into(version, seal, view)
         except HoldfastError as error:
             what = f"node {node}, bundle {bundle_id}: {error.what}"
             raise type(error)(what, where=error.where, remedy=error.remedy) from error
@@ -227,12 +227,7 @@ class _Sources:
         assembly = self._state.assembly
         if assembly is None or not 0 <= node < len(assembly.addresses):
             raise KeeperError(f"node {node} is not part of the job")
-        return PeerReader(
-            assembly.addresses[node],
-            job=self._state.place.job,
-            node=self._state.node,
-            incarnation=assembly.incarnation,
-        )
+        return PeerReader(assembly.addresses[node], greeting(self._state, assembly), self._stopping)
 
 
 def _offsets(lengths: Sequence[int]) -> Iterable[int]:

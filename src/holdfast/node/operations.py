@@ -20,6 +20,7 @@ from holdfast.node.saving import Saving
 from holdfast.node.server import Answer, Connection
 from holdfast.node.state import NodeState
 from holdfast.node.trainers import Trainer, Trainers
+from holdfast.node.turnover import Turnover
 from holdfast.node.uplink import Uplink
 
 Reply = Message | Answer | None
@@ -31,6 +32,7 @@ class Parts:
     """The parts of a keeper that answer requests."""
 
     state: NodeState
+    turnover: Turnover
     trainers: Trainers
     reserve: Reserve
     saving: Saving
@@ -89,8 +91,11 @@ class Operations:
         self._parts.saving.forget(trainer)
         self._let_go(trainer)
 
-    def _assemble(self, _: Connection, request: messages.Assemble) -> Ok:
-        self._parts.state.assemble(request.assembly)
+    def _assemble(self, connection: Connection, request: messages.Assemble) -> Ok:
+        """Levels are told from here on and not before: those of another job may bear the same names."""
+        self._parts.turnover.assemble(connection, request.assembly)
+        for progress in self._parts.state.progress():
+            connection.push(f"progress {progress.version}", progress)
         return Ok(id=request.id)
 
     def _resume(self, _: Connection, request: messages.Resume) -> Ok:

@@ -19,10 +19,10 @@ from holdfast.core.recovery import MemoryCopy
 from holdfast.node import messages
 from holdfast.node.arena import Held
 from holdfast.node.coordinate import Coordinator
-from holdfast.node.messages import KEEPER, AnyMessage, Bulk, Hello, Inventory, Ok, Seals
+from holdfast.node.messages import AnyMessage, Bulk, Hello, Inventory, Ok, Seals
 from holdfast.node.rpc import dial
 from holdfast.node.server import Connection
-from holdfast.node.state import NodeState
+from holdfast.node.state import NodeState, greeting
 from holdfast.tiers.format import CHUNK_BYTES
 
 logger = logging.getLogger(__name__)
@@ -60,11 +60,24 @@ class PeerDesk:
         """A keeper greets.
 
         Raises:
-            Fenced: it belongs to an incarnation that is over.
+            Fenced: it belongs to an incarnation that is over. KeeperError: it serves another job.
         """
+        self._require_same_job(hello)
         if hello.incarnation < self._state.incarnation:
             raise Fenced(f"incarnation {hello.incarnation} is over; {self._state.incarnation} has begun")
         connection.hello = hello
+
+    def leave(self) -> None:
+        """The job is over: whoever is being sent its bytes is cut off. Under the state's lock."""
+        for connection in tuple(self._sending):
+            connection.channel.abort()
+            self._unpin(connection)
+
+    def _require_same_job(self, hello: Hello) -> None:
+        """Versions of another job may bear the same names; a keeper that served it may not have heard of its end."""
+        assembly = self._state.assembly
+        if assembly is not None and hello.job_id != assembly.job_id:
+            raise KeeperError(f"this keeper serves job {assembly.job_id}, the other one job {hello.job_id[:64]}")
 
     def gone(self, connection: Connection) -> None:
         """A keeper's connection ended."""
@@ -77,6 +90,7 @@ class PeerDesk:
     def report(self, connection: Connection, request: messages.Report) -> Ok:
         """Facts for the coordinator."""
         with self._state.lock:
+            self._require_same_job(connection.greeted)
             if request.incarnation < self._state.incarnation:
                 raise Fenced(f"incarnation {request.incarnation} is over; {self._state.incarnation} has begun")
             coordinator = self._coordinator()
@@ -87,9 +101,10 @@ class PeerDesk:
             coordinator.report(request.node, request.incarnation, request.reports)
         return Ok(id=request.id)
 
-    def propose(self, _: Connection, request: messages.Propose) -> Ok:
+    def propose(self, connection: Connection, request: messages.Propose) -> Ok:
         """A rank of that node asks for an appointment."""
         with self._state.lock:
+            self._require_same_job(connection.greeted)
             coordinator = self._coordinator()
             if coordinator is None:
                 raise KeeperError("this keeper does not coordinate")
@@ -102,6 +117,7 @@ class PeerDesk:
         """Seals of what is held; its slots are pinned for the transfer that follows."""
         found = []
         with self._state.lock:
+            self._require_same_job(connection.greeted)
             self._unpin(connection)
             sending = self._sending.setdefault(connection, _Sending())
             sending.asked_s = time.monotonic()
@@ -121,6 +137,7 @@ class PeerDesk:
             VersionNotFound: it is not held (any more). KeeperError: no such piece.
         """
         with self._state.lock:
+            self._require_same_job(connection.greeted)
             copy = self._state.arena.find(request.version, request.bundle_id)
             if copy is None:
                 raise VersionNotFound(f"bundle {request.bundle_id} of {request.version} is not held here (any more)")
@@ -179,11 +196,10 @@ class PeerDesk:
         return _merge(own, {index: found.get(index, "did not answer in time") for index in others})
 
     def _ask(self, index: int, assembly: messages.Assembly, found: dict[int, Inventory | str]) -> None:
-        hello = Hello(job=self._state.place.job, role=KEEPER, node=self._state.node, incarnation=assembly.incarnation)
         try:
             caller = dial(
                 assembly.addresses[index],
-                hello,
+                greeting(self._state, assembly),
                 timeout_s=ASK_PEER_TIMEOUT_S,
                 on_push=_ignore,
                 on_lost=_ignore,
@@ -218,8 +234,7 @@ class PeerDesk:
                     held.condemned.add(bundle_id)
 
     def _pass_on(self, request: messages.Condemn, assembly: messages.Assembly) -> None:
-        hello = Hello(job=self._state.place.job, role=KEEPER, node=self._state.node, incarnation=assembly.incarnation)
-        address = assembly.addresses[request.node]
+        hello, address = greeting(self._state, assembly), assembly.addresses[request.node]
         caller = dial(address, hello, timeout_s=ASK_PEER_TIMEOUT_S, on_push=_ignore, on_lost=_ignore)
         try:
             caller.call(request, timeout_s=ASK_PEER_TIMEOUT_S)

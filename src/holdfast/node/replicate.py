@@ -17,7 +17,8 @@ from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Level, Seal, Version
 from holdfast.core.slots import Knowledge, SlotState, SlotView, choose_slot
 from holdfast.node.arena import Held
-from holdfast.node.state import NodeState
+from holdfast.node.messages import Assembly
+from holdfast.node.state import NodeState, greeting
 from holdfast.node.transfer import PeerReader, require
 from holdfast.node.worker import Worker
 from holdfast.tiers import format as image_format
@@ -63,6 +64,17 @@ class Replicator:
                 if Level.REPLICATED not in ledger.standing(version)[0]:
                     self._pullers[home].replace(version)
 
+    def leave(self) -> None:
+        """Drops what waits, and what is to be pulled again: the job it is for is over. Under the state's lock."""
+        self._failed = {}
+        for puller in self._pullers.values():
+            puller.clear()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being pulled. Under the state's lock."""
+        return all(puller.idle for puller in self._pullers.values())
+
     def stop(self) -> None:
         """Ends the pullers."""
         with self._state.lock:
@@ -83,9 +95,7 @@ class Replicator:
                     wanted.setdefault(rank, []).append(ref)
         started = time.perf_counter()
         try:
-            peer = PeerReader(
-                assembly.addresses[home], job=state.place.job, node=state.node, incarnation=assembly.incarnation
-            )
+            peer = PeerReader(assembly.addresses[home], greeting(state, assembly), lambda: self._is_over(assembly))
             try:
                 size = sum(self._pull_rank(peer, version, rank, refs) for rank, refs in wanted.items())
             finally:
@@ -103,6 +113,10 @@ class Replicator:
         self._events.emit("node.replicated", version=str(version), home=home, size_bytes=size, seconds=seconds)
         self._events.count("replicated_bytes", size)
 
+    def _is_over(self, assembly: Assembly) -> bool:
+        now = self._state.assembly
+        return self._stopping or now is None or now.job_id != assembly.job_id
+
     def _pull_rank(self, peer: PeerReader, version: Version, rank: int, refs: Sequence[BundleRef]) -> int:
         """Pulls one rank's bundles into a replica slot and seals it; returns bytes."""
         offered = peer.seals(version, tuple(ref.bundle_id for ref in refs))
@@ -112,7 +126,7 @@ class Replicator:
         try:
             for place in places:
                 view = held.slot.view[place.offset : place.offset + place.seal.length]
-                peer.read_into(version, place.seal, view, lambda: self._stopping)
+                peer.read_into(version, place.seal, view)
             with self._state.lock:
                 held.images = {place.ref.bundle_id: place for place in places}
                 memory.write_header(held.slot, held.header(self._state.place.job))

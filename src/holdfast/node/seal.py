@@ -62,6 +62,10 @@ class Sealer:
             held.unpin(_PIN)
             raise KeeperError("too many slots wait to be sealed")
 
+    def leave(self) -> None:
+        """Drops what waits: the job it is for is over."""
+        self._worker.clear()
+
     def stop(self) -> None:
         """Ends the worker."""
         self._worker.stop()

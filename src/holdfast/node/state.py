@@ -24,7 +24,7 @@ from holdfast.core.patience import Patience
 from holdfast.core.recovery import MemoryCopy
 from holdfast.core.slots import SlotState, SlotView, reusable
 from holdfast.node.arena import Arena, Held
-from holdfast.node.messages import Alarm, Appointed, Assembly, Inventory, Message, News, Progress
+from holdfast.node.messages import KEEPER, Alarm, Appointed, Assembly, Hello, Inventory, Message, News, Progress
 from holdfast.node.places import Place
 
 logger = logging.getLogger(__name__)
@@ -173,6 +173,21 @@ class NodeState:
         self.outlets.follow(assembly, self.node)
         self.outlets.changed()
 
+    def leave_job(self) -> None:
+        """The job is over: no fact of it has an effect any more. What it left stays until `forget_job`."""
+        with self.lock:
+            self.node, self.assembly, self.ledger = -1, None, None
+            self.layouts, self.finished = {}, set()
+            self._resumed, self._is_resumed = None, False
+
+    def forget_job(self) -> None:
+        """Slots, levels, tables and alarms of the job that is over. Nobody needs a byte of them."""
+        with self.lock:
+            for held in self.arena:
+                self.arena.drop(held)
+            self.alarms.clear()
+            self._past, self._patience = _Past(), Patience()
+
     def resume(self, incarnation: int, version: Version | None) -> None:
         """All ranks loaded `version`; saving may begin."""
         with self.lock:
@@ -281,7 +296,7 @@ class NodeState:
                 self._patience.replicated(time.monotonic(), newest=newest)
                 self.calm("replication")
             if told.kind is Kind.PERSIST:
-                self._persist(told.version)
+                self.persist(told.version)
             self.arena.collect(self.is_free)
             self.outlets.changed()
 
@@ -298,7 +313,8 @@ class NodeState:
         if sources:
             self.outlets.replicate(told.version)
 
-    def _persist(self, version: Version) -> None:
+    def persist(self, version: Version) -> None:
+        """Has this node's share of a version written, from slots that are pinned until that ends. Under the lock."""
         plan = self.need_ledger().to_persist(version)
         for rank, _ in plan:
             self._pin_version(rank, version, "persisting")
@@ -340,6 +356,14 @@ class NodeState:
             if self.ledger is not None and part.version.incarnation == self.ledger.incarnation:
                 self.ledger.wrote(part)
                 self.outlets.report(reports(parts=(part,)))
+
+    def repeat_part(self, version: Version) -> None:
+        """Reports this node's part of a version once more: the coordinator then tries again to commit it."""
+        with self.lock:
+            if self.ledger is not None and version.incarnation == self.ledger.incarnation:
+                self.outlets.report(
+                    reports(parts=tuple(p for p in self.ledger.reports().parts if p.version == version))
+                )
 
     def appointed(self, message: Appointed) -> None:
         """The coordinator named a step."""
@@ -417,6 +441,17 @@ class NodeState:
         """All that a new coordinator needs from this node."""
         with self.lock:
             return self.need_ledger().reports()
+
+
+def greeting(state: NodeState, assembly: Assembly) -> Hello:
+    """How this keeper introduces itself to others of its job."""
+    return Hello(
+        job=state.place.job,
+        role=KEEPER,
+        node=state.node,
+        incarnation=assembly.incarnation,
+        job_id=assembly.job_id,
+    )
 
 
 def reports(

@@ -32,6 +32,7 @@ class Trainer:
         started: when its process started; tells it from a later one with the same pid.
         known: slots that it has mapped.
         reading: slots that are pinned because it restores from them, once per bundle.
+        job_id: the job that it assembled; empty before.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class Trainer:
     started: int | None = None
     known: set[int] = field(default_factory=set)
     reading: list[Held] = field(default_factory=list)
+    job_id: str = ""
 
 
 class Trainers:
@@ -77,8 +79,31 @@ class Trainers:
                 self._leave(old)
             connection.hello = hello
             self._trainers[hello.rank] = Trainer(hello.rank, connection, start_time(connection.pid))
-            for progress in self._state.progress():
-                connection.push(f"progress {progress.version}", progress)
+
+    def join(self, connection: Connection, job_id: str) -> None:
+        """A rank says which job it belongs to."""
+        with self._came_or_went:
+            self.of(connection).job_id = job_id
+            self._came_or_went.notify_all()
+
+    def await_alone(self, job_id: str, timeout_s: float) -> None:
+        """Waits until no trainer of another job is connected, as long as its processes may be dying.
+
+        Raises:
+            InUse: they live; names them.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._came_or_went:
+            while others := [t for t in self._trainers.values() if t.job_id not in ("", job_id)]:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    names = ", ".join(f"process {t.connection.pid} (rank {t.rank})" for t in others[:8])
+                    raise InUse(
+                        f"the checkpoint directory was replaced, but the job before still trains: {names}",
+                        where=f"node {self._state.place.node}",
+                        remedy="stop it, or give this run another path or run id",
+                    )
+                self._came_or_went.wait(min(left, 0.1))
 
     def gone(self, connection: Connection) -> None:
         """A trainer's connection ended."""

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from holdfast.base.errors import CorruptError, KeeperError, KeeperLost, VersionNotFound
 from holdfast.core.model import Seal, Version
 from holdfast.node.messages import (
-    KEEPER,
     AnyMessage,
     AskSeals,
     Bulk,
@@ -36,14 +35,20 @@ ANSWER_TIMEOUT_S = 5.0
 class PeerReader:
     """A connection to another keeper for bulk bytes. One thread uses it.
 
+    Args:
+        address: of the keeper.
+        hello: the greeting of this one.
+        stopping: asked before each chunk.
+
     Raises:
-        KeeperLost: nobody answers there. Fenced: we belong to the past.
+        KeeperLost: nobody answers there. Fenced: we belong to the past. KeeperError: it serves another job.
     """
 
-    def __init__(self, address: str, *, job: str, node: int, incarnation: int) -> None:
+    def __init__(self, address: str, hello: Hello, stopping: Callable[[], bool]) -> None:
+        self._stopping = stopping
         self._channel = wire.connect(address, timeout_s=ANSWER_TIMEOUT_S)
         try:
-            reply = self._ask(Hello(job=job, role=KEEPER, node=node, incarnation=incarnation))
+            reply = self._ask(hello)
             if not isinstance(reply, Welcome):
                 raise KeeperError("the peer did not welcome us", where=address)
         except BaseException:
@@ -57,7 +62,7 @@ class PeerReader:
             raise KeeperError(f"the peer answered AskSeals with {type(reply).__name__}")
         return {seal.bundle_id: seal for seal in reply.seals}
 
-    def read_into(self, version: Version, seal: Seal, view: memoryview, stopping: Callable[[], bool]) -> None:
+    def read_into(self, version: Version, seal: Seal, view: memoryview) -> None:
         """Fills `view`, which has the image's length, and proves it chunk by chunk.
 
         Raises:
@@ -68,8 +73,8 @@ class PeerReader:
         image_format.check_length(len(view), seal, where)
         digests = []
         for index, chunk in enumerate(image_format.chunks(view)):
-            if stopping():
-                raise KeeperLost("this keeper stops", where=where)
+            if self._stopping():
+                raise KeeperLost("this keeper stops, or its job is over", where=where)
             start = index * image_format.CHUNK_BYTES
             request = Pull(id=1, version=version, bundle_id=seal.bundle_id, start=start, length=len(chunk))
             reply = self._ask(request)

@@ -21,9 +21,9 @@ from holdfast.base.errors import Fenced, HoldfastError, KeeperLost
 from holdfast.core.appointments import Proposal
 from holdfast.core.ledger import Reports
 from holdfast.node.coordinate import Coordinator
-from holdfast.node.messages import KEEPER, AnyMessage, Appointed, Assembly, Hello, Message, News, Ping, Propose, Report
+from holdfast.node.messages import AnyMessage, Appointed, Assembly, Message, News, Ping, Propose, Report
 from holdfast.node.rpc import Caller, dial
-from holdfast.node.state import NodeState
+from holdfast.node.state import NodeState, greeting
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class _Verdict(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class _Line:
     caller: Caller
-    incarnation: int
+    assembly: Assembly
     leader: int
 
 
@@ -100,6 +100,14 @@ class Uplink:
         self._queue.clear()
         self._retry_at = 0.0
         self._patient_until = time.monotonic() + PATIENCE_S
+        self._changed.notify_all()
+
+    def leave(self) -> None:
+        """The job is over: it is neither led nor followed any more. Under the state's lock."""
+        if self._coordinator is not None:
+            self._coordinator.close()
+        self._assembly, self._coordinator = None, None
+        self._queue.clear()
         self._changed.notify_all()
 
     def report(self, facts: Reports) -> None:
@@ -167,11 +175,11 @@ class Uplink:
         """Follows the lowest live node, or leads; now and then looks whether a lower one came back."""
         with self._state.lock:
             assembly, line, now = self._assembly, self._line, time.monotonic()
-            if assembly is None:
-                return
-            broken = line is not None and (line.incarnation != assembly.incarnation or not line.caller.alive)
+            broken = line is not None and (line.assembly is not assembly or not line.caller.alive)
         if broken:  # not under the lock: the line's reader may be waiting for it
             self._drop("the line broke")
+        if assembly is None:
+            return
         leader = self.leader
         if leader == 0 or now < (self._retry_at if leader < 0 else self._recheck_at):
             return
@@ -190,11 +198,14 @@ class Uplink:
 
     def _ask(self, lower: int, assembly: Assembly) -> _Verdict:
         """Dials a lower node and introduces us with a whole report; only a coordinator takes it."""
-        hello = Hello(job=self._state.place.job, role=KEEPER, node=self._node, incarnation=assembly.incarnation)
         started = time.monotonic()
         try:
             caller = dial(
-                assembly.addresses[lower], hello, timeout_s=DIAL_TIMEOUT_S, on_push=self._hear, on_lost=self._lost
+                assembly.addresses[lower],
+                greeting(self._state, assembly),
+                timeout_s=DIAL_TIMEOUT_S,
+                on_push=lambda message: self._hear(assembly, message),
+                on_lost=self._lost,
             )
         except KeeperLost:
             if time.monotonic() - started >= DIAL_TIMEOUT_S:
@@ -202,6 +213,8 @@ class Uplink:
             return _Verdict.PASS
         try:
             with self._state.lock:
+                if self._assembly is not assembly:
+                    raise Fenced("another incarnation or job began meanwhile")
                 report = self._whole_report()
             caller.call(report, timeout_s=ANSWER_TIMEOUT_S)
         except KeeperLost:
@@ -219,7 +232,7 @@ class Uplink:
             if self._coordinator is not None:
                 self._coordinator.close()
                 self._coordinator = None
-            self._line = _Line(caller, assembly.incarnation, lower)
+            self._line = _Line(caller, assembly, lower)
         logger.info("node %d coordinates", lower)
         return _Verdict.FOLLOW
 
@@ -236,7 +249,7 @@ class Uplink:
         while True:
             with self._state.lock:
                 line, coordinator = self._line, self._coordinator
-                if line is None and coordinator is None:
+                if coordinator is None and (line is None or line.assembly is not self._assembly):
                     return
                 if self._whole:
                     whole = self._whole_report()  # it replaces the queue, so it must come before the queue is named
@@ -272,7 +285,12 @@ class Uplink:
                 logger.info("node %d no longer coordinates: %s", line.leader, reason)
             line.caller.close()
 
-    def _hear(self, message: AnyMessage) -> None:
+    def _hear(self, assembly: Assembly, message: AnyMessage) -> None:
+        with self._state.lock:
+            if assembly is self._assembly:  # else the line is about to be dropped, and its job may be over
+                self._take_in(message)
+
+    def _take_in(self, message: AnyMessage) -> None:
         if isinstance(message, News):
             self._state.hear(message)
         elif isinstance(message, Appointed):

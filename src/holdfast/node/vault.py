@@ -30,3 +30,8 @@ class Vault:
             if self._storage is None:
                 self._storage = open_storage(self._root, self._events)
             return self._storage
+
+    def forget(self) -> None:
+        """What was read of the root is not true any more: another job owns it."""
+        with self._lock:
+            self._storage = None

@@ -80,6 +80,11 @@ class Worker(Generic[J]):
             self._changed.notify()
             return True
 
+    def clear(self) -> None:
+        """Drops all that wait; the one in hand goes on."""
+        with self._changed:
+            self._jobs.clear()
+
     def replace(self, job: J) -> list[J]:
         """Adds a job in place of all that wait; returns those. Newest wins."""
         with self._changed:

@@ -11,7 +11,7 @@ A checker that cannot fail proves nothing: each of these is shown to fail by a b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.core.model import Level, Version
@@ -251,7 +251,7 @@ def _survivors(levels: Mapping[Version, Level], lost: frozenset[int]) -> dict[Ve
     """What the loss of the memory of these nodes leaves of the acknowledged levels."""
     if not lost:
         return dict(levels)
-    left = {version: level for version, level in levels.items() if level is Level.DURABLE}
+    left: dict[Version, Level] = {v: level for v, level in levels.items() if level is Level.DURABLE}
     if len(lost) == 1:  # the other copy lives; it is one copy now
         left |= {version: Level.CAPTURED for version, level in levels.items() if level is Level.REPLICATED}
     return left
@@ -262,13 +262,11 @@ def dead_lineage_is_never_chosen(lives: Sequence[Life]) -> list[Violation]:
     found = []
     live: set[Version] = set()
     for number, life in enumerate(lives, 1):
-        for resumed in life.resumed:
-            if resumed.version is not None and life.wanted is None and live and resumed.version not in live:
-                found.append(
-                    Violation(
-                        "S4", f"life {number}: rank {resumed.rank} resumed from {resumed.version} of dead lineage"
-                    )
-                )
+        found += [
+            Violation("S4", f"life {number}: rank {resumed.rank} resumed from {resumed.version} of dead lineage")
+            for resumed in life.resumed
+            if resumed.version is not None and life.wanted is None and live and resumed.version not in live
+        ]
         if _all_resumed(life):
             start = life.resumed[0].version
             live = {version for version in live if start is not None and version <= start}

@@ -39,7 +39,6 @@ _RECORD_AT = 64
 _BODY_AT = _RECORD_AT + 8 + 16
 
 _MADV_POPULATE_READ = 22
-_MADV_POPULATE_WRITE = 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,15 +234,22 @@ def map_readonly(fd: int, offset: int, length: int) -> memoryview:
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
     mapping = mmap.mmap(fd, length + offset - start, prot=mmap.PROT_READ, offset=start)
     view = memoryview(mapping)
-    _touch(view)
+    try:
+        mapping.madvise(_MADV_POPULATE_READ)
+    except OSError:  # Linux before 5.14
+        _touch(view)
     return view[offset - start :]
 
 
 def populate(mapping: mmap.mmap) -> None:
-    """Maps every page of a writable mapping; releases the GIL meanwhile. Content stays as it is."""
+    """Maps every page of a writable mapping; releases the GIL meanwhile. Content stays as it is.
+
+    As if every page were read: memory without a disk behind it is mapped writable at once, and a read maps the pages
+    around it too, which costs less than half of what a write costs (46 ms instead of 107 ms for 512 MiB).
+    """
     anchor = ctypes.c_char.from_buffer(mapping)
     try:
-        if _madvise(ctypes.addressof(anchor), len(mapping), _MADV_POPULATE_WRITE):
+        if _madvise(ctypes.addressof(anchor), len(mapping), _MADV_POPULATE_READ):
             return
     finally:
         del anchor  # else the mapping could never be closed

@@ -344,6 +344,8 @@ class Storage:
                 parts.append(name)
             elif (match := _BUNDLE_FILE.match(name)) and self._is_image(version, name, (match[1], size)):
                 files.append(name)
+        # Whoever began to retire it may have died before the removal of the commit was durable; now it is.
+        self._backend.delete(f"{version}/{manifests.ROOT_NAME}")
         self._remove(version, files, parts)
 
     def pin(self, version: Version) -> None:

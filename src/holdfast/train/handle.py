@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from holdfast.base.errors import LevelNotReached, UsageError
+from holdfast.base.errors import HoldfastError, LevelNotReached, UsageError
 from holdfast.core.model import Level, Version
 from holdfast.node.client import KeeperClient
 
@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 # Waits longer than this say that they wait, and on what.
 PROGRESS_S = 2.0
+ASK_TIMEOUT_S = 2.0
+MAX_ALARMS = 3
 
 
 class SaveHandle:
@@ -91,15 +93,24 @@ class SaveHandle:
             until = min(deadline, time.monotonic() + PROGRESS_S)
             try:
                 return client.wait(self.version, wanted, max(0.0, until - time.monotonic()))
-            except LevelNotReached:
+            except LevelNotReached as error:
                 # Earlier than the end of this slice: the answer is final. So it is when all time is over.
                 if time.monotonic() < until or until >= deadline:
-                    raise
+                    alarms = _alarms(client)
+                    raise LevelNotReached(error.what + alarms, where=error.where, remedy=error.remedy) from error
             reached, reason = client.level(self.version)
             logger.info(
                 "waiting for %s to be %s: %.0f s, now %s, %s",
                 self.version, wanted.name.lower(), time.monotonic() - started, reached.name.lower(), reason,
             )  # fmt: skip
+
+
+def _alarms(client: KeeperClient) -> str:
+    """What the keeper warns of now; it is most likely the reason."""
+    try:
+        return "".join(f"; {alarm['text']}" for alarm in client.status(timeout_s=ASK_TIMEOUT_S)["alarms"][:MAX_ALARMS])
+    except HoldfastError:
+        return ""
 
 
 def as_level(level: Level | str) -> Level:

@@ -217,11 +217,13 @@ class OptimizerPart:
         prefix, found = f"{self.name}.state.", dict[int, dict[str, str]]()
         for entry in loading.saved:
             name = entry.removeprefix(f"rank{loading.layouts.rank}/")
+            if not name.startswith(prefix):
+                continue
             fqn, _, key = name.removeprefix(prefix).rpartition(".")
             while fqn and fqn not in by_name:
                 fqn, _, first = fqn.rpartition(".")
                 key = f"{first}.{key}"
-            if not name.startswith(prefix) or not fqn:
+            if not fqn:
                 continue
             values = loading.values.get(entry.removesuffix(f".{key}"), {})
             if not isinstance(values, dict) or not any(

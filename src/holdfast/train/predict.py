@@ -40,6 +40,8 @@ def predict_state(optimizer: Optimizer) -> dict[int, Mapping[str, torch.Tensor]]
     for group in optimizer.param_groups:
         group_of.update((id(parameter), group) for parameter in group["params"])
         groups.append(_group_on_meta(optimizer, group, twins))
+    if not twins:
+        return {}
     stand_in = copy.copy(optimizer)
     stand_in.__dict__.update(state=defaultdict(dict), param_groups=groups)
     for name, value in vars(stand_in).items():

@@ -91,14 +91,23 @@ def decide(findings: Findings, job: Job, quarantine: Quarantine, *, wanted: Vers
     """Rank 0: the verdict, encoded.
 
     Raises:
-        HoldfastError: `wanted` is there, but its manifest cannot be used and no keeper holds it.
+        HoldfastError: a version is there, but its manifest cannot be used, no keeper holds it, and nothing else is
+            usable (or `wanted` is this one). Of the class that says why.
     """
     decision = recovery.choose_version(facts_of(findings, job, quarantine), wanted=wanted)
     reasons = [decision.reason]
     reasons += [f"{version} refused: {error}" for version, error in sorted(findings.unreadable.items(), reverse=True)]
     exists = bool(findings.inventory.copies or findings.stored or findings.unreadable)
-    if decision.value is None and wanted is not None and wanted in findings.unreadable:
-        raise findings.unreadable[wanted]
+    if decision.value is None and findings.unreadable:
+        if wanted in findings.unreadable:
+            raise findings.unreadable[wanted]
+        if wanted is None:
+            fault = findings.unreadable[max(findings.unreadable)]
+            raise type(fault)(
+                f"versions exist, but none can be used: {'; '.join(reasons)}",
+                where=fault.where,
+                remedy=f"{fault.remedy}; restore(fresh=True) starts a new lineage and leaves these alone",
+            )
     return _encoder.encode(Verdict(decision.value, "; ".join(reasons), exists))
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 
 from holdfast.base.errors import CorruptError, UsageError
 
-# A layout takes about twenty fields, so this is room for 25,000 parameters; reading so many takes half a second.
+# Reading so many takes half a second. A strategy file has three per parameter and twenty per layout.
 MAX_FIELDS: Final = 1 << 19
 
 Label = Literal["required", "optional", "repeated"]
@@ -36,7 +36,8 @@ class Field:
     """A field of a message.
 
     Attributes:
-        kind: "uint32", "int32", "int64", "text", "bytes" (read as a view of the input), or the message it holds.
+        kind: "uint32", "int32", "int64", "text", "bytes" (read as a view of the input), "span" (read as where the bytes
+            start and stop in the input), or the message it holds.
     """
 
     number: int
@@ -185,6 +186,8 @@ def _delimited(field: Field, source: Source, start: int, end: int) -> Any:
         return decode(field.kind, source, start, end)
     if field.kind == "bytes":
         return source.view[start:end]
+    if field.kind == "span":
+        return start, end
     if field.kind == "text":
         try:
             return str(source.view[start:end], "utf-8")

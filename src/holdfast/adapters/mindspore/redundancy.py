@@ -179,11 +179,13 @@ def get_ckpt_path_with_strategy(
         if not named:
             raise UsageError("the path names no rank", where=path, remedy="pass the rank that loads")
         rank = int(named[-1])
-    if str(rank) in named and accept(path):
+    if named[-1:] == [str(rank)] and accept(path):
         return path
-    candidates = rank_peers(_redundancy_around(strategy, rank), rank)
-    paths = (_RANK_IN_PATH.sub(f"rank_{peer}", path) for peer in candidates)
-    return next((candidate for candidate in paths if accept(candidate)), None)
+    # MindSpore replaces every number; a directory above that only looks like a rank's is left alone here.
+    own = re.compile(rf"rank_{named[-1]}(?!\d)") if named else _RANK_IN_PATH
+    peers = rank_peers(_redundancy_around(strategy, rank), rank)
+    candidates = (own.sub(f"rank_{peer}", path) for peer in peers)
+    return next((candidate for candidate in candidates if accept(candidate)), None)
 
 
 def _redundancy_around(strategy: StrategyLike, rank: int) -> dict[str, Groups]:

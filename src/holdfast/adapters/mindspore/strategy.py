@@ -21,8 +21,9 @@ from holdfast.adapters.mindspore.layout import Layout
 from holdfast.adapters.mindspore.proto import Field, Message, Source, decode, encode, numbers
 from holdfast.base.errors import CorruptError, UsageError
 
-# A parameter takes about 300 bytes.
-MAX_BYTES = 16 << 20
+# A parameter takes about 300 bytes; the number of fields is what bounds the time.
+MAX_BYTES = 64 << 20
+MAX_JSON_BYTES = 16 << 20
 JSON_SUFFIX = ".json"
 
 _DIMS = Message("ParallelStrategy", Field(1, "dim", "uint32", "repeated"))
@@ -38,7 +39,7 @@ _LAYOUTS = Message(
     Field(6, "opt_weight_shard_step", "int32"),
     Field(7, "opt_weight_shard_size", "int32"),
 )
-_PARAMETER = Message("ParallelLayoutItem", Field(1, "param_name", "text"), Field(2, "parallel_layouts", _LAYOUTS))
+_PARAMETER = Message("ParallelLayoutItem", Field(1, "param_name", "text"), Field(2, "parallel_layouts", "span"))
 _MAP = Message(
     "ParallelStrategyMap",
     Field(1, "current_stage", "uint32"),
@@ -80,8 +81,8 @@ def read_strategy(path: PathLike) -> Strategy:
         ValueError: no such file, or an empty one.
         CorruptError: not a strategy file.
     """
-    data, where = read_file(path, what=_WHAT, limit=MAX_BYTES), os.fspath(path)
-    return decode_json_strategy(data, where) if _is_json(path) else decode_strategy(data, where)
+    limit, decoded = (MAX_JSON_BYTES, decode_json_strategy) if _is_json(path) else (MAX_BYTES, decode_strategy)
+    return decoded(read_file(path, what=_WHAT, limit=limit), os.fspath(path))
 
 
 def write_strategy(path: PathLike, strategy: Strategy) -> None:
@@ -146,11 +147,15 @@ def decode_strategy(data: bytes, where: str) -> Strategy:
     source = Source(data, where)
     values = decode(_MAP, source)
     layouts: dict[str, Layout] = {}
+    known: dict[bytes, Layout] = {}  # thousands of parameters lie in a handful of ways; each is read once
     for item in values["parallel_layout_item"]:
-        name = item["param_name"]
+        name, (start, stop) = item["param_name"], item["parallel_layouts"]
         if name in layouts:
-            raise source.damage(f"parameter {name!r} is there twice", 0)
-        layouts[name] = _layout_of(item["parallel_layouts"], f"{where}, {name}")
+            raise source.damage(f"parameter {name!r} is there twice", start)
+        spelt = data[start:stop]
+        if spelt not in known:
+            known[spelt] = _layout_of(decode(_LAYOUTS, source, start, stop), f"{where}, {name}")
+        layouts[name] = known[spelt]
     operators = tuple(
         OperatorStrategy(item["node_name"], split["stage"], tuple(tuple(i["dim"]) for i in split["parallel_strategy"]))
         for item in values["parallel_strategy_item"]
@@ -195,7 +200,10 @@ def encode_strategy(strategy: Strategy) -> bytes:
         }
         for operator in strategy.operators
     ]
-    layouts = [{"param_name": n, "parallel_layouts": _values_of(layout)} for n, layout in strategy.layouts.items()]
+    layouts = [
+        {"param_name": name, "parallel_layouts": encode(_LAYOUTS, _values_of(layout))}
+        for name, layout in strategy.layouts.items()
+    ]
     values = {"current_stage": strategy.current_stage}
     return encode(_MAP, {**values, "parallel_strategy_item": operators, "parallel_layout_item": layouts})
 

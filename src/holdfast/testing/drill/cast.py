@@ -7,6 +7,7 @@ of a cast outlives `end`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -52,17 +53,20 @@ class NurseryLine:
         self._buffer = b""
         self._ended: dict[int, int] = {}
         self._forked: list[int] = []
+        self._pidfds: list[int] = []
 
-    def fork(self, setup: Setup) -> int:
-        """Has a trainer forked; returns its process id."""
+    def fork(self, setup: Setup) -> tuple[int, int]:
+        """Has a trainer forked; returns its process id and a descriptor of it."""
         self._line.sendall(msgspec.json.encode(setup) + b"\n")
-        return self.forked()
+        while not (self._forked and self._pidfds):
+            self._receive()
+        return self._forked.pop(0), self._pidfds.pop(0)
 
-    def forked(self) -> int:
-        """The next answer to a request (0: it is warm)."""
+    def await_warm(self) -> None:
+        """Waits until it has loaded everything."""
         while not self._forked:
             self._receive()
-        return self._forked.pop(0)
+        self._forked.clear()
 
     def status_of(self, pid: int) -> int:
         """How a child that is dead ended."""
@@ -81,7 +85,8 @@ class NurseryLine:
 
     def _receive(self) -> None:
         self._line.settimeout(60.0)  # importing PyTorch takes seconds on a busy machine
-        data = self._line.recv(1 << 16)
+        data, fds, _, _ = socket.recv_fds(self._line, 1 << 16, 4)
+        self._pidfds += fds
         if not data:
             raise RuntimeError(f"the nursery ended with {self._process.wait()}")
         *lines, self._buffer = (self._buffer + data).split(b"\n")
@@ -108,7 +113,7 @@ class Cast:
 
     def fork_trainer(self, setup: Setup) -> Member:
         """A trainer out of the nursery."""
-        return self._enlist(f"t{setup.rank}", setup.life, self.nursery.fork(setup))
+        return self._enlist(f"t{setup.rank}", setup.life, *self.nursery.fork(setup))
 
     def start_trainer(self, setup: Setup) -> Member:
         """A trainer in a fresh interpreter."""
@@ -122,7 +127,7 @@ class Cast:
         journal = self.ground.journal_w
         process = subprocess.Popen([*command, str(journal)], pass_fds=(journal,), stdin=subprocess.DEVNULL)
         self._started[process.pid] = process
-        return self._enlist(f"t{setup.rank}", setup.life, process.pid)
+        return self._enlist(f"t{setup.rank}", setup.life, process.pid, os.pidfd_open(process.pid))
 
     def fork_keeper(self, setup: Setup, body: Callable[[], int]) -> Member:
         """A child of this process that runs `body` and exits with what it returns."""
@@ -133,20 +138,21 @@ class Cast:
             try:
                 die_with(parent)
                 code = body()
-            except BaseException:  # top of the process: its log says why it ended
+            except BaseException:  # noqa: BLE001 - top of the process: its log says why it ended
                 traceback.print_exc()
             finally:
                 os._exit(code)  # nothing of the parent's may be flushed or cleaned up here
         self.ground.enter_pid(name, pid)
-        return self._enlist(name, setup.life, pid)
+        return self._enlist(name, setup.life, pid, os.pidfd_open(pid))
 
     def meet(self, name: str, life: int, pid: int) -> None:
         """Takes a process into the cast that somebody else started."""
         if name not in self.members or self.members[name].pid != pid:
-            self._enlist(name, life, pid)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                self._enlist(name, life, pid, os.pidfd_open(pid))
 
-    def _enlist(self, name: str, life: int, pid: int) -> Member:
-        member = Member(name, life, pid, os.pidfd_open(pid))
+    def _enlist(self, name: str, life: int, pid: int, pidfd: int) -> Member:
+        member = Member(name, life, pid, pidfd)
         self.members[name] = member
         return member
 

@@ -33,7 +33,8 @@ from holdfast.testing.drill import planted
 from holdfast.testing.drill.outcome import Outcome
 from holdfast.testing.drill.plan import PHASES, Trial, draw, full_starts, plan
 
-NUM_LANES = 2
+# One more than processors: a lane waits now and then.
+NUM_LANES = (os.cpu_count() or 1) + 1
 PROGRESS_S = 2.0
 MIN_MEMORY_BYTES = 256 << 20
 # Trials whose violations are listed below the table.
@@ -250,7 +251,9 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
         cells[outcome.phase, outcome.victim].add(outcome)
         total.add(outcome)
     order = {phase: index for index, phase in enumerate(PHASES)}
-    rows = [("phase", "victim", "trials", "struck", "acknowledged", "lost", "torn", "other", "refused", "seconds")]
+    rows: list[tuple[str, ...]] = [
+        ("phase", "victim", "trials", "struck", "acknowledged", "lost", "torn", "other", "refused", "seconds")
+    ]
     for phase, victim in sorted(cells, key=lambda key: (order.get(key[0], len(order)), key)):
         rows.append(_row(phase, victim, cells[phase, victim]))
     rows.append(_row("all", "", total))
@@ -264,7 +267,7 @@ def _row(phase: str, victim: str, cell: Cell) -> tuple[str, ...]:
 
 def plant_table(quarries: Sequence[Quarry]) -> list[str]:
     """The result of a hunt: one line for each planted bug."""
-    rows = [("planted bug", "breaks", "found as", "trials", "seconds", "evidence")]
+    rows: list[tuple[str, ...]] = [("planted bug", "breaks", "found as", "trials", "seconds", "evidence")]
     for quarry in quarries:
         found, what = quarry.found_by or ("MISSED", planted.BUGS[quarry.name].what)
         breaks = ",".join(quarry.invariants)
@@ -353,7 +356,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=int, metavar="N", help="only trial N of the seed, with its journal and logs")
     parser.add_argument("--full-starts", type=int, default=0, metavar="N", help="also N trials of fresh interpreters")
     parser.add_argument("--plant", choices=["all", *planted.BUGS], metavar="NAME|all", help="plant a bug and find it")
-    parser.add_argument("--lanes", type=int, default=NUM_LANES, help="trials at a time (default 2)")
+    parser.add_argument("--lanes", type=int, default=NUM_LANES, help="trials at a time (default: processors + 1)")
     parser.add_argument("--evidence", type=Path, metavar="FILE", help="write journal and logs of violations there")
     parser.add_argument("--json", action="store_true", help="one JSON object per trial instead of the table")
     options = parser.parse_args(arguments)

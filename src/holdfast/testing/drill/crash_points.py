@@ -13,6 +13,7 @@ If the victim is another process than the one whose phase it is, it is killed fr
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import json
@@ -164,7 +165,8 @@ class Probe:
         if getattr(self._inside, "armed", False) and number == self._aim and self._strike is not None:
             self._journal.write("strike", phase=self._strike.phase, point=number, call=name)
             for victim in sorted(self._strike.victims, key=lambda name: name == self._who):  # itself last
-                os.kill(self._pid_of(victim), signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it is dead already, or not yet born
+                    os.kill(self._pid_of(victim), signal.SIGKILL)
 
     def _file_call(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

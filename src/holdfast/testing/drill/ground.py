@@ -23,7 +23,8 @@ from holdfast.testing.drill.plan import LifePlan, Trial
 MAX_RANKS = 2
 KEEP_LAST = 2
 # How long a rank waits for a level, and for its last save when it closes.
-WAIT_S = 2.0
+# Where something is killed a level may never come.
+WAIT_S, WAIT_STRUCK_S = 2.0, 0.5
 CLOSE_S = 10.0
 # Tensors in the state of one rank: two layers, each with weight and bias, each with two moments and a step.
 NUM_ENTRIES = 16
@@ -62,6 +63,11 @@ class Setup:
         return self.trial.lives[self.life]
 
     @property
+    def wait_s(self) -> float:
+        """How long this rank waits for a level."""
+        return WAIT_STRUCK_S if self.plan.aim else WAIT_S
+
+    @property
     def root(self) -> str:
         return f"{self.sandbox}/c"
 
@@ -73,7 +79,7 @@ class Setup:
             durable_every="1000000",
             keep_last=KEEP_LAST,
             overlap=self.trial.overlap,
-            begin_timeout_s=0.1 if self.plan.skew else 1.0,
+            begin_timeout_s=0.1 if self.plan.skew else 0.3 if self.plan.aim else 1.0,
             node_label=f"n{self.rank}",
             runtime_dir=f"{self.sandbox}/r",
             linger_s=60.0,

@@ -26,7 +26,7 @@ def keeper(setup: Setup, ground: Ground, ready: int) -> int:
     planted.apply(setup.trial.plant)
     ground.probe(name, setup).watch(PHASES, POINTS)
     # The drill has its own log, which outlives the keeper's directory.
-    process._log_to = lambda path, level: None  # type: ignore[assignment]
+    planted.put(process, "_log_to", planted.always(None))
     config = setup.config
     arguments = {
         "root": setup.root, "run-id": config.run_id, "node": config.node, "runtime-dir": config.runtime_dir,

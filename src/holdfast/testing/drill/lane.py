@@ -49,7 +49,7 @@ class Lane:
         """Waits for the nursery, and measures the phases by trials without a strike."""
         gc.collect()
         gc.freeze()
-        self._nursery.forked()
+        self._nursery.await_warm()
         return [self.run(trial) for trial in dry_runs()]
 
     def run(self, trial: Trial) -> Outcome:

@@ -60,14 +60,15 @@ class Nursery:
             try:
                 die_with(parent)
                 code = forked_trainer(setup, self._ground)
-            except BaseException:  # top of the process: its log says why it ended
+            except BaseException:  # noqa: BLE001 - top of the process: its log says why it ended
                 traceback.print_exc()
             finally:
                 os._exit(code)  # nothing of the parent's may be flushed or cleaned up here
         self._ground.enter_pid(f"t{setup.rank}", pid)
         pidfd = os.pidfd_open(pid)
         self._children[pidfd] = pid
-        self._say({"forked": pid})
+        # With a descriptor, for the child may be dead and reaped before the lane can open one.
+        socket.send_fds(self._line, [msgspec.json.encode({"forked": pid}) + b"\n"], [pidfd])
         return pidfd
 
     def _reap(self, pidfd: int) -> None:

@@ -19,7 +19,7 @@ ANYTIME = "any time"
 SOLO, PAIR, TWINS = "solo", "pair", "twins"
 # One rank alone; two ranks on two nodes, each with a state of its own; the same with equal state on both.
 SHAPES = {SOLO: 1, PAIR: 2, TWINS: 2}
-_SHAPE_WEIGHTS = {SOLO: 6, PAIR: 2, TWINS: 1}
+_SHAPE_WEIGHTS = {SOLO: 10, PAIR: 2, TWINS: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +182,11 @@ def _aim(phase: str, victim: str, shape: str, dice: random.Random) -> Aim:
 
 def dry_runs(shapes: Sequence[str] = tuple(SHAPES)) -> list[Trial]:
     """Trials without a strike, by which a lane learns how long phases last."""
-    found = []
-    for shape in shapes:
-        dice = random.Random(shape)
-        for ends in ("kill all", "kill"):
-            found.append(Trial(-1, 0, shape, "none", "nobody", (LifePlan(saves(dice, 6), ends=ends), LAST_LIFE)))
-    return found
+    return [
+        Trial(-1, 0, shape, "none", "nobody", (LifePlan(saves(random.Random(shape), 6), ends=ends), LAST_LIFE))
+        for shape in shapes
+        for ends in ("kill all", "kill")
+    ]
 
 
 def full_starts(num_trials: int, seed: int) -> list[Trial]:

@@ -23,7 +23,7 @@ from typing import Any
 from holdfast.core import slots
 from holdfast.core.commit import Announcement, Board, CommitOrder, Kind
 from holdfast.core.ledger import NodeLedger
-from holdfast.core.model import Decision, Level, Version
+from holdfast.core.model import Decision, Version
 from holdfast.node import persist
 from holdfast.node.daemon import Keeper
 from holdfast.node.state import NodeState
@@ -73,6 +73,11 @@ def apply(name: str) -> None:
 def put(owner: Any, name: str, value: Any) -> None:
     """Replaces a function."""
     setattr(owner, name, value)
+
+
+def always(answer: Any) -> Callable[..., Any]:
+    """A function that does nothing but answer."""
+    return lambda *_, **__: answer
 
 
 # --- trials -------------------------------------------------------------------------------------------------------
@@ -127,7 +132,7 @@ _LONG = LifePlan(script("C1 C1 C1 C1 c1 c1 c1 c1 C1"))
 
 
 def _header_stays() -> None:
-    put(memory, "invalidate", lambda slot: None)
+    put(memory, "invalidate", always(None))
 
 
 def _slot_by_counting() -> None:
@@ -143,7 +148,7 @@ def _slot_by_counting() -> None:
 
 
 def _guard_off() -> None:
-    put(slots, "reusable", lambda slot, knowledge: Decision(True, "the guard is off"))
+    put(slots, "reusable", always(Decision(True, "the guard is off")))
 
 
 def _pins_ignored() -> None:
@@ -153,12 +158,12 @@ def _pins_ignored() -> None:
         time.sleep(WINDOW_S)
         return write(self, *args, **kwargs)
 
-    put(NodeState, "_pin_version", lambda self, rank, version, why: None)
+    put(NodeState, "_pin_version", always(None))
     put(Storage, "write_bundle", write_bundle)
 
 
 def _keeper_stays() -> None:
-    put(Keeper, "_is_over", lambda self: False)
+    put(Keeper, "_is_over", always(False))
 
 
 # --- levels and commit ----------------------------------------------------------------------------------------------
@@ -200,7 +205,7 @@ def _commit_without_all_nodes() -> None:
 
 
 def _twins_not_compared() -> None:
-    put(Board, "_compare_twins", lambda self, version, entry, report: [])
+    put(Board, "_compare_twins", always([]))
 
 
 def _manifest_before_bundles() -> None:
@@ -219,11 +224,11 @@ def _manifest_before_bundles() -> None:
 
     put(Storage, "write_bundle", write_bundle)
     put(Storage, "commit", commit_first)
-    put(Storage, "_check_complete", lambda self, manifest: None)
+    put(Storage, "_check_complete", always(None))
 
 
 def _dead_writer_commits() -> None:
-    put(Storage, "highest_incarnation", lambda self: 0)
+    put(Storage, "highest_incarnation", always(0))
 
 
 def _manifest_replaced() -> None:
@@ -297,7 +302,7 @@ def _sync_tried_again() -> None:
 
 
 def _temporaries_stay() -> None:
-    put(Storage, "sweep", lambda self, incarnation: [])
+    put(Storage, "sweep", always([]))
 
 
 # --- retention ------------------------------------------------------------------------------------------------------
@@ -315,7 +320,7 @@ def _retired_before_commit() -> None:
 
 
 def _newest_retired() -> None:
-    put(persist, "to_retire", lambda durable, **kept: tuple(sorted(durable)[2:]))
+    put(persist, "to_retire", lambda durable, **_: tuple(sorted(durable)[2:]))
 
 
 def _strangers_deleted() -> None:
@@ -340,9 +345,9 @@ def _files_before_manifest() -> None:
 
 def unverified() -> None:
     """Digests are computed and not compared; in keepers and trainers."""
-    put(image_format, "check_chunk", lambda index, digest, seal, where: None)
-    put(image_format, "check_digest", lambda digests, seal, where: None)
-    put(image_format, "verify", lambda view, seal, where: None)
+    put(image_format, "check_chunk", always(None))
+    put(image_format, "check_digest", always(None))
+    put(image_format, "verify", always(None))
 
 
 _IN_KEEPERS: dict[str, Callable[[], None]] = {

@@ -13,7 +13,7 @@ from holdfast.core import recovery
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import Decision, Version
 from holdfast.core.recovery import Choice
-from holdfast.testing.drill.planted import put, unverified
+from holdfast.testing.drill.planted import always, put, unverified
 from holdfast.tiers.storage import Storage
 from holdfast.train import capture, verdict
 from holdfast.train.fence import Fence
@@ -63,7 +63,7 @@ def _stale_snapshot() -> None:
 
 def _fence_removed() -> None:
     _slow_copy()
-    put(Fence, "_wait", lambda self, job: None)
+    put(Fence, "_wait", always(None))
 
 
 def _newest_step() -> None:
@@ -102,7 +102,7 @@ def _each_for_itself() -> None:
 
 
 def _values_forgotten() -> None:
-    put(StatefulPart, "apply", lambda self, loading: None)
+    put(StatefulPart, "apply", always(None))
 
 
 def _incarnation_again() -> None:
@@ -112,7 +112,7 @@ def _incarnation_again() -> None:
         return self.highest_incarnation() or original(self)
 
     put(Storage, "register_incarnation", register)
-    put(Storage, "record_resumed", lambda self, incarnation, version: None)
+    put(Storage, "record_resumed", always(None))
 
 
 _IN_TRAINERS: dict[str, Callable[[], None]] = {

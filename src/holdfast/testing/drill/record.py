@@ -127,14 +127,14 @@ class Record:
         if fact["level"] == Level.DURABLE:
             self.history.append(NamedDurable(version))
 
-    def _refused(self, fact: dict[str, Any]) -> None:
+    def _refused(self, _: dict[str, Any]) -> None:
         self.refused += 1
 
     def _failed(self, fact: dict[str, Any]) -> None:
         if not self.struck:  # a process whose peer was killed may meet any error of the collectives
             self.fault("V2", f"{fact['who']} failed: {fact['what']}")
 
-    def _strike(self, fact: dict[str, Any]) -> None:
+    def _strike(self, _: dict[str, Any]) -> None:
         self.struck = True
 
     def _phase(self, fact: dict[str, Any]) -> None:

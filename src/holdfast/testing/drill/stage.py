@@ -58,6 +58,7 @@ class Stage:
         self._dead_before: set[int] = set()
         self._done: set[str] = set()
         self._unfound = False
+        self._ready: dict[int, int] = {}
         self._overstayed: list[str] = []
 
     @property
@@ -126,7 +127,16 @@ class Stage:
         if newcomer:
             self._renewed.add(node)
         setup = self._setup(node, struck=not newcomer)
-        self._cast.fork_keeper(setup, functools.partial(keeper, setup, self._ground, self._ground.answers[node][1]))
+        ready, theirs = os.pipe()
+        self._cast.fork_keeper(setup, functools.partial(keeper, setup, self._ground, theirs))
+        os.close(theirs)
+        self._ready[ready] = node
+
+    def _pass_on(self, ready: int) -> None:
+        """A keeper says that it listens, or died before it could: the trainer that waits is told."""
+        said = os.read(ready, READ_BYTES) or b'{"error": "it was killed"}\n'
+        os.write(self._ground.answers[self._ready.pop(ready)][1], said)
+        os.close(ready)
 
     # --- a life under way
 
@@ -139,10 +149,15 @@ class Stage:
                 if member.pid not in watched:
                     watched.add(member.pid)
                     poll.register(member.pidfd, select.POLLIN)
+            for ready in self._ready:
+                poll.register(ready, select.POLLIN)
             pause = min([deadline, *(at for at, _ in self._due)]) - time.monotonic()
             for fd, _ in poll.poll(max(0, pause * 1000)):
-                if fd != self._ground.journal_r:
-                    poll.unregister(fd)
+                if fd == self._ground.journal_r:
+                    continue
+                poll.unregister(fd)
+                if fd in self._ready:
+                    self._pass_on(fd)
             self._read_journal()
             self._strike_due()
             self._react()
@@ -150,6 +165,8 @@ class Stage:
                 self._hang()
         self._read_journal()
         self._judge_exits()
+        while self._ready:
+            os.close(self._ready.popitem()[0])
 
     def _react(self) -> None:
         """Does what a launcher would do about the dead, and ends the life when its script is over."""

@@ -8,7 +8,6 @@ with. The body runs in children forked by the nursery, or in a fresh interpreter
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import traceback
@@ -27,7 +26,7 @@ from holdfast.node.client import KeeperClient
 from holdfast.node.places import Place
 from holdfast.testing.drill import planted_trainer
 from holdfast.testing.drill.crash_points import Journal
-from holdfast.testing.drill.ground import FAILED, REFUSED, WAIT_S, Ground, Setup, enter
+from holdfast.testing.drill.ground import FAILED, REFUSED, Ground, Setup, enter
 from holdfast.testing.drill.plan import SHAPES, TWINS, Save
 from holdfast.testing.evidence import state_digest
 from holdfast.train import capture
@@ -60,10 +59,10 @@ def forked_trainer(setup: Setup, ground: Ground) -> int:
 def _ask_the_lane(answers: int, journal: Journal) -> None:
     """A keeper that is missed is forked by the lane, instead of being started as a fresh interpreter."""
 
-    def spawn(place: Place, root: str, config: Config, deadline: float) -> None:
+    def spawn(place: Place, root: str, config: Config, deadline: float) -> bool:
         del root, config
         journal.write("keeper wanted")
-        start._await_ready(answers, place, deadline)
+        return start._await_ready(answers, place, deadline)
 
     start._spawn = spawn
 
@@ -75,7 +74,7 @@ def trainer(setup: Setup, journal: Journal) -> int:
     except HoldfastError as error:
         journal.write("refused", what=f"{type(error).__name__}: {error}"[:1500], final=True)
         return REFUSED
-    except Exception as error:  # top of the process: what it is goes into the verdict on the trial
+    except Exception as error:  # noqa: BLE001 - top of the process: what it is goes into the verdict
         traceback.print_exc()
         journal.write("failed", what=f"{type(error).__name__}: {error}"[:1500])
         return FAILED
@@ -134,7 +133,7 @@ class Position:
 def _train(setup: Setup, journal: Journal) -> None:
     world_size = SHAPES[setup.trial.shape]
     if world_size > 1:
-        store = dist.FileStore(f"{setup.sandbox}/store-{setup.life}-{setup.fresh}", world_size)
+        store = dist.FileStore(f"{setup.sandbox}/store-{setup.life}-{setup.fresh}", world_size)  # type: ignore[attr-defined]  # torch does not list it
         dist.init_process_group("gloo", store=store, rank=setup.rank, world_size=world_size)
     job = Job(setup)
     replicated = ("model.*", "optimizer.*") if setup.trial.shape == TWINS else ()
@@ -187,18 +186,18 @@ def _follow_script(setup: Setup, job: Job, checkpointer: Checkpointer, journal: 
         journal.write("saving", incarnation=incarnation, step=step - 1, digest=job.digest(step - 1))
         handle = checkpointer.save(step - 1, level=save.level)
         if save.wait or twisted:
-            _await_level(handle, "captured" if twisted else save.level, journal)
+            _await_level(handle, "captured" if twisted else save.level, setup.wait_s, journal)
         elif not apart:
             pending.append((handle, save))
         if twisted:
             job.twist(setup.rank)
     for handle, save in pending:
-        _await_level(handle, save.level, journal)
+        _await_level(handle, save.level, setup.wait_s, journal)
 
 
-def _await_level(handle: Any, level: str, journal: Journal) -> None:
+def _await_level(handle: Any, level: str, timeout_s: float, journal: Journal) -> None:
     try:
-        reached = handle.wait(level, timeout_s=WAIT_S)
+        reached = handle.wait(level, timeout_s=timeout_s)
         journal.write("ack", version=str(handle.version), level=int(reached))
     except LevelNotReached as error:
         journal.write("refused", what=str(error)[:1500], version=str(handle.version), final=False)
