@@ -1,0 +1,190 @@
+"""`groups`: who held what in a saved version: redundancy groups, interchangeable ranks, and what lived in one node only.
+
+Everything is read from the manifest and the headers of its files; no tensor is touched. Nodes are not part of a
+version, so they are asked for: `--ranks-per-node`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from holdfast.base.errors import UsageError, VersionNotFound
+from holdfast.base.events import Events
+from holdfast.core.model import Extent, Shard, Topology, Version
+from holdfast.core.plan import uniform
+from holdfast.tiers.format import Entry
+from holdfast.tiers.manifest import Manifest
+from holdfast.tiers.storage import Storage, open_storage
+from holdfast.tools import output, picture
+
+MAX_ROWS = 40
+
+_Groups: TypeAlias = dict[tuple[int, ...], list[Shard]]
+
+
+def groups(root: str, version: str | None, *, ranks_per_node: int | None, as_json: bool) -> int:
+    """`holdfast groups`; the exit code: 1 if something would have been lost with a single node."""
+    storage = open_storage(root, Events())
+    manifest = storage.manifest(choose(storage, version))
+    found = _by_group(saved_shards(storage, manifest))
+    twins = _twins(manifest.world_size, found)
+    topology = None if ranks_per_node is None else uniform(manifest.world_size, ranks_per_node)
+    alone = {} if topology is None else _alone(found, topology)
+    if as_json:
+        output.print_json(_document(manifest, found, twins) | _nodes_document(topology, alone))
+    else:
+        _print_groups(manifest, found)
+        picture.print_stand_ins(twins, topology)
+        if topology is not None:
+            _print_alone(alone, topology)
+    return output.PROBLEM if alone and topology is not None and len(topology.nodes) == 1 else output.GOOD
+
+
+def saved_shards(storage: Storage, manifest: Manifest) -> list[Shard]:
+    """Every different part of every tensor of a version, from the headers of its files; pieces put together again.
+
+    Raises:
+        CorruptError: a header is damaged.
+    """
+    pieces: dict[tuple[str, tuple[int, ...]], list[Entry]] = defaultdict(list)
+    for file in manifest.bundles:
+        for entry in storage.image(manifest.version, file).entries:
+            pieces[entry.name, file.ref.ranks].append(entry)
+    return [_joined(found, ranks) for (_, ranks), found in sorted(pieces.items())]
+
+
+def _joined(pieces: Sequence[Entry], ranks: tuple[int, ...]) -> Shard:
+    first = min(pieces, key=lambda piece: piece.offsets)
+    rows = () if not first.shape else (sum(piece.shape[0] for piece in pieces),)
+    extent = Extent(first.offsets, (*rows, *first.shape[1:]))
+    return Shard(first.name, first.dtype, first.global_shape, extent, ranks)
+
+
+def choose(storage: Storage, text: str | None) -> Version:
+    """The version that was asked for, or the newest durable one."""
+    if text is not None:
+        version = Version.parse(text)
+        if version is None:
+            raise UsageError(f"{text!r} is not a version", remedy="`holdfast ls` shows them: i000001-s0000000120")
+        return version
+    storage.job_id()  # says what is wrong with the path, if something is
+    found = storage.versions()
+    if not found:
+        raise VersionNotFound("no version is durable yet", where=storage.where)
+    return found[-1]
+
+
+def _by_group(shards: Iterable[Shard]) -> _Groups:
+    found: _Groups = defaultdict(list)
+    for shard in shards:
+        found[shard.ranks].append(shard)
+    return dict(sorted(found.items()))
+
+
+def _twins(world_size: int, found: _Groups) -> list[tuple[int, ...]]:
+    """Per rank the ranks that hold all that it holds; see `core.census`."""
+    member_of: list[list[tuple[int, ...]]] = [[] for _ in range(world_size)]
+    for ranks in found:
+        for rank in ranks:
+            member_of[rank].append(ranks)
+    sets = {ranks: frozenset(ranks) for ranks in found}
+    known: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}
+    for own in member_of:
+        key = tuple(own)
+        if key and key not in known:
+            smallest, *others = sorted((sets[ranks] for ranks in own), key=len)
+            known[key] = tuple(sorted(smallest.intersection(*others)))
+    return [known[tuple(own)] if own else (rank,) for rank, own in enumerate(member_of)]
+
+
+def _alone(found: _Groups, topology: Topology) -> dict[int, list[Shard]]:
+    """By node, what no other node held."""
+    alone: dict[int, list[Shard]] = defaultdict(list)
+    for ranks, shards in found.items():
+        homes = {topology.node_of[rank] for rank in ranks}
+        if len(homes) == 1:
+            alone[homes.pop()] += [shard for shard in shards if shard.num_bytes]
+    return {node: shards for node, shards in sorted(alone.items()) if shards}
+
+
+def _document(manifest: Manifest, found: _Groups, twins: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+    return {
+        "version": str(manifest.version),
+        "world_size": manifest.world_size,
+        "groups": [
+            {
+                "ranks": ranks,
+                "bytes": sum(shard.num_bytes for shard in shards),
+                "entries": [_shard_document(shard) for shard in shards],
+            }
+            for ranks, shards in found.items()
+        ],
+        "interchangeable": picture.stand_ins_document(twins),
+    }
+
+
+def _shard_document(shard: Shard) -> dict[str, Any]:
+    return {
+        "name": shard.name,
+        "dtype": shard.dtype,
+        "shape": shard.global_shape,
+        "offsets": shard.extent.offsets,
+        "lengths": shard.extent.lengths,
+        "bytes": shard.num_bytes,
+    }
+
+
+def _nodes_document(topology: Topology | None, alone: Mapping[int, Sequence[Shard]]) -> dict[str, Any]:
+    if topology is None:
+        return {}
+    nodes = [
+        {
+            "node": node,
+            "ranks": topology.ranks_on(node),
+            "alone_bytes": sum(shard.num_bytes for shard in alone.get(node, ())),
+            "alone": _names(alone.get(node, ())),
+            "replica_on": (node + 1) % len(topology.nodes) if node in alone and len(topology.nodes) > 1 else None,
+        }
+        for node in range(len(topology.nodes))
+    ]
+    lost = [shard for shards in alone.values() for shard in shards] if len(topology.nodes) == 1 else []
+    return {"nodes": nodes, "unprotected": _names(lost)}
+
+
+def _names(shards: Iterable[Shard]) -> list[str]:
+    return sorted({shard.name for shard in shards})
+
+
+def _print_groups(manifest: Manifest, found: _Groups) -> None:
+    num_entries = len({shard.name for shards in found.values() for shard in shards})
+    print(f"{manifest.version}: {num_entries} entries, {manifest.world_size} ranks in {len(found)} groups")
+    rows = [
+        (
+            picture.ranks_text(ranks),
+            len(shards),
+            output.size_text(sum(shard.num_bytes for shard in shards)),
+            picture.names_text([shard.name for shard in shards][:1]),
+        )
+        for ranks, shards in found.items()
+    ]
+    output.print_table(("ranks that hold the same", "entries", "size", "the first of them"), rows[:MAX_ROWS])
+    if len(rows) > MAX_ROWS:
+        print(f"... and {len(rows) - MAX_ROWS} more groups; --json shows all")
+
+
+def _print_alone(alone: Mapping[int, Sequence[Shard]], topology: Topology) -> None:
+    print()
+    if not alone:
+        print("Every part is held by at least two nodes: any one of them may die.")
+    for node, shards in list(alone.items())[:MAX_ROWS]:
+        names, size = _names(shards), output.size_text(sum(shard.num_bytes for shard in shards))
+        if len(topology.nodes) > 1:
+            rescue = f"a replica on {topology.nodes[(node + 1) % len(topology.nodes)]} saves it"
+        else:
+            rescue = "UNPROTECTED, but for what is in storage: there is no other node"
+        print(f"{topology.nodes[node]} alone holds {size} of {len(names)} entries; {rescue}")
+        print(f"  {picture.names_text(names)}")
+    if len(alone) > MAX_ROWS:
+        print(f"... and {len(alone) - MAX_ROWS} more nodes; --json shows all")
