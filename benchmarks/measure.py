@@ -89,6 +89,12 @@ def machine() -> dict[str, Any]:
     }
 
 
+def available_bytes() -> int:
+    """Memory that may still be taken without swapping."""
+    text = Path("/proc/meminfo").read_text(encoding="utf-8")
+    return int(text.split("MemAvailable:")[1].split()[0]) << 10
+
+
 def pressure() -> float | None:
     """Percent of the last ten seconds in which a process waited for a core; None where the kernel does not say."""
     try:

@@ -7,6 +7,8 @@ A trainer saves (level "captured") and kills itself with SIGKILL; the next proce
 - `memory_restore_ratio:new_process`: the first `restore()` of a new process over the same copy: also finds the
   keeper, agrees on the version, maps memory it has never seen and creates the optimizer's moments.
 - `storage_bytes_read`: what the keeper and the restore report count as read from storage.
+
+The state has 1 GiB where the machine has the memory for it (two slots, the tensors, the plain copy), else 512 MiB.
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ def start(options: argparse.Namespace, part: str, out: Path, rounds: int, *, las
 
 def main() -> None:
     parser = measure.options("restore", "How fast a rank comes back from its own memory.")
+    parser.set_defaults(mib=1024 if measure.available_bytes() > 8 << 30 else 512)
     parser.add_argument("--part", choices=["save", "restore"], help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=5, help=argparse.SUPPRESS)
@@ -89,12 +92,14 @@ def main() -> None:
         start(options, "save", out, 0)
         found = []
         for last in [False, True] if options.quick else [False] * 4 + [True]:
-            start(options, "restore", out, 4 if options.quick else 10, last=last)
+            start(options, "restore", out, 8 if options.quick else 12, last=last)
             found.append(json.loads(out.read_text(encoding="utf-8")))
         again = [value for facts in found for value in facts["again"]]
         copies = [value for facts in found for value in facts["copies"]]
         copy_s = statistics.median(copies)
-        report.figure("memory_restore_ratio", ratio(again, copies), "ratio", "<= 1.3", copy_ms=round(copy_s * 1e3, 1))
+        again_ms, copy_ms = round(statistics.median(again) * 1e3, 1), round(copy_s * 1e3, 1)
+        more = {"mib": options.mib, "restore_ms": again_ms, "copy_ms": copy_ms}
+        report.figure("memory_restore_ratio", ratio(again, copies), "ratio", "<= 1.3", **more)
         first = statistics.median(facts["first"] for facts in found)
         report.figure("memory_restore_ratio:new_process", first / copy_s, "ratio", restore_ms=round(first * 1e3, 1))
         read = sum(facts["bytes"].get("storage", 0) for facts in found)

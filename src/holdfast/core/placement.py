@@ -168,11 +168,18 @@ def intervals(size: int, places: Iterable[int]) -> list[range]:
 
 
 def are_neighbours(rows: int, steps: Sequence[Step]) -> bool:
-    """Whether every rank's rows are neighbours. Where they start is linear between breaks, so the ends tell it."""
-    if all(step.parts == 1 for step in steps):
+    """Whether every rank's rows are neighbours.
+
+    Up to the first strided step a rank's rows change evenly between breaks, so the ends of each interval tell it. What
+    a step behind it takes may begin in one part and end in the next at any coordinate.
+    """
+    first = next((index for index, step in enumerate(steps) if step.parts > 1), None)
+    if first is None:
         return True
-    ends = (
-        {at for interval in intervals(step.size, places) for at in (interval[0], interval[-1])}
-        for step, places in zip(steps, breaks(rows, steps), strict=True)
-    )
+    ends = [
+        range(step.size)
+        if index > first
+        else {at for span in intervals(step.size, places) for at in (span[0], span[-1])}
+        for index, (step, places) in enumerate(zip(steps, breaks(rows, steps), strict=True))
+    ]
     return all(len(held(rows, steps, corner)) <= 1 for corner in product(*ends))

@@ -86,6 +86,9 @@ class JobPlan:
         self.topology = topology
         self.census = Census(layout)
         self._sizes = [kind.num_bytes for kind in self.census.kinds]
+        # What each node keeps a replica of: the nodes that it lives on.
+        self._kept_for: list[list[int]] = [[] for _ in topology.nodes]
+        self._first_rank = {home: rank for rank, home in reversed(list(enumerate(topology.node_of)))}
         self._shares: dict[tuple[int, int], list[tuple[int, int]]] = {}
         world, nodes = range(topology.world_size), range(len(topology.nodes))
         ledger = _Ledger(
@@ -110,17 +113,16 @@ class JobPlan:
             for kind, count in Counter(groups.values()).items()
         )
 
-    def slot_bytes(self, rank: int, num_slots: int) -> int:
-        """Host memory of the rank's slots."""
-        return num_slots * self.ranks.copied[rank]
-
-    def host_bytes(self, node: int, num_slots: int) -> int:
-        """Host memory of a node: its ranks' slots, and two slots for each rank it keeps replicas of."""
-        return num_slots * self.nodes.copied[node] + 2 * self.nodes.kept[node]
+    def slots(self, node: int, num_slots: int) -> list[int]:
+        """Payload bytes of every slot of a node: its ranks' own, and two for each rank it keeps replicas of."""
+        own = [self.ranks.copied[rank] for rank in self.topology.ranks_on(node)]
+        sources = (rank for home in self._kept_for[node] for rank in self.topology.ranks_on(home))
+        kept = [self.ranks.replicated[rank] for rank in sources]
+        return [size for size in own for _ in range(num_slots)] + [size for size in kept if size for _ in range(2)]
 
     def backup(self, node: int) -> int | None:
         """The node that keeps the replica of what lives in `node` only; None if there is no other."""
-        only = BundleRef("", (self.topology.node_of.index(node),), 0, 1, 0, "")
+        only = BundleRef("", (self._first_rank[node],), 0, 1, 0, "")
         return bundles.backup_node(only, self.topology)
 
     def alone_on(self, node: int) -> list[str]:
@@ -234,6 +236,7 @@ class JobPlan:
             backup = self.backup(home) if num_bytes else None
             if backup is not None:
                 kept[backup] += num_bytes
+                self._kept_for[backup].append(home)
         return NodeCosts(tuple(copied), tuple(ledger.written), tuple(kept), tuple(alone))
 
 

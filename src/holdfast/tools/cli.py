@@ -1,6 +1,6 @@
 """The `holdfast` command: names, options and help texts; the work is in one file per family.
 
-The commands that only look (`status`, `ls`, `inspect`, `verify`, `doctor`) never load torch or numpy and answer at
+The commands that only look (`status`, `ls`, `inspect`, `verify`, `groups`, `plan`, `doctor`) never load torch or numpy and answer at
 once. The list of options is frozen by a test: a new one needs a reason there.
 """
 
@@ -13,7 +13,9 @@ import typer
 
 from holdfast import __version__
 from holdfast.tools import doctor as doctor_tool
+from holdfast.tools import groups as groups_tool
 from holdfast.tools import launch, look
+from holdfast.tools import plan as plan_tool
 from holdfast.tools import status as status_tool
 from holdfast.tools.output import errors_shown
 
@@ -29,6 +31,8 @@ Examples
   holdfast status --watch 2                     what is safe right now, and where
   holdfast ls /ckpts/run1                       which versions are durable
   holdfast verify /ckpts/run1                   read every byte and prove it
+  holdfast groups /ckpts/run1                   who held the same, and what lived in one node only
+  holdfast plan job.toml                        what a job will hold, write, back up, and lose with a node
   holdfast doctor /ckpts/run1                   can this machine and this path keep the promises?
 
 \b
@@ -48,6 +52,7 @@ PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 Root = Annotated[str, typer.Argument(metavar="ROOT", help="The checkpoint directory, or a file:// URL.")]
+RanksPerNode = Annotated[int | None, typer.Option(min=1, metavar="N", help="How many ranks share a node.")]
 VersionName = Annotated[str | None, typer.Argument(metavar="[VERSION]", help="As `holdfast ls` shows it.")]
 
 
@@ -137,6 +142,60 @@ def verify(root: Root, version: VersionName = None, json: Json = False) -> None:
     """
     with errors_shown(as_json=json):
         raise typer.Exit(look.verify_versions(root, version, as_json=json))
+
+
+@app.command()
+def groups(root: Root, version: VersionName = None, ranks_per_node: RanksPerNode = None, json: Json = False) -> None:
+    """Who held the same in a version, which ranks are interchangeable, and what lived in one node only.
+
+    Exit code 1: there was one node only, so nothing but storage would have survived it.
+
+    \b
+    holdfast groups /ckpts/run1
+    holdfast groups /ckpts/run1 i000001-s0000000120 --ranks-per-node 8 --json | jq .groups[0].ranks
+    """
+    with errors_shown(as_json=json):
+        raise typer.Exit(groups_tool.groups(root, version, ranks_per_node=ranks_per_node, as_json=json))
+
+
+@app.command()
+def plan(
+    file: Annotated[str | None, typer.Argument(metavar="[FILE]", help="A description: TOML, or JSON.")] = None,
+    checkpoint: Annotated[str | None, typer.Option("--from", metavar="ROOT", help="Or a checkpoint's layout.")] = None,
+    version: Annotated[str | None, typer.Option(metavar="VERSION", help="Which of its versions.")] = None,
+    mesh: Annotated[str | None, typer.Option(metavar="SIZES", help="Other mesh sizes: 4x2, or dp=4,tp=2.")] = None,
+    ranks_per_node: RanksPerNode = None,
+    without_replicas: Annotated[bool, typer.Option("--without-replicas", help="Count on twins alone.")] = False,
+    json: Json = False,
+) -> None:
+    """What a job will hold, copy, write and back up, and what any lost node would cost. Nothing is started.
+
+    Exit code 1: something would be lost with one node. A replica on the next node protects what has no twin elsewhere.
+
+    \b
+    holdfast plan job.toml --mesh dp=16
+    holdfast plan --from /ckpts/run1 --mesh 8x4 --ranks-per-node 8
+    \b
+    A description: replicate (the default), shard(0), strided_shard(0, 4), own, only(0) for each axis
+      ranks_per_node = 8
+      mesh = { pp = 2, dp = 2, tp = 4 }            # outermost first
+      [[tensors]]
+      name = "model.layers.{i}.wq.weight"
+      repeat = 32
+      stage = "pp"                                 # the i-th lies in stage i * pp / repeat
+      dtype = "BF16"
+      shape = [4096, 4096]
+      place = { tp = "shard(0)" }
+      [optimizer]
+      states = ["exp_avg", "exp_avg_sq"]
+      scalars = ["step"]
+      dtype = "F32"
+      place = { dp = "shard(0)" }                  # ZeRO-1
+    """
+    with errors_shown(as_json=json):
+        source = plan_tool.Source(file, checkpoint, version, mesh)
+        code = plan_tool.plan(source, ranks_per_node=ranks_per_node, replicas=not without_replicas, as_json=json)
+        raise typer.Exit(code)
 
 
 @app.command()

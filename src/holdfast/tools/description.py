@@ -123,6 +123,9 @@ def mesh_of(axes: Mapping[str, int]) -> Mesh:
 def _tensors(described: Description, meshes: Mapping[str, Mesh]) -> Iterator[Tensor]:
     if sum(line.repeat for line in described.tensors) > MAX_TENSORS:
         raise UsageError(f"more than {MAX_TENSORS} tensors are described")
+    known = {axis for mesh in meshes.values() for axis in mesh.names}
+    if described.optimizer is not None and (strange := sorted(set(described.optimizer.place) - known)):
+        raise UsageError(f"no mesh has an axis {strange[0]!r}", where="optimizer.place")
     numbers = {name: number for number, name in enumerate(meshes)}
     for line in described.tensors:
         if line.mesh not in meshes:

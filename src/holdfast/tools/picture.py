@@ -12,7 +12,7 @@ from holdfast.tiers.manifest import runs
 # What is larger than this is told in numbers.
 MAX_RANKS = 64
 MAX_RUNS = 4
-MAX_NAMES = 6
+MAX_NAMES = 4
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -52,18 +52,22 @@ def stand_ins_document(twins: Sequence[tuple[int, ...]]) -> list[dict[str, objec
 def print_stand_ins(twins: Sequence[tuple[int, ...]], topology: Topology | None) -> None:
     """Who can stand in for whom: a picture of a small job, a few lines of a large one."""
     classes = stand_ins(twins)
+    print()
     if len(twins) <= MAX_RANKS and len(classes) <= len(string.ascii_letters):
-        print("\nranks with the same letter are interchangeable:")
+        print("ranks with the same letter are interchangeable:")
         letters = {
             rank: letter for (ranks, _), letter in zip(classes, string.ascii_letters, strict=False) for rank in ranks
         }
         for line in _drawn(letters, topology):
             print(f"  {line}")
         classes = [(ranks, together) for ranks, together in classes if ranks != together]
+    elif all(len(together) == 1 for _, together in classes):
+        print("no rank holds all that another one holds")
+        return
     for ranks, together in classes[:MAX_NAMES]:
-        print(f"  rank {ranks_text(ranks)}: all that it holds is held by {ranks_text(together)}")
+        print(f"  all that rank {ranks_text(ranks)} holds is held by {ranks_text(together)}")
     if len(classes) > MAX_NAMES:
-        print(f"  ... and {len(classes) - MAX_NAMES} more such lists")
+        print(f"  ... and {len(classes) - MAX_NAMES} more such lists; --json shows all")
 
 
 def _drawn(letters: dict[int, str], topology: Topology | None) -> Iterator[str]:

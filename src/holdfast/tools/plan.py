@@ -8,13 +8,13 @@ to which image headers and values add a few KiB per file.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from holdfast.base.config import Config
 from holdfast.base.errors import UsageError
 from holdfast.base.events import Events
-from holdfast.core.census import Census
 from holdfast.core.inferred import infer, resized
 from holdfast.core.layout import Form, JobLayout, Mesh, Tensor, offsets
 from holdfast.core.plan import JobPlan, uniform
@@ -26,19 +26,33 @@ from holdfast.tools.groups import choose, saved_shards
 MAX_ROWS = 20
 
 
-def from_file(path: str, mesh: str | None) -> tuple[JobLayout, int | None]:
-    """The layout that a file describes, with other mesh sizes if given; and its ranks per node."""
-    described = description.load(Path(path))
-    main = description.mesh_of(described.mesh)
-    return description.layout_of(described, main if mesh is None else _mesh(mesh, main)), described.ranks_per_node
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the layout comes from: a file, or a checkpoint and its version; and other mesh sizes, if any."""
+
+    file: str | None
+    root: str | None
+    version: str | None
+    mesh: str | None
 
 
-def from_checkpoint(root: str, version: str | None, mesh: str | None) -> JobLayout:
-    """The layout behind a version, with other mesh sizes if given."""
-    storage = open_storage(root, Events())
-    manifest = storage.manifest(choose(storage, version))
+def _layout(source: Source) -> tuple[JobLayout, int | None]:
+    """The layout, and the ranks per node if the source says so."""
+    if (source.file is None) == (source.root is None) or (source.version is not None and source.root is None):
+        raise UsageError(
+            "a plan is made of a description or of a checkpoint",
+            remedy="`holdfast plan job.toml` or `holdfast plan --from ROOT [--version VERSION]`",
+        )
+    if source.file is not None:
+        described = description.load(Path(source.file))
+        main = description.mesh_of(described.mesh)
+        main = main if source.mesh is None else _mesh(source.mesh, main)
+        return description.layout_of(described, main), described.ranks_per_node
+    assert source.root is not None  # one of them is given
+    storage = open_storage(source.root, Events())
+    manifest = storage.manifest(choose(storage, source.version))
     layout = infer(manifest.world_size, saved_shards(storage, manifest))
-    return layout if mesh is None else resized(layout, _mesh(mesh, layout.meshes[0]))
+    return layout if source.mesh is None else resized(layout, _mesh(source.mesh, layout.meshes[0])), None
 
 
 def _mesh(text: str, like: Mesh) -> Mesh:
@@ -57,9 +71,13 @@ def _mesh(text: str, like: Mesh) -> Mesh:
     return Mesh(like.names, tuple(changed.get(n, size) for n, size in zip(like.names, like.sizes, strict=True)))
 
 
-def plan(layout: JobLayout, *, ranks_per_node: int, replicas: bool, as_json: bool) -> int:
+def plan(source: Source, *, ranks_per_node: int | None, replicas: bool, as_json: bool) -> int:
     """`holdfast plan`; the exit code: 1 if some part of some tensor would be lost with one node."""
-    costs = JobPlan(layout, uniform(layout.world_size, ranks_per_node))
+    layout, described = _layout(source)
+    per_node = ranks_per_node or described
+    if per_node is None:
+        raise UsageError("how many ranks share a node is not known", remedy="give --ranks-per-node")
+    costs = JobPlan(layout, uniform(layout.world_size, per_node))
     safe = replicas and len(costs.topology.nodes) > 1
     twins = costs.census.twins()
     if as_json:
@@ -88,34 +106,25 @@ def _print_job(costs: JobPlan) -> None:
     rows = []
     for form, tensors in _forms(layout).items():
         groups = costs.census.groups[form]
-        largest = max(_kind_bytes(costs.census, kind) for kind in set(groups.values()))
-        members = [min(groups) + step for step in offsets(form)]
+        base = min(groups)
+        members = [base + step for step in offsets(form)]
+        size = output.size_text(costs.census.kinds[groups[base]].num_bytes)
         rows.append(
             (
                 len(tensors),
                 len(members),
                 len(groups),
                 picture.ranks_text(members),
-                output.size_text(largest),
+                size,
                 tensors[0].name,
             )
         )
-    output.print_table(("tensors", "ranks alike", "groups", "the first", "at most", "tensors like"), rows)
-
-
-def _kind_bytes(census: Census, kind: int) -> int:
-    return census.kinds[kind].num_bytes
+    output.print_table(("tensors", "ranks alike", "groups", "the first", "its bytes", "tensors like"), rows)
 
 
 def _host_bytes(costs: JobPlan, node: int) -> int:
-    """Memory of a node's slots as the keeper reserves it, replicas included."""
-    slots = Config().num_slots
-    own = sum(slots * slot_bytes(costs.ranks.copied[rank]) for rank in costs.topology.ranks_on(node))
-    kept_for = (node - 1) % len(costs.topology.nodes)
-    if not costs.nodes.kept[node]:
-        return own
-    sources = (costs.ranks.replicated[rank] for rank in costs.topology.ranks_on(kept_for))
-    return own + sum(2 * slot_bytes(num_bytes) for num_bytes in sources if num_bytes)
+    """Memory of a node's slots as its keeper reserves it, replicas included."""
+    return sum(map(slot_bytes, costs.slots(node, Config().num_slots)))
 
 
 def _print_nodes(costs: JobPlan) -> None:
@@ -133,22 +142,21 @@ def _print_nodes(costs: JobPlan) -> None:
 
 
 def _print_losses(costs: JobPlan, *, safe: bool) -> None:
+    """What is gone with any one node, and where it comes back from; nodes that lose the same in one line."""
     print()
     if not any(costs.nodes.alone):
         print("Any one node may die: every part of every tensor has a twin on another node.")
+    found: dict[tuple[int, int, tuple[str, ...]], list[int]] = {}
     for alike in costs.nodes_alike()[:MAX_ROWS]:
-        node = alike[0]
-        alone, back = costs.nodes.alone[node], costs.nodes.copied[node]
-        where = f"node {picture.ranks_text(alike)}"
-        sources = f"{output.size_text(back - alone)} from twins"
-        if not alone:
-            print(f"{where} dies: {sources}.")
-            continue
-        names = costs.alone_on(node)
-        rescue = f"{output.size_text(alone)} from the replica on the next node" if safe else ""
-        fate = rescue or f"{output.size_text(alone)} LOST, but for what is in storage"
-        print(f"{where} dies: {sources}, {fate}: {len(names)} tensors live there only.")
-        print(f"  {picture.names_text(names)}")
+        alone = costs.nodes.alone[alike[0]]
+        back = costs.nodes.copied[alike[0]] - alone
+        found.setdefault((back, alone, tuple(costs.alone_on(alike[0]))), []).extend(alike)
+    for (back, alone, names), nodes in found.items():
+        fate = "from the replica on the next node" if safe else "LOST, but for what is in storage"
+        lonely = f", {output.size_text(alone)} {fate}" if alone else ""
+        print(f"If node {picture.ranks_text(sorted(nodes))} dies: {output.size_text(back)} from twins{lonely}")
+        if names:
+            print(f"  {len(names)} tensors live there only: {picture.names_text(names)}")
 
 
 def _document(costs: JobPlan, twins: Sequence[tuple[int, ...]], *, safe: bool) -> dict[str, Any]:

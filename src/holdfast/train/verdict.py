@@ -99,9 +99,9 @@ def decide(findings: Findings, job: Job, quarantine: Quarantine, *, wanted: Vers
     reasons += [f"{version} refused: {error}" for version, error in sorted(findings.unreadable.items(), reverse=True)]
     exists = bool(findings.inventory.copies or findings.stored or findings.unreadable)
     if decision.value is None and findings.unreadable:
-        if wanted in findings.unreadable:
+        if wanted is not None and wanted in findings.unreadable:
             raise findings.unreadable[wanted]
-        if wanted is None:
+        if wanted is None and not quarantine.copies:
             fault = findings.unreadable[max(findings.unreadable)]
             raise type(fault)(
                 f"versions exist, but none can be used: {'; '.join(reasons)}",

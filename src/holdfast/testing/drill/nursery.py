@@ -10,6 +10,9 @@ Run by the lane as `python -m holdfast.testing.drill.nursery <descriptor of the 
 from __future__ import annotations
 
 import gc
+
+gc.disable()  # importing makes millions of objects and no garbage
+
 import os
 import select
 import socket
@@ -93,6 +96,7 @@ def warm() -> None:
         state.gather()
         job.train(1, 0)
     job.digest(0)
+    gc.enable()
     gc.collect()
     gc.freeze()
 

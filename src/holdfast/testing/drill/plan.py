@@ -185,7 +185,7 @@ def dry_runs(shapes: Sequence[str] = tuple(SHAPES)) -> list[Trial]:
     return [
         Trial(-1, 0, shape, "none", "nobody", (LifePlan(saves(random.Random(shape), 6), ends=ends), LAST_LIFE))
         for shape in shapes
-        for ends in ("kill all", "kill")
+        for ends in (("kill all", "kill") if shape == SOLO else ("kill all",))
     ]
 
 

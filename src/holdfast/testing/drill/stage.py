@@ -126,6 +126,7 @@ class Stage:
         newcomer = known is not None and known.pid not in self._dead_before
         if newcomer:
             self._renewed.add(node)
+            self._lose_early({node})
         setup = self._setup(node, struck=not newcomer)
         ready, theirs = os.pipe()
         self._cast.fork_keeper(setup, functools.partial(keeper, setup, self._ground, theirs))
@@ -179,9 +180,7 @@ class Stage:
             for m in self._cast.members.values()
             if m.pid not in self._dead_before and (m.status if m.name.startswith("k") else m.status is not None)
         }
-        back = {resumed.rank for resumed in self.record.life.resumed}
-        lost_early = {int(name[1:]) for name in dead if name.startswith("k")} - back
-        self.record.life.lost_early |= lost_early
+        self._lose_early({int(name[1:]) for name in dead if name.startswith("k")})
         victims = plan.aim.victims if plan.aim else ()
         if len(victims) > 1 and dead & set(victims):
             self._end_trainers(*victims)
@@ -192,6 +191,10 @@ class Stage:
             self._end_trainers()
         elif plan.ends != "close" and living and living <= self._done:
             self._end_trainers(*([f"k{node}" for node in self._ranks] if plan.ends == "kill all" else []))
+
+    def _lose_early(self, nodes: set[int]) -> None:
+        """Keepers died; what they held is lost unless a rank of theirs had come back and maps it."""
+        self.record.life.lost_early |= nodes - {resumed.rank for resumed in self.record.life.resumed}
 
     def _closing(self, dead: set[str]) -> bool:
         return all(self._cast.members[name].status == 0 for name in dead if name.startswith("t"))

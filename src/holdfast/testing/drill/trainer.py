@@ -8,6 +8,7 @@ with. The body runs in children forked by the nursery, or in a fresh interpreter
 
 from __future__ import annotations
 
+import random
 import signal
 import sys
 import traceback
@@ -35,7 +36,8 @@ from holdfast.train.checkpointer import Checkpointer
 from holdfast.train.fence import Fence
 from holdfast.train.saver import Saver
 
-WIDTH = 96
+# Small; now and then large enough that files are written past the page cache.
+WIDTH, LARGE_WIDTH, LARGE_EVERY = 64, 128, 8
 
 PHASES = {
     "save": ((Saver, "save"), (Fence, "_copy")),
@@ -88,15 +90,17 @@ class Job:
         self._rank = 0 if setup.trial.shape == TWINS else setup.rank
         self._seed = setup.trial.seed * 1_000_003 + setup.trial.number
         torch.manual_seed(self._seed + self._rank)
-        self.model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH))
+        width = LARGE_WIDTH if setup.trial.number % LARGE_EVERY == LARGE_EVERY - 1 else WIDTH
+        self.model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, width))
+        self._slopes = [torch.linspace(-1.0, 1.0, p.numel()).view(p.shape) for p in self.model.parameters()]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, foreach=True)
         self.position = Position()
 
     def train(self, incarnation: int, step: int) -> None:
         """One step, which in another incarnation has another result."""
-        dice = torch.Generator().manual_seed((self._seed * 64 + incarnation) * 4096 + step * 2 + self._rank)
-        for parameter in self.model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=dice)
+        pull = random.Random(f"{self._seed}/{incarnation}/{step}/{self._rank}").uniform(-1.0, 1.0)
+        for parameter, slope in zip(self.model.parameters(), self._slopes, strict=True):
+            parameter.grad = slope + pull
         self.optimizer.step()
         self.position.next = step + 1
 
