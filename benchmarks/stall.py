@@ -47,6 +47,7 @@ class Bench:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.rounds = 5 if options.quick else 15
         self.lost_rounds = 3 if options.quick else 9
+        self.base_steps = 4 if options.quick else 6
         self.directory = options.dir
         torch.manual_seed(self.rank)
         self.model, self.optimizer = measure.gpt_of(options.mib * MIB // self.world_size)
@@ -206,9 +207,9 @@ class Bench:
 
     # --- both
 
-    def lost(self, save: Callable[[], Callable[[], bool]], num_base: int = 6) -> float:
+    def lost(self, save: Callable[[], Callable[[], bool]]) -> float:
         """Seconds from `save` until it is complete, minus the steps made meanwhile at the speed around it."""
-        base = [timed(self.train) for _ in range(num_base)]
+        base = [timed(self.train) for _ in range(self.base_steps)]
         dist.barrier()
         started = time.perf_counter()
         complete = save()
@@ -218,7 +219,7 @@ class Bench:
             num_steps += 1
         seconds = time.perf_counter() - started
         dist.barrier()
-        base += [timed(self.train) for _ in range(num_base)]
+        base += [timed(self.train) for _ in range(self.base_steps)]
         slowest = torch.tensor(seconds - num_steps * statistics.median(base))
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return float(slowest)
@@ -256,7 +257,7 @@ def worker(options: argparse.Namespace) -> None:
         found += [("stall_ratio", stall, {"save_ms": seconds * 1e3}), ("first_save_ratio", first, {})]
         both, call, wait = bench.copying_behind()
         found.append(("overlapped_stall_ratio", both, {"call": call, "fence": wait}))
-        for name, value in bench.rival_stalls(2 if options.quick else 7).items():
+        for name, value in bench.rival_stalls(1 if options.quick else 7).items():
             found.append((f"stall_ratio:{name}", value, {}))
     else:
         values = bench.lost_by_holdfast()
@@ -264,8 +265,8 @@ def worker(options: argparse.Namespace) -> None:
         rivals = bench.rivals()
         names = ["dcp_async_save_kept_stager"] if options.quick else list(rivals)
         for name in names:
-            bench.lost(rivals[name], 2)
-            values = [bench.lost(rivals[name]) for _ in range(2 if options.quick else 5)]
+            bench.lost(rivals[name])
+            values = [bench.lost(rivals[name]) for _ in range(1 if options.quick else 5)]
             found.append((f"train_seconds_lost_per_save:{name}", statistics.median(values), {"all": values}))
     if bench.rank == 0:
         options.out.write_text(json.dumps(found), encoding="utf-8")

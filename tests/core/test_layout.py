@@ -25,7 +25,7 @@ from holdfast.core.plan import JobPlan, uniform
 
 # The same cases in every run; a failure is kept as a test of its own, not in a database.
 CASES = settings(
-    max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 Ranks = tuple[int, ...]
 

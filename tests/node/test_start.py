@@ -46,6 +46,13 @@ def test_the_keeper_is_up_fast_and_small_and_free_of_torch(make_rig: MakeRig) ->
     assert rig.pid_of(place) == pid
 
 
+def test_no_thread_of_it_interrupts_a_trainer_by_waking_up(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    pid = rig.pid_of(rig.keeper(0))
+    policies = {os.sched_getscheduler(int(thread)) for thread in os.listdir(f"/proc/{pid}/task")}
+    assert policies == {os.SCHED_BATCH}
+
+
 def test_it_is_detached_from_whoever_started_it(make_rig: MakeRig) -> None:
     rig = make_rig()
     pid = rig.pid_of(rig.keeper(0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,17 @@ def test_every_page_is_there_and_mapped_before_the_first_byte_is_written(slot: S
     assert os.fstat(slot.fd).st_blocks * 512 >= slot.total_bytes
     mapped = resident_kib(slot)
     assert mapped * 1024 >= slot.total_bytes
+
+
+def test_writing_to_an_adopted_slot_costs_no_page_fault() -> None:
+    made = Slot.create(64 << 20)
+    slot = Slot.adopt(os.dup(made.fd))
+    zeros = bytes(slot.num_bytes)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    slot.view[:] = zeros
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 200, "16384 pages were written"
+    slot.close()
+    made.close()
 
 
 def resident_kib(slot: Slot) -> int:

@@ -126,6 +126,43 @@ def test_what_was_captured_fills_other_tensors_and_a_flipped_bit_is_named() -> N
         del view, sources
 
 
+def test_a_fill_cuts_at_steps_and_chunks_and_names_the_bad_chunk() -> None:
+    """Tensors that cross steps and chunks, one of them strided here; all are filled as one look finds the bad chunk."""
+    torch.manual_seed(0)
+    tensors = {f"w{i}": torch.randn(700_001 + i) for i in range(9)} | {"wide": torch.randn(600, 2000)}
+    with slot_of(40 << 20) as slot:
+        view = save_into(slot, gathered(tensors))
+        sources = [located_in(slot, image) for image in view.plan.images]
+        fresh = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        fresh["wide"] = torch.zeros(2000, 600).t()
+        assert not fresh["wide"].is_contiguous()
+        targets = {name: live(name, tensor) for name, tensor in fresh.items()}
+        versions = {name: tensor._version for name, tensor in fresh.items()}
+        assert fill.fill(sources, targets) == {}
+        assert {name: raw(tensor) for name, tensor in fresh.items()} == {n: raw(t) for n, t in tensors.items()}
+        assert all(tensor._version > versions[name] for name, tensor in fresh.items()), "autograd must notice"
+        slot.view[view.plan.images[0].start + 2 * image_format.CHUNK_BYTES + 5_000_000] ^= 1
+        (fault,) = fill.fill(sources, targets).values()
+        assert "chunk 2 of image" in fault
+        del view, sources
+
+
+def test_pieces_of_rows_and_lazily_conjugated_memory_are_filled_as_values_not_as_bytes() -> None:
+    rows, numbers = torch.randn(900, 1000), torch.randn(50, dtype=torch.complex64)
+    target, other = torch.zeros(900, 1000), torch.zeros(50, dtype=torch.complex64)
+    topology = Topology(("a",), (0, 0))
+    targets = {"rows": live("rows", target, ranks=(0, 1)), "conj": live("conj", other.conj(), ranks=(0, 1))}
+    for rank in (0, 1):  # each captured its part of the rows
+        with slot_of(8 << 20) as slot:
+            state = gathered({"rows": rows, "conj": numbers}, ranks=(0, 1))
+            view = save_into(slot, state, rank=rank, topology=topology)
+            sources = [located_in(slot, image) for image in view.plan.images]
+            assert fill.fill(sources, targets) == {}
+            del view, sources
+    assert torch.equal(target, rows)
+    assert torch.equal(other.conj(), numbers)
+
+
 def located_in(slot: Slot, image: capture.PlacedImage) -> fill.Source:
     from holdfast.core.recovery import Source
     from holdfast.node.client import Located

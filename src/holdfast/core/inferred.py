@@ -92,6 +92,8 @@ def _sorted_out(shards: Iterable[Shard]) -> tuple[dict[str, list[Shard]], dict[s
     owned: dict[str, dict[int, Shard]] = defaultdict(dict)
     for one in shards:
         if match := _OWNED.match(one.name):
+            if one.ranks != (int(match[1]),) or one.extent.lengths != one.global_shape:
+                raise UsageError("the state of one rank is cut, or held by others", where=one.name, remedy=_REMEDY)
             owned[match[2]][int(match[1])] = one
         else:
             whole[one.name].append(one)

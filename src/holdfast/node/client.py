@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from holdfast.base.errors import KeeperError, LevelNotReached
+from holdfast.base.progress import progress_text
 from holdfast.core.appointments import Appointment, Proposal
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Version
 from holdfast.core.recovery import Fetch, Source
@@ -90,6 +91,7 @@ class KeeperClient:
         self._changed = threading.Condition()
         self._levels: OrderedDict[Version, VersionLevel] = OrderedDict()
         self._alarms: OrderedDict[str, str] = OrderedDict()
+        self._working: dict[str, messages.Working] = {}
         self._slots: dict[int, Slot] = {}
         self._lost_callbacks: list[Callable[[str], None]] = []
         self._alarm_callbacks: list[Callable[[str], None]] = []
@@ -144,6 +146,14 @@ class KeeperClient:
         """What the keeper warned of since we connected, one line per subject, newest last."""
         with self._changed:
             return tuple(self._alarms.values())
+
+    def working(self, what: str, version: Version) -> str:
+        """How far the keeper is with `what` (of node.activity) of `version`, in words; empty if it did not say."""
+        with self._changed:
+            told = self._working.get(what)
+        if told is None or told.version != version:
+            return ""
+        return progress_text(told.done_bytes, told.total_bytes, told.seconds)
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
         """Calls `callback(reason)` once, in the reader thread, when the keeper is lost."""
@@ -381,6 +391,8 @@ class KeeperClient:
             )
         elif isinstance(message, messages.Alarm):
             self._alarmed(message)
+        elif isinstance(message, messages.Working):
+            self._told_of_work(message)
         elif isinstance(message, messages.Appointed):
             for callback in tuple(self._appointment_callbacks):
                 callback(message.appointment)
@@ -396,6 +408,15 @@ class KeeperClient:
             self._changed.notify_all()
         for callback in tuple(self._progress_callbacks):
             callback(version, news)
+
+    def _told_of_work(self, message: messages.Working) -> None:
+        """Work for this rank is logged: it waits for it. What else is said is kept for whoever asks."""
+        if message.rank not in (-1, self.rank):
+            return
+        with self._changed:
+            self._working[message.what] = message
+        if message.rank == self.rank:
+            logger.info("%s %s: %s", message.what, message.version, self.working(message.what, message.version))
 
     def _alarmed(self, message: messages.Alarm) -> None:
         logger.warning("the keeper warns: %s", message.text)  # pushes may come before `connect` has returned

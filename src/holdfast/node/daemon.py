@@ -17,6 +17,7 @@ from typing import Any
 from holdfast.base.errors import InUse, KeeperError
 from holdfast.base.events import Events
 from holdfast.node import status
+from holdfast.node.activity import Activities
 from holdfast.node.arena import Arena
 from holdfast.node.coordinate import Coordinator
 from holdfast.node.messages import (
@@ -80,8 +81,9 @@ class Keeper:
         self._state = NodeState(place, Arena(Budget(place.budget, options.memory_budget)))
         vault = Vault(options.root, self._events)
         self._sealer = Sealer(self._state, self._events)
-        self._obtainer = Obtainer(self._state, vault, self._events)
-        self._persister = Persister(self._state, vault, self._events)
+        self._activities = Activities(self._state)
+        self._obtainer = Obtainer(self._state, vault, self._events, self._activities)
+        self._persister = Persister(self._state, vault, self._events, self._activities)
         self._committer = Committer(self._state, vault, self._events)
         self._replicator = Replicator(self._state, self._events)
         self._trainers = Trainers(self._state, self._forget)
@@ -205,6 +207,7 @@ class Keeper:
         return status.report(
             self._state,
             self._events,
+            activities=self._activities,
             leader=self._uplink.leader,
             pids=self._trainers.pids,
             started_s=self._started_s,

@@ -302,6 +302,17 @@ class Alarm(Message, tag="alarm", frozen=True, kw_only=True):
     text: str
 
 
+class Working(Message, tag="working", frozen=True, kw_only=True):
+    """Push: how far something is that takes long. `rank`: for whom; -1 for all."""
+
+    what: str
+    version: Version
+    rank: int
+    done_bytes: int
+    total_bytes: int
+    seconds: float
+
+
 # --- keepers among themselves ------------------------------------------------------------------------------------
 
 
@@ -357,7 +368,7 @@ class Seals(Message, tag="seals", frozen=True, kw_only=True):
 AnyMessage = (
     Hello | Welcome | Ok | Refusal | Assemble | Resume | Prepare | Slots | Adopt | Register | Begin | Begun | Copied
     | Persist | Abandon | TakeInventory | InventoryReply | Obtain | Obtained | Release | Condemn | AskStatus | StatusReply
-    | Goodbye | Progress | Propose | Appointed | Alarm | Report | News | Ping | Pull | Bulk | AskSeals | Seals
+    | Goodbye | Progress | Propose | Appointed | Alarm | Working | Report | News | Ping | Pull | Bulk | AskSeals | Seals
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -18,6 +18,7 @@ from holdfast.base.events import Events
 from holdfast.core.model import Seal, Version
 from holdfast.core.recovery import Fetch, Source
 from holdfast.core.slots import SlotState, choose_slot
+from holdfast.node.activity import RESTORING, Activities
 from holdfast.node.arena import Held
 from holdfast.node.state import NodeState, greeting
 from holdfast.node.transfer import PeerReader, require
@@ -45,10 +46,11 @@ class Present:
 class Obtainer:
     """Fetches what a rank needs; one per keeper."""
 
-    def __init__(self, state: NodeState, vault: Vault, events: Events) -> None:
+    def __init__(self, state: NodeState, vault: Vault, events: Events, activities: Activities) -> None:
         self._state = state
         self._vault = vault
         self._events = events
+        self._activities = activities
         self._landed = threading.Condition(state.lock)
         self._under_way: set[tuple[Version, str]] = set()
         self._stopping = False
@@ -118,13 +120,15 @@ class Obtainer:
             lengths = [-(-fetch.seal.length // image_format.ALIGN) * image_format.ALIGN for fetch in fetches]
             held = self._target(rank, version, sum(lengths))
             sources = _Sources(self._state, self._vault, self._events, lambda: self._stopping)
+            total = sum(fetch.seal.length for fetch in fetches)
             try:
                 places: dict[str, ImagePlace] = {}
-                for fetch, offset in zip(fetches, _offsets(lengths), strict=True):
-                    started = time.perf_counter()
-                    seal = sources.read(version, fetch, held.slot.view[offset : offset + fetch.seal.length])
-                    place = places[fetch.ref.bundle_id] = ImagePlace(fetch.ref, offset, seal)
-                    present[fetch.ref.bundle_id] = Present(held, place, fetch.source, time.perf_counter() - started)
+                with self._activities.start(RESTORING, version, total, rank=rank) as sources.progress:
+                    for fetch, offset in zip(fetches, _offsets(lengths), strict=True):
+                        started = time.perf_counter()
+                        seal = sources.read(version, fetch, held.slot.view[offset : offset + fetch.seal.length])
+                        place = places[fetch.ref.bundle_id] = ImagePlace(fetch.ref, offset, seal)
+                        present[fetch.ref.bundle_id] = Present(held, place, fetch.source, time.perf_counter() - started)
                 self._seal(held, places)
             except BaseException:
                 self._forget(held, present)
@@ -180,6 +184,7 @@ class _Sources:
         self._vault = vault
         self._events = events
         self._stopping = stopping
+        self.progress: Callable[[int], None] = lambda _: None
         self._peers: dict[int, PeerReader] = {}
         self._stored: dict[str, BundleFile] = {}
 
@@ -207,7 +212,7 @@ class _Sources:
             raise VersionNotFound(f"the manifest of {version} does not list bundle {fetch.ref.bundle_id}")
         where = f"{storage.where}/{version}/{file.file}"
         image_format.check_length(len(view), file.seal, where)
-        storage.read_bundle_into(version, file, view)
+        storage.read_bundle_into(version, file, view, self.progress)
         image_format.verify(view, file.seal, where)
         return file.seal
 
@@ -217,7 +222,7 @@ class _Sources:
             if node not in self._peers:
                 self._peers[node] = self._dial(node)
             seal = require(self._peers[node].seals(version, (bundle_id,)), bundle_id, where)
-            self._peers[node].read_into(version, seal, view)
+            self._peers[node].read_into(version, seal, view, self.progress)
         except HoldfastError as error:
             what = f"node {node}, bundle {bundle_id}: {error.what}"
             raise type(error)(what, where=error.where, remedy=error.remedy) from error

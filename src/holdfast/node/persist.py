@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from holdfast.base.errors import CorruptError, Fenced, HoldfastError, KeeperError
@@ -17,6 +17,7 @@ from holdfast.base.events import Events
 from holdfast.core.commit import CommitOrder, PartReport, to_retire
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Level, Version
+from holdfast.node.activity import WRITING, Activities
 from holdfast.node.arena import Held
 from holdfast.node.messages import Assembly
 from holdfast.node.state import NodeState
@@ -67,10 +68,11 @@ class _Again:
 class Persister:
     """Writes the bundles that this node represents."""
 
-    def __init__(self, state: NodeState, vault: Vault, events: Events) -> None:
+    def __init__(self, state: NodeState, vault: Vault, events: Events, activities: Activities) -> None:
         self._state = state
         self._vault = vault
         self._events = events
+        self._activities = activities
         self._worker: Worker[Version] = Worker(
             "holdfast persister", self._persist, lambda text: state.alarm("persister", text), on_idle=state.changed
         )
@@ -99,7 +101,7 @@ class Persister:
         state = self._state
         try:
             with self._events.span("node.persisted", version=str(version)) as facts:
-                facts["size_bytes"] = self._write(version)
+                facts["size_bytes"] = self._write_version(version)
             state.calm("storage")
             with state.lock:
                 self._again.forget()
@@ -126,11 +128,24 @@ class Persister:
             else:
                 self._again.forget()
 
-    def _write(self, version: Version) -> int:
+    def _write_version(self, version: Version) -> int:
         state = self._state
         with state.lock:
             plan = [(ref, self._locate(version, rank, ref)) for rank, ref in state.need_ledger().to_persist(version)]
             assembly = state.assembly
+        total = sum(place.seal.length for _, (_, place) in plan)
+        with self._activities.start(WRITING, version, total) as progress:
+            self._write_plan(version, plan, assembly, progress)
+        return total
+
+    def _write_plan(
+        self,
+        version: Version,
+        plan: Sequence[tuple[BundleRef, tuple[Held, ImagePlace]]],
+        assembly: Assembly | None,
+        progress: Callable[[int], None],
+    ) -> None:
+        state = self._state
         storage = self._vault.open()
         if assembly is not None:
             storage.require_job(assembly.job_id)  # else what follows would stand in somebody else's directory
@@ -139,12 +154,11 @@ class Persister:
         for ref, (held, place) in plan:
             self._require_current(version, assembly)
             view = held.slot.view[place.offset : place.offset + place.seal.length]
-            files.append(storage.write_bundle(version, ref, place.seal, view, stamp=stamp))
+            files.append(storage.write_bundle(version, ref, place.seal, view, stamp=stamp, progress=progress))
         self._require_current(version, assembly)
         name, length, digest = storage.write_part(version, state.node, files, stamp=stamp)
         ids = tuple(sorted(ref.bundle_id for ref, _ in plan))
         state.wrote(PartReport(version, state.node, name, length, digest, ids))
-        return sum(file.length for file in files)
 
     def _locate(self, version: Version, rank: int, ref: BundleRef) -> tuple[Held, ImagePlace]:
         found = self._state.arena.find(version, ref.bundle_id, rank)

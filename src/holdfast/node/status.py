@@ -10,12 +10,19 @@ from typing import Any
 
 from holdfast.base.events import Events
 from holdfast.core.model import Level
+from holdfast.node.activity import Activities
 from holdfast.node.arena import Held
 from holdfast.node.state import NodeState
 
 
 def report(
-    state: NodeState, events: Events, *, leader: int, pids: Mapping[int, int], started_s: float
+    state: NodeState,
+    events: Events,
+    *,
+    activities: Activities,
+    leader: int,
+    pids: Mapping[int, int],
+    started_s: float,
 ) -> dict[str, Any]:
     """The status, taken under the state's lock so that it is one moment's."""
     with state.lock:
@@ -46,6 +53,7 @@ def report(
                 }
                 for message in state.progress()
             ],
+            "activities": activities.report(),
             "memory": {"used_bytes": state.arena.budget.used, "allowed_bytes": state.arena.budget.allowed},
             "alarms": [
                 {"key": key, "text": alarm.text, "age_s": time.monotonic() - alarm.at_s, "count": alarm.count}

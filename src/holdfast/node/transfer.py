@@ -62,8 +62,10 @@ class PeerReader:
             raise KeeperError(f"the peer answered AskSeals with {type(reply).__name__}")
         return {seal.bundle_id: seal for seal in reply.seals}
 
-    def read_into(self, version: Version, seal: Seal, view: memoryview) -> None:
-        """Fills `view`, which has the image's length, and proves it chunk by chunk.
+    def read_into(
+        self, version: Version, seal: Seal, view: memoryview, progress: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Fills `view`, which has the image's length, and proves it chunk by chunk; tells the bytes of each.
 
         Raises:
             VersionNotFound: the peer no longer holds it. CorruptError: a chunk is not what was sealed.
@@ -83,6 +85,7 @@ class PeerReader:
             self._channel.receive_bulk(chunk, timeout_s=CHUNK_TIMEOUT_S)
             digests.append(image_format.chunk_digest(chunk))
             image_format.check_chunk(index, digests[-1], seal, where)
+            progress(len(chunk))
         if image_format.image_digest(tuple(digests)) != seal.digest:
             raise CorruptError(f"image {seal.bundle_id} differs from its seal", where=where)
 

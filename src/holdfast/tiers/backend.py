@@ -7,7 +7,7 @@ repeated: doing it twice is doing it once. A retry, a limit or a planted fault i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,8 +44,18 @@ class Backend(Protocol):
     def prepare(self) -> None:
         """Makes the root, durably. The only verb that does: a root that vanishes later is an error."""
 
-    def put(self, name: str, chunks: Sequence[memoryview], *, stamp: str) -> None:
-        """Writes a file, whole or not at all. When this returns it survives a power cut. Replaces an older one."""
+    def put(
+        self,
+        name: str,
+        chunks: Sequence[memoryview],
+        *,
+        stamp: str,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Writes a file, whole or not at all. When this returns it survives a power cut. Replaces an older one.
+
+        `progress` is called with the bytes of each part that was written, some perhaps twice.
+        """
 
     def create(self, name: str, data: bytes, *, stamp: str) -> bool:
         """Writes a file if none is there. Durable in either case.

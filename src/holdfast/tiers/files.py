@@ -14,7 +14,7 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from holdfast.base.errors import StorageUnfit
 
@@ -32,11 +32,13 @@ class _DirectRefusedError(Exception):
     """O_DIRECT is not possible for this file. Nothing is wrong with the storage."""
 
 
-def write(place: int, name: str, chunks: Sequence[memoryview]) -> None:
+def write(
+    place: int, name: str, chunks: Sequence[memoryview], progress: Callable[[int], None] = lambda _: None
+) -> None:
     """Writes a new file and makes its bytes durable (its name is not yet)."""
     if sum(map(len, chunks)) >= MIN_DIRECT_BYTES:
         try:
-            _write_direct(place, name, chunks)
+            _write_direct(place, name, chunks, progress)
             return
         except _DirectRefusedError:
             # A file that returned an error is never used again, so the bytes go into a new one. Some file systems
@@ -46,11 +48,11 @@ def write(place: int, name: str, chunks: Sequence[memoryview]) -> None:
     with closing(os.open(name, _NEW_FILE, 0o666, dir_fd=place)) as descriptor:
         at = 0
         for chunk in chunks:
-            at = _write_all(descriptor, chunk, at)
+            at = _write_all(descriptor, chunk, at, progress)
         os.fsync(descriptor)
 
 
-def _write_direct(place: int, name: str, chunks: Sequence[memoryview]) -> None:
+def _write_direct(place: int, name: str, chunks: Sequence[memoryview], progress: Callable[[int], None]) -> None:
     """Writes whole pages from where they lie and the rest from a padded page, and cuts the padding off."""
     if any(len(chunk) % PAGE for chunk in chunks[:-1]):
         raise _DirectRefusedError
@@ -58,11 +60,11 @@ def _write_direct(place: int, name: str, chunks: Sequence[memoryview]) -> None:
         at = 0
         for chunk in chunks:
             whole = len(chunk) - len(chunk) % PAGE
-            at = _write_all(descriptor, chunk[:whole], at)
+            at = _write_all(descriptor, chunk[:whole], at, progress)
             if whole < len(chunk):
                 page = mmap.mmap(-1, PAGE)  # memory that is aligned and zero
                 page[: len(chunk) - whole] = chunk[whole:]
-                at = _write_all(descriptor, memoryview(page), at) - PAGE + len(chunk) - whole
+                at = _write_all(descriptor, memoryview(page), at, progress) - PAGE + len(chunk) - whole
         os.ftruncate(descriptor, at)
         os.fsync(descriptor)
 
@@ -78,7 +80,7 @@ def _refusal() -> Iterator[None]:
         raise
 
 
-def _write_all(descriptor: int, chunk: memoryview, at: int) -> int:
+def _write_all(descriptor: int, chunk: memoryview, at: int, progress: Callable[[int], None]) -> int:
     """Writes all of `chunk` at `at`, in calls of at most WRITE_BYTES; returns where it ends."""
     done = 0
     while done < len(chunk):
@@ -86,6 +88,7 @@ def _write_all(descriptor: int, chunk: memoryview, at: int) -> int:
         if written <= 0:
             raise OSError(errno.EIO, "the file system wrote nothing and gave no reason")
         done += written
+        progress(written)
     return at + done
 
 

@@ -15,7 +15,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from holdfast.base.errors import Fenced, StorageError, StorageFull, UsageError, VersionNotFound
@@ -66,11 +66,19 @@ class LocalBackend:
                 _make_directory(root, TEMPORARY)
                 files.sync(root)
 
-    def put(self, name: str, chunks: Sequence[memoryview], *, stamp: str) -> None:
+    def put(
+        self,
+        name: str,
+        chunks: Sequence[memoryview],
+        *,
+        stamp: str,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> None:
         """Writes a file, whole or not at all; see Backend."""
         directory, leaf = _split(name)
         with self._translated(name), self._open_root() as root:
-            with self._temporary(root, chunks, stamp) as (place, temporary), _beneath(root, directory) as target:
+            made = self._temporary(root, chunks, stamp, progress)
+            with made as (place, temporary), _beneath(root, directory) as target:
                 os.rename(temporary, leaf, src_dir_fd=place, dst_dir_fd=target)
                 files.sync(target, root)
 
@@ -162,13 +170,15 @@ class LocalBackend:
             os.close(descriptor)
 
     @contextlib.contextmanager
-    def _temporary(self, root: int, chunks: Sequence[memoryview], stamp: str) -> Iterator[tuple[int, str]]:
+    def _temporary(
+        self, root: int, chunks: Sequence[memoryview], stamp: str, progress: Callable[[int], None] = lambda _: None
+    ) -> Iterator[tuple[int, str]]:
         """(directory, name) of a durable file with these bytes. Gone afterwards, unless it got its final name."""
         _check_segment(stamp)
         with _beneath(root, TEMPORARY) as place:
             name = f"{stamp}.{secrets.token_hex(6)}"
             try:
-                files.write(place, name, chunks)
+                files.write(place, name, chunks, progress)
                 yield place, name
             finally:
                 # After an error the file is worth nothing; after a rename there is none; after a link it is spare.

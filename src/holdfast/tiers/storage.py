@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 PINNED = "pinned"
+# Read in one call: so often progress is told, and a vanished file noticed.
+READ_BYTES = 64 << 20
 
 _BUNDLE_FILE = re.compile(r"(.+)-[0-9a-f]{32}\.safetensors\Z")
 
@@ -163,7 +165,16 @@ class Storage:
 
     # Writing a version.
 
-    def write_bundle(self, version: Version, ref: BundleRef, seal: Seal, view: memoryview, *, stamp: str) -> BundleFile:
+    def write_bundle(
+        self,
+        version: Version,
+        ref: BundleRef,
+        seal: Seal,
+        view: memoryview,
+        *,
+        stamp: str,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> BundleFile:
         """Makes a sealed image durable. Writing it again, by whomever, changes nothing.
 
         Args:
@@ -172,12 +183,13 @@ class Storage:
             seal: its proof; not computed again, so that the disk is the only cost.
             view: the image, best aligned to a page.
             stamp: from `registry.make_stamp`.
+            progress: called with the bytes of each part that was written.
         """
         view = view.cast("B")
         image_format.check_length(len(view), seal, f"{version}/{ref.bundle_id}")
         file = BundleFile.of(ref, seal)
         with self._events.span("storage.write_bundle", version=str(version), bundle=ref.bundle_id, bytes=len(view)):
-            self._backend.put(f"{version}/{file.file}", [view], stamp=stamp)
+            self._backend.put(f"{version}/{file.file}", [view], stamp=stamp, progress=progress)
         self._events.count("storage_written_bytes", len(view))
         return file
 
@@ -270,8 +282,16 @@ class Storage:
             image_format.check_chunk(index, image_format.chunk_digest(chunk), file.seal, where)
         return data[entry.start - begin : entry.end - begin]
 
-    def read_bundle_into(self, version: Version, file: BundleFile, view: memoryview) -> None:
+    def read_bundle_into(
+        self,
+        version: Version,
+        file: BundleFile,
+        view: memoryview,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> None:
         """Fills `view`, which has the image's length. Proves nothing but the length: `format.verify` does.
+
+        `progress` is called with the bytes of each part that was read.
 
         Raises:
             CorruptError: the file is missing, too short or too long.
@@ -279,7 +299,14 @@ class Storage:
         name, where = f"{version}/{file.file}", f"{self.where}/{version}/{file.file}"
         image_format.check_length(len(view), file.seal, where)
         with self._events.span("storage.read_bundle", version=str(version), bundle=file.ref.bundle_id, bytes=len(view)):
-            count = self._listed(self._backend.read_into, name, view)
+            count = 0
+            for at in range(0, len(view), READ_BYTES):
+                part = view[at : at + READ_BYTES]
+                read = self._listed(self._backend.read_into, name, part, offset=at)
+                count += read
+                progress(read)
+                if read < len(part):
+                    break
         self._events.count("storage_read_bytes", count)
         image_format.check_length(count + len(self._read_listed(name, offset=file.length, length=1)), file.seal, where)
 

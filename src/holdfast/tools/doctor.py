@@ -36,7 +36,7 @@ OLDEST_TORCH = (2, 10)
 TRIAL_BYTES = 8 << 20
 LITTLE_SPACE_BYTES = 10 << 30
 MARKER = "holdfast.json"
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def machine_checks(settings: Config, root: str) -> Iterator[Check]:
     yield Check("python", GOOD, f"{platform.python_version()} on Linux {platform.release()}")
     yield torch_version()
     yield tried("snapshot memory", memory_files)
-    yield tried("pre-faulting", populate_write)
+    yield tried("pre-faulting", populate)
     yield memory_budget(settings)
     yield runtime_directory(settings, root)
 
@@ -109,14 +109,14 @@ def memory_files() -> Check:
     return Check("snapshot memory", GOOD, "memfd with fallocate works")
 
 
-def populate_write() -> Check:
+def populate() -> Check:
     """Whether a mapping can be populated in one call."""
     with mmap.mmap(-1, mmap.PAGESIZE) as mapping:
         try:
-            mapping.madvise(_POPULATE_WRITE)
+            mapping.madvise(_POPULATE_READ)
         except OSError:
-            return Check("pre-faulting", NOTE, "MADV_POPULATE_WRITE is missing (Linux before 5.14): pages are touched")
-    return Check("pre-faulting", GOOD, "MADV_POPULATE_WRITE works")
+            return Check("pre-faulting", NOTE, "MADV_POPULATE_READ is missing (Linux before 5.14): pages are touched")
+    return Check("pre-faulting", GOOD, "MADV_POPULATE_READ works")
 
 
 def memory_budget(settings: Config) -> Check:

@@ -16,24 +16,15 @@ from typing import Any, TextIO
 
 import typer
 
+from holdfast.base import progress
 from holdfast.base.errors import HoldfastError, UsageError
+from holdfast.base.progress import QUIET_S, progress_text
 
 GOOD, PROBLEM, USAGE = 0, 1, 2
-# What takes less is not worth a line.
-QUIET_S = 2.0
 TERMINAL_REFRESH_S = 0.1
 LOG_REFRESH_S = 5.0
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-
-
-def size_text(num_bytes: float) -> str:
-    """`1536` -> `1.5 KiB`."""
-    power = 0
-    while abs(num_bytes) >= 1024 and power < len(_UNITS) - 1:
-        num_bytes /= 1024
-        power += 1
-    return f"{num_bytes:.0f} B" if power == 0 else f"{num_bytes:.1f} {_UNITS[power]}"
+size_text = progress.size_text
 
 
 def print_json(document: Any) -> None:
@@ -119,12 +110,7 @@ class Progress:
             self._stream.write("\n")
 
     def _show(self, seconds: float) -> None:
-        rate = self._done / seconds
-        left_s = (self._total - self._done) / rate if rate else float("inf")
-        text = (
-            f"{self._subject}: {size_text(self._done)} of {size_text(self._total)}, "
-            f"{size_text(rate)}/s, {left_s:.0f} s left"
-        )
+        text = f"{self._subject}: {progress_text(self._done, self._total, seconds)}"
         # Carriage return and "erase to the end of the line" (ECMA-48, 8.3.41).
         self._stream.write(f"\r{text}\x1b[K" if self._stream.isatty() else f"{text}\n")
         self._stream.flush()

@@ -128,17 +128,20 @@ def _host_bytes(costs: JobPlan, node: int) -> int:
 
 
 def _print_nodes(costs: JobPlan) -> None:
+    """A row per kind of node; kinds that read the same are one."""
     print()
-    classes, nodes = costs.nodes_alike(), costs.nodes
-    rows = []
-    for alike in classes[:MAX_ROWS]:
+    nodes = costs.nodes
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for alike in costs.nodes_alike():
         node = alike[0]
         held = max(costs.ranks.held[rank] for rank in costs.topology.ranks_on(node))
         sizes = (held, nodes.copied[node], nodes.written[node], nodes.kept[node], _host_bytes(costs, node))
-        rows.append((picture.ranks_text(alike), *map(output.size_text, sizes)))
-    output.print_table(("nodes", "a rank holds", "a save copies", "writes", "keeps replicas", "host memory"), rows)
-    if len(classes) > MAX_ROWS:
-        print(f"... and {len(classes) - MAX_ROWS} more kinds of nodes; --json shows all")
+        rows.setdefault(tuple(map(output.size_text, sizes)), []).extend(alike)
+    shown = [(picture.ranks_text(sorted(alike)), *cells) for cells, alike in rows.items()]
+    titles = ("nodes", "a rank holds", "a save copies", "writes", "keeps replicas", "host memory")
+    output.print_table(titles, shown[:MAX_ROWS])
+    if len(shown) > MAX_ROWS:
+        print(f"... and {len(shown) - MAX_ROWS} more kinds of nodes; --json shows all")
 
 
 def _print_losses(costs: JobPlan, *, safe: bool) -> None:
@@ -147,16 +150,20 @@ def _print_losses(costs: JobPlan, *, safe: bool) -> None:
     if not any(costs.nodes.alone):
         print("Any one node may die: every part of every tensor has a twin on another node.")
     found: dict[tuple[int, int, tuple[str, ...]], list[int]] = {}
-    for alike in costs.nodes_alike()[:MAX_ROWS]:
+    classes = costs.nodes_alike()
+    for alike in classes[:MAX_ROWS]:
         alone = costs.nodes.alone[alike[0]]
         back = costs.nodes.copied[alike[0]] - alone
         found.setdefault((back, alone, tuple(costs.alone_on(alike[0]))), []).extend(alike)
     for (back, alone, names), nodes in found.items():
         fate = "from the replica on the next node" if safe else "LOST, but for what is in storage"
         lonely = f", {output.size_text(alone)} {fate}" if alone else ""
-        print(f"If node {picture.ranks_text(sorted(nodes))} dies: {output.size_text(back)} from twins{lonely}")
+        which = f"node {nodes[0]}" if len(nodes) == 1 else f"any one of nodes {picture.ranks_text(sorted(nodes))}"
+        print(f"If {which} dies: {output.size_text(back)} from twins{lonely}")
         if names:
             print(f"  {len(names)} tensors live there only: {picture.names_text(names)}")
+    if len(classes) > MAX_ROWS:
+        print("Further kinds of nodes: --json")
 
 
 def _document(costs: JobPlan, twins: Sequence[tuple[int, ...]], *, safe: bool) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from holdfast.base.config import load
 from holdfast.base.errors import HoldfastError
+from holdfast.base.progress import progress_text
 from holdfast.node.client import KeeperClient
 from holdfast.node.places import Place
 from holdfast.tools import output
@@ -105,6 +106,10 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         yield f"rank {rank:<4} {state}; " + "; ".join(map(_slot, found["slots"]))
     for slot in facts["replicas"]:
         yield f"replica   of rank {slot['rank']}: {_slot(slot)}"
+    for work in facts["activities"]:
+        whose = "" if work["rank"] < 0 else f" for rank {work['rank']}"
+        how_far = progress_text(work["done_bytes"], work["total_bytes"], work["seconds"])
+        yield f"{work['what']:<9} {work['version']}{whose}: {how_far}"
     for version, reason in facts["suspects"].items():
         yield f"SUSPECT   {version}: {reason}"
     for alarm in facts["alarms"]:

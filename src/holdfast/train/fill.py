@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import os
 import queue
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -69,12 +69,16 @@ def read_sources(located: Sequence[Located]) -> list[Source]:
     return [Source(item, image_format.read_image(item.view, item.ref.bundle_id)) for item in located]
 
 
-def fill(sources: Sequence[Source], tensors: Mapping[str, LiveTensor]) -> dict[str, str]:
+def fill(
+    sources: Sequence[Source], tensors: Mapping[str, LiveTensor], progress: Callable[[int], None] = lambda _: None
+) -> dict[str, str]:
     """Copies every entry into the tensor of its name; returns bundle id -> what is wrong with its image.
+
+    `progress` is called with the bytes of each chunk, from several threads.
 
     After a fault the tensors hold a mixture; the caller fills them again from other copies or raises.
     """
-    work = _Work(sources)
+    work = _Work(sources, progress)
     num_threads = min(MAX_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="holdfast-restore") as pool:
         helpers = [pool.submit(work.run) for _ in range(num_threads - 1)]
@@ -95,8 +99,9 @@ def fill(sources: Sequence[Source], tensors: Mapping[str, LiveTensor]) -> dict[s
 class _Work:
     """The chunks that are planned, and what was found in those that are done."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[Source], progress: Callable[[int], None]) -> None:
         self._sources = sources
+        self._progress = progress
         self._digests: list[dict[int, str]] = [{} for _ in sources]
         self._faults: dict[str, str] = {}
         self.todo: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
@@ -107,14 +112,15 @@ class _Work:
             located = self._sources[chunk.image].located
             digest = _hash_and_copy(chunk)
             self._digests[chunk.image][chunk.index] = digest
+            self._progress(len(chunk.view))
             try:
                 image_format.check_chunk(chunk.index, digest, located.seal, located.ref.bundle_id)
             except CorruptError as error:
                 self._faults.setdefault(located.seal.bundle_id, error.what)
                 continue
-            if chunk.targets:
-                with torch.no_grad():
-                    torch._foreach_copy_(chunk.targets, chunk.sources)
+            with torch.no_grad():
+                for target, source in zip(chunk.targets, chunk.sources, strict=True):
+                    target.copy_(source)
 
     def faults(self) -> dict[str, str]:
         """Bundle id -> what is wrong, once all chunks are done."""

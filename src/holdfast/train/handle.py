@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from holdfast.base.errors import HoldfastError, LevelNotReached, UsageError
 from holdfast.core.model import Level, Version
+from holdfast.node.activity import WRITING
 from holdfast.node.client import KeeperClient
 
 logger = logging.getLogger(__name__)
@@ -99,9 +100,11 @@ class SaveHandle:
                     alarms = _alarms(client)
                     raise LevelNotReached(error.what + alarms, where=error.where, remedy=error.remedy) from error
             reached, reason = client.level(self.version)
+            working = client.working(WRITING, self.version)
             logger.info(
-                "waiting for %s to be %s: %.0f s, now %s, %s",
+                "waiting for %s to be %s: %.0f s, now %s, %s%s%s",
                 self.version, wanted.name.lower(), time.monotonic() - started, reached.name.lower(), reason,
+                f"; writing {working}" if working else "", _alarms(client),
             )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from holdfast.base.errors import CorruptError, HoldfastError, KeeperLost, StorageError, VersionNotFound
 from holdfast.base.events import Events
+from holdfast.base.progress import Meter, progress_text
 from holdfast.core import recovery
 from holdfast.core.model import Extent, Version
 from holdfast.core.recovery import Choice, Fetch, Quarantine
@@ -198,10 +199,16 @@ class Restorer:
                 raise
             return loaded
         started = time.perf_counter()
-        bad = fill.fill(sources, loaded.tensors)
+        meter = Meter(
+            num_bytes, lambda done, seconds: self._say(choice.version, progress_text(done, num_bytes, seconds))
+        )
+        bad = fill.fill(sources, loaded.tensors, meter.add)
         loaded.fill_seconds = time.perf_counter() - started
         loaded.faults += [Fault(name, nodes[name], why) for name, why in bad.items()]
         return loaded
+
+    def _say(self, version: Version, how_far: str) -> None:
+        logger.info("verifying and copying %s: %s", version, how_far)
 
     def _obtain(self, version: Version, fetches: tuple[Fetch, ...], faults: list[Fault]) -> list[Located]:
         """All at once; if that fails, one by one, to know which copies are bad."""

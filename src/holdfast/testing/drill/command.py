@@ -169,11 +169,22 @@ def hunt(names: Sequence[str], seed: int, *, num_lanes: int, progress: Progress)
     quarries = {name: Quarry(name, planted.BUGS[name].invariants) for name in names}
     with _directory() as directory, open_lanes(max(1, min(num_lanes, len(names))), directory) as lanes:
         outcomes: list[Outcome] = []
+        sick = [outcome for outcome in lanes.warm_up if outcome.violations]
+        if sick:  # then anything would be found
+            raise DrillError(sick[0])
         for outcome in lanes.work(_until_found(quarries, seed)):
             quarries[outcome.plant].add(outcome)
             outcomes.append(outcome)
             progress.show(sum(quarry.found_by is not None for quarry in quarries.values()), outcomes)
     return list(quarries.values())
+
+
+class DrillError(RuntimeError):
+    """The drill cannot judge: a trial without any fault was not clean."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__("a trial in which nobody is killed is not clean; mend that before looking for planted bugs")
+        self.outcome = outcome
 
 
 def _until_found(quarries: dict[str, Quarry], seed: int) -> Iterator[Trial]:
@@ -293,10 +304,14 @@ def _report(outcomes: Sequence[Outcome], *, as_json: bool, verbose: bool) -> int
         return int(bool(bad))
     _say(*table(outcomes))
     for outcome in bad[: len(bad) if verbose else MAX_SHOWN]:
-        _say("", f"trial {outcome.number} ({outcome.phase}, {outcome.victim}):")
-        _say(*(f"  {invariant}: {what}" for invariant, what in outcome.violations))
-        _say(*(f"    {line}" for line in (outcome.evidence if verbose else ())))
+        _say_violations(outcome, verbose=verbose)
     return int(bool(bad))
+
+
+def _say_violations(outcome: Outcome, *, verbose: bool) -> None:
+    _say("", f"trial {outcome.number} ({outcome.phase}, {outcome.victim}):")
+    _say(*(f"  {invariant}: {what}" for invariant, what in outcome.violations))
+    _say(*(f"    {line}" for line in (outcome.evidence if verbose else ())))
 
 
 def _write_evidence(path: Path, outcomes: Sequence[Outcome]) -> None:
@@ -332,7 +347,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plant:
         names = tuple(planted.BUGS) if options.plant == "all" else (options.plant,)
         progress = Progress(len(names), "planted bugs found", quiet=options.json)
-        return _report_hunt(hunt(names, options.seed, num_lanes=options.lanes, progress=progress), as_json=options.json)
+        try:
+            quarries = hunt(names, options.seed, num_lanes=options.lanes, progress=progress)
+        except DrillError as error:
+            sys.stderr.write(f"{error}\n")
+            _say_violations(error.outcome, verbose=True)
+            return 1
+        return _report_hunt(quarries, as_json=options.json)
     trials = plan(options.trials, options.seed) if options.only is None else [draw(options.only, options.seed)]
     trials += full_starts(options.full_starts, options.seed)
     progress = Progress(len(trials), "trials", quiet=options.json)

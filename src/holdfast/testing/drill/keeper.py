@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from holdfast.node import process
-from holdfast.node.persist import Persister
 from holdfast.node.seal import Sealer
 from holdfast.testing.drill import planted
 from holdfast.testing.drill.ground import Ground, Setup, enter
@@ -12,7 +11,7 @@ from holdfast.tiers.storage import Storage
 
 PHASES = {
     "seal": ((Sealer, "_seal"),),
-    "persist": ((Persister, "_write"),),
+    "persist": ((Storage, "write_bundle"), (Storage, "write_part")),
     "commit": ((Storage, "commit"),),
     "retention": ((Storage, "retire"),),
 }

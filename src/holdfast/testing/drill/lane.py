@@ -50,7 +50,11 @@ class Lane:
         gc.collect()
         gc.freeze()
         self._nursery.await_warm()
-        return [self.run(trial) for trial in dry_runs()]
+        outcomes = []
+        for trial in dry_runs():
+            outcomes.append(self.run(trial))
+            self._measured.runs[trial.shape] += 1
+        return outcomes
 
     def run(self, trial: Trial) -> Outcome:
         """One trial and the verdict on it."""

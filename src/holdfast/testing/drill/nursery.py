@@ -10,9 +10,6 @@ Run by the lane as `python -m holdfast.testing.drill.nursery <descriptor of the 
 from __future__ import annotations
 
 import gc
-
-gc.disable()  # importing makes millions of objects and no garbage
-
 import os
 import select
 import socket
@@ -96,7 +93,6 @@ def warm() -> None:
         state.gather()
         job.train(1, 0)
     job.digest(0)
-    gc.enable()
     gc.collect()
     gc.freeze()
 

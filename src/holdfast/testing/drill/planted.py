@@ -39,6 +39,11 @@ MAX_TRIALS = 12
 # How long a planted bug keeps a window open that would otherwise be microseconds.
 WINDOW_S = 0.02
 
+# Scripts longer than those by which passes are counted, so that the strike never comes too late.
+DURABLE = "D1 D1 D1 D1 D1 D1 D1 D1"
+UNEVEN = "C2 C1 C2 C1 C1 C2 C1 C2 C1 C1"
+EVEN = "C2 C2 C2 C2 C2 C2 C2 C2 C2 C2"
+
 Dice = random.Random
 
 
@@ -95,7 +100,7 @@ def _struck(phase: str, victim: str, saves: str, *, shape: str = SOLO, **changes
     def trial(dice: Dice) -> Trial:
         actor = "t0" if phase in {"save", "restore"} else "k0"
         stepped = changes.get("stepped", dice.random() < 0.5)
-        aim = Aim(phase, actor, victim, 0.6 + 0.4 * dice.random(), stepped, dice.random())
+        aim = Aim(phase, actor, victim, 0.4 + 0.3 * dice.random(), stepped, dice.random())
         return Trial(0, 0, shape, phase, victim, (LifePlan(script(saves), aim), LAST_LIFE))
 
     return trial
@@ -244,8 +249,10 @@ def _manifest_replaced() -> None:
 
 
 def _written_in_place() -> None:
-    def put_in_place(self: LocalBackend, name: str, chunks: Sequence[memoryview], *, stamp: str) -> None:
-        del stamp
+    def put_in_place(
+        self: LocalBackend, name: str, chunks: Sequence[memoryview], *, stamp: str, progress: Any = None
+    ) -> None:
+        del stamp, progress
         path = self._root / name
         path.parent.mkdir(exist_ok=True)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -377,12 +384,10 @@ _IN_KEEPERS: dict[str, Callable[[], None]] = {
 
 BUGS: dict[str, Planted] = {
     "header-stays-valid": Planted(
-        "the header is not invalidated before the first byte", ("S5",), _struck("save", "t0", "C2 C1 C2 C1 C1")
+        "the header is not invalidated before the first byte", ("S5",), _struck("save", "t0", UNEVEN)
     ),
     "sealed-before-copied": Planted("the keeper is told before the copy is complete", ("S5", "S12"), _calm()),
-    "slot-by-counting": Planted(
-        "the slot is step % 2", ("S1", "S5", "S6"), _struck("save", "t0", "C2 C2 C2 C2 C2", stepped=False)
-    ),
+    "slot-by-counting": Planted("the slot is step % 2", ("S1", "S5", "S6"), _struck("save", "t0", EVEN, stepped=False)),
     "overwrite-guard-off": Planted("the oldest slot is always free", ("S1", "S6"), _calm(*_APART, shape=PAIR)),
     "overwritten-while-persisted": Planted(
         "a slot is reused while it is written to storage", ("S2", "S12"), _calm(LifePlan(script("d1 c1 C1")), LAST_LIFE)
@@ -390,7 +395,7 @@ BUGS: dict[str, Planted] = {
     "stale-snapshot": Planted("every save writes the bytes of the first", ("S5", "S12"), _calm()),
     "fence-removed": Planted("the optimizer does not wait for the copy", ("S5", "S12"), _calm(_LONG, LAST_LIFE)),
     "durable-before-manifest": Planted(
-        "durable is named when the version is captured", ("S1", "S13"), _struck("persist", "k0", "D1 D1 D1 D1")
+        "durable is named when the version is captured", ("S1", "S13"), _struck("persist", "k0", DURABLE)
     ),
     "captured-by-one-rank": Planted(
         "captured is named when one rank sealed", ("S1", "S6", "S13"), _calm(*_ALONE, shape=PAIR)
@@ -400,23 +405,23 @@ BUGS: dict[str, Planted] = {
     ),
     "twins-not-compared": Planted("differing twins go unnoticed", ("S16",), _calm(*_TWIST, shape=TWINS)),
     "manifest-before-bundles": Planted(
-        "the manifest is written first", ("S2",), _struck("commit", "k0", "D1 D1 D1 D1", stepped=True)
+        "the manifest is written first", ("S2",), _struck("commit", "k0", DURABLE, stepped=True)
     ),
     "dead-writer-commits": Planted("nobody looks whether a newer incarnation runs", ("S7",), _calm(*_LATE)),
     "manifest-replaced": Planted("the manifest is renamed over an older one", ("S7",), _calm(*_LATE)),
     "written-in-place": Planted(
-        "files are written at their final name", ("S2",), _struck("persist", "k0", "D1 D1 D1 D1", stepped=True)
+        "files are written at their final name", ("S2",), _struck("persist", "k0", DURABLE, stepped=True)
     ),
     "no-fsync-of-files": Planted("no fsync of files", ("S2", "S13"), _calm(record_files=True)),
     "no-fsync-of-directories": Planted("no fsync of directories", ("S2", "S13"), _calm(record_files=True)),
     "fsync-tried-again": Planted("a failed fsync is repeated on the same file", ("S14",), _calm(record_files=True)),
     "temporaries-stay": Planted(
-        "nobody removes what a dead writer left", ("V5",), _struck("persist", "k0", "D1 D1 D1 D1", stepped=True)
+        "nobody removes what a dead writer left", ("V5",), _struck("persist", "k0", DURABLE, stepped=True)
     ),
     "retired-before-commit": Planted(
         "old versions go before the new one is committed",
         ("S11",),
-        _struck("commit", "k0", "D1 D1 D1 D1 D1 D1", stepped=True),
+        _struck("commit", "k0", DURABLE, stepped=True),
     ),
     "newest-retired": Planted("retention sorts the wrong way", ("S1", "S8", "S11", "S13"), _calm()),
     "strangers-deleted": Planted("retention removes the whole directory", ("S17",), _calm(*_STRANGER)),

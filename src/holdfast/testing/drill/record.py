@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +23,13 @@ class Measured:
 
     seconds: dict[tuple[str, str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     points: dict[tuple[str, str, str], list[int]] = field(default_factory=lambda: defaultdict(list))
-    passes: dict[tuple[str, str, str], list[int]] = field(default_factory=lambda: defaultdict(list))
+    passes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    runs: Counter[str] = field(default_factory=Counter)
 
     def strike(self, aim: Aim, shape: str) -> Strike:
         """The planned strike in seconds and numbers."""
         key = (shape, aim.actor, aim.phase)
-        passes = max(1, round(statistics.median(self.passes.get(key, [1]))))
+        passes = max(1, round(self.passes[key] / max(1, self.runs[shape])))
         points = round(statistics.median(self.points.get(key, [4])))
         return Strike(
             phase=aim.phase,
@@ -46,9 +47,8 @@ class Measured:
         key = (shape, fact["who"], fact["phase"])
         self.seconds[key].append(fact["seconds"])
         self.points[key].append(fact["points"])
-        # Scripts of first lives are long, the last one is short; only a restore is alike in all.
-        if fact["life"] == 0 or fact["phase"] == "restore":
-            self.passes[key].append(fact["pass"])
+        if fact["life"] == 0:  # the script of a last life is short
+            self.passes[key] += 1
 
 
 class Record:
