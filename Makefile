@@ -42,6 +42,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.stall --quick
 	$(BIN)/python -m benchmarks.restore --quick
 	$(BIN)/python -m benchmarks.persist --quick
+	$(BIN)/python -m benchmarks.plan --quick
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache
