@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -189,13 +189,16 @@ class DrillError(RuntimeError):
 
 def _until_found(quarries: dict[str, Quarry], seed: int) -> Iterator[Trial]:
     waiting = {name: iter(planted.trials(name, seed)) for name in quarries}
+    given: Counter[str] = Counter()
     while waiting:
-        for name in tuple(waiting):
-            trial = None if quarries[name].found_by is not None else next(waiting[name], None)
-            if trial is None:
-                del waiting[name]
-            else:
-                yield trial
+        # The one with the fewest trials that nobody has answered yet, so that slow ones do not occupy every lane.
+        name = min(waiting, key=lambda name: given[name] - quarries[name].trials)
+        trial = None if quarries[name].found_by is not None else next(waiting[name], None)
+        if trial is None:
+            del waiting[name]
+        else:
+            given[name] += 1
+            yield trial
 
 
 @dataclass(slots=True)

@@ -23,8 +23,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+MEASURE, RECORD = "measure", "record"
 # What a record may need at most to be written in one piece (POSIX).
 PIPE_BUF = 4096
 # Calls of `os` that change what a crash leaves behind.
@@ -57,20 +58,34 @@ class Strike:
 
 
 class Journal:
-    """The write end of a lane's pipe: one JSON line per fact, each in one piece, also when the writer is killed."""
+    """The write end of a lane's pipe: one JSON line per fact, each in one piece, also when the writer is killed.
+
+    Attributes:
+        life: the life in which the writer began.
+    """
 
     def __init__(self, fd: int, who: str, life: int) -> None:
-        self._fd, self._who, self._life = fd, who, life
+        self._fd, self._who, self.life = fd, who, life
 
     def write(self, event: str, **facts: Any) -> None:
         """Appends a fact; blocks when the lane does not read."""
-        line = json.dumps({"e": event, "who": self._who, "life": self._life, **facts}, default=str).encode() + b"\n"
+        line = json.dumps({"e": event, "who": self._who, "life": self.life, **facts}, default=str).encode() + b"\n"
         if len(line) > PIPE_BUF:
             line = (
-                json.dumps({"e": "fault", "who": self._who, "life": self._life, "what": str(facts)[:2000]}).encode()
+                json.dumps({"e": "fault", "who": self._who, "life": self.life, "what": str(facts)[:2000]}).encode()
                 + b"\n"
             )
         os.write(self._fd, line)
+
+
+class Field(Protocol):
+    """What a probe must know of the others."""
+
+    def pid_of(self, name: str) -> int:
+        """The process id behind a name."""
+
+    def is_running(self, life: int) -> bool:
+        """Whether that life runs; a keeper outlives its own, and a strike that missed it must not come later."""
 
 
 class Probe:
@@ -78,19 +93,19 @@ class Probe:
 
     Args:
         who: its name in the trial.
-        strike: what is planned for this life, whoever it concerns; None only measures.
-        pid_of: name -> process id, filled in while processes are forked.
-        record_files: also journal every file operation, for testing/write_order.py.
+        journal: where facts go.
+        field: who else there is, and which life runs.
+        strike: what is planned for a phase of this process in the life that it begins in.
+        mode: MEASURE journals how long phases last, RECORD every file operation (for testing/write_order.py).
     """
 
-    def __init__(
-        self, who: str, journal: Journal, *, strike: Strike | None, pid_of: Callable[[str], int], record_files: bool
-    ) -> None:
+    def __init__(self, who: str, journal: Journal, field: Field, *, strike: Strike | None, mode: str) -> None:
         self._who = who
         self._journal = journal
-        self._strike = strike if strike is not None and strike.actor == who else None
-        self._pid_of = pid_of
-        self._record_files = record_files
+        self._field = field
+        self._strike = strike
+        self._measures = mode == MEASURE
+        self._record_files = mode == RECORD
         self._passes: dict[str, int] = {}
         self._points: dict[int, int] = {}
         self._inside = threading.local()
@@ -124,7 +139,7 @@ class Probe:
             finally:
                 seconds, points = time.perf_counter() - began, inside.points
                 inside.phase, inside.points, inside.armed = former
-                if self._strike is None and not self._record_files:
+                if self._measures:
                     self._journal.write(
                         "phase", **{"phase": phase, "pass": number, "seconds": seconds, "points": points}
                     )
@@ -135,7 +150,8 @@ class Probe:
         with self._lock:
             number = self._passes[phase] = self._passes.get(phase, 0) + 1
         strike = self._strike
-        if strike is None or strike.phase != phase or strike.occurrence != number:
+        fits = strike is not None and strike.phase == phase and strike.occurrence == number
+        if strike is None or not fits or not self._field.is_running(self._journal.life):
             self._inside.armed = False
             return number
         self._inside.armed = strike.stepped
@@ -166,7 +182,7 @@ class Probe:
             self._journal.write("strike", phase=self._strike.phase, point=number, call=name)
             for victim in sorted(self._strike.victims, key=lambda name: name == self._who):  # itself last
                 with contextlib.suppress(ProcessLookupError):  # it is dead already, or not yet born
-                    os.kill(self._pid_of(victim), signal.SIGKILL)
+                    os.kill(self._field.pid_of(victim), signal.SIGKILL)
 
     def _file_call(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -33,7 +33,9 @@ REFUSED, FAILED = 3, 4
 
 _NUMBER = struct.Struct("<i")
 _PLACES = {f"{kind}{rank}": 2 * rank + (kind == "k") for rank in range(MAX_RANKS) for kind in "tk"}
-_TABLE_BYTES = len(_PLACES) * _NUMBER.size
+# Behind the process ids: the life that runs.
+_LIFE_AT = len(_PLACES) * _NUMBER.size
+_TABLE_BYTES = _LIFE_AT + _NUMBER.size
 _PR_SET_PDEATHSIG = 1
 
 
@@ -123,6 +125,14 @@ class Ground:
         """Tells every process who is behind a name."""
         os.pwrite(self.table, _NUMBER.pack(pid), _PLACES[name] * _NUMBER.size)
 
+    def enter_life(self, life: int) -> None:
+        """Tells every process which life runs; what was planned for another one is void."""
+        os.pwrite(self.table, _NUMBER.pack(life), _LIFE_AT)
+
+    def is_running(self, life: int) -> bool:
+        """Whether that life runs."""
+        return bool(_NUMBER.unpack(os.pread(self.table, _NUMBER.size, _LIFE_AT))[0] == life)
+
     def pid_of(self, name: str) -> int:
         """The process id behind a name."""
         return int(_NUMBER.unpack(os.pread(self.table, _NUMBER.size, _PLACES[name] * _NUMBER.size))[0])
@@ -139,8 +149,8 @@ class Ground:
 
     def probe(self, name: str, setup: Setup) -> Probe:
         """The watcher of one process."""
-        journal = self.journal(name, setup.life)
-        return Probe(name, journal, strike=setup.strike, pid_of=self.pid_of, record_files=setup.trial.record_files)
+        strike = setup.strike if setup.strike is not None and setup.strike.actor == name else None
+        return Probe(name, self.journal(name, setup.life), self, strike=strike, mode=setup.trial.mode)
 
 
 def die_with(parent: int) -> None:

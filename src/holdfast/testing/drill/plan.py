@@ -11,6 +11,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from holdfast.testing.drill.crash_points import MEASURE, RECORD
+
 PHASES = ("save", "seal", "persist", "commit", "retention", "restore")
 VICTIMS = ("trainer", "keeper")
 # The phase of a strike that is not aimed at one: anywhere between the start of a trainer and the end of its script.
@@ -95,7 +97,7 @@ class Trial:
         phase, victim: the cell of the table that the trial counts in.
         overlap: whether captures may overlap with training.
         plant: name of the planted bug, if one is to be found.
-        record_files: follow every file operation of the keepers.
+        mode: `""`, or what the probes do besides: `measure` the phases, `record` every file operation.
         full_start: every process is a fresh interpreter, started as in production.
     """
 
@@ -107,7 +109,7 @@ class Trial:
     lives: tuple[LifePlan, ...]
     overlap: bool = True
     plant: str = ""
-    record_files: bool = False
+    mode: str = ""
     full_start: bool = False
 
 
@@ -134,17 +136,17 @@ def draw(number: int, seed: int) -> Trial:
         shape=shape,
         phase=phase,
         victim=victim,
-        lives=lives(aim, dice, record_files=(record := number % 40 == 7)),
+        lives=lives(aim, dice, plain=(record := number % 40 == 7)),
         overlap=dice.random() < 0.7,
-        record_files=record,
+        mode=RECORD if record else "",
     )
 
 
-def lives(aim: Aim, dice: random.Random, *, record_files: bool = False) -> tuple[LifePlan, ...]:
+def lives(aim: Aim, dice: random.Random, *, plain: bool = False) -> tuple[LifePlan, ...]:
     """The course of a job with this strike, as a rule one life before it and one after, at times with a twist."""
     onward = aim.victim.startswith("k") and dice.random() < 0.5
     script = saves(dice, 5 if aim.phase in {"save", "seal", "persist"} else 6)
-    extra = "" if record_files else dice.choices(("", "back", "damage", "stranger", "late"), (80, 4, 6, 4, 6))[0]
+    extra = "" if plain else dice.choices(("", "back", "damage", "stranger", "late"), (80, 4, 6, 4, 6))[0]
     if aim.phase == "restore":
         first = LifePlan(script, ends=dice.choice(("kill", "kill all")))
         spoil = "" if extra != "damage" else ("storage" if first.ends == "kill all" else "memory")
@@ -183,7 +185,15 @@ def _aim(phase: str, victim: str, shape: str, dice: random.Random) -> Aim:
 def dry_runs(shapes: Sequence[str] = tuple(SHAPES)) -> list[Trial]:
     """Trials without a strike, by which a lane learns how long phases last."""
     return [
-        Trial(-1, 0, shape, "none", "nobody", (LifePlan(saves(random.Random(shape), 6), ends=ends), LAST_LIFE))
+        Trial(
+            -1,
+            0,
+            shape,
+            "none",
+            "nobody",
+            (LifePlan(saves(random.Random(shape), 6), ends=ends), LAST_LIFE),
+            mode=MEASURE,
+        )
         for shape in shapes
         for ends in (("kill all", "kill") if shape == SOLO else ("kill all",))
     ]

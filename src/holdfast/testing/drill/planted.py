@@ -28,6 +28,7 @@ from holdfast.node import persist
 from holdfast.node.daemon import Keeper
 from holdfast.node.state import NodeState
 from holdfast.testing.drill import plan
+from holdfast.testing.drill.crash_points import RECORD
 from holdfast.testing.drill.plan import LAST_LIFE, PAIR, SOLO, TWINS, Aim, LifePlan, Save, Trial
 from holdfast.tiers import files, memory
 from holdfast.tiers import format as image_format
@@ -35,7 +36,7 @@ from holdfast.tiers.local import LocalBackend
 from holdfast.tiers.manifest import BundleFile
 from holdfast.tiers.storage import Storage
 
-MAX_TRIALS = 12
+MAX_TRIALS = 20
 # How long a planted bug keeps a window open that would otherwise be microseconds.
 WINDOW_S = 0.02
 
@@ -106,13 +107,13 @@ def _struck(phase: str, victim: str, saves: str, *, shape: str = SOLO, **changes
     return trial
 
 
-def _calm(*lives: LifePlan, shape: str = SOLO, record_files: bool = False) -> Callable[[Dice], Trial]:
+def _calm(*lives: LifePlan, shape: str = SOLO, mode: str = "") -> Callable[[Dice], Trial]:
     """No strike but the ends of lives: what is wrong shows without one."""
 
     def trial(dice: Dice) -> Trial:
         del dice
         course = lives or (LifePlan(script("D1 D2 D1 D3")), LAST_LIFE)
-        return Trial(0, 0, shape, "none", "nobody", course, record_files=record_files)
+        return Trial(0, 0, shape, "none", "nobody", course, mode=mode)
 
     return trial
 
@@ -412,9 +413,9 @@ BUGS: dict[str, Planted] = {
     "written-in-place": Planted(
         "files are written at their final name", ("S2",), _struck("persist", "k0", DURABLE, stepped=True)
     ),
-    "no-fsync-of-files": Planted("no fsync of files", ("S2", "S13"), _calm(record_files=True)),
-    "no-fsync-of-directories": Planted("no fsync of directories", ("S2", "S13"), _calm(record_files=True)),
-    "fsync-tried-again": Planted("a failed fsync is repeated on the same file", ("S14",), _calm(record_files=True)),
+    "no-fsync-of-files": Planted("no fsync of files", ("S2", "S13"), _calm(mode=RECORD)),
+    "no-fsync-of-directories": Planted("no fsync of directories", ("S2", "S13"), _calm(mode=RECORD)),
+    "fsync-tried-again": Planted("a failed fsync is repeated on the same file", ("S14",), _calm(mode=RECORD)),
     "temporaries-stay": Planted(
         "nobody removes what a dead writer left", ("V5",), _struck("persist", "k0", DURABLE, stepped=True)
     ),
@@ -425,7 +426,7 @@ BUGS: dict[str, Planted] = {
     ),
     "newest-retired": Planted("retention sorts the wrong way", ("S1", "S8", "S11", "S13"), _calm()),
     "strangers-deleted": Planted("retention removes the whole directory", ("S17",), _calm(*_STRANGER)),
-    "files-before-manifest": Planted("files go before their manifest", ("S2", "S11"), _calm(record_files=True)),
+    "files-before-manifest": Planted("files go before their manifest", ("S2", "S11"), _calm(mode=RECORD)),
     "digest-not-compared": Planted("a restore takes what it gets", ("S5",), _calm(*_FLIP)),
     "newest-step": Planted("the highest step wins, of whatever lineage", ("S4",), _calm(*_BACK)),
     "each-rank-for-itself": Planted(

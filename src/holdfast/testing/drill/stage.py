@@ -80,6 +80,7 @@ class Stage:
     def _live(self, number: int, *, fresh: bool = False) -> None:
         before = self.record.course.lives[-1] if self.record.course.lives else None
         self._number = number
+        self._ground.enter_life(number)
         self._ground.drain_answers()
         self._done, self._lost, self._renewed, self._due, self._unfound = set(), set(), set(), [], False
         self._dead_before = {m.pid for m in self._cast.members.values() if m.status is not None}
@@ -290,6 +291,7 @@ class Stage:
     def _look(self) -> None:
         """Reads memory and storage of one instant, past the keepers; after an orderly end when they have ended."""
         self._find_keepers()
+        self._ground.enter_life(-1)
         if self._closed():
             self._await_keepers()
         frozen = self._cast.freeze("k")
