@@ -109,6 +109,7 @@ class Cast:
     ground: Ground
     nursery: NurseryLine
     members: dict[str, Member] = field(default_factory=dict)
+    _former: list[Member] = field(default_factory=list)
     _started: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def fork_trainer(self, setup: Setup) -> Member:
@@ -153,6 +154,8 @@ class Cast:
 
     def _enlist(self, name: str, life: int, pid: int, pidfd: int) -> Member:
         member = Member(name, life, pid, pidfd)
+        if name in self.members:
+            self._former.append(self.members[name])
         self.members[name] = member
         return member
 
@@ -191,11 +194,12 @@ class Cast:
         return member.status is not None
 
     def _reap(self) -> None:
-        for member in self.members.values():
+        for member in (*self._former, *self.members.values()):
             if member.status is not None or not select.select([member.pidfd], [], [], 0)[0]:
                 continue
             member.status = self._status_of(member)
             os.close(member.pidfd)
+        self._former = [member for member in self._former if member.status is None]
 
     def _status_of(self, member: Member) -> int:
         if member.pid in self._started:

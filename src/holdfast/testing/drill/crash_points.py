@@ -179,10 +179,14 @@ class Probe:
         number = self._inside.points
         self._inside.points = number + 1
         if getattr(self._inside, "armed", False) and number == self._aim and self._strike is not None:
-            self._journal.write("strike", phase=self._strike.phase, point=number, call=name)
-            for victim in sorted(self._strike.victims, key=lambda name: name == self._who):  # itself last
-                with contextlib.suppress(ProcessLookupError):  # it is dead already, or not yet born
-                    os.kill(self._field.pid_of(victim), signal.SIGKILL)
+            victims = sorted(self._strike.victims, key=lambda victim: victim == self._who)  # itself last
+            pids = [self._field.pid_of(victim) for victim in victims]
+            # Asked after the ids were read: who is stopped right here and goes on in the next life hits nobody.
+            if self._field.is_running(self._journal.life):
+                self._journal.write("strike", phase=self._strike.phase, point=number, call=name)
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):  # it is dead already, or not yet born
+                        os.kill(pid, signal.SIGKILL)
 
     def _file_call(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

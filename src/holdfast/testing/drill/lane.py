@@ -74,7 +74,7 @@ class Lane:
             refused=record.refused,
             seconds=time.monotonic() - began,
             violations=tuple((violation.invariant, violation.what) for violation in found),
-            evidence=(*record.lines, *_logs(sandbox)) if found or os.environ.get("V") else (),
+            evidence=(*record.lines, *_logs(sandbox)) if found else (),
         )
         shutil.rmtree(sandbox, ignore_errors=True)
         return outcome

@@ -57,6 +57,7 @@ class Stage:
         self._renewed: set[int] = set()
         self._dead_before: set[int] = set()
         self._done: set[str] = set()
+        self._doomed: list[Member] = []
         self._unfound = False
         self._ready: dict[int, int] = {}
         self._overstayed: list[str] = []
@@ -82,7 +83,8 @@ class Stage:
         self._number = number
         self._ground.enter_life(number)
         self._ground.drain_answers()
-        self._done, self._lost, self._renewed, self._due, self._unfound = set(), set(), set(), [], False
+        self._done, self._lost, self._renewed = set(), set(), set()
+        self._due, self._doomed, self._unfound = [], [], False
         self._dead_before = {m.pid for m in self._cast.members.values() if m.status is not None}
         life = Life(len(self._ranks))
         life.spoiled = (before.spoiled if before else frozenset()) | self._damage()
@@ -281,10 +283,13 @@ class Stage:
             self._unfound |= fact["what"].startswith(("VersionNotFound", "CorruptError"))
         elif event == "begins" and self._plan.aim is not None:
             self._due.append((time.monotonic() + self._plan.aim.fraction * USUAL_LIFE_S, self._plan.aim.victims))
-        elif event == "strike" and "delay_s" in fact:
-            aim = self._plan.aim
-            if aim is not None and aim.actor not in aim.victims:
-                self._due.append((time.monotonic() + fact["delay_s"], aim.victims))
+        elif event == "strike" and self._plan.aim is not None:
+            victims = self._plan.aim.victims
+            if "delay_s" not in fact or who in victims:
+                doomed = victims if "delay_s" not in fact else (who,)
+                self._doomed += [self._cast.members[name] for name in doomed if name in self._cast.members]
+            else:
+                self._due.append((time.monotonic() + fact["delay_s"], victims))
 
     # --- what is found after a life
 
@@ -292,6 +297,8 @@ class Stage:
         """Reads memory and storage of one instant, past the keepers; after an orderly end when they have ended."""
         self._find_keepers()
         self._ground.enter_life(-1)
+        for member in self._doomed:  # SIGKILL is on its way
+            self._cast.await_end(member, END_S)
         if self._closed():
             self._await_keepers()
         frozen = self._cast.freeze("k")
