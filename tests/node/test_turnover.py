@@ -47,7 +47,7 @@ def test_a_job_that_begins_anew_finds_nothing_of_the_old_one(make_rig: MakeRig, 
     started = time.monotonic()
     trainers = new.start()
 
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 8  # within a second on a quiet machine
     assert new.job_id != old.job_id
     assert new.incarnation == 1
     assert {new.pid_of(new.keeper(node)) for node in range(num_nodes)} == keepers, "they are the same keepers"

@@ -234,7 +234,7 @@ def test_the_step_waits_for_the_copy_and_not_longer_than_its_bound(monkeypatch: 
         fence.start(job())
         started = time.monotonic()
         optimizer.step()
-        assert 0.25 < time.monotonic() - started < 2.0
+        assert 0.25 < time.monotonic() - started < 8.0
         assert not fence.idle(0.01), "the copy still writes; nobody may have the slot"
         gate.set()
         assert fence.idle(5.0)

@@ -101,7 +101,7 @@ def _struck(phase: str, victim: str, saves: str, *, shape: str = SOLO, **changes
     def trial(dice: Dice) -> Trial:
         actor = "t0" if phase in {"save", "restore"} else "k0"
         stepped = changes.get("stepped", dice.random() < 0.5)
-        aim = Aim(phase, actor, victim, 0.4 + 0.3 * dice.random(), stepped, dice.random())
+        aim = Aim(phase, actor, victim, 0.7 + 0.29 * dice.random(), stepped, dice.random())
         return Trial(0, 0, shape, phase, victim, (LifePlan(script(saves), aim), LAST_LIFE))
 
     return trial
