@@ -235,6 +235,8 @@ class Server:
         finally:
             if connection.hello is not None:
                 self._handler.gone(connection)
+            if self._stopping:
+                connection.flush()  # the last word may still wait: that a version is durable, for one
             connection.end()
             with self._lock:
                 self._readers.pop(threading.current_thread(), None)

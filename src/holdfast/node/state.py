@@ -103,8 +103,9 @@ class NodeState:
 
     def awaits_replicas(self, held: Held) -> bool:
         """Whether nothing newer than its version is known to be in two nodes, in a job that has two."""
-        ledger, version = self.ledger, held.version
-        if ledger is None or version is None or len(ledger.topology.nodes) < 2 or held.state is SlotState.EMPTY:
+        # Seen as the guard sees it: what all failed its digest is worth nothing and must not lock a slot.
+        ledger, version = self.ledger, held.view.version
+        if ledger is None or version is None or len(ledger.topology.nodes) < 2:
             return False
         knowledge = ledger.knowledge
         if version in knowledge.abandoned or not knowledge.lineage.is_live(version):

@@ -1,7 +1,7 @@
-"""Verified bytes into live tensors: hashed and copied in one pass over the images, on two or more threads.
+"""Verified bytes into live tensors: copied and hashed in one pass over the images, on two or more threads.
 
 Digests cost more than half a copy when they are a pass of their own, and almost nothing in one pass: each thread takes
-a chunk and goes through it in steps that fit into the cache, hashes a step and copies it. The chunk's digest is
+a chunk and goes through it in steps that fit into the cache, copies a step and hashes it. The chunk's digest is
 compared with the seal when its last step is hashed, so bytes of a bad chunk may lie in tensors by then. They go no
 further: every chunk of every image is compared, `fill` names the images that failed, and unless it names none the ranks
 refuse the attempt together. No step of this may be left out, whatever is copied.
@@ -33,8 +33,8 @@ from holdfast.train.live import LiveTensor, torch_dtype
 
 # More threads than memory channels do not copy faster.
 MAX_THREADS = 4
-# What is hashed and then copied before the next: small enough for a core's own cache, large enough for few calls.
-STEP_BYTES = 1 << 20
+# What is copied and then hashed before the next: small enough for a core's own cache, large enough for few calls.
+STEP_BYTES = 512 << 10
 
 # Bytes to host memory: target address, source address, length.
 _Move: TypeAlias = tuple[int, int, int]
@@ -107,10 +107,10 @@ class _Work:
         self.todo: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Hashes, copies, compares, until the end of the queue."""
+        """Copies, hashes, compares, until the end of the queue."""
         while (chunk := self.todo.get()) is not None:
             located = self._sources[chunk.image].located
-            digest = _hash_and_copy(chunk)
+            digest = _copy_and_hash(chunk)
             self._digests[chunk.image][chunk.index] = digest
             self._progress(len(chunk.view))
             try:
@@ -130,14 +130,14 @@ class _Work:
         return self._faults
 
 
-def _hash_and_copy(chunk: _Chunk) -> str:
+def _copy_and_hash(chunk: _Chunk) -> str:
     digest = image_format.start_digest()
     at = 0
     for moves in chunk.steps:
-        digest.update(chunk.view[at : at + STEP_BYTES])
-        at += STEP_BYTES
         for move in moves:
             ctypes.memmove(*move)
+        digest.update(chunk.view[at : at + STEP_BYTES])
+        at += STEP_BYTES
     return digest.hexdigest()
 
 
