@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 
@@ -39,12 +38,20 @@ def test_every_phase_and_victim_gets_its_turn() -> None:
 
 @pytest.mark.timeout(300)
 def test_sixty_trials_violate_nothing() -> None:
-    seed = random.SystemRandom().randrange(10**6)  # another one each time; the message names it
+    seed = 1  # the same plan in every run; other seeds: `holdfast drill crash --seed`
     outcomes = drill(plan(60, seed), num_lanes=2, progress=Progress(60, "trials", quiet=True))
     assert len(outcomes) == 60, f"seed {seed}"
     assert not any(outcome.violations for outcome in outcomes), f"seed {seed}\n{said(outcomes)}"
     assert sum(outcome.struck for outcome in outcomes) >= 50, f"seed {seed}: the strikes miss"
     assert sum(outcome.acknowledged for outcome in outcomes) >= 120, f"seed {seed}: hardly anything was acknowledged"
+
+
+@pytest.mark.timeout(120)
+def test_slots_whose_images_all_failed_are_free_again() -> None:
+    """Every memory copy is damaged, the version comes back from storage, and the saves after that find a slot."""
+    (outcome,) = drill((draw(134, 11),), num_lanes=1, progress=Progress(1, "trials", quiet=True))
+    assert outcome.struck
+    assert not outcome.violations, said([outcome])
 
 
 @pytest.mark.timeout(300)

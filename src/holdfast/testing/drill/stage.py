@@ -25,7 +25,7 @@ from holdfast.testing.drill import late_writer
 from holdfast.testing.drill.cast import Cast, Member, slot_inodes
 from holdfast.testing.drill.ground import FAILED, NUM_ENTRIES, REFUSED, Ground, Setup
 from holdfast.testing.drill.keeper import keeper
-from holdfast.testing.drill.plan import SHAPES, LifePlan, Trial
+from holdfast.testing.drill.plan import SHAPES, Aim, LifePlan, Trial
 from holdfast.testing.drill.record import Measured, Record
 from holdfast.testing.invariants import Life
 
@@ -35,8 +35,10 @@ FULL_LIFE_S = 90.0
 END_S = 5.0
 READ_BYTES = 1 << 16
 STRANGER = "notes.txt"
-# How long a life takes that is not struck, from the first line of a fresh trainer on; the scale of random instants.
-USUAL_LIFE_S = 0.5
+# The scale of random instants of a fresh trainer: coming back (its keeper starts meanwhile), and its script of saves.
+USUAL_START_S, USUAL_SCRIPT_S = 0.7, 0.05
+# The part of the strikes that falls into the coming back.
+EARLY = 0.4
 
 
 class Stage:
@@ -204,6 +206,7 @@ class Stage:
 
     def _end_trainers(self, *others: str) -> None:
         """Kills the trainers and `others`; notes which node's memory goes with them."""
+        self._find_keepers()
         for node in self._ranks:
             keeper_dies = f"k{node}" in others or not self._cast.is_alive(f"k{node}")
             if keeper_dies or (node in self._renewed and not self._adopted(node)):
@@ -281,8 +284,8 @@ class Stage:
             self._done.add(who)
         elif event == "refused":
             self._unfound |= fact["what"].startswith(("VersionNotFound", "CorruptError"))
-        elif event == "begins" and self._plan.aim is not None:
-            self._due.append((time.monotonic() + self._plan.aim.fraction * USUAL_LIFE_S, self._plan.aim.victims))
+        elif event in {"begins", "resumed"} and self._trial.full_start and self._plan.aim is not None:
+            self._strike_at_random(self._plan.aim, early=event == "begins")
         elif event == "strike" and self._plan.aim is not None:
             victims = self._plan.aim.victims
             if "delay_s" not in fact or who in victims:
@@ -290,6 +293,12 @@ class Stage:
                 self._doomed += [self._cast.members[name] for name in doomed if name in self._cast.members]
             else:
                 self._due.append((time.monotonic() + fact["delay_s"], victims))
+
+    def _strike_at_random(self, aim: Aim, *, early: bool) -> None:
+        if early and aim.fraction < EARLY:
+            self._due.append((time.monotonic() + aim.fraction / EARLY * USUAL_START_S, aim.victims))
+        elif not early and aim.fraction >= EARLY:
+            self._due.append((time.monotonic() + (aim.fraction - EARLY) / (1 - EARLY) * USUAL_SCRIPT_S, aim.victims))
 
     # --- what is found after a life
 
