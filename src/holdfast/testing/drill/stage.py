@@ -36,7 +36,7 @@ END_S = 5.0
 READ_BYTES = 1 << 16
 STRANGER = "notes.txt"
 # The scale of random instants of a fresh trainer: coming back (its keeper starts meanwhile), and its script of saves.
-USUAL_START_S, USUAL_SCRIPT_S = 0.7, 0.05
+USUAL_START_S, USUAL_SCRIPT_S = 0.6, 0.035
 # The part of the strikes that falls into the coming back.
 EARLY = 0.4
 
@@ -235,7 +235,11 @@ class Stage:
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
             if "holdfast.node" in words and f"{self._sandbox}/r" in words:
-                self._cast.meet(f"k{words[words.index('--node') + 1][1:]}", self._number, process.pid)
+                node = int(words[words.index("--node") + 1][1:])
+                known = self._cast.members.get(f"k{node}")
+                if known is not None and known.pid != process.pid and known.pid not in self._dead_before:
+                    self._renewed.add(node)
+                self._cast.meet(f"k{node}", self._number, process.pid)
 
     def _hang(self) -> None:
         """The life does not end: every stack goes to the logs, and that is a violation."""
