@@ -95,12 +95,18 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """One bundle for one rank: which copy, from which kind of place. `node` is None for storage."""
+    """One bundle for one rank: which copy, from which kind of place.
+
+    Attributes:
+        node: whose memory; None for storage.
+        chunks: runs (first, end) of checksum chunks that are needed, ascending and apart; None is the whole image.
+    """
 
     ref: BundleRef
     seal: Seal
     source: Source
     node: int | None
+    chunks: tuple[tuple[int, int], ...] | None = None
 
 
 def choose_version(facts: Facts, *, wanted: Version | None = None) -> Decision[Choice | None]:
