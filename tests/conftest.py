@@ -19,6 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+import forked
+
 # Keepers that were told to end need a moment to do so; nothing that is healthy needs longer.
 GRACE_S = 10.0
 MARK = "TEST_SUITE_OF_HOLDFAST"
@@ -109,6 +111,7 @@ def _reasons_to_skip(item: pytest.Item, *, slow: bool) -> Iterator[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    forked.close()
     leftovers = session.config.stash[LEFTOVERS]
     session.config.stash[LEFT_BEHIND] = leftovers.wait()
     leftovers.clear()

@@ -342,17 +342,26 @@ def test_no_finaliser() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def project_texts() -> Iterator[Path]:
-    """Every text file of the project that is under version control or will be."""
+def project_files() -> Iterator[Path]:
+    """Every file of the project that is under version control or will be."""
     listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     )
     if listing.returncode != 0:
         pytest.skip("not a git checkout")
     for name in listing.stdout.splitlines():
-        path = ROOT / name
-        if path.suffix in {".py", ".md", ".toml", ".txt", ".cfg", ""} and path.is_file():
-            yield path
+        if (ROOT / name).is_file():
+            yield ROOT / name
+
+
+def project_texts() -> Iterator[Path]:
+    """Those of them that a person wrote."""
+    return (path for path in project_files() if path.suffix in {".py", ".md", ".toml", ".txt", ".cfg", ""})
+
+
+def test_the_repository_stays_small() -> None:
+    large = {str(path.relative_to(ROOT)): size for path in project_files() if (size := path.stat().st_size) > 256 << 10}
+    assert not large, f"larger than 256 KiB, make it when it is needed: {large}"
 
 
 def test_no_file_names_the_machine_it_was_written_on() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 from e2e import kill_worker
 
 WORKER = Path(__file__).with_name("kill_worker.py")
@@ -16,7 +16,7 @@ WORKER = Path(__file__).with_name("kill_worker.py")
 
 def run(part: str, root: Path) -> tuple[int, dict[str, Any]]:
     """Exit code and facts of one trainer."""
-    result = subprocess.run(
+    result = forked.run(
         [sys.executable, str(WORKER), part, str(root)], capture_output=True, text=True, check=False, timeout=60
     )
     assert result.stdout, result.stderr

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+import forked
 from e2e import hsdp_worker
 from holdfast.base.events import Events
 from holdfast.tiers.storage import open_storage
@@ -32,7 +33,7 @@ class Cluster:
 
     def __init__(self, home: Path, runtime_dir: Path) -> None:
         self.home, self.runtime_dir = home, runtime_dir
-        self.ranks: list[subprocess.Popen[bytes]] = []
+        self.ranks: list[forked.Popen] = []
 
     def start(self, part: str) -> None:
         with socket.socket() as probe:
@@ -40,7 +41,7 @@ class Cluster:
             port = probe.getsockname()[1]
         self.ranks = [self._start(part, rank, port) for rank in range(len(NODES))]
 
-    def _start(self, part: str, rank: int, port: int) -> subprocess.Popen[bytes]:
+    def _start(self, part: str, rank: int, port: int) -> forked.Popen:
         environment = {
             **os.environ,
             "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2),
@@ -48,7 +49,7 @@ class Cluster:
             "OMP_NUM_THREADS": "1", "HOLDFAST_NODE_LABEL": NODES[rank],
         }  # fmt: skip
         with (self.home / f"{part}-{rank}.log").open("wb") as log:
-            return subprocess.Popen(
+            return forked.Popen(
                 [sys.executable, str(WORKER), part, str(self.home / "job"), str(self.home)],
                 env=environment, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip

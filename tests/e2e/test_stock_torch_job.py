@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 from tiers.test_stock_torch import READER
 
 WORKER = Path(__file__).with_name("stock_worker.py")
@@ -17,13 +18,15 @@ def test_stock_pytorch_reads_what_two_sharded_ranks_saved(tmp_path: Path, runtim
     root, expected = tmp_path / "job", tmp_path / "expected.json"
     launcher = [sys.executable, "-m", "holdfast.train.elastic", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    job = subprocess.run(
+    job = forked.run(
         [*launcher, str(WORKER), str(root), str(expected)],
         capture_output=True, text=True, check=False, timeout=120, env=environment,
     )  # fmt: skip
     assert job.returncode == 0, job.stderr
 
-    (version,) = root.glob("i0*")
+    versions = list(root.glob("i0*"))
+    assert len(versions) == 1, f"{versions}\n{job.stderr}"
+    (version,) = versions
     reader = [sys.executable, "-I", "-c", READER, str(version), str(expected)]
     stock = subprocess.run(reader, capture_output=True, text=True, check=False, timeout=120)
     assert stock.returncode == 0, stock.stderr

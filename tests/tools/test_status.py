@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 from tools.conftest import Run
 
 TRAINER = """
@@ -26,7 +27,7 @@ checkpointer.close()
 
 def test_status_shows_what_is_safe(holdfast: Run, tmp_path: Path, runtime_dir: Path) -> None:
     root = tmp_path / "checkpoints"
-    trainer = subprocess.Popen(
+    trainer = forked.Popen(
         [sys.executable, "-c", TRAINER, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:

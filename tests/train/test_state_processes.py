@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
 import sys
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import forked
 
 HERE = Path(__file__).resolve().parent
 WORLD = 4
@@ -30,7 +31,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Rank]]:
     results = tmp_path_factory.mktemp("state")
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", str(HERE / "state_worker.py"), str(results)]
-    worker = subprocess.run(command, env=environment, timeout=110, capture_output=True, text=True)
+    worker = forked.run(command, env=environment, timeout=110, capture_output=True, text=True)
     errors = [path.read_text() for path in sorted(results.glob("*.error"))]
     assert worker.returncode == 0, "\n".join([*errors, worker.stderr[-2000:]])
     return [json.loads((results / f"{rank}.json").read_text()) for rank in range(WORLD)]
