@@ -8,7 +8,7 @@ comes of them, up to the next empty line:
     coordinator: 1.10 captured: all 4 ranks sealed it
 
 `REWRITE_SCENARIOS=1 pytest tests/core/test_scenarios.py` writes what comes of them now into the files; read the
-difference before you keep it. Commands are the methods `do_...` of tests/scenario_kit.py.
+difference before you keep it. Commands are the methods `do_...` of tests/scenario_kit.py (verdicts: tests/faults_kit.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from faults_kit import Watching
 from scenario_kit import KINDS, Archive, Stage
 
 SCENARIOS = Path(__file__).parent / "scenarios"
@@ -29,7 +30,7 @@ def play(text: str) -> str:
     """The story with the transcript that the core gives today."""
     lines = text.splitlines()
     kind = next((line.split(":")[1].strip() for line in lines if line.startswith("# stage:")), "running")
-    stage = KINDS[kind]()
+    stage = Watching() if kind == "watching" else KINDS[kind]()
     told: list[str] = []
     position = 0
     while position < len(lines):
@@ -58,7 +59,7 @@ def _block(told: list[str]) -> list[str]:
     return commands[::-1]
 
 
-def run(stage: Stage | Archive, command: str) -> list[str]:
+def run(stage: Stage | Archive | Watching, command: str) -> list[str]:
     """What one command answers."""
     name, *rest = shlex.split(command)
     parts = [part.partition("=") for part in rest]
