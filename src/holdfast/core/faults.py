@@ -65,7 +65,7 @@ FLOORS_S: Mapping[Phase, tuple[float, float]] = {
 QUICK = (Phase.STEP, Phase.COLLECTIVE, Phase.DATA)
 
 
-class Kind(str, enum.Enum):  # noqa: UP042 - StrEnum is newer than the oldest Python that is served
+class Kind(str, enum.Enum):
     """What is to be done, mildest first. Compares equal to its text."""
 
     WAIT = "wait"
