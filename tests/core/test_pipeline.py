@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.pipeline import Action, Costs, Kind, Order, gpipe, one_f_one_b, simulate
+from holdfast.core.pipeline import Action, Costs, Kind, Order, fit_hop, gpipe, one_f_one_b, simulate
 
 
 def even(num_stages: int, forward: float, backward: float) -> Costs:
@@ -38,6 +38,14 @@ def test_hops_and_endings_lengthen_the_step() -> None:
     assert slow.period == plain.period + 2 * 0.5 + 2.0
     # The first rank waits for the gradient; its optimizer is work, not a wait.
     assert slow.ranks[0].idle == plain.ranks[0].idle + 2 * 0.5
+
+
+def test_the_hop_is_found_from_the_length_of_a_step() -> None:
+    truth = Costs(even(3, 1.0, 2.0).compute, hop=0.25, ending={0: 0.5})
+    period = simulate(one_f_one_b(3, 6), truth).period
+    found = fit_hop(one_f_one_b(3, 6), Costs(truth.compute, ending=truth.ending), period=period)
+    assert found.hop == pytest.approx(truth.hop, rel=0.01)
+    assert fit_hop(gpipe(3, 6), truth, period=1.0).hop == 0.0
 
 
 def test_split_backwards_wait_for_the_input_gradient_only() -> None:

@@ -27,6 +27,8 @@ from holdfast.train.live import Gathered, Group, LiveTensor, torch_dtype
 
 # A background copy stops, and takes the interpreter's lock, between batches of this size: at 10 GB/s every 3 ms.
 BATCH_BYTES = 32 << 20
+# Where copies keep to the waits of a pipeline, a batch is what a mispredicted wait can cost: 0.2 ms at 10 GB/s.
+PACED_BATCH_BYTES = 2 << 20
 # So many sources that objects made anew (states of random generators) are looked up among all; more are listed anew.
 MAX_REPLACED = 4
 
@@ -266,13 +268,15 @@ def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
             torch._foreach_copy_(targets, sources)
 
 
-def batches(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[Batch]:
-    """The same copies in calls of at most BATCH_BYTES; a tensor that is larger is cut where its memory allows it."""
+def batches(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, most: int = BATCH_BYTES
+) -> list[Batch]:
+    """The same copies in calls of at most so many bytes; a tensor that is larger is cut where its memory allows it."""
     result: list[Batch] = []
     batch = Batch()
     for target, source in zip(targets, sources, strict=True):
-        for piece, origin in _cut(target, source):
-            if batch.num_bytes and batch.num_bytes + piece.nbytes > BATCH_BYTES:
+        for piece, origin in _cut(target, source, most):
+            if batch.num_bytes and batch.num_bytes + piece.nbytes > most:
                 result.append(batch)
                 batch = Batch()
             batch.targets.append(piece)
@@ -281,11 +285,11 @@ def batches(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) ->
     return [*result, batch] if batch.targets else result
 
 
-def _cut(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    if target.nbytes <= BATCH_BYTES or not source.is_contiguous():
+def _cut(target: torch.Tensor, source: torch.Tensor, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    if target.nbytes <= most or not source.is_contiguous():
         yield target, source
         return
-    step = BATCH_BYTES // target.element_size()
+    step = most // target.element_size()
     flat, origin = target.view(-1), source.view(-1)
     for start in range(0, flat.numel(), step):
         length = min(step, flat.numel() - start)

@@ -5,6 +5,9 @@ the job is done, but never longer than the copy should take plus a bound; then t
 given up and the step goes on. The job's end is reported by the thread itself, after its last write to the slot, so
 that no slot is given away that is still written to.
 
+In a pipeline the copy keeps to the waits of the schedule (`Pace`): batches that fit into none are copied at once, each
+other one when it is given a turn, and what is left at the fence without waiting for turns.
+
 Copies from a GPU are queued on a side stream at the call; there the fence makes the current stream wait for them, and
 the host does not wait at all. Called by `train.checkpointer`.
 """
@@ -14,9 +17,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -31,6 +34,22 @@ logger = logging.getLogger(__name__)
 FIRST_RATE_BYTES_PER_S = 2e9
 # How long `close` waits for the thread to end; it stops between two batches.
 JOIN_TIMEOUT_S = 30.0
+
+
+class Pace(Protocol):
+    """Who tells the copying thread when to go on."""
+
+    def beside(self, batch_seconds: Sequence[float]) -> int:
+        """How many of these batches are copied at once, beside the work: they fit into no wait."""
+
+    def turn(self, seconds: float) -> bool:
+        """Blocks until a batch of so many seconds may be copied; True if that is inside a wait."""
+
+    def hurry(self, wanted: bool) -> None:
+        """The step waits for the copy: turns are given at once; or no longer."""
+
+    def copied(self, started_s: float, seconds: float, *, inside: bool) -> None:
+        """A batch was copied: when (`perf_counter`), how long, and whether it had a turn inside a wait."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,7 +69,7 @@ class Job:
     device: DeviceCopy | None
     finish: Callable[[str], None]
     at_fence: Callable[[bool], None] | None = None
-    started_s: float = field(default_factory=time.monotonic)
+    copied_bytes: int = 0
     stop_reason: str = ""
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -81,6 +100,7 @@ class Fence:
         self._wake = threading.Condition()
         self._queue: Job | None = None
         self._closed = False
+        self.pace: Pace | None = None
         self._open: Job | None = None  # the trainer's thread only: not yet seen by a fence
         self.num_steps = 0
 
@@ -92,6 +112,8 @@ class Fence:
         """Copies `job` in the background; the one before must have passed `settle`."""
         assert self._open is None or self._open.is_watch, "the former copy was not settled"
         self._open = job
+        if self.pace is not None:
+            self.pace.hurry(False)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="holdfast-capture", daemon=True)
             self._thread.start()
@@ -130,6 +152,8 @@ class Fence:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self.pace is not None:
+            self.pace.hurry(True)
         with self._wake:
             self._closed = True
             if self._queue is not None:
@@ -150,8 +174,10 @@ class Fence:
             job.device.hold_current_streams()
         if not job.batches and job.at_fence is None:
             return
+        if self.pace is not None:
+            self.pace.hurry(True)
         started = time.monotonic()
-        expected_s = job.num_bytes / self._rate - (started - job.started_s)
+        expected_s = (job.num_bytes - job.copied_bytes) / self._rate
         if not job.done.wait(max(0.0, expected_s) + self._timeout_s):
             job.stop_reason = f"the copy took longer than expected and {self._timeout_s:g} s more; the step goes on"
         waited = time.monotonic() - started
@@ -177,14 +203,23 @@ class Fence:
                 self._wake.notify_all()
 
     def _copy(self, job: Job) -> None:
-        began = time.perf_counter()
-        for batch in job.batches:
+        pace, rate = self.pace, self._rate
+        beside = pace.beside([batch.num_bytes / rate for batch in job.batches]) if pace else len(job.batches)
+        spent = 0.0
+        for index, batch in enumerate(job.batches):
+            inside = index >= beside and pace is not None and pace.turn(batch.num_bytes / rate)
             if job.stop_reason:
                 return
+            began = time.perf_counter()
             capture.copy(batch.targets, batch.sources)
+            seconds = time.perf_counter() - began
+            spent += seconds
+            job.copied_bytes += batch.num_bytes
+            if pace is not None:
+                pace.copied(began, seconds, inside=inside)
         if job.batches:
             # The newest measurement counts as much as all before: a machine that became busy is believed at once.
-            self._rate = (self._rate + job.num_bytes / max(time.perf_counter() - began, 1e-6)) / 2
+            self._rate = (self._rate + job.num_bytes / max(spent, 1e-6)) / 2
         if job.device is not None:
             job.device.wait()
 

@@ -151,7 +151,8 @@ class Saver:
         ending = Ending(handle, client, view.plan.spans, self._trust, watched, pledged, self._give_up)
         at_fence = ending.at_fence if ending.needs_fence else None
         if late.targets or device is not None:
-            job = Job(capture.batches(late.targets, late.sources), device, ending.copied, at_fence)
+            most = capture.PACED_BATCH_BYTES if self.fence.pace else capture.BATCH_BYTES
+            job = Job(capture.batches(late.targets, late.sources, most=most), device, ending.copied, at_fence)
             self._events.count("late_copied_bytes", job.num_bytes)
             self.fence.start(job)
             return

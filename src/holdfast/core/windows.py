@@ -1,0 +1,60 @@
+"""The waits of a step as they were measured, and so as they are expected: learnt, not described.
+
+The waits of a schedule come in the same order at every step, so the n-th wait is known by its number. What is expected of
+it is a low quantile of the last few: a window that is believed too long delays the schedule's own work, one that is
+believed too short leaves some idle time unused. Drift shows after a few steps, without asking anybody.
+
+Pure: all times are arguments, in seconds. Called by `train.pipeline`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from holdfast.core.bubbles import Window
+
+# Steps that a prediction rests on: few, so that drift is followed within seconds.
+MEMORY = 8
+# The quantile of these that is believed.
+QUANTILE = 0.25
+# Waits of one step that are told apart; a schedule with more shares the last one. A bound, for nothing may grow (S15).
+MAX_WAITS = 4096
+
+
+class Waits:
+    """What is known of the waits of one rank's step."""
+
+    def __init__(self) -> None:
+        self._seen: list[deque[float]] = []
+        self._at = 0
+        self.num_steps = 0
+
+    @property
+    def index(self) -> int:
+        """The number of the wait that comes next, or of the one that is under way."""
+        return min(self._at, MAX_WAITS - 1)
+
+    def begin_step(self) -> None:
+        """The next wait is the first of a step."""
+        self._at = 0
+        self.num_steps += 1
+
+    def ended(self, seconds: float) -> None:
+        """The wait with number `index` is over and took this long."""
+        index = self.index
+        while len(self._seen) <= index:
+            self._seen.append(deque(maxlen=MEMORY))
+        self._seen[index].append(seconds)
+        self._at += 1
+
+    def expected(self, index: int) -> float | None:
+        """Seconds that this wait takes at least, most of the time; None if it was never seen."""
+        if index >= len(self._seen) or not self._seen[index]:
+            return None
+        ordered = sorted(self._seen[index])
+        return ordered[int(QUANTILE * (len(ordered) - 1))]
+
+    def windows(self) -> tuple[Window, ...]:
+        """The waits of a step as they are expected, in order."""
+        expected = ((index, self.expected(index)) for index in range(len(self._seen)))
+        return tuple(Window(index, seconds) for index, seconds in expected if seconds)

@@ -1,0 +1,284 @@
+"""Checkpoints inside the bubbles: the seams of a running pipeline schedule, what was measured there, and the copies' pace.
+
+Attached to a schedule of `torch.distributed.pipelining` it sees every wait for a neighbour (`_wait_batch_p2p`) and every
+forward and backward of a stage, in the trainer's thread, at the cost of two clock readings each. From the waits it learns
+the windows of a step (`core.windows`); the copying thread of `train.fence` keeps to them through the gate. From the
+actions it knows what each costs, so that the event model (`core.pipeline`) can be held against what was measured.
+
+It never reorders or delays the schedule's own work: its calls in the trainer's thread only read clocks and set values.
+Correctness never depends on a prediction; the fence before the optimizer's step stands whatever was believed.
+Called by `train.checkpointer`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from torch.distributed.pipelining import schedules
+
+from holdfast.base.events import Events
+from holdfast.core import bubbles, pipeline
+from holdfast.core.pipeline import Costs, Kind
+from holdfast.core.windows import Waits
+from holdfast.train.gate import Gate
+from holdfast.train.orders import orders_of, stages_of
+
+logger = logging.getLogger(__name__)
+
+# Durations of one action of one stage, and steps, that a mean is taken of.
+MEMORY = 32
+# The first step infers shapes and makes connections; it is like no later one.
+UNLIKE_STEPS = 1
+# Spans of the newest steps that are kept for the trace; a bound.
+MAX_SPANS = 20_000
+
+_SEAM = "_wait_batch_p2p"
+_attached: list[Bubbles] = []
+_patching = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One thing that happened on this rank: `what` is an action (`2F0`), `wait`, `copy` or `copy beside`."""
+
+    what: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a rank measured, for people and tests. Seconds.
+
+    Attributes:
+        costs: mean of each (stage, kind) of this rank, with what the schedule does around it.
+        idle: mean of the waits of a step.
+        period: mean from step to step.
+        ending: median from the last action to the next step.
+        num_steps: steps that were seen.
+    """
+
+    costs: dict[tuple[int, Kind], float]
+    idle: float
+    period: float
+    ending: float
+    num_steps: int
+
+
+class Bubbles:
+    """The waits of one schedule on this rank, and the pace of copies; `Pace` of `train.fence`.
+
+    Args:
+        schedule: a schedule of `torch.distributed.pipelining`, built; its step is what is watched.
+
+    Raises:
+        UsageError: another kind of object.
+    """
+
+    def __init__(self, schedule: Any, events: Events) -> None:
+        self.orders = orders_of(schedule)
+        self._schedule = schedule
+        self._stages = stages_of(schedule)
+        self._events = events
+        self._gate = Gate()
+        self._waits = Waits()
+        self.thread: int | None = None  # the one that is inside a step
+        self._restore: list[Callable[[], None]] = []
+        self._costs: dict[tuple[int, Kind], deque[float]] = {}
+        self._idle: deque[float] = deque(maxlen=MEMORY)
+        self._periods: deque[float] = deque(maxlen=MEMORY)
+        self._endings: deque[float] = deque(maxlen=MEMORY)
+        self._idle_now = self._began = self._last = self._between = 0.0
+        self._reason = ""
+        self.spans: deque[Seen] = deque(maxlen=MAX_SPANS)
+
+    # --- the trainer's side
+
+    def attach(self) -> None:
+        """Begins to watch."""
+        self._wrap(self._schedule, "step", self._step)
+        for stage in self._stages:
+            self._wrap(stage, "forward_one_chunk", self._timed(stage.stage_index, _forward))
+            self._wrap(stage, "backward_one_chunk", self._timed(stage.stage_index, _backward))
+            self._wrap(stage, "backward_weight_one_chunk", self._timed(stage.stage_index, _weight))
+        with _patching:
+            if not _attached:
+                _patch()
+            _attached.append(self)
+
+    def detach(self) -> None:
+        """Puts everything back as it was, and lets a copy that waits for a turn go on."""
+        with _patching:
+            if self in _attached:
+                _attached.remove(self)
+                if not _attached:
+                    _unpatch()
+        for undo in reversed(self._restore):
+            undo()
+        self._restore.clear()
+        self._gate.hurry(True)
+
+    def profile(self) -> Profile:
+        """What was measured so far."""
+        return Profile(
+            # Means: what a step takes is the sum of its actions, the slow ones included.
+            {key: fmean(seen) for key, seen in self._costs.items()},
+            idle=fmean(self._idle) if self._idle else 0.0,
+            period=fmean(self._periods) if self._periods else 0.0,
+            ending=median(self._endings) if self._endings else 0.0,
+            num_steps=self._waits.num_steps,
+        )
+
+    def _wrap(self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        inner = getattr(owner, name, None)
+        if inner is None:  # a stage of another release may lack split backwards
+            return
+        had = name in vars(owner)
+        setattr(owner, name, around(inner))
+        self._restore.append(lambda: setattr(owner, name, inner) if had else delattr(owner, name))
+
+    def _step(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(inner)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self._begin_step()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.thread = None
+
+        return step
+
+    def _begin_step(self) -> None:
+        now = time.perf_counter()
+        self.thread = threading.get_ident()
+        if self._waits.num_steps > UNLIKE_STEPS:
+            self._idle.append(self._idle_now)
+            self._periods.append(now - self._began)
+            self._endings.append(now - self._last + self._between)
+        self._between = 0.0
+        self._idle_now, self._began, self._last = 0.0, now, now
+        self._waits.begin_step()
+
+    def _timed(
+        self, stage: int, kind_of: Callable[[dict[str, Any]], Kind]
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def around(inner: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(inner)
+            def action(microbatch: int, *args: Any, **kwargs: Any) -> Any:
+                began = time.perf_counter()
+                try:
+                    return inner(microbatch, *args, **kwargs)
+                finally:
+                    self._acted(stage, kind_of(kwargs), microbatch, began, time.perf_counter())
+
+            return action
+
+        return around
+
+    def _acted(self, stage: int, kind: Kind, microbatch: int, began: float, ended: float) -> None:
+        seen = self._costs.get((stage, kind))
+        if seen is None or self._waits.num_steps == UNLIKE_STEPS:
+            seen = self._costs[stage, kind] = deque(maxlen=MEMORY)
+        # What lies between the last action and this one and is no wait (loss, posting of messages) is work of this one.
+        seen.append(ended - self._last + self._between)
+        self._last, self._between = ended, 0.0
+        self.spans.append(Seen(f"{stage}{kind.value}{microbatch}", began, ended))
+
+    def waited(self, inner: Callable[[Any], None], work: Any) -> None:
+        """Around a wait of the trainer for its neighbours."""
+        if not work:
+            return
+        began = time.perf_counter()
+        self._gate.open(self._waits.expected(self._waits.index))
+        try:
+            inner(work)
+        finally:
+            self._gate.shut()
+            ended = time.perf_counter()
+            self._waits.ended(ended - began)
+            self._idle_now += ended - began
+            self._between += began - self._last
+            self._last = ended
+            self.spans.append(Seen("wait", began, ended))
+
+    # --- the copier's side
+
+    def beside(self, batch_seconds: Sequence[float]) -> int:
+        """How many batches fit into no wait of a step and are copied at once."""
+        placement = bubbles.place(batch_seconds, self._waits.windows())
+        if placement.reason.split(":")[0] != self._reason.split(":")[0]:
+            logger.debug("copies and waits: %s", placement.reason)
+        self._reason = placement.reason
+        return len(batch_seconds) - placement.left
+
+    def turn(self, seconds: float) -> bool:
+        """Blocks until a batch may be copied; True if that is inside a wait."""
+        return self._gate.turn(seconds)
+
+    def hurry(self, wanted: bool) -> None:
+        """The step waits for the copy, or no longer."""
+        self._gate.hurry(wanted)
+
+    def copied(self, started_s: float, seconds: float, *, inside: bool) -> None:
+        """A batch was copied."""
+        self._events.count("copy_seconds", seconds)
+        if inside:
+            self._events.count("copy_seconds_in_waits", seconds)
+        self.spans.append(Seen("copy" if inside else "copy beside", started_s, started_s + seconds))
+
+    @property
+    def reason(self) -> str:
+        """How the last version's copies fitted into the waits."""
+        return self._reason
+
+
+def predicted(bubbles_of: Bubbles, profiles: Sequence[Profile]) -> pipeline.Timeline:
+    """The timeline of all ranks from what each of them measured.
+
+    Args:
+        bubbles_of: of any rank; its schedule tells the order.
+        profiles: per rank of the pipeline.
+    """
+    compute = {key: seconds for profile in profiles for key, seconds in profile.costs.items()}
+    costs = Costs(compute, ending={rank: profile.ending for rank, profile in enumerate(profiles)})
+    period = max(profile.period for profile in profiles)
+    return pipeline.simulate(bubbles_of.orders, pipeline.fit_hop(bubbles_of.orders, costs, period=period))
+
+
+def _forward(_: dict[str, Any]) -> Kind:
+    return Kind.FORWARD
+
+
+def _backward(kwargs: dict[str, Any]) -> Kind:
+    return Kind.BACKWARD if kwargs.get("full_backward", True) else Kind.INPUT
+
+
+def _weight(_: dict[str, Any]) -> Kind:
+    return Kind.WEIGHT
+
+
+def _patch() -> None:
+    inner = getattr(schedules, _SEAM)
+
+    @functools.wraps(inner)
+    def wait(work: Any) -> None:
+        thread = threading.get_ident()
+        for watcher in _attached:
+            if watcher.thread == thread:
+                watcher.waited(inner, work)
+                return
+        inner(work)
+
+    setattr(schedules, _SEAM, wait)
+
+
+def _unpatch() -> None:
+    setattr(schedules, _SEAM, getattr(schedules, _SEAM).__wrapped__)

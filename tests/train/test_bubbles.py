@@ -1,0 +1,89 @@
+"""Real pipelines on real processes: what is measured in them, and that the event model says the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import forked
+from holdfast.train.gate import Gate
+
+WORKER = str(Path(__file__).with_name("bubbles_worker.py"))
+ALL = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+def run(tmp_path: Path, world: int, *names: str) -> list[dict]:
+    """Per rank and schedule what was measured."""
+    workers = [
+        forked.Popen(
+            [sys.executable, WORKER, str(rank), str(world), str(tmp_path / "store"), *names],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    told = [json.loads(worker.communicate(timeout=100)[0]) for worker in workers]
+    assert all(told_one["seam"] == "torch.distributed.pipelining.schedules" for told_one in told)
+    return [{"rank": one["rank"], **row} for one in told for row in one["rows"]]
+
+
+def test_waits_and_actions_of_a_pipeline_are_seen_and_nothing_is_left_in_it(tmp_path: Path) -> None:
+    for row in run(tmp_path, 2, "1F1B", "Interleaved1F1B"):
+        assert row["steps"] == 6
+        assert 0 < row["measured"] < row["period"]
+        assert row["actions"] == row["ordered"], "every action is seen, in the order that the schedule told"
+        assert row["left"] == []
+
+
+@pytest.mark.slow
+def test_predicted_idle_time_is_within_a_tenth_of_the_measured(tmp_path: Path) -> None:
+    rows = run(tmp_path, 4, *ALL, "GPipe~", "1F1B~")
+    ratios = {(row["schedule"], row["rank"]): row["predicted"] / row["measured"] for row in rows}
+    off = {key: round(ratio, 3) for key, ratio in ratios.items() if not 0.9 <= ratio <= 1.1}
+    assert len(ratios) == 4 * 9
+    assert not off
+
+
+def turn_of(gate: Gate, seconds: float) -> tuple[threading.Thread, list[bool]]:
+    said: list[bool] = []
+    thread = threading.Thread(target=lambda: said.append(gate.turn(seconds)))
+    thread.start()
+    return thread, said
+
+
+def test_a_turn_is_given_in_a_wait_with_room_and_taken_back_when_it_ends() -> None:
+    gate = Gate()
+    gate.open(60.0)
+    assert gate.turn(0.01)
+    gate.shut()
+    thread, said = turn_of(gate, 0.01)
+    thread.join(0.2)
+    assert thread.is_alive(), "no turn while the trainer computes"
+    gate.open(None)
+    thread.join(10)
+    assert said == [True], "a wait that nobody knows may be used"
+
+
+def test_no_chunk_is_begun_that_would_outlast_the_wait_but_what_lasts_longer_than_ever_is_used() -> None:
+    gate = Gate()
+    gate.open(0.15)
+    began = time.monotonic()
+    assert gate.turn(30.0)
+    assert time.monotonic() - began >= 0.14, "the turn came only after the expected end"
+
+
+def test_the_fence_and_an_endless_silence_give_every_turn() -> None:
+    gate = Gate()
+    thread, said = turn_of(gate, 0.01)
+    gate.hurry(True)
+    thread.join(10)
+    assert said == [False]
+    gate.hurry(False)
+    assert gate.turn(0.01) is False, "nobody steered the gate"
+    assert gate.turn(0.01) is False
