@@ -87,3 +87,52 @@ def test_the_fence_and_an_endless_silence_give_every_turn() -> None:
     gate.hurry(False)
     assert gate.turn(0.01) is False, "nobody steered the gate"
     assert gate.turn(0.01) is False
+
+
+JOB = str(Path(__file__).with_name("pipeline_job.py"))
+
+
+class Job:
+    """A pipeline of two ranks on one path; several lives, one after the other."""
+
+    def __init__(self, home: Path, schedule: str, steps: int) -> None:
+        home.mkdir(exist_ok=True)
+        self.home, self.schedule, self.steps = home, schedule, steps
+        self.lives = 0
+
+    def live(self, *, kill_at: int | None = None, victim: int = 0) -> list[dict]:
+        """What the ranks ended with; nothing, if one was killed after it had finished step `kill_at`."""
+        self.lives += 1
+        store = str(self.home / f"store{self.lives}")
+        command = ["2", store, str(self.home / "ckpt"), str(self.steps), self.schedule]
+        workers = [
+            forked.Popen([sys.executable, JOB, str(rank), *command], stdout=subprocess.PIPE, text=True)
+            for rank in range(2)
+        ]
+        try:
+            if kill_at is not None:
+                assert workers[victim].stdout is not None
+                for line in workers[victim].stdout:
+                    if json.loads(line).get("step") == kill_at:
+                        break
+                return []
+            return [json.loads(worker.communicate(timeout=100)[0].splitlines()[-1]) for worker in workers]
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait(10)
+                worker._close()
+
+
+def test_a_pipeline_killed_in_the_middle_ends_where_an_undisturbed_one_ends(runtime_dir: Path, tmp_path: Path) -> None:
+    straight = Job(tmp_path / "straight", "1F1B", 14).live()
+    killed = Job(tmp_path / "killed", "1F1B", 14)
+    killed.live(kill_at=9, victim=1)
+    back = killed.live()
+    assert back[0]["start"] == back[1]["start"] >= 9, "a checkpoint at every step: at most one is lost"
+    assert [end["weights"] for end in back] == [end["weights"] for end in straight]
+    assert back[1]["last_loss"] == straight[1]["last_loss"]
+    assert "storage" not in back[0]["sources"]
+    for end in straight:
+        assert end["late"] > 0, "after three proofs the copies go on behind the call"
+        assert end["copy"] > 0

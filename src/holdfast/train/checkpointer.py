@@ -33,6 +33,7 @@ from holdfast.train import agree
 from holdfast.train.assembly import Job, assemble
 from holdfast.train.handle import SaveHandle, as_level
 from holdfast.train.link import Link
+from holdfast.train.pipeline import Bubbles
 from holdfast.train.restore import Restorer, RestoreReport
 from holdfast.train.saver import Saver
 from holdfast.train.schedule import Schedule, parse_cadence
@@ -67,6 +68,7 @@ class Checkpointer:
     Args:
         path: directory of the checkpoints, the same on every rank; a path or `file://` URL.
         model, optimizer: one, a list or a dict of them.
+        schedule: of a pipeline (`torch.distributed.pipelining`): copies keep to the waits of its steps.
         scheduler, scaler, loader: anything with `state_dict` and `load_state_dict`.
         replicated: glob patterns of names whose plain tensors all ranks hold alike (what DDP or a DTensor says is known).
         every: captured cadence, `10` (steps) or `"30s"`; default: the settings.
@@ -79,6 +81,7 @@ class Checkpointer:
     Attributes:
         last_restore: what the last `restore` did; None before.
         events: what happens here, for observers and tests.
+        bubbles: what is known of the waits of the pipeline; None without `schedule`.
     """
 
     def __init__(  # noqa: PLR0913 - the public door: every argument is optional and named
@@ -87,6 +90,7 @@ class Checkpointer:
         *,
         model: Any = None,
         optimizer: Any = None,
+        schedule: Any = None,
         scheduler: Any = None,
         scaler: Any = None,
         loader: Any = None,
@@ -115,6 +119,7 @@ class Checkpointer:
         self._closed = False
         self.events = Events()
         self.last_restore: RestoreReport | None = None
+        self.bubbles = Bubbles(schedule, self.events) if schedule is not None else None
         self._storage = open_storage(self._root, self.events)
 
     def restore(self, version: Version | str | None = None, *, fresh: bool = False, strict: bool | None = None) -> int:
@@ -171,6 +176,9 @@ class Checkpointer:
         schedule = Schedule(self._config, rank=group.rank, world_size=group.world_size, missed=self._missed)
         self._run = _Run(state, link, saver, job, schedule, optimizer_steps=saver.fence.num_steps)
         self._signal.install()
+        if self.bubbles is not None:
+            saver.fence.pace = self.bubbles
+            self.bubbles.attach()
         self.last_restore = report
         return 0 if report.version is None else report.version.step + 1
 
@@ -329,6 +337,8 @@ class Checkpointer:
     def _leave(self, *, finished: bool) -> None:
         self._closed = True
         self._signal.remove()
+        if self.bubbles is not None:
+            self.bubbles.detach()
         if self._run is not None:
             self._run.saver.close()
             self._run.link.close(finished=finished)

@@ -17,9 +17,6 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
-from torch import nn
-from torch.distributed.pipelining import schedules
-
 from holdfast.base.errors import UsageError
 from holdfast.core.pipeline import Action, Kind, Order, gpipe, one_f_one_b
 
@@ -64,6 +61,9 @@ def planned(name: str, *, num_ranks: int, stages_per_rank: int, num_microbatches
     Raises:
         UsageError: an unknown name, or numbers that the schedule does not take; with its own words.
     """
+    # Only who plans a pipeline pays for importing them.
+    from torch.distributed.pipelining import schedules  # noqa: PLC0415
+
     try:
         kind = schedules.get_schedule_class(name)
         single = issubclass(kind, schedules.PipelineScheduleSingle)
@@ -77,6 +77,8 @@ def planned(name: str, *, num_ranks: int, stages_per_rank: int, num_microbatches
 
 
 def _stage(index: int, num_ranks: int, stages_per_rank: int) -> SimpleNamespace:
+    from torch import nn  # noqa: PLC0415
+
     return SimpleNamespace(
         group_size=num_ranks,
         group_rank=0,

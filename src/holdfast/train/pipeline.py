@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from torch.distributed.pipelining import schedules
-
 from holdfast.base.events import Events
 from holdfast.core import bubbles, pipeline
 from holdfast.core.pipeline import Costs, Kind
@@ -103,7 +101,9 @@ class Bubbles:
     # --- the trainer's side
 
     def attach(self) -> None:
-        """Begins to watch."""
+        """Begins to watch; a second call does nothing."""
+        if self._restore:
+            return
         self._wrap(self._schedule, "step", self._step)
         for stage in self._stages:
             self._wrap(stage, "forward_one_chunk", self._timed(stage.stage_index, _forward))
@@ -265,7 +265,15 @@ def _weight(_: dict[str, Any]) -> Kind:
     return Kind.WEIGHT
 
 
+def _seams() -> Any:
+    # Only who has built a schedule pays for importing them.
+    from torch.distributed.pipelining import schedules  # noqa: PLC0415
+
+    return schedules
+
+
 def _patch() -> None:
+    schedules = _seams()
     inner = getattr(schedules, _SEAM)
 
     @functools.wraps(inner)
@@ -281,4 +289,5 @@ def _patch() -> None:
 
 
 def _unpatch() -> None:
+    schedules = _seams()
     setattr(schedules, _SEAM, getattr(schedules, _SEAM).__wrapped__)

@@ -1,0 +1,75 @@
+"""One rank of a pipeline that trains on real text and saves at every step, inside its bubbles.
+
+`python pipeline_job.py RANK WORLD STORE ROOT STEPS SCHEDULE` prints a line per step and a last one with what it ended at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import schedules
+
+import holdfast
+from holdfast.testing.gpt import Shape, Text
+from holdfast.testing.pipeline_gpt import loss_of, stage
+
+MICROBATCHES = 4
+SHAPE = Shape(width=64, layers=4, context=32)
+
+
+def digest(tensors) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def main() -> None:
+    rank, world, store, root, steps, name = sys.argv[1:]
+    rank, world, steps = int(rank), int(world), int(steps)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    part = stage(SHAPE, rank, world)
+    schedule = schedules.get_schedule_class(name)(part, MICROBATCHES, loss_fn=loss_of)
+    optimizer = torch.optim.AdamW(part.submod.parameters(), lr=1e-3)
+    text = Text(context=SHAPE.context, batch=2 * MICROBATCHES)
+    checkpointer = holdfast.Checkpointer(
+        root, model=part.submod, optimizer=optimizer, schedule=schedule, loader=text, every=1, durable_every=10
+    )
+    start = checkpointer.restore()
+    losses = []
+    for step in range(start, steps):
+        inputs, targets = next(text)
+        found: list[torch.Tensor] = []
+        if rank == 0:
+            schedule.step(inputs)
+        else:
+            schedule.step(target=targets, losses=found)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [float(sum(found))] if found else []
+        checkpointer.step(step)
+        print(json.dumps({"step": step}), flush=True)
+    counted = checkpointer.events.counters()
+    checkpointer.close()
+    report = checkpointer.last_restore
+    end = {
+        "start": start,
+        "weights": digest(part.submod.parameters()),
+        "last_loss": losses[-1] if losses else None,
+        "late": counted.get("late_copied_bytes", 0),
+        "copy": counted.get("copy_seconds", 0),
+        "inside": counted.get("copy_seconds_in_waits", 0),
+        "sources": sorted(report.bytes) if report else [],
+    }
+    print(json.dumps(end), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
