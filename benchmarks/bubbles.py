@@ -150,9 +150,8 @@ def worker(options: argparse.Namespace) -> None:
             now = checkpointer.events.counters()
             row["counters"] = {key: now[key] - before.get(key, 0.0) for key in now}
             row["reason"] = checkpointer.bubbles.reason if checkpointer.bubbles else ""
-            row["idle_share"] = (
-                (lambda p: p.idle / p.period)(checkpointer.bubbles.profile()) if name == "bubbles" else 0
-            )
+            profile = checkpointer.bubbles.profile() if checkpointer.bubbles else None
+            row["idle_share"] = profile.idle / profile.period if profile else 0.0
             checkpointer.close()
         rows.append(row)
         dist.barrier()
