@@ -10,10 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from holdfast.adapters.door import Checkpointer
     from holdfast.base.config import Config
     from holdfast.base.errors import HoldfastError
     from holdfast.core.model import Level, Version
-    from holdfast.train.checkpointer import Checkpointer
     from holdfast.train.handle import SaveHandle
     from holdfast.train.restore import RestoreReport
 
@@ -22,7 +22,7 @@ __version__ = "0.1.0"
 __all__ = ["Checkpointer", "Config", "HoldfastError", "Level", "RestoreReport", "SaveHandle", "Version"]
 
 _HOMES = {
-    "Checkpointer": "holdfast.train.checkpointer",
+    "Checkpointer": "holdfast.adapters.door",
     "Config": "holdfast.base.config",
     "HoldfastError": "holdfast.base.errors",
     "Level": "holdfast.core.model",

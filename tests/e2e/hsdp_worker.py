@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
+from holdfast.adapters.mindspore import restore_group_info_list
 
 STEPS = 300
 LAST_OF_FIRST = 6
@@ -67,6 +68,9 @@ def main() -> None:
     checkpointer = holdfast.Checkpointer(root, model=job.model, optimizer=job.optimizer, every=every, durable_every="0")
     facts["start"] = checkpointer.restore()
     assert checkpointer.last_restore is not None
+    if "GROUP_INFO_FILE" in os.environ:  # nothing is trained yet
+        path = os.environ["GROUP_INFO_FILE"].replace("{rank}", str(rank))
+        facts["group_info"] = [restore_group_info_list(path), os.stat(path).st_mode & 0o777]
     facts["bytes"] = dict(checkpointer.last_restore.bytes)
     facts["version"] = str(checkpointer.last_restore.version)
     try:

@@ -47,6 +47,7 @@ class Cluster:
             "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1", "HOLDFAST_NODE_LABEL": NODES[rank],
+            "GROUP_INFO_FILE": str(self.home / "made" / "rank_{rank}" / "group_info.pb"),
         }  # fmt: skip
         with (self.home / f"{part}-{rank}.log").open("wb") as log:
             return forked.Popen(
@@ -102,6 +103,8 @@ def test_a_lost_node_comes_back_from_its_twins_and_replicas_and_a_stop_is_agreed
     cluster.until(lambda: all((cluster.home / f"first-{rank}.json").exists() for rank in range(4)))
     first = cluster.facts("first")
     assert all(facts["trained"] == dict(pairs(facts["reference"], facts["trained"])) for facts in first)
+    # As MindSpore's ranks do, before the first step: whose slices replace whose, in a private file.
+    assert [facts["group_info"] for facts in first] == [[[rank % 2, rank % 2 + 2], 0o600] for rank in range(4)]
     for rank in (2, 3):
         cluster.ranks[rank].kill()
     cluster.keeper("b").kill()

@@ -96,6 +96,14 @@ def ddp_pairs() -> Made:
     return stepping(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
 
 
+def zero1() -> Made:
+    """The parameters on all ranks, the state of each on one of them. First buckets kept, as above."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(Net(), find_unused_parameters=True)
+    return stepping(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01))
+
+
 def fsdp() -> Made:
     model = Net()
     fully_shard(model.odd)
@@ -182,7 +190,7 @@ def loose() -> Made:
 
 
 SCENARIOS: dict[str, Callable[[], Made]] = {
-    "ddp": ddp, "ddp_pairs": ddp_pairs, "fsdp": fsdp, "fsdp_columns": fsdp_columns, "hsdp": hsdp, "tp": tp,
+    "ddp": ddp, "ddp_pairs": ddp_pairs, "zero1": zero1, "fsdp": fsdp, "fsdp_columns": fsdp_columns, "hsdp": hsdp, "tp": tp,
     "fsdp_tp": fsdp_tp, "fsdp_tp_uneven": fsdp_tp_uneven, "loose": loose,
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ import forked
 HERE = Path(__file__).resolve().parent
 WORLD = 4
 SHARDED = ("fsdp", "fsdp_columns", "fsdp_tp", "fsdp_tp_uneven", "hsdp", "tp")
-ALL = ("ddp", "ddp_pairs", "loose", *SHARDED)
+ALL = ("ddp", "ddp_pairs", "zero1", "loose", *SHARDED)
 
 Rank = dict[str, Any]
 
@@ -115,6 +115,17 @@ def test_ddp_replicates_parameters_and_keeps_buffers_by_rank(ranks: list[dict[st
     assert group_of(ranks, "ddp", "rank2/model.norm.running_mean", 2) == [2]
     assert "model.net.tied.weight" not in ranks[0]["ddp"]["shards"]
     assert group_of(ranks, "ddp_pairs", "model.up.weight", 3) == [2, 3]
+
+
+def test_zero_one_keeps_each_state_on_the_rank_that_steps_its_parameter(ranks: list[dict[str, Rank]]) -> None:
+    for entry, parts in entries(ranks, "zero1").items():
+        if entry.startswith("optimizer.state."):
+            (only,) = parts
+            assert only[1][4] == [only[0]], entry
+    assert group_of(ranks, "zero1", "model.up.weight", 2) == [0, 1, 2, 3]
+    held = [sum(name.startswith("optimizer.state.") for name in found["zero1"]["shards"]) for found in ranks]
+    assert sum(held) == 3 * 9, "three tensors for each of nine parameters"
+    assert min(held) > 0
 
 
 def test_sharded_groups_follow_the_mesh(ranks: list[dict[str, Rank]]) -> None:

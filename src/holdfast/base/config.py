@@ -36,6 +36,8 @@ ENVIRONMENT: dict[str, str] = {
     "HOLDFAST_LOG_LEVEL": "log_level",
 }
 CONFIG_FILE_VARIABLE = "HOLDFAST_CONFIG"
+# Not ours: MindSpore's jobs name here where each rank writes who holds the same slices; ours write it too.
+GROUP_INFO_VARIABLE = "GROUP_INFO_FILE"
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\Z", re.IGNORECASE)
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)\Z")
@@ -133,6 +135,11 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
         if value is not None:
             values[name] = _typed(name, value, where="argument")
     return Config(**values)
+
+
+def group_info_file(*, environ: Mapping[str, str] | None = None) -> str:
+    """Where this rank writes which ranks hold the same slices; `""` is nowhere."""
+    return (os.environ if environ is None else environ).get(GROUP_INFO_VARIABLE, "")
 
 
 def parse_size(text: str) -> int:

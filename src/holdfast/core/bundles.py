@@ -138,6 +138,16 @@ def only_home(bundle: BundleRef, topology: Topology) -> int | None:
     return home if all(topology.node_of[rank] == home for rank in bundle.ranks) else None
 
 
+def lonely(shards: Iterable[Shard], topology: Topology) -> list[Shard]:
+    """Those of which no other node holds the bytes: what its own redundancy does not protect against a lost node."""
+    found = []
+    for shard in shards:
+        home = topology.node_of[shard.ranks[0]]
+        if shard.num_bytes and all(topology.node_of[rank] == home for rank in shard.ranks):
+            found.append(shard)
+    return found
+
+
 def fingerprint(bundle: Bundle) -> str:
     """Digest of what the bundle's tensors are (not of their content): names, dtypes, global shapes, extents."""
     state = hashlib.blake2b(digest_size=16)

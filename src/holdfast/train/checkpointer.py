@@ -27,9 +27,9 @@ from holdfast.base.config import Config
 from holdfast.base.errors import KeeperLost, LevelNotReached, UsageError
 from holdfast.base.events import Events
 from holdfast.core.appointments import Appointment, Proposal
-from holdfast.core.model import Level, Version
+from holdfast.core.model import Level, Shard, Version
 from holdfast.tiers.storage import open_storage
-from holdfast.train import agree
+from holdfast.train import agree, exposure
 from holdfast.train.assembly import Job, assemble
 from holdfast.train.handle import SaveHandle, as_level
 from holdfast.train.link import Link
@@ -154,6 +154,7 @@ class Checkpointer:
             job = assemble(group, self._root, self._config, storage=self._storage, link=link)
             saver = saver or self._new_saver(state, link, job, group)
             agree.together(group, saver.reserve)
+            self._laid_out(job, agree.together(group, state.trained))
             restorer = Restorer(
                 job,
                 link.require(),
@@ -280,6 +281,15 @@ class Checkpointer:
 
     def _new_saver(self, state: State, link: Link, job: Job, group: agree.Ranks) -> Saver:
         return Saver(state, link, job.topology, rank=group.rank, config=self._config, events=self.events)
+
+    def _laid_out(self, job: Job, shards: Sequence[Shard]) -> None:
+        """Who holds the same is known, and nothing is trained yet. Collective. The public door does more here.
+
+        Args:
+            job: the ranks and their nodes.
+            shards: what this rank holds of all that is trained.
+        """
+        exposure.warn(job.group, job.topology, shards, self.events)
 
     def _save(self, run: _Run, step: int, level: Level) -> SaveHandle:
         durable = level is Level.DURABLE

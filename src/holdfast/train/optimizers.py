@@ -3,7 +3,9 @@
 Entries are named as DCP names them, `optimizer.state.<parameter>.exp_avg`; numbers and lists that a class keeps per
 parameter go under the same path as values, and `optimizer.param_groups` lists parameters by name. State tensors follow
 their parameter: a DTensor says it itself, a plain tensor of a parameter that is known to be replicated is replicated,
-a step count (no dimensions) of a sharded parameter is equal on all ranks of its mesh. The rest is this rank's own.
+a step count (no dimensions) of a sharded parameter is equal on all ranks of its mesh. Where an optimizer deals its
+parameters over the ranks (ZeRO-1, ZeroRedundancyOptimizer), the state of each is held by the rank that steps it, and by
+no other. The rest is this rank's own.
 
 State that does not exist before the first step is created through `load_state_dict`, so that an optimizer's own way
 of taking state is respected; hooks are muted, and dtypes and objects are put right afterwards, because
@@ -53,17 +55,16 @@ class OptimizerPart:
         self._names: list[list[str]] = []
         self._wanted: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._fits = False
-        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
-            raise UsageError(
-                "ZeroRedundancyOptimizer keeps state that only a collective can name",
-                where=name,
-                remedy="shard model and optimizer with torch.distributed.fsdp.fully_shard, or use the plain optimizer",
-            )
+        # ZeRO-1: the optimizer that really steps, with this rank's share of the parameters; the others step the rest.
+        self._dealt = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+        self._stepper = _stepper_of(name, optimizer) if self._dealt else optimizer
+        self._rank: Group = ()
 
     def build(self, out: Collector) -> None:
         """Adds all state tensors that stand directly under a parameter."""
         self._params = self._listed()
-        self._state = self.optimizer.state
+        self._state = self._stepper.state
+        self._rank = (out.layouts.rank,)
         _check_keys_are_parameters(self.name, self._state)
         self._owners = {id(p): self._owner(out, p) for p in (*self._params, *self._state)}
         self._names = [[self._owners[id(p)].fqn for p in group["params"]] for group in self.optimizer.param_groups]
@@ -80,7 +81,7 @@ class OptimizerPart:
             if not isinstance(value, torch.Tensor) or type(key) is not str:
                 loose[key] = None
                 continue
-            name, group = self._entry(owner, key), follow(owner, value)
+            name, group = self._entry(owner, key), self._follow(owner, value)
             ref = out.lasting(name, value, group=group, late=True)
             if ref is not None and ref.name in (name, out.layouts.resolve(name, group)[0]):
                 self._live[id(parameter), key] = out.tensors[ref.name]
@@ -92,7 +93,7 @@ class OptimizerPart:
     def unchanged(self) -> bool:
         """Whether parameters and state are the same objects."""
         return (
-            self.optimizer.state is self._state
+            self._stepper.state is self._state
             and self._watch.unchanged()
             and same_objects(self._listed(), self._params)
         )
@@ -109,14 +110,14 @@ class OptimizerPart:
 
     def predict(self, layouts: Layouts) -> list[LiveTensor] | None:
         """State that the first step will make, as tensors without memory; None if that is not known."""
-        predicted = predict_state(self.optimizer)
+        predicted = predict_state(self._stepper)
         if predicted is None:
             return None
         made: list[LiveTensor] = []
         for id_, state in predicted.items():
             owner = self._owners[id_]
             for key, tensor in state.items():
-                live = _predicted(layouts, self._entry(owner, key), owner, tensor)
+                live = _predicted(layouts, self._entry(owner, key), owner, tensor, self._follow(owner, tensor))
                 if live is None:
                     return None
                 made.append(live)
@@ -129,7 +130,7 @@ class OptimizerPart:
         groups = loading.claim_value(path, group=self._group, templates=self._group_tensors(loading))
         self._fits = groups is not None and self._check_groups(loading, groups)
         saved = self._saved_entries(loading)
-        predicted = predict_state(self.optimizer) or {}
+        predicted = predict_state(self._stepper) or {}
         for parameter in self._owned():
             self._plan_state(loading, parameter, saved.get(id(parameter), {}), predicted.get(id(parameter), {}))
 
@@ -159,7 +160,12 @@ class OptimizerPart:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _owned(self) -> list[torch.Tensor]:
-        return list({id(p): p for p in (*self._params, *self._state)}.values())
+        """Parameters whose state this rank keeps, if there is any yet."""
+        params = self._params if not self._dealt else [p for g in self._stepper.param_groups for p in g["params"]]
+        return list({id(p): p for p in (*params, *self._state)}.values())
+
+    def _follow(self, owner: Owner, value: torch.Tensor) -> Group | None:
+        return self._rank if self._dealt else follow(owner, value)
 
     def _owner(self, out: Collector, parameter: torch.Tensor) -> Owner:
         owner = out.owners.get(id(parameter))
@@ -178,7 +184,7 @@ class OptimizerPart:
     def _state_path(self, parameter: torch.Tensor) -> tuple[str, Group | None]:
         """Where values of a parameter's state go, and who holds the same."""
         owner = self._owners[id(parameter)]
-        return f"{self.name}.state.{owner.fqn}", spread(owner)
+        return f"{self.name}.state.{owner.fqn}", self._rank if self._dealt else spread(owner)
 
     def _group_tensors(self, loading: Loading) -> Mapping[str, torch.Tensor]:
         """Tensors that stand in parameter groups now, such as a learning rate on a device."""
@@ -274,7 +280,7 @@ class OptimizerPart:
         tensor = _skeleton(loading, entry, owner, on_device=on_device)
         if tensor is None:
             return None
-        live = loading.layouts.live(self._entry(owner, key), tensor, group=follow(owner, tensor), late=True)
+        live = loading.layouts.live(self._entry(owner, key), tensor, group=self._follow(owner, tensor), late=True)
         return loading.tensor(live.shard.name) if live is not None and loading.claim(live, tensor) else None
 
     def _on_device(self, parameter: torch.Tensor, key: str) -> bool:
@@ -283,8 +289,9 @@ class OptimizerPart:
         return key != "step" or bool(group.get("fused") or group.get("capturable"))
 
     def _install(self, state: Mapping[torch.Tensor, dict[Any, Any]]) -> None:
-        optimizer = self.optimizer
-        numbers = {id(p): index for index, p in enumerate(self._params)}
+        optimizer = self._stepper
+        listed = [p for group in optimizer.param_groups for p in group["params"]]
+        numbers = {id(p): index for index, p in enumerate(listed)}
         groups_before = list(optimizer.param_groups)
         groups = [{**g, "params": [numbers[id(p)] for p in g["params"]]} for g in groups_before]
         numbered = {numbers[id(p)]: s for p, s in state.items() if id(p) in numbers}
@@ -297,6 +304,18 @@ class OptimizerPart:
             optimizer.state[parameter].update(wanted)
         for group, before in zip(optimizer.param_groups, groups_before, strict=True):
             group.update({key: v for key, v in before.items() if isinstance(v, torch.Tensor)})
+
+
+def _stepper_of(name: str, optimizer: Optimizer) -> Optimizer:
+    """The local optimizer inside one that deals its parameters over the ranks."""
+    inner = getattr(optimizer, "optim", None)
+    if not isinstance(inner, Optimizer):
+        raise UsageError(
+            "the optimizer that steps this rank's share of the parameters does not exist yet",
+            where=name,
+            remedy="do not let ZeroRedundancyOptimizer overlap with DDP, or shard with fully_shard",
+        )
+    return inner
 
 
 def follow(owner: Owner, value: torch.Tensor) -> Group | None:
@@ -346,7 +365,9 @@ def _kept(now: Any, value: Any) -> Any:
     return now.copy_(value) if both and (now.shape, now.dtype) == (value.shape, value.dtype) else value
 
 
-def _predicted(layouts: Layouts, name: str, owner: Owner, tensor: torch.Tensor) -> LiveTensor | None:
+def _predicted(
+    layouts: Layouts, name: str, owner: Owner, tensor: torch.Tensor, group: Group | None
+) -> LiveTensor | None:
     parameter = owner.tensor
     if isinstance(parameter, DTensor) and tensor.dim():
         if tensor.shape != local_of(parameter).shape:
@@ -356,7 +377,7 @@ def _predicted(layouts: Layouts, name: str, owner: Owner, tensor: torch.Tensor) 
             return None
         shard = dataclasses.replace(like.shard, dtype=dtype_name(tensor.dtype, where=name))
     else:
-        shard = layouts.whole(name, tensor.dtype, tuple(tensor.shape), follow(owner, tensor))
+        shard = layouts.whole(name, tensor.dtype, tuple(tensor.shape), group)
     return LiveTensor(shard, tensor, late=True)
 
 

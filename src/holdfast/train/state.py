@@ -117,6 +117,19 @@ class State:
         return shards
 
     @torch.no_grad()
+    def trained(self) -> tuple[Shard, ...]:
+        """What optimizers own, state to come included; all that lasts where there is no optimizer. What redundancy is
+        about: random numbers and positions in the data are each rank's own by nature.
+        """
+        self.gather()
+        lasting = self._lasting.tensors
+        found = {name: live.shard for name, live in lasting.items() if live.late or not self.optimizers}
+        for part in self._parts:
+            if isinstance(part, OptimizerPart):
+                found.update((live.shard.name, live.shard) for live in part.predict(self._layouts) or ())
+        return tuple(found.values())
+
+    @torch.no_grad()
     def targets(
         self,
         saved: Mapping[str, SavedTensor],

@@ -85,6 +85,14 @@ class Layout:
             raise UsageError(what, where=f"{self.dev_matrix} {self.tensor_map}")
         return shards
 
+    @property
+    def is_lost_to_mindspore(self) -> bool:
+        """Whether MindSpore's rule for full optimizer sharding (all devices divided by the step) finds no holder."""
+        if self.opt_weight_shard_size != FULLY:
+            return False
+        holders = self.num_devices // prod(self.num_slices)
+        return holders % (self.num_devices // max(self.opt_weight_shard_step, 1)) != 0
+
     def slice_indices(self, device: int) -> tuple[int, ...]:
         """Which slice along each tensor dimension the device holds, optimizer sharding not counted."""
         indices = []

@@ -18,6 +18,7 @@ from holdfast.adapters.mindspore.groups import GroupInfo, named_groups, write_gr
 from holdfast.adapters.mindspore.layout import Layout
 from holdfast.adapters.mindspore.strategy import Strategy, read_strategy, stage_layouts
 from holdfast.base.errors import UsageError
+from holdfast.core.model import Shard
 
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
 Redundancy: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
@@ -42,12 +43,23 @@ def get_parameter_redundancy(strategy: StrategyLike, initial_rank: int = 0) -> d
         initial_rank: first global rank of the pipeline stage, added to every rank.
 
     Returns:
-        By parameter, names in sorted order. In the file of a merged pipeline every stage starts at `initial_rank`, as
+        By parameter, names in sorted order. MindSpore's own answer, also where it is that nobody holds a parameter:
+        under full optimizer sharding, when the devices that share a slice are fewer than all divided by the step.
+        `parameter_holders` says who holds it. In the file of a merged pipeline every stage starts at `initial_rank`, as
         in MindSpore; `redundancy_of_stages` gives global ranks there.
 
     Raises:
         ValueError: no such file, or an empty one.
         UsageError, CorruptError: no such layout; not a strategy file.
+    """
+    layouts = _layouts(strategy)
+    holders = parameter_holders(layouts, initial_rank)
+    return {name: () if layouts[name].is_lost_to_mindspore else groups for name, groups in holders.items()}
+
+
+def parameter_holders(strategy: StrategyLike, initial_rank: int = 0) -> dict[str, Groups]:
+    """The ranks that really hold the same bytes of every parameter: arguments and errors of `get_parameter_redundancy`,
+    and its answer wherever MindSpore's is that anybody holds it.
     """
     layouts = _layouts(strategy)
     known: dict[tuple[Any, ...], Groups] = {}  # thousands of parameters lie in a handful of ways
@@ -196,7 +208,7 @@ def _redundancy_around(strategy: StrategyLike, rank: int) -> dict[str, Groups]:
         return redundancy_of_stages(strategy)
     layouts = _layouts(strategy)
     num_devices = next((layout.num_devices for layout in layouts.values()), 1)
-    return get_parameter_redundancy(layouts, rank // num_devices * num_devices)
+    return parameter_holders(layouts, rank // num_devices * num_devices)
 
 
 def write_group_info_of_rank(
@@ -223,3 +235,16 @@ def write_group_info_of_rank(
     info = GroupInfo(named_groups(listed), list(restore_ranks(redundancy, rank)))
     write_group_info(path.replace("{rank}", str(rank)), info)
     return info
+
+
+def group_info_of_shards(shards: Iterable[Shard], rank: int, world_size: int) -> GroupInfo:
+    """The group information of a rank from what it holds, in the words of `core.model`.
+
+    Args:
+        shards: what the rank holds of all that is trained; what is a rank's own counts as held by nobody else.
+        rank: whose.
+        world_size: ranks of the job; the group of all of them is not listed.
+    """
+    made = dict.fromkeys(shard.ranks for shard in shards)
+    common = set[int].intersection(*map(set, made)) if made else {rank}
+    return GroupInfo(named_groups(g for g in made if 1 < len(g) < world_size), sorted(common))

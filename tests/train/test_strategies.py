@@ -1,0 +1,112 @@
+"""Eight real ranks of every strategy: what they hold and with whom is what `core.layout` says of the meshes.
+
+The ranks run once, in strategy_worker.py; the tests look at what they wrote down.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapters.mindspore_kit import SAMPLES, golden
+from holdfast.adapters.mindspore import get_parameter_redundancy, restore_ranks
+from holdfast.core.census import Census
+from holdfast.core.model import Extent, Shard
+from train.strategies import STRATEGIES, WORLD
+
+HERE = Path(__file__).resolve().parent
+Rank = dict[str, dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
+    results = tmp_path_factory.mktemp("strategies")
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(HERE / "strategy_worker.py"), str(results)]
+    worker = subprocess.run(command, env=environment, timeout=110, capture_output=True, text=True)
+    errors = [path.read_text() for path in sorted(results.glob("*.error"))]
+    assert worker.returncode == 0, "\n".join([*errors[:2], worker.stderr[-2000:]])
+    found = [json.loads((results / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    found[0]["log"] = {"text": {"0": (results / "0.log").read_text(), "1": (results / "1.log").read_text()}}
+    return found
+
+
+def shards(rank: Rank, name: str, what: str = "live") -> set[Shard]:
+    return {
+        Shard(entry, dtype, tuple(shape), Extent(tuple(offsets), tuple(lengths)), tuple(group))
+        for entry, (dtype, shape, offsets, lengths, group) in rank[name][what].items()
+    }
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_live_groups_and_extents_are_those_of_the_layout(ranks: list[Rank], name: str) -> None:
+    layout = STRATEGIES[name].layout
+    for rank in range(WORLD):
+        live, described = shards(ranks[rank], name), set(layout.shards(rank))
+        assert live == described, f"rank {rank}: {sorted(map(str, live ^ described))[:4]}"
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_state_is_known_before_the_first_step(ranks: list[Rank], name: str) -> None:
+    assert all(found[name]["predicted"] == found[name]["live"] for found in ranks)
+
+
+def lists(ranks: list[Rank], name: str) -> list[list[int]]:
+    """Per rank the ranks that hold all that it holds: the intersection of its groups."""
+    return [sorted(set[int].intersection(*(set(s.ranks) for s in shards(found, name)))) for found in ranks]
+
+
+def test_lists_of_interchangeable_ranks(ranks: list[Rank]) -> None:
+    assert lists(ranks, "guide")[0] == [0, 4]
+    assert lists(ranks, "ddp") == [list(range(8))] * 8
+    assert lists(ranks, "fsdp") == [[rank] for rank in range(8)]
+    assert lists(ranks, "pp") == [[0, 1, 2, 3]] * 4 + [[4, 5, 6, 7]] * 4
+    assert lists(ranks, "ep")[5] == [1, 5]
+    for name in STRATEGIES:
+        assert lists(ranks, name) == [list(own) for own in Census(STRATEGIES[name].layout).twins()], name
+
+
+def test_zero_one_replicates_weights_and_keeps_each_state_on_one_rank(ranks: list[Rank]) -> None:
+    found = [shard for rank in ranks for shard in shards(rank, "zero1")]
+    weights = [shard for shard in found if shard.name.startswith("model.")]
+    states = [shard for shard in found if shard.name.startswith("optimizer.")]
+    assert {shard.ranks for shard in weights} == {tuple(range(8))}
+    assert len(states) == len({shard.name for shard in states}) > 0
+    assert {len(shard.ranks) for shard in states} == {1}
+
+
+def test_mindspores_lists_for_the_same_strategies(ranks: list[Rank]) -> None:
+    """The guide's case, and data parallelism 4 x model parallelism 2 with and without optimizer sharding."""
+    assert lists(ranks, "guide") == [[rank % 4, rank % 4 + 4] for rank in range(8)]
+    theirs = golden("golden.json")["seed"]
+    assert lists(ranks, "guide") == [theirs[str(rank)]["_get_cur_rank_dp"] for rank in range(8)]
+    strategy = get_parameter_redundancy(SAMPLES / "dp4mp2" / "rank_0" / "strategy.ckpt")
+    assert restore_ranks(strategy, 0) == (0, 2, 4, 6)
+    # Of each list every second rank, as optimizer sharding by two deals it: dp4mp2opt2.
+    halves = [
+        [other for i, other in enumerate(restore_ranks(strategy, rank)) if i % 2 == rank // 2 % 2] for rank in range(8)
+    ]
+    assert lists(ranks, "hsdp_tp") == halves
+    assert halves[0] == [0, 4]
+
+
+def test_a_job_whose_twins_share_a_host_is_warned_by_name_at_its_start(ranks: list[Rank]) -> None:
+    """Stages of data parallel ranks, each on a host of its own: a lost host takes a stage along."""
+    for found in ranks:
+        first, second = found["pp"]["warned"]
+        assert (first["node"], second["node"]) == ("a", "b")
+        stage = sum(s.num_bytes for s in shards(ranks[0], "pp") if "layer0" in s.name)
+        assert first["size_bytes"] == second["size_bytes"] == stage
+        assert "model.layer0." in first["names"]
+        assert found["guide"]["warned"] == found["hsdp_tp"]["warned"] == found["ddp"]["warned"] == []
+        assert found["ep"]["warned"] == []
+    log = ranks[0]["log"]["text"]
+    assert "model.layer0.up.weight" in log["0"]
+    assert "live on node a only; if it dies they come back from the replica on node b" in log["0"]
+    assert log["1"] == "", "one rank says it for all"
