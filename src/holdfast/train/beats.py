@@ -1,0 +1,174 @@
+"""A worker's signs of progress, written into its page without a line of the user's: steps, collectives, batches.
+
+`attach` is called once before the user's script runs. From then on the main thread, and no other, writes:
+- every optimizer step (a global hook of torch), which is what a step is;
+- every wait for a collective (`Work.wait`, the one door through which Python waits for one) with its name and number;
+- every batch that a `DataLoader` gives, saving, loading, and evaluation, as phases with patience of their own.
+Waits that torch makes in C++ (gradient buckets inside backward) write nothing; there the stack tells: a signal makes
+the fault handler append all stacks behind the page, also while the main thread stands in C++ with the interpreter
+locked. About a microsecond a sign. Must never raise into training, and never counts a heartbeat: a thread that lives on
+beside a stuck main thread is no progress.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import os
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+import torch
+from torch.distributed.distributed_c10d import Work
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from holdfast.core.faults import Phase
+from holdfast.train.page import Writer
+
+# Nobody else's: the first few are taken by libc, and libraries that use real-time signals take low ones.
+DUMP_SIGNAL = signal.SIGRTMIN + 11
+
+
+class _Hooks:
+    """What was hung into torch; lasts as long as the process. The page that they write into may change."""
+
+    def __init__(self) -> None:
+        self.writer: Writer | None = None
+        self.main = threading.main_thread().ident
+        self.steps_of: weakref.ref[Any] | None = None
+        self.stacks: IO[bytes] | None = None
+
+    def mine(self) -> Writer | None:
+        """The page's writer, if this is the main thread."""
+        writer = self.writer
+        return writer if writer is not None and threading.get_ident() == self.main else None
+
+
+_hooks = _Hooks()
+
+
+def attach(fd: int) -> None:
+    """Writes beats into the page `fd` (train.page.make_page) from now on; called again it starts a new record.
+
+    A process that was forked calls it anew: the hooks are its own then.
+    """
+    detach()
+    first = _hooks.stacks is None and not getattr(Work.wait, "holdfast", False)
+    # A description of its own: the position in the file is not the launcher's, and it only appends.
+    _hooks.stacks = os.fdopen(os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), "wb", 0)
+    faulthandler.register(DUMP_SIGNAL, file=_hooks.stacks, all_threads=True, chain=False)
+    _hooks.main = threading.main_thread().ident
+    _hooks.steps_of = None
+    _hooks.writer = Writer(fd, dump_signal=DUMP_SIGNAL)
+    if first:
+        _hang_in()
+
+
+def detach() -> None:
+    """No more beats; the hooks stay and do nothing."""
+    writer, _hooks.writer = _hooks.writer, None
+    if writer is not None:
+        writer.close()
+    if _hooks.stacks is not None:
+        # Not unregistered: a signal on its way would end the process.
+        nowhere = os.fdopen(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), "wb", 0)
+        faulthandler.register(DUMP_SIGNAL, file=nowhere, chain=False)
+        _hooks.stacks.close()
+        _hooks.stacks = nowhere
+
+
+@contextmanager
+def phase(name: Phase) -> Iterator[None]:
+    """The block takes as long as that phase may."""
+    writer = _hooks.mine()
+    if writer is None:
+        yield
+        return
+    before = writer.phase
+    writer.turn(name)
+    try:
+        yield
+    finally:
+        if writer is _hooks.writer:
+            writer.turn(Phase.STEP if before is name else before)
+
+
+def at_step(step: int) -> None:
+    """The step that is finished has this number; without it steps are counted from the start of the process."""
+    writer = _hooks.mine()
+    if writer is not None:
+        writer.at_step(step)
+
+
+def _hang_in() -> None:
+    register_optimizer_step_post_hook(_stepped)
+    work: Any = Work
+    work.wait = _watched_wait(work.wait)
+    _wrap(_BaseDataLoaderIter, "__next__", Phase.DATA)
+    _wrap(torch, "save", Phase.SAVING)
+    _wrap(torch, "load", Phase.LOADING)
+    _wrap_eval()
+
+
+def _stepped(optimizer: Any, *_: Any) -> None:
+    writer = _hooks.mine()
+    if writer is None:
+        return
+    known = _hooks.steps_of() if _hooks.steps_of is not None else None
+    if known is None:  # of several optimizers one counts
+        _hooks.steps_of = weakref.ref(optimizer)
+    if known is None or known is optimizer:
+        writer.stepped()
+    else:
+        writer.turn(Phase.STEP)
+
+
+def _watched_wait(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        writer = _hooks.mine()
+        if writer is None:
+            return original(self, *args, **kwargs)
+        # The caller is torch's own function, named like the collective.
+        before = writer.enter(sys._getframe(1).f_code.co_name.encode())
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            if writer is _hooks.writer:
+                writer.leave(before)
+
+    wait.holdfast = True  # type: ignore[attr-defined]
+    return wait
+
+
+def _wrap(owner: Any, name: str, during: Phase) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or _hooks.mine() is None:
+            return original(*args, **kwargs)
+        with phase(during):
+            return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _wrap_eval() -> None:
+    original = torch.nn.Module.eval
+
+    @functools.wraps(original)
+    def wrapped(self: Any) -> Any:
+        """Evaluation lasts until the next optimizer step; what it does meanwhile is not seen, and may take long."""
+        writer = None if torch.compiler.is_compiling() else _hooks.mine()
+        if writer is not None and writer.phase is Phase.STEP:
+            writer.turn(Phase.EVALUATION)
+        return original(self)
+
+    module: Any = torch.nn.Module
+    module.eval = wrapped

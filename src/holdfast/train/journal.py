@@ -1,0 +1,90 @@
+"""The journal of one launcher: where its ranks stand, now and then, and every incident. JSON lines, for `holdfast report`.
+
+Samples become rarer as the run grows older, so that the file stays small. Must never stop training: a full disk ends
+the journal with a warning.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from holdfast.core.faults import Phase
+from holdfast.core.incident import box, from_facts
+from holdfast.train import page
+
+logger = logging.getLogger(__name__)
+
+NAME = "journal.jsonl"
+SAMPLE_S = 1.0
+# A journal that earlier runs of the same name made longer is begun anew.
+MAX_BYTES = 8 << 20
+# The distance of samples grows with the age of the run: some thousands of them, however long it lasts.
+SHARE_OF_AGE = 1 / 2000
+
+
+class Journal:
+    """Appends to `directory/journal.jsonl`; times are seconds of the machine's monotonic clock."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._file: IO[str] | None = None
+        self._failed = False
+        self._began_s = self._sampled_s = time.monotonic()
+        self._last: dict[int, int] = {}
+        self._incidents = 0
+        self._closed = False
+
+    def progress(self, now_s: float, pages: Mapping[int, int], *, always: bool = False) -> None:
+        """Where the ranks (rank -> descriptor of its page) stand, if it is time to say so."""
+        if self._file is None and not self._failed and not self._closed:
+            self._write({"event": "run", "t": round(self._began_s, 3), "wall": time.time(), "ranks": sorted(pages)})
+        distance = max(SAMPLE_S, (now_s - self._began_s) * SHARE_OF_AGE)
+        if not pages or not (always or now_s - self._sampled_s >= distance):
+            return
+        self._sampled_s = now_s
+        self._last = dict(pages)
+        readings = [page.read(fd) for fd in pages.values()]
+        step = max(reading.beat.step for reading in readings)
+        spent = {phase.name: round(sum(r.spent_s[phase] for r in readings) / len(readings), 4) for phase in Phase}
+        used = {name: seconds for name, seconds in spent.items() if seconds}
+        self._write({"event": "progress", "t": round(now_s, 3), "step": step, "spent": used})
+
+    def incident(self, facts: Mapping[str, Any]) -> None:
+        """One failure and its end: a box on standard error and a line here."""
+        self._incidents += 1
+        record = from_facts({"number": self._incidents, **facts})
+        sys.stderr.write(box(record) + "\n")
+        sys.stderr.flush()
+        self._write({**facts, "event": "incident", "number": record.number, "t": round(time.monotonic(), 3)})
+
+    def close(self, code: int | None = None) -> None:
+        """The run is over on this node."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._file is not None:
+            self._write({"event": "end", "t": round(time.monotonic(), 3), "code": code})
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        if self._failed:
+            return
+        try:
+            if self._file is None:
+                self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                path = self._directory / NAME
+                full = path.exists() and path.stat().st_size > MAX_BYTES
+                self._file = path.open("w" if full else "a", encoding="utf-8")
+            self._file.write(json.dumps(line, default=str) + "\n")
+            self._file.flush()
+        except (OSError, ValueError) as error:
+            self._failed = True
+            logger.warning("the journal of this run ends here: %s", error)

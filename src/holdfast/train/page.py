@@ -1,0 +1,182 @@
+"""The page that a worker writes its beats into and its launcher reads: 4 KiB of shared memory, no thread, no lock.
+
+Layout (little endian): a head with the present (see `_HEAD`), seconds spent per phase, and histograms of what passes
+between two signs of progress, per phase and for whole steps. A bucket is a fifth wider than the one before, so a p99
+is right within that. What lies behind the page is text: stack dumps, which the worker's fault handler appends.
+
+The writer is the worker's main thread alone. A reader may see a head half written; the next look, 50 ms later, sees it
+whole, and nothing is decided on one look. Called by train.beats (writer) and train.watchdog (reader). No torch.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+import time
+
+from holdfast.core.faults import Beat, Phase
+
+PAGE_BYTES = 4096
+MAGIC = 0x48464231
+# magic, pid, signal that dumps the stacks, phase, inside, changes, step, sequence, name of the collective
+_HEAD = struct.Struct("<IIIBBxxQQQ32s")
+_SPENT_AT, _HISTOGRAMS_AT = 128, 256
+NUM_BUCKETS = 80
+LEAST_S = 0.001
+_PER_OCTAVE = 4
+_STARTED = 16
+_ROWS = len(Phase) + 1  # the last row is that of whole steps
+_NUM_PHASES = len(Phase)
+
+
+def make_page() -> int:
+    """A descriptor of a new page, all zero; inherited only by a fork."""
+    fd = os.memfd_create("holdfast-beats", os.MFD_CLOEXEC)
+    os.ftruncate(fd, PAGE_BYTES)
+    return fd
+
+
+class Writer:
+    """The worker's side.
+
+    Args:
+        fd: of the page; may be closed afterwards.
+        dump_signal: makes this process append its stacks behind the page; 0 for none.
+    """
+
+    def __init__(self, fd: int, *, dump_signal: int = 0) -> None:
+        self._map = mmap.mmap(fd, PAGE_BYTES)
+        self._counts = memoryview(self._map)[_HISTOGRAMS_AT : _HISTOGRAMS_AT + 4 * NUM_BUCKETS * _ROWS].cast("I")
+        self._spent = memoryview(self._map)[_SPENT_AT : _SPENT_AT + 8 * _NUM_PHASES].cast("d")
+        before = _HEAD.unpack_from(self._map)
+        self._map[_SPENT_AT:PAGE_BYTES] = bytes(PAGE_BYTES - _SPENT_AT)
+        self._signal = dump_signal
+        self._changes, self._step, self._sequence = before[5], before[6], 0
+        self._collective, self._inside = b"", 0
+        self.phase = Phase.START
+        self._at_s, self._stepped_at_s = time.monotonic(), 0.0
+        self.write()
+
+    def close(self) -> None:
+        """Leaves the page as it is."""
+        self._counts.release()
+        self._spent.release()
+        self._map.close()
+
+    def write(self) -> None:
+        """A sign of progress."""
+        self._changes += 1
+        head = (MAGIC, os.getpid(), self._signal, self.phase, self._inside, self._changes, self._step, self._sequence)
+        _HEAD.pack_into(self._map, 0, *head, self._collective)
+
+    def turn(self, phase: Phase) -> None:
+        """What was done until now took the time since the last sign; from now on it is `phase`."""
+        now = time.monotonic()
+        passed = now - self._at_s
+        self._at_s = now
+        self._count(self.phase, passed)
+        self._spent[self.phase] += passed
+        self.phase = phase
+        self.write()
+
+    def stepped(self) -> None:
+        """A step is finished. The first one of a process is not counted: it makes buffers and compiles."""
+        self._step += 1
+        now = time.monotonic()
+        if self._stepped_at_s:
+            self._count(_NUM_PHASES, now - self._stepped_at_s)
+        self._stepped_at_s = now
+        self.turn(Phase.STEP)
+
+    def enter(self, collective: bytes) -> Phase:
+        """The rank waits in a collective from here on; returns the phase to come back to."""
+        before = self.phase
+        self._collective, self._inside = collective[:31], 1
+        self._sequence += 1
+        self.turn(Phase.COLLECTIVE)
+        return before
+
+    def at_step(self, step: int) -> None:
+        """The number of the step that was finished last, for the reader; no sign of progress by itself."""
+        self._step = step + 1
+
+    def leave(self, before: Phase) -> None:
+        """The collective is over. Who waits for many without an optimizer has started all the same."""
+        self._inside = 0
+        if before is Phase.START and self._sequence > _STARTED:
+            before = Phase.STEP
+        self.turn(before)
+
+    def _count(self, row: int, seconds: float) -> None:
+        place = int(_PER_OCTAVE * math.log2(seconds / LEAST_S)) + 1 if seconds > LEAST_S else 0
+        self._counts[row * NUM_BUCKETS + (place if place < NUM_BUCKETS else NUM_BUCKETS - 1)] += 1
+
+
+class Reading:
+    """What a page says at one moment.
+
+    Attributes:
+        beat: for the verdicts.
+        pid: of the process that wrote it; 0 if nobody did.
+        dump_signal: what makes it append its stacks; 0 if nothing does.
+        spent_s: per phase.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        magic, self.pid, self.dump_signal, phase, inside, changes, step, sequence, name = _HEAD.unpack_from(content)
+        if magic != MAGIC or phase >= _NUM_PHASES:
+            self.pid = self.dump_signal = 0
+            self.beat, self.spent_s = Beat(), dict.fromkeys(Phase, 0.0)
+            return
+        self.spent_s = dict(zip(Phase, struct.unpack_from(f"<{_NUM_PHASES}d", content, _SPENT_AT), strict=True))
+        rows = [
+            struct.unpack_from(f"<{NUM_BUCKETS}I", content, _HISTOGRAMS_AT + 4 * NUM_BUCKETS * row)
+            for row in range(_ROWS)
+        ]
+        self.beat = Beat(
+            changes=changes,
+            step=step,
+            phase=Phase(phase),
+            collective=name.rstrip(b"\0").decode(errors="replace"),
+            sequence=sequence,
+            inside=bool(inside),
+            p99_s={p: _p99(rows[p]) for p in Phase},
+            samples={p: sum(rows[p]) for p in Phase},
+            step_p99_s=_p99(rows[-1]),
+        )
+
+
+def read(fd: int) -> Reading:
+    """The page behind a descriptor; empty if it cannot be read."""
+    try:
+        content = os.pread(fd, PAGE_BYTES, 0)
+    except OSError:
+        content = b""
+    return Reading(content.ljust(PAGE_BYTES, b"\0"))
+
+
+def take_dump(fd: int) -> str:
+    """The stack dumps that were appended since the last call."""
+    try:
+        size = os.fstat(fd).st_size
+        text = os.pread(fd, min(size - PAGE_BYTES, 1 << 20), PAGE_BYTES) if size > PAGE_BYTES else b""
+        if text:
+            os.ftruncate(fd, PAGE_BYTES)
+    except OSError:
+        return ""
+    return text.decode(errors="replace")
+
+
+def _p99(counts: tuple[int, ...]) -> float:
+    """The upper edge of the bucket below which 99 of 100 lie."""
+    total = sum(counts)
+    if not total:
+        return 0.0
+    above = 0
+    for place in range(NUM_BUCKETS - 1, -1, -1):
+        above += counts[place]
+        if above > total // 100:
+            return float(LEAST_S * 2.0 ** (place / _PER_OCTAVE))
+    return LEAST_S

@@ -1,0 +1,220 @@
+"""Looks at the workers of one node ten to twenty times a second and says which are to be replaced. In the launcher.
+
+Reads each worker's page (train.page) and, when it is silent, what the kernel says of it (train.vitals); the verdict is
+core.faults'. A worker that made no progress for half its limit gets the signal on which its fault handler appends all
+stacks to its page: they tell whether it waits in a collective, compiles or loads, and go to a file for people. No thread
+of the worker is needed for any of this, and none of ours is started: `poll` is called by whoever supervises.
+
+Must never: kill (the caller does), block, send a signal that the worker does not handle, or raise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.base.config import Config
+from holdfast.core.faults import Beat, Exit, Kind, Phase, Sight, Verdict, Watch, cause
+from holdfast.train import page
+from holdfast.train.journal import Journal
+from holdfast.train.vitals import oom_kills, vitals
+
+logger = logging.getLogger(__name__)
+
+# Below this a worker is not looked at more closely than its page.
+CLOSER_AFTER_S = 0.4
+ACTIONS = (Kind.RESTART_RANK, Kind.REPLACE_NODE, Kind.RESTART_ALL, Kind.STOP)
+MAX_STACKS = 64
+
+
+@dataclass(slots=True)
+class _Worker:
+    pid: int
+    page_fd: int
+    pidfd: int
+    changes: int = -1
+    since_s: float = 0.0
+    asked: bool = False
+    stands: Phase | None = None
+    stacks: str = ""
+    sight: Sight = field(default_factory=lambda: Sight(-1, Beat()))
+
+
+def make_watch(settings: Config, options: argparse.Namespace) -> Watchdog | None:
+    """The watchdog of this launcher; None if it is switched off."""
+    if getattr(options, "watchdog", "on") == "off":
+        return None
+    return Watchdog(directory_of(settings))
+
+
+def directory_of(settings: Config) -> Path:
+    """Where stacks and the journal of a run lie on this node."""
+    return settings.runtime_path / f"run-{settings.run_id}-{settings.node}"
+
+
+class Watchdog:
+    """The watchdog of one launcher.
+
+    Args:
+        directory: for stack dumps and the journal; created when needed.
+        world_size: ranks of the whole job, if known.
+    """
+
+    def __init__(self, directory: Path, world_size: int | None = None) -> None:
+        self.directory = directory
+        self.journal = Journal(directory)
+        self._watch = Watch(world_size)
+        self._workers: dict[int, _Worker] = {}
+        self._nodes: dict[int, tuple[float, tuple[int, ...]]] = {}
+        self._num_stacks = 0
+        self._oom_kills = oom_kills()
+
+    def started(self, rank: int, pid: int, page_fd: int) -> None:
+        """A process has this rank from now on, or begins anew in it; what was known of the rank is forgotten.
+
+        The page's descriptor stays the caller's; -1 says that there is no page, then only being stopped counts.
+        """
+        self.gone(rank)
+        now = time.monotonic()
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            return  # it ended already; the caller will see it
+        self._workers[rank] = _Worker(pid, page_fd, pidfd, since_s=now)
+        self._watch.started(rank, now)
+
+    def gone(self, rank: int) -> None:
+        """The rank has no process here now."""
+        self._watch.gone(rank)
+        worker = self._workers.pop(rank, None)
+        if worker is not None:
+            os.close(worker.pidfd)
+
+    def close(self) -> None:
+        """No more workers."""
+        for rank in tuple(self._workers):
+            self.gone(rank)
+        self.journal.close()
+
+    def heard(self, node: int, ranks: tuple[int, ...]) -> None:
+        """Another node gave a sign of life, and has these ranks."""
+        self._nodes[node] = (time.monotonic(), ranks)
+
+    def why_it_ended(self, code: int) -> str:
+        """A phrase for a worker's exit; negative codes are signals."""
+        kills = oom_kills()
+        out_of_memory, self._oom_kills = kills > self._oom_kills and code == -signal.SIGKILL, kills
+        return cause(Exit(code, out_of_memory))
+
+    def poll(self, now: float) -> list[Verdict]:
+        """What is to be done now; every order is given once."""
+        sights = [self._look(rank, worker, now) for rank, worker in self._workers.items()]
+        silent = {node: (now - heard_s, ranks) for node, (heard_s, ranks) in self._nodes.items()}
+        orders = []
+        for verdict in self._watch.look(now, sights, silent):
+            if verdict.kind is Kind.LOOK:
+                self._ask(verdict.rank)
+            elif verdict.kind is Kind.WAIT:
+                logger.info("%s", verdict.reason)
+            else:
+                logger.warning("%s (%s)", verdict.reason, "; ".join(verdict.evidence))
+                orders.append(verdict)
+        self.journal.progress(now, self._workers_read())
+        return orders
+
+    def incident(self, facts: dict[str, Any]) -> None:
+        """A recovery is over: one box for people, one line for programs."""
+        self.journal.incident(facts)
+
+    def stacks_of(self, rank: int) -> str:
+        """The path of the last stack dump of the rank's process; empty if there is none."""
+        worker = self._workers.get(rank)
+        return worker.stacks if worker else ""
+
+    def _workers_read(self) -> dict[int, int]:
+        return {rank: worker.page_fd for rank, worker in self._workers.items() if worker.page_fd >= 0}
+
+    def _look(self, rank: int, worker: _Worker, now: float) -> Sight:
+        reading = page.read(worker.page_fd) if worker.page_fd >= 0 else page.Reading(bytes(page.PAGE_BYTES))
+        if reading.beat.changes != worker.changes:
+            worker.changes, worker.since_s = reading.beat.changes, now
+            worker.asked, worker.stands = False, None
+        if now - worker.since_s < CLOSER_AFTER_S:
+            return Sight(rank, reading.beat)
+        if worker.asked:
+            self._collect(rank, worker)
+        seen = vitals(worker.pid)
+        if seen is None:
+            return Sight(rank, reading.beat, state="Z")
+        return Sight(
+            rank,
+            reading.beat,
+            state=seen.state,
+            busy_s=seen.busy_s,
+            starved_s=seen.starved_s,
+            wakes=seen.wakes,
+            read_bytes=seen.read_bytes,
+            stands=worker.stands,
+        )
+
+    def _ask(self, rank: int) -> None:
+        """Has the worker append its stacks, if it would survive the signal."""
+        worker = self._workers.get(rank)
+        if worker is None or worker.page_fd < 0:
+            return
+        number = page.read(worker.page_fd).dump_signal
+        seen = vitals(worker.pid)
+        if not number or seen is None or not seen.catches >> (number - 1) & 1:
+            return
+        try:
+            signal.pidfd_send_signal(worker.pidfd, number)
+            worker.asked = True
+        except OSError:
+            logger.debug("rank %d ended before it could be asked for its stacks", rank)
+
+    def _collect(self, rank: int, worker: _Worker) -> None:
+        text = page.take_dump(worker.page_fd)
+        if not text:
+            return
+        worker.stands = where_it_stands(text)
+        if self._num_stacks >= MAX_STACKS:
+            return
+        self._num_stacks += 1
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = self.directory / f"stacks-rank{rank}-{worker.pid}-{self._num_stacks}.txt"
+            path.write_text(text, encoding="utf-8")
+            worker.stacks = str(path)
+        except OSError as error:
+            logger.warning("the stacks of rank %d could not be written: %s", rank, error)
+
+
+def where_it_stands(dump: str) -> Phase | None:
+    """The phase that the main thread's stack shows, innermost first; None if nothing is known of its kind.
+
+    In a dump of the fault handler the main thread comes last.
+    """
+    blocks = [block for block in dump.split("\n\n") if "File " in block]
+    if not blocks:
+        return None
+    frames = [line.strip() for line in blocks[-1].splitlines() if line.strip().startswith("File ")]
+    inner, whole = " ".join(frames[:3]), " ".join(frames)
+    if any(place in whole for place in ("torch/_dynamo/", "torch/_inductor/", "/triton/")):
+        return Phase.COMPILE
+    waits_in_c = "torch/autograd/graph.py" in frames[0] and "_engine_run_backward" in frames[0]
+    functional = "torch/_ops.py" in frames[0] and "torch/distributed" in inner
+    if waits_in_c or functional or "torch/distributed/" in frames[0] or "train/beats.py" in frames[0]:
+        return Phase.COLLECTIVE
+    if "torch/utils/data/" in whole:
+        return Phase.DATA
+    if "torch/serialization.py" in whole or "torch/distributed/checkpoint/" in whole:
+        return Phase.LOADING if "load" in whole else Phase.SAVING
+    if "<frozen importlib._bootstrap>" in whole:
+        return Phase.START
+    return None

@@ -1,0 +1,126 @@
+"""The watchdog on real processes: what hangs is found, by progress and not by heartbeats, and what lives is left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.core.faults import Phase
+from holdfast.train import page
+from holdfast.train.watchdog import where_it_stands
+
+JOBS = str(Path(__file__).with_name("watch_jobs.py"))
+# What the limits of these jobs are (their steps take some hundredths of a second), and what a busy machine may add.
+FOUND_WITHIN_S = 3.0 + 6.0
+
+
+def run_jobs(directory: Path, seconds: float, *names: str) -> dict[str, dict[str, Any]]:
+    command = [sys.executable, JOBS, str(directory), str(seconds), *names]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    return {row["job"]: row for row in map(json.loads, answer.stdout.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("jobs")
+    return run_jobs(directory, 4.5, "healthy", "stopped", "plain", "lock", "data", "unheard", "evaluation")
+
+
+@pytest.mark.parametrize("job", ["stopped", "plain", "lock", "data"])
+def test_a_rank_that_is_stuck_is_found_and_only_it(job: str, jobs: dict[str, dict[str, Any]]) -> None:
+    (said,) = jobs[job]["said"]
+    assert (said["kind"], said["rank"]) == ("restart_rank", 1)
+    assert said["after_s"] < max(FOUND_WITHIN_S, 3 * said["p99_s"])
+    assert any("rank 1 is missing in" in fact and "rank 0 waits" in fact for fact in said["evidence"]), said
+
+
+def test_the_collective_that_lacks_a_rank_has_its_name(jobs: dict[str, dict[str, Any]]) -> None:
+    assert "rank 1 is missing in all_reduce no. " in jobs["plain"]["said"][0]["evidence"][-1]
+
+
+def test_the_stacks_of_a_stuck_rank_are_written_down(jobs: dict[str, dict[str, Any]]) -> None:
+    """Also of threads: the one that beats on beside the main thread is no progress."""
+    text = Path(jobs["lock"]["said"][0]["stacks"]).read_text()
+    assert "in hang_on_a_lock" in text
+    assert text.count("most recent call first") == 2
+    assert "in __getitem__" in Path(jobs["data"]["said"][0]["stacks"]).read_text()
+
+
+def test_who_waits_inside_backward_is_known_by_its_stack(jobs: dict[str, dict[str, Any]]) -> None:
+    assert jobs["lock"]["stands"]["0"] == "COLLECTIVE"
+    assert jobs["data"]["stands"]["1"] == "DATA"
+
+
+@pytest.mark.parametrize("job", ["healthy", "unheard", "evaluation"])
+def test_nobody_healthy_is_interrupted(job: str, jobs: dict[str, dict[str, Any]]) -> None:
+    """Steps, steps whose beats are lost, and a rank that evaluates alone while the other waits."""
+    assert jobs[job]["said"] == []
+    assert jobs[job]["alive"] == [True, True]
+    assert jobs[job]["steps"][0] > 30
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_endless_loop_is_found_and_a_starved_machine_raises_no_alarm(tmp_path: Path) -> None:
+    """Six jobs and six busy loops on two processors for half a minute; one rank spins while the other waits for it."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(6)]
+    try:
+        rows = run_jobs(tmp_path, 45, "healthy", "spin")
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+    assert rows["healthy"]["said"] == []
+    assert rows["healthy"]["alive"] == [True, True]
+    assert [(said["kind"], said["rank"]) for said in rows["spin"]["said"]] == [("restart_rank", 1)]
+
+
+def test_a_page_tells_what_was_written_and_nothing_else() -> None:
+    fd = page.make_page()
+    try:
+        assert page.read(fd).beat.changes == 0
+        writer = page.Writer(fd)
+        before = writer.enter(b"all_reduce")
+        assert page.read(fd).beat.inside
+        writer.leave(before)
+        for _ in range(3):
+            writer.stepped()
+        reading = page.read(fd)
+        assert (reading.pid, reading.beat.step, reading.beat.inside) == (os.getpid(), 3, False)
+        assert (reading.beat.collective, reading.beat.sequence) == ("all_reduce", 1)
+        assert reading.beat.samples[Phase.STEP] == 2
+        assert 0 < reading.beat.step_p99_s < 1
+        writer.close()
+        os.pwrite(fd, b"\xff" * page.PAGE_BYTES, 0)
+        assert page.read(fd).beat.changes == 0
+        with open(f"/proc/self/fd/{fd}", "ab") as behind:
+            behind.write(b"File x")
+        assert (page.take_dump(fd), page.take_dump(fd)) == ("File x", "")
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("frames", "phase"),
+    [
+        (['"/x/torch/autograd/graph.py", line 1 in _engine_run_backward', '"/x/train.py", line 2 in f'], Phase.COLLECTIVE),
+        (['"/x/torch/distributed/rendezvous.py", line 1 in g'], Phase.COLLECTIVE),
+        (['"/usr/lib/threading.py", line 1 in wait', '"/x/torch/utils/data/dataloader.py", line 9 in n'], Phase.DATA),
+        (['"/x/a.py", line 1 in g', '"/x/torch/_inductor/codecache.py", line 1 in h'], Phase.COMPILE),
+        (['"/x/torch/serialization.py", line 1 in _save'], Phase.SAVING),
+        (['"<frozen importlib._bootstrap>", line 1 in _load'], Phase.START),
+        (['"/x/train.py", line 1 in g', '"/x/torch/nn/parallel/distributed.py", line 1 in forward'], None),
+    ],
+)  # fmt: skip
+def test_where_a_stack_stands(frames: list[str], phase: Phase | None) -> None:
+    other = 'Thread 0x1 (most recent call first):\n  File "/x/torch/utils/data/_utils/pin.py", line 1 in loop\n\n'
+    lines = "\n".join(f"  File {frame}" for frame in frames)
+    assert where_it_stands(f"{other}Current thread 0x2 (most recent call first):\n{lines}\n") is phase
+    assert where_it_stands("") is None

@@ -1,0 +1,175 @@
+"""What tests/train/test_watchdog.py runs: several small jobs at once, forked from one process that has torch, each with
+a fault of its own and a Watchdog. Prints one JSON line per job: what was said, about whom, after how long.
+
+    watch_jobs.py DIRECTORY SECONDS JOB...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from holdfast.train import beats, page
+from holdfast.train.watchdog import Watchdog
+
+FAULT_AFTER_STEP = 20
+CULPRIT = 1
+
+
+class Blocks(Dataset[torch.Tensor]):
+    """Of which one element never comes."""
+
+    def __init__(self, broken: bool) -> None:
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.broken and index >= FAULT_AFTER_STEP:
+            os.read(os.pipe()[0], 1)
+        return torch.ones(4)
+
+
+def hang_on_a_lock() -> None:
+    """With a thread that lives on: a heartbeat."""
+    threading.Thread(target=lambda: [time.sleep(0.3) for _ in range(1000)], daemon=True).start()
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def evaluate(model: torch.nn.Module) -> None:
+    """Slow, alone, and in order."""
+    model.eval()
+    time.sleep(4)
+    model.train()
+
+
+def train(job: str, rank: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model: torch.nn.Module = torch.nn.Linear(4, 1)
+    if job != "plain":
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    culprit = rank == CULPRIT
+    batches = iter(DataLoader(Blocks(job == "data" and culprit), batch_size=1))
+    for step in range(100_000):
+        loss = model(next(batches)).sum()
+        loss.backward()
+        if job == "plain":
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.05)
+        if step == FAULT_AFTER_STEP and culprit:
+            Fault.of(job, model)
+
+
+class Fault:
+    """What the culprit does to itself."""
+
+    @staticmethod
+    def of(job: str, model: torch.nn.Module) -> None:
+        kinds: dict[str, Callable[[], None]] = {
+            "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+            "plain": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+            "lock": hang_on_a_lock,
+            "spin": spin,
+            "unheard": beats.detach,
+            "evaluation": lambda: evaluate(model),
+        }
+        kinds.get(job, lambda: None)()
+
+
+class Job:
+    """Two ranks, their pages, their watchdog."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.name = name
+        store = tempfile.mktemp(prefix=f"store-{name}-", dir=directory)
+        self.watchdog = Watchdog(directory / name, 2)
+        self.pages = [page.make_page() for _ in range(2)]
+        self.pids = [self._fork(rank, store) for rank in range(2)]
+        self.said: list[dict[str, object]] = []
+        for rank, pid in enumerate(self.pids):
+            self.watchdog.started(rank, pid, self.pages[rank])
+
+    def _fork(self, rank: int, store: str) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            os.setpgid(0, 0)
+            beats.attach(self.pages[rank])
+            train(self.name, rank, store)
+        except BaseException:  # noqa: BLE001 - a fork ends here, whatever happened
+            traceback.print_exc()
+        os._exit(1)
+
+    def poll(self, now: float) -> None:
+        for verdict in self.watchdog.poll(now):
+            self.said.append(
+                {
+                    "kind": verdict.kind.value, "rank": verdict.rank, "reason": verdict.reason,
+                    "evidence": verdict.evidence, "after_s": round(verdict.found_after_s, 2),
+                    "stacks": self.watchdog.stacks_of(verdict.rank),
+                    "p99_s": page.read(self.pages[verdict.rank]).beat.step_p99_s,
+                }
+            )  # fmt: skip
+
+    def steps(self) -> list[int]:
+        return [page.read(fd).beat.step for fd in self.pages]
+
+    def end(self) -> None:
+        steps = self.steps()
+        stands = {r: w.stands.name if w.stands else "" for r, w in self.watchdog._workers.items()}
+        self.watchdog.close()
+        alive = []
+        for pid in self.pids:
+            alive.append(os.waitpid(pid, os.WNOHANG)[0] == 0)
+            if alive[-1]:
+                os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        print(json.dumps({"job": self.name, "said": self.said, "steps": steps, "alive": alive, "stands": stands}))
+
+
+def main() -> None:
+    directory, seconds, names = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    torch.set_num_threads(1)
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0).zero_grad()  # what it imports, it imports once
+    jobs = [Job(name, directory) for name in names]
+    deadline = time.monotonic() + 60
+    faulty = [job for job in jobs if job.name not in ("healthy", "unheard", "evaluation")]
+    started = False
+    while time.monotonic() < deadline and not (len(faulty) == len(jobs) and all(job.said for job in faulty)):
+        for job in jobs:
+            job.poll(time.monotonic())
+        if not started and all(job.steps()[0] >= FAULT_AFTER_STEP for job in jobs):
+            started, deadline = True, time.monotonic() + seconds
+        time.sleep(0.05)
+    for job in jobs:
+        job.end()
+
+
+if __name__ == "__main__":
+    main()
