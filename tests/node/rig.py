@@ -32,7 +32,7 @@ class Rig:
 
     def __init__(self, base: Path, *, num_nodes: int = 1, per_node: int = 1, own_bytes: int = 4096, **config: object):
         self.base = base
-        self.root = str(base / "ck")
+        self.root = str(config.pop("root", base / "ck"))
         self.labels = tuple(f"n{index}" for index in range(num_nodes))
         self.topology = Topology(self.labels, tuple(rank // per_node for rank in range(num_nodes * per_node)))
         self.per_node = per_node

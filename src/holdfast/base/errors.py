@@ -7,7 +7,8 @@ HoldfastError
 ├── StorageError          the checkpoint path refuses (rights, full disk, vanished directory)
 │   ├── StorageFull       no space or no quota left
 │   ├── ForeignDirectory  the path holds files that are not ours
-│   └── StorageUnfit      the file system lacks what a safe commit needs
+│   ├── StorageUnfit      the file system lacks what a safe commit needs
+│   └── StorageBusy       an object store did not answer, or answered with an error that may pass
 ├── CorruptError          bytes are not what was sealed
 │   └── NewerFormat       written by a holdfast that knows more than this one
 ├── VersionNotFound       the version (or any version) is not there
@@ -96,6 +97,13 @@ class StorageUnfit(StorageError):
 
     code = "HF203"
     retryable = False
+
+
+class StorageBusy(StorageError):
+    """An object store did not answer in time, or with an error that may pass. It was tried again; check its health."""
+
+    code = "HF204"
+    advice = "check the object store's health and the network; it is tried again"
 
 
 class CorruptError(HoldfastError):

@@ -1,15 +1,19 @@
 """What a place that keeps bytes must be able to do: write, create once, read, list, delete.
 
-`storage` is the consumer and owns this interface; `local` is the directory behind it. Names are relative and have one
-or two segments (`holdfast.json`, `<version>/<file>`). A backend knows nothing of versions, and every verb may be
-repeated: doing it twice is doing it once. A retry, a limit or a planted fault is a wrapper with these same verbs.
+`storage` is the consumer and owns this interface; `local` is the directory behind it, `object_store` the bucket. Names
+are relative and have one or two segments (`holdfast.json`, `<version>/<file>`). A backend knows nothing of versions, and
+every verb may be repeated: doing it twice is doing it once. A retry, a limit or a planted fault is a wrapper with these
+same verbs; `urls` stacks them. What the verbs promise is checked by `testing.contracts.backend`, for any backend.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
+
+from holdfast.base.errors import UsageError
+from holdfast.core.model import NAME_PATTERN
 
 # Where files lie until they are whole. May be listed and deleted from, never read.
 TEMPORARY = ".tmp"
@@ -20,7 +24,7 @@ class Properties:
     """What a backend is.
 
     Attributes:
-        kind: `"local"`.
+        kind: `"local"` or `"object store"`.
         where: the root as the operator names it.
         has_temporaries: unfinished writes leave files under TEMPORARY that someone must sweep.
     """
@@ -47,12 +51,15 @@ class Backend(Protocol):
     def put(
         self,
         name: str,
-        chunks: Sequence[memoryview],
+        chunks: Iterable[memoryview],
         *,
         stamp: str,
         progress: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Writes a file, whole or not at all. When this returns it survives a power cut. Replaces an older one.
+
+        `chunks` may be asked for again, after an error. Those of a list or tuple all stay as they are until this
+        returns; one of another iterable only until the next is asked for.
 
         `progress` is called with the bytes of each part that was written, some perhaps twice.
         """
@@ -81,3 +88,22 @@ class Backend(Protocol):
 
     def delete(self, *names: str) -> None:
         """Removes files in this order, durably. `x/` removes a directory that is empty. What is not there is fine."""
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """(directory or "", leaf) of a name that is safe to open.
+
+    Raises:
+        UsageError: it is no name that holdfast gives to a file.
+    """
+    directory, _, leaf = name.rpartition("/")
+    if directory:
+        check_segment(directory)
+    check_segment(leaf)
+    return directory, leaf
+
+
+def check_segment(segment: str) -> None:
+    """Refuses what is not one plain segment of a name."""
+    if not NAME_PATTERN.match(segment):
+        raise UsageError(f"{segment[:100]!r} is not a name that holdfast gives to a file")

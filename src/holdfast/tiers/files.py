@@ -14,7 +14,7 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from holdfast.base.errors import StorageUnfit
 
@@ -33,10 +33,11 @@ class _DirectRefusedError(Exception):
 
 
 def write(
-    place: int, name: str, chunks: Sequence[memoryview], progress: Callable[[int], None] = lambda _: None
+    place: int, name: str, chunks: Iterable[memoryview], progress: Callable[[int], None] = lambda _: None
 ) -> None:
     """Writes a new file and makes its bytes durable (its name is not yet)."""
-    if sum(map(len, chunks)) >= MIN_DIRECT_BYTES:
+    # What is made on the way (no list) is large.
+    if not isinstance(chunks, list | tuple) or sum(map(len, chunks)) >= MIN_DIRECT_BYTES:
         try:
             _write_direct(place, name, chunks, progress)
             return
@@ -52,13 +53,13 @@ def write(
         os.fsync(descriptor)
 
 
-def _write_direct(place: int, name: str, chunks: Sequence[memoryview], progress: Callable[[int], None]) -> None:
+def _write_direct(place: int, name: str, chunks: Iterable[memoryview], progress: Callable[[int], None]) -> None:
     """Writes whole pages from where they lie and the rest from a padded page, and cuts the padding off."""
-    if any(len(chunk) % PAGE for chunk in chunks[:-1]):
-        raise _DirectRefusedError
     with _refusal(), closing(os.open(name, _NEW_FILE | os.O_DIRECT, 0o666, dir_fd=place)) as descriptor:
         at = 0
         for chunk in chunks:
+            if at % PAGE:  # only the last chunk may end within a page
+                raise _DirectRefusedError
             whole = len(chunk) - len(chunk) % PAGE
             at = _write_all(descriptor, chunk[:whole], at, progress)
             if whole < len(chunk):

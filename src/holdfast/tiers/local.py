@@ -15,13 +15,12 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from holdfast.base.errors import Fenced, StorageError, StorageFull, UsageError, VersionNotFound
-from holdfast.core.model import NAME_PATTERN
+from holdfast.base.errors import Fenced, StorageError, StorageFull, VersionNotFound
 from holdfast.tiers import files
-from holdfast.tiers.backend import TEMPORARY, Properties
+from holdfast.tiers.backend import TEMPORARY, Properties, check_segment, split_name
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: a pipe that someone put there must not hold us.
@@ -69,13 +68,13 @@ class LocalBackend:
     def put(
         self,
         name: str,
-        chunks: Sequence[memoryview],
+        chunks: Iterable[memoryview],
         *,
         stamp: str,
         progress: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Writes a file, whole or not at all; see Backend."""
-        directory, leaf = _split(name)
+        directory, leaf = split_name(name)
         with self._translated(name), self._open_root() as root:
             made = self._temporary(root, chunks, stamp, progress)
             with made as (place, temporary), _beneath(root, directory) as target:
@@ -84,7 +83,7 @@ class LocalBackend:
 
     def create(self, name: str, data: bytes, *, stamp: str) -> bool:
         """Writes a file if none is there; see Backend."""
-        directory, leaf = _split(name)
+        directory, leaf = split_name(name)
         with self._translated(name), self._open_root() as root:
             with self._temporary(root, [memoryview(data)], stamp) as (place, temporary):
                 with _beneath(root, directory) as target:
@@ -113,7 +112,7 @@ class LocalBackend:
     def listing(self, directory: str) -> list[tuple[str, int]]:
         """(name, bytes) of what stands directly in `directory`; see Backend."""
         if directory and directory != TEMPORARY:
-            _check_segment(directory)
+            check_segment(directory)
         with self._translated(directory):
             try:
                 with self._open_root() as root, _beneath(root, directory, make=False) as target:
@@ -155,7 +154,7 @@ class LocalBackend:
     @contextlib.contextmanager
     def _open_old(self, name: str) -> Iterator[tuple[int, int]]:
         """(descriptor, size) of a regular file that exists."""
-        directory, leaf = _split(name)
+        directory, leaf = split_name(name)
         try:
             with self._open_root() as root, _beneath(root, directory, make=False) as target:
                 descriptor = os.open(leaf, _OLD_FILE, dir_fd=target)
@@ -171,10 +170,10 @@ class LocalBackend:
 
     @contextlib.contextmanager
     def _temporary(
-        self, root: int, chunks: Sequence[memoryview], stamp: str, progress: Callable[[int], None] = lambda _: None
+        self, root: int, chunks: Iterable[memoryview], stamp: str, progress: Callable[[int], None] = lambda _: None
     ) -> Iterator[tuple[int, str]]:
         """(directory, name) of a durable file with these bytes. Gone afterwards, unless it got its final name."""
-        _check_segment(stamp)
+        check_segment(stamp)
         with _beneath(root, TEMPORARY) as place:
             name = f"{stamp}.{secrets.token_hex(6)}"
             try:
@@ -184,20 +183,6 @@ class LocalBackend:
                 # After an error the file is worth nothing; after a rename there is none; after a link it is spare.
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=place)
-
-
-def _split(name: str) -> tuple[str, str]:
-    """(directory or "", leaf) of a name that is safe to open."""
-    directory, _, leaf = name.rpartition("/")
-    if directory:
-        _check_segment(directory)
-    _check_segment(leaf)
-    return directory, leaf
-
-
-def _check_segment(segment: str) -> None:
-    if not NAME_PATTERN.match(segment):
-        raise UsageError(f"{segment[:100]!r} is not a name that holdfast gives to a file")
 
 
 @contextlib.contextmanager
@@ -227,7 +212,7 @@ def _parent(name: str) -> str:
 def _remove(root: int, name: str) -> None:
     """Removes a file, or a directory if it is empty (`x/`)."""
     if name.endswith("/"):
-        _check_segment(name[:-1])
+        check_segment(name[:-1])
         try:
             os.rmdir(name[:-1], dir_fd=root)
         except OSError as error:
@@ -235,7 +220,7 @@ def _remove(root: int, name: str) -> None:
                 raise
         return
     directory, _, leaf = name.rpartition("/")
-    _split(leaf if directory == TEMPORARY else name)
+    split_name(leaf if directory == TEMPORARY else name)
     with _beneath(root, directory, make=False) as target:
         os.unlink(leaf, dir_fd=target)
 

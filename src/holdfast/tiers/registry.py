@@ -144,7 +144,7 @@ def lineage(backend: Backend) -> dict[int, Version | None]:
 
 def make_stamp(incarnation: int, term: int = 0) -> str:
     """The mark of this process on its temporary files: incarnation, term, machine, process."""
-    return f"i{incarnation:06d}-t{term:06d}-h{_machine()}-p{os.getpid()}"
+    return f"i{incarnation:06d}-t{term:06d}-h{machine_id()}-p{os.getpid()}"
 
 
 def sweep(backend: Backend, incarnation: int, *, is_alive: Callable[[int], bool]) -> list[str]:
@@ -162,7 +162,7 @@ def sweep(backend: Backend, incarnation: int, *, is_alive: Callable[[int], bool]
     for name, _ in backend.listing(TEMPORARY):
         match = _STAMP.match(name)
         # Incarnation 0 is a start that has no number yet, so its number says nothing about its age.
-        if match and (0 < int(match[1]) < incarnation or (match[2] == _machine() and not is_alive(int(match[3])))):
+        if match and (0 < int(match[1]) < incarnation or (match[2] == machine_id() and not is_alive(int(match[3])))):
             dead.append(name)
     backend.delete(*(f"{TEMPORARY}/{name}" for name in dead))
     return dead
@@ -173,7 +173,7 @@ def process_exists(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def _machine() -> str:
+def machine_id() -> str:
     """A digest that two processes share when a process number means the same to both: host, boot, PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     words = (socket.gethostname(), boot.read_text() if boot.exists() else "", _namespace())

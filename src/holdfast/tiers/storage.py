@@ -13,14 +13,12 @@ Layout of the directory: docs/spec/format.md, section 1.
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from holdfast.base.errors import (
-    ConfigError,
     CorruptError,
     Fenced,
     ForeignDirectory,
@@ -36,10 +34,11 @@ from holdfast.tiers import manifest as manifests
 from holdfast.tiers import registry
 from holdfast.tiers.backend import Backend
 from holdfast.tiers.format import Entry, Image
-from holdfast.tiers.local import LocalBackend
+from holdfast.tiers.leaselock import LeaseLock
 from holdfast.tiers.manifest import BundleFile, Manifest
 from holdfast.tiers.runlock import PREDECESSOR_TIMEOUT_S, RunLock
 from holdfast.tiers.strict import MAX_RECORD_BYTES
+from holdfast.tiers.urls import open_backend
 
 logger = logging.getLogger(__name__)
 
@@ -55,17 +54,12 @@ T = TypeVar("T")
 
 
 def open_storage(url: str | Path, events: Events) -> Storage:
-    """The storage behind a path or a `file://` URL. Touches nothing yet.
+    """The storage behind a path, a `file://` URL, or a bucket's URL. Touches nothing yet.
 
     Raises:
-        ConfigError: a scheme that this release does not know.
+        ConfigError: a scheme that this release does not know, or obstore is missing.
     """
-    text = str(url)
-    if text.startswith("file://"):
-        text = text.removeprefix("file://")
-    if "://" in text or not text:
-        raise ConfigError(f"{text!r} is not a place for checkpoints", remedy="give a directory or a file:// URL")
-    return Storage(LocalBackend(Path(os.path.abspath(os.path.expanduser(text)))), events)
+    return Storage(open_backend(url), events)
 
 
 class Storage:
@@ -81,7 +75,8 @@ class Storage:
         self._backend = backend
         self._events = events
         self._job_id = ""
-        self._run_lock = RunLock(Path(backend.properties.where)) if backend.properties.kind == "local" else None
+        local = backend.properties.kind == "local"
+        self._run_lock = RunLock(Path(backend.properties.where)) if local else LeaseLock(backend)
 
     @property
     def where(self) -> str:
@@ -133,13 +128,11 @@ class Storage:
         Raises:
             InUse: another living process works on the root; says which.
         """
-        if self._run_lock is not None:
-            self._run_lock.take(run_id, timeout_s=timeout_s)
+        self._run_lock.take(run_id, timeout_s=timeout_s)
 
     def leave(self) -> None:
         """Lets another job in. Doing it twice, or without `occupy`, is fine."""
-        if self._run_lock is not None:
-            self._run_lock.release()
+        self._run_lock.release()
 
     def register_incarnation(self) -> int:
         """Takes the next free incarnation. From then on everything of a lower one is dead."""

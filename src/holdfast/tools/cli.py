@@ -51,7 +51,7 @@ app = typer.Typer(
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
-Root = Annotated[str, typer.Argument(metavar="ROOT", help="The checkpoint directory, or a file:// URL.")]
+Root = Annotated[str, typer.Argument(metavar="ROOT", help="The checkpoint directory, or a URL (file, s3, gs, az).")]
 RanksPerNode = Annotated[int | None, typer.Option(min=1, metavar="N", help="How many ranks share a node.")]
 VersionName = Annotated[str | None, typer.Argument(metavar="[VERSION]", help="As `holdfast ls` shows it.")]
 

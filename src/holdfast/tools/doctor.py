@@ -13,6 +13,7 @@ import mmap
 import os
 import platform
 import re
+import secrets
 import shutil
 import stat
 import tempfile
@@ -25,9 +26,10 @@ from pathlib import Path
 from holdfast.base.config import Config, load
 from holdfast.base.errors import Fenced, HoldfastError
 from holdfast.node.places import place_of
-from holdfast.tiers.backend import TEMPORARY
+from holdfast.tiers.backend import TEMPORARY, Backend
 from holdfast.tiers.budget import allowed_bytes, read_limits
 from holdfast.tiers.local import LocalBackend
+from holdfast.tiers.urls import is_bucket, open_backend
 from holdfast.tiers.wire import unix_path
 from holdfast.tools import output
 
@@ -54,7 +56,7 @@ def doctor(root: str | None, *, as_json: bool) -> int:
     settings = load()
     checks = list(machine_checks(settings, root or "/checkpoints"))
     if root is not None:
-        checks += storage_checks(Path(os.path.abspath(root)))
+        checks += bucket_checks(root) if is_bucket(root) else storage_checks(Path(os.path.abspath(root)))
     healthy = all(check.state != PROBLEM for check in checks)
     if as_json:
         rows = [{"name": c.name, "state": c.state, "detail": c.detail, "remedy": c.remedy} for c in checks]
@@ -167,6 +169,48 @@ def storage_checks(root: Path) -> Iterator[Check]:
         yield tried("write and fsync", lambda: durable_write(directory))
         yield tried("create once", lambda: create_once(directory))
         yield tried("direct writes", lambda: direct_writes(directory))
+
+
+def bucket_checks(url: str) -> Iterator[Check]:
+    """What a bucket must be able to do. One object of our own is written and removed."""
+    try:
+        backend = open_backend(url)
+        names = [name for name, _ in backend.listing("")]
+    except HoldfastError as error:
+        yield Check("bucket", PROBLEM, error.what, error.remedy)
+        return
+    if names and MARKER not in names and names != [f"{TEMPORARY}/"]:
+        yield Check("path", PROBLEM, f"{url} holds objects that are not ours ({names[0]})", "choose an empty prefix")
+    else:
+        yield Check("path", GOOD, f"{url} is {'a checkpoint directory' if MARKER in names else 'empty'}")
+    yield tried("create once", lambda: bucket_create_once(backend))
+    yield tried("write and read", lambda: bucket_round_trip(backend))
+
+
+def bucket_create_once(backend: Backend) -> Check:
+    """Whether the store honours a conditional put."""
+    backend.prepare()
+    return Check("create once", GOOD, "a second creation of the same object is refused")
+
+
+def bucket_round_trip(backend: Backend) -> Check:
+    """A write, a ranged read of it, and its removal, timed."""
+    directory = f"doctor-{secrets.token_hex(4)}"
+    name, data = f"{directory}/trial", os.urandom(TRIAL_BYTES)
+    started = time.perf_counter()
+    try:
+        backend.put(name, [memoryview(data)], stamp="doctor")
+        written = time.perf_counter()
+        found = bytearray(TRIAL_BYTES - 1)
+        backend.read_into(name, memoryview(found), offset=1)
+        done = time.perf_counter()
+    finally:
+        backend.delete(name)
+    if found != data[1:]:
+        return Check("write and read", PROBLEM, "other bytes came back than were written", "use another store")
+    size = output.size_text(TRIAL_BYTES)
+    detail = f"{size} written in {(written - started) * 1000:.0f} ms, read in {(done - written) * 1000:.0f} ms"
+    return Check("write and read", GOOD, detail)
 
 
 def nearest_existing(path: Path) -> Path:

@@ -1,0 +1,409 @@
+"""Checkpoints in a bucket, against a real HTTP S3 server, with every fault that a network and a store can add."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.base.errors import (
+    ConfigError,
+    CorruptError,
+    Fenced,
+    ForeignDirectory,
+    InUse,
+    StorageBusy,
+    StorageError,
+    StorageUnfit,
+    VersionNotFound,
+)
+from holdfast.base.events import Events
+from holdfast.core.model import Level, Version
+from holdfast.testing.contracts.backend import CHECKS
+from holdfast.tiers import object_store
+from holdfast.tiers.backend import Backend
+from holdfast.tiers.leaselock import LOCK_NAME, LeaseLock
+from holdfast.tiers.limited import Limited
+from holdfast.tiers.local import LocalBackend
+from holdfast.tiers.object_store import INSTALLED, PART_BYTES, ObjectStoreBackend
+from holdfast.tiers.retrying import Policy, Retrying
+from holdfast.tiers.storage import Storage, open_storage
+from holdfast.tools import doctor
+from node.rig import reached, rig_in, save_all
+from tiers.s3 import BUCKET, Server, bucket, s3_server, times
+from tiers.samples import STAMP, save, verify
+
+V1, V2, V3 = Version(1, 10), Version(1, 20), Version(1, 30)
+QUICK = Policy(first_pause_s=0.001, max_pause_s=0.01)
+_prefixes = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with s3_server() as running, pytest.MonkeyPatch.context() as patch:
+        for name, value in running.environment.items():
+            patch.setenv(name, value)
+        yield running
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"run-{next(_prefixes)}"
+
+
+def stacked(prefix: str, *, timeout_s: float = 10.0) -> Backend:
+    return Retrying(Limited(bucket(prefix, timeout_s=timeout_s), 4), QUICK)
+
+
+def claimed(prefix: str, **options: float) -> Storage:
+    store = Storage(stacked(prefix, **options), Events())
+    store.claim()
+    store.register_incarnation()
+    return store
+
+
+def proved(prefix: str) -> Backend:
+    """A backend whose probe is behind it, so that a plan counts only what the test does."""
+    backend = stacked(prefix)
+    backend.prepare()
+    return backend
+
+
+# The contract.
+
+
+def _in_memory(_: Path) -> Backend:
+    """The clients of all three stores share everything but the last inch; this one has no server behind it."""
+    from obstore.store import MemoryStore
+
+    return ObjectStoreBackend(MemoryStore(), "memory")
+
+
+MAKERS: dict[str, Callable[[Path], Backend]] = {
+    "directory": lambda path: LocalBackend(path / "root"),
+    "s3": lambda path: bucket(f"contract-{path.name}"),
+    "memory": _in_memory,
+    "memory with wrappers": lambda path: Retrying(Limited(_in_memory(path), 2), QUICK),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_every_backend_keeps_the_contract(server: Server, tmp_path: Path, kind: str) -> None:
+    for index, (name, check) in enumerate(CHECKS.items()):
+        place = tmp_path / f"{kind.replace(' ', '-')}-{index}"
+        place.mkdir()
+        backend = MAKERS[kind](place)
+        backend.prepare()
+        try:
+            check(backend)
+        except Exception as error:
+            raise AssertionError(f"{kind}: {name}") from error
+
+
+# A job in a bucket.
+
+
+def test_a_version_in_a_bucket_is_written_listed_read_and_retired(server: Server, prefix: str) -> None:
+    store = claimed(prefix)
+    for version in (V1, V2):
+        save(store, version)
+        assert verify(store, version) > 0
+    assert store.versions() == [V1, V2]
+    store.pin(V1)
+    assert store.pins() == {V1}
+    store.unpin(V1)
+    store.retire(V1)
+    assert store.versions() == [V2]
+    assert store._backend.listing(str(V1)) == []
+    again = open_storage(f"s3://{BUCKET}/{prefix}", Events())
+    assert again.job_id() == store.job_id()
+    assert verify(again, V2) > 0
+
+
+def test_incarnations_fence_in_a_bucket(server: Server, prefix: str) -> None:
+    store = claimed(prefix)
+    assert store.register_incarnation() == 2
+    with pytest.raises(Fenced, match="newer incarnation"):
+        save(store, V1)
+    store.record_resumed(2, None)
+    with pytest.raises(Fenced):
+        store.record_resumed(2, V1)
+    assert store.lineage() == {2: None}
+
+
+def test_what_is_left_of_an_uncommitted_version_is_discarded(
+    server: Server, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = claimed(prefix)
+    with monkeypatch.context() as patched:
+        patched.setattr(Storage, "commit", lambda *_, **__: None)
+        with pytest.raises(VersionNotFound):
+            save(store, V1)
+    assert store.unfinished() == [V1]
+    store.discard(V1)
+    assert store.unfinished() == []
+
+
+def test_a_bucket_that_holds_other_things_is_refused(server: Server, prefix: str) -> None:
+    backend = bucket(prefix)
+    backend.put("thesis", [memoryview(b"text")], stamp=STAMP)
+    with pytest.raises(ForeignDirectory, match="thesis"):
+        Storage(backend, Events()).claim()
+
+
+# Faults between us and the store.
+
+
+@pytest.mark.parametrize("action", ["500", "429", "lost", "reset"])
+def test_a_version_is_saved_through_failing_requests(server: Server, prefix: str, action: str) -> None:
+    store = claimed(prefix)
+    with server.planned(lambda request: action if request.number % 3 == 1 else "") as seen:
+        save(store, V1)
+        assert verify(store, V1) > 0
+    assert len(seen) > 10
+    assert store.versions() == [V1]
+
+
+@pytest.mark.parametrize("action", ["lost", "409"])
+def test_a_commit_whose_reply_is_lost_or_conflicts_is_a_commit(server: Server, prefix: str, action: str) -> None:
+    backend = proved(prefix)
+    with server.planned(times(1, action, where=lambda request: request.conditional)) as seen:
+        first = backend.create("v/manifest", b"content", stamp=STAMP)
+    # After a lost reply the object is found with our bytes; after a conflict with nobody it is made anew.
+    assert first is (action == "409")
+    assert sum(request.conditional for request in seen) == 2
+    assert backend.create("v/manifest", b"content", stamp=STAMP) is False
+    with pytest.raises(Fenced):
+        backend.create("v/manifest", b"other", stamp=STAMP)
+
+
+def test_a_registration_whose_reply_is_lost_takes_some_free_number(server: Server, prefix: str) -> None:
+    store = claimed(prefix)
+    with server.planned(times(1, "lost", where=lambda request: request.conditional)):
+        number = store.register_incarnation()
+    assert number in (2, 3)
+    assert store.highest_incarnation() == number
+
+
+def test_a_stalled_request_ends_and_is_made_again(server: Server, prefix: str) -> None:
+    backend = stacked(prefix, timeout_s=0.5)
+    backend.prepare()
+    backend.put("v/file", [memoryview(b"content")], stamp=STAMP)
+    with server.planned(times(1, "stall")) as seen:
+        assert backend.read("v/file") == b"content"
+    assert len(seen) >= 2
+
+
+@pytest.mark.parametrize("action", ["cut", "short"])
+def test_a_body_that_is_cut_short_is_never_taken_for_the_whole(server: Server, prefix: str, action: str) -> None:
+    backend = proved(prefix)
+    data = os.urandom(100_000)
+    backend.put("v/file", [memoryview(data)], stamp=STAMP)
+    with server.planned(times(2, action, where=lambda request: request.method == "GET")) as seen:
+        assert backend.read("v/file", length=200_000) == data
+    assert len(seen) == 3
+
+
+def test_a_bit_that_flips_on_the_way_is_found_by_the_digest(server: Server, prefix: str) -> None:
+    store = claimed(prefix)
+    manifest = save(store, V1)
+    with server.planned(times(1, "flip", where=lambda request: request.name.endswith(".safetensors"))):
+        with pytest.raises(CorruptError, match="chunk"):
+            store.verify_bundle(V1, manifest.bundles[0])
+    store.verify_bundle(V1, manifest.bundles[0])
+
+
+def test_what_fails_for_ever_ends_with_a_reason(server: Server, prefix: str) -> None:
+    backend = proved(prefix)
+    with server.planned(lambda _: "503") as seen:
+        with pytest.raises(StorageBusy, match="given up after 6 attempts"):
+            backend.put("v/file", [memoryview(b"x")], stamp=STAMP)
+    assert len(seen) == 6
+    with pytest.raises(VersionNotFound):
+        backend.read("v/file")
+
+
+def test_what_will_not_pass_is_not_tried_again(server: Server, prefix: str) -> None:
+    backend = proved(prefix)
+    with server.planned(lambda _: "403") as seen:
+        with pytest.raises(StorageError, match="credentials"):
+            backend.put("v/file", [memoryview(b"x")], stamp=STAMP)
+    assert len(seen) == 1
+
+
+def test_a_part_that_fails_leaves_no_object(server: Server, prefix: str) -> None:
+    backend = bucket(prefix)
+    data = memoryview(bytes(2 * PART_BYTES + 1))
+    with server.planned(lambda request: "500" if "partNumber=2" in request.path else ""):
+        with pytest.raises(StorageBusy):
+            backend.put("v/large", [data], stamp=STAMP)
+    assert backend.listing("v") == []
+    backend.put("v/large", [data], stamp=STAMP)
+    assert backend.listing("v") == [("large", len(data))]
+
+
+def test_a_store_that_ignores_the_condition_is_refused_at_the_start(server: Server, prefix: str) -> None:
+    with server.planned(lambda _: "unconditional"):
+        with pytest.raises(StorageUnfit, match="exactly once"):
+            Storage(stacked(prefix), Events()).claim()
+    assert bucket(prefix).listing("") == []
+
+
+def test_a_bucket_that_is_not_there_is_named(server: Server) -> None:
+    with pytest.raises(StorageError, match="bucket is not there"):
+        open_storage("s3://no-such-bucket/run", Events()).claim()
+
+
+def test_a_newer_writer_wins_the_race_for_the_commit(server: Server, prefix: str) -> None:
+    """Two committers with different content, the reply to the first is lost: one manifest, the other is fenced."""
+    backend = proved(prefix)
+    answers: list[object] = []
+
+    def commit(data: bytes) -> None:
+        try:
+            answers.append(backend.create("v/manifest.json", data, stamp=STAMP))
+        except Fenced as error:
+            answers.append(error)
+
+    with server.planned(lambda request: "lost" if request.conditional and request.number < 2 else ""):
+        threads = [threading.Thread(target=commit, args=(data,)) for data in (b"one", b"two")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert sum(isinstance(answer, Fenced) for answer in answers) == 1
+    assert backend.read("v/manifest.json") in (b"one", b"two")
+
+
+# One job at a time.
+
+
+def test_a_second_job_on_a_prefix_is_refused_and_told_by_whom(server: Server, prefix: str) -> None:
+    first, second = (Storage(stacked(prefix), Events()) for _ in range(2))
+    first.claim()
+    first.occupy("first")
+    first.occupy("first", timeout_s=0.1)  # again is fine
+    with pytest.raises(InUse, match=f"process {os.getpid()} .*'first'"):
+        second.occupy("second", timeout_s=0.1)
+    first.leave()
+    second.occupy("second", timeout_s=0.1)
+    second.leave()
+
+
+def test_the_lock_of_a_dead_process_of_this_machine_is_taken_over(server: Server, prefix: str) -> None:
+    code = (
+        "import sys; from holdfast.base.events import Events; from holdfast.tiers.storage import open_storage\n"
+        "store = open_storage(sys.argv[1], Events()); store.claim(); store.occupy('dead'); import os; os._exit(1)"
+    )
+    url = f"s3://{BUCKET}/{prefix}"
+    assert subprocess.run([sys.executable, "-c", code, url], timeout=60).returncode == 1
+    store = open_storage(url, Events())
+    store.claim()
+    assert store._backend.listing("")[-1][0] == LOCK_NAME
+    store.occupy("next", timeout_s=5)
+    store.leave()
+
+
+def test_a_holder_elsewhere_is_dead_when_its_beat_stands_still(
+    server: Server, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = proved(prefix)
+    away = LeaseLock(backend, renew_s=0.05)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("holdfast.tiers.leaselock.machine_id", lambda: "another")
+        away.take("away", timeout_s=1)
+    here = LeaseLock(backend, renew_s=0.05, lease_s=1.0)
+    with pytest.raises(InUse, match="away"):
+        here.take("here", timeout_s=0.1)  # its beats go on
+    away._stop.set()  # its process ends without a word
+    here.take("here", timeout_s=0.1)
+    away.release()  # a zombie gives back what is no longer its own
+    assert backend.listing("")[-1][0] == LOCK_NAME
+    here.release()
+    assert LOCK_NAME not in dict(backend.listing(""))
+
+
+# The whole house on a bucket.
+
+
+def test_keepers_persist_to_a_bucket_and_commands_look_at_it_without_torch(
+    server: Server, prefix: str, tmp_path: Path
+) -> None:
+    url = f"s3://{BUCKET}/{prefix}"
+    with rig_in(tmp_path, num_nodes=2, root=url) as rig:
+        trainers = rig.start()
+        version = save_all(trainers, 7, durable=True)
+        reached(trainers, version, Level.DURABLE)
+    code = (
+        "import sys; from holdfast.tools.cli import app\n"
+        "for words in (['ls'], ['inspect'], ['verify'], ['doctor']):\n"
+        "    app([*words, sys.argv[1], '--json'], standalone_mode=False)\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code, url], capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0, answer.stderr
+    listed, inspected, verified, checked = _documents(answer.stdout)
+    assert [row["version"] for row in listed["versions"]] == [str(version)]
+    assert inspected["version"] == str(version)
+    assert verified["healthy"] is True
+    assert {check["name"]: check["state"] for check in checked["checks"]}["create once"] == "good"
+
+
+def test_the_doctor_refuses_a_store_without_conditional_puts(
+    server: Server, prefix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with server.planned(lambda _: "unconditional"):
+        assert doctor.doctor(f"s3://{BUCKET}/{prefix}", as_json=True) == 1
+    states = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert states["create once"]["state"] == "problem"
+    assert "If-None-Match" in states["create once"]["remedy"]
+
+
+def _documents(text: str) -> list[dict[str, Any]]:
+    decoder, found, at = json.JSONDecoder(), [], 0
+    while at < len(text.rstrip()):
+        document, at = decoder.raw_decode(text, at)
+        found.append(document)
+        at += 1
+    return found
+
+
+# Addresses.
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3:///prefix", "s3://key:secret@bucket/prefix", "s3://bucket/prefix?X-Amz-Signature=secret"]
+)
+def test_addresses_with_secrets_or_without_a_bucket_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_storage(url, Events())
+    assert "?" not in str(caught.value)
+
+
+def test_without_obstore_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert INSTALLED
+    monkeypatch.setattr("holdfast.tiers.object_store.INSTALLED", False)
+    with pytest.raises(ConfigError, match=r"holdfast\[cloud\]"):
+        open_storage("s3://bucket/prefix", Events())
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/prefix", "az://container/prefix"])
+def test_google_and_azure_are_opened_by_the_same_door(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opened only: their clients are obstore's, and no server of theirs ran here."""
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
+    assert open_storage(url, Events()).where == url
+
+
+def test_a_signature_never_reaches_a_message() -> None:
+    words = object_store._words(ValueError("PUT https://a.blob.core.windows.net/c/x?sig=SECRET&se=1 in 3ms"))
+    assert "SECRET" not in words
+    assert "3ms" in words
