@@ -33,6 +33,11 @@ class Cluster:
 
     def __init__(self, home: Path, runtime_dir: Path) -> None:
         self.home, self.runtime_dir = home, runtime_dir
+        # The nodes meet as those of two machines do: over TCP, proved by the job's secret.
+        secret, self.settings = home / "job.secret", home / "settings.toml"
+        secret.touch(0o600)
+        secret.write_text(os.urandom(32).hex())
+        self.settings.write_text(f'listen = "127.0.0.1"\nsecret_file = "{secret}"\n')
         self.ranks: list[forked.Popen] = []
 
     def start(self, part: str) -> None:
@@ -48,6 +53,7 @@ class Cluster:
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1", "HOLDFAST_NODE_LABEL": NODES[rank],
             "GROUP_INFO_FILE": str(self.home / "made" / "rank_{rank}" / "group_info.pb"),
+            "HOLDFAST_CONFIG": str(self.settings),
         }  # fmt: skip
         with (self.home / f"{part}-{rank}.log").open("wb") as log:
             return forked.Popen(

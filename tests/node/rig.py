@@ -60,6 +60,15 @@ class Rig:
         finally:
             viewer.close()
 
+    def address(self, node: int) -> str:
+        """Where other nodes find the keeper."""
+        place = self.keeper(node)
+        viewer = KeeperClient.connect(place.socket, job=place.job)
+        try:
+            return viewer.address
+        finally:
+            viewer.close()
+
     def status(self, node: int) -> dict:
         place = self.keeper(node)
         viewer = KeeperClient.connect(place.socket, job=place.job)
@@ -76,7 +85,7 @@ class Rig:
 
     def assembly(self) -> Assembly:
         lineage = tuple((n, v) for n, v in self.storage.lineage().items() if n < self.incarnation)
-        addresses = tuple(self.keeper(node).address for node in range(len(self.labels)))
+        addresses = tuple(self.address(node) for node in range(len(self.labels)))
         return Assembly(self.incarnation, self.root, self.job_id, self.topology, addresses, lineage=lineage)
 
     def start(self, *, prepare: bool = True) -> list[Trainer]:

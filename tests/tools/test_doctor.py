@@ -72,3 +72,20 @@ def test_too_large_a_budget_is_a_problem(holdfast: Run, runtime_dir: Path, monke
     answer = holdfast("doctor", "--json")
     assert answer.returncode == 1
     assert states(answer.stdout)["memory budget"] == "problem"
+
+
+def test_the_network_is_tried_and_a_missing_secret_is_a_problem(
+    holdfast: Run, tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, secret = tmp_path / "settings.toml", tmp_path / "secret"
+    monkeypatch.setenv("HOLDFAST_CONFIG", str(settings))
+    settings.write_text('listen = "127.0.0.1"\n')
+    assert states(holdfast("doctor", "--json").stdout)["network"] == "problem"
+    secret.touch(0o600)
+    secret.write_text("0f" * 32)
+    settings.write_text(f'listen = "127.0.0.1"\nsecret_file = "{secret}"\n')
+    answer = holdfast("doctor", "--json").stdout
+    assert states(answer)["network"] == "note"  # only this machine can reach it
+    assert "mutual TLS" in answer
+    secret.chmod(0o644)
+    assert states(holdfast("doctor", "--json").stdout)["network"] == "problem"

@@ -18,6 +18,7 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.run import get_args_parser
 
+from holdfast.base.config import load
 from holdfast.base.errors import ConfigError
 from holdfast.train import elastic
 
@@ -225,6 +226,28 @@ def test_our_flags_are_passed_on_to_the_workers(monkeypatch: pytest.MonkeyPatch)
     settings = elastic.pass_on_settings(args)
     assert (settings.every, settings.node_label, settings.run_id) == ("5", "n7", "job-42")
     assert os.environ["HOLDFAST_EVERY"] == "5"
+
+
+def test_flags_without_a_variable_reach_the_workers_beside_the_users_settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text('keep_last = 5\nlisten = "10.0.0.1"\n')
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text("ab" * 32)
+    monkeypatch.setenv("HOLDFAST_CONFIG", str(mine))
+    with secret.open() as opened:
+        flags = ["--listen", "127.0.0.1", "--secret-file", f"fd:{opened.fileno()}", "--rack-label", "r1", "train.py"]
+        elastic.pass_on_settings(elastic.build_parser().parse_args(flags))
+    ask = (
+        "from holdfast.base.config import load; from holdfast.node.start import network_of; c = load(); "
+        "n = network_of(c); print(c.keep_last, c.rack_label, n.listen, n.secret.hex() == 'ab' * 32)"
+    )
+    answer = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert answer.split() == ["5", "r1", "127.0.0.1", "True"]
+    for path in (load().secret_file, os.environ["HOLDFAST_CONFIG"]):  # they last as long as the launcher
+        os.close(int(path.rpartition("/")[2]))
 
 
 def test_a_run_id_from_outside_wins_over_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:

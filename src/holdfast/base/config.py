@@ -8,6 +8,7 @@ one needs a reason there.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import socket
@@ -67,6 +68,13 @@ class Config:
             directory under the system's temporary one.
         linger_s: how long a keeper waits for a client before it ends; 10 minutes outlast a restart and a requeue.
         close_timeout_s: how long `close()` waits for the last save to be durable.
+        listen: address of this machine on which the keeper waits for those of other nodes; `""`: Unix sockets only, so
+            that nothing listens unless it was asked for. Needs `secret_file`.
+        listen_unsafe: an address of all interfaces (`0.0.0.0`) is meant.
+        secret_file: the job's secret, 64 hexadecimal digits, equal on all nodes; a file of mode 0600, or `fd:<number>`.
+        replicate_bandwidth: bytes per second (`"500MB"`) that this node sends as replicas; `""` is no bound.
+        rack_label: where this node stands; a replica never stands in the rack of its original. `""` is no rack.
+        backup_node: label of the node that keeps this one's replicas; `""` lets holdfast choose.
         strict: restore refuses missing, unexpected and misshaped entries.
         log_level: level of the keeper's log.
     """
@@ -86,6 +94,12 @@ class Config:
     runtime_dir: str = ""
     linger_s: float = 600.0
     close_timeout_s: float = 600.0
+    listen: str = ""
+    listen_unsafe: bool = False
+    secret_file: str = ""
+    replicate_bandwidth: str = ""
+    rack_label: str = ""
+    backup_node: str = ""
     strict: bool = True
     log_level: str = "INFO"
 
@@ -96,10 +110,11 @@ class Config:
         for name in ("fence_timeout_s", "begin_timeout_s", "linger_s", "close_timeout_s"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "a positive number of seconds")
         _require(bool(re.fullmatch(r"[A-Za-z0-9._-]{1,128}", self.run_id)), "run_id", self.run_id, "a plain name")
-        _require(
-            bool(re.fullmatch(r"[A-Za-z0-9._-]{0,128}", self.node_label)), "node_label", self.node_label, "a plain name"
-        )
-        parse_size(self.memory_budget or "0")
+        for name in ("node_label", "rack_label", "backup_node"):
+            text = getattr(self, name)
+            _require(bool(re.fullmatch(r"[A-Za-z0-9._-]{0,128}", text)), name, text, "a plain name")
+        for name in ("memory_budget", "replicate_bandwidth"):
+            parse_size(getattr(self, name) or "0")
 
     @property
     def node(self) -> str:
@@ -140,6 +155,38 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
 def group_info_file(*, environ: Mapping[str, str] | None = None) -> str:
     """Where this rank writes which ranks hold the same slices; `""` is nowhere."""
     return (os.environ if environ is None else environ).get(GROUP_INFO_VARIABLE, "")
+
+
+def hand_on(overrides: Mapping[str, str], *, environ: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """A variable and its value that let children of this process read `overrides`, for settings without a variable.
+
+    They stand in memory without a name, together with the settings file that was in force; it lasts as long as this
+    process, and nobody has to remove it.
+    """
+    environ = os.environ if environ is None else environ
+    file = environ.get(CONFIG_FILE_VARIABLE, "")
+    values = {**(_read_file(Path(file)) if file else {}), **overrides}
+    if values.get("secret_file"):
+        values["secret_file"] = _lasting(str(values["secret_file"]))
+    lines = [f"{name} = {json.dumps(value)}\n" for name, value in values.items()]
+    return CONFIG_FILE_VARIABLE, _in_memory("".join(lines).encode())
+
+
+def _lasting(secret_file: str) -> str:
+    """A name of the secret file that children understand: a descriptor of ours is none of theirs."""
+    if not secret_file.startswith("fd:"):
+        return os.path.abspath(secret_file)
+    try:
+        return _in_memory(os.read(int(secret_file[3:]), 1024))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the job's secret: {error}", where=secret_file) from error
+
+
+def _in_memory(content: bytes) -> str:
+    fd = os.memfd_create("holdfast-settings", os.MFD_CLOEXEC)
+    os.fchmod(fd, 0o600)
+    os.write(fd, content)
+    return f"/proc/{os.getpid()}/fd/{fd}"
 
 
 def parse_size(text: str) -> int:

@@ -137,6 +137,11 @@ class KeeperClient:
         return self._caller.welcome.pid
 
     @property
+    def address(self) -> str:
+        """Where the keepers of other nodes find this one."""
+        return self._caller.welcome.address
+
+    @property
     def incarnation(self) -> int:
         """The highest incarnation that the keeper had seen when we connected; 0 if none."""
         return self._caller.welcome.incarnation

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.base.errors import InUse, KeeperError
@@ -22,6 +22,7 @@ from holdfast.node.arena import Arena
 from holdfast.node.coordinate import Coordinator
 from holdfast.node.messages import (
     KEEPER,
+    OPERATOR,
     RANK,
     VIEWER,
     AnyMessage,
@@ -29,8 +30,9 @@ from holdfast.node.messages import (
     Message,
     Welcome,
 )
+from holdfast.node.network import Network, open_door
 from holdfast.node.obtain import Obtainer
-from holdfast.node.operations import Operations, Parts, Reply
+from holdfast.node.operations import Operations, Parts, Reply, require_role
 from holdfast.node.peers import PeerDesk
 from holdfast.node.persist import Committer, Persister
 from holdfast.node.places import Place
@@ -61,12 +63,14 @@ class KeeperOptions:
         root: checkpoint URL or absolute path.
         memory_budget: as in Config.
         linger_s: how long it waits for a trainer before it ends.
+        network: how it talks to other nodes.
     """
 
     place: Place
     root: str
     memory_budget: str
     linger_s: float
+    network: Network = field(default_factory=Network)
 
 
 class Keeper:
@@ -112,7 +116,9 @@ class Keeper:
             changed=self._wake,
         )
         place.socket.unlink(missing_ok=True)  # of a keeper that was killed; we hold the lock, so nobody listens there
-        self._server = Server(place.socket, self)
+        self._door = open_door(options.network, place)
+        self._state.security = self._door.credentials if self._door else None
+        self._server = Server(place.socket, self, self._door)
 
     def run(self, ready: Callable[[], object]) -> None:
         """Serves until the job is over, nobody comes any more, or `stop`."""
@@ -142,15 +148,22 @@ class Keeper:
         """Lets a client in by its role."""
         if hello.job != self._options.place.job:
             raise InUse(f"this keeper belongs to job {self._options.place.job}, not {hello.job[:64]}")
+        require_role(hello.role, connection.channel.principal, has_secret=self._door is not None)
         if hello.role == RANK and hello.rank >= 0:
             self._trainers.attach(connection, hello)
         elif hello.role == KEEPER:
             self._peers.attach(connection, hello)
-        elif hello.role == VIEWER:
+        elif hello.role in (VIEWER, OPERATOR):
             connection.hello = hello
         else:
             raise KeeperError(f"{hello.role[:64]!r} is not a role")
-        return Welcome(node=self._options.place.node, pid=os.getpid(), incarnation=self._state.incarnation)
+        place = self._options.place
+        return Welcome(
+            node=place.node,
+            pid=os.getpid(),
+            incarnation=self._state.incarnation,
+            address=self._door.address if self._door else place.address,
+        )
 
     def handle(self, connection: Connection, message: AnyMessage, fds: list[int]) -> Reply:
         """Carries out what the client's role allows."""
@@ -241,7 +254,7 @@ def clean(place: Place) -> None:
     The lock's file goes last: until then no other keeper can begin, so everything else here is ours. A directory that
     holds anything else stays.
     """
-    for file in (place.socket, place.log, place.start_lock, place.keeper_lock):
+    for file in (place.socket, place.port, place.log, place.start_lock, place.keeper_lock):
         file.unlink(missing_ok=True)
     for directory in (place.directory, place.directory.parent, place.runtime):
         try:

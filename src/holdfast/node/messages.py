@@ -23,7 +23,7 @@ from holdfast.core.recovery import Fetch, MemoryCopy, Source
 
 PROTOCOL = 1
 
-RANK, VIEWER, KEEPER = "rank", "viewer", "keeper"
+RANK, VIEWER, KEEPER, OPERATOR = "rank", "viewer", "keeper", "operator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Assembly:
         root: checkpoint URL or absolute path.
         job_id: from the storage's claim.
         topology: who runs where.
-        addresses: of the keepers, per node index (`unix:<path>`).
+        addresses: of the keepers, per node index (`unix:<path>` or `tcp:<host>:<port>`).
         keep_last: durable versions kept.
         keep_every: of so many steps one version is kept; 0 for none.
         lineage: what is recorded of incarnations before this one: (incarnation, version it resumed from).
@@ -105,11 +105,12 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
 
 
 class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
-    """The connection is accepted; who the keeper is."""
+    """The connection is accepted; who the keeper is, and the address that other nodes find it under."""
 
     node: str
     pid: int
     incarnation: int
+    address: str = ""
 
 
 class Ok(Message, tag="ok", frozen=True):

@@ -232,7 +232,9 @@ class _Sources:
         assembly = self._state.assembly
         if assembly is None or not 0 <= node < len(assembly.addresses):
             raise KeeperError(f"node {node} is not part of the job")
-        return PeerReader(assembly.addresses[node], greeting(self._state, assembly), self._stopping)
+        return PeerReader(
+            assembly.addresses[node], greeting(self._state, assembly), self._stopping, self._state.security
+        )
 
 
 def _offsets(lengths: Sequence[int]) -> Iterable[int]:

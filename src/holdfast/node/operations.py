@@ -1,6 +1,8 @@
 """Who may say what to a keeper: roles, and one operation per message. What is not listed is refused.
 
-A rank saves and restores, a keeper reports and pulls, a viewer only looks. Nothing here decides; it unpacks a request,
+A rank saves and restores, a keeper reports and pulls, an operator takes a bad copy out of use, a viewer only looks; no
+rank can commit, replicate, or speak for another one. Over TCP the role is the one in the certificate, and ranks do not
+come that way; on the Unix socket of a job with a secret nobody passes for a keeper. Nothing here decides; it unpacks a request,
 asks the part that knows, and packs the reply.
 """
 
@@ -12,7 +14,18 @@ from typing import Any
 
 from holdfast.base.errors import KeeperError
 from holdfast.node import messages
-from holdfast.node.messages import KEEPER, RANK, VIEWER, AnyMessage, Found, InventoryReply, Message, Obtained, Ok
+from holdfast.node.messages import (
+    KEEPER,
+    OPERATOR,
+    RANK,
+    VIEWER,
+    AnyMessage,
+    Found,
+    InventoryReply,
+    Message,
+    Obtained,
+    Ok,
+)
 from holdfast.node.obtain import Obtainer, Present
 from holdfast.node.peers import PeerDesk
 from holdfast.node.reserve import Reserve
@@ -22,6 +35,7 @@ from holdfast.node.state import NodeState
 from holdfast.node.trainers import Trainer, Trainers
 from holdfast.node.turnover import Turnover
 from holdfast.node.uplink import Uplink
+from holdfast.tiers.wire import SHARE, Principal
 
 Reply = Message | Answer | None
 Operation = Callable[[Connection, Any], Reply]
@@ -74,7 +88,13 @@ class Operations:
             messages.Pull: parts.peers.pull,
             messages.Condemn: self._condemn,
         }
-        self._table = {RANK: training | looking, KEEPER: keeping | looking, VIEWER: looking}
+        operating: dict[type, Operation] = {messages.Condemn: self._condemn}
+        self._table = {
+            RANK: training | looking,
+            KEEPER: keeping | looking,
+            OPERATOR: operating | looking,
+            VIEWER: looking,
+        }
 
     def carry_out(self, connection: Connection, message: AnyMessage, fds: list[int]) -> Reply:
         """Does what the message asks, if the client's role allows it."""
@@ -159,6 +179,20 @@ class Operations:
     def _let_go(self, trainer: Trainer) -> None:
         held, trainer.reading = trainer.reading, []
         self._parts.obtainer.release(held)
+
+
+def require_role(role: str, principal: Principal | None, *, has_secret: bool) -> None:
+    """Whether the transport lets a client be what it says it is.
+
+    Raises:
+        KeeperError: it does not.
+    """
+    if principal is not None and role != principal.role:
+        raise KeeperError(f"the certificate is of a {principal.role}, the greeting of a {role[:64]}")
+    if principal is not None and role == RANK:
+        raise KeeperError("a rank talks to the keeper of its own node")
+    if principal is None and role == KEEPER and has_secret:
+        raise KeeperError("a keeper of this job proves itself with the job's secret", remedy=SHARE)
 
 
 def _pack(request: int, present: list[Present], known: set[int]) -> Answer:

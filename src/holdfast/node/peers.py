@@ -62,9 +62,7 @@ class PeerDesk:
         Raises:
             Fenced: it belongs to an incarnation that is over. KeeperError: it serves another job.
         """
-        self._require_same_job(hello)
-        if hello.incarnation < self._state.incarnation:
-            raise Fenced(f"incarnation {hello.incarnation} is over; {self._state.incarnation} has begun")
+        self._require_present(hello)
         connection.hello = hello
 
     def leave(self) -> None:
@@ -78,6 +76,12 @@ class PeerDesk:
         assembly = self._state.assembly
         if assembly is not None and hello.job_id != assembly.job_id:
             raise KeeperError(f"this keeper serves job {assembly.job_id}, the other one job {hello.job_id[:64]}")
+
+    def _require_present(self, hello: Hello) -> None:
+        """Whoever belongs to an incarnation that is over has no say, however late its bytes arrive (S7)."""
+        self._require_same_job(hello)
+        if hello.incarnation < self._state.incarnation:
+            raise Fenced(f"incarnation {hello.incarnation} is over; {self._state.incarnation} has begun")
 
     def gone(self, connection: Connection) -> None:
         """A keeper's connection ended."""
@@ -117,7 +121,7 @@ class PeerDesk:
         """Seals of what is held; its slots are pinned for the transfer that follows."""
         found = []
         with self._state.lock:
-            self._require_same_job(connection.greeted)
+            self._require_present(connection.greeted)
             self._unpin(connection)
             sending = self._sending.setdefault(connection, _Sending())
             sending.asked_s = time.monotonic()
@@ -137,7 +141,7 @@ class PeerDesk:
             VersionNotFound: it is not held (any more). KeeperError: no such piece.
         """
         with self._state.lock:
-            self._require_same_job(connection.greeted)
+            self._require_present(connection.greeted)
             copy = self._state.arena.find(request.version, request.bundle_id)
             if copy is None:
                 raise VersionNotFound(f"bundle {request.bundle_id} of {request.version} is not held here (any more)")
@@ -203,6 +207,7 @@ class PeerDesk:
                 timeout_s=ASK_PEER_TIMEOUT_S,
                 on_push=_ignore,
                 on_lost=_ignore,
+                security=self._state.security,
             )
             try:
                 reply, _ = caller.call(messages.TakeInventory(wide=False), timeout_s=ASK_PEER_TIMEOUT_S)
@@ -235,7 +240,14 @@ class PeerDesk:
 
     def _pass_on(self, request: messages.Condemn, assembly: messages.Assembly) -> None:
         hello, address = greeting(self._state, assembly), assembly.addresses[request.node]
-        caller = dial(address, hello, timeout_s=ASK_PEER_TIMEOUT_S, on_push=_ignore, on_lost=_ignore)
+        caller = dial(
+            address,
+            hello,
+            timeout_s=ASK_PEER_TIMEOUT_S,
+            on_push=_ignore,
+            on_lost=_ignore,
+            security=self._state.security,
+        )
         try:
             caller.call(request, timeout_s=ASK_PEER_TIMEOUT_S)
         finally:

@@ -54,6 +54,11 @@ class Place:
         return self.directory / "keeper.log"
 
     @property
+    def port(self) -> Path:
+        """The TCP port of the keeper, if it listens for other nodes."""
+        return self.directory / "port"
+
+    @property
     def keeper_lock(self) -> Path:
         return self.directory / "keeper.lock"
 

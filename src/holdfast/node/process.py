@@ -15,7 +15,9 @@ from typing import TextIO
 
 from holdfast.base.errors import HoldfastError
 from holdfast.node.daemon import Keeper, KeeperOptions, become_keeper, clean
+from holdfast.node.network import Network
 from holdfast.node.places import Place, job_digest
+from holdfast.tiers.tls import read_secret
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     _log_to(place.log, options.log_level)
     try:
-        keeper = Keeper(KeeperOptions(place, options.root, options.memory_budget, options.linger_s))
+        keeper = Keeper(KeeperOptions(place, options.root, options.memory_budget, options.linger_s, _network(options)))
     except (HoldfastError, OSError) as error:
         _tell(options.ready_fd, error=str(error))
         clean(place)
@@ -83,7 +85,19 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--linger-s", type=float, default=600.0)
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--ready-fd", type=int, default=-1)
+    parser.add_argument("--listen", default="")
+    parser.add_argument("--listen-unsafe", action="store_true")
+    parser.add_argument("--secret-fd", type=int, default=-1)
+    parser.add_argument("--bandwidth", type=int, default=0)
     return parser.parse_args(arguments)
+
+
+def _network(options: argparse.Namespace) -> Network:
+    secret = None
+    if options.secret_fd >= 0:
+        secret = read_secret(f"fd:{options.secret_fd}")
+        os.close(options.secret_fd)
+    return Network(options.listen, options.listen_unsafe, secret, options.bandwidth)
 
 
 def _tell(fd: int, **facts: object) -> bool:

@@ -95,7 +95,8 @@ class Replicator:
                     wanted.setdefault(rank, []).append(ref)
         started = time.perf_counter()
         try:
-            peer = PeerReader(assembly.addresses[home], greeting(state, assembly), lambda: self._is_over(assembly))
+            hello = greeting(state, assembly)
+            peer = PeerReader(assembly.addresses[home], hello, lambda: self._is_over(assembly), state.security)
             try:
                 size = sum(self._pull_rank(peer, version, rank, refs) for rank, refs in wanted.items())
             finally:

@@ -154,13 +154,14 @@ def dial(
     timeout_s: float,
     on_push: Callable[[AnyMessage], None],
     on_lost: Callable[[str], None],
+    security: wire.Security | None = None,
 ) -> Caller:
     """Connects, greets and waits for the welcome.
 
     Raises:
         KeeperLost: nobody answers. HoldfastError: refused (InUse, Fenced, KeeperError).
     """
-    channel = wire.connect(address, timeout_s=timeout_s)
+    channel = wire.connect(address, timeout_s=timeout_s, security=security)
     try:
         channel.send(encode(hello), timeout_s=timeout_s)
         body, fds = channel.receive(timeout_s=timeout_s)

@@ -3,7 +3,9 @@
 Nobody can hold up anybody else: a reader only serves its own connection, replies and pushes go through a bounded
 outbox with a writer of its own, and pushes about the same subject replace each other, so a stopped client costs a few
 kilobytes. Before its greeting a connection has 5 s and 1 KiB; of those there are at most 64. Strangers (another user)
-and nonsense are cut off without harm to the rest. What messages mean is the handler's business.
+and nonsense are cut off without harm to the rest. Connections of other nodes come through a second door (`Door`), prove
+themselves first, and have 64 places of their own: a flood there costs local clients nothing, and takes the place of
+its own oldest, so that who proves itself at once still gets in. What messages mean is the handler's business.
 """
 
 from __future__ import annotations
@@ -13,13 +15,15 @@ import os
 import select
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from holdfast.base.errors import HoldfastError, KeeperError
 from holdfast.node.messages import AnyMessage, Hello, Message, Refusal, decode, decode_hello, encode, refusal
+from holdfast.node.network import Door
 from holdfast.tiers import wire
 
 logger = logging.getLogger(__name__)
@@ -52,6 +56,7 @@ class Connection:
         self._pushes: OrderedDict[str, bytes] = OrderedDict()
         self._changed = threading.Condition()
         self._ended = False
+        self.is_remote = self.pid == 0
         self._writer: threading.Thread | None = None
 
     @property
@@ -159,8 +164,9 @@ class Handler(Protocol):
 class Server:
     """Accepts and serves until `stop`. `serve` runs in the thread of its caller."""
 
-    def __init__(self, path: Path, handler: Handler) -> None:
+    def __init__(self, path: Path, handler: Handler, door: Door | None = None) -> None:
         self._handler = handler
+        self._door = door
         self._listener = wire.listen(path)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
@@ -172,17 +178,25 @@ class Server:
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
+        doors: dict[int, Callable[[], wire.Channel | None]] = {
+            self._listener.fileno(): partial(wire.accept, self._listener)
+        }
+        if self._door is not None:
+            poll.register(self._door.listener, select.POLLIN)
+            doors[self._door.listener.fileno()] = partial(wire.accept_tcp, self._door.listener)
         while not self._stopping:
             pause_s = self._handler.tick()
             for fd, _ in poll.poll(max(1, int(pause_s * 1000))):
                 if fd == self._wake:
                     os.eventfd_read(self._wake)
-                elif not self._accept():
+                elif not self._accept(doors[fd]):
                     # Out of descriptors, perhaps: the listener would stay readable and we would spin.
-                    poll.modify(self._listener, 0)
+                    poll.modify(fd, 0)
                     poll.poll(REST_MS)
-                    poll.modify(self._listener, select.POLLIN)
+                    poll.modify(fd, select.POLLIN)
         self._listener.close()
+        if self._door is not None:
+            self._door.listener.close()
         self._end_all()
         os.close(self._wake)
 
@@ -203,29 +217,33 @@ class Server:
         with self._lock:
             return [connection for connection in self._readers.values() if connection.hello is not None]
 
-    def _accept(self) -> bool:
-        channel = wire.accept(self._listener)
+    def _accept(self, take: Callable[[], wire.Channel | None]) -> bool:
+        channel = take()
         if channel is None:
             return False
         connection = Connection(channel)
         with self._lock:
-            waiting = sum(known.hello is None for known in self._readers.values())
-            full = waiting >= wire.MAX_CONNECTIONS or len(self._readers) >= MAX_GREETED
+            known = self._readers.values()
+            waiting = [c for c in known if c.hello is None and c.is_remote == connection.is_remote]
+            crowded = len(waiting) >= wire.MAX_CONNECTIONS
+            full = len(self._readers) >= MAX_GREETED or (crowded and not connection.is_remote)
             if not full:
                 thread = threading.Thread(
                     target=self._read, args=(connection,), name=f"holdfast client {connection.pid}", daemon=True
                 )
                 self._readers[thread] = connection
         if full:
-            logger.warning("too many connections; process %d is turned away", connection.pid)
+            logger.warning("too many connections; %s is turned away", channel.where)
             channel.close()
             return True
+        if crowded:
+            waiting[0].channel.abort()
         thread.start()
         return True
 
     def _read(self, connection: Connection) -> None:
         try:
-            greeted = self._greet(connection)
+            greeted = self._prove(connection) and self._greet(connection)
             while greeted and not self._stopping:
                 self._serve_one(connection)
         except HoldfastError as error:
@@ -241,6 +259,12 @@ class Server:
             with self._lock:
                 self._readers.pop(threading.current_thread(), None)
             self.wake()
+
+    def _prove(self, connection: Connection) -> bool:
+        """A connection of another node proves itself; one of this machine was vouched for by the kernel."""
+        if connection.is_remote and self._door is not None:
+            connection.channel.secure(self._door.credentials, server=True, timeout_s=wire.HELLO_TIMEOUT_S)
+        return True
 
     def _greet(self, connection: Connection) -> bool:
         """Reads the greeting and answers it; False if the client is refused."""

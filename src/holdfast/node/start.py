@@ -17,11 +17,13 @@ import time
 from pathlib import Path
 
 import holdfast
-from holdfast.base.config import Config
+from holdfast.base.config import Config, parse_size
 from holdfast.base.errors import KeeperError, KeeperLost
 from holdfast.node.messages import VIEWER, Hello
+from holdfast.node.network import Network, secret_pipe
 from holdfast.node.places import Place, absolute_root, place_of
 from holdfast.node.rpc import dial
+from holdfast.tiers.tls import read_secret
 
 START_TIMEOUT_S = 20.0
 ANSWER_TIMEOUT_S = 2.0
@@ -109,6 +111,8 @@ def _lock_within(place: Place, deadline: float) -> int:
 
 def _spawn(place: Place, root: str, config: Config, deadline: float) -> bool:
     """Starts a keeper; False if it found another one that holds the lock."""
+    network = network_of(config)  # before anything is started: a wrong setting is told as such
+    secret_fd = secret_pipe(network.secret) if network.secret is not None else -1
     ready, theirs = os.pipe()
     try:
         command = [
@@ -116,6 +120,8 @@ def _spawn(place: Place, root: str, config: Config, deadline: float) -> bool:
             "--root", root, "--run-id", config.run_id, "--node", place.node,
             "--runtime-dir", str(place.runtime), "--memory-budget", config.memory_budget,
             "--linger-s", str(config.linger_s), "--log-level", config.log_level, "--ready-fd", str(theirs),
+            "--listen", network.listen, "--secret-fd", str(secret_fd), "--bandwidth", str(network.bandwidth),
+            *(["--listen-unsafe"] if network.unsafe else []),
         ]  # fmt: skip
         try:
             launcher = subprocess.Popen(
@@ -123,7 +129,7 @@ def _spawn(place: Place, root: str, config: Config, deadline: float) -> bool:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(theirs,),
+                pass_fds=(theirs,) if secret_fd < 0 else (theirs, secret_fd),
                 start_new_session=True,
                 env=_environment(),
             )
@@ -133,6 +139,18 @@ def _spawn(place: Place, root: str, config: Config, deadline: float) -> bool:
         return _await_ready(ready, place, deadline)
     finally:
         os.close(ready)
+        if secret_fd >= 0:
+            os.close(secret_fd)
+
+
+def network_of(config: Config) -> Network:
+    """How a keeper under these settings talks to other nodes.
+
+    Raises:
+        ConfigError: an address without a secret, of all interfaces, or an unfit secret file.
+    """
+    secret = read_secret(config.secret_file) if config.secret_file else None
+    return Network(config.listen, config.listen_unsafe, secret, parse_size(config.replicate_bandwidth or "0"))
 
 
 def _reap(launcher: subprocess.Popen[bytes], deadline: float) -> None:

@@ -26,6 +26,7 @@ from holdfast.core.slots import SlotState, SlotView, reusable
 from holdfast.node.arena import Arena, Held
 from holdfast.node.messages import KEEPER, Alarm, Appointed, Assembly, Hello, Inventory, Message, News, Progress
 from holdfast.node.places import Place
+from holdfast.tiers.wire import Security
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class NodeState:
         self._patience = Patience()
         self.alarms: OrderedDict[str, Warned] = OrderedDict()
         self.outlets: Outlets
+        self.security: Security | None = None
         self._past = _Past()
         self._resumed: Version | None = None
         self._is_resumed = False

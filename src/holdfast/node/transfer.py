@@ -39,14 +39,17 @@ class PeerReader:
         address: of the keeper.
         hello: the greeting of this one.
         stopping: asked before each chunk.
+        security: what proves us, where the address is on another machine.
 
     Raises:
         KeeperLost: nobody answers there. Fenced: we belong to the past. KeeperError: it serves another job.
     """
 
-    def __init__(self, address: str, hello: Hello, stopping: Callable[[], bool]) -> None:
+    def __init__(
+        self, address: str, hello: Hello, stopping: Callable[[], bool], security: wire.Security | None = None
+    ) -> None:
         self._stopping = stopping
-        self._channel = wire.connect(address, timeout_s=ANSWER_TIMEOUT_S)
+        self._channel = wire.connect(address, timeout_s=ANSWER_TIMEOUT_S, security=security)
         try:
             reply = self._ask(hello)
             if not isinstance(reply, Welcome):

@@ -206,6 +206,7 @@ class Uplink:
                 timeout_s=DIAL_TIMEOUT_S,
                 on_push=lambda message: self._hear(assembly, message),
                 on_lost=self._lost,
+                security=self._state.security,
             )
         except KeeperLost:
             if time.monotonic() - started >= DIAL_TIMEOUT_S:

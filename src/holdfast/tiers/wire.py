@@ -3,8 +3,12 @@
     frame = u32 big-endian length of the body | body            (body: msgpack of one message, see node/messages.py)
     bulk  = the bytes announced by the frame before it, nothing around them
 
-Transport is a Unix socket in a private directory; the kernel names the peer, and only our own user is served. Other
-transports come behind the same functions: nothing outside this file knows an address family.
+Two transports behind the same functions; nothing above this room knows an address family:
+
+    unix:<path>         a socket in a private directory; the kernel names the peer, and only our own user is served
+    tcp:<host>:<port>   between nodes, always under mutual TLS of the job's secret (`Security`); no descriptors
+
+A TCP connection carries no frame before both ends are proved; `Channel.principal` then says who the peer is.
 
 Rules: every call has a deadline, and a frame that began must end within it (a slow writer is cut off); a length above
 the limit is refused before a byte of it is stored; the end of the stream between frames and inside one is KeeperLost;
@@ -20,10 +24,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from holdfast.base.errors import ConfigError, KeeperError, KeeperLost
+from holdfast.tiers import tcp
 
 MAX_FRAME_BYTES = 16 << 20
 MAX_HELLO_BYTES = 1 << 10
@@ -33,8 +40,58 @@ MAX_DESCRIPTORS = 16
 MAX_UNIX_PATH = 107  # sun_path without its closing zero
 BULK_BLOCK_BYTES = 1 << 20
 
+SHARE = "give every node of the job the same secret file, and an address to listen on"
+
 _HEAD = struct.Struct(">I")
 _FD_SIZE = array.array("i").itemsize
+
+
+class Blocked(Exception):
+    """A link can go on only after a poll for `events`."""
+
+    def __init__(self, events: int) -> None:
+        super().__init__()
+        self.events = events
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Who proved itself at the other end of a TCP connection."""
+
+    role: str
+    job: str
+    node: str
+
+
+class Link(Protocol):
+    """Bytes through one non-blocking socket; every method raises Blocked instead of waiting, and OSError."""
+
+    def send(self, data: memoryview, fds: Sequence[int]) -> int:
+        """Sends some of `data`, and the descriptors with its first byte."""
+
+    def receive(self, num_bytes: int) -> tuple[bytes, list[int], bool]:
+        """At most that many bytes, the descriptors that came along, and whether there were more than allowed."""
+
+    def receive_into(self, view: memoryview) -> int:
+        """Fills the beginning of `view`; 0 at the end of the stream."""
+
+
+class Handshake(Link, Protocol):
+    """A link that has to be opened first."""
+
+    @property
+    def sock(self) -> socket.socket:
+        """The socket that it took over."""
+
+    def advance(self) -> Principal:
+        """Goes on with the proof; who the peer is when it is done. Raises Blocked, OSError, KeeperError."""
+
+
+class Security(Protocol):
+    """What proves us to other nodes, and them to us (tiers/tls.py)."""
+
+    def take(self, sock: socket.socket, *, server: bool) -> Handshake:
+        """A link in place of the plain socket, which is used up."""
 
 
 class Channel:
@@ -42,18 +99,48 @@ class Channel:
 
     The socket is non-blocking and every wait is a poll with its own deadline, so that the two directions do not share
     a timeout. The thread that receives is the owner: it calls `close`; everyone else calls `abort`.
+
+    Attributes:
+        principal: who the peer proved to be; None on a Unix socket, where the kernel vouches for our own user.
     """
 
     def __init__(self, sock: socket.socket, *, where: str) -> None:
         sock.setblocking(False)
         self.where = where
+        self.principal: Principal | None = None
         self._sock = sock
+        self._link: Link = _PlainLink(sock)
         self._aborted = False
         self._send_lock = threading.Lock()
 
     @property
     def aborted(self) -> bool:
         return self._aborted
+
+    def secure(self, security: Security, *, server: bool, timeout_s: float) -> None:
+        """Proves both ends to each other; before this nothing may be sent or received on a TCP connection.
+
+        Raises:
+            KeeperLost: the peer left, did not prove itself, or refused our proof. KeeperError: it took too long.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            link = security.take(self._sock, server=server)
+            self._sock, self._link = link.sock, link
+            if self._aborted:  # meanwhile, by another thread, whose shutdown may have met no socket
+                raise KeeperLost("the connection is closed", where=self.where)
+            while self.principal is None:
+                try:
+                    self.principal = link.advance()
+                except Blocked as blocked:
+                    if not self._wait(blocked.events, deadline - time.monotonic()):
+                        raise KeeperLost("the peer did not prove itself in time", where=self.where) from None
+        except OSError as error:
+            raise KeeperLost(
+                f"no proof of the job's secret: {error.strerror or error}",
+                where=self.where,
+                remedy=SHARE,
+            ) from error
 
     def send(self, body: bytes, *, fds: Sequence[int] = (), timeout_s: float) -> None:
         """Sends one frame, with descriptors if given.
@@ -65,12 +152,20 @@ class Channel:
         with self._send_lock:
             self._send_all(_framed(body), fds, deadline)
 
-    def send_bulk(self, body: bytes, view: memoryview, *, timeout_s: float) -> None:
-        """Sends a frame and raw bytes straight from `view` behind it."""
-        deadline = time.monotonic() + timeout_s
+    def send_bulk(
+        self, body: bytes, view: memoryview, *, timeout_s: float, before: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Sends a frame and raw bytes straight from `view` behind it, block by block; each has `timeout_s`.
+
+        `before` is called with the size of each block before it leaves; it may wait (pacing).
+        """
+        view = view.cast("B")
         with self._send_lock:
-            self._send_all(_framed(body), (), deadline)
-            self._send_all(view.cast("B"), (), deadline)
+            self._send_all(_framed(body), (), time.monotonic() + timeout_s)
+            for at in range(0, len(view), BULK_BLOCK_BYTES):
+                block = view[at : at + BULK_BLOCK_BYTES]
+                before(len(block))
+                self._send_all(block, (), time.monotonic() + timeout_s)
 
     def receive(
         self, *, timeout_s: float | None, frame_timeout_s: float = HELLO_TIMEOUT_S, limit: int = MAX_FRAME_BYTES
@@ -108,7 +203,7 @@ class Channel:
         """Cuts the connection and wakes every thread that waits in it. Any thread, any number of times."""
         self._aborted = True
         try:
-            self._sock.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # TLS's own would change its link under its users
         except OSError:
             pass  # the peer was faster
 
@@ -119,29 +214,29 @@ class Channel:
             self._sock.close()
 
     def _send_all(self, data: memoryview, fds: Sequence[int], deadline: float) -> None:
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         while data:
             try:
-                sent = self._sock.sendmsg([data[:BULK_BLOCK_BYTES]], ancillary)
-            except BlockingIOError:
-                if not self._wait(select.POLLOUT, deadline - time.monotonic()):
+                sent = self._link.send(data[:BULK_BLOCK_BYTES], fds)
+            except Blocked as blocked:
+                if not self._wait(blocked.events, deadline - time.monotonic()):
                     raise KeeperLost("the peer does not read", where=self.where) from None
                 continue
             except OSError as error:
                 raise self._broken(error) from error
-            data, ancillary = data[sent:], []
+            data, fds = data[sent:], ()
 
     def _receive_head(self, timeout_s: float | None) -> tuple[bytes, list[int]]:
-        if not self._wait(select.POLLIN, timeout_s):
-            raise TimeoutError
-        try:
-            data, ancillary, flags, _ = self._sock.recvmsg(_HEAD.size, socket.CMSG_SPACE(MAX_DESCRIPTORS * _FD_SIZE))
-        except BlockingIOError:
-            raise TimeoutError from None  # a spurious wake-up
-        except OSError as error:
-            raise self._broken(error) from error
-        fds = _descriptors(ancillary)
-        if flags & socket.MSG_CTRUNC:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            try:
+                data, fds, excess = self._link.receive(_HEAD.size)
+                break
+            except Blocked as blocked:
+                if not self._wait(blocked.events, None if deadline is None else deadline - time.monotonic()):
+                    raise TimeoutError from None
+            except OSError as error:
+                raise self._broken(error) from error
+        if excess:
             close_fds(fds)
             raise KeeperError("more descriptors than allowed", where=self.where)
         if not data:
@@ -151,9 +246,9 @@ class Channel:
     def _fill(self, view: memoryview, deadline: float) -> None:
         while view:
             try:
-                count = self._sock.recv_into(view, min(len(view), 4 * BULK_BLOCK_BYTES))
-            except BlockingIOError:
-                if not self._wait(select.POLLIN, deadline - time.monotonic()):
+                count = self._link.receive_into(view[: 4 * BULK_BLOCK_BYTES])
+            except Blocked as blocked:
+                if not self._wait(blocked.events, deadline - time.monotonic()):
                     raise KeeperError("the peer did not finish its frame in time", where=self.where) from None
                 continue
             except OSError as error:
@@ -178,12 +273,41 @@ class Channel:
         return KeeperLost(f"the connection broke: {error.strerror or error}", where=self.where)
 
 
-def connect(address: str, *, timeout_s: float) -> Channel:
-    """Connects to `unix:<path>` (or a bare path).
+class _PlainLink:
+    """The socket as it is."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def send(self, data: memoryview, fds: Sequence[int]) -> int:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        try:
+            return self._sock.sendmsg([data], ancillary)
+        except BlockingIOError:
+            raise Blocked(select.POLLOUT) from None
+
+    def receive(self, num_bytes: int) -> tuple[bytes, list[int], bool]:
+        try:
+            data, ancillary, flags, _ = self._sock.recvmsg(num_bytes, socket.CMSG_SPACE(MAX_DESCRIPTORS * _FD_SIZE))
+        except BlockingIOError:
+            raise Blocked(select.POLLIN) from None
+        return data, _descriptors(ancillary), bool(flags & socket.MSG_CTRUNC)
+
+    def receive_into(self, view: memoryview) -> int:
+        try:
+            return self._sock.recv_into(view)
+        except BlockingIOError:
+            raise Blocked(select.POLLIN) from None
+
+
+def connect(address: str, *, timeout_s: float, security: Security | None = None) -> Channel:
+    """Connects to `unix:<path>` (or a bare path) or `tcp:<host>:<port>`.
 
     Raises:
-        KeeperLost: nobody listens there. ConfigError: not an address.
+        KeeperLost: nobody listens there, or it does not prove itself. ConfigError: not an address.
     """
+    if address.startswith("tcp:"):
+        return _connect_tcp(address, timeout_s, security)
     path = unix_path(address)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
@@ -196,6 +320,29 @@ def connect(address: str, *, timeout_s: float) -> Channel:
             raise
         raise KeeperLost(f"no keeper listens: {error.strerror or error}", where=path) from error
     return Channel(sock, where=path)
+
+
+def _connect_tcp(address: str, timeout_s: float, security: Security | None) -> Channel:
+    if security is None:
+        raise KeeperLost("a keeper of another node is reached with the job's secret only", where=address, remedy=SHARE)
+    deadline = time.monotonic() + timeout_s
+    try:
+        sock = tcp.dial(address, timeout_s=timeout_s)
+    except OSError as error:
+        raise KeeperLost(f"no keeper listens: {error.strerror or error}", where=address) from error
+    channel = Channel(sock, where=address)
+    try:
+        channel.secure(security, server=False, timeout_s=max(0.1, deadline - time.monotonic()))
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
+def accept_tcp(listener: socket.socket) -> Channel | None:
+    """The next connection, not proved yet: the caller secures it before anything else. None if there is none."""
+    taken = tcp.take(listener)
+    return Channel(taken[0], where=taken[1]) if taken else None
 
 
 def listen(path: Path) -> socket.socket:
@@ -228,7 +375,9 @@ def accept(listener: socket.socket) -> Channel | None:
 
 
 def peer_pid(channel: Channel) -> int:
-    """The process at the other end, as the kernel knows it."""
+    """The process at the other end, as the kernel knows it; 0 if it is on another node."""
+    if channel._sock.family != socket.AF_UNIX:
+        return 0
     return _credentials(channel._sock)[0]
 
 

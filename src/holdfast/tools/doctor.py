@@ -14,21 +14,28 @@ import os
 import platform
 import re
 import secrets
+import select
 import shutil
 import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.base.config import Config, load
 from holdfast.base.errors import Fenced, HoldfastError
+from holdfast.node.messages import KEEPER
+from holdfast.node.network import is_everywhere, is_loopback
 from holdfast.node.places import place_of
+from holdfast.node.start import network_of
+from holdfast.tiers import tcp, wire
 from holdfast.tiers.backend import TEMPORARY, Backend
 from holdfast.tiers.budget import allowed_bytes, read_limits
 from holdfast.tiers.local import LocalBackend
+from holdfast.tiers.tls import Credentials
 from holdfast.tiers.urls import is_bucket, open_backend
 from holdfast.tiers.wire import unix_path
 from holdfast.tools import output
@@ -38,6 +45,7 @@ OLDEST_TORCH = (2, 10)
 TRIAL_BYTES = 8 << 20
 LITTLE_SPACE_BYTES = 10 << 30
 MARKER = "holdfast.json"
+TRIAL_S = 5.0
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
 
 
@@ -77,6 +85,7 @@ def machine_checks(settings: Config, root: str) -> Iterator[Check]:
     yield tried("pre-faulting", populate)
     yield memory_budget(settings)
     yield runtime_directory(settings, root)
+    yield tried("network", lambda: network(settings, root))
 
 
 def tried(name: str, trial: Callable[[], Check]) -> Check:
@@ -153,6 +162,32 @@ def runtime_directory(settings: Config, root: str) -> Check:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         return Check(name, PROBLEM, f"{detail} is not ours alone", "chmod 700 it, or set HOLDFAST_RUNTIME_DIR")
     return Check(name, GOOD, f"{detail}, private")
+
+
+def network(settings: Config, root: str) -> Check:
+    """Whether keepers of other nodes can reach the one here, and nobody else: a proved connection to ourselves."""
+    settings_of = network_of(settings)
+    if not settings_of.listen or settings_of.secret is None:
+        return Check("network", GOOD, "nothing listens: keepers of this machine meet at their sockets")
+    place = place_of(root, settings)
+    credentials = Credentials(settings_of.secret, role=KEEPER, job=place.job, node=place.node)
+    started = time.perf_counter()
+    with tcp.listen(settings_of.listen) as listener, ThreadPoolExecutor(1) as pool:
+        host, port = listener.getsockname()[:2]
+        dialled = pool.submit(wire.connect, tcp.name(host, port), timeout_s=TRIAL_S, security=credentials)
+        select.select([listener], [], [], TRIAL_S)
+        server = wire.accept_tcp(listener)
+        if server is not None:
+            server.secure(credentials, server=True, timeout_s=TRIAL_S)
+            server.close()
+        dialled.result().close()
+    milliseconds = (time.perf_counter() - started) * 1000
+    detail = f"{settings_of.listen}: mutual TLS from the job's secret, proved in {milliseconds:.0f} ms"
+    if is_everywhere(settings_of.listen):
+        return Check("network", NOTE, detail, "every interface of this machine is listened on; give one address")
+    if is_loopback(settings_of.listen):
+        return Check("network", NOTE, detail, "only this machine can reach it; give the address that other nodes use")
+    return Check("network", GOOD, detail)
 
 
 def storage_checks(root: Path) -> Iterator[Check]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from holdfast.base.config import Config
@@ -59,12 +61,13 @@ def assemble(group: Ranks, root: str, config: Config, *, storage: Storage, link:
     Raises:
         HoldfastError: what any rank met, on every rank.
     """
-    topology, addresses = _meet(group, root, config)
+    topology = _meet(group, root, config)
     registered = json.loads(agree.share(group, lambda: _register(storage, config.run_id)))
     first = topology.ranks_on(topology.node_of[group.rank])[0] == group.rank
     # The first rank of a node starts the keeper while the others wait, instead of all starting one.
     agree.together(group, lambda: link.open() if first and link.client is None else None)
     agree.together(group, lambda: link.open() if link.client is None else None)
+    addresses = _addresses(group, topology, link)
     assembly = Assembly(
         incarnation=registered["incarnation"],
         root=absolute_root(root),
@@ -80,10 +83,10 @@ def assemble(group: Ranks, root: str, config: Config, *, storage: Storage, link:
     return Job(group, assembly)
 
 
-def _meet(group: Ranks, root: str, config: Config) -> tuple[Topology, tuple[str, ...]]:
-    """Who runs where, and the addresses of the keepers."""
+def _meet(group: Ranks, root: str, config: Config) -> Topology:
+    """Who runs where."""
     place = place_of(root, config)
-    rows = agree.gather_json(group, [absolute_root(root), config.run_id, place.node, place.address])
+    rows = agree.gather_json(group, [absolute_root(root), config.run_id, place.node])
     different = sorted({(row[0], row[1]) for row in rows})
     if len(different) > 1:
         raise UsageError(
@@ -91,8 +94,29 @@ def _meet(group: Ranks, root: str, config: Config) -> tuple[Topology, tuple[str,
             remedy="give every rank the same path and run id",
         )
     nodes = tuple(dict.fromkeys(row[2] for row in rows))
-    addresses = {row[2]: row[3] for row in reversed(rows)}
-    return Topology(nodes, tuple(nodes.index(row[2]) for row in rows)), tuple(addresses[node] for node in nodes)
+    return Topology(nodes, tuple(nodes.index(row[2]) for row in rows))
+
+
+def _addresses(group: Ranks, topology: Topology, link: Link) -> tuple[str, ...]:
+    """Where the keepers find each other; each knows its own address, its port being the kernel's choice."""
+    rows = agree.gather_json(group, [link.require().address, _machine()])
+    firsts = [rows[topology.ranks_on(node)[0]] for node in range(len(topology.nodes))]
+    deaf = [node for node, (address, _) in enumerate(firsts) if not address.startswith("tcp:")]
+    if group.rank == 0 and deaf and len({machine for _, machine in firsts}) > 1:
+        logger.warning(
+            "the nodes stand on different machines, but the keeper of %s listens on none of its addresses: no replica "
+            "reaches or leaves it; give --listen and --secret-file",
+            topology.nodes[deaf[0]],
+        )
+    return tuple(address for address, _ in firsts)
+
+
+def _machine() -> str:
+    """What no two machines share; containers of one machine do."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def _register(storage: Storage, run_id: str) -> bytes:

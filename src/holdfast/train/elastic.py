@@ -45,7 +45,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
-from holdfast.base.config import ENVIRONMENT, Config, load
+from holdfast.base.config import ENVIRONMENT, Config, hand_on, load
 from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.core.cadence import Cadence
 from holdfast.node.start import ensure_keeper
@@ -73,6 +73,11 @@ PASSED_ON = {
     "--node-label": ("node_label", "failure domain of these workers; default: the host name"),
     "--run-id": ("run_id", "tells jobs on one path apart; default: --rdzv-id if given, else 'default'"),
     "--runtime-dir": ("runtime_dir", "where sockets and logs of keepers live"),
+    "--listen": ("listen", "address of this machine for the keepers of other machines; needs --secret-file"),
+    "--secret-file": ("secret_file", "the job's secret, the same on all machines: openssl rand -hex 32, mode 0600"),
+    "--replicate-bandwidth": ("replicate_bandwidth", "bytes per second sent as replicas (500MB); default: no bound"),
+    "--rack-label": ("rack_label", "where this node stands; replicas go to another rack"),
+    "--backup-node": ("backup_node", "label of the node that keeps this one's replicas; default: holdfast chooses"),
 }
 
 
@@ -117,10 +122,15 @@ def pass_on_settings(args: argparse.Namespace) -> Config:
         UsageError: a flag, variable or settings file with a wrong value.
     """
     variables = {field: variable for variable, field in ENVIRONMENT.items()}
+    handed: dict[str, str] = {}
     for field, _ in PASSED_ON.values():
         value = getattr(args, f"holdfast_{field}")
-        if value is not None:
+        if value is not None and field in variables:
             os.environ[variables[field]] = value
+        elif value is not None:
+            handed[field] = value
+    if handed:
+        os.environ.update([hand_on(handed)])
     if variables["run_id"] not in os.environ and args.rdzv_id not in ("", "none"):
         # A restarted job must find its keeper: the id is the user's own, never the random one of --standalone.
         os.environ[variables["run_id"]] = re.sub(r"[^A-Za-z0-9._-]", "-", args.rdzv_id)[:128]

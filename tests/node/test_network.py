@@ -1,0 +1,362 @@
+"""Nodes that meet over TCP: proved by the job's secret, or turned away; who is in is served whatever stands outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.base.errors import ConfigError, Fenced, KeeperError, KeeperLost
+from holdfast.core.commit import Announcement, Kind
+from holdfast.core.ledger import Reports
+from holdfast.core.model import Level, Version
+from holdfast.node import messages
+from holdfast.node.network import Network
+from holdfast.node.rpc import Caller, dial
+from holdfast.tiers import tcp, wire
+from holdfast.tiers.tls import MAX_UNPROVED_BYTES, Credentials, read_secret
+from node.rig import Rig, eventually, reached, save_all
+from node.test_nodes import facts_of, reborn, restored
+
+MakeRig = Callable[..., Rig]
+SECRET = bytes(range(32))
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> Path:
+    path = tmp_path / "job.secret"
+    path.write_text(SECRET.hex() + "\n")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def remote_rig(make_rig: MakeRig, secret_file: Path) -> MakeRig:
+    """Rigs whose keepers meet over TCP on loopback."""
+
+    def make(**options: object) -> Rig:
+        return make_rig(listen="127.0.0.1", secret_file=str(secret_file), **options)
+
+    return make
+
+
+def proof(rig: Rig, *, role: str = messages.KEEPER, secret: bytes = SECRET, job: str | None = None) -> Credentials:
+    return Credentials(secret, role=role, job=job or rig.keeper(0).job, node="n9")
+
+
+def keeper_hello(rig: Rig, **fields: object) -> messages.Hello:
+    facts = {"role": messages.KEEPER, "node": 1, "incarnation": rig.incarnation, "job_id": rig.job_id}
+    return messages.Hello(job=rig.keeper(0).job, **{**facts, **fields})
+
+
+@contextlib.contextmanager
+def caller_to(address: str, hello: messages.Hello, security: wire.Security | None) -> Iterator[Caller]:
+    caller = dial(address, hello, timeout_s=5, on_push=lambda _: None, on_lost=lambda _: None, security=security)
+    try:
+        yield caller
+    finally:
+        caller.close()
+
+
+def plain(address: str) -> socket.socket:
+    return socket.create_connection(tcp.parse(address), timeout=10)
+
+
+def until_cut_off(sock: socket.socket) -> bytes:
+    seen = b""
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        while part := sock.recv(4096):
+            seen += part
+    return seen
+
+
+def test_a_lost_node_comes_back_over_the_network(remote_rig: MakeRig) -> None:
+    rig = remote_rig(num_nodes=3, per_node=2, own_bytes=1 << 20)
+    trainers = rig.start()
+    assert all(address.startswith("tcp:127.0.0.1:") for address in rig.assembly().addresses)
+    for step in range(3):
+        version = save_all(trainers, step, durable=step == 2)
+        reached(trainers, version, Level.REPLICATED)
+    reached(trainers, version, Level.DURABLE)
+
+    lost = [trainer for trainer in trainers if trainer.node == 1]
+    os.kill(lost[0].client.pid, signal.SIGKILL)
+    for trainer in trainers:
+        trainer.client.close()
+    rig.next_incarnation(version)
+    back = [reborn(rig, rank) for rank in range(6)]
+
+    facts = facts_of(rig, back[0].client.inventory())
+    assert all(restored(trainer, facts)[0] == version for trainer in back)
+
+
+def test_a_keeper_in_the_place_of_a_killed_one_listens_on_the_same_port(remote_rig: MakeRig) -> None:
+    rig = remote_rig(num_nodes=2)
+    rig.start()
+    before = rig.address(1)
+    os.kill(rig.pid_of(rig.keeper(1)), signal.SIGKILL)
+    eventually(lambda: rig.address(1) == before)
+
+
+# --- who is not let in
+
+
+def test_without_a_secret_nothing_listens_and_all_interfaces_are_asked_for_twice(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs the job's secret"):
+        Network(listen="127.0.0.1")
+    for address in ("0.0.0.0", "::", "*"):
+        with pytest.raises(ConfigError, match="every interface"):
+            Network(listen=address, secret=SECRET)
+        Network(listen=address, secret=SECRET, unsafe=True)
+    assert SECRET.hex() not in repr(Network(secret=SECRET))
+
+
+def test_a_keeper_without_an_address_has_no_tcp_socket(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    pid = rig.pid_of(rig.keeper(0))
+    inodes = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
+    ]
+    assert not [line for line in lines if f"socket:[{line[9]}]" in inodes]
+
+
+def test_a_secret_is_of_ours_alone_or_refused_and_never_shown(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text(SECRET.hex())
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="ours alone"):
+        read_secret(str(path))
+    path.chmod(0o600)
+    assert read_secret(str(path)) == SECRET
+    path.write_text("zz" + SECRET.hex()[2:])
+    with pytest.raises(ConfigError) as caught:
+        read_secret(str(path))
+    assert SECRET.hex()[2:10] not in str(caught.value)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_secret(str(tmp_path / "none"))
+    reader, writer = os.pipe()
+    os.write(writer, SECRET.hex().encode())
+    assert read_secret(f"fd:{reader}") == SECRET
+    os.close(reader)
+    os.close(writer)
+
+
+def test_the_secret_is_in_no_argument_environment_or_log(remote_rig: MakeRig) -> None:
+    rig = remote_rig()
+    place = rig.keeper(0)
+    process = Path(f"/proc/{rig.pid_of(place)}")
+    for text in (process / "cmdline", process / "environ", place.log):
+        assert SECRET.hex().encode() not in text.read_bytes()
+
+
+def strangers(rig: Rig) -> dict[str, wire.Security]:
+    return {
+        "another secret": proof(rig, secret=bytes(32)),
+        "the same secret in another job": proof(rig, job="0" * 16),
+    }
+
+
+def test_who_does_not_hold_the_secret_is_nobody(remote_rig: MakeRig) -> None:
+    rig = remote_rig()
+    rig.start()
+    address = rig.address(0)
+    for security in strangers(rig).values():
+        with pytest.raises(KeeperLost), caller_to(address, keeper_hello(rig), security):
+            pass
+    with pytest.raises(KeeperLost, match="secret only"), caller_to(address, keeper_hello(rig), None):
+        pass
+    anonymous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    anonymous.check_hostname, anonymous.verify_mode = False, ssl.CERT_NONE
+    with plain(address) as sock, anonymous.wrap_socket(sock) as wrapped, pytest.raises(ssl.SSLError):
+        wrapped.recv(1)  # in TLS 1.3 the refusal of a missing certificate arrives after the handshake
+    with caller_to(address, keeper_hello(rig), proof(rig)) as caller:
+        assert isinstance(caller.call(messages.Ping(), timeout_s=5)[0], messages.Ok)
+
+
+def test_the_role_is_the_one_in_the_certificate(remote_rig: MakeRig) -> None:
+    rig = remote_rig()
+    rig.start()
+    address, place = rig.address(0), rig.keeper(0)
+    for role in (messages.RANK, messages.VIEWER, messages.OPERATOR):
+        with pytest.raises(KeeperError, match="the greeting of a keeper"):
+            with caller_to(address, keeper_hello(rig), proof(rig, role=role)):
+                pass
+    with pytest.raises(KeeperError, match="own node"):
+        with caller_to(address, keeper_hello(rig, role=messages.RANK, rank=0), proof(rig, role=messages.RANK)):
+            pass
+    with pytest.raises(KeeperError, match="proves itself"):
+        with caller_to(place.address, keeper_hello(rig), None):
+            pass
+
+
+FORBIDDEN = {
+    messages.RANK: (
+        messages.Report(node=0, incarnation=1, reports=Reports()),
+        messages.Pull(version=Version(1, 1), bundle_id="x", start=0, length=1),
+        messages.AskSeals(version=Version(1, 1), bundle_ids=()),
+        messages.News(incarnation=1, announcement=Announcement(Kind.DURABLE, Version(1, 1), "says a rank")),
+    ),
+    messages.OPERATOR: (messages.Report(node=0, incarnation=1, reports=Reports()), messages.Goodbye(finished=True)),
+    messages.VIEWER: (messages.Condemn(version=Version(1, 1), bundle_id="x", node=0, reason=""), messages.Ping()),
+    messages.KEEPER: (messages.Goodbye(finished=True), messages.Abandon(version=Version(1, 1), reason="")),
+}
+
+
+def test_no_role_speaks_for_another(remote_rig: MakeRig) -> None:
+    rig = remote_rig()
+    rig.start()[0].client.close()
+    address, place = rig.address(0), rig.keeper(0)
+    for role, forbidden in FORBIDDEN.items():
+        remote = role != messages.RANK
+        hello = keeper_hello(rig, role=role, rank=0)
+        with caller_to(
+            address if remote else place.address, hello, proof(rig, role=role) if remote else None
+        ) as caller:
+            for message in forbidden:
+                with pytest.raises(KeeperError, match="may not say"):
+                    caller.call(message, timeout_s=5)
+            assert caller.call(messages.AskStatus(), timeout_s=5)
+
+
+NONSENSE = [
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    struct.pack(">I", 20) + b"\x82\xa2is\xa5hello",
+    os.urandom(4096),
+    b"\x16\x03\x01\x00\x05hello",
+    b"\x16\x03\x01\x3f\xff\x01\x00\x3f\xfb" + bytes(MAX_UNPROVED_BYTES),  # a hello of 16 KiB, of which 2 arrive
+]
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE, ids=["http", "frame", "noise", "not-a-hello", "long-hello"])
+def test_nonsense_is_cut_off_at_once(remote_rig: MakeRig, nonsense: bytes) -> None:
+    rig = remote_rig()
+    started = time.monotonic()
+    with plain(rig.address(0)) as sock:
+        sock.sendall(nonsense)
+        assert b"welcome" not in until_cut_off(sock)
+    assert time.monotonic() - started < wire.HELLO_TIMEOUT_S  # not by the clock
+    assert rig.status(0)["node"] == "n0"
+
+
+def test_who_trickles_before_the_proof_is_cut_off_in_time(remote_rig: MakeRig) -> None:
+    rig = remote_rig()
+    stop = threading.Event()
+
+    def trickle() -> None:
+        with contextlib.suppress(OSError):
+            for byte in b"\x16\x03\x01\x01\x00" + bytes(256):
+                slow.sendall(bytes([byte]))
+                if stop.wait(0.2):
+                    return
+
+    with plain(rig.address(0)) as slow:
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        try:
+            assert until_cut_off(slow) == b""
+        finally:
+            stop.set()
+            thread.join()
+    assert rig.status(0)["node"] == "n0"
+
+
+def test_recorded_bytes_are_worth_nothing(remote_rig: MakeRig) -> None:
+    """A man in the middle keeps what a keeper said, and says it again."""
+    rig = remote_rig()
+    rig.start()
+    said: list[bytes] = []
+    with relay(rig.address(0), said) as address, caller_to(address, keeper_hello(rig), proof(rig)) as caller:
+        caller.call(messages.Ping(), timeout_s=5)
+    assert sum(map(len, said)) > 500
+    with plain(rig.address(0)) as sock:
+        for part in said:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                sock.sendall(part)
+        assert b"welcome" not in until_cut_off(sock)
+    assert rig.status(0)["node"] == "n0"
+
+
+@contextlib.contextmanager
+def relay(address: str, said: list[bytes]) -> Iterator[str]:
+    """Passes on one connection, and keeps what the client said."""
+    listener = tcp.listen("127.0.0.1")
+    listener.setblocking(True)
+    listener.settimeout(10)
+
+    def pump(source: socket.socket, target: socket.socket, keep: list[bytes] | None) -> None:
+        with contextlib.suppress(OSError):
+            while part := source.recv(1 << 16):
+                if keep is not None:
+                    keep.append(part)
+                target.sendall(part)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
+
+    def serve() -> None:
+        client, _ = listener.accept()
+        with client, plain(address) as server:
+            back = threading.Thread(target=pump, args=(server, client, None))
+            back.start()
+            pump(client, server, said)
+            back.join()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield tcp.name(*listener.getsockname()[:2])
+    finally:
+        thread.join(15)
+        listener.close()
+
+
+def test_a_flood_of_strangers_delays_nobody_who_is_proved(remote_rig: MakeRig) -> None:
+    rig = remote_rig(num_nodes=2)
+    trainers = rig.start()
+    address = rig.address(0)
+    with caller_to(address, keeper_hello(rig), proof(rig)) as caller:
+        crowd = [plain(address) for _ in range(4 * wire.MAX_CONNECTIONS)]
+        try:
+            caller.call(messages.Ping(), timeout_s=5)
+            reached(trainers, save_all(trainers, 1), Level.REPLICATED)  # new lines between the keepers, too
+            with caller_to(address, keeper_hello(rig), proof(rig)) as late:
+                late.call(messages.Ping(), timeout_s=5)
+        finally:
+            for sock in crowd:
+                sock.close()
+
+
+def test_two_thousand_late_reports_of_a_dead_incarnation_have_no_effect(remote_rig: MakeRig) -> None:
+    """What queued in a partition arrives after it healed."""
+    rig = remote_rig()
+    (trainer,) = rig.start()
+    with caller_to(rig.address(0), keeper_hello(rig), proof(rig)) as caller:
+        old = rig.incarnation
+        rig.next_incarnation()
+        trainer.client.assemble(rig.assembly())
+        trainer.client.resume(rig.incarnation, None)
+        before = rig.status(0)["versions"]
+        fenced = 0
+        for step in range(1000):
+            late = Version(old, step)
+            reports = Reports(replicas=((late, ("x",)),), abandoned=((late, 0, "late"),), due=(late,))
+            for message in (
+                messages.Report(node=1, incarnation=old, reports=reports),
+                messages.AskSeals(version=late, bundle_ids=("x",)),
+            ):
+                with pytest.raises(Fenced):
+                    caller.call(message, timeout_s=5)
+                fenced += 1
+        assert fenced == 2000
+        assert rig.status(0)["versions"] == before
+    with pytest.raises(Fenced), caller_to(rig.address(0), keeper_hello(rig, incarnation=old), proof(rig)):
+        pass
