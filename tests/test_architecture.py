@@ -36,7 +36,8 @@ MAX_P90_FUNCTION_LINES = 35
 MEDIAN_FUNCTION_LINES = 10
 MAX_PARAMETERS = 7
 # The public constructor takes what the user owns by keyword, one name each; a record would be more to type there.
-MANY_PARAMETERS = {"train/checkpointer.py: Checkpointer.__init__"}
+# Of a command every option is a parameter.
+MANY_PARAMETERS = {"train/checkpointer.py: Checkpointer.__init__", "tools/cli.py: plan"}
 
 FORBIDDEN_IN_CORE = {
     "asyncio", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "queue", "random", "secrets", "select",
@@ -45,7 +46,10 @@ FORBIDDEN_IN_CORE = {
 EXECUTES_BYTES = {"cloudpickle", "code", "dill", "marshal", "pickle", "shelve", "yaml"}
 # The environment is read in one place; the launcher writes it for its workers, the starter for the keeper.
 # agree.py asks how many ranks torchrun started, so that a forgotten process group is told, not guessed.
-MAY_TOUCH_ENVIRONMENT = {"base/config.py", "train/elastic.py", "train/agree.py", "node/start.py"}
+# rehearsal.py tells each of its ranks which one it is, as a launcher would.
+MAY_TOUCH_ENVIRONMENT = {
+    "base/config.py", "train/elastic.py", "train/agree.py", "train/rehearsal.py", "node/start.py"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -289,3 +289,64 @@ def test_ranks_and_names_read_well() -> None:
 
 def test_the_topology_of_equal_nodes() -> None:
     assert uniform(5, 2) == Topology(("node0", "node1", "node2"), (0, 0, 1, 1, 2))
+
+
+SCRIPT = """
+import argparse
+import torch
+from torch import distributed as dist, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+import holdfast
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int)
+options = parser.parse_args()
+dist.init_process_group("gloo")
+model = nn.Sequential(*(nn.Linear(options.width, options.width, bias=False) for _ in range(4)))
+fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+optimizer = torch.optim.AdamW(model.parameters())
+print("printed by the script")
+holdfast.Checkpointer("/nowhere", model=model, optimizer=optimizer).restore()
+raise AssertionError("nothing is trained")
+"""
+
+
+def test_a_script_is_planned_without_memory_for_its_weights(tmp_path: Path) -> None:
+    """Four matrices of 64 GiB and twice that of optimizer state: only their shapes ever exist."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    width = 1 << 17
+    words = ["plan", str(script), "--nnodes", "2", "--ranks-per-node", "2", "--json", "--", "--width", str(width)]
+    watched = (
+        "import resource, subprocess, sys\n"
+        "answer = subprocess.run([sys.executable, '-m', 'holdfast.tools.cli', *sys.argv[1:]], stdout=subprocess.PIPE)\n"
+        "sys.stdout.buffer.write(answer.stdout)\n"
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, file=sys.stderr)\n"
+        "sys.exit(answer.returncode)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", watched, *words], capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    weights = 4 * width * width * 4
+    assert 3 * weights < document["unique_bytes"] < 3 * weights + 100_000
+    rows = {row["name"]: row for row in document["entries"]}
+    assert rows["model.2.weight"]["placements"] == {"dim0": "replicate", "dim1": "shard(0)"}
+    assert rows["optimizer.state.2.weight.exp_avg"]["first_bytes"] == width * width * 4 // 2
+    assert document["interchangeable"][0]["ranks"] == [0]
+    assert document["nodes"][0]["kept_replica_bytes"] > 0
+    assert int(result.stderr.split()[-1]) < 1 << 20, "less than 1 GiB for a state of 768 GiB"
+    assert "printed by the script" in result.stderr
+
+
+def test_a_script_that_cannot_be_rehearsed_says_why(tmp_path: Path, holdfast: Run) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nif torch.ones(1).item() > 0: pass\n")
+    result = holdfast("plan", script, "--ranks-per-node", 1)
+    assert result.returncode == 2
+    assert "rank 0 of the rehearsal" in result.stderr
+    assert "numbers of a tensor" in result.stderr
+    script.write_text("print('no checkpointer')\n")
+    result = holdfast("plan", script, "--ranks-per-node", 1)
+    assert "ended without calling Checkpointer.restore()" in result.stderr
+    assert "--ranks-per-node" in holdfast("plan", script).stderr

@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import sys
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from holdfast.base.events import Events
 from holdfast.core.model import Shard, Topology
 from holdfast.train import agree, exposure
+from holdfast.train.rehearsal import rehearse
 from holdfast.train.state import State
 from train.strategies import PLAN, STRATEGIES, WORLD, Block, Strategy, adamw, device_mesh
 
@@ -80,6 +82,28 @@ def main(rank: int, results: Path) -> None:
         dist.destroy_process_group()
 
 
+def plan() -> None:
+    """The same strategies before anything is allocated; in processes of their own."""
+
+    def work(tell: Callable[[State], None]) -> None:
+        dist.init_process_group("gloo")
+        for strategy in STRATEGIES.values():
+            state = State(
+                strategy.make(),
+                rank=dist.get_rank(),
+                world_size=WORLD,
+                replicated=strategy.replicated,
+                allocated=False,
+            )
+            tell(state)
+
+    planned = rehearse(work, world_size=WORLD, ranks_per_node=4)
+    told = {
+        name: [[s.name, *rows((s,))[s.name]] for s in found] for name, found in zip(STRATEGIES, planned, strict=True)
+    }
+    (Path(sys.argv[1]) / "planned.json").write_text(json.dumps(told))
+
+
 def warm() -> None:
     """Loads what torch loads at first use, so that eight ranks need not. Not with their meshes: torch remembers those."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -102,4 +126,5 @@ if __name__ == "__main__":
         process.join(timeout=100)
         process.kill()
         process.join(timeout=5)
+    plan()
     sys.exit(any(process.exitcode for process in ranks))

@@ -34,6 +34,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
     assert worker.returncode == 0, "\n".join([*errors[:2], worker.stderr[-2000:]])
     found = [json.loads((results / f"{rank}.json").read_text()) for rank in range(WORLD)]
     found[0]["log"] = {"text": {"0": (results / "0.log").read_text(), "1": (results / "1.log").read_text()}}
+    found[0]["planned"] = {"all": json.loads((results / "planned.json").read_text())}
     return found
 
 
@@ -110,3 +111,15 @@ def test_a_job_whose_twins_share_a_host_is_warned_by_name_at_its_start(ranks: li
     assert "model.layer0.up.weight" in log["0"]
     assert "live on node a only; if it dies they come back from the replica on node b" in log["0"]
     assert log["1"] == "", "one rank says it for all"
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_plan_before_anything_is_allocated_is_that_of_the_real_job(ranks: list[Rank], name: str) -> None:
+    rows = ranks[0]["planned"]["all"][name]
+    planned = {
+        Shard(entry, dtype, tuple(shape), Extent(tuple(offsets), tuple(lengths)), tuple(group))
+        for entry, dtype, shape, offsets, lengths, group in rows
+        if "/rng." not in entry
+    }
+    assert planned == {shard for found in ranks for shard in shards(found, name)}
+    assert len(rows) > len(planned), "random numbers are part of the state too"

@@ -159,12 +159,18 @@ def groups(root: Root, version: VersionName = None, ranks_per_node: RanksPerNode
 
 
 @app.command()
-def plan(
-    file: Annotated[str | None, typer.Argument(metavar="[FILE]", help="A description: TOML, or JSON.")] = None,
+def plan(  # noqa: PLR0913 - an option is a parameter
+    file: Annotated[
+        str | None, typer.Argument(metavar="[FILE]", help="A description (TOML, JSON), or a training script (.py).")
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Arguments of the script.")
+    ] = None,
     checkpoint: Annotated[str | None, typer.Option("--from", metavar="ROOT", help="Or a checkpoint's layout.")] = None,
     version: Annotated[str | None, typer.Option(metavar="VERSION", help="Which of its versions.")] = None,
     mesh: Annotated[str | None, typer.Option(metavar="SIZES", help="Other mesh sizes: 4x2, or dp=4,tp=2.")] = None,
     ranks_per_node: RanksPerNode = None,
+    nnodes: Annotated[int, typer.Option(min=1, metavar="N", help="On how many nodes the script runs.")] = 1,
     without_replicas: Annotated[bool, typer.Option("--without-replicas", help="Count on twins alone.")] = False,
     json: Json = False,
 ) -> None:
@@ -175,6 +181,9 @@ def plan(
     \b
     holdfast plan job.toml --mesh dp=16
     holdfast plan --from /ckpts/run1 --mesh 8x4 --ranks-per-node 8
+    holdfast plan train.py --nnodes 2 --ranks-per-node 8 -- --width 4096
+    \b
+    A script runs once per rank, without memory, network or devices, up to its Checkpointer.restore().
     \b
     A description: replicate (the default), shard(0), strided_shard(0, 4), own, only(0) for each axis
       ranks_per_node = 8
@@ -193,7 +202,7 @@ def plan(
       place = { dp = "shard(0)" }                  # ZeRO-1
     """
     with errors_shown(as_json=json):
-        source = plan_tool.Source(file, checkpoint, version, mesh)
+        source = plan_tool.Source(file, checkpoint, version, mesh, tuple(arguments or ()), nnodes)
         code = plan_tool.plan(source, ranks_per_node=ranks_per_node, replicas=not without_replicas, as_json=json)
         raise typer.Exit(code)
 

@@ -1,12 +1,13 @@
 """`run`, `demo`, `drill`: commands that need torch and therefore are programs of their own.
 
 They are started in place of this process (exec), so signals, exit codes and process ids are theirs, and `holdfast`
-itself stays free of torch.
+itself stays free of torch. What only answers a question (`rehearsal`, for `plan`) is asked as a child.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -17,9 +18,21 @@ PROGRAMS = {
     "drill": "holdfast.testing.drill",
 }
 
+QUESTIONS = {
+    "rehearsal": "holdfast.train.rehearsal",
+}
+
 
 def become(program: str, arguments: Sequence[str]) -> NoReturn:
     """Replaces this process by `python -m` of the program, arguments passed through."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", PROGRAMS[program], *arguments])
+
+
+def ask(program: str, arguments: Sequence[str]) -> bytes:
+    """What `python -m` of the program answers on standard output; empty if it fails. Its errors go where ours do."""
+    sys.stderr.flush()
+    command = [sys.executable, "-m", QUESTIONS[program], *arguments]
+    answer = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
+    return answer.stdout if answer.returncode == 0 else b""

@@ -1,7 +1,8 @@
 """`plan`: what a job will cost before it runs: who holds, copies, writes and backs up what, and what a lost node takes.
 
-The job comes from a description (`tools.description`) or from a checkpoint, whose mesh is read back from who held what
-and may then be given other sizes. The numbers are those of `core.plan`, so they are those of the job: bytes of tensors,
+The job comes from a description (`tools.description`), from a script that is rehearsed without memory
+(`tools.rehearsed`), or from a checkpoint. The mesh of a script or a checkpoint is read back from who holds what and may
+then be given other sizes. The numbers are those of `core.plan`, so they are those of the job: bytes of tensors,
 to which image headers and values add a few KiB per file.
 """
 
@@ -22,27 +23,38 @@ from holdfast.tiers.memory import slot_bytes
 from holdfast.tiers.storage import open_storage
 from holdfast.tools import description, output, picture
 from holdfast.tools.groups import choose, saved_shards
+from holdfast.tools.rehearsed import layout_of_script
 
 MAX_ROWS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the layout comes from: a file, or a checkpoint and its version; and other mesh sizes, if any."""
+    """Where the layout comes from: a description, a script, or a checkpoint and its version; and other mesh sizes.
+
+    Attributes:
+        file: a description, or a script if its name ends in `.py`.
+        arguments: of the script.
+        num_nodes: on which the script runs.
+    """
 
     file: str | None
     root: str | None
     version: str | None
     mesh: str | None
+    arguments: tuple[str, ...] = ()
+    num_nodes: int = 1
 
 
-def _layout(source: Source) -> tuple[JobLayout, int | None]:
+def _layout(source: Source, ranks_per_node: int | None) -> tuple[JobLayout, int | None]:
     """The layout, and the ranks per node if the source says so."""
     if (source.file is None) == (source.root is None) or (source.version is not None and source.root is None):
         raise UsageError(
-            "a plan is made of a description or of a checkpoint",
-            remedy="`holdfast plan job.toml` or `holdfast plan --from ROOT [--version VERSION]`",
+            "a plan is made of a description, of a script, or of a checkpoint",
+            remedy="`holdfast plan job.toml`, `holdfast plan train.py --ranks-per-node 8`, or `holdfast plan --from ROOT`",
         )
+    if source.file is not None and source.file.endswith(".py"):
+        return _of_script(source, ranks_per_node), ranks_per_node
     if source.file is not None:
         described = description.load(Path(source.file))
         main = description.mesh_of(described.mesh)
@@ -53,6 +65,15 @@ def _layout(source: Source) -> tuple[JobLayout, int | None]:
     manifest = storage.manifest(choose(storage, source.version))
     layout = infer(manifest.world_size, saved_shards(storage, manifest))
     return layout if source.mesh is None else resized(layout, _mesh(source.mesh, layout.meshes[0])), None
+
+
+def _of_script(source: Source, ranks_per_node: int | None) -> JobLayout:
+    if ranks_per_node is None:
+        raise UsageError("how many ranks the script has is not known", remedy="give --ranks-per-node, and --nnodes")
+    assert source.file is not None
+    world_size = source.num_nodes * ranks_per_node
+    layout = layout_of_script(source.file, source.arguments, world_size=world_size, ranks_per_node=ranks_per_node)
+    return layout if source.mesh is None else resized(layout, _mesh(source.mesh, layout.meshes[0]))
 
 
 def _mesh(text: str, like: Mesh) -> Mesh:
@@ -73,7 +94,7 @@ def _mesh(text: str, like: Mesh) -> Mesh:
 
 def plan(source: Source, *, ranks_per_node: int | None, replicas: bool, as_json: bool) -> int:
     """`holdfast plan`; the exit code: 1 if some part of some tensor would be lost with one node."""
-    layout, described = _layout(source)
+    layout, described = _layout(source, ranks_per_node)
     per_node = ranks_per_node or described
     if per_node is None:
         raise UsageError("how many ranks share a node is not known", remedy="give --ranks-per-node")

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -42,11 +43,13 @@ class Layouts:
         world_size: number of ranks.
         replicated: glob patterns of names whose plain tensors and values all ranks hold alike; a pattern also covers
             everything below the name it matches.
+        allocated: whether tensors must have memory; without it a state can be planned and not saved.
     """
 
-    def __init__(self, rank: int, world_size: int, replicated: Sequence[str]) -> None:
+    def __init__(self, rank: int, world_size: int, replicated: Sequence[str], *, allocated: bool = True) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.allocated = allocated
         self.everyone: Group = tuple(range(world_size))
         self._patterns = tuple(p for pattern in replicated for p in (pattern, f"{pattern}.*"))
         self._layouts: dict[tuple[tuple[int, ...], DeviceMesh, tuple[Placement, ...]], Layout] = {}
@@ -79,7 +82,7 @@ class Layouts:
         Raises:
             UsageError: its dtype, kind or placement cannot be saved; names it.
         """
-        _check_kind(name, local_of(tensor))
+        _check_kind(name, local_of(tensor), allocated=self.allocated)
         local = local_of(tensor).detach()
         if isinstance(tensor, DTensor):
             layout = self._of_dtensor(name, tensor)
@@ -119,14 +122,21 @@ def mesh_ranks(tensor: DTensor) -> Group | None:
     return None if mesh.get_coordinate() is None else _ranks(mesh.mesh)
 
 
-def _check_kind(name: str, local: torch.Tensor) -> None:
+def memory_of(local: torch.Tensor) -> object:
+    """What tells the memory of two tensors apart, also where there is none yet."""
+    if local.device.type == "meta" or isinstance(local, FakeTensor):
+        return local.untyped_storage()._cdata, local.storage_offset()
+    return local.data_ptr()
+
+
+def _check_kind(name: str, local: torch.Tensor, *, allocated: bool) -> None:
     """Refuses what is not plain memory: its bytes would not be its value."""
     is_wrapper: bool = is_traceable_wrapper_subclass(local)
     if local.layout is not torch.strided:
         kind = f"sparse tensors ({local.layout})"
     elif is_wrapper:
         kind = f"tensors of the class {type(local).__name__}"
-    elif is_lazy(local) or local.device.type == "meta":
+    elif is_lazy(local) or (allocated and local.device.type == "meta"):
         raise UsageError(
             "the tensor has no memory yet (a lazy module, or the meta device)",
             where=name,

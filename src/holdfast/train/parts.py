@@ -19,7 +19,7 @@ from holdfast.base.errors import MismatchError, UsageError
 from holdfast.core.model import Extent, Shard
 from holdfast.tiers.values import TensorRef
 from holdfast.train.flatten import flatten, references, unflatten
-from holdfast.train.layout_of import Layouts, local_of
+from holdfast.train.layout_of import Layouts, local_of, memory_of
 from holdfast.train.live import Group, LiveTensor, LoadRecord, SavedTensor, torch_dtype
 
 Templates: TypeAlias = Mapping[str, torch.Tensor]
@@ -72,7 +72,7 @@ class Collector:
             return None
         self.sources.append(tensor)
         local = live.local
-        memory = (local.data_ptr() if local.numel() else id(tensor), tuple(local.shape), local.stride(), local.dtype)
+        memory = (memory_of(local) if local.numel() else id(tensor), tuple(local.shape), local.stride(), local.dtype)
         first = self._by_memory.setdefault(memory, live.shard.name)
         if first == live.shard.name:
             self._add(live)

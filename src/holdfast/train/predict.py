@@ -66,11 +66,16 @@ def _group_on_meta(optimizer: Optimizer, group: dict[str, Any], twins: dict[int,
             local = local_of(parameter)
             kind = (local.shape, local.stride(), local.dtype)
             if kind not in fresh:
-                fresh[kind] = nn.Parameter(torch.empty_like(local, device="meta").detach())
-                fresh[kind].grad = torch.zeros_like(fresh[kind])
+                fresh[kind] = nn.Parameter(_on_meta(local))
+                fresh[kind].grad = _on_meta(local)
             twins[id(parameter)] = fresh[kind]
     off = {name: False for name in _IMPLEMENTATIONS if name in group}
     return {**group, **off, "params": list(fresh.values())}
+
+
+def _on_meta(local: torch.Tensor) -> torch.Tensor:
+    """By its numbers, not by asking the tensor: one of a rehearsal would give one of its own kind."""
+    return torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
 
 
 def _as_made(group: Mapping[str, Any], state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

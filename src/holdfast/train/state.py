@@ -55,15 +55,22 @@ class State:
         world_size: number of ranks of the job.
         replicated: glob patterns of names (`model.pos_table`, `scheduler`, `ema.*`) that all ranks hold alike although
             nothing shows it.
+        allocated: False takes tensors without memory (meta, fake) too: for a plan, not for a save.
 
     Raises:
         UsageError: an object of another kind, or a name that cannot be used.
     """
 
     def __init__(
-        self, objects: Mapping[str, Any], *, rank: int, world_size: int, replicated: Sequence[str] = ()
+        self,
+        objects: Mapping[str, Any],
+        *,
+        rank: int,
+        world_size: int,
+        replicated: Sequence[str] = (),
+        allocated: bool = True,
     ) -> None:
-        self._layouts = Layouts(rank, world_size, replicated)
+        self._layouts = Layouts(rank, world_size, replicated, allocated=allocated)
         self._parts = sorted(_parts(objects), key=_order)
         self._parts.append(StatefulPart(_RNG, ProcessRandomness()))
         self._lasting = Collector(self._layouts)
@@ -197,7 +204,7 @@ class State:
         self._lasting = Collector(self._layouts, late=frozenset(map(id, owned)))
         for part in self._parts:
             part.build(self._lasting)
-        self._watch = Tensors(self._lasting.sources)
+        self._watch = Tensors(self._lasting.sources if self._layouts.allocated else ())
         self._storages += 1
 
     def _note_structure(self, tensors: Mapping[str, LiveTensor], passing: Collector) -> None:
