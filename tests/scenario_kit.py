@@ -10,14 +10,24 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from holdfast.core import bundles, commit, recovery
+from holdfast.core import bundles, recovery, retention
 from holdfast.core.cadence import Cadence
-from holdfast.core.commit import Action, Announcement, Board, CommitOrder, PartReport
+from holdfast.core.commit import (
+    OF_WRITING,
+    Action,
+    Announcement,
+    Board,
+    CommitOrder,
+    Kind,
+    PartReport,
+    WriteFailure,
+)
 from holdfast.core.ledger import NodeLedger, Reports
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
 from holdfast.core.recovery import Facts, MemoryCopy, Quarantine, Source, Stored
 from holdfast.core.slots import SlotState, SlotView
+from holdfast.core.takeover import Order, Part, Watch
 
 Args = dict[str, str]
 Lines = list[str]
@@ -114,6 +124,9 @@ class Stage(Parts):
         self.durable: set[Version] = set()
         self.said: Lines = []
         self.board = Board(self.topology)
+        self.watches: dict[int, Watch] = {}
+        self.ordered: dict[int, list[Part]] = {}
+        self.now_s = 0.0
 
     def run(self, name: str, args: Args) -> Lines:
         self.said = []
@@ -146,7 +159,7 @@ class Stage(Parts):
         for rank in ledger.ranks:
             if rank in self.layouts:
                 ledger.register(self.layouts[rank])
-        self.ledgers[node] = ledger
+        self.ledgers[node], self.watches[node], self.ordered[node] = ledger, Watch(node), []
 
     # --- trainers
 
@@ -214,12 +227,54 @@ class Stage(Parts):
         self._report(node, Reports(replicas=((version, ids),)))
 
     def do_write(self, args: Args) -> None:
+        """The node finishes all that it was ordered to write; `lost`: and nobody ever hears of it."""
         node, version = self.node(args["node"]), self._version(args)
-        ids = tuple(ref.bundle_id for _, ref in self.ledgers[node].to_persist(version))
-        self.said.append(f"node {args['node']} writes {words(ids)}")
-        part = PartReport(version, node, f"manifest-{node}.json", 1, "d", ids)
-        self.ledgers[node].wrote(part)
-        self._report(node, Reports(parts=(part,)))
+        mine, self.ordered[node] = self.ordered[node], []
+        self.said.append(f"node {args['node']} writes {words(ref.bundle_id for part in mine for ref in part.refs)}")
+        for part in mine:
+            ids = tuple(ref.bundle_id for ref in part.refs)
+            report = PartReport(version, node, f"manifest-{part.index}.json", 1, "d", ids, part.index)
+            self.ledgers[node].wrote(report)
+            if "lost" not in args:
+                self._report(node, Reports(parts=(report,)))
+
+    def do_repeat(self, args: Args) -> None:
+        """The node reports once more what it wrote: a commit that failed is tried again."""
+        node, version = self.node(args["node"]), self._version(args)
+        parts = self.ledgers[node].reports().parts
+        self._report(node, Reports(parts=tuple(part for part in parts if part.version == version)))
+
+    def do_cannot_write(self, args: Args) -> None:
+        """The node's writing fails; `gone`: because it does not hold the bytes any more."""
+        node, version = self.node(args["node"]), self._version(args)
+        mine, self.ordered[node] = self.ordered[node], []
+        failure = WriteFailure(version, tuple(part.index for part in mine), args["because"], "gone" in args)
+        self.watches[node].failed(version, node, failure.parts, failure.reason, self.now_s)
+        self._report(node, Reports(failures=(failure,)))
+
+    def do_at_work(self, args: Args) -> None:
+        """The node gives the sign that every writer gives."""
+        self._report(self.node(args["node"]), Reports(at_work=(self._version(args),)))
+
+    def do_seconds(self, args: Args) -> None:
+        """So many pass; leases end."""
+        self.now_s += float(args["pass"])
+        for node, watch in self.watches.items():
+            if node not in self.cut:
+                self._obey(node, watch.tick(self.now_s))
+
+    def do_missing(self, args: Args) -> None:
+        """The coordinator misses a node."""
+        self.cut.add(self.node(args["node"]))
+        self._carry_out(self.board.lost(self.node(args["node"])))
+
+    def _obey(self, node: int, orders: list[Order]) -> None:
+        self.ordered[node] += [part for order in orders for part in order.parts]
+        for order in orders:
+            if order.term:
+                names = words(ref.bundle_id for part in order.parts for ref in part.refs)
+                label = self.topology.nodes[node]
+                self.said.append(f"node {label} takes over {names} in term {order.term}: {order.reason}")
 
     def do_cut_off(self, args: Args) -> None:
         self.cut.add(self.node(args["node"]))
@@ -279,6 +334,7 @@ class Stage(Parts):
             return
         for layout in facts.layouts:
             self.board.register(layout)
+        self._carry_out(self.board.heard(facts.heard))
         self._carry_out(self.board.sealed(facts.sealed))
         for fact in facts.abandoned:
             self._carry_out(self.board.abandoned(*fact))
@@ -287,12 +343,19 @@ class Stage(Parts):
         self._carry_out(self.board.due(facts.due))
         for part in facts.parts:
             self._carry_out(self.board.written(part))
+        for failure in facts.failures:
+            self._carry_out(self.board.failed(node, failure))
+        self._carry_out(self.board.at_work(node, facts.at_work))
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, CommitOrder):
                 parts = words(part.part for part in action.parts)
                 self.said.append(f"coordinator: write the manifest of {action.version} over {parts}")
+                continue
+            if action.kind in OF_WRITING:  # not part of the story; what comes of it is
+                for node in sorted(self.board.in_line_with(action.version, action.node) - self.cut):
+                    self._tell(node, action)
                 continue
             self.said.append(f"coordinator: {action.version} {action.kind.value}: {action.reason}")
             self.history.append(action)
@@ -303,7 +366,20 @@ class Stage(Parts):
     def _tell(self, node: int, news: Announcement) -> None:
         if news.layout:
             self.ledgers[node].learn_table(news.layout, self.board.table(news.layout))
-        self.ledgers[node].told(news)
+        watch, version = self.watches[node], news.version
+        if news.kind is Kind.AT_WORK:
+            watch.sign(version, news.node, self.now_s)
+        elif news.kind is Kind.WRITTEN:
+            watch.written(version, news.node, news.parts)
+            if news.report is not None:
+                self.ledgers[node].wrote(news.report)
+        elif news.kind is Kind.FAILED:
+            self._obey(node, watch.failed(version, news.node, news.parts, news.reason, self.now_s))
+        elif self.ledgers[node].told(news):
+            if news.kind is Kind.PERSIST:
+                self._obey(node, watch.persist(version, self.ledgers[node].parts_of(version), self.now_s))
+            if news.kind is Kind.DURABLE:
+                watch.forget(version)
 
     # --- coming back
 
@@ -426,7 +502,7 @@ class Archive(Parts):
 
     def do_retire(self, args: Args) -> Lines:
         durable = versions_of(args["durable"])
-        gone = commit.to_retire(
+        gone = retention.to_retire(
             durable,
             keep_last=int(args.get("keep_last", 2)),
             keep_every=int(args.get("keep_every", 0)),

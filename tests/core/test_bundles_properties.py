@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from holdfast.core import bundles, commit, recovery
+from holdfast.core import bundles, recovery, retention
 from holdfast.core.bundles import MIN_CUT_BYTES
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import (
@@ -370,7 +370,7 @@ def test_retention_never_removes_what_must_stay(
     durable = data.draw(st.lists(st.sampled_from(sorted(living | dead)), unique=True)) if living else []
     pinned = data.draw(st.lists(st.sampled_from(durable), unique=True)) if durable else []
     kept = {"keep_last": keep_last, "keep_every": keep_every}
-    gone = commit.to_retire(durable, **kept, protected=pinned, lineage=lineage)
+    gone = retention.to_retire(durable, **kept, protected=pinned, lineage=lineage)
     assert list(gone) == sorted(set(gone) & set(durable))
     assert not set(gone) & set(pinned)
     alive = sorted(version for version in durable if lineage.is_live(version))
@@ -379,4 +379,4 @@ def test_retention_never_removes_what_must_stay(
     if keep_every:
         assert all((version.step + 1) % keep_every for version in gone)
     left = [version for version in durable if version not in gone]
-    assert commit.to_retire(left, **kept, protected=pinned, lineage=lineage) == ()
+    assert retention.to_retire(left, **kept, protected=pinned, lineage=lineage) == ()

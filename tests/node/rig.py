@@ -7,8 +7,11 @@ other node. Content is a function of bundle and step, so that twins agree and ev
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +21,7 @@ from holdfast.base.events import Events
 from holdfast.core.bundles import plan_bundles, rank_layout
 from holdfast.core.model import Bundle, Extent, Level, RankLayout, Shard, Topology, Version
 from holdfast.node.client import Assembly, ImageSpan, KeeperClient, Slot
-from holdfast.node.places import Place
+from holdfast.node.places import Place, place_of
 from holdfast.node.start import ensure_keeper
 from holdfast.tiers import format as image_format
 from holdfast.tiers.procs import start_time
@@ -39,6 +42,7 @@ class Rig:
         self.own_bytes = own_bytes
         self.config = {"memory_budget": "1GiB", "linger_s": 60.0, **config}
         self.storage = open_storage(self.root, Events())
+        self.hurt_keepers: list[subprocess.Popen[bytes]] = []
         self.pids: set[int] = set()
         self.trainers: list[Trainer] = []
         self.job_id = self.storage.claim()
@@ -52,6 +56,28 @@ class Rig:
         place = ensure_keeper(self.root, self.config_of(node))
         self.pids.add(self.pid_of(place))
         return place
+
+    def hurtable(self, node: int) -> int:
+        """Starts a keeper of the node that `hurt` reaches, before anyone else starts one; returns its process id."""
+        config = self.config_of(node)
+        place = place_of(self.root, config)
+        place.make()
+        ready, theirs = os.pipe()
+        command = [
+            sys.executable, "-m", "holdfast.testing.drill.hurt", str(self.base / f"hurt{node}"),
+            "--root", self.root, "--run-id", config.run_id, "--node", place.node, "--runtime-dir", str(place.runtime),
+            "--memory-budget", config.memory_budget, "--linger-s", str(config.linger_s), "--ready-fd", str(theirs),
+        ]  # fmt: skip
+        self.hurt_keepers.append(subprocess.Popen(command, pass_fds=(theirs,), start_new_session=True))
+        os.close(theirs)
+        with os.fdopen(ready) as said:
+            return json.loads(said.read())["pid"]
+
+    def hurt(self, node: int, what: str) -> None:
+        """From now on `what` is wrong with the node's keeper; nothing if it is empty. See testing.drill.hurt."""
+        control = self.base / f"hurt{node}"
+        control.with_suffix(".new").write_text(what)
+        control.with_suffix(".new").rename(control)
 
     def pid_of(self, place: Place) -> int:
         viewer = KeeperClient.connect(place.socket, job=place.job)
@@ -99,6 +125,9 @@ class Rig:
             trainer.client.resume(self.incarnation, None)
         return trainers
 
+    def trainer_bundles(self, rank: int) -> tuple[Bundle, ...]:
+        return bundles_of(self, rank)
+
     def trainer(self, rank: int) -> Trainer:
         trainer = Trainer(self, rank)
         self.trainers.append(trainer)
@@ -112,6 +141,9 @@ class Rig:
                 if start_time(pid) is not None:
                     os.kill(pid, signal.SIGCONT)
                     os.kill(pid, signal.SIGKILL)
+        for keeper in self.hurt_keepers:
+            keeper.kill()
+            keeper.wait()
 
 
 class Trainer:
@@ -122,9 +154,13 @@ class Trainer:
         self.rank = rank
         self.node = rig.topology.node_of[rank]
         self.bundles = bundles_of(rig, rank)
-        self.layout: RankLayout = rank_layout(self.bundles, rank, rig.topology)
+        self.layout = self.layout_of(rig, rank)
         self.slots: tuple[Slot, ...] = ()
         self.connect()
+
+    @staticmethod
+    def layout_of(rig: Rig, rank: int) -> RankLayout:
+        return rank_layout(bundles_of(rig, rank), rank, rig.topology)
 
     @property
     def num_bytes(self) -> int:

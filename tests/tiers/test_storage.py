@@ -22,6 +22,7 @@ from holdfast.base.errors import (
 from holdfast.base.events import Events
 from holdfast.core.model import Version
 from holdfast.tiers import format as image_format
+from holdfast.tiers.local import LocalBackend
 from holdfast.tiers.registry import make_stamp
 from holdfast.tiers.storage import Storage, open_storage
 from tiers.faults import damage
@@ -226,3 +227,23 @@ def test_pinned_versions_are_not_retired(store: Storage) -> None:
 def test_looking_imports_nothing_heavy() -> None:
     code = "import sys, holdfast.tiers.storage; sys.exit(bool({'numpy', 'torch', 'safetensors'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_paused_committer_takes_its_manifest_of_a_retired_version_back(
+    store: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, other = save(store, V1), open_storage(tmp_path / "root", Events())
+    (tmp_path / "root" / str(V1) / "manifest.json").unlink()
+    create = LocalBackend.create
+
+    def late(self: LocalBackend, name: str, data: bytes, *, stamp: str) -> bool:
+        with monkeypatch.context() as patched:  # while we were paused, before this very call
+            patched.setattr(LocalBackend, "create", create)
+            other.commit(manifest, stamp=make_stamp(1))
+            other.retire(V1)
+        return create(self, name, data, stamp=stamp)
+
+    monkeypatch.setattr(LocalBackend, "create", late)
+    with pytest.raises(Fenced, match="retired"):
+        store.commit(manifest, stamp=make_stamp(1))
+    assert store.versions() == []

@@ -8,7 +8,8 @@ Order of a durable version (protocol section 5): every rank sealed -> CAPTURED i
 is due for storage or as soon as somebody asks for it -> every node that represents bundles reports its part -> COMMIT
 is ordered -> the manifest stands -> DURABLE is announced and retention may run. A level is announced once, and only
 when it is reached (S13). ABANDONED is final and never said of a version that was captured. A version whose twins differ
-is abandoned too: it may not take the place of a verified one (S16).
+is abandoned too: it may not take the place of a verified one (S16). What nodes report of their writing is passed on to
+those in the same lines (core.takeover): they decide by themselves when to take over.
 
 No fact costs more than the rank, node or bundles that it speaks of: a version of 1,024 ranks is judged in one pass.
 """
@@ -20,8 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from holdfast.core import bundles
-from holdfast.core.lineage import Lineage
+from holdfast.core import bundles, takeover
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
 
 # Versions that the board remembers below the newest captured one. Enough for storage that lags a few saves behind;
@@ -49,7 +49,12 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class PartReport:
-    """One node wrote the bundles it represents and its part of the manifest."""
+    """One node wrote the bundles of a part of the manifest, and the part.
+
+    Attributes:
+        part: its file.
+        index: its number in `core.takeover.parts`.
+    """
 
     version: Version
     node: int
@@ -57,6 +62,36 @@ class PartReport:
     length: int
     digest: str
     bundle_ids: tuple[str, ...]
+    index: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailure:
+    """One node could not write these parts.
+
+    Attributes:
+        gone: because it does not hold the bytes any more.
+    """
+
+    version: Version
+    parts: tuple[int, ...]
+    reason: str
+    gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A version that a node knows to be captured, for a coordinator that was not there.
+
+    Attributes:
+        table: every bundle of the job under `layout`.
+        due: it is due for storage.
+    """
+
+    version: Version
+    layout: str
+    table: tuple[BundleRef, ...]
+    due: bool
 
 
 class Kind(enum.Enum):
@@ -68,6 +103,13 @@ class Kind(enum.Enum):
     DURABLE = "durable"
     ABANDONED = "abandoned"
     SUSPECT = "suspect"
+    AT_WORK = "at work"
+    WRITTEN = "written"
+    FAILED = "failed"
+
+
+# These say nothing of the version itself, and are told only to those in the same line of writers.
+OF_WRITING = (Kind.AT_WORK, Kind.WRITTEN, Kind.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +118,17 @@ class Announcement:
 
     Attributes:
         layout: fingerprint of the job's layout (CAPTURED only); nodes that lack its table are sent it first.
+        node, parts: of writing: who, and which parts (none: all of the version).
+        report: of WRITTEN: it is repeated to a new coordinator if the one who wrote is gone by then.
     """
 
     kind: Kind
     version: Version
     reason: str
     layout: str = ""
+    node: int = -1
+    parts: tuple[int, ...] = ()
+    report: PartReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +148,7 @@ class _Entry:
     sealed: dict[int, RankReport] = field(default_factory=dict)
     digests: dict[str, tuple[str, int]] = field(default_factory=dict)
     replicas: dict[str, set[int]] = field(default_factory=dict)
-    parts: dict[int, PartReport] = field(default_factory=dict)
+    parts: dict[str, PartReport] = field(default_factory=dict)
     layout: str = ""
     thin: set[str] = field(default_factory=set)
     unwritten: set[str] = field(default_factory=set)
@@ -124,13 +171,22 @@ class _Table:
 
     Attributes:
         lonely: of those that live in one node only, which one.
+        parts: who writes them.
         flaw: why no version under this layout can be complete; empty if it can.
     """
 
     refs: tuple[BundleRef, ...]
     ids: frozenset[str]
     lonely: Mapping[str, int]
+    parts: tuple[takeover.Part, ...]
     flaw: str
+
+
+def _new_table(table: Mapping[str, BundleRef], topology: Topology, flaw: str = "") -> _Table:
+    refs = tuple(table[bundle_id] for bundle_id in sorted(table))
+    homes = {ref.bundle_id: bundles.only_home(ref, topology) for ref in refs}
+    lonely = {bundle_id: home for bundle_id, home in homes.items() if home is not None}
+    return _Table(refs, frozenset(table), lonely, takeover.parts(refs, topology), flaw)
 
 
 class Board:
@@ -201,6 +257,23 @@ class Board:
             actions += self._try_persist(version, entry)
         return actions
 
+    def heard(self, facts: Iterable[Heard]) -> list[Action]:
+        """Versions that an earlier coordinator called captured. So they are, although ranks of a node that died with it
+        never report them here.
+        """
+        actions: list[Action] = []
+        for fact in facts:
+            if self._is_settled(fact.version):
+                continue
+            entry = self._entry(fact.version)
+            entry.durable_due |= fact.due
+            if entry.is_open:
+                self._tables.setdefault(fact.layout, _new_table({r.bundle_id: r for r in fact.table}, self._topology))
+                actions += self._captured(fact.version, entry, fact.layout, "an earlier coordinator said so")
+            else:
+                actions += self._try_persist(fact.version, entry)
+        return actions
+
     def replicated(self, version: Version, node: int, bundle_ids: Iterable[str]) -> list[Action]:
         """A node holds verified replicas of these bundles."""
         entry = self._entry(version)
@@ -212,9 +285,43 @@ class Board:
     def written(self, report: PartReport) -> list[Action]:
         """A node's bundles and part are in storage."""
         entry = self._entry(report.version)
-        entry.parts[report.node] = report
+        news: list[Action] = []
+        if report.part not in entry.parts:
+            told = f"node {report.node} wrote {report.part}"
+            mine = (report.index,)
+            news.append(Announcement(Kind.WRITTEN, report.version, told, node=report.node, parts=mine, report=report))
+        entry.parts[report.part] = report
         entry.unwritten.difference_update(report.bundle_ids)
-        return self._try_commit(report.version, entry)
+        return [*news, *self._try_commit(report.version, entry)]
+
+    def failed(self, node: int, failure: WriteFailure) -> list[Action]:
+        """A node cannot write its parts. If nobody holds the bytes any more, a newer version takes its place."""
+        version = failure.version
+        told: list[Action] = [Announcement(Kind.FAILED, version, failure.reason, node=node, parts=failure.parts)]
+        if failure.gone and self._newest is not None and version < self._newest:
+            entry = self._entry(self._newest)
+            entry.durable_due = True
+            told += self._try_persist(self._newest, entry)
+        return told
+
+    def lost(self, node: int) -> list[Action]:
+        """A node's keeper is gone: whatever it was to write, it will not."""
+        return [Announcement(Kind.FAILED, version, "its keeper is gone", node=node) for version in self.being_written()]
+
+    def at_work(self, node: int, versions: Iterable[Version]) -> list[Action]:
+        """A node is writing these."""
+        return [Announcement(Kind.AT_WORK, v, f"node {node} is writing", node=node) for v in versions]
+
+    def being_written(self) -> tuple[Version, ...]:
+        """Versions that were ordered into storage and do not stand there yet."""
+        entries = sorted(self._entries.items())
+        return tuple(v for v, e in entries if e.persist_ordered and Level.DURABLE not in e.reached)
+
+    def in_line_with(self, version: Version, node: int) -> frozenset[int]:
+        """The nodes that may have to do a node's writing, or whose writing it may have to do."""
+        entry = self._entries.get(version)
+        table = self._tables.get(entry.layout) if entry else None
+        return frozenset().union(*(part.line for part in table.parts if node in part.line)) if table else frozenset()
 
     def committed(self, version: Version) -> list[Action]:
         """The root manifest stands, created by us or equal to ours."""
@@ -287,13 +394,16 @@ class Board:
             return self._abandon(version, entry, table.flaw)
         if lacking := sorted(table.ids.difference(*(_ids(report) for report in entry.sealed.values()))):
             return self._abandon(version, entry, f"no rank sealed bundle {lacking[0]}")
+        return self._captured(version, entry, entry.layout, f"all {self._topology.world_size} ranks sealed it")
+
+    def _captured(self, version: Version, entry: _Entry, layout: str, reason: str) -> list[Action]:
+        entry.layout, table = layout, self._tables[layout]
         entry.reached.add(Level.CAPTURED)
         self._newest = max(self._newest or version, version)
         entry.thin = set(table.lonely)
         for bundle_id in table.lonely:
             self._thicken(entry, bundle_id)
         entry.unwritten = set(table.ids).difference(*(part.bundle_ids for part in entry.parts.values()))
-        reason = f"all {self._topology.world_size} ranks sealed it"
         captured = Announcement(Kind.CAPTURED, version, reason, entry.layout)
         later = [*self._try_replicated(version, entry), *self._try_persist(version, entry)]
         return [captured, *later, *self._try_commit(version, entry)]
@@ -315,11 +425,8 @@ class Board:
             layouts = {rank: self._layouts[rank, report.layout] for rank, report in entry.sealed.items()}
             table = {ref.bundle_id: ref for layout in layouts.values() for ref in layout.bundles}
             name = bundles.layout_fingerprint(layouts)
-            refs = tuple(table[bundle_id] for bundle_id in sorted(table))
-            homes = {ref.bundle_id: bundles.only_home(ref, self._topology) for ref in refs}
-            lonely = {bundle_id: home for bundle_id, home in homes.items() if home is not None}
             self._named[key] = name
-            self._tables[name] = _Table(refs, frozenset(table), lonely, _disagreement(table, layouts))
+            self._tables[name] = _new_table(table, self._topology, _disagreement(table, layouts))
         return self._named[key]
 
     def _thicken(self, entry: _Entry, bundle_id: str) -> None:
@@ -340,7 +447,7 @@ class Board:
         if not ready or not entry.durable_due or entry.unwritten or not entry.parts:
             return []
         entry.commit_ordered = True
-        return [CommitOrder(version, entry.layout, tuple(entry.parts[node] for node in sorted(entry.parts)))]
+        return [CommitOrder(version, entry.layout, tuple(entry.parts[name] for name in sorted(entry.parts)))]
 
     def _forget(self) -> None:
         """Bounded: the oldest settled versions go first; never an open one, never the newest captured one."""
@@ -373,35 +480,3 @@ def _disagreement(table: Mapping[str, BundleRef], layouts: Mapping[int, RankLayo
 
 def _ids(report: RankReport) -> set[str]:
     return {seal.bundle_id for seal in report.seals}
-
-
-def represented(refs: Iterable[BundleRef], node: int, topology: Topology) -> tuple[BundleRef, ...]:
-    """The bundles that `node` writes to storage."""
-    return tuple(ref for ref in refs if topology.node_of[bundles.representative(ref)] == node)
-
-
-def to_retire(
-    durable: Iterable[Version],
-    *,
-    keep_last: int,
-    keep_every: int,
-    protected: Iterable[Version],
-    lineage: Lineage = Lineage(),  # noqa: B008  # frozen, and empty
-) -> tuple[Version, ...]:
-    """Durable versions that retention may remove, oldest first (protocol section 8). Call it only after a commit.
-
-    Args:
-        durable: versions whose root manifest stands.
-        keep_last: how many of the newest stay; never fewer than two.
-        keep_every: of so many steps one stays, counted as core.cadence counts them (100: steps 99, 199, ..); 0 for none.
-        protected: the one resumed from until a newer is durable, pinned ones, the newest not suspect.
-        lineage: with the running incarnation in it. Versions of dead lineage are never recovered from, so the newest
-            that are alive stay besides the newest of all: else a roll-back would leave one usable version, or none.
-    """
-    ordered = sorted(durable)
-    live = [version for version in ordered if lineage.is_live(version)]
-    count = max(2, keep_last)
-    keep = {*ordered[-count:], *live[-count:], *protected}
-    if keep_every:
-        keep |= {version for version in ordered if (version.step + 1) % keep_every == 0}
-    return tuple(version for version in ordered if version not in keep)

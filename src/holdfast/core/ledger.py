@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.core import bundles, commit, slots
-from holdfast.core.commit import Announcement, Kind, PartReport, RankReport
+from holdfast.core import bundles, commit, slots, takeover
+from holdfast.core.commit import Announcement, Heard, Kind, PartReport, RankReport, WriteFailure
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Decision, Level, RankLayout, Seal, Topology, Version
 from holdfast.core.slots import Knowledge, SlotView
@@ -33,7 +33,7 @@ class _Local:
     reports: dict[int, RankReport] = field(default_factory=dict)
     sent: bool = False
     replicas: set[str] = field(default_factory=set)
-    part: PartReport | None = None
+    parts: dict[str, PartReport] = field(default_factory=dict)
     due: bool = False
     persist_told: bool = False
     reached: frozenset[Level] = frozenset()
@@ -46,7 +46,12 @@ class _Local:
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """Everything a new coordinator needs from this node."""
+    """Everything a new coordinator needs from this node, and what it is told in between.
+
+    Attributes:
+        heard: versions that are known to be captured: the newest, and those on their way to storage.
+        failures, at_work: of writing to storage; said once, and not again to a new coordinator.
+    """
 
     layouts: tuple[RankLayout, ...] = ()
     sealed: tuple[RankReport, ...] = ()
@@ -54,6 +59,9 @@ class Reports:
     replicas: tuple[tuple[Version, tuple[str, ...]], ...] = ()
     due: tuple[Version, ...] = ()
     parts: tuple[PartReport, ...] = ()
+    heard: tuple[Heard, ...] = ()
+    failures: tuple[WriteFailure, ...] = ()
+    at_work: tuple[Version, ...] = ()
 
 
 class NodeLedger:
@@ -70,6 +78,7 @@ class NodeLedger:
         self._layouts: dict[tuple[int, str], RankLayout] = {}
         self._current: dict[int, str] = {}
         self._tables: dict[str, tuple[BundleRef, ...]] = {}
+        self._parts: dict[str, tuple[takeover.Part, ...]] = {}
         self._replicate: dict[str, tuple[tuple[int, int, BundleRef], ...]] = {}
         self._begun: dict[int, tuple[Version, ...]] = {}
         self._resumed = False
@@ -198,6 +207,7 @@ class NodeLedger:
     def learn_table(self, layout: str, table: Sequence[BundleRef]) -> None:
         """Every bundle of the job under `layout`."""
         self._tables[layout] = tuple(table)
+        self._parts.pop(layout, None)
         self._replicate.pop(layout, None)
 
     def table_of(self, version: Version) -> tuple[BundleRef, ...]:
@@ -220,12 +230,12 @@ class NodeLedger:
         """Versions whose twins differ, with the reason."""
         return {version: local.suspect for version, local in self._versions.items() if local.suspect}
 
-    def to_persist(self, version: Version) -> tuple[tuple[int, BundleRef], ...]:
-        """(local rank whose slot holds it, bundle) for every bundle that this node writes to storage."""
-        # Asked once per version that is due for storage; the other plan is asked for at every save and kept.
-        refs = commit.represented(self.table_of(version), self.node, self.topology)
-        plan = ((bundles.capturer(ref, self.node, self.topology), ref) for ref in refs)
-        return tuple((rank, ref) for rank, ref in plan if rank is not None)
+    def parts_of(self, version: Version) -> tuple[takeover.Part, ...]:
+        """Who writes the bundles of the version to storage; nothing if its bundles are not known."""
+        layout = self._local(version).layout
+        if layout not in self._parts:
+            self._parts[layout] = takeover.parts(self.table_of(version), self.topology)
+        return self._parts[layout]
 
     def to_replicate(self, version: Version) -> tuple[tuple[int, int, BundleRef], ...]:
         """(home node, rank whose slot holds it, bundle) for every bundle that this node keeps a replica of."""
@@ -248,8 +258,8 @@ class NodeLedger:
         return fresh
 
     def wrote(self, part: PartReport) -> None:
-        """This node's part of the version is in storage."""
-        self._local(part.version).part = part
+        """A part of the version is in storage; this node wrote it, or might have had to."""
+        self._local(part.version).parts[part.part] = part
 
     def reports(self) -> Reports:
         """All that this node would tell a coordinator that knows nothing."""
@@ -261,8 +271,17 @@ class NodeLedger:
             abandoned=tuple((v, r, why) for v, local in items for r, why in sorted(local.abandoned_by.items())),
             replicas=tuple((v, tuple(sorted(local.replicas))) for v, local in items if local.replicas),
             due=tuple(v for v, local in items if local.due),
-            parts=tuple(local.part for _, local in items if local.part),
+            parts=tuple(part for _, local in items for _, part in sorted(local.parts.items())),
+            heard=tuple(self._heard(v, local) for v, local in items if self._is_worth_telling(v, local)),
         )
+
+    def _is_worth_telling(self, version: Version, local: _Local) -> bool:
+        """A captured version that a new coordinator could not conclude from the nodes that are left."""
+        open_ = Level.CAPTURED in local.reached and Level.DURABLE not in local.reached and bool(self.table_of(version))
+        return open_ and (local.persist_told or version == self._captured)
+
+    def _heard(self, version: Version, local: _Local) -> Heard:
+        return Heard(version, local.layout, self.table_of(version), local.persist_told)
 
     def _local(self, version: Version) -> _Local:
         return self._versions.setdefault(version, _Local())
@@ -281,6 +300,7 @@ class NodeLedger:
         if len(self._tables) > MAX_TABLES:
             needed = {local.layout for local in self._versions.values()} | {next(reversed(self._tables))}
             self._tables = {name: table for name, table in self._tables.items() if name in needed}
+            self._parts = {name: plan for name, plan in self._parts.items() if name in needed}
             self._replicate = {name: plan for name, plan in self._replicate.items() if name in needed}
 
     def _is_settled(self, version: Version, local: _Local) -> bool:

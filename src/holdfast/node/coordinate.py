@@ -7,12 +7,13 @@ repeating what it knows. All methods run under the state's lock and only queue.
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from holdfast.base.errors import Fenced
 from holdfast.core.appointments import Diary, Proposal
-from holdfast.core.commit import Action, Announcement, Board, CommitOrder, Kind
+from holdfast.core.commit import OF_WRITING, Action, Announcement, Board, CommitOrder, Kind
 from holdfast.core.ledger import Reports
 from holdfast.core.model import Version
 from holdfast.node.messages import Assembly, News
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 # Announcements that are repeated to a node that joins late.
 MAX_HISTORY = 128
+# A node that does not follow for so long writes nothing: its keeper is dead, or cannot reach us. A new line takes less.
+ABSENT_S = 2.0
 
 
 @dataclass(slots=True)
@@ -44,6 +47,8 @@ class Coordinator:
         self._followers: dict[int, _Follower] = {}
         self._history: OrderedDict[tuple[Version, Kind], Announcement] = OrderedDict()
         self._newest: Version | None = None  # captured
+        self._absent: set[int] = set()
+        self._changed_s = time.monotonic()
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -56,6 +61,7 @@ class Coordinator:
             raise Fenced(f"this coordinator serves incarnation {self._assembly.incarnation}, not {incarnation}")
         for layout in reports.layouts:
             self._board.register(layout)
+        self._carry_out(self._board.heard(reports.heard))
         self._carry_out(self._board.sealed(reports.sealed))
         for version, rank, reason in reports.abandoned:
             self._carry_out(self._board.abandoned(version, rank, reason))
@@ -64,17 +70,32 @@ class Coordinator:
         self._carry_out(self._board.due(reports.due))
         for part in reports.parts:
             self._carry_out(self._board.written(part))
+        for failure in reports.failures:
+            self._carry_out(self._board.failed(node, failure))
+        self._carry_out(self._board.at_work(node, reports.at_work))
 
     def join(self, node: int, connection: Connection) -> None:
         """A node follows from now on; what was announced before is repeated to it."""
         follower = _Follower(connection)
         self._followers[node] = follower
+        self._absent.discard(node)
         for announcement in self._history.values():
             self._tell(follower, announcement)
 
     def leave(self, connection: Connection) -> None:
         """A follower's connection ended."""
         self._followers = {n: f for n, f in self._followers.items() if f.connection is not connection}
+        self._changed_s = time.monotonic()
+
+    def tick(self) -> None:
+        """Says of nodes that are missing for a while that they write nothing."""
+        if time.monotonic() - self._changed_s < ABSENT_S:
+            return
+        everybody = set(range(len(self._assembly.topology.nodes)))
+        for node in sorted(everybody - set(self._followers) - self._absent - {self._state.node}):
+            logger.info("node %d is missing", node)
+            self._absent.add(node)
+            self._carry_out(self._board.lost(node))
 
     def propose(self, proposal: Proposal) -> None:
         """Names a step for all ranks."""
@@ -98,6 +119,9 @@ class Coordinator:
 
     def _announce(self, announcement: Announcement) -> None:
         logger.debug("%s %s: %s", announcement.version, announcement.kind.value, announcement.reason)
+        if announcement.kind in OF_WRITING:
+            self._pass_on(announcement)
+            return
         self._history[announcement.version, announcement.kind] = announcement
         if announcement.kind is Kind.CAPTURED:
             self._newest = max(self._newest or announcement.version, announcement.version)
@@ -108,6 +132,18 @@ class Coordinator:
         for follower in self._followers.values():
             self._tell(follower, announcement)
         self._state.hear(self._news(announcement, with_table=True))
+        if announcement.kind is Kind.PERSIST:
+            for node in sorted(self._absent):
+                self._carry_out(self._board.lost(node))
+
+    def _pass_on(self, announcement: Announcement) -> None:
+        """To those in the same lines; nobody else is told, and nobody later: silence tells them as well."""
+        concerned = self._board.in_line_with(announcement.version, announcement.node)
+        news = self._news(announcement, with_table=False)
+        for node, follower in self._followers.items():
+            if node in concerned:
+                follower.connection.send(news)
+        self._state.hear(news)
 
     def _tell(self, follower: _Follower, announcement: Announcement) -> None:
         layout = announcement.layout

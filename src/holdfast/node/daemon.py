@@ -16,6 +16,7 @@ from typing import Any
 
 from holdfast.base.errors import InUse, KeeperError
 from holdfast.base.events import Events
+from holdfast.core.takeover import Order
 from holdfast.node import status
 from holdfast.node.activity import Activities
 from holdfast.node.arena import Arena
@@ -42,6 +43,7 @@ from holdfast.node.saving import Saving
 from holdfast.node.seal import Sealer
 from holdfast.node.server import Connection, Server
 from holdfast.node.state import NodeState, Outlets
+from holdfast.node.succession import Succession
 from holdfast.node.trainers import Trainer, Trainers
 from holdfast.node.turnover import Turnover, Works
 from holdfast.node.uplink import Uplink
@@ -87,11 +89,12 @@ class Keeper:
         self._sealer = Sealer(self._state, self._events)
         self._activities = Activities(self._state)
         self._obtainer = Obtainer(self._state, vault, self._events, self._activities)
-        self._persister = Persister(self._state, vault, self._events, self._activities)
+        self._succession = Succession(self._state, self._events, self._write)
+        self._persister = Persister(self._state, vault, self._events, self._activities, self._succession)
         self._committer = Committer(self._state, vault, self._events)
         self._replicator = Replicator(self._state, self._events)
         self._trainers = Trainers(self._state, self._forget)
-        self._saving = Saving(self._state, self._trainers, self._sealer)
+        self._saving = Saving(self._state, self._trainers, self._sealer, self._succession)
         self._uplink = Uplink(self._state, lambda assembly: Coordinator(self._state, self._committer, assembly))
         self._peers = PeerDesk(self._state, lambda: self._uplink.coordinator)
         self._operations = Operations(
@@ -111,7 +114,8 @@ class Keeper:
             report=self._uplink.report,
             push=self._trainers.push,
             replicate=self._replicator.put,
-            persist=self._persister.put,
+            writing=self._succession.hear,
+            began=self._succession.begin,
             follow=self._uplink.follow,
             changed=self._wake,
         )
@@ -141,6 +145,9 @@ class Keeper:
             idle=lambda: all(worker.idle for worker in workers),
             forget=(vault.forget, self._replicator.leave, self._state.forget_job),
         )
+
+    def _write(self, order: Order) -> None:
+        self._persister.put(order)
 
     # --- the server's handler
 
@@ -181,6 +188,10 @@ class Keeper:
         self._trainers.reap()
         self._peers.yield_slots(self._saving.starved())
         self._replicator.tick()
+        with self._state.lock:
+            self._succession.tick()
+            if self._uplink.coordinator is not None:
+                self._uplink.coordinator.tick()
         self._persister.tick()
         self._committer.tick()
         next_s = self._saving.retry()

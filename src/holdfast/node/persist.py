@@ -1,6 +1,6 @@
 """To storage, in the background, straight from the slots: bundles and parts by every node, the manifest by one.
 
-A slot is pinned while it is written. Any error leaves the version without the durable level, says so, and touches
+What a node writes, also for others, is node.succession's business. A slot is pinned while it is written. Any error leaves the version without the durable level, says so, and touches
 nothing else: memory levels go on. The newest version that failed is written again from memory, with growing pauses, as
 long as it is held and nothing newer is due; the alarm stands until then. The order of writes is tiers.storage's business.
 """
@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from holdfast.base.errors import CorruptError, Fenced, HoldfastError, KeeperError
 from holdfast.base.events import Events
-from holdfast.core.commit import CommitOrder, PartReport, to_retire
+from holdfast.core.commit import CommitOrder, PartReport
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Level, Version
+from holdfast.core.retention import to_retire
+from holdfast.core.takeover import Order
 from holdfast.node.activity import WRITING, Activities
 from holdfast.node.arena import Held
 from holdfast.node.messages import Assembly
 from holdfast.node.state import NodeState
+from holdfast.node.succession import Succession
 from holdfast.node.vault import Vault
 from holdfast.node.worker import Worker
 from holdfast.tiers.manifest import Manifest
@@ -30,59 +33,91 @@ from holdfast.tiers.storage import Storage
 
 logger = logging.getLogger(__name__)
 
-PIN = "persisting"
 # Between two attempts at one version: doubled each time.
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
+# Failures in a row after which an operator has to look.
+MAX_TRIES = 5
+# A sign of writing to those who watch; and none any more when nothing moved for SILENCE_S plus the time in which the
+# slowest storage that is worth waiting for would have taken the largest bundle.
+SIGN_S = 1.0
+SILENCE_S = 5.0
+SLOWEST_BYTES_PER_S = 1 << 20
 
 
 class _Again:
-    """The version that failed last, and when it is tried again. Under the state's lock."""
+    """What failed of the newest version that did, and when it is tried again. Under the state's lock.
+
+    After MAX_TRIES failures of storage in a row it counts as unserviceable: that is an alarm, and from then on there is
+    one try in MAX_PAUSE_S and one for every new version.
+    """
 
     def __init__(self) -> None:
         self._version: Version | None = None
+        self._orders: dict[tuple[int, ...], Order] = {}
         self._at_s = 0.0
         self._pause_s = FIRST_PAUSE_S
+        self._tries = 0
 
-    def failed(self, version: Version, error: HoldfastError) -> None:
-        """An attempt failed; only what may get better by itself is tried again."""
-        if not error.retryable:
-            return
-        self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S) if version == self._version else FIRST_PAUSE_S
-        self._version, self._at_s = version, time.monotonic() + self._pause_s
+    def failed(self, order: Order, error: HoldfastError) -> bool:
+        """An attempt failed; only what may get better by itself is tried again. True if storage failed too often."""
+        gone = isinstance(error, CorruptError)  # here; a replica of it may still be on its way
+        self._tries += not gone
+        newest = self._version is None or order.version >= self._version
+        if newest and (error.retryable or gone):
+            if order.version != self._version:
+                self._version, self._orders, self._pause_s = order.version, {}, FIRST_PAUSE_S
+            if not self._orders:
+                self._at_s = time.monotonic() + self._pause_s
+                self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+            self._orders[tuple(part.index for part in order.parts)] = order
+        return not gone and self._tries >= MAX_TRIES
 
-    def due(self) -> Version | None:
-        """The version whose time has come."""
-        return self._version if time.monotonic() >= self._at_s else None
+    def due(self) -> tuple[Order, ...]:
+        """What is to be tried again now; each is named once, unless it fails again."""
+        if time.monotonic() < self._at_s:
+            return ()
+        orders, self._orders = tuple(self._orders.values()), {}
+        return orders
 
-    def forget(self, *, unless: Version | None = None) -> None:
-        """It succeeded, or something else takes its place."""
-        if self._version != unless:
-            self._version = None
+    def succeeded(self) -> None:
+        """Storage serves."""
+        self._tries = 0
 
-    def postpone(self) -> None:
-        """An attempt begins; whether it failed will be told."""
-        self._at_s = float("inf")
+    def forget(self, *, before: Version | None = None) -> None:
+        """Something newer takes its place; everything goes if nothing is named."""
+        if before is None or (self._version is not None and self._version < before):
+            self._version, self._orders = None, {}
 
 
 class Persister:
-    """Writes the bundles that this node represents."""
+    """Writes the parts that this node is ordered to write.
 
-    def __init__(self, state: NodeState, vault: Vault, events: Events, activities: Activities) -> None:
+    Args:
+        succession: told of what was written and what failed.
+    """
+
+    def __init__(
+        self, state: NodeState, vault: Vault, events: Events, activities: Activities, succession: Succession
+    ) -> None:
         self._state = state
         self._vault = vault
         self._events = events
         self._activities = activities
-        self._worker: Worker[Version] = Worker(
+        self._succession = succession
+        self._worker: Worker[Order] = Worker(
             "holdfast persister", self._persist, lambda text: state.alarm("persister", text), on_idle=state.changed
         )
         self._again = _Again()
+        self._writing: Order | None = None
+        self._moved_s = self._told_s = 0.0
+        self._allowance_s = 0.0
 
-    def put(self, version: Version) -> None:
-        """A version is due for storage; its slots are pinned already. Under the state's lock."""
-        self._again.forget(unless=version)
-        if not self._worker.put(version):
-            self._state.unpin_version(version, PIN)
+    def put(self, order: Order) -> None:
+        """Parts are to be written; their slots are pinned already. Under the state's lock."""
+        self._again.forget(before=order.version)
+        if not self._worker.put(order):
+            self._succession.done(order.version)
 
     @property
     def idle(self) -> bool:
@@ -97,73 +132,100 @@ class Persister:
         """Ends the worker; a bundle in the middle of being written stays a temporary file."""
         self._worker.stop()
 
-    def _persist(self, version: Version) -> None:
-        state = self._state
-        try:
-            with self._events.span("node.persisted", version=str(version)) as facts:
-                facts["size_bytes"] = self._write_version(version)
-            state.calm("storage")
-            with state.lock:
-                self._again.forget()
-        except HoldfastError as error:
-            state.alarm("storage", f"{version} is not durable: {error}")
-            with state.lock:
-                if self._worker.is_last:
-                    self._again.failed(version, error)
-        finally:
-            state.unpin_version(version, PIN)
-
     def tick(self) -> None:
-        """Writes again what failed, if it is time and its bytes are still held."""
-        state = self._state
-        with state.lock:
-            version, ledger = self._again.due(), state.ledger
-            if version is None or ledger is None or self._worker.stopping:
-                return
-            plan = ledger.to_persist(version) if version.incarnation == ledger.incarnation else ()
-            held = all(state.arena.find(version, ref.bundle_id, rank) for rank, ref in plan)
-            if plan and held and Level.DURABLE not in ledger.standing(version)[0]:
-                self._again.postpone()
-                state.persist(version)
-            else:
-                self._again.forget()
+        """Gives a sign while bytes move, and writes again what failed, if it is time and its bytes are still held."""
+        now = time.monotonic()
+        with self._state.lock:
+            order = self._writing
+            if order is not None and now - self._told_s >= SIGN_S and now - self._moved_s <= self._allowance_s:
+                self._told_s = now
+                self._succession.at_work(order.version)
+            for again in self._again.due() if not self._worker.stopping else ():
+                self._succession.again(again)
 
-    def _write_version(self, version: Version) -> int:
+    def _persist(self, order: Order) -> None:
+        state, version = self._state, order.version
+        try:
+            with self._events.span("node.persisted", version=str(version), term=order.term) as facts:
+                facts["size_bytes"] = self._write(order)
+            state.calm("storage")
+            state.calm("unserviceable")
+            with state.lock:
+                self._again.succeeded()
+        except HoldfastError as error:
+            self._failed(order, error)
+        finally:
+            with state.lock:
+                self._writing = None
+                self._succession.done(version)
+
+    def _failed(self, order: Order, error: HoldfastError) -> None:
         state = self._state
+        state.alarm("storage", f"{order.version} is not durable: {error}")
         with state.lock:
-            plan = [(ref, self._locate(version, rank, ref)) for rank, ref in state.need_ledger().to_persist(version)]
+            self._succession.failed(order, error.what, gone=isinstance(error, CorruptError))
+            hopeless = self._again.failed(order, error)
+        if hopeless:
+            state.alarm(
+                "unserviceable",
+                f"storage is unserviceable: {MAX_TRIES} attempts failed, the last with: {error.what}; training and the "
+                f"levels in memory go on, storage is tried every {MAX_PAUSE_S:.0f} s and with every new version",
+            )
+
+    def _write(self, order: Order) -> int:
+        """Writes the order's bundles and parts; returns bytes. Nothing, if the version became durable meanwhile."""
+        state, version = self._state, order.version
+        with state.lock:
+            if Level.DURABLE in state.need_ledger().standing(version)[0]:
+                return 0
+            plan = [(ref, self._locate(version, ref)) for part in order.parts for ref in part.refs]
+            places = {ref.bundle_id: place for ref, place in plan}
             assembly = state.assembly
-        total = sum(place.seal.length for _, (_, place) in plan)
+            total = sum(place.seal.length for _, (_, place) in plan)
+            largest = max((place.seal.length for _, (_, place) in plan), default=0)
+            self._allowance_s = SILENCE_S + largest / SLOWEST_BYTES_PER_S
+            self._writing, self._moved_s = order, time.monotonic()
         with self._activities.start(WRITING, version, total) as progress:
-            self._write_plan(version, plan, assembly, progress)
+            self._write_parts(order, places, assembly, self._moving(progress))
         return total
 
-    def _write_plan(
+    def _moving(self, progress: Callable[[int], None]) -> Callable[[int], None]:
+        def moved(num_bytes: int) -> None:
+            self._moved_s = time.monotonic()
+            progress(num_bytes)
+
+        return moved
+
+    def _write_parts(
         self,
-        version: Version,
-        plan: Sequence[tuple[BundleRef, tuple[Held, ImagePlace]]],
+        order: Order,
+        places: Mapping[str, tuple[Held, ImagePlace]],
         assembly: Assembly | None,
         progress: Callable[[int], None],
     ) -> None:
-        state = self._state
+        state, version = self._state, order.version
         storage = self._vault.open()
         if assembly is not None:
             storage.require_job(assembly.job_id)  # else what follows would stand in somebody else's directory
         stamp = make_stamp(version.incarnation)
-        files = []
-        for ref, (held, place) in plan:
+        for part in order.parts:
+            files = []
+            for ref in part.refs:
+                self._require_current(version, assembly)
+                held, place = places[ref.bundle_id]
+                view = held.slot.view[place.offset : place.offset + place.seal.length]
+                files.append(storage.write_bundle(version, ref, place.seal, view, stamp=stamp, progress=progress))
             self._require_current(version, assembly)
-            view = held.slot.view[place.offset : place.offset + place.seal.length]
-            files.append(storage.write_bundle(version, ref, place.seal, view, stamp=stamp, progress=progress))
-        self._require_current(version, assembly)
-        name, length, digest = storage.write_part(version, state.node, files, stamp=stamp)
-        ids = tuple(sorted(ref.bundle_id for ref, _ in plan))
-        state.wrote(PartReport(version, state.node, name, length, digest, ids))
+            name, length, digest = storage.write_part(version, part.index, files, stamp=stamp)
+            ids = tuple(ref.bundle_id for ref in part.refs)
+            with state.lock:
+                written = PartReport(version, state.node, name, length, digest, ids, part.index)
+                self._succession.wrote(written)
 
-    def _locate(self, version: Version, rank: int, ref: BundleRef) -> tuple[Held, ImagePlace]:
-        found = self._state.arena.find(version, ref.bundle_id, rank)
+    def _locate(self, version: Version, ref: BundleRef) -> tuple[Held, ImagePlace]:
+        found = self._state.arena.find(version, ref.bundle_id)
         if found is None:
-            raise CorruptError(f"the slot that held bundle {ref.bundle_id} of {version} is gone")
+            raise CorruptError(f"bundle {ref.bundle_id} of {version} is not held here any more")
         return found
 
     def _require_current(self, version: Version, assembly: Assembly | None) -> None:
@@ -203,7 +265,7 @@ class Committer:
 
     def put(self, job: CommitJob) -> bool:
         """Queues a commit. Under the state's lock."""
-        self._again.forget(unless=job.order.version)
+        self._again.forget(before=job.order.version)
         return self._worker.put(job)
 
     @property
@@ -222,10 +284,8 @@ class Committer:
     def tick(self) -> None:
         """Has this node's part reported again, if a commit failed and it is time: that is what orders it anew."""
         with self._state.lock:
-            version = self._again.due()
-            if version is not None and not self._worker.stopping:
-                self._again.postpone()
-                self._state.repeat_part(version)
+            for order in self._again.due() if not self._worker.stopping else ():
+                self._state.repeat_part(order.version)
 
     def _commit(self, job: CommitJob) -> None:
         version = job.order.version
@@ -240,13 +300,16 @@ class Committer:
                 resumed_from=job.resumed_from,
                 parts={part.part: (part.length, part.digest) for part in job.order.parts},
             )
-            storage.commit(manifest, stamp=make_stamp(version.incarnation))
+            with self._events.span("node.committed", version=str(version)):
+                storage.commit(manifest, stamp=make_stamp(version.incarnation))
         except HoldfastError as error:
             self._state.alarm("storage", f"{version} is not durable: {error}")
             job.done(version, False)
             with self._state.lock:
-                self._again.failed(version, error)
+                self._again.failed(Order(version, (), 0, "commit"), error)
             return
+        with self._state.lock:
+            self._again.succeeded()
         logger.info("%s is durable", version)
         self._state.calm("storage")
         job.done(version, True)

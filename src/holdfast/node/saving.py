@@ -17,6 +17,7 @@ from holdfast.node.messages import Begin, Begun, refusal
 from holdfast.node.seal import Sealer
 from holdfast.node.server import Connection
 from holdfast.node.state import NodeState
+from holdfast.node.succession import Succession
 from holdfast.node.trainers import Trainer, Trainers
 
 logger = logging.getLogger(__name__)
@@ -41,10 +42,11 @@ class _Waiting:
 class Saving:
     """Begins, takes over and abandons versions of local ranks."""
 
-    def __init__(self, state: NodeState, trainers: Trainers, sealer: Sealer) -> None:
+    def __init__(self, state: NodeState, trainers: Trainers, sealer: Sealer, succession: Succession) -> None:
         self._state = state
         self._trainers = trainers
         self._sealer = sealer
+        self._succession = succession
         self._waiting: list[_Waiting] = []
 
     def begin(self, connection: Connection, request: Begin) -> None:
@@ -79,6 +81,8 @@ class Saving:
         state, request, rank = self._state, waiting.request, waiting.trainer.rank
         slots = [h for h in state.arena.of_rank(rank) if not h.outgrown and h.slot.num_bytes >= request.num_bytes]
         decision = state.need_ledger().begin(rank, request.version, [self._state.view(held) for held in slots])
+        if decision.value is None and self._succession.yield_slots(rank):
+            decision = state.need_ledger().begin(rank, request.version, [self._state.view(held) for held in slots])
         held = state.arena.get(decision.value) if decision.value is not None else None
         if held is None:
             kept = [str(slot.version) for slot in slots if state.awaits_replicas(slot)]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from holdfast.base.errors import Fenced, KeeperError, UsageError
 from holdfast.core.appointments import Appointment
-from holdfast.core.commit import Announcement, Kind, PartReport, RankReport
+from holdfast.core.commit import OF_WRITING, Announcement, Kind
 from holdfast.core.ledger import NodeLedger, Reports
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Version
@@ -42,7 +42,8 @@ class Outlets:
     report: Callable[[Reports], None]
     push: Callable[[str, Message], None]
     replicate: Callable[[Version], None]
-    persist: Callable[[Version], None]
+    writing: Callable[[Announcement], None]
+    began: Callable[[], None]
     follow: Callable[[Assembly, int], None]
     changed: Callable[[], None]
 
@@ -173,6 +174,7 @@ class NodeState:
             if held.state is SlotState.WRITING and not held.pins:
                 held.clear()
         logger.info("incarnation %d: node %d of %d", assembly.incarnation, self.node, len(assembly.topology.nodes))
+        self.outlets.began()
         self.outlets.follow(assembly, self.node)
         self.outlets.changed()
 
@@ -182,6 +184,7 @@ class NodeState:
             self.node, self.assembly, self.ledger = -1, None, None
             self.layouts, self.finished = {}, set()
             self._resumed, self._is_resumed = None, False
+            self.outlets.began()
 
     def forget_job(self) -> None:
         """Slots, levels, tables and alarms of the job that is over. Nobody needs a byte of them."""
@@ -218,7 +221,7 @@ class NodeState:
                     raise UsageError(f"bundle {ref.bundle_id} of rank {layout.rank} has an impossible group")
             ledger.register(layout)
             self.layouts[layout.rank] = layout
-            self.outlets.report(reports(layouts=(layout,)))
+            self.outlets.report(Reports(layouts=(layout,)))
             self._feed()
 
     def adopted(self) -> None:
@@ -238,7 +241,7 @@ class NodeState:
                 seals = _report_seals(held)
                 done = ledger.adopt(held.rank, held.version, seals, layout=held.layout, durable=held.durable)
                 if done:
-                    self.outlets.report(reports(sealed=done))
+                    self.outlets.report(Reports(sealed=done))
 
     # --- saving
 
@@ -253,7 +256,7 @@ class NodeState:
     def _seal(self, held: Held, version: Version) -> None:
         done = self.need_ledger().seal(held.rank, version, _report_seals(held), durable=held.durable)
         if done:
-            self.outlets.report(reports(sealed=done))
+            self.outlets.report(Reports(sealed=done))
 
     def due(self, rank: int, version: Version) -> None:
         """A local rank asks for storage of a version that it began without."""
@@ -263,7 +266,7 @@ class NodeState:
             for held in self.arena.of_rank(rank):
                 held.durable |= held.version == version
             if self.ledger.want_durable(version):
-                self.outlets.report(reports(due=(version,)))
+                self.outlets.report(Reports(due=(version,)))
 
     def abandon(self, rank: int, version: Version, reason: str) -> None:
         """A local rank gives a version up, or died in it."""
@@ -273,7 +276,7 @@ class NodeState:
             told = self.ledger.abandon(rank, version, reason)
             if told is not None:
                 logger.info("%s abandoned by rank %d: %s", version, rank, reason)
-                self.outlets.report(reports(abandoned=(told,)))
+                self.outlets.report(Reports(abandoned=(told,)))
                 self._publish(version)
             self.outlets.changed()
 
@@ -285,6 +288,9 @@ class NodeState:
                 return  # of another incarnation: it must have no effect here
             if news.table:
                 ledger.learn_table(told.layout, news.table)
+            if told.kind in OF_WRITING:
+                self.outlets.writing(told)
+                return
             if not ledger.told(told):
                 return
             if told.kind is Kind.SUSPECT:
@@ -298,8 +304,8 @@ class NodeState:
                 newest = ledger.knowledge.captured == ledger.newest(Level.REPLICATED)
                 self._patience.replicated(time.monotonic(), newest=newest)
                 self.calm("replication")
-            if told.kind is Kind.PERSIST:
-                self.persist(told.version)
+            if told.kind in (Kind.PERSIST, Kind.DURABLE):
+                self.outlets.writing(told)
             self.arena.collect(self.is_free)
             self.outlets.changed()
 
@@ -315,19 +321,6 @@ class NodeState:
             held.outgrown |= held.replica and held.rank not in sources
         if sources:
             self.outlets.replicate(told.version)
-
-    def persist(self, version: Version) -> None:
-        """Has this node's share of a version written, from slots that are pinned until that ends. Under the lock."""
-        plan = self.need_ledger().to_persist(version)
-        for rank, _ in plan:
-            self._pin_version(rank, version, "persisting")
-        if plan:
-            self.outlets.persist(version)
-
-    def _pin_version(self, rank: int, version: Version, why: str) -> None:
-        for held in self.arena.of_rank(rank):
-            if held.version == version and held.state is SlotState.SEALED and not held.pins[why]:
-                held.pins[why] += 1
 
     def unpin_version(self, version: Version, why: str) -> None:
         """Takes off every pin of this kind from the slots that hold `version`."""
@@ -350,22 +343,15 @@ class NodeState:
             if self.ledger is not None and version.incarnation == self.ledger.incarnation:
                 ids = tuple(sorted(bundle_ids))
                 self.ledger.replicated(version, ids)
-                self.outlets.report(reports(replicas=((version, ids),)))
+                self.outlets.report(Reports(replicas=((version, ids),)))
             self.outlets.changed()
-
-    def wrote(self, part: PartReport) -> None:
-        """This node's part of a version is in storage."""
-        with self.lock:
-            if self.ledger is not None and part.version.incarnation == self.ledger.incarnation:
-                self.ledger.wrote(part)
-                self.outlets.report(reports(parts=(part,)))
 
     def repeat_part(self, version: Version) -> None:
         """Reports this node's part of a version once more: the coordinator then tries again to commit it."""
         with self.lock:
             if self.ledger is not None and version.incarnation == self.ledger.incarnation:
                 self.outlets.report(
-                    reports(parts=tuple(p for p in self.ledger.reports().parts if p.version == version))
+                    Reports(parts=tuple(p for p in self.ledger.reports().parts if p.version == version))
                 )
 
     def appointed(self, message: Appointed) -> None:
@@ -455,19 +441,6 @@ def greeting(state: NodeState, assembly: Assembly) -> Hello:
         incarnation=assembly.incarnation,
         job_id=assembly.job_id,
     )
-
-
-def reports(
-    *,
-    layouts: tuple[RankLayout, ...] = (),
-    sealed: tuple[RankReport, ...] = (),
-    abandoned: tuple[tuple[Version, int, str], ...] = (),
-    replicas: tuple[tuple[Version, tuple[str, ...]], ...] = (),
-    due: tuple[Version, ...] = (),
-    parts: tuple[PartReport, ...] = (),
-) -> Reports:
-    """A report of these facts and nothing else."""
-    return Reports(layouts=layouts, sealed=sealed, abandoned=abandoned, replicas=replicas, due=due, parts=parts)
 
 
 def _report_seals(held: Held) -> tuple[Seal, ...]:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from holdfast.core import recovery
-from holdfast.core.commit import Announcement, Board, CommitOrder, Kind, PartReport
+from holdfast.core.commit import OF_WRITING, Announcement, Board, CommitOrder, Kind, PartReport
 from holdfast.core.ledger import NodeLedger, Reports
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, RankLayout, Seal, Topology, Version
@@ -159,6 +159,7 @@ class Job:
             return world
         for layout in reports.layouts:
             world = world._replace(board=self.cells.call(world.board, "register", layout)[0])
+        world = self._conclude(world, "heard", reports.heard)
         world = self._conclude(world, "sealed", reports.sealed)
         for fact in reports.abandoned:
             world = self._conclude(world, "abandoned", *fact)
@@ -173,7 +174,7 @@ class Job:
         for action in actions:
             if isinstance(action, CommitOrder):
                 world = self._conclude(world, "committed", action.version)
-            else:
+            elif action.kind not in OF_WRITING:  # who writes when is not modelled: bytes reach storage or they do not
                 world = self._announce(world, action)
         return world
 

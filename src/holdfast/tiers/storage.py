@@ -205,13 +205,23 @@ class Storage:
         version = manifest.version
         if self.highest_incarnation() > version.incarnation:
             raise Fenced("a newer incarnation runs; this one commits nothing any more", where=str(version))
-        self._check_complete(self._assemble(manifest))
+        whole = self._assemble(manifest)
+        self._check_complete(whole)
         name = f"{version}/{manifests.ROOT_NAME}"
-        self._backend.create(name, manifests.encode_root(manifest), stamp=stamp)  # THE commit
+        if self._backend.create(name, manifests.encode_root(manifest), stamp=stamp):  # THE commit
+            self._take_back_if_retired(whole, name)
         try:
             self._backend.put(LATEST, [memoryview(f"{version}\n".encode())], stamp=stamp)
         except StorageError as error:  # a hint for people, nothing reads it
             logger.warning("the hint %s was not written: %s", LATEST, error)
+
+    def _take_back_if_retired(self, manifest: Manifest, name: str) -> None:
+        """We may have been paused before the commit, while another committed the version and later retired it."""
+        try:
+            self._check_complete(manifest)
+        except StorageError as error:
+            self._backend.delete(name)
+            raise Fenced("the version was committed and retired while we were paused", where=name) from error
 
     def _check_complete(self, manifest: Manifest) -> None:
         sizes = dict(self._backend.listing(str(manifest.version)))

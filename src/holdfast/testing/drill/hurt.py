@@ -1,0 +1,132 @@
+"""A keeper that can be hurt while it runs: the production process, with a wound at every place that faults reach.
+
+What is wrong with it stands in a control file, one line `<what>@<where>`, read at every place, so that a test says
+when it begins and when it is over:
+
+- what: an errno (`ENOSPC`, `EIO`, ..) that the call fails with; `stop` and `kill`: the keeper ends there by that signal;
+  `stall`: the call waits until the line is gone; `slow`: storage takes SLOW_BYTES_PER_S.
+- where: a system call on the checkpoint directory (`write`, `fsync`, `rename`, `link`, `unlink`), `storage` for all of
+  them, or a step of the protocol in PLACES.
+
+A line `stop` or `kill` is taken out of the file before it strikes, so that it strikes once. Used by tests and by
+`holdfast drill faults`: python -m holdfast.testing.drill.hurt CONTROL [arguments of a keeper].
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.core import takeover
+from holdfast.node import coordinate, process
+from holdfast.node.coordinate import Coordinator
+from holdfast.node.obtain import Obtainer
+from holdfast.node.peers import PeerDesk
+from holdfast.node.replicate import Replicator
+from holdfast.node.saving import Saving
+from holdfast.node.seal import Sealer
+from holdfast.tiers.storage import Storage
+
+SLOW_BYTES_PER_S = 5_000_000
+LOOK_EVERY_S = 0.02
+# Leases end sooner than in production, so that nobody has to wait for them. A wrong takeover would be harmless.
+LEASE_S = 2.5
+ABSENT_S = 1.0
+
+PLACES: dict[str, tuple[type, str]] = {
+    "begin": (Saving, "begin"),
+    "seal": (Sealer, "_seal"),
+    "send": (PeerDesk, "pull"),
+    "receive": (Replicator, "_pull_rank"),
+    "persist": (Storage, "write_bundle"),
+    "part": (Storage, "write_part"),
+    "commit": (Storage, "commit"),
+    "retire": (Storage, "retire"),
+    "announce": (Coordinator, "_announce"),
+    "obtain": (Obtainer, "obtain"),
+}
+SIGNALS = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}
+
+
+class Wounds:
+    """The control file of one keeper."""
+
+    def __init__(self, control: Path, root: str) -> None:
+        self._control = control
+        self._root = root
+
+    def strike(self, *where: str, size: int = 0) -> None:
+        """What is to happen at these places now."""
+        what, _, at = self._line().partition("@")
+        if at not in where:
+            return
+        if what in SIGNALS:
+            self._control.write_text("")
+            os.kill(os.getpid(), SIGNALS[what])
+        elif what == "stall":
+            while self._line() == f"{what}@{at}":
+                time.sleep(LOOK_EVERY_S)
+        elif what == "slow":
+            time.sleep(size / SLOW_BYTES_PER_S)
+        else:
+            raise OSError(getattr(errno, what), os.strerror(getattr(errno, what)))
+
+    def open(self) -> None:
+        """Puts a wound at every place."""
+        for name, (owner, method) in PLACES.items():
+            setattr(owner, method, self._at_place(name, getattr(owner, method)))
+        for call, where in (("pwrite", "write"), ("fsync", "fsync")):
+            setattr(os, call, self._at_descriptor(where, getattr(os, call)))
+        for call in ("rename", "link", "unlink"):
+            setattr(os, call, self._at_name(call, getattr(os, call)))
+
+    def _line(self) -> str:
+        try:
+            return self._control.read_text().strip()
+        except FileNotFoundError:
+            return ""
+
+    def _at_place(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.strike(name)
+            return real(*args, **kwargs)
+
+        return call
+
+    def _at_descriptor(self, where: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(fd: int, *args: Any) -> Any:
+            if self._is_ours(fd):
+                self.strike(where, "storage", size=len(args[0]) if args else 0)
+            return real(fd, *args)
+
+        return call
+
+    def _at_name(self, where: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            directory = kwargs.get("src_dir_fd", kwargs.get("dir_fd"))
+            if directory is not None and self._is_ours(directory):
+                self.strike(where, "storage")
+            return real(*args, **kwargs)
+
+        return call
+
+    def _is_ours(self, fd: int) -> bool:
+        return os.readlink(f"/proc/self/fd/{fd}").startswith(self._root)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs a keeper that is hurt as the file says; returns its exit status."""
+    control, *rest = arguments
+    takeover.LEASE_S, coordinate.ABSENT_S = LEASE_S, ABSENT_S
+    Wounds(Path(control), rest[rest.index("--root") + 1]).open()
+    return process.main(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,164 @@
+"""Representatives that fail in every way while they write, and who finishes for them; real keepers, real files."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from holdfast.core import takeover
+from holdfast.core.model import Level, Version
+from node.rig import Rig, Trainer, eventually, image_of, reached, save_all
+
+MakeRig = Callable[..., Rig]
+
+
+def hurt_rig(make_rig: MakeRig, num_nodes: int, **options: object) -> tuple[Rig, list[Trainer]]:
+    """A job whose keepers can be hurt, with one version captured everywhere."""
+    rig = make_rig(num_nodes=num_nodes, **options)
+    for node in range(num_nodes):
+        rig.hurtable(node)
+    trainers = rig.start()
+    reached(trainers, save_all(trainers, 0), Level.REPLICATED)
+    return rig, trainers
+
+
+def proven(rig: Rig, version: Version) -> None:
+    """Exactly one commit, complete, and every byte of it right."""
+    assert version in rig.storage.versions()
+    manifest = rig.storage.manifest(version)
+    for file in manifest.bundles:
+        rig.storage.verify_bundle(version, file)
+    expected = {b.bundle_id: b for rank in range(rig.topology.world_size) for b in rig.trainer_bundles(rank)}
+    assert {file.ref.bundle_id for file in manifest.bundles} == set(expected)
+    for file in manifest.bundles:
+        path = rig.base / "ck" / str(version) / file.file
+        assert path.read_bytes() == image_of(expected[file.ref.bundle_id], version.step)
+    refs = [file.ref for file in manifest.bundles]
+    assert len(manifest.parts) == len(takeover.parts(refs, rig.topology))
+    names = {path.name for path in (rig.base / "ck" / str(version)).iterdir()}
+    assert names == {"manifest.json", *manifest.parts, *(file.file for file in manifest.bundles)}
+
+
+def takeovers(rig: Rig, nodes: tuple[int, ...]) -> float:
+    return sum(rig.status(node)["counters"].get("takeovers", 0) for node in nodes)
+
+
+@pytest.mark.parametrize("wrong", ["ENOSPC@write", "EIO@fsync", pytest.param("EIO@rename", marks=pytest.mark.slow)])
+def test_a_successor_writes_what_its_representative_cannot(make_rig: MakeRig, wrong: str) -> None:
+    rig, trainers = hurt_rig(make_rig, 2)
+    rig.hurt(1, wrong)
+
+    version = save_all(trainers, 1, durable=True)
+
+    reached(trainers, version, Level.DURABLE)
+    proven(rig, version)
+    assert takeovers(rig, (0,)) >= 1
+    assert any(version_alarm["key"] == "storage" for version_alarm in rig.status(1)["alarms"])
+    rig.hurt(1, "")
+    again = save_all(trainers, 2, durable=True)
+    reached(trainers, again, Level.DURABLE)
+    proven(rig, again)
+
+
+def test_a_killed_representative_is_succeeded_and_the_second_one_too(make_rig: MakeRig) -> None:
+    """Node 0 coordinates as well; node 1 fails when it takes over; node 2 finishes. Replicas make it possible."""
+    rig, trainers = hurt_rig(make_rig, 3)
+    shared = next(b for b in trainers[0].bundles if len(b.ranks) == 3)
+    first, second, third = takeover.line(trainers[0].layout.bundles[trainers[0].bundles.index(shared)], rig.topology)
+    version = save_all(trainers, 1)
+    reached(trainers, version, Level.REPLICATED)
+    rig.hurt(first, "kill@persist")
+    rig.hurt(second, "ENOSPC@write")
+
+    left = [trainer for trainer in trainers if trainer.node != first]
+    left[0].client.persist(version)
+
+    eventually(lambda: takeovers(rig, (third,)) >= 1)
+    rig.hurt(second, "")
+    reached(left, version, Level.DURABLE, timeout_s=20)
+    proven(rig, version)
+
+
+def test_a_frozen_representative_is_succeeded_and_changes_nothing_when_it_wakes(make_rig: MakeRig) -> None:
+    rig, trainers = hurt_rig(make_rig, 2)
+    frozen = trainers[1].client.pid
+    version = save_all(trainers, 1)
+    reached(trainers, version, Level.REPLICATED)
+    rig.hurt(1, "stop@rename")
+    trainers[0].client.persist(version)
+
+    reached(trainers[:1], version, Level.DURABLE, timeout_s=20)
+    proven(rig, version)
+    before = {path: path.stat().st_mtime_ns for path in (rig.base / "ck" / str(version)).glob("manifest.json")}
+    os.kill(frozen, signal.SIGCONT)
+    reached(trainers, version, Level.DURABLE)
+    again = save_all(trainers, 2, durable=True)
+    reached(trainers, again, Level.DURABLE)
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    proven(rig, version)
+    proven(rig, again)
+
+
+@pytest.mark.parametrize(
+    "where", [*(pytest.param(where, marks=pytest.mark.slow) for where in ("announce", "part")), "commit"]
+)
+def test_commits_go_on_when_the_coordinator_is_killed(make_rig: MakeRig, where: str) -> None:
+    """It dies with its node: nobody adopts its slots, and nobody repeats what its rank reported."""
+    rig, trainers = hurt_rig(make_rig, 2)
+    version = save_all(trainers, 1)
+    reached(trainers, version, Level.REPLICATED)
+    rig.hurt(0, f"kill@{where}")
+    trainers[1].client.persist(version)
+
+    reached(trainers[1:], version, Level.DURABLE, timeout_s=20)
+
+    proven(rig, version)
+
+
+def test_storage_that_fails_for_everybody_is_an_alarm_and_the_newest_version_follows(make_rig: MakeRig) -> None:
+    rig, trainers = hurt_rig(make_rig, 2)
+    for node in (0, 1):
+        rig.hurt(node, "EIO@write")
+    for step in range(1, 8):
+        version = save_all(trainers, step, durable=True)
+        reached(trainers, version, Level.REPLICATED)
+        eventually(lambda: all("storage" in {a["key"] for a in rig.status(n)["alarms"]} for n in (0, 1)))
+
+    eventually(lambda: any("unserviceable" in alarm for alarm in trainers[0].client.alarms))
+    assert rig.storage.versions() == []
+    for node in (0, 1):
+        rig.hurt(node, "")
+
+    reached(trainers, version, Level.DURABLE, timeout_s=40)
+    proven(rig, version)
+    eventually(lambda: not any(a["key"] == "unserviceable" for n in (0, 1) for a in rig.status(n)["alarms"]))
+
+
+def test_every_node_writes_its_share_of_one_complete_copy(make_rig: MakeRig) -> None:
+    rig = make_rig(num_nodes=3, per_node=2, own_bytes=2 << 20)
+    trainers = rig.start()
+    version = save_all(trainers, 1, durable=True)
+    reached(trainers, version, Level.DURABLE)
+
+    written = [rig.status(node)["counters"]["storage_written_bytes"] for node in range(3)]
+
+    proven(rig, version)
+    assert sum(written) == rig.storage.manifest(version).num_bytes
+    assert max(written) <= 1.1 * sum(written) / 3
+    assert takeovers(rig, (0, 1, 2)) == 0
+
+
+def test_parts_are_determined_by_the_table(make_rig: MakeRig) -> None:
+    rig = make_rig(num_nodes=3, per_node=2)
+    refs = [ref for rank in range(6) for ref in Trainer.layout_of(rig, rank).bundles]
+    table = list({ref.bundle_id: ref for ref in refs}.values())
+
+    parts = takeover.parts(table, rig.topology)
+
+    assert parts == takeover.parts(reversed(table), rig.topology)
+    assert Counter(ref.bundle_id for part in parts for ref in part.refs) == Counter(ref.bundle_id for ref in table)
+    assert all(len(set(part.line)) == len(part.line) >= 2 for part in parts)
