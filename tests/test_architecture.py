@@ -28,7 +28,16 @@ WITHOUT_TORCH = ("base", "core", "tiers", "node", "tools")
 # What is below it in the order and yet not for it: tools start these as programs, so that looking stays quick.
 NOT_FOR_TOOLS = ("train", "adapters", "testing")
 
-PUBLIC_NAMES = ["Checkpointer", "Config", "HoldfastError", "Level", "RestoreReport", "SaveHandle", "Version"]
+PUBLIC_NAMES = [
+    "Checkpointer",
+    "Config",
+    "HoldfastError",
+    "Level",
+    "RestoreReport",
+    "SaveHandle",
+    "Version",
+    "resumable",
+]
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
@@ -47,8 +56,10 @@ EXECUTES_BYTES = {"cloudpickle", "code", "dill", "marshal", "pickle", "shelve", 
 # The environment is read in one place; the launcher writes it for its workers, the starter for the keeper.
 # agree.py asks how many ranks torchrun started, so that a forgotten process group is told, not guessed.
 # rehearsal.py tells each of its ranks which one it is, as a launcher would.
+# The agent makes what a worker finds, the stage puts it there for every run of the script, the runner for a function.
 MAY_TOUCH_ENVIRONMENT = {
-    "base/config.py", "train/elastic.py", "train/agree.py", "train/rehearsal.py", "node/start.py"
+    "base/config.py", "train/elastic.py", "train/agree.py", "train/rehearsal.py", "node/start.py",
+    "train/agent.py", "train/assignment.py", "train/stage.py", "train/runner.py",
 }  # fmt: skip
 
 

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from holdfast.core.model import Level, Version
     from holdfast.train.handle import SaveHandle
     from holdfast.train.restore import RestoreReport
+    from holdfast.train.resume import resumable
 
 __version__ = "0.1.0"
 
-__all__ = ["Checkpointer", "Config", "HoldfastError", "Level", "RestoreReport", "SaveHandle", "Version"]
+__all__ = ["Checkpointer", "Config", "HoldfastError", "Level", "RestoreReport", "SaveHandle", "Version", "resumable"]
 
 _HOMES = {
     "Checkpointer": "holdfast.adapters.door",
@@ -29,6 +30,7 @@ _HOMES = {
     "RestoreReport": "holdfast.train.restore",
     "SaveHandle": "holdfast.train.handle",
     "Version": "holdfast.core.model",
+    "resumable": "holdfast.train.resume",
 }
 
 

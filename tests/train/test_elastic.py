@@ -1,4 +1,4 @@
-"""`holdfast run`: restarts that work, nodes that are replaced, signals that leave time to save. Real processes."""
+"""`holdfast run`: one process is replaced, nodes are, signals leave time to save. Real processes."""
 
 from __future__ import annotations
 
@@ -59,6 +59,16 @@ class Job:
 
         return wait_for(progressed, f"steps of {world_size} ranks", self.logs)
 
+    def recovered(self, world_size: int, restarts: int) -> list[tuple[int, int, int]]:
+        """Waits until all ranks have made steps after so many recoveries, for long enough to count as progress."""
+
+        def there() -> list[tuple[int, int, int]] | None:
+            rows = self.ranks(world_size)
+            good = rows is not None and all(count >= restarts and step >= 10 for _, count, step in rows)
+            return rows if good else None
+
+        return wait_for(there, f"recovery {restarts} of {world_size} ranks", self.logs)
+
     def stop(self) -> None:
         (self.directory / "stop").touch()
 
@@ -105,17 +115,19 @@ def survive_kills(job: Job, kills: int) -> None:
     launcher = job.launch("--standalone", "--nproc-per-node=4", "--max-restarts=20")
     seen: set[int] = set()
     chooser = random.Random(7)
-    for _ in range(kills):
-        rows = job.running(4, since=seen)
-        seen |= {pid for pid, _, _ in rows}
-        os.kill(chooser.choice(rows)[0], signal.SIGKILL)
-    rows = job.running(4, since=seen)
-    assert {restarts for _, restarts, _ in rows} == {kills}
+    rows = job.running(4)
+    for kill in range(1, kills + 1):
+        victim = chooser.randrange(4)
+        os.kill(rows[victim][0], signal.SIGKILL)
+        before, rows = rows, job.recovered(4, kill)
+        seen |= {pid for pid, _, _ in before}
+        assert [new[0] == old[0] for new, old in zip(rows, before, strict=True)] == [r != victim for r in range(4)]
+        assert rows[victim][0] not in seen
     job.stop()
     assert launcher.wait(60) == 0, job.logs()
 
 
-def test_the_job_survives_a_killed_worker(job: Job) -> None:
+def test_only_the_killed_process_is_replaced_and_the_others_keep_theirs(job: Job) -> None:
     survive_kills(job, 2)
 
 
@@ -142,13 +154,13 @@ def test_a_lost_node_is_replaced_and_keeps_its_ranks(job: Job) -> None:
         )
 
     nodes = [start(0), start(1)]
-    seen: set[int] = set()
-    for victim in (1, 0):
-        seen |= {pid for pid, _, _ in job.running(4, since=seen)}
+    rows = job.running(4)
+    for kill, victim in enumerate((1, 0), 1):
         kill_tree(nodes[victim])
         nodes[victim] = start(victim)
-    rows = job.running(4, since=seen)
-    assert [psutil.Process(pid).ppid() for pid, _, _ in rows] == [n.pid for n in nodes for _ in range(2)]
+        before, rows = rows, job.recovered(4, kill)
+        assert [new[0] == old[0] for new, old in zip(rows, before, strict=True)] == [r // 2 != victim for r in range(4)]
+    assert [psutil.Process(pid).parents()[1].pid for pid, _, _ in rows] == [n.pid for n in nodes for _ in range(2)]
     job.stop()
     assert [node.wait(60) for node in nodes] == [0, 0], job.logs()
 

@@ -19,6 +19,8 @@ HoldfastError
 ├── Fenced                a higher incarnation or term exists; this process belongs to the past
 └── LevelNotReached       a version did not reach the level that was asked for
 
+Interrupted stands beside the tree: no fault of this process, and nothing that `except Exception` should swallow.
+
 An error says *what* happened, *where*, and what the operator can do (`remedy`). `retryable` is a property of the
 class: whether the same call may succeed later without anybody changing anything. `code` is stable across releases
 and is what the troubleshooting page is sorted by. `assert` is for our own bugs only.
@@ -164,3 +166,12 @@ class LevelNotReached(HoldfastError):
     """A version did not reach the level that was asked for. The message says which level it did reach, and why."""
 
     code = "HF700"
+
+
+class Interrupted(BaseException):
+    """Another process of the job failed and this one is healthy: it leaves the broken step and starts again.
+
+    Raised by the worker runner in the script's main thread, at any line. The script need not know it: it ends, and is
+    run again in the same process (or the function under `holdfast.resumable` is). Clean-up by `finally` and `with`
+    runs; who catches it must raise it again. Derived from BaseException, like KeyboardInterrupt.
+    """

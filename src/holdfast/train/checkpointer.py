@@ -29,7 +29,7 @@ from holdfast.base.events import Events
 from holdfast.core.appointments import Appointment, Proposal
 from holdfast.core.model import Level, Shard, Version
 from holdfast.tiers.storage import open_storage
-from holdfast.train import agree, exposure
+from holdfast.train import agree, alive, exposure
 from holdfast.train.assembly import Job, assemble
 from holdfast.train.handle import SaveHandle, as_level
 from holdfast.train.link import Link
@@ -121,6 +121,7 @@ class Checkpointer:
         self.last_restore: RestoreReport | None = None
         self.bubbles = Bubbles(schedule, self.events) if schedule is not None else None
         self._storage = open_storage(self._root, self.events)
+        alive.register(self)
 
     def restore(self, version: Version | str | None = None, *, fresh: bool = False, strict: bool | None = None) -> int:
         """Loads the newest version that is complete everywhere into the objects; returns the step to go on with.
@@ -252,6 +253,11 @@ class Checkpointer:
         finally:
             self._leave(finished=finished)
 
+    def abandon(self) -> None:
+        """Leaves without saving, so that another one of this process can take the rank. Calling it again does nothing."""
+        if not self._closed:
+            self._leave(finished=False)
+
     def __enter__(self) -> Checkpointer:
         return self
 
@@ -261,8 +267,8 @@ class Checkpointer:
         """Closes; after an exception without a save: the last complete version stays what it is."""
         if kind is None:
             self.close()
-        elif not self._closed:
-            self._leave(finished=False)
+        else:
+            self.abandon()
 
     # Inside.
 

@@ -1,19 +1,22 @@
-"""`holdfast run`: torchrun's engine with a keeper beside it, restarts that work, and an orderly end.
+"""`holdfast run`: torchrun's engine that replaces only what failed, with a keeper beside it and an orderly end.
 
 Takes every flag of torchrun with torchrun's meaning, plus the group "holdfast" (see `build_parser`). Called as
 `python -m holdfast.train.elastic`, by the command and by tests; nothing imports it. What it changes, and why:
 
-- **A rendezvous store per attempt.** By default the workers of all attempts share the agent's store, in which no key
-  carries the attempt: restarted workers read addresses of the dead (stock torch 2.13: 2 of 10 restarts after a
-  SIGKILL succeed). With `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` rank 0 opens a new one on a new port each time.
-- **Restarts by default** (`--max-restarts`, 3 instead of 0): torchrun's meaning, a number per agent of restarts of the
-  whole worker group. It comes back from memory, so trying again is cheap.
+- **Only the failed process is replaced** (`train.agent`): workers are forked from a process that has torch imported
+  (`train.nursery`), the others leave their broken groups and run the script again where they are (`train.runner`).
+  A command that is no Python script (`--no-python`, `--run-path`, `PYTHON_EXEC`, NUMA binding) is started and
+  restarted by torchrun's own code.
+- **A rendezvous store per incarnation.** By default the workers of all attempts share the agent's store, in which no
+  key carries the attempt: restarted workers read addresses of the dead (stock torch 2.13: 2 of 10 restarts after a
+  SIGKILL succeed). Here the leading agent opens a new one on a new port each time.
+- **Restarts by default** (`--max-restarts`, 3 instead of 0): how many failures are mended. If nobody gives a number,
+  ten minutes of health give all of them back.
 - **A node that died is missed within seconds.** torchrun gives up a silent node after 15 s; see `KEEP_ALIVE`. For a
   replacement in under 4 s on one machine: `--rdzv-conf keep_alive_interval=1,keep_alive_max_attempt=2`, a store that
   outlives every launcher (`is_host=0` and a `TCPStore` of the caller's own), and `--local-addr 127.0.0.<k>` with a k of
   its own for each simulated node: agents are ranked by address, then by process id, so only a replacement under the
   same address is sure to take the same ranks.
-- **Survivors of a failure are ended quickly**: they wait for a dead peer, nothing is lost with them.
 - **A signal to the launcher reaches the workers only, not their children** (data loaders), who are given time to save;
   exit code 0 if all of them end well, else 128 + signal. A second signal ends them at once.
 
@@ -24,21 +27,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
 import logging
 import os
 import re
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.elastic import events
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
@@ -48,14 +46,16 @@ from torch.distributed.run import config_from_args, get_args_parser, parse_min_m
 from holdfast.base.config import ENVIRONMENT, Config, hand_on, load
 from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.core.cadence import Cadence
+from holdfast.core.ladder import Limits
 from holdfast.node.start import ensure_keeper
+from holdfast.train import runner
+from holdfast.train.agent import Agent, Program, Rules
+from holdfast.train.nursery import Nursery
+from holdfast.train.watchdog import make_watch
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_RESTARTS = 3
-# How long the survivors of a failed worker may take to end after SIGTERM. They block in a collective with a dead peer
-# or raise because of it; what they hold is in the keeper already.
-SURVIVOR_GRACE_S = 5.0
 # A node that sent no keep-alive for interval x attempts seconds is dead, and only then may another take its place.
 # torchrun's 5 x 3 is meant for thousands of nodes that compare-and-set one key; small jobs can ask more often. kill -9
 # of one of two nodes to the first steps with its replacement, 2 + 2 ranks on 2 cores, 2.7 s of it imports: 3.8 s with
@@ -63,7 +63,6 @@ SURVIVOR_GRACE_S = 5.0
 # undisturbed until the next restart, at which it joins again.
 KEEP_ALIVE = {"keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
 KEEP_ALIVE_MAX_NODES = 32
-POLL_S = 0.02
 
 # Flag of ours -> field of the settings, passed on to the trainers through its environment variable.
 PASSED_ON = {
@@ -92,6 +91,12 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--checkpoint-dir", metavar="ROOT", help="start this node's keeper for ROOT before the workers start"
     )
+    group.add_argument(
+        "--spares", type=int, default=1, metavar="N", help="processes of this node that wait to replace a failed one"
+    )
+    group.add_argument(
+        "--watchdog", choices=("on", "off"), default="on", help="find workers that hang; off: only those that end"
+    )
     for flag, (field, text) in PASSED_ON.items():
         group.add_argument(flag, dest=f"holdfast_{field}", metavar=field.upper(), help=text)
     return parser
@@ -108,11 +113,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HoldfastError as error:
         sys.stderr.write(f"holdfast run: {error}\n")
         return 2
+    program = _program(args, config)
+    nursery = Nursery.start(runner.serve)  # before any thread exists; workers come out here with their exit code
     if args.checkpoint_dir:
         start_keeper(args.checkpoint_dir, settings)
     # torchrun's 30 s would cut off a last save to slow storage.
     given = getattr(config, "shutdown_timeout", None) if _is_given(args, "shutdown_timeout") else None
-    return launch(config, entrypoint, entrypoint_args, grace_s=settings.close_timeout_s if given is None else given)
+    spec = _worker_spec(config, entrypoint, entrypoint_args)
+    watch = make_watch(settings, args)
+    agent = Agent(
+        spec,
+        config,
+        nursery=nursery,
+        program=program,
+        num_spares=args.spares,
+        watch=watch,
+        rules=Rules(
+            grace_s=settings.close_timeout_s if given is None else given,
+            limits=Limits(failures=args.max_restarts, renewed=not _restarts_are_given(args)),
+        ),
+    )
+    try:
+        return launch(agent, spec, config)
+    finally:
+        nursery.close()
+        if watch is not None:
+            watch.close()
+
+
+def _program(args: argparse.Namespace, config: LaunchConfig) -> Program | None:
+    """What workers run, if that is a Python script or module of this interpreter."""
+    foreign = args.no_python or args.run_path or "PYTHON_EXEC" in os.environ or getattr(config, "numa_options", None)
+    if foreign or getattr(args, "use_env", True) is False:
+        return None
+    return Program((args.training_script, *args.training_script_args), is_module=args.module)
+
+
+def _restarts_are_given(args: argparse.Namespace) -> bool:
+    return args.max_restarts != DEFAULT_MAX_RESTARTS or "PET_MAX_RESTARTS" in os.environ
 
 
 def pass_on_settings(args: argparse.Namespace) -> Config:
@@ -186,18 +224,15 @@ def _is_given(args: argparse.Namespace, name: str) -> bool:
     return getattr(args, name, None) is not None or f"TORCH_ELASTIC_{name.upper()}" in os.environ
 
 
-def launch(config: LaunchConfig, entrypoint: Any, args: Sequence[str], *, grace_s: float) -> int:
-    """Runs one agent until the job ends on this node.
+def launch(agent: Agent, spec: WorkerSpec, config: LaunchConfig) -> int:
+    """Runs one agent until the job ends on this node; returns the exit code.
 
-    `torch.distributed.launcher.api.launch_agent` with our agent, which it cannot be given. Fields that only some
-    releases of torch know are passed where both sides have them.
+    `torch.distributed.launcher.api.launch_agent` with our agent, which it cannot be given.
     """
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
-    spec = _worker_spec(config, entrypoint, args)
-    agent = Agent(spec, config, grace_s=grace_s)
     close_rendezvous = True
     try:
-        return record(_run_agent)(agent, str(entrypoint), config) or 0
+        return record(_run_agent)(agent, str(spec.entrypoint), config) or 0
     except ChildFailedError as error:
         sys.stderr.write(f"{error}\n")
         return 1
@@ -216,6 +251,8 @@ def _run_agent(agent: Agent, name: str, config: LaunchConfig) -> int:
         return 0  # this node was not needed
     events.record(agent.get_event_succeeded(), config.event_log_handler)
     if result.is_failed():
+        if not result.failures:
+            return 1  # the job stopped because of another node, which tells why
         raise ChildFailedError(name=name, failures=result.failures)
     return 0
 
@@ -241,66 +278,6 @@ def _worker_spec(config: LaunchConfig, entrypoint: Any, args: Sequence[str]) -> 
         "rdzv_handler": rendezvous_registry.get_rendezvous_handler(endpoint),
     }
     return WorkerSpec(**values)
-
-
-class Agent(LocalElasticAgent):
-    """torchrun's agent that ends survivors quickly and gives workers time to save when the job is told to end."""
-
-    def __init__(self, spec: WorkerSpec, config: LaunchConfig, *, grace_s: float) -> None:
-        known = inspect.signature(LocalElasticAgent.__init__).parameters
-        optional = {name: getattr(config, name) for name in ("shutdown_timeout",) if name in known}
-        super().__init__(
-            spec=spec,
-            logs_specs=config.logs_specs or DefaultLogsSpecs(),
-            start_method=config.start_method,
-            log_line_prefix_template=config.log_line_prefix_template,
-            **optional,
-        )
-        self._grace_s = grace_s
-        self._ended_by_signal = False
-
-    def _processes(self) -> list[subprocess.Popen[bytes]]:
-        handlers = getattr(self._pcontext, "subprocess_handlers", None) or {}
-        return [handler.proc for handler in handlers.values()]
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> Any:
-        """Facts of the workers. If one failed, its survivors are ended within our bound before torch looks."""
-        processes = self._processes()
-        if any(process.poll() not in (None, 0) for process in processes):
-            # Noted before the survivors end, so that torch's report names the worker that failed first.
-            getattr(self._pcontext, "_capture_process_failures", set)(set())
-            self._end(processes, signal.SIGTERM, SURVIVOR_GRACE_S)
-        return super()._monitor_workers(worker_group)
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
-        """Ends the workers: with time to save when the launcher was told to end, else quickly."""
-        told = isinstance(sys.exc_info()[1], SignalException)
-        self._ended_by_signal = self._ended_by_signal or told
-        try:
-            self._end(self._processes(), death_sig, self._grace_s if told else SURVIVOR_GRACE_S)
-        except SignalException:
-            logger.warning("second signal: the workers are ended at once")
-            self._end(self._processes(), signal.SIGKILL, SURVIVOR_GRACE_S)
-        super()._shutdown(death_sig, *args, **kwargs)
-
-    def _end(self, processes: Sequence[subprocess.Popen[bytes]], death_sig: signal.Signals, grace_s: float) -> None:
-        """Signals each living worker, not its children; after `grace_s` whatever is left of its process group dies."""
-        for process in processes:
-            if process.poll() is None:
-                process.send_signal(death_sig)
-        deadline = time.monotonic() + grace_s
-        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-        for process in processes:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # the group is gone: the worker and all its children ended
-
-    def exit_code_after(self, sigval: signal.Signals) -> int:
-        """0 if every worker ended well after the signal, else the shell's 128 + signal."""
-        codes = [process.poll() for process in self._processes()]
-        return 0 if codes and all(code == 0 for code in codes) else 128 + sigval
 
 
 def start_keeper(root: str, settings: Config) -> None:

@@ -1,0 +1,150 @@
+"""What is done about a failure: the cheapest thing that has not failed yet, each a bounded number of times.
+
+The rungs, from cheap to dear: every process stays and the groups are made again (`REJOIN`); the failed process is
+replaced while the others keep theirs (`REPLACE`); all workers are restarted, as torchrun does (`RESTART_ALL`); the job
+stops with a summary (`STOP`). A node that is lost takes a way of its own: its ranks need another node (`REPLACE_NODE`).
+
+A failure after progress begins at the bottom again. Without progress the attempts are counted; the same rank failing
+three times at the same step is taken for a deterministic bug: once with the version before the newest (`older`), then
+the job stops. The number of mended failures is bounded by `max_restarts` as torchrun bounds restarts of the whole group.
+
+Facts in, decision out: no clock. Called by the agent, the simulator and the scenario tests.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class Fault(enum.Enum):
+    """What was seen."""
+
+    GROUPS = "groups broke and no process died"
+    PROCESS = "a process ended or hung"
+    NODE = "a node was lost"
+
+
+class Rung(enum.Enum):
+    """What is done."""
+
+    REJOIN = "rejoin in place"
+    REPLACE = "replace the process"
+    REPLACE_NODE = "replace the node"
+    RESTART_ALL = "restart all workers"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One fault.
+
+    Attributes:
+        rank: whose; -1 if nobody's.
+        step: the newest step that the rank is known to have begun; -1 if that is not known.
+        first_error: what the process said, or how it ended.
+        node: where; for the summary.
+    """
+
+    fault: Fault
+    rank: int = -1
+    step: int = -1
+    first_error: str = ""
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What to do, and why. `older`: restore the version before the newest."""
+
+    rung: Rung
+    reason: str
+    older: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How often.
+
+    Attributes:
+        failures: all failures that are mended in one life of the job; torchrun's `--max-restarts`.
+        renewed: whether a long time of health gives all of them back (when nobody gave a number).
+        same_place: failures of one rank at one step before the older version is tried.
+        rung: attempts of one rung without progress before the next.
+    """
+
+    failures: int = 3
+    renewed: bool = True
+    same_place: int = 3
+    rung: int = 2
+
+
+@dataclass(slots=True)
+class Ladder:
+    """What has been tried since the last progress."""
+
+    limits: Limits
+    num_failures: int = 0
+    tried: list[tuple[Failure, Answer]] = field(default_factory=list)
+
+    def progressed(self) -> None:
+        """A step was finished that had not been finished before: the next failure begins at the bottom."""
+        self.tried.clear()
+
+    def renew(self) -> None:
+        """The job has been well for long: all failures are forgotten, unless somebody gave their number."""
+        if self.limits.renewed:
+            self.num_failures = 0
+
+    def failed(self, failure: Failure) -> Answer:
+        """What is done about it."""
+        self.num_failures += 1
+        answer = self._answer(failure)
+        self.tried.append((failure, answer))
+        return answer
+
+    def summary(self) -> str:
+        """The first error since the last progress, whose it was, and what was tried."""
+        if not self.tried:
+            return "nothing failed"
+        first = self.tried[0][0]
+        rank = f"rank {first.rank}" if first.rank >= 0 else "no single rank"
+        place = f" on {first.node}" if first.node else ""
+        step = f" at step {first.step}" if first.step >= 0 else ""
+        steps = "; then ".join(
+            answer.rung.value + (" (older version)" if answer.older else "") for _, answer in self.tried
+        )
+        return f"first error: {rank}{place}{step}: {first.first_error or first.fault.value}; tried: {steps}"
+
+    def _answer(self, failure: Failure) -> Answer:
+        if self.num_failures > self.limits.failures:
+            return Answer(Rung.STOP, f"{self.limits.failures} failures were mended, more are not allowed")
+        if failure.fault is Fault.NODE:
+            return Answer(Rung.REPLACE_NODE, "a node was lost; its ranks need another one")
+        same = [answer for known, answer in self.tried if _same_place(known, failure)]
+        if any(answer.older for answer in same):
+            return Answer(Rung.STOP, f"rank {failure.rank} fails at the same step with an older version too")
+        if len(same) >= self.limits.same_place - 1:
+            times = len(same) + 1
+            return Answer(
+                Rung.REPLACE, f"rank {failure.rank} failed {times} times at one step; older version", older=True
+            )
+        return self._cheapest(failure)
+
+    def _cheapest(self, failure: Failure) -> Answer:
+        rungs = (
+            [Rung.REJOIN, Rung.REPLACE, Rung.RESTART_ALL]
+            if failure.fault is Fault.GROUPS
+            else [Rung.REPLACE, Rung.RESTART_ALL]
+        )
+        if failure.rank < 0 and Rung.REPLACE in rungs:
+            rungs.remove(Rung.REPLACE)
+        for rung in rungs:
+            count = sum(answer.rung is rung for _, answer in self.tried)
+            if count < self.limits.rung:
+                return Answer(rung, f"{failure.fault.value}; attempt {count + 1} of {self.limits.rung} at this")
+        return Answer(Rung.STOP, "nothing that can be tried is left")
+
+
+def _same_place(known: Failure, failure: Failure) -> bool:
+    return failure.step >= 0 and (known.rank, known.step) == (failure.rank, failure.step)

@@ -1,0 +1,494 @@
+"""The agent of one node: torchrun's, that replaces one failed worker while the others keep their processes.
+
+It forks workers from the nursery, tells them what to run, hears what they say and sees them end. A failure is judged by
+`core.ladder`; what is mended in place raises the incarnation (`train.rounds`), at which every agent gives its living
+workers the new order: they leave their broken groups and run the script again in the same process. Deadlines for that:
+
+    at once     the order; the worker's own thread interrupts the script and cuts its groups' sockets
+    0.5 s       the agent cuts them from outside (`pidfd_getfd`): the worker may hold the interpreter's lock
+    20 s        SIGKILL, and it counts as one more failed process
+
+A new or lost node is torchrun's business, a new rendezvous; living workers wait for it instead of being ended. The last
+rung, restarting all workers, is torchrun's own way. A worker that finished waits until all ranks of the job have: until
+then it may have to run again.
+
+Must never: publish an incarnation before the failed process is dead and reaped; close what is not its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.multiprocessing import ProcessFailure
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.utils.api import macros
+from torch.distributed.launcher.api import LaunchConfig
+
+from holdfast.core.faults import Verdict
+from holdfast.core.ladder import Answer, Failure, Fault, Ladder, Limits, Rung
+from holdfast.train import assignment, leaving, outside, page
+from holdfast.train.account import Account
+from holdfast.train.control import Order
+from holdfast.train.nursery import Nursery
+from holdfast.train.plain import PlainAgent
+from holdfast.train.processes import Doing, Seat, Workers
+from holdfast.train.rounds import Incarnation, Over, Round
+from holdfast.train.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+OUTSIDE_S = 0.5
+KILL_S = 20.0
+# How long broken groups may stay unexplained before they are made again: a lost node is known by then.
+HOLD_S = 5.0
+HOLD_ALONE_S = 1.0
+# Without any sign of steps, a job that stayed well for so long has made progress.
+PROGRESS_S = 2.0
+RENEWED_S = 600.0
+SPARE_DELAY_S = 1.0
+EXIT_S = 30.0
+HEARD = {"started": Doing.RUNS, "finished": Doing.FINISHED, "raised": Doing.HOLDS}
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What every worker runs: a script or module with its arguments."""
+
+    arguments: tuple[str, ...]
+    is_module: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How long workers may take to save when the job is told to end, and what the ladder allows."""
+
+    grace_s: float
+    limits: Limits
+
+
+class Agent(PlainAgent):
+    """Called by torchrun's loop: start workers, look at them every moment, stop them.
+
+    Args:
+        program: what workers run; None: a command that cannot be forked, and all is as with torchrun.
+        watch: the watchdog, if it is on; closed here.
+        rules: how long and how often.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        config: LaunchConfig,
+        *,
+        nursery: Nursery,
+        program: Program | None,
+        num_spares: int,
+        watch: Watchdog | None,
+        rules: Rules,
+    ) -> None:
+        super().__init__(spec, config, grace_s=rules.grace_s)
+        self._nursery, self._program, self._num_spares = nursery, program, num_spares
+        self._watch, self._rules = watch, rules
+        self._ladder = Ladder(rules.limits)
+        self._account = Account()
+        self._best_step = -1
+        self._found: dict[int, Verdict] = {}
+        self._began_at: list[int] = []
+        self._node = socket.gethostname()
+        self._interval_s = spec.monitor_interval
+        if program is not None:
+            spec.monitor_interval = 0.0  # the wait is ours: it ends when something happens
+        self._workers: Workers | None = None
+        self._round: Round | None = None
+        self._current = Incarnation(0, 0, 0)
+        self._recoveries = 0
+        self._serial = 0
+        self._failures: dict[int, ProcessFailure] = {}
+        self._all_anew = False
+        self._mended_at = time.monotonic()
+
+    # What torchrun's loop calls.
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._program is None:
+            return dict(super()._start_workers(worker_group))
+        group: Any = worker_group  # torch's annotations say that its fields are None or never
+        self._round = Round(
+            group.store,
+            rank=group.group_rank,
+            size=group.group_world_size,
+            address=group.master_addr,
+        )
+        self._current = self._round.open(self._recoveries)
+        self._recoveries = self._current.recoveries
+        if self._workers is None:
+            self._workers = self._pcontext = self._new_workers(worker_group)
+            self._workers.start()  # otherwise those that live get a new order, and the dead are replaced
+        self._failures.clear()
+        self._order_all()
+        return self._workers.pids()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._program is None or self._workers is None or self._round is None:
+            return super()._monitor_workers(worker_group)
+        self._wait()
+        now = time.monotonic()
+        for seat in self._workers.seats.values():
+            self._hear(seat)
+        self._obey_watch(now)
+        over = self._round.over() or self._look() or self._look_at_groups(now)
+        if over is not None:
+            return self._leave_round(over, worker_group)
+        newest = self._round.newest()
+        if newest is not None and newest.number > self._current.number:
+            self._go_on(newest)
+        self._push(now)
+        if self._all_finished():
+            return self._succeeded()
+        self._note_progress(now)
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        """A node came or went: living workers go on or wait, and get a new order after the rendezvous."""
+        self._recoveries += 1
+        if self._round is not None:
+            self._round.close()
+        if self._workers is None or self._all_anew:
+            self._all_anew = False
+            super()._restart_workers(worker_group)
+        else:
+            self._initialize_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+        super()._stop_workers(worker_group, *args, **kwargs)
+        self._workers = None
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+        for seat in self._seats():
+            seat.line.send("end")  # those that finished wait for this word
+        if self._workers is not None:
+            self._workers.dismiss_spares()
+        super()._shutdown(death_sig, *args, **kwargs)
+
+    def exit_code_after(self, sigval: signal.Signals) -> int:
+        """0 if every worker ended well after the signal, else the shell's 128 + signal."""
+        seats = self._seats()
+        if not seats:
+            return super().exit_code_after(sigval)
+        return 0 if all(seat.proc.poll() == 0 or seat.doing is Doing.FINISHED for seat in seats) else 128 + sigval
+
+    # What is seen.
+
+    def _wait(self) -> None:
+        """Until something happens, or the monitor interval is over."""
+        lines = [seat.line.fileno for seat in self._seats() if not seat.silent]
+        select.select([self._nursery.fileno, *lines], [], [], self._interval_s)
+
+    def _hear(self, seat: Seat) -> None:
+        messages = [] if seat.silent else seat.line.receive(wait=False)
+        if messages is None:
+            seat.silent = True
+        for message in messages or ():
+            if message["number"] != seat.order or message["op"] not in HEARD:
+                continue  # of an incarnation before, or the greeting
+            seat.now(HEARD[message["op"]])
+            seat.error = message.get("error", "")
+
+    def _look(self) -> Over | None:
+        """Workers that ended although they should not have."""
+        assert self._workers is not None
+        dead = [seat for seat in self._seats() if self._died(seat)]
+        if not dead:
+            return None
+        first = dead[0]
+        for seat in dead:
+            self._note_death(seat)
+        failure = self._failures[first.local_rank]
+        rank = self._worker_group.workers[first.local_rank].global_rank
+        error = seat.error or failure.message.splitlines()[0] if failure.message else f"exit code {failure.exitcode}"
+        ranks = [self._worker_group.workers[seat.local_rank].global_rank for seat in dead]
+        found = self._found.pop(rank, None)
+        failed = Failure(Fault.PROCESS, rank, self._step_of(first), found.reason if found else error, self._node)
+        answer = self._ladder.failed(failed)
+        if answer.rung is Rung.REPLACE:
+            for seat in dead:
+                self._workers.replace(seat.local_rank, self._recoveries + 1)
+        self._account.found(
+            time.monotonic(),
+            {
+                "ranks": ranks,
+                "nodes": [self._node],
+                "first_error": failed.first_error,
+                "found_by": "; ".join(found.evidence) if found else self._why(failure.exitcode),
+                "found_s": found.found_after_s if found else 0.0,
+                "action": answer.rung.value,
+                "why": answer.reason,
+            },
+        )
+        return self._act(answer, f"rank {rank} ended with {self._why(failure.exitcode)}")
+
+    def _died(self, seat: Seat) -> bool:
+        code = seat.proc.poll()
+        if code is None or (seat.doing is Doing.FINISHED and seat.order == self._serial):
+            return False
+        self._hear(seat)  # what it said last
+        if code == 0 and seat.order == self._serial:
+            seat.now(Doing.FINISHED)  # the script left by a way of its own, and well
+            return False
+        return True
+
+    def _note_death(self, seat: Seat) -> None:
+        assert self._workers is not None
+        code = seat.proc.returncode or 0
+        rank = seat.local_rank
+        self._failures[rank] = ProcessFailure(
+            local_rank=rank, pid=seat.proc.pid, exitcode=code, error_file=self._workers.error_files[rank]
+        )
+        logger.error(
+            "failed (exitcode: %s) rank: %s local_rank: %s (pid: %s)",
+            code, self._worker_group.workers[rank].global_rank, rank, seat.proc.pid,
+        )  # fmt: skip
+        if self._watch is not None:
+            self._watch.gone(self._worker_group.workers[rank].global_rank)
+        seat.bury()
+
+    def _why(self, code: int) -> str:
+        return self._watch.why_it_ended(code) if self._watch is not None else _exit_text(code)
+
+    def _step_of(self, seat: Seat) -> int:
+        """The newest step that the worker's beats tell of; -1 if they tell nothing."""
+        if seat.page < 0:
+            return -1
+        seen = page.read(seat.page)
+        return seen.beat.step if seen.pid and seen.beat.step else -1
+
+    def _obey_watch(self, now: float) -> None:
+        """What is stuck gets SIGKILL; what follows is the way of a dead process."""
+        if self._watch is None or any(seat.doing is Doing.LEAVES for seat in self._seats()):
+            return
+        mine = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
+        for verdict in self._watch.poll(now):
+            for rank in verdict.ranks:
+                if verdict.kind in ("restart_rank", "replace_node", "stop") and rank in mine:
+                    self._found[rank] = verdict
+                    self._workers_of()[mine[rank]].proc.send_signal(signal.SIGKILL)
+            if verdict.kind == "restart_all" and self._round is not None:
+                self._round.propose(self._current.number + 1, verdict.reason)
+
+    def _look_at_groups(self, now: float) -> Over | None:
+        """Workers that hold an error of broken groups, and a node that is silent: two kinds of evidence."""
+        assert self._round is not None
+        lost = self._round.beat(now)
+        holding = [seat for seat in self._seats() if seat.doing is Doing.HOLDS and seat.order == self._serial]
+        if not holding or self._round.wanted(self._current.number + 1):
+            return None
+        if lost is not None:
+            answer = self._ladder.failed(
+                Failure(Fault.NODE, node=f"node of group rank {lost}", first_error="no sign of life")
+            )
+            return self._act(answer, f"the agent of group rank {lost} is silent and its peers' groups broke")
+        first = min(holding, key=lambda seat: seat.since)
+        if now - first.since < (HOLD_S if self._round.size > 1 else HOLD_ALONE_S):
+            return None
+        rank = self._worker_group.workers[first.local_rank].global_rank
+        answer = self._ladder.failed(Failure(Fault.GROUPS, first_error=f"rank {rank}: {first.error}", node=self._node))
+        return self._act(answer, f"groups broke, and no process died: {first.error[:200]}")
+
+    # What is done.
+
+    def _act(self, answer: Answer, fact: str) -> Over | None:
+        assert self._round is not None
+        reason = f"{fact}: {answer.rung.value} ({answer.reason})"
+        logger.warning("%s", reason)
+        if answer.rung in (Rung.REJOIN, Rung.REPLACE):
+            self._round.propose(self._current.number + 1, reason, older=answer.older)
+            return None
+        action = {Rung.REPLACE_NODE: "again", Rung.RESTART_ALL: "restart", Rung.STOP: "stop"}[answer.rung]
+        self._round.end(Over(action, self._ladder.summary() if answer.rung is Rung.STOP else reason))
+        return self._round.over()
+
+    def _leave_round(self, over: Over, worker_group: WorkerGroup) -> RunResult:
+        if over.action == "again":
+            self._restart_workers(worker_group)
+            return RunResult(state=WorkerState.HEALTHY)
+        if over.action == "restart":
+            logger.warning("all workers are restarted: %s", over.reason)
+            self._all_anew, self._remaining_restarts = True, max(1, self._remaining_restarts)
+            return RunResult(state=WorkerState.FAILED)
+        logger.error("the job stops: %s", over.reason)
+        for seat in self._seats():
+            if seat.doing is Doing.HOLDS:  # its error stands; it prints it and ends
+                seat.line.send("fail")
+                _await_end(seat)
+                self._note_death(seat)
+        self._remaining_restarts = 0
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        failures = {ranks[local_rank]: failure for local_rank, failure in self._failures.items()}
+        return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _go_on(self, newest: Incarnation) -> None:
+        logger.warning("incarnation %d: %s", newest.number, newest.reason)
+        self._current, self._recoveries = newest, newest.recoveries
+        self._order_all()
+
+    def _order_all(self) -> None:
+        """Every living worker gets the order of the incarnation in force; the dead are replaced."""
+        assert self._workers is not None
+        assert self._round is not None
+        before = {worker.id for worker in self._worker_group.workers}
+        self._serial += 1  # incarnations are counted anew in every round, orders are not
+        for worker in self._worker_group.workers:
+            seat = self._workers.seats[worker.local_rank]
+            if seat.proc.poll() is not None:
+                seat = self._workers.replace(worker.local_rank, self._recoveries)
+            worker.id = seat.proc.pid
+            seat.order = self._serial
+            seat.line.order(self._order(worker))
+            seat.now(Doing.LEAVES)
+            if self._watch is not None:
+                self._watch.started(worker.global_rank, seat.proc.pid, seat.page)
+        self._mended_at = time.monotonic()
+        self._began_at = [self._step_of(seat) for seat in self._seats()]
+        if self._account.open:
+            self._account.ordered(
+                self._mended_at, [w.global_rank for w in self._worker_group.workers if w.id in before]
+            )
+
+    def _push(self, now: float) -> None:
+        """Workers that have not begun their order are helped, then ended. A spare is forked in a quiet moment."""
+        assert self._workers is not None
+        waiting = [seat for seat in self._seats() if seat.doing is Doing.LEAVES]
+        for seat in waiting:
+            if now - seat.since > KILL_S:
+                logger.error("process %d did not leave its groups within %.0f s", seat.proc.pid, KILL_S)
+                seat.proc.send_signal(signal.SIGKILL)
+            elif now - seat.since > OUTSIDE_S and now - seat.cut_at > OUTSIDE_S:
+                seat.cut_at = now
+                outside.cut(seat.proc.pid, seat.proc.pidfd, spared_ports=(self._current.port,))
+        if not waiting and now - self._mended_at > SPARE_DELAY_S:
+            self._workers.refill()
+
+    def _note_progress(self, now: float) -> None:
+        seats = self._seats()
+        all_run = all(seat.doing in (Doing.RUNS, Doing.FINISHED) for seat in seats)
+        steps = [self._step_of(seat) for seat in seats]
+        done = [step - began for step, began in zip(steps, self._began_at, strict=False)]
+        told = self._account.look(now, all_run=all_run, steps=done if max(steps, default=-1) >= 0 else None)
+        if told is not None and self._watch is not None:
+            self._watch.incident(told)
+        if not all_run:
+            return
+        if max(steps, default=-1) > self._best_step >= 0 or (max(steps) < 0 and now - self._mended_at > PROGRESS_S):
+            self._ladder.progressed()
+        self._best_step = max(self._best_step, *steps)
+        if now - self._mended_at > RENEWED_S:
+            self._ladder.renew()
+
+    def _all_finished(self) -> bool:
+        assert self._round is not None
+        if any(seat.doing is not Doing.FINISHED or seat.order != self._serial for seat in self._seats()):
+            return False
+        number = self._current.number
+        self._round.finish(number)
+        return self._round.all_finished(number)
+
+    def _succeeded(self) -> RunResult:
+        assert self._workers is not None
+        self._workers.dismiss_spares()
+        for seat in self._seats():
+            seat.line.send("end")
+        for seat in self._seats():
+            _await_end(seat)
+            if seat.proc.returncode:
+                logger.warning(
+                    "process %d finished and then ended with %s", seat.proc.pid, _exit_text(seat.proc.returncode)
+                )
+        ranks = [worker.global_rank for worker in self._worker_group.workers]
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
+
+    # Parts.
+
+    def _new_workers(self, worker_group: WorkerGroup) -> Workers:
+        spec = worker_group.spec
+        envs = {worker.local_rank: self._environment(worker) for worker in worker_group.workers}
+        self._setup_local_watchdog(envs=envs)
+        self._setup_healthcheck()
+        known = inspect.signature(SubprocessContext).parameters
+        names = ("duplicate_stdout_filters", "duplicate_stderr_filters")
+        return Workers(
+            self._nursery,
+            self._logs_specs,
+            self._num_spares,
+            name=spec.role,
+            entrypoint=self._program.arguments[0] if self._program else "",
+            args=dict.fromkeys(envs, ()),
+            envs=envs,
+            log_line_prefixes=assignment.prefixes(self._log_line_prefix_template, worker_group),
+            **{name: getattr(spec, name, None) for name in names if name in known},
+        )
+
+    def _environment(self, worker: Worker) -> dict[str, str]:
+        assert self._round is not None
+        env = assignment.environment(
+            self._worker_group,
+            worker,
+            address=self._round.address,
+            port=self._current.port,
+            recoveries=self._recoveries,
+        )
+        if hasattr(self, "_set_local_rank_env"):
+            self._set_local_rank_env(env, worker.local_rank, self._worker_group.spec)  # type: ignore[arg-type]
+        return {"LOCAL_RANK": str(worker.local_rank), **env}
+
+    def _order(self, worker: Worker) -> Order:
+        assert self._workers is not None
+        assert self._program is not None
+        rank = worker.local_rank
+        logged = self._workers.envs[rank].get("TORCHELASTIC_ERROR_FILE")
+        presets = leaving.DEVICE_PRESETS if os.path.exists("/dev/nvidiactl") else {}
+        environment = {**os.environ, **self._environment(worker), **presets}
+        if logged is not None:
+            environment["TORCHELASTIC_ERROR_FILE"] = logged
+        arguments = macros.substitute(list(self._program.arguments), str(rank))
+        return Order(
+            self._serial,
+            environment,
+            tuple(arguments),
+            is_module=self._program.is_module,
+            stdout=self._workers.stdouts[rank] or "",
+            stderr=self._workers.stderrs[rank] or "",
+            older=self._current.older,
+        )
+
+    def _seats(self) -> list[Seat]:
+        return list(self._workers.seats.values()) if self._workers is not None else []
+
+    def _workers_of(self) -> dict[int, Seat]:
+        return self._workers.seats if self._workers is not None else {}
+
+    def _spared(self) -> set[int]:
+        return {seat.proc.pid for seat in self._seats() if seat.doing is Doing.FINISHED}
+
+
+def _await_end(seat: Seat) -> None:
+    """Gives a worker that was told to end a moment for it."""
+    try:
+        seat.proc.wait(EXIT_S)
+    except subprocess.TimeoutExpired:
+        logger.warning("process %d does not end by itself", seat.proc.pid)
+        seat.close(signal.SIGKILL)
+        seat.proc.wait(EXIT_S)
+
+
+def _exit_text(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,39 @@
+"""What of ours is open in this process and must be closed before its script runs again.
+
+A script that is interrupted and run again in the same process builds its objects anew. The old ones may hold this
+rank's place at the keeper, so they are closed, not left to the garbage collector. Weak references only: this list
+keeps nothing alive. Used by `train.checkpointer` (which registers itself) and `train.runner`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Protocol
+
+logger = logging.getLogger(__name__)
+
+
+class Abandonable(Protocol):
+    """What can be let go of without saving anything."""
+
+    def abandon(self) -> None:
+        """Ends everything it has; nothing is saved. Does not wait long."""
+
+
+_open: weakref.WeakSet[Abandonable] = weakref.WeakSet()
+
+
+def register(thing: Abandonable) -> None:
+    """`thing` is open from now on."""
+    _open.add(thing)
+
+
+def abandon_all() -> None:
+    """Closes what is still there."""
+    for thing in list(_open):
+        try:
+            thing.abandon()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next run must be able to start
+            logger.warning("%s was not closed properly: %s", type(thing).__name__, error)
+    _open.clear()

@@ -1,0 +1,105 @@
+"""The line between a worker and its agent: JSON lines over a socket pair, nothing else passes between them.
+
+Agent to worker: `Order` (run the script as this rank), `END` (leave when you are done), `FAIL` (your error stands).
+Worker to agent: `STARTED` n (runs order n), `FINISHED` n, `RAISED` n (its groups broke; it waits), `IDLE`.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+_MAX_PART = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Run the script.
+
+    Attributes:
+        number: counted by the agent; a higher one replaces a lower one at any moment.
+        environment: all of it, as the script will see it.
+        arguments: `sys.argv` of the script, its path or module first.
+        is_module: the first argument is a module's name, as after `python -m`.
+        stdout, stderr: files to write to; empty: those of the launcher.
+        older: restore the version before the newest: the newest led to the same failure again and again.
+    """
+
+    number: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    stdout: str = ""
+    stderr: str = ""
+    older: bool = False
+
+
+class Line:
+    """One end. `send` may be called by any one thread, `receive` by one other."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self.socket = link
+        self._unread = b""
+
+    @property
+    def fileno(self) -> int:
+        """Of the socket."""
+        return self.socket.fileno()
+
+    def send(self, op: str, number: int = 0, **facts: Any) -> bool:
+        """Whether the other end is still there."""
+        try:
+            self.socket.sendall(json.dumps({"op": op, "number": number, **facts}).encode() + b"\n")
+        except OSError:
+            return False
+        return True
+
+    def order(self, order: Order) -> bool:
+        """Sends an order; whether somebody was there."""
+        return self.send("run", **asdict(order))
+
+    def receive(self, *, wait: bool) -> list[dict[str, Any]] | None:
+        """Whole messages that arrived, maybe none; None when the other end is gone.
+
+        Args:
+            wait: block until at least a part of one arrives.
+        """
+        try:
+            part = self.socket.recv(_MAX_PART, 0 if wait else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        except OSError:
+            part = b""
+        if not part:
+            return None
+        *lines, self._unread = (self._unread + part).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        """Closes this end."""
+        self.socket.close()
+
+
+def order_of(message: Mapping[str, Any]) -> Order:
+    """The order in a message of op `run`."""
+    return Order(
+        int(message["number"]),
+        message["environment"],
+        tuple(message["arguments"]),
+        is_module=bool(message["is_module"]),
+        stdout=message["stdout"],
+        stderr=message["stderr"],
+        older=bool(message["older"]),
+    )
+
+
+def pair() -> tuple[Line, socket.socket]:
+    """Our end, and the end that the worker gets. Ours is not inherited."""
+    ours, theirs = socket.socketpair()
+    # A worker that does not read (stopped, or stuck with the interpreter's lock) must not stop its agent.
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))
+    return Line(ours), theirs

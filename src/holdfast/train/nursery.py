@@ -1,0 +1,270 @@
+"""The process that workers are forked from: torch is imported in it, and nothing else has happened there.
+
+The launcher has imported torch anyway. Before it makes its first thread it forks the nursery, and every worker is a
+fork of that: 10 ms instead of the 3 s of an import, at the start and at every replacement. The nursery has one thread,
+no group, no device, no state of the job. When it is idle it imports what most scripts import next (`WARM`).
+
+The launcher asks over a socket (`Nursery`, at its side); the nursery forks, waits for its children and tells how they
+ended. When the launcher is gone, however it ended, the nursery kills what it forked: no worker outlives its launcher.
+
+Must never: import the user's code, start a thread, initialise CUDA.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import pkgutil
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+logger = logging.getLogger(__name__)
+
+# Imported one by one while nobody asks; together they cost 2 to 3 s of processor time, once for each launcher.
+WARM = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.data",
+        "torch.distributed.checkpoint", "safetensors.torch", "holdfast.train.checkpointer")  # fmt: skip
+IDLE_S = 0.5
+ANSWER_TIMEOUT_S = 60.0
+_MAX_MESSAGE = 1 << 16
+
+# What a forked worker does; returns its exit code.
+Work = Callable[[socket.socket, int], int]
+
+
+class NurseryLost(Exception):
+    """The nursery is gone: no worker can be forked, and nobody tells how those that live will end."""
+
+
+class Child:
+    """One forked worker, with what `subprocess.Popen` offers and torch's agent calls."""
+
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._nursery = nursery
+        try:
+            self.pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:  # it ended already; the nursery tells how
+            self.pidfd = -1
+
+    def poll(self) -> int | None:
+        """The exit code (negative: the signal), or None while it lives."""
+        if self.returncode is None:
+            self.returncode = self._nursery.exit_code(self.pid)
+            if self.returncode is not None and self.pidfd >= 0:
+                os.close(self.pidfd)
+                self.pidfd = -1
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Blocks until it ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it lives after `timeout` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            left = 1.0 if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            self._nursery.await_news(min(left, 1.0))
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """A signal to this process and no other, even if its number was given away meanwhile."""
+        if self.poll() is None and self.pidfd >= 0:
+            try:
+                signal.pidfd_send_signal(self.pidfd, number)
+            except ProcessLookupError:
+                pass  # ended this moment
+
+
+class Nursery:
+    """The launcher's side. One thread uses it."""
+
+    def __init__(self, link: socket.socket, pid: int) -> None:
+        self._link = link
+        self.pid = pid
+        self._unread = b""
+        self._forked: list[int] = []
+        self._exits: dict[int, int] = {}
+        self._children: set[int] = set()
+        self._lost = False
+
+    @classmethod
+    def start(cls, work: Work) -> Nursery:
+        """Forks it. In the launcher this returns; in workers, much later, it raises SystemExit with their exit code.
+
+        Call it from the main thread, before any other thread exists, outside of any `try`.
+        """
+        ours, theirs = socket.socketpair()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        gc.freeze()  # what is shared stays shared: the collector of a child need not touch it
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            raise SystemExit(_Keeper(theirs, work).serve())
+        theirs.close()
+        return cls(ours, pid)
+
+    @property
+    def fileno(self) -> int:
+        """Readable when there is news."""
+        return self._link.fileno()
+
+    def fork(self, control: socket.socket, page: int) -> Child:
+        """A new worker with `control` as its line to us and `page` for its beats.
+
+        Raises:
+            NurseryLost: it is gone, or does not answer.
+        """
+        try:
+            socket.send_fds(self._link, [b"f"], [control.fileno(), page])
+        except OSError as error:
+            raise NurseryLost(f"the nursery is gone: {error}") from error
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while not self._forked:
+            if self._lost or time.monotonic() > deadline:
+                raise NurseryLost("the nursery does not answer")
+            self.await_news(1.0)
+        pid = self._forked.pop(0)
+        self._children.add(pid)
+        return Child(self, pid)
+
+    def exit_code(self, pid: int) -> int | None:
+        """How the child ended, if it did."""
+        if pid not in self._exits:
+            self.await_news(0.0)
+        if self._lost and pid not in self._exits and not _lives(pid):
+            self._exits[pid] = -signal.SIGKILL  # nobody is left who knows better
+        return self._exits.get(pid)
+
+    def await_news(self, timeout_s: float) -> None:
+        """Waits for one message of the nursery, or until time is over."""
+        if self._lost:
+            time.sleep(min(timeout_s, 0.05))
+            return
+        if not select.select([self._link], [], [], timeout_s)[0]:
+            return
+        try:
+            part = self._link.recv(_MAX_MESSAGE)
+        except OSError:
+            part = b""
+        if not part:
+            self._lost = True
+            logger.error("the process that workers are forked from is gone; those that live go on")
+        *lines, self._unread = (self._unread + part).split(b"\n")
+        for line in lines:
+            told: dict[str, int] = json.loads(line)
+            if "code" in told:
+                self._exits[told["pid"]] = told["code"]
+            else:
+                self._forked.append(told["pid"])
+
+    def close(self) -> None:
+        """The nursery ends, and kills the workers that are left."""
+        self._link.close()
+        try:
+            os.waitpid(self.pid, 0)
+        except ChildProcessError:
+            pass  # somebody else asked
+
+
+class _Keeper:
+    """The nursery itself: forks on request, reaps, tells."""
+
+    def __init__(self, link: socket.socket, work: Work) -> None:
+        self._link = link
+        self._work = work
+        self._pidfds: dict[int, int] = {}  # pidfd -> pid
+        self._to_warm = list(WARM)
+        self._asked = False
+
+    def serve(self) -> int:
+        """Until the launcher is gone. Returns the exit code in the nursery, and that of the work in each child."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_IGN)  # the launcher decides; its end is ours
+        while True:
+            waiting = IDLE_S if self._asked and self._to_warm else None
+            link = self._link.fileno()
+            ready = select.select([link, *self._pidfds], [], [], waiting)[0]
+            for pidfd in ready:
+                if pidfd != link:
+                    self._reap(pidfd)
+            if link in ready:
+                given = self._receive()
+                for control, page in zip(given[::2], given[1::2], strict=True):
+                    pid = os.fork()
+                    if pid == 0:
+                        return self._become_worker(control, page)
+                    self._born(pid, control, page)
+            elif not ready:
+                _import_quietly(self._to_warm.pop(0))
+
+    def _receive(self) -> list[int]:
+        """For each worker that is wanted its line and its page."""
+        data, descriptors, _, _ = socket.recv_fds(self._link, _MAX_MESSAGE, 16)
+        if not data:
+            self._end()
+        self._asked = True
+        return list(descriptors)
+
+    def _born(self, pid: int, control: int, page: int) -> None:
+        os.close(control)
+        os.close(page)
+        self._pidfds[os.pidfd_open(pid)] = pid
+        self._tell({"pid": pid})
+
+    def _become_worker(self, control: int, page: int) -> int:
+        os.setsid()  # a group of its own: what it starts can be ended with it
+        self._link.close()
+        for pidfd in self._pidfds:
+            os.close(pidfd)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        return self._work(socket.socket(fileno=control), page)
+
+    def _reap(self, pidfd: int) -> None:
+        pid = self._pidfds.pop(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        self._tell({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+
+    def _tell(self, message: Mapping[str, int]) -> None:
+        try:
+            self._link.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            self._end()
+
+    def _end(self) -> None:
+        for pid in self._pidfds.values():
+            try:
+                os.killpg(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # ended meanwhile, or has not made its group yet and finds its line cut
+        os._exit(0)
+
+
+def _import_quietly(name: str) -> None:
+    """What is missing or fails costs the next worker a moment, nothing else."""
+    try:
+        pkgutil.resolve_name(name)
+    except Exception as error:  # noqa: BLE001 - whatever an import may raise, the script will meet it by itself
+        logger.info("%s was not imported in advance: %s", name, error)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rsplit(b")", 1)[1].split()[0] not in (b"Z", b"X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,46 @@
+"""Cutting a worker's group sockets from its agent, for a worker that holds the interpreter's lock while it waits.
+
+`DistributedDataParallel.__init__`, for one, waits in a collective with the lock held: no thread of the process can run.
+The agent may take copies of its children's descriptors (`pidfd_getfd`, Linux 5.6) and shut those down. Containers may
+forbid it; then the worker is left to its groups' timeout or to the agent's SIGKILL. From outside nobody knows which
+connections are groups', so all of TCP are cut except those to the rendezvous store.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+
+from holdfast.train import leaving
+
+logger = logging.getLogger(__name__)
+
+PIDFD_GETFD = 438  # the same number on every architecture since Linux 5.6
+
+
+def cut(pid: int, pidfd: int, *, spared_ports: tuple[int, ...]) -> int:
+    """Shuts down the connections of another process; returns how many."""
+    num_cut = 0
+    try:
+        entries = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return 0  # it ended
+    for entry in entries:
+        try:
+            if not os.readlink(f"/proc/{pid}/fd/{entry}").startswith("socket:["):
+                continue
+        except OSError:
+            continue  # closed meanwhile
+        copy = _libc.syscall(PIDFD_GETFD, pidfd, int(entry), 0)
+        if copy < 0:
+            logger.info(
+                "the sockets of process %d cannot be cut from outside: %s", pid, os.strerror(ctypes.get_errno())
+            )
+            return num_cut
+        num_cut += leaving.shut(copy, *spared_ports)
+        os.close(copy)
+    return num_cut
+
+
+_libc = ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,170 @@
+"""The local workers of one agent as torch's elastic code sees them: a context of subprocesses, forked by the nursery.
+
+`Workers` is torch's `SubprocessContext` with three differences: a worker is forked and told what to run later, a failed
+one is replaced while the others are not touched, and replacements write log files of their own
+(`attempt_<n>.<incarnation>`). Who decides is `train.agent`.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SubprocessContext
+from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+
+from holdfast.train.control import Line, pair
+from holdfast.train.nursery import Child, Nursery
+from holdfast.train.page import make_page
+
+logger = logging.getLogger(__name__)
+
+
+class Doing(enum.Enum):
+    """What a worker is doing, as far as it has told."""
+
+    WAITS = "waits for an order"
+    LEAVES = "has an order and has not begun it"
+    RUNS = "runs the script"
+    HOLDS = "met a broken group and waits for a word"
+    FINISHED = "finished the script"
+
+
+@dataclass(slots=True)
+class Seat:
+    """One local rank and the process that has it now.
+
+    Attributes:
+        page: descriptor of its beats; ours to close.
+        order: the number of the order that it was given.
+        since: when `doing` began, monotonic.
+        error: what it said when it met a broken group.
+        silent: its line has ended.
+        cut_at: when its sockets were last cut from outside, monotonic.
+    """
+
+    local_rank: int
+    proc: Child
+    line: Line
+    page: int
+    doing: Doing = Doing.WAITS
+    order: int = 0
+    since: float = 0.0
+    error: str = ""
+    silent: bool = False
+    cut_at: float = 0.0
+
+    def now(self, doing: Doing) -> None:
+        """It does something else from this moment."""
+        self.doing, self.since = doing, time.monotonic()
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        """Signals the worker and all it started; torch calls this."""
+        try:
+            os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
+        except ProcessLookupError:
+            pass  # the group is gone
+
+    def bury(self) -> None:
+        """The process is dead: whatever it started dies too, and the line is closed."""
+        self.close(signal.SIGKILL)
+        self.line.close()
+        if self.page >= 0:
+            os.close(self.page)
+            self.page = -1
+
+
+class Workers(SubprocessContext):
+    """All local workers; `subprocess_handlers` are seats."""
+
+    def __init__(self, nursery: Nursery, logs_specs: LogsSpecs, num_spares: int, **given: Any) -> None:
+        super().__init__(logs_specs=logs_specs, **given)
+        self._nursery = nursery
+        self._logs_specs = logs_specs
+        self._num_spares = num_spares
+        self._prefixes: dict[int, str] | None = given.get("log_line_prefixes")
+        self._spares: list[tuple[Child, Line, int]] = []
+
+    @property
+    def seats(self) -> dict[int, Seat]:
+        """By local rank."""
+        return self.subprocess_handlers  # type: ignore[return-value]  # seats have what torch asks of its handlers
+
+    def _start(self) -> None:
+        for local_rank in range(self.nprocs):
+            self.seats[local_rank] = Seat(local_rank, *self._fork())
+
+    def _poll(self) -> RunProcsResult | None:
+        """Torch's way to end all when one fails; our agent decides and never asks."""
+        return None
+
+    def replace(self, local_rank: int, incarnation: int) -> Seat:
+        """Another process takes the seat: a spare if there is one, else a new fork.
+
+        Raises:
+            NurseryLost: nobody can fork.
+        """
+        self.seats[local_rank].bury()
+        self._new_logs(local_rank, incarnation)
+        while self._spares:
+            child, line, page = self._spares.pop(0)
+            if child.poll() is None:
+                break
+            line.close()
+            os.close(page)
+        else:
+            child, line, page = self._fork()
+        self.seats[local_rank] = Seat(local_rank, child, line, page)
+        return self.seats[local_rank]
+
+    def refill(self) -> None:
+        """Forks one spare if there are too few."""
+        if len(self._spares) < self._num_spares:
+            self._spares.append(self._fork())
+
+    def spare_pids(self) -> list[int]:
+        """Process ids of those that wait."""
+        return [child.pid for child, _, _ in self._spares]
+
+    def dismiss_spares(self) -> None:
+        """Those that wait for nothing any more end."""
+        for child, line, page in self._spares:
+            child.send_signal(signal.SIGKILL)
+            child.wait(5)
+            line.close()
+            os.close(page)
+        self._spares = []
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        self.dismiss_spares()
+        super()._close(death_sig, timeout)
+        for seat in self.seats.values():
+            seat.bury()
+
+    def _fork(self) -> tuple[Child, Line, int]:
+        line, theirs = pair()
+        page = make_page()
+        with theirs:
+            return self._nursery.fork(theirs, page), line, page
+
+    def _new_logs(self, local_rank: int, incarnation: int) -> None:
+        """Log files of a replacement, in a directory of their own; those of the dead one stay."""
+        if not self.stdouts[local_rank] and not self.stderrs[local_rank]:
+            return
+        envs = {rank: dict(env) for rank, env in self.envs.items()}
+        for env in envs.values():
+            env["TORCHELASTIC_RESTART_COUNT"] += f".{incarnation}"
+        made = self._logs_specs.reify(envs)
+        self.stdouts[local_rank], self.stderrs[local_rank] = made.stdouts[local_rank], made.stderrs[local_rank]
+        self.error_files[local_rank] = made.error_files[local_rank]
+        self.envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = envs[local_rank]["TORCHELASTIC_ERROR_FILE"]
+        for tail, files in zip(self._tail_logs[:2], (made.tee_stdouts, made.tee_stderrs), strict=False):
+            if local_rank in files:
+                follower = TailLog(self.name, {local_rank: files[local_rank]}, tail._dst, self._prefixes)
+                self._tail_logs.append(follower.start())

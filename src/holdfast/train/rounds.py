@@ -1,0 +1,183 @@
+"""How the agents of a job move from one incarnation of the worker groups to the next, over the rendezvous store.
+
+A rendezvous of TorchElastic settles who takes part (one *round*). Within it, every failure that is mended without a new
+rendezvous raises the incarnation: any agent proposes the next number, after its failed process was killed and reaped;
+one writer, the agent of group rank 0, opens a fresh store for the workers and publishes its address by compare-and-set.
+So every key that workers write belongs to one incarnation, and late writes of an older one go to a store that is gone.
+
+Agents also leave a beat here every second; who is silent for `LEASE_S` has lost its node. Calls are short; only `open` waits. One thread uses it. Keys: `recoveries/<group rank>`, `now`, `want/<n>`,
+`done/<n>`, `beat/<group rank>`, `over`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "holdfast"
+BEAT_S = 1.0
+LEASE_S = 4.0
+OPEN_TIMEOUT_S = 120.0
+POLL_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """What all agents start their workers with.
+
+    Attributes:
+        number: 1, 2, ... within the round.
+        port: of the workers' store, at the address of the agent of group rank 0.
+        recoveries: how often the job came back before, for `TORCHELASTIC_RESTART_COUNT`.
+        reason: why there is this one.
+        older: whether the newest version is to be passed over.
+    """
+
+    number: int
+    port: int
+    recoveries: int
+    reason: str = ""
+    older: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The round is over: what every agent does now (`restart`, `again` or `stop`), and why."""
+
+    action: str
+    reason: str
+
+
+class Round:
+    """One agent's view of its round.
+
+    Args:
+        store: of the rendezvous round; every round has its own.
+        address: where the agent of group rank 0 can be reached.
+    """
+
+    def __init__(self, store: Store, *, rank: int, size: int, address: str) -> None:
+        self._store = PrefixStore(PREFIX, store)
+        self._rank, self.size, self.address = rank, size, address
+        self._workers_store: TCPStore | None = None
+        self._known: Incarnation | None = None
+        self._raw = ""
+        self._beat = 0
+        self._beat_at = 0.0
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._done: set[int] = set()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this agent is the one that publishes."""
+        return self._rank == 0
+
+    def open(self, recoveries: int) -> Incarnation:
+        """The first incarnation of the round, or the newest if others have gone on already.
+
+        Args:
+            recoveries: how often the job came back, as far as this agent knows; a new node knows of none.
+
+        Raises:
+            TimeoutError: the leader published none.
+        """
+        deadline = time.monotonic() + OPEN_TIMEOUT_S
+        self._store.set(f"recoveries/{self._rank}", str(recoveries))
+        if self.leads and not self._store.check(["now"]):
+            told = [f"recoveries/{rank}" for rank in range(self.size)]
+            self._store.wait(told, timedelta(seconds=OPEN_TIMEOUT_S))
+            self._publish(1, max(int(self._store.get(key)) for key in told), "start")
+        while (found := self.newest()) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError("the leading agent published no incarnation")
+            time.sleep(POLL_S)
+        return found
+
+    def newest(self) -> Incarnation | None:
+        """The incarnation in force; the leader first grants what was proposed."""
+        self._read()
+        if self.leads and self._known is not None:
+            wanted = f"want/{self._known.number + 1}"
+            if self._store.check([wanted]):
+                told = json.loads(self._store.get(wanted))
+                self._publish(self._known.number + 1, self._known.recoveries + 1, told["reason"], older=told["older"])
+                self._read()
+        return self._known
+
+    def propose(self, number: int, reason: str, *, older: bool = False) -> None:
+        """Asks for incarnation `number`; the first who asks gives the reason. The failed process must be gone."""
+        text = json.dumps({"reason": reason, "older": older})
+        self._store.compare_set(f"want/{number}", "", text)
+
+    def wanted(self, number: int) -> bool:
+        """Whether somebody asked for incarnation `number`."""
+        return bool(self._store.check([f"want/{number}"]))
+
+    def finish(self, number: int) -> None:
+        """All workers of this agent have finished in incarnation `number`."""
+        if number not in self._done:
+            self._done.add(number)
+            self._store.add(f"done/{number}", 1)
+
+    def all_finished(self, number: int) -> bool:
+        """Whether the workers of all agents have."""
+        return self.size == 1 or self._store.add(f"done/{number}", 0) >= self.size
+
+    def end(self, over: Over) -> None:
+        """Ends the round for all agents; the first word stands."""
+        self._store.compare_set("over", "", json.dumps(asdict(over)))
+
+    def over(self) -> Over | None:
+        """Whether somebody ended it."""
+        if not self._store.check(["over"]):
+            return None
+        return Over(**json.loads(self._store.get("over")))
+
+    def beat(self, now: float) -> int | None:
+        """Leaves our beat and looks at others', once a second: the leader at all, the rest at the leader.
+
+        Returns:
+            The group rank of an agent that is silent for too long, or None.
+        """
+        if self.size == 1 or now - self._beat_at < BEAT_S:
+            return None
+        self._beat, self._beat_at = self._beat + 1, now
+        self._store.set(f"beat/{self._rank}", str(self._beat))
+        for rank in range(1, self.size) if self.leads else (0,):
+            key = f"beat/{rank}"
+            text = self._store.get(key) if self._store.check([key]) else b""
+            before = self._seen.get(rank)
+            if before is None or before[0] != text:
+                self._seen[rank] = (text, now)
+            elif text and now - before[1] > LEASE_S:
+                return rank
+        return None
+
+    def close(self) -> None:
+        """The workers' store of this round is gone."""
+        self._workers_store = None
+
+    def _read(self) -> None:
+        if not self._store.check(["now"]):
+            return
+        raw = self._store.get("now").decode()
+        if raw != self._raw:
+            self._raw = raw
+            self._known = Incarnation(**json.loads(raw))
+
+    def _publish(self, number: int, recoveries: int, reason: str, *, older: bool = False) -> None:
+        """Only now do workers of the older incarnation lose their store, and whoever waits there wakes up."""
+        fresh = TCPStore(
+            "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=OPEN_TIMEOUT_S)
+        )
+        row = asdict(Incarnation(number, fresh.port, recoveries, reason, older))
+        stored = self._store.compare_set("now", self._raw, json.dumps(row)).decode()
+        if json.loads(stored)["port"] == fresh.port:
+            self._workers_store = fresh

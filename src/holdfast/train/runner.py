@@ -1,0 +1,251 @@
+"""A worker: waits for an order, runs the user's script as `__main__`, and when the job is interrupted, runs it again.
+
+The main thread runs the script. A second thread hears the agent; when a newer order arrives while the script runs, it
+interrupts it: a signal makes the main thread raise `Interrupted` wherever Python runs, the sockets of its groups are cut
+wherever it waits in a collective, and both are repeated until it has left. Then frames, tensors and groups are freed and
+the script runs again *in the same process*. A process that is not healthy does not stay: an error of the script's own
+ends it with the traceback and exit code that plain Python gives.
+
+An error that looks like a broken group is held back until the agent says whose fault it was: another process died
+(run again), or nobody's (it stands). Its sockets are cut at once, because ranks further away wait for this one.
+
+`holdfast.resumable` (see `train.resume`) takes part through `current`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import runpy
+import signal
+import socket
+import sys
+import threading
+from types import FrameType, TracebackType
+
+from holdfast.base.errors import Interrupted
+from holdfast.train import beats, leaving
+from holdfast.train.control import Line, Order, order_of
+from holdfast.train.stage import Stage
+
+logger = logging.getLogger(__name__)
+
+# Raises `Interrupted` in the main thread. A real-time signal, so that none of the script's own is taken.
+WAKE = signal.SIGRTMAX - 3
+# An interrupt that was swallowed (`except BaseException`, a finaliser) is repeated.
+AGAIN_S = 0.1
+# Words in the text of an error that broken groups raise; gloo and NCCL raise RuntimeError, DDP does it outside of Python.
+_BROKEN = re.compile(
+    r"gloo|nccl|process ?group|connection (closed|reset|refused)|broken pipe|socket|tcpstore", re.IGNORECASE
+)
+_BROKEN_TYPES = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
+
+
+class Runner:
+    """The one of this process; `current` is None where no agent of ours started it."""
+
+    current: Runner | None = None
+
+    def __init__(self, link: socket.socket, page: int) -> None:
+        self._line = Line(link)
+        self._page = page
+        self._stage = Stage()
+        self._sockets = leaving.GroupSockets()
+        self._changed = threading.Condition()
+        self._order: Order | None = None  # the newest; under _changed
+        self._running: Order | None = None  # what the main thread runs; under _changed
+        self._verdict = ""  # "end" or "fail"; under _changed
+        self._main = threading.main_thread().ident or 0
+
+    def serve(self) -> int:
+        """Until the agent says that it is over. Returns the exit code."""
+        Runner.current = self
+        self._sockets.install()
+        signal.signal(WAKE, self._wake)
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]  # torchrun starts Python with -u
+        threading.Thread(target=self._hear, name="holdfast-agent", daemon=True).start()
+        self._line.send("idle")
+        while True:
+            order = self._next()
+            if order is None:
+                return 0
+            code = self._run(order)
+            if code is not None:
+                return code
+
+    # The main thread.
+
+    def _next(self) -> Order | None:
+        """The next order to run; None: it is over."""
+        with self._changed:
+            done = self._running.number if self._running else -1
+            self._changed.wait_for(lambda: self._verdict == "end" or self._newer(done) is not None)
+            return self._newer(done)
+
+    def _newer(self, than: int) -> Order | None:
+        return self._order if self._order is not None and self._order.number > than else None
+
+    def _run(self, order: Order) -> int | None:
+        """Runs the script once; the exit code if the process is to end."""
+        error: BaseException | None = None
+        try:
+            self.begin(order)
+            self._execute(order)
+        except SystemExit as stop:
+            error = stop if stop.code not in (None, 0) else None
+        except BaseException as fault:  # noqa: BLE001 - whatever the script raised is told, judged or raised again below
+            error = fault
+        return self._after(order, error)
+
+    def begin(self, order: Order) -> None:
+        """This process is `order` from now on."""
+        with self._changed:
+            if self._running is None:
+                _redirect(order)
+            self._stage.enter(order)
+            signal.signal(WAKE, self._wake)
+            self._running = order
+        beats.attach(self._page)
+        self._line.send("started", order.number)
+
+    def _execute(self, order: Order) -> None:
+        if order.is_module:
+            runpy.run_module(order.arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(order.arguments[0], run_name="__main__")
+
+    def _after(self, order: Order, error: BaseException | None) -> int | None:
+        """What the end of a run means: None goes on, in this process."""
+        if error is None:
+            self._stage.clear(None)
+            self._line.send("finished", order.number)
+            return None
+        if self.is_over(order, error):
+            self._stage.clear(error)
+            self._sockets.forget()
+            return None
+        return _report(error)
+
+    def is_over(self, order: Order, error: BaseException) -> bool:
+        """Whether `error` is no fault of ours: a newer order is there, or comes after we told of broken groups."""
+        with self._changed:
+            if self._newer(order.number) is not None:
+                return True
+        if isinstance(error, SystemExit | KeyboardInterrupt | Interrupted) or not looks_broken(error):
+            return False
+        self._sockets.cut(_store_port(order))
+        leaving.abort_device_groups()
+        self._line.send("raised", order.number, error=f"{type(error).__name__}: {error}"[:500])
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._verdict) or self._newer(order.number) is not None)
+            return self._newer(order.number) is not None
+
+    def rejoin(self, after: Order) -> None:
+        """The process takes the order that replaces `after`, in the middle of the script. For `train.resume`."""
+        with self._changed:
+            newer = self._newer(after.number)
+            assert newer is not None, "is_over said that there is one"
+            self._sockets.forget()
+            os.environ.update(newer.environment)
+            self._running = newer
+        beats.attach(self._page)
+        self._line.send("started", newer.number)
+
+    @property
+    def running(self) -> Order | None:
+        """What the main thread runs."""
+        return self._running
+
+    def _wake(self, _: int, frame: FrameType | None) -> None:
+        """In the main thread, between two instructions of Python."""
+        running = self._running
+        if running is not None and self._order is not None and self._order.number > running.number and not _ours(frame):
+            raise Interrupted(f"incarnation {self._order.number} replaces {running.number}")
+
+    # The thread that hears the agent.
+
+    def _hear(self) -> None:
+        while True:
+            messages = self._line.receive(wait=not self._must_leave())
+            if messages is None:
+                os.killpg(os.getpid(), signal.SIGKILL)  # the agent is gone: whoever replaces it starts others
+            for message in messages or ():
+                with self._changed:
+                    if message["op"] == "run":
+                        self._order = order_of(message)
+                    else:
+                        self._verdict = message["op"]
+                    self._changed.notify_all()
+            with self._changed:  # `begin` takes it too: what is cut here is of the run that must end
+                if self._must_leave() and self._running is not None:
+                    self._sockets.cut(_store_port(self._running))
+                    leaving.abort_device_groups()
+                    signal.pthread_kill(self._main, WAKE)
+                    self._changed.wait(AGAIN_S)
+
+    def _must_leave(self) -> bool:
+        running, order = self._running, self._order
+        return running is not None and order is not None and order.number > running.number
+
+
+def looks_broken(error: BaseException) -> bool:
+    """Whether this is what ranks raise whose peers are gone; a candidate only, the agent decides."""
+    seen: BaseException | None = error
+    while seen is not None:
+        names = {kind.__name__ for kind in type(seen).__mro__}
+        if names & _BROKEN_TYPES or (isinstance(seen, RuntimeError) and _BROKEN.search(str(seen))):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def _store_port(order: Order) -> int:
+    return int(order.environment.get("MASTER_PORT", "0"))
+
+
+def _ours(innermost: FrameType | None) -> bool:
+    """Whether the main thread is in our own bookkeeping (here or in `train.resume`) and not in the script."""
+    frame = innermost
+    while frame is not None:
+        name = frame.f_globals.get("__name__")
+        if name == __name__:
+            return frame.f_code.co_name != "_execute"
+        if name == "holdfast.train.resume":
+            return frame is innermost or frame.f_code.co_name != "called"
+        frame = frame.f_back
+    return True
+
+
+def _redirect(order: Order) -> None:
+    for path, target in ((order.stdout, 1), (order.stderr, 2)):
+        if path:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
+            os.dup2(fd, target)
+            os.close(fd)
+
+
+def _report(error: BaseException) -> int:
+    """Prints the error as Python would and returns the exit code that Python would end with."""
+    if isinstance(error, SystemExit):
+        if not isinstance(error.code, int | None):
+            sys.stderr.write(f"{error.code}\n")
+            return 1
+        return error.code or 0
+    error.__traceback__ = _scripts_part(error.__traceback__)
+    sys.excepthook(type(error), error, error.__traceback__)
+    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _scripts_part(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the script's first line on, without ours and runpy's."""
+    part = trace
+    while part is not None and part.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
+        part = part.tb_next
+    return part or trace
+
+
+def serve(link: socket.socket, page: int) -> int:
+    """What the nursery calls in a forked worker: its line to the agent, and the page for its beats."""
+    return Runner(link, page).serve()

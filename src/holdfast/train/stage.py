@@ -1,0 +1,108 @@
+"""What a script finds when it starts, also for the second time in the same process, and what is cleared behind it.
+
+`enter` makes the process look like a new interpreter that was started for this script: environment, arguments, search
+path, working directory, signal handlers, seeds, torch's global switches. `clear` drops what a run left: frames, the
+`__main__` module, the user's own modules, groups. What is expensive stays: imported libraries, device context,
+allocator, compiled code.
+
+Used by `train.runner` only.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import site
+import sys
+import traceback
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from holdfast.train import alive, leaving
+from holdfast.train.control import Order
+
+# torch's own seed of a new process.
+DEFAULT_SEED = 67280421310721
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(slots=True)
+class Stage:
+    """How the process was before the script ran for the first time."""
+
+    path: list[str] = field(default_factory=lambda: list(sys.path))
+    directory: str = field(default_factory=os.getcwd)
+    handlers: dict[int, Any] = field(default_factory=lambda: {n: signal.getsignal(n) for n in _HANDLED})
+    modules: set[str] = field(default_factory=lambda: set(sys.modules))
+    main: ModuleType = field(default_factory=lambda: sys.modules["__main__"])
+    hook: Any = field(default_factory=lambda: sys.excepthook)
+    num_threads: int = field(default_factory=torch.get_num_threads)
+
+    def enter(self, order: Order) -> None:
+        """Everything is as a new interpreter would have it."""
+        os.environ.clear()
+        os.environ.update(order.environment)
+        os.chdir(self.directory)
+        sys.argv[:] = order.arguments
+        first = self.directory if order.is_module else os.path.dirname(os.path.abspath(order.arguments[0]))
+        # As `python` would: the script's directory, then what the environment adds, then the rest.
+        added = [part for part in order.environment.get("PYTHONPATH", "").split(os.pathsep) if part]
+        sys.path[:] = list(dict.fromkeys([first, *added, *self.path[1:]]))
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        sys.excepthook = self.hook
+        self._reset_torch(order)
+
+    def _reset_torch(self, order: Order) -> None:
+        threads = order.environment.get("OMP_NUM_THREADS", "")
+        torch.set_num_threads(int(threads) if threads.isdigit() and int(threads) else self.num_threads)
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+        torch.manual_seed(DEFAULT_SEED)
+        random.seed()
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed()  # a fork would repeat the numbers of its siblings
+        tracker = sys.modules.get("torch.distributed.tensor._random")
+        if hasattr(tracker, "_rng_tracker"):
+            tracker._rng_tracker = None  # type: ignore[union-attr]  # of a mesh that is gone
+
+    def clear(self, error: BaseException | None) -> None:
+        """Frees what the run left behind. The error's frames hold its tensors, so they go first."""
+        sys.modules["__main__"] = self.main
+        alive.abandon_all()
+        seen: set[int] = set()
+        _clear_frames(error, seen)
+        for name in [name for name, module in tuple(sys.modules.items()) if self._is_users(name, module)]:
+            del sys.modules[name]
+        leaving.destroy_groups()
+        sys.last_value = sys.last_traceback = None
+        gc.collect()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
+
+    def _is_users(self, name: str, module: ModuleType) -> bool:
+        """Whether the script brought this module, from a place of its own: it is made anew, as its state may matter."""
+        file = getattr(module, "__file__", None)
+        if name in self.modules or not file or name.partition(".")[0] in ("holdfast", "torch"):
+            return False
+        return not os.path.abspath(file).startswith(_LIBRARIES)
+
+
+def _clear_frames(error: BaseException | None, seen: set[int]) -> None:
+    if error is None or id(error) in seen:
+        return
+    seen.add(id(error))
+    traceback.clear_frames(error.__traceback__)
+    _clear_frames(error.__cause__, seen)
+    _clear_frames(error.__context__, seen)
+    error.__traceback__ = None
+
+
+_LIBRARIES = tuple({os.path.dirname(os.__file__), sys.prefix, sys.base_prefix, *site.getsitepackages(), site.getusersitepackages()})  # fmt: skip

@@ -1,0 +1,173 @@
+"""Two ranks train in many ways and kill themselves in many moments. Not a test itself.
+
+rejoin_worker.py OUT CELL...: a cell is `<strategy>:<phase>`. For each: steps without holdfast as the reference, then the
+same steps with it, in which rank 1 (`restore`: then rank 0 too) gets SIGKILL at step KILL_AT in that phase. Every rank
+writes what it trained, and its process id at every start. As a user's script it knows nothing of being run again; only
+the test's bookkeeping (what is done already) lies in files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import holdfast
+
+STEPS, KILL_AT = 8, 4
+OUT = Path(sys.argv[1])
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = torch.nn.Linear(12, 32)
+        self.two = torch.nn.Linear(32, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(torch.nn.functional.dropout(self.one(x).relu(), 0.1, self.training))
+
+
+class Job:
+    """Model, optimizer and one step of a strategy; `at` is called in every phase."""
+
+    def __init__(self, strategy: str, at: Callable[[str], None]) -> None:
+        self.rank, self.at = dist.get_rank(), at
+        self.model: torch.nn.Module = Net()
+        self.step = self.whole_step
+        if strategy == "ddp":
+            self.model = DistributedDataParallel(self.model)
+        elif strategy == "fsdp":
+            fully_shard(self.model.two)
+            fully_shard(self.model)
+        elif strategy == "tp":
+            plan = {"one": ColwiseParallel(), "two": RowwiseParallel()}
+            self.model = parallelize_module(self.model, init_device_mesh("cpu", (2,)), plan)
+        elif strategy == "pp":
+            name = ("one", "two")[self.rank]
+            self.model = torch.nn.ModuleDict({name: getattr(self.model, name)})
+            self.step = self.stage_step
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        # Ranks of one TP group drop out the same units, others their own.
+        torch.manual_seed(7 if strategy == "tp" else 7 + self.rank)
+
+    def whole_step(self) -> None:
+        x = torch.randn(4, 12)
+        self.at("forward")
+        out = self.model(x)
+        out = out.to_local() if isinstance(out, DTensor) else out
+        out.register_hook(lambda _: self.at("backward"))
+        out.square().sum().backward()
+        self.finish()
+
+    def stage_step(self) -> None:
+        x, h = torch.randn(4, 12), torch.zeros(4, 32)
+        if self.rank == 0:
+            h = self.model["one"](x)
+            dist.send(h.detach(), 1)
+            grad = torch.zeros_like(h)
+            self.at("backward")
+            dist.recv(grad, 1)
+            h.backward(grad)
+        else:
+            dist.recv(h, 0)
+            h.requires_grad_()
+            self.at("forward")
+            self.model["two"](h.relu()).square().sum().backward()
+            self.at("backward")
+            dist.send(h.grad, 0)
+        self.finish()
+
+    def finish(self) -> None:
+        self.at("update")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def digest(self) -> str:
+        state = hashlib.blake2b(digest_size=8)
+        for parameter in self.model.parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            state.update(local.detach().contiguous().numpy().tobytes())
+        return state.hexdigest()
+
+
+def victim(cell: str, phase: str, step: int) -> None:
+    """Kills this process if it is its turn; once for each cell and rank."""
+    kind = cell.split(":")[1]
+    wanted = [(1, "forward" if kind == "restore" else kind, KILL_AT)] + [(0, "restored", -1)] * (kind == "restore")
+    marker = OUT / f"killed-{cell}-{dist.get_rank()}"
+    again = phase != "restored" or (OUT / f"killed-{cell}-1").exists()
+    if (dist.get_rank(), phase, step) in wanted and again and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def reference(cell: str, rank: int) -> None:
+    file = OUT / f"reference-{cell}-{rank}.json"
+    job = Job(cell.split(":", maxsplit=1)[0], lambda _: None)
+    rows = []
+    for _ in range(STEPS):
+        job.step()
+        rows.append(job.digest())
+    write(file, rows)
+
+
+def train(cell: str, rank: int) -> None:
+    now = {"step": -1}
+    job = Job(cell.split(":", maxsplit=1)[0], lambda phase: victim(cell, phase, now["step"]))
+    model = job.model.module if isinstance(job.model, DistributedDataParallel) else job.model
+    replicated = ("*",) if cell.startswith("ddp") else ()
+    checkpointer = holdfast.Checkpointer(
+        OUT / f"root-{cell.replace(':', '-')}", model=model, optimizer=job.optimizer, every=1, durable_every=100,
+        replicated=replicated,
+    )  # fmt: skip
+    start = checkpointer.restore()
+    victim(cell, "restored", -1)
+    rows: dict[int, str] = {}
+    for step in range(start, STEPS):
+        now["step"] = step
+        job.step()
+        rows[step] = job.digest()
+        checkpointer.step(step)
+        victim(cell, "save", step)
+        write(OUT / f"trained-{cell}-{rank}-{os.getpid()}-{start}.json", rows)
+    checkpointer.close()
+
+
+def write(path: Path, facts: object) -> None:
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(facts))
+    unfinished.rename(path)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    with (OUT / f"pids-{rank}").open("a") as pids:
+        pids.write(f"{os.getpid()} {os.environ['TORCHELASTIC_RESTART_COUNT']}\n")
+    for cell in sys.argv[2:]:
+        for part in (reference, train):
+            if all((OUT / f"done-{part.__name__}-{cell}-{r}").exists() for r in range(2)):
+                continue
+            part(cell, rank)
+            (OUT / f"done-{part.__name__}-{cell}-{rank}").touch()
+            dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""One rank gets SIGKILL; the other keeps its process, and the run ends bit for bit where an undisturbed one ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("rejoin_worker.py")
+STEPS = 8
+
+
+def run(out: Path, *cells: str) -> None:
+    command = [sys.executable, "-m", "holdfast.train.elastic", "--standalone", "--nproc-per-node=2"]
+    command += ["--max-restarts=50", str(WORKER), str(out), *cells]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+
+
+def survivors_kept_their_processes(out: Path, cells: list[str]) -> None:
+    """Rank 0 has one process id, unless it was killed too; rank 1 a new one after every kill of it."""
+    for rank in range(2):
+        rows = [line.split() for line in (out / f"pids-{rank}").read_text().splitlines()]
+        killed = sum((out / f"killed-{cell}-{rank}").exists() for cell in cells)
+        assert len({pid for pid, _ in rows}) == 1 + killed, (rank, rows)
+
+
+def bit_for_bit(out: Path, cell: str) -> None:
+    assert (out / f"killed-{cell}-1").exists(), "nothing was killed"
+    for rank in range(2):
+        expected = json.loads((out / f"reference-{cell}-{rank}.json").read_text())
+        runs = [json.loads(path.read_text()) for path in out.glob(f"trained-{cell}-{rank}-*.json")]
+        trained = {int(step): digest for rows in runs for step, digest in rows.items()}
+        assert set(trained) == set(range(STEPS))
+        assert all(rows[step] == expected[int(step)] for rows in runs for step in rows), (cell, rank)
+
+
+def check(tmp_path: Path, cells: list[str]) -> None:
+    run(tmp_path, *cells)
+    survivors_kept_their_processes(tmp_path, cells)
+    for cell in cells:
+        bit_for_bit(tmp_path, cell)
+
+
+def test_every_strategy_goes_on_bit_for_bit_and_the_survivor_keeps_its_process(
+    tmp_path: Path, runtime_dir: Path
+) -> None:
+    check(tmp_path, ["ddp:backward", "fsdp:forward", "tp:update", "pp:backward"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(560)
+def test_every_strategy_in_every_phase(tmp_path: Path, runtime_dir: Path) -> None:
+    phases = ("forward", "backward", "update", "save", "restore")
+    check(tmp_path, [f"{strategy}:{phase}" for strategy in ("ddp", "fsdp", "tp", "pp") for phase in phases])
