@@ -144,6 +144,6 @@ def destroy_groups() -> None:
         except Exception as error:  # noqa: BLE001 - a broken group may refuse in any way; torch then forgot it
             logger.warning("a broken group resisted: %s", error)
     # Of a group whose making was interrupted only the count remains; it is part of the names that ranks must agree on.
-    world = getattr(c10d, "_world", None)
+    world: Any = getattr(c10d, "_world", None)
     if hasattr(world, "group_count"):
         world.group_count = 0
