@@ -84,6 +84,7 @@ class Choice:
         seals: the agreed seal per bundle; loaded bytes must match it.
         holders: per bundle the memory copies with that seal.
         in_storage: whether the durable checkpoint may serve as a source.
+        world_size: number of ranks that saved it.
     """
 
     version: Version
@@ -91,6 +92,7 @@ class Choice:
     seals: Mapping[str, Seal]
     holders: Mapping[str, tuple[MemoryCopy, ...]]
     in_storage: bool
+    world_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +132,8 @@ def choose_version(facts: Facts, *, wanted: Version | None = None) -> Decision[C
 
 
 def fetches(choice: Choice, rank: int, facts: Facts) -> tuple[Fetch, ...]:
-    """The cheapest usable copy of every bundle that `rank` needs."""
-    return tuple(_cheapest(ref, choice, rank, facts) for ref in choice.bundles if rank in ref.ranks)
+    """The cheapest usable copy of every bundle that `rank` needs in the layout that was saved."""
+    return tuple(cheapest(ref, choice, rank, facts) for ref in choice.bundles if rank in ref.ranks)
 
 
 def _judge(version: Version, facts: Facts, *, explicit: bool) -> Decision[Choice | None]:
@@ -145,9 +147,6 @@ def _judge(version: Version, facts: Facts, *, explicit: bool) -> Decision[Choice
     table = stored.table if stored else facts.tables.get(version, ())
     if not table:
         return Decision(None, "no keeper knows all of its bundles and no manifest is committed")
-    world_size = stored.world_size if stored else 1 + max(rank for ref in table for rank in ref.ranks)
-    if world_size != facts.topology.world_size:
-        return Decision(None, f"saved by {world_size} ranks, this job has {facts.topology.world_size}")
     return _complete(version, table, facts)
 
 
@@ -170,7 +169,8 @@ def _complete(version: Version, table: tuple[BundleRef, ...], facts: Facts) -> D
             return Decision(None, f"no usable copy of bundle {ref.bundle_id} (ranks {_short(ref.ranks)})")
         seals[ref.bundle_id], holders[ref.bundle_id] = seal, agreeing
     where = "memory" if all(holders.values()) else "memory and storage" if any(holders.values()) else "storage"
-    return Decision(Choice(version, table, seals, holders, stored is not None), f"complete in {where}")
+    world_size = stored.world_size if stored else 1 + max(rank for ref in table for rank in ref.ranks)
+    return Decision(Choice(version, table, seals, holders, stored is not None, world_size), f"complete in {where}")
 
 
 def _copies_by_bundle(version: Version, facts: Facts) -> dict[str, list[MemoryCopy]]:
@@ -182,7 +182,8 @@ def _copies_by_bundle(version: Version, facts: Facts) -> dict[str, list[MemoryCo
     return found
 
 
-def _cheapest(ref: BundleRef, choice: Choice, rank: int, facts: Facts) -> Fetch:
+def cheapest(ref: BundleRef, choice: Choice, rank: int, facts: Facts) -> Fetch:
+    """The cheapest usable copy of a bundle for `rank`."""
     home = facts.topology.node_of[rank]
     seal = choice.seals[ref.bundle_id]
     options: list[tuple[Source, int, int | None]] = []

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
 
-from holdfast.core.model import Extent
+from holdfast.core.bundles import cut, fingerprint, group_shards
+from holdfast.core.model import Bundle, BundleRef, Extent, Shard
 
 # Runs (first, end) of chunks, ascending and apart.
 Runs: TypeAlias = tuple[tuple[int, int], ...]
@@ -30,6 +31,30 @@ class Part:
 
     piece: int
     box: Extent
+
+
+def is_layout(refs: Iterable[BundleRef], shards: Iterable[Shard]) -> bool:
+    """Whether a rank that holds `shards` would save exactly these bundles, cut as they were: then each is wanted whole.
+
+    Args:
+        refs: the saved bundles whose group contains the rank.
+        shards: all that the rank holds now.
+    """
+    groups = group_shards(shards)
+    saved: dict[tuple[int, ...], dict[int, BundleRef]] = defaultdict(dict)
+    for one in refs:
+        saved[one.ranks][one.index] = one
+    if not groups.keys() <= saved.keys():
+        return False
+    for ranks, shares in saved.items():
+        count = next(iter(shares.values())).count
+        for index, pieces in enumerate(cut(groups.get(ranks, ()), count)):
+            ref = shares.get(index)
+            if ref is None and not pieces:
+                continue  # a share that would be empty
+            if ref is None or fingerprint(Bundle(ref.bundle_id, ranks, index, count, pieces, False)) != ref.fingerprint:
+                return False
+    return True
 
 
 def overlap(one: Extent, other: Extent) -> Extent | None:

@@ -11,11 +11,28 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from holdfast.core.model import Version
+from holdfast.core.model import BundleRef, Seal, Version
 from holdfast.core.slots import SlotState, SlotView
 from holdfast.tiers import memory
 from holdfast.tiers.budget import Budget
+from holdfast.tiers.format import CHUNK_BYTES
 from holdfast.tiers.memory import ImagePlace, Slot, SlotHeader
+
+
+@dataclass(frozen=True, slots=True)
+class PieceOf:
+    """Chunks [first, end) of an image, end to end from `offset` of a slot; proved against `seal` when they came."""
+
+    ref: BundleRef
+    seal: Seal
+    first: int
+    end: int
+    offset: int
+
+    @property
+    def length(self) -> int:
+        """Bytes of these chunks."""
+        return min(self.end * CHUNK_BYTES, self.seal.length) - self.first * CHUNK_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +46,8 @@ class Held:
         pins: why its bytes are needed, counted.
         condemned: images whose digest failed; not offered any more.
         outgrown: too small for the rank by now; freed as soon as the guard allows.
+        passing: it holds pieces of images on their way into another layout; goes with its last pin.
+        pieces: those that have come.
     """
 
     slot: Slot
@@ -43,6 +62,8 @@ class Held:
     pins: Counter[str] = field(default_factory=Counter)
     condemned: set[str] = field(default_factory=set)
     outgrown: bool = False
+    passing: bool = False
+    pieces: list[PieceOf] = field(default_factory=list)
 
     @property
     def view(self) -> SlotView:
@@ -118,6 +139,16 @@ class Arena:
                 best = held, place
         return best
 
+    def find_pieces(self, version: Version, seal: Seal) -> list[tuple[Held, PieceOf]]:
+        """What is here of an image that was not fetched whole."""
+        return [
+            (held, piece)
+            for held in self._held.values()
+            if held.passing and held.version == version
+            for piece in held.pieces
+            if piece.seal.bundle_id == seal.bundle_id and seal.digest in ("", piece.seal.digest)
+        ]
+
     def sealed(self) -> list[Held]:
         """Slots whose header and digests stand."""
         return [held for held in self._held.values() if held.state is SlotState.SEALED]
@@ -155,7 +186,11 @@ class Arena:
         """Frees outgrown slots that may be overwritten."""
         for held in self:
             empty = held.state is SlotState.EMPTY and not held.pins
-            if held.outgrown and (empty or is_free(held)):
+            if held.passing:
+                gone = not held.pins
+            else:
+                gone = held.outgrown and (empty or is_free(held))
+            if gone:
                 self.drop(held)
 
     def close(self) -> None:

@@ -57,6 +57,7 @@ class Located:
         view: the image, read-only. Valid until `KeeperClient.release`, the next `begin`, or `close`.
         source: where it was, cheapest first: own slot, another slot of this node, another node, storage.
         seconds: what the keeper spent to make it present; 0 if it was.
+        chunks: `view` is only this run (first, end) of its chunks; None: the whole image.
     """
 
     ref: BundleRef
@@ -64,6 +65,7 @@ class Located:
     view: memoryview
     source: Source
     seconds: float
+    chunks: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +304,8 @@ class KeeperClient:
     def obtain(self, version: Version, fetches: Sequence[Fetch], *, timeout_s: float) -> tuple[Located, ...]:
         """Makes bundles present on this node and maps them, in the order of `fetches` (of core.recovery).
 
+        A fetch of chunks is answered by runs of chunks, or by the whole image if that is here.
+
         Copies from peers and storage are checked against the seal when they arrive; the caller verifies what it
         loads all the same.
 
@@ -312,10 +316,11 @@ class KeeperClient:
         request = messages.Obtain(version=version, fetches=tuple(fetches), timeout_s=timeout_s)
         reply, fds = self._call(request, messages.Obtained, timeout_s + GRACE_S)
         try:
-            if [found.bundle_id for found in reply.found] != [fetch.ref.bundle_id for fetch in fetches]:
+            refs = {fetch.ref.bundle_id: fetch.ref for fetch in fetches}
+            told = dict.fromkeys(found.bundle_id for found in reply.found)
+            if list(told) != list(refs):
                 raise KeeperError("the keeper answered with other bundles than were asked for")
-            located = zip(fetches, reply.found, strict=True)
-            return tuple(self._locate(fetch.ref, found, fds) for fetch, found in located)
+            return tuple(self._locate(refs[found.bundle_id], found, fds) for found in reply.found)
         finally:
             wire.close_fds(fds)
 
@@ -387,7 +392,7 @@ class KeeperClient:
             view = memory.map_readonly(fds[found.fd], found.start, found.length)
         else:
             raise KeeperError("the keeper named a descriptor that it did not send")
-        return Located(ref, found.seal, view, found.source, found.seconds)
+        return Located(ref, found.seal, view, found.source, found.seconds, found.chunks)
 
     def _pushed(self, message: messages.AnyMessage) -> None:
         if isinstance(message, messages.Progress):

@@ -36,6 +36,7 @@ from holdfast.node.obtain import Obtainer
 from holdfast.node.operations import Operations, Parts, Reply, require_role
 from holdfast.node.peers import PeerDesk
 from holdfast.node.persist import Committer, Persister
+from holdfast.node.pieces import Pieces
 from holdfast.node.places import Place
 from holdfast.node.replicate import Replicator
 from holdfast.node.reserve import Reserve
@@ -91,6 +92,7 @@ class Keeper:
         self._obtainer = Obtainer(self._state, vault, self._events, self._activities)
         self._succession = Succession(self._state, self._events, self._write)
         self._persister = Persister(self._state, vault, self._events, self._activities, self._succession)
+        self._pieces = Pieces(self._state, vault, self._events, self._activities)
         self._committer = Committer(self._state, vault, self._events)
         self._replicator = Replicator(self._state, self._events)
         self._trainers = Trainers(self._state, self._forget)
@@ -105,6 +107,7 @@ class Keeper:
                 reserve=Reserve(self._state, self._trainers),
                 saving=self._saving,
                 obtainer=self._obtainer,
+                pieces=self._pieces,
                 peers=self._peers,
                 uplink=self._uplink,
                 status=self._status,
@@ -241,6 +244,7 @@ class Keeper:
 
     def _end(self) -> None:
         self._obtainer.stop()
+        self._pieces.stop()
         self._uplink.stop()
         self._replicator.stop()
         self._persister.stop()

@@ -227,6 +227,7 @@ class Found(Message, tag="found", frozen=True, kw_only=True):
     """Where one bundle lies now: bytes [start, start + length) of a whole slot, header included.
 
     It is slot `slot_id`; if the client does not have that one mapped, descriptor number `fd` of the frame is it.
+    `chunks`: only this run (first, end) of its chunks; a fetch of chunks may be answered by several of these.
     """
 
     bundle_id: str
@@ -237,6 +238,7 @@ class Found(Message, tag="found", frozen=True, kw_only=True):
     seal: Seal
     source: Source
     seconds: float
+    chunks: tuple[int, int] | None = None
 
 
 class Obtained(Message, tag="obtained", frozen=True, kw_only=True):

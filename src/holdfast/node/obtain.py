@@ -19,7 +19,7 @@ from holdfast.core.model import Seal, Version
 from holdfast.core.recovery import Fetch, Source
 from holdfast.core.slots import SlotState, choose_slot
 from holdfast.node.activity import RESTORING, Activities
-from holdfast.node.arena import Held
+from holdfast.node.arena import Held, PieceOf
 from holdfast.node.state import NodeState, greeting
 from holdfast.node.transfer import PeerReader, require
 from holdfast.node.vault import Vault
@@ -35,10 +35,10 @@ PIN = "restoring"
 
 @dataclass(frozen=True, slots=True)
 class Present:
-    """A bundle that lies in a slot of this node; pinned."""
+    """A bundle, or chunks of one, in a slot of this node; pinned."""
 
     held: Held
-    place: ImagePlace
+    place: ImagePlace | PieceOf
     source: Source
     seconds: float
 

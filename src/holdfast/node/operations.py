@@ -14,6 +14,7 @@ from typing import Any
 
 from holdfast.base.errors import KeeperError
 from holdfast.node import messages
+from holdfast.node.arena import PieceOf
 from holdfast.node.messages import (
     KEEPER,
     OPERATOR,
@@ -28,6 +29,7 @@ from holdfast.node.messages import (
 )
 from holdfast.node.obtain import Obtainer, Present
 from holdfast.node.peers import PeerDesk
+from holdfast.node.pieces import Pieces
 from holdfast.node.reserve import Reserve
 from holdfast.node.saving import Saving
 from holdfast.node.server import Answer, Connection
@@ -51,6 +53,7 @@ class Parts:
     reserve: Reserve
     saving: Saving
     obtainer: Obtainer
+    pieces: Pieces
     peers: PeerDesk
     uplink: Uplink
     status: Callable[[], dict[str, Any]]
@@ -165,7 +168,9 @@ class Operations:
         """Bundles, wherever they are, present and pinned."""
         with self._parts.state.lock:
             trainer = self._parts.trainers.of(connection)
-        present = self._parts.obtainer.obtain(trainer.rank, request.version, request.fetches, request.timeout_s)
+        by_chunks = any(fetch.chunks is not None for fetch in request.fetches)
+        source = self._parts.pieces if by_chunks else self._parts.obtainer
+        present = source.obtain(trainer.rank, request.version, request.fetches, request.timeout_s)
         with self._parts.state.lock:
             trainer.reading += [item.held for item in present]
             if trainer.connection.ended:  # it went while we fetched
@@ -200,19 +205,21 @@ def _pack(request: int, present: list[Present], known: set[int]) -> Answer:
     fds: dict[int, tuple[int, int]] = {}
     found = []
     for item in present:
-        slot, number = item.held.slot, -1
+        slot, number, place = item.held.slot, -1, item.place
+        piece = place if isinstance(place, PieceOf) else None
         if slot.slot_id not in known:
             number, _ = fds.setdefault(slot.slot_id, (len(fds), slot.readonly_fd))
         found.append(
             Found(
-                bundle_id=item.place.ref.bundle_id,
+                bundle_id=place.ref.bundle_id,
                 slot_id=slot.slot_id,
                 fd=number,
-                start=slot.header_bytes + item.place.offset,
-                length=item.place.seal.length,
-                seal=item.place.seal,
+                start=slot.header_bytes + place.offset,
+                length=piece.length if piece else place.seal.length,
+                seal=place.seal,
                 source=item.source,
                 seconds=item.seconds,
+                chunks=(piece.first, piece.end) if piece else None,
             )
         )
     return Answer(Obtained(id=request, found=tuple(found)), tuple(fd for _, fd in fds.values()))

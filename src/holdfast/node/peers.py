@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from holdfast.base.errors import Fenced, HoldfastError, KeeperError, VersionNotFound
-from holdfast.core.model import Version
+from holdfast.core.model import Seal, Version
 from holdfast.core.recovery import MemoryCopy
 from holdfast.node import messages
 from holdfast.node.arena import Held
@@ -127,9 +127,9 @@ class PeerDesk:
             sending.asked_s = time.monotonic()
             for bundle_id in request.bundle_ids:
                 copy = self._state.arena.find(request.version, bundle_id)
-                if copy is not None:
-                    held, place = copy
-                    found.append(place.seal)
+                copies = [copy] if copy else self._state.arena.find_pieces(request.version, Seal(bundle_id, 0, ""))
+                found += [place.seal for _, place in copies[:1]]
+                for held, _ in copies:
                     held.pins[PIN] += 1
                     sending.held.append(held)
         return Seals(id=request.id, seals=tuple(found))
@@ -142,18 +142,14 @@ class PeerDesk:
         """
         with self._state.lock:
             self._require_present(connection.greeted)
-            copy = self._state.arena.find(request.version, request.bundle_id)
-            if copy is None:
-                raise VersionNotFound(f"bundle {request.bundle_id} of {request.version} is not held here (any more)")
-            held, place = copy
+            held, at, length = self._part(request)
             end = request.start + request.length
-            if not (0 <= request.start < end <= place.seal.length) or request.length > CHUNK_BYTES:
+            if not (0 <= request.start < end <= length) or request.length > CHUNK_BYTES:
                 raise KeeperError(f"bytes {request.start} to {end} are not a piece of bundle {request.bundle_id}")
             held.pins[PIN] += 1
             if connection in self._sending:
                 self._sending[connection].asked_s = time.monotonic()
         try:
-            at = place.offset + request.start
             connection.channel.send_bulk(
                 messages.encode(Bulk(id=request.id, length=request.length)),
                 held.slot.view[at : at + request.length],
@@ -161,6 +157,22 @@ class PeerDesk:
             )
         finally:
             self._state.unpin(held, PIN)
+
+    def _part(self, request: messages.Pull) -> tuple[Held, int, int]:
+        """The slot, where in it the bytes begin, and the length of the image; a chunk may be here without the rest.
+
+        Raises:
+            VersionNotFound: it is not held (any more).
+        """
+        arena = self._state.arena
+        copy = arena.find(request.version, request.bundle_id)
+        if copy is not None:
+            return copy[0], copy[1].offset + request.start, copy[1].seal.length
+        for held, piece in arena.find_pieces(request.version, Seal(request.bundle_id, 0, "")):
+            begin = piece.first * CHUNK_BYTES
+            if begin <= request.start and request.start + request.length <= begin + piece.length:
+                return held, piece.offset + request.start - begin, piece.seal.length
+        raise VersionNotFound(f"bundle {request.bundle_id} of {request.version} is not held here (any more)")
 
     def yield_slots(self, starved: Iterable[int]) -> None:
         """Takes pins off transfers that stall, and off those from slots of ranks whose save waits too long."""

@@ -78,19 +78,38 @@ class PeerReader:
         image_format.check_length(len(view), seal, where)
         digests = []
         for index, chunk in enumerate(image_format.chunks(view)):
-            if self._stopping():
-                raise KeeperLost("this keeper stops, or its job is over", where=where)
-            start = index * image_format.CHUNK_BYTES
-            request = Pull(id=1, version=version, bundle_id=seal.bundle_id, start=start, length=len(chunk))
-            reply = self._ask(request)
-            if not isinstance(reply, Bulk) or reply.length != len(chunk):
-                raise KeeperError("the peer sent another piece than was asked for", where=where)
-            self._channel.receive_bulk(chunk, timeout_s=CHUNK_TIMEOUT_S)
-            digests.append(image_format.chunk_digest(chunk))
-            image_format.check_chunk(index, digests[-1], seal, where)
+            digests.append(self._read_chunk(version, seal, index, chunk))
             progress(len(chunk))
         if image_format.image_digest(tuple(digests)) != seal.digest:
             raise CorruptError(f"image {seal.bundle_id} differs from its seal", where=where)
+
+    def read_chunks_into(
+        self, version: Version, seal: Seal, first: int, view: memoryview, progress: Callable[[int], None]
+    ) -> None:
+        """Fills `view` with as many chunks, beginning with number `first`, and proves each; as `read_into` else.
+
+        Raises:
+            CorruptError: the seal has no digests of chunks that could prove them.
+        """
+        if image_format.image_digest(seal.chunk_digests) != seal.digest:
+            raise CorruptError(f"the seal of image {seal.bundle_id} does not prove its chunks", where=str(version))
+        for index, chunk in enumerate(image_format.chunks(view), first):
+            self._read_chunk(version, seal, index, chunk)
+            progress(len(chunk))
+
+    def _read_chunk(self, version: Version, seal: Seal, index: int, chunk: memoryview) -> str:
+        where = f"{version} of {self._channel.where}"
+        if self._stopping():
+            raise KeeperLost("this keeper stops, or its job is over", where=where)
+        start = index * image_format.CHUNK_BYTES
+        request = Pull(id=1, version=version, bundle_id=seal.bundle_id, start=start, length=len(chunk))
+        reply = self._ask(request)
+        if not isinstance(reply, Bulk) or reply.length != len(chunk):
+            raise KeeperError("the peer sent another piece than was asked for", where=where)
+        self._channel.receive_bulk(chunk, timeout_s=CHUNK_TIMEOUT_S)
+        digest = image_format.chunk_digest(chunk)
+        image_format.check_chunk(index, digest, seal, where)
+        return digest
 
     def close(self) -> None:
         """Ends the connection; the peer takes its pins off."""

@@ -313,6 +313,30 @@ class Storage:
         self._events.count("storage_read_bytes", count)
         image_format.check_length(count + len(self._read_listed(name, offset=file.length, length=1)), file.seal, where)
 
+    def read_chunks_into(
+        self,
+        version: Version,
+        file: BundleFile,
+        first: int,
+        view: memoryview,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Fills `view` with chunks of a bundle's file, beginning with number `first`, and proves each.
+
+        Raises:
+            CorruptError: missing, cut short, or damaged; names the bytes.
+        """
+        name, where = f"{version}/{file.file}", f"{self.where}/{version}/{file.file}"
+        at = first * image_format.CHUNK_BYTES
+        for index, chunk in enumerate(image_format.chunks(view), first):
+            read = self._listed(self._backend.read_into, name, chunk, offset=at)
+            self._events.count("storage_read_bytes", read)
+            if read < len(chunk):
+                image_format.check_length(at + read, file.seal, where)
+            image_format.check_chunk(index, image_format.chunk_digest(chunk), file.seal, where)
+            at += read
+            progress(read)
+
     def verify_bundle(self, version: Version, file: BundleFile, progress: Callable[[int], None] | None = None) -> None:
         """Reads a bundle's file and proves its content, in the memory of one chunk.
 

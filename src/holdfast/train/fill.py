@@ -6,7 +6,8 @@ compared with the seal when its last step is hashed, so bytes of a bad chunk may
 further: every chunk of every image is compared, `fill` names the images that failed, and unless it names none the ranks
 refuse the attempt together. No step of this may be left out, whatever is copied.
 
-Tensors are filled in place, on whatever device they are. Host memory takes bytes as they are, without a call into
+In the layout that was saved every entry goes whole to its tensor; in another a copy takes a box of an entry, and of an
+image only those chunks need be here that hold such a box. Tensors are filled in place, on whatever device they are. Host memory takes bytes as they are, without a call into
 torch per piece; both hashing and copying release the interpreter's lock. Called by `train.restore`.
 """
 
@@ -25,6 +26,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from holdfast.base.errors import CorruptError
+from holdfast.core import reshard
 from holdfast.core.model import Extent
 from holdfast.node.client import Located
 from holdfast.tiers import format as image_format
@@ -42,10 +44,28 @@ _Move: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An image to load from: where it lies and what its header says."""
+    """An image to load from.
+
+    Attributes:
+        located: where it lies; of an image in pieces one of them.
+        image: what its header says.
+        chunks: number and bytes of the chunks that are here, ascending.
+        whole: they are all of it.
+    """
 
     located: Located
     image: Image
+    chunks: tuple[tuple[int, memoryview], ...]
+    whole: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The elements of `box` (in the whole tensor), which `entry` holds, go to their place in `live`."""
+
+    entry: Entry
+    box: Extent
+    live: LiveTensor
 
 
 @dataclass(slots=True)
@@ -55,26 +75,53 @@ class _Chunk:
     image: int
     index: int
     view: memoryview
+    address: int
     steps: list[list[_Move]]
     targets: list[torch.Tensor] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
 
 
 def read_sources(located: Sequence[Located]) -> list[Source]:
-    """The headers of images. Structure only; `fill` proves content.
+    """The headers of whole images. Structure only; `fill` proves content.
 
     Raises:
         CorruptError: not an image.
     """
-    return [Source(item, image_format.read_image(item.view, item.ref.bundle_id)) for item in located]
+    return [
+        Source(
+            item,
+            image_format.read_image(item.view, item.ref.bundle_id),
+            tuple(enumerate(image_format.chunks(item.view))),
+        )
+        for item in located
+    ]
 
 
 def fill(
     sources: Sequence[Source], tensors: Mapping[str, LiveTensor], progress: Callable[[int], None] = lambda _: None
 ) -> dict[str, str]:
-    """Copies every entry into the tensor of its name; returns bundle id -> what is wrong with its image.
+    """Copies every entry into the tensor of its name; else as `fill_with`."""
+    copies = [
+        [
+            Copy(entry, common, live)
+            for entry in source.image.entries
+            if (live := tensors.get(entry.name)) is not None
+            and (common := reshard.overlap(Extent(entry.offsets, entry.shape), live.shard.extent)) is not None
+        ]
+        for source in sources
+    ]
+    return fill_with(sources, copies, progress)
 
-    `progress` is called with the bytes of each chunk, from several threads.
+
+def fill_with(
+    sources: Sequence[Source], copies: Sequence[Sequence[Copy]], progress: Callable[[int], None] = lambda _: None
+) -> dict[str, str]:
+    """Makes the copies of every source; returns bundle id -> what is wrong with its image.
+
+    Args:
+        sources: their chunks are proved, all of them, whatever is copied.
+        copies: for each source, in order of the entries' places.
+        progress: called with the bytes of each chunk, from several threads.
 
     After a fault the tensors hold a mixture; the caller fills them again from other copies or raises.
     """
@@ -84,7 +131,7 @@ def fill(
         helpers = [pool.submit(work.run) for _ in range(num_threads - 1)]
         try:
             for number, source in enumerate(sources):  # the others copy while this one still plans
-                for chunk in _chunks(number, source, tensors):
+                for chunk in _chunks(number, source, copies[number]):
                     work.todo.put(chunk)
         finally:
             for _ in range(num_threads):
@@ -92,7 +139,8 @@ def fill(
         work.run()
         for helper in helpers:
             helper.result()
-    increment_version([live.local for live in tensors.values()])  # autograd has not seen who wrote by address
+    # autograd has not seen who wrote by address
+    increment_version([copy.live.local for rows in copies for copy in rows])
     return work.faults()
 
 
@@ -125,7 +173,7 @@ class _Work:
     def faults(self) -> dict[str, str]:
         """Bundle id -> what is wrong, once all chunks are done."""
         for source, found in zip(self._sources, self._digests, strict=True):
-            if source.located.seal.bundle_id not in self._faults:
+            if source.whole and source.located.seal.bundle_id not in self._faults:
                 _check_whole(source, tuple(found[index] for index in sorted(found)), self._faults)
         return self._faults
 
@@ -150,34 +198,43 @@ def _check_whole(source: Source, digests: tuple[str, ...], faults: dict[str, str
         faults[seal.bundle_id] = error.what
 
 
-def _chunks(number: int, source: Source, tensors: Mapping[str, LiveTensor]) -> Iterator[_Chunk]:
+def _chunks(number: int, source: Source, copies: Sequence[Copy]) -> Iterator[_Chunk]:
     """The chunks of one image in order, each as soon as nothing more can be copied from it: entries lie in order."""
-    chunks = [
-        _Chunk(number, index, view, [[] for _ in range(0, len(view), STEP_BYTES)])
-        for index, view in enumerate(image_format.chunks(source.located.view))
-    ]
-    base = as_tensor(source.located.view)
-    address = base.data_ptr()
+    chunks = {
+        index: _Chunk(number, index, view, as_tensor(view).data_ptr(), [[] for _ in range(0, len(view), STEP_BYTES)])
+        for index, view in source.chunks
+    }
+    order = list(chunks)
     done = 0
-    for entry in source.image.entries:
-        live = tensors.get(entry.name)
-        if live is None or entry.start == entry.end:
-            continue
-        first = entry.start // CHUNK_BYTES
-        if first > done:
-            yield from chunks[done:first]
-            done = first
-        assert first == done, "entries lie in order; read_image saw to it"
-        extent = live.shard.extent
-        if entry.offsets == extent.offsets and entry.shape == extent.lengths:
-            target, box = live.local, None
+    for copy in copies:
+        first = copy.entry.start // CHUNK_BYTES
+        while done < len(order) and order[done] < first:
+            yield chunks[order[done]]
+            done += 1
+        if copy.box.num_elements:
+            _plan(chunks, copy)
+    for index in order[done:]:
+        yield chunks[index]
+
+
+def _plan(chunks: Mapping[int, _Chunk], copy: Copy) -> None:
+    """One copy, cut where chunks end."""
+    entry, box = copy.entry, copy.box
+    target = _narrow(copy.live.local, copy.live.shard.extent, box)
+    whole = box.lengths == entry.shape
+    planned = 0
+    for index in range(entry.start // CHUNK_BYTES, (entry.end - 1) // CHUNK_BYTES + 1):
+        chunk = chunks.get(index)
+        if chunk is None:
+            continue  # no byte of the box lies there, or the count below is short
+        begin = index * CHUNK_BYTES
+        first, last = max(entry.start, begin), min(entry.end, begin + len(chunk.view))
+        if whole and _is_plain(target):
+            _plan_moves(chunk, first - begin, target.data_ptr() + first - entry.start, last - first)
+            planned += (last - first) // target.element_size()
         else:
-            target, box = _overlap(live.local, extent, _typed(base, entry), Extent(entry.offsets, entry.shape))
-        if _is_plain(target) and target.nbytes == entry.end - entry.start:
-            _plan_moves(chunks, address, entry, target.data_ptr())
-        elif target.numel():
-            _plan_copies(chunks, entry, target, _typed(base, entry) if box is None else box)
-    yield from chunks[done:]
+            planned += _plan_boxes(chunk, copy, target, (first, last))
+    assert planned == box.num_elements, f"{entry.name}: {planned} of {box.num_elements} elements have a source"
 
 
 def _is_plain(target: torch.Tensor) -> bool:
@@ -185,54 +242,44 @@ def _is_plain(target: torch.Tensor) -> bool:
     return target.is_cpu and target.is_contiguous() and not target.is_conj() and not target.is_neg()
 
 
-def _typed(base: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """An entry as a tensor."""
-    return base[entry.start : entry.end].view(torch_dtype(entry.dtype)).view(entry.shape)
+def _plan_moves(chunk: _Chunk, at: int, place: int, length: int) -> None:
+    """Bytes of a chunk to the address `place`, cut where steps end."""
+    end = at + length
+    while at < end:
+        until = min(end, at - at % STEP_BYTES + STEP_BYTES)
+        chunk.steps[at // STEP_BYTES].append((place, chunk.address + at, until - at))
+        place += until - at
+        at = until
 
 
-def _plan_moves(chunks: Sequence[_Chunk], address: int, entry: Entry, place: int) -> None:
-    """All bytes of one entry to the address `place`, cut where steps end."""
-    start = entry.start
-    while start < entry.end:
-        end = min(entry.end, start - start % STEP_BYTES + STEP_BYTES)
-        step = chunks[start // CHUNK_BYTES].steps[start % CHUNK_BYTES // STEP_BYTES]
-        step.append((place, address + start, end - start))
-        place += end - start
-        start = end
+def _plan_boxes(chunk: _Chunk, copy: Copy, target: torch.Tensor, span: tuple[int, int]) -> int:
+    """What the box has of bytes `span` of the image, by torch, once the chunk is proven; returns the elements."""
+    entry, dtype = copy.entry, torch_dtype(copy.entry.dtype)
+    begin = chunk.index * CHUNK_BYTES
+    first, last = ((at - entry.start) // dtype.itemsize for at in span)
+    planned = 0
+    for number, block in reshard.blocks(entry.shape, first, last):
+        there = Extent(tuple(a + b for a, b in zip(entry.offsets, block.offsets, strict=True)), block.lengths)
+        common = reshard.overlap(there, copy.box)
+        if common is None:
+            continue
+        at = entry.start + number * dtype.itemsize - begin
+        view = chunk.view[at : at + block.num_elements * dtype.itemsize]
+        source = as_tensor(view).view(dtype).view(block.lengths)
+        chunk.targets.append(_narrow(target, copy.box, common))
+        chunk.sources.append(_narrow(source, there, common))
+        planned += common.num_elements
+    return planned
 
 
-def _plan_copies(chunks: Sequence[_Chunk], entry: Entry, target: torch.Tensor, source: torch.Tensor) -> None:
-    """The same by torch, for other devices and strides; cut where chunks end if memory is laid out so that it can be."""
-    if target.nbytes < entry.end - entry.start or not target.is_contiguous():
-        chunk = chunks[entry.start // CHUNK_BYTES]
-        chunk.targets.append(target)
-        chunk.sources.append(source)
-        return
-    target, source = target.view(-1), source.view(-1)
-    size = target.element_size()
-    done = 0
-    while done < len(target):
-        start = entry.start + done * size
-        end = done + min(len(target) - done, (CHUNK_BYTES - start % CHUNK_BYTES) // size)
-        chunks[start // CHUNK_BYTES].targets.append(target[done:end])
-        chunks[start // CHUNK_BYTES].sources.append(source[done:end])
-        done = end
-
-
-def _overlap(
-    target: torch.Tensor, wanted: Extent, source: torch.Tensor, given: Extent
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The part of both that covers the same box of the global tensor."""
-    for dim, (w_start, w_len, g_start, g_len) in enumerate(
-        zip(wanted.offsets, wanted.lengths, given.offsets, given.lengths, strict=True)
+def _narrow(tensor: torch.Tensor, extent: Extent, box: Extent) -> torch.Tensor:
+    """The part of a tensor, which holds `extent`, that holds `box`."""
+    for dim, (start, length, first, count) in enumerate(
+        zip(extent.offsets, extent.lengths, box.offsets, box.lengths, strict=True)
     ):
-        first, last = max(w_start, g_start), min(w_start + w_len, g_start + g_len)
-        length = max(0, last - first)
-        if length != w_len:
-            target = target.narrow(dim, min(max(0, first - w_start), w_len), length)
-        if length != g_len:
-            source = source.narrow(dim, min(max(0, first - g_start), g_len), length)
-    return target, source
+        if count != length:
+            tensor = tensor.narrow(dim, first - start, count)
+    return tensor
 
 
 def as_tensor(view: memoryview) -> torch.Tensor:

@@ -16,7 +16,12 @@ from holdfast.tiers.values import TensorRef
 from holdfast.train.flatten import flatten
 from holdfast.train.live import LiveTensor
 from holdfast.train.parts import Collector, Loading
+from holdfast.train.randomness import GeneratorState, ProcessRandomness
 from holdfast.train.watch import same_objects
+
+# The method of an object that takes the states of all saved ranks, when another number of ranks goes on:
+# `load_state_dicts(states, rank, world_size)`, states in order of rank.
+ALL_RANKS = "load_state_dicts"
 
 
 @runtime_checkable
@@ -40,7 +45,9 @@ class StatefulPart:
 
     def __init__(self, name: str, stateful: Stateful) -> None:
         self.name = name
+        self.random = isinstance(stateful, GeneratorState | ProcessRandomness)
         self._object = stateful
+        self._of_ranks: list[Any] | None = None
 
     def build(self, out: Collector) -> None:
         """Nothing lasts: what `state_dict()` returns may be new each time."""
@@ -54,7 +61,10 @@ class StatefulPart:
         out.passing(self.name, self._object.state_dict())
 
     def plan(self, loading: Loading) -> None:
-        """Claims the saved state, with memory of its own for every tensor in it."""
+        """Claims the saved state, with memory of its own for every tensor in it; of all ranks if the object can do that."""
+        self._of_ranks = loading.states_of_ranks(self.name) if hasattr(self._object, ALL_RANKS) else None
+        if self._of_ranks is not None:
+            return
         now: dict[str, torch.Tensor] = {}
 
         def note(name: str, tensor: torch.Tensor) -> None:
@@ -68,7 +78,9 @@ class StatefulPart:
 
     def apply(self, loading: Loading) -> None:
         """Hands the saved state to the object."""
-        if loading.has(self.name):
+        if self._of_ranks is not None:
+            getattr(self._object, ALL_RANKS)(self._of_ranks, loading.layouts.rank, loading.layouts.world_size)
+        elif loading.has(self.name):
             self._object.load_state_dict(loading.value(self.name))
 
 

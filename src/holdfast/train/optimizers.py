@@ -127,6 +127,7 @@ class OptimizerPart:
         """Claims groups and state; state that is missing here gets memory now and is put in place by `create`."""
         self._wanted = {}
         path = f"{self.name}.param_groups"
+        loading.regroup(path, self._group, self._names)
         groups = loading.claim_value(path, group=self._group, templates=self._group_tensors(loading))
         self._fits = groups is not None and self._check_groups(loading, groups)
         saved = self._saved_entries(loading)

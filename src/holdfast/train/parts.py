@@ -7,15 +7,15 @@ nothing while it plans; so a restore that refuses leaves every object as it was.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.base.errors import MismatchError, UsageError
+from holdfast.core import reshard
 from holdfast.core.model import Extent, Shard
 from holdfast.tiers.values import TensorRef
 from holdfast.train.flatten import flatten, references, unflatten
@@ -53,6 +53,7 @@ class Collector:
         self.owners: dict[int, Owner] = {}
         self.sources: list[torch.Tensor] = []
         self._late = late
+        self.tied: dict[str, str] = {}  # other names of memory that is kept under its first
         self._by_memory: dict[tuple[Any, ...], str] = {}
 
     def lasting(
@@ -76,6 +77,8 @@ class Collector:
         first = self._by_memory.setdefault(memory, live.shard.name)
         if first == live.shard.name:
             self._add(live)
+        else:
+            self.tied[live.shard.name] = first
         return TensorRef(first)
 
     def passing(self, path: str, tree: Any, *, group: Group | None = None) -> None:
@@ -126,7 +129,7 @@ class Loading:
         self.targets: dict[str, LiveTensor] = {}
         self.missing: list[str] = []
         self.misfit: list[str] = []
-        self._used: set[str] = set()
+        self.used: set[str] = set()
         self._asked: set[str] = set()
         self._tensors: dict[str, torch.Tensor] = {}
         self._ready: dict[str, Any] = {}
@@ -150,7 +153,7 @@ class Loading:
             if shard.extent.num_elements:  # nobody need write an empty shard
                 self.missing.append(shard.name)
             return False
-        self._used.add(shard.name)
+        self.used.add(shard.name)
         wrong = _difference(saved, shard)
         if wrong:
             self.misfit.append(f"{shard.name} ({wrong})")
@@ -184,7 +187,7 @@ class Loading:
         if entry not in self.values:
             self.missing.append(entry)
             return None
-        self._used.add(entry)
+        self.used.add(entry)
         tree = self.values[entry]
         if not isinstance(tree, kind):
             self.misfit.append(f"{entry} (saved as {type(tree).__name__}, here {kind.__name__})")
@@ -195,6 +198,17 @@ class Loading:
             return None
         self._ready[path] = tree
         return tree
+
+    def regroup(self, path: str, group: Group | None, names: Sequence[Sequence[str]]) -> None:  # noqa: ARG002
+        """Parameter groups are about to be claimed under `path`; these are the names of the parameters in them here.
+
+        In the layout that was saved there is nothing to do. In another the groups may have been saved by several ranks.
+        """
+        return
+
+    def states_of_ranks(self, path: str) -> list[Any] | None:  # noqa: ARG002
+        """What every saved rank had under `path`, for an object that can make its own of all; None in the saved layout."""
+        return None
 
     def has(self, path: str) -> bool:
         """Whether a value was claimed with all its entries."""
@@ -211,8 +225,9 @@ class Loading:
     def memory(self, name: str, device: torch.device | None) -> torch.Tensor | None:
         """Memory for a whole entry; None (and noted) if the checkpoint offers less than the whole of it."""
         saved = self.saved[name]
-        if sum(piece.num_elements for piece in saved.pieces) != prod(saved.global_shape):
-            self._used.add(name)
+        whole = Extent((0,) * len(saved.global_shape), saved.global_shape)
+        if reshard.cover(whole, saved.pieces) is None:
+            self.used.add(name)
             self._asked.add(name)
             self.misfit.append(f"{name} (parts of shape {saved.global_shape} are missing)")
             return None
@@ -220,7 +235,7 @@ class Loading:
 
     def unused(self) -> list[str]:
         """Entries and values that nobody asked for."""
-        return sorted((set(self.saved) | set(self.values)) - self._used)
+        return sorted((set(self.saved) | set(self.values)) - self.used)
 
     def record(self) -> LoadRecord:
         """What did not fit."""
@@ -255,20 +270,12 @@ def _difference(saved: SavedTensor, shard: Shard) -> str:
         return f"saved with shape {saved.global_shape}, here {shard.global_shape}"
     if saved.pieces == (shard.extent,):
         return ""
-    inside = [piece for piece in saved.pieces if _contains(shard.extent, piece)]
-    if sum(piece.num_elements for piece in inside) != shard.extent.num_elements:
+    if reshard.cover(shard.extent, saved.pieces) is None:
         boxes = ", ".join(f"{p.offsets}+{p.lengths}" for p in saved.pieces[:3])
         return (
             f"this rank holds {shard.extent.offsets}+{shard.extent.lengths}, the checkpoint offers {boxes or 'nothing'}"
         )
     return ""
-
-
-def _contains(whole: Extent, piece: Extent) -> bool:
-    return len(whole.offsets) == len(piece.offsets) and all(
-        start <= first and first + length <= start + size
-        for start, size, first, length in zip(whole.offsets, whole.lengths, piece.offsets, piece.lengths, strict=True)
-    )
 
 
 def left_out_text(record: LoadRecord) -> str:

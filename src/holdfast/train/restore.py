@@ -1,6 +1,7 @@
 """Coming back: one version on all ranks, each bundle from its cheapest copy, verified, or the same error everywhere.
 
-Rank 0 gathers what keepers and storage have and decides; every rank fetches its bundles, checks every chunk against
+Rank 0 gathers what keepers and storage have and decides. In the layout that was saved every rank wants whole bundles;
+in any other (`train.relayout`) boxes of them. It fetches them, checks every chunk against
 the seal while it fills the live tensors, and votes. One NO condemns that copy and the plan is made again: the next
 source, else the next older version, at most three attempts per version. Only when all have loaded is the state applied,
 "resumed from" recorded, and saving allowed. Every step can be interrupted: nothing is recorded before the end.
@@ -18,10 +19,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holdfast.base.errors import CorruptError, HoldfastError, KeeperLost, StorageError, VersionNotFound
+from holdfast.base.errors import CorruptError, HoldfastError, VersionNotFound
 from holdfast.base.events import Events
 from holdfast.base.progress import Meter, progress_text
-from holdfast.core import recovery
+from holdfast.core import recovery, reshard
 from holdfast.core.model import Extent, Version
 from holdfast.core.recovery import Choice, Fetch, Quarantine
 from holdfast.node.client import KeeperClient, Located
@@ -30,9 +31,11 @@ from holdfast.tiers import values as value_codec
 from holdfast.tiers.storage import Storage
 from holdfast.train import agree, fill, verdict
 from holdfast.train.assembly import Job
+from holdfast.train.fetched import Fault, Fetcher, Loaded
 from holdfast.train.fill import Source
-from holdfast.train.live import Group, LiveTensor, LoadRecord, SavedTensor
+from holdfast.train.live import Group, LoadRecord, SavedTensor
 from holdfast.train.parts import left_out_text
+from holdfast.train.relayout import OtherLayout
 from holdfast.train.state import State
 
 logger = logging.getLogger(__name__)
@@ -55,6 +58,8 @@ class RestoreReport:
         not_loaded: of a restore that was not strict: entries and values that the version lacks; they are as they were.
         not_used: those of the version that no object takes.
         misfit: those that both have and that differ, with the difference; they are as they were.
+        by_rank: after a change of layout, what became of state that belongs to single ranks (random numbers, positions of
+            loaders), one line each.
     """
 
     version: Version | None
@@ -66,33 +71,15 @@ class RestoreReport:
     not_loaded: tuple[str, ...] = ()
     not_used: tuple[str, ...] = ()
     misfit: tuple[str, ...] = ()
+    by_rank: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.version is None:
             return f"started afresh: {self.reason}"
         sources = ", ".join(f"{self.bytes[name]} bytes from {name}" for name in self.bytes)
         bad = f"; refused: {' | '.join(self.refused)}" if self.refused else ""
+        bad += f"; of single ranks: {' | '.join(self.by_rank)}" if self.by_rank else ""
         return f"resumed from {self.version} in {self.seconds.get('total', 0):.2f} s ({sources}; {self.reason}){bad}"
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """A copy that cannot be used: of a bundle, on a node (None: storage)."""
-
-    bundle_id: str
-    node: int | None
-    reason: str
-
-
-@dataclass(slots=True)
-class _Loaded:
-    """What one attempt brought this rank."""
-
-    faults: list[Fault] = field(default_factory=list)
-    tensors: Mapping[str, LiveTensor] = field(default_factory=dict)
-    values: dict[Group, Mapping[str, Any]] = field(default_factory=dict)
-    located: list[Located] = field(default_factory=list)
-    fill_seconds: float = 0.0
 
 
 class Restorer:
@@ -111,7 +98,7 @@ class Restorer:
         self._state = state
         self._storage = storage
         self._strict = strict
-        self._timeout_s = timeout_s
+        self._fetcher = Fetcher(client, timeout_s=timeout_s)
         self._findings: verdict.Findings | None = None
         self._quarantine = Quarantine()
         self._attempts: Counter[Version] = Counter()
@@ -148,9 +135,15 @@ class Restorer:
     def _attempt(self, found: verdict.Verdict, choice: Choice) -> RestoreReport | None:
         """The report, or None if some rank found a bad copy."""
         try:
-            loaded = agree.together(self._job.group, lambda: self._load(choice))
-            if not self._all_good(choice, loaded.faults):
-                return None
+            if agree.unanimous(self._job.group, self._is_layout(choice)):
+                loaded = agree.together(self._job.group, lambda: self._load(choice))
+                if not self._all_good(choice, loaded.faults):
+                    return None
+            else:
+                other = self._load_elsewhere(choice)
+                if other is None:
+                    return None
+                loaded = other
             record = agree.together(self._job.group, lambda: self._state.apply(loaded.values, loaded.tensors))
             return self._report(choice, found.reason, loaded, record)
         finally:
@@ -177,13 +170,42 @@ class Restorer:
 
     # One attempt, on this rank.
 
-    def _load(self, choice: Choice) -> _Loaded:
+    def _is_layout(self, choice: Choice) -> bool:
+        """Whether this rank would save the very bundles of the version: then each is loaded whole."""
+        group = self._job.group
+        if choice.world_size != group.world_size:
+            return False
+        refs = [ref for ref in choice.bundles if group.rank in ref.ranks]
+        now = [live.shard for live in self._state.gather().tensors.values()]
+        if reshard.is_layout(refs, now):
+            return True
+        later = self._state.predict()  # the version has optimizer state, and these objects do not yet
+        return later is not None and reshard.is_layout(refs, later.values())
+
+    def _load_elsewhere(self, choice: Choice) -> Loaded | None:
+        """From any other layout; None if some rank found a bad copy."""
+        logger.info("loading %s, saved by %d ranks, into another layout", choice.version, choice.world_size)
+        other = OtherLayout(
+            self._job.group,
+            self._state,
+            self._fetcher,
+            facts=verdict.facts_of(None, self._job, self._quarantine),
+            vote=lambda faults: self._all_good(choice, faults),
+            strict=self._strict,
+        )
+        num_bytes = sum(live.local.nbytes for live in self._state.gather().tensors.values())
+        meter = Meter(
+            num_bytes, lambda done, seconds: self._say(choice.version, progress_text(done, num_bytes, seconds))
+        )
+        return other.load(choice, meter.add)
+
+    def _load(self, choice: Choice) -> Loaded:
         facts = verdict.facts_of(None, self._job, self._quarantine)
         fetches = recovery.fetches(choice, self._job.group.rank, facts)
         num_bytes = sum(fetch.seal.length for fetch in fetches)
         logger.info("loading %s: %d bundles, %d bytes", choice.version, len(fetches), num_bytes)
-        loaded = _Loaded()
-        loaded.located = self._obtain(choice.version, fetches, loaded.faults)
+        loaded = Loaded()
+        loaded.located = self._fetcher.obtain(choice.version, fetches, loaded.faults)
         sources = list(_readable(fetches, loaded.located, loaded.faults))
         if loaded.faults:
             return loaded
@@ -209,24 +231,6 @@ class Restorer:
 
     def _say(self, version: Version, how_far: str) -> None:
         logger.info("verifying and copying %s: %s", version, how_far)
-
-    def _obtain(self, version: Version, fetches: tuple[Fetch, ...], faults: list[Fault]) -> list[Located]:
-        """All at once; if that fails, one by one, to know which copies are bad."""
-        try:
-            return list(self._client.obtain(version, fetches, timeout_s=self._timeout_s))
-        except (CorruptError, VersionNotFound, StorageError, KeeperLost) as error:
-            if not self._client.alive:
-                raise
-            logger.warning("fetching %s: %s; trying its bundles one by one", version, error)
-        located: list[Located] = []
-        for fetch in fetches:
-            try:
-                located += self._client.obtain(version, [fetch], timeout_s=self._timeout_s)
-            except (CorruptError, VersionNotFound, StorageError, KeeperLost) as error:
-                if not self._client.alive:
-                    raise
-                faults.append(Fault(fetch.ref.bundle_id, fetch.node, error.what))
-        return located
 
     # The vote.
 
@@ -264,7 +268,7 @@ class Restorer:
         agree.together(group, lambda: self._storage.record_resumed(incarnation, version) if group.rank == 0 else None)
         agree.together(group, lambda: self._client.resume(incarnation, version))
 
-    def _report(self, choice: Choice, reason: str, loaded: _Loaded, record: LoadRecord) -> RestoreReport:
+    def _report(self, choice: Choice, reason: str, loaded: Loaded, record: LoadRecord) -> RestoreReport:
         num_bytes: Counter[str] = Counter()
         bundles: Counter[str] = Counter()
         seconds: dict[str, float] = {"fill": loaded.fill_seconds}
@@ -286,6 +290,7 @@ class Restorer:
             not_loaded=record.not_loaded,
             not_used=record.not_used,
             misfit=record.misfit,
+            by_rank=loaded.by_rank,
         )
 
 

@@ -82,6 +82,21 @@ class State:
         self._shape: Any = None
 
     @property
+    def layouts(self) -> Layouts:
+        """What this rank's tensors are called and who else holds them."""
+        return self._layouts
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Other names of tensors that are kept under one, as of the last look."""
+        return self._lasting.tied
+
+    @property
+    def stateful(self) -> dict[str, bool]:
+        """Objects that hand out their own state, by name; True: it is random numbers, which belong to one rank."""
+        return {part.name: part.random for part in self._parts if isinstance(part, StatefulPart)}
+
+    @property
     def optimizers(self) -> list[Optimizer]:
         """All optimizers, in the order in which they were given."""
         return [part.optimizer for part in self._parts if isinstance(part, OptimizerPart)]
@@ -157,16 +172,26 @@ class State:
         Raises:
             MismatchError: with all names that are missing, unexpected or different; nothing was changed.
         """
-        if not self._unchanged():
-            self._build()
         loading = Loading(
             self._layouts, saved, {str(path): v for group in values.values() for path, v in group.items()}
         )
-        for part in self._parts:
-            part.plan(loading)
+        self.plan(loading)
         problem = mismatch(loading.record()) if strict else None
         if problem is not None:
             raise problem
+        return self.create(loading)
+
+    @torch.no_grad()
+    def plan(self, loading: Loading) -> None:
+        """Every part claims what it wants; the first half of `targets`, for who judges by himself what is missing."""
+        if not self._unchanged():
+            self._build()
+        for part in self._parts:
+            part.plan(loading)
+
+    @torch.no_grad()
+    def create(self, loading: Loading) -> dict[str, LiveTensor]:
+        """Makes state that was claimed and does not exist yet; the second half of `targets`."""
         for part in self._parts:
             part.create(loading)
         self._loading = loading

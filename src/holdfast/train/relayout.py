@@ -1,0 +1,493 @@
+"""Coming back in another layout: other mesh, placements, stages or number of ranks than those that saved the version.
+
+In rounds that all ranks make together, each with a vote, so that a bad copy is known everywhere before anybody goes on:
+
+1. *heads*: headers and values of all bundles, read by ranks that have them near, told to all;
+2. *plan*: every rank finds the pieces of what it holds (`train.catalogue`, `core.reshard`); the job judges what is
+   missing and what nobody takes;
+3. *read*: every chunk that lies in storage only, and that somebody needs, is read by one rank;
+4. *fetch*: each rank gets its chunks from its node, from a holder's memory, or from the node that read them;
+5. *fill*: proved and copied, as in the saved layout; what several ranks had of their own under one name is compared.
+
+Nothing is applied here, and a round that fails leaves only tensors that the next attempt fills anew. Called by
+`train.restore`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import torch
+
+from holdfast.base.errors import CorruptError, MismatchError
+from holdfast.core import recovery, reshard
+from holdfast.core.model import BundleRef
+from holdfast.core.recovery import Choice, Facts, Fetch
+from holdfast.core.recovery import Source as Where
+from holdfast.core.reshard import Runs
+from holdfast.node.client import Located
+from holdfast.tiers import format as image_format
+from holdfast.tiers import values as value_codec
+from holdfast.tiers.format import CHUNK_BYTES, Image
+from holdfast.train import agree, fill
+from holdfast.train.agree import Ranks
+from holdfast.train.catalogue import Catalogue, Head, Offer, Place, merged_groups
+from holdfast.train.fetched import Fault, Fetcher, Loaded
+from holdfast.train.fill import Copy, Source
+from holdfast.train.flatten import references
+from holdfast.train.live import Group, LiveTensor, LoadRecord
+from holdfast.train.parts import Loading, mismatch
+from holdfast.train.state import State
+
+logger = logging.getLogger(__name__)
+
+_encoder = msgspec.msgpack.Encoder()
+_heads_decoder = msgspec.msgpack.Decoder(list[tuple[str, bytes, bytes]])
+_needs_decoder = msgspec.msgpack.Decoder(dict[str, list[tuple[int, int]]])
+
+
+class OtherLoading(Loading):
+    """A restore of one rank from what the catalogue offers it.
+
+    Attributes:
+        leftover: what no rank takes; known when all ranks have planned.
+    """
+
+    def __init__(self, state: State, catalogue: Catalogue, offer: Offer) -> None:
+        super().__init__(state.layouts, offer.saved, dict(offer.values))
+        self._catalogue = catalogue
+        self.leftover: tuple[str, ...] = ()
+        self.whole_states: list[str] = []
+
+    def regroup(self, path: str, group: Group | None, names: Sequence[Sequence[str]]) -> None:
+        """Options follow the parameters by name, whichever ranks had them in a group."""
+        made = merged_groups(self._catalogue.all_values(path), names)
+        if made is not None:
+            name, _ = self.layouts.resolve(path, group)
+            self.values = {**self.values, name: self._catalogue.as_own(made, self.layouts.rank)}
+
+    def states_of_ranks(self, path: str) -> list[Any] | None:
+        """What every saved rank had, if their number was another one."""
+        if self._catalogue.world_size == self.layouts.world_size:
+            return None
+        states = self._catalogue.own_values(path)
+        if states is not None:
+            self.used.add(path)
+            self.whole_states.append(path)
+        return states
+
+    def unused(self) -> list[str]:
+        """What nobody in the job takes."""
+        return list(self.leftover)
+
+    def forget(self, path: str, names: set[str]) -> bool:
+        """Gives up a value if one of these entries is part of it, and takes them out of `names`; whether it did."""
+        mine = names & set(references(self._ready.get(path)))
+        names -= mine
+        if mine:
+            del self._ready[path]
+        return bool(mine)
+
+    def paths(self) -> set[str]:
+        """What this rank takes, without regard to ranks."""
+        return {self._catalogue.split(name)[1] for name in self.used}
+
+
+@dataclass(slots=True)
+class _Need:
+    """What this rank copies from one bundle."""
+
+    copies: list[Copy]
+    runs: Runs
+
+
+class OtherLayout:
+    """One attempt on one version. Collective.
+
+    Args:
+        facts: what every rank knows of the job and of bad copies.
+        vote: tells all ranks the faults of this one; whether nobody had any.
+        strict: refuse what does not fit.
+    """
+
+    def __init__(
+        self,
+        group: Ranks,
+        state: State,
+        fetcher: Fetcher,
+        *,
+        facts: Facts,
+        vote: Callable[[list[Fault]], bool],
+        strict: bool,
+    ) -> None:
+        self._group = group
+        self._state = state
+        self._fetcher = fetcher
+        self._facts = facts
+        self._vote = vote
+        self._strict = strict
+        self._loading: OtherLoading
+
+    def load(self, choice: Choice, progress: Callable[[int], None]) -> Loaded | None:
+        """Everything filled and compared, or None if some rank found a bad copy.
+
+        Raises:
+            MismatchError: it does not fit; on every rank.
+        """
+        loaded = Loaded()
+        catalogue = self._catalogue(choice, loaded)
+        if catalogue is None:
+            return None
+        offer = agree.together(self._group, lambda: self._plan(choice, catalogue))
+        loaded.by_rank = self._judge(catalogue, offer)
+        loaded.tensors = agree.together(self._group, lambda: self._state.create(self._loading))
+        scratch = _Scratch(loaded.tensors, offer)
+        needs = agree.together(self._group, lambda: _needs(scratch.wanted))
+        if not self._fetch(choice, catalogue, needs, loaded):
+            return None
+        sources = _sources(loaded.located, catalogue, needs)
+        started = time.perf_counter()
+        copies = [needs[source.image.bundle_id].copies for source in sources]
+        bad = agree.together(self._group, lambda: fill.fill_with(sources, copies, progress))
+        loaded.fill_seconds = time.perf_counter() - started
+        me = self._group.rank
+        loaded.faults += [Fault(name, _node(choice, name, self._facts, me), why) for name, why in bad.items()]
+        if not self._vote(loaded.faults):
+            return None
+        loaded.by_rank += self._compare(scratch)
+        loaded.values = {(): self._loading.values}
+        return loaded
+
+    # 1. Heads.
+
+    def _catalogue(self, choice: Choice, loaded: Loaded) -> Catalogue | None:
+        mine = [ref for ref, rank in self._head_readers(choice).items() if rank == self._group.rank]
+        rows = agree.together(self._group, lambda: self._read_heads(choice, mine, loaded))
+        if not self._vote(loaded.faults):
+            return None
+        loaded.located.clear()
+        told = [row for data in self._group.gather(_encoder.encode(rows)) for row in _heads_decoder.decode(data)]
+        refs = {ref.bundle_id: ref for ref in choice.bundles}
+        random = [name for name, is_random in self._state.stateful.items() if is_random]
+
+        def heads() -> list[Head]:
+            return [_head(choice, refs[name], header, raw) for name, header, raw in told]
+
+        found = agree.together(self._group, heads)
+        return Catalogue(found, world_size=choice.world_size, random=random)
+
+    def _head_readers(self, choice: Choice) -> dict[BundleRef, int]:
+        """Who reads the header of each bundle: a rank of a node that holds it, else all ranks alike."""
+        topology = self._facts.topology
+        far = {ref.bundle_id: ref.num_bytes for ref in choice.bundles if not choice.holders[ref.bundle_id]}
+        dealt = reshard.deal(far, topology.world_size)
+        found: dict[BundleRef, int] = {}
+        for number, ref in enumerate(choice.bundles):
+            if ref.bundle_id in dealt:
+                found[ref] = dealt[ref.bundle_id]
+            else:
+                near = topology.ranks_on(choice.holders[ref.bundle_id][0].node)
+                found[ref] = near[number % len(near)]
+        return found
+
+    def _read_heads(self, choice: Choice, refs: Sequence[BundleRef], loaded: Loaded) -> list[tuple[str, bytes, bytes]]:
+        """(bundle id, header, values) of these bundles: the first chunks, and those with the values."""
+        names = [ref.bundle_id for ref in refs]
+        prefixes = self._bytes(choice, [(name, ((0, 1),)) for name in names], dict.fromkeys(names, (0, 8)), loaded)
+        lengths = {
+            name: image_format.header_length(prefix, choice.seals[name].length, name)
+            for name, prefix in prefixes.items()
+        }
+        more = [(name, reshard.chunk_runs([(0, length)], CHUNK_BYTES)) for name, length in lengths.items()]
+        headers = self._bytes(choice, more, {name: (0, lengths[name]) for name, _ in more}, loaded)
+        images = {
+            name: image_format.read_header(header, choice.seals[name].length, name) for name, header in headers.items()
+        }
+        spans = {name: (i.values.start, i.values.end) for name, i in images.items() if i.values is not None}
+        runs = [(name, reshard.chunk_runs([span], CHUNK_BYTES)) for name, span in spans.items()]
+        values = self._bytes(choice, runs, spans, loaded)
+        return [(name, header, values.get(name, b"")) for name, header in headers.items()]
+
+    def _bytes(
+        self,
+        choice: Choice,
+        runs: Iterable[tuple[str, Runs]],
+        spans: Mapping[str, tuple[int, int]],
+        loaded: Loaded,
+    ) -> dict[str, bytes]:
+        """These bytes of images, from chunks that are proved here once more."""
+        refs = {ref.bundle_id: ref for ref in choice.bundles}
+        fetches = [self._fetch_of(choice, refs[name], chunks) for name, chunks in runs]
+        found: dict[str, bytes] = {}
+        for name, parts in _by_bundle(self._fetcher.obtain(choice.version, fetches, loaded.faults)).items():
+            start, end = spans[name]
+            wanted = reshard.chunk_runs([spans[name]], CHUNK_BYTES)
+            chunks = _chunks_of(parts, wanted)
+            try:
+                _prove_seal(choice, parts[0])
+                for index, view in chunks.items():
+                    image_format.check_chunk(index, image_format.chunk_digest(view), parts[0].seal, name)
+            except CorruptError as error:
+                node = _node(choice, name, self._facts, self._group.rank)
+                loaded.faults.append(Fault(name, node, error.what))
+                continue
+            whole = b"".join(chunks.values())
+            begin = wanted[0][0] * CHUNK_BYTES
+            found[name] = whole[start - begin : end - begin]
+        return found
+
+    def _fetch_of(self, choice: Choice, ref: BundleRef, runs: Runs) -> Fetch:
+        cheapest = recovery.cheapest(ref, choice, self._group.rank, self._facts)
+        return replace(cheapest, chunks=runs)
+
+    # 2. Plan.
+
+    def _plan(self, choice: Choice, catalogue: Catalogue) -> Offer:
+        home = self._facts.topology.node_of[self._group.rank]
+        here = {name for name, held in choice.holders.items() if any(copy.node == home for copy in held)}
+        offer = catalogue.offer(self._group.rank, here)
+        self._loading = OtherLoading(self._state, catalogue, offer)
+        self._state.plan(self._loading)
+        return offer
+
+    def _judge(self, catalogue: Catalogue, offer: Offer) -> tuple[str, ...]:
+        """What does not fit, in the whole job; what became of the state of single ranks.
+
+        Raises:
+            MismatchError: strict, and something is missing, different, or taken by nobody.
+        """
+        loading, stateful = self._loading, self._state.stateful
+        kept = [name for name in loading.missing if self._is_of_a_rank(catalogue, name)]
+        loading.missing = [name for name in loading.missing if name not in kept]
+        taken = loading.paths()
+        mask = sum(1 << number for number, path in enumerate(catalogue.paths) if path in taken)
+        told = agree.gather_json(self._group, [loading.missing, loading.misfit, f"{mask:x}", dict(self._state.tied)])
+        used = 0
+        for _, _, theirs, _ in told:
+            used |= int(theirs, 16)
+        tied = {other for row in told for other in row[3]}
+        loading.leftover = tuple(
+            path for number, path in enumerate(catalogue.paths) if not used >> number & 1 and not _is_tied(path, tied)
+        )
+        if self._strict:
+            missing, misfit = ([name for row in told for name in row[kind]] for kind in (0, 1))
+            problem = mismatch(
+                LoadRecord(tuple(dict.fromkeys(missing)), loading.leftover, tuple(dict.fromkeys(misfit)))
+            )
+            if problem is not None:
+                raise problem
+        return tuple(self._by_rank(catalogue, offer, kept, stateful))
+
+    def _is_of_a_rank(self, catalogue: Catalogue, name: str) -> bool:
+        """Whether this is the whole state of an object which other ranks had, and each one of its own."""
+        _, path = catalogue.split(name)
+        path = path if path in self._state.stateful else name.removeprefix(f"rank{self._group.rank}/")
+        return path in self._state.stateful and bool(catalogue.owners(path))
+
+    def _by_rank(
+        self, catalogue: Catalogue, offer: Offer, kept: Iterable[str], stateful: Mapping[str, bool]
+    ) -> Iterable[str]:
+        for name in kept:
+            yield f"{name}: kept as it is here; the ranks that were saved had each their own"
+        if catalogue.world_size == self._group.world_size:
+            return
+        for path in stateful:
+            if path in self._loading.whole_states:
+                yield f"{path}: made of the states of {catalogue.world_size} ranks"
+                continue
+            name, _ = self._state.layouts.resolve(path)
+            if name in self._loading.used and name in offer.origin:
+                yield f"{path}: as rank {offer.origin[name]} of {catalogue.world_size} ranks left it"
+            gone = [rank for rank in catalogue.owners(path) if rank >= self._group.world_size]
+            if gone and not (name in offer.origin and offer.rivals.get(name)):
+                yield f"{path}: what rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))} had is not used"
+
+    # 3 and 4. Chunks.
+
+    def _fetch(self, choice: Choice, catalogue: Catalogue, needs: Mapping[str, _Need], loaded: Loaded) -> bool:
+        """Brings every needed chunk to this node; False if some rank found a bad copy."""
+        node_of, me = self._facts.topology.node_of, self._group.rank
+        fetches = {name: self._fetch_of(choice, catalogue.heads[name].ref, need.runs) for name, need in needs.items()}
+        stored = {name: need.runs for name, need in needs.items() if fetches[name].source is Where.STORAGE}
+        told = [_needs_decoder.decode(data) for data in self._group.gather(_encoder.encode(stored))]
+        wanted = {rank: {name: tuple(runs) for name, runs in rows.items()} for rank, rows in enumerate(told)}
+        before = self._read_before(choice, catalogue)
+        readers = reshard.readers(wanted, node_of, before)
+        duty = [
+            self._fetch_of(choice, catalogue.heads[name].ref, runs)
+            for name, rows in readers.items()
+            if (
+                runs := reshard.merged((c, c + 1) for c, r in rows.items() if r == me and c not in before.get(name, {}))
+            )
+        ]
+        self._fetcher.obtain(choice.version, duty, loaded.faults)
+        if not self._vote(loaded.faults):
+            return False
+        final = [fetch for name, fetch in fetches.items() if name not in stored]
+        for name, runs in stored.items():
+            final += _from_readers(fetches[name], runs, readers[name], (me, node_of))
+        loaded.located = self._fetcher.obtain(choice.version, final, loaded.faults)
+        for item in loaded.located:
+            try:
+                _prove_seal(choice, item)
+            except CorruptError as error:
+                node = _node(choice, item.ref.bundle_id, self._facts, me)
+                loaded.faults.append(Fault(item.ref.bundle_id, node, error.what))
+        return self._vote(loaded.faults)
+
+    def _read_before(self, choice: Choice, catalogue: Catalogue) -> dict[str, dict[int, int]]:
+        """Chunks of headers and values that came from storage, and who read them."""
+        found: dict[str, dict[int, int]] = {}
+        for ref, rank in self._head_readers(choice).items():
+            if recovery.cheapest(ref, choice, rank, self._facts).source is not Where.STORAGE:
+                continue
+            image = catalogue.heads[ref.bundle_id].image
+            spans = [(0, _header_bytes(image))]
+            if image.values is not None:
+                spans.append((image.values.start, image.values.end))
+            runs = reshard.chunk_runs(spans, CHUNK_BYTES)
+            found[ref.bundle_id] = {chunk: rank for first, end in runs for chunk in range(first, end)}
+        return found
+
+    # 5. Comparison.
+
+    def _compare(self, scratch: _Scratch) -> tuple[str, ...]:
+        """What several ranks had of their own under one name was the same, or it is not for another rank.
+
+        Raises:
+            MismatchError: parameters or optimizer state differ. On every rank.
+        """
+        different = scratch.different()
+        kept = [path for path in self._state.stateful if self._loading.forget(path, different)]
+        told = agree.gather_json(self._group, sorted(different))
+        names = sorted({name for row in told for name in row})
+        if names:
+            raise MismatchError(
+                f"{len(names)} entries were held by several ranks, each with other bytes, and this layout has one place "
+                f"for them: {', '.join(names[:5])}",
+                remedy="restore in the layout that was saved, or make them the same on all ranks first",
+            )
+        return tuple(f"{path}: kept as it is here; the ranks that were saved had each their own" for path in kept)
+
+
+class _Scratch:
+    """The tensors to fill, and memory for what rivals had, to be compared."""
+
+    def __init__(self, tensors: Mapping[str, LiveTensor], offer: Offer) -> None:
+        self._pairs: list[tuple[str, LiveTensor, LiveTensor]] = []
+        self.wanted: list[tuple[LiveTensor, list[Place]]] = []
+        for name, live in tensors.items():
+            self.wanted.append((live, offer.places[name]))
+            for places in offer.rivals[name]:
+                other = LiveTensor(live.shard, torch.empty_like(live.local, device="cpu"), late=False)
+                self._pairs.append((name, live, other))
+                self.wanted.append((other, places))
+
+    def different(self) -> set[str]:
+        """Names whose rivals had other bytes."""
+        return {name for name, live, other in self._pairs if not _same_bytes(live.local, other.local)}
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(*(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+
+
+def _head(choice: Choice, ref: BundleRef, header: bytes, raw: bytes) -> Head:
+    seal = choice.seals[ref.bundle_id]
+    image = image_format.read_header(header, seal.length, ref.bundle_id)
+    values = value_codec.decode(raw, where=ref.bundle_id) if raw else {}
+    return Head(ref, seal, image, values)
+
+
+def _header_bytes(image: Image) -> int:
+    """Bytes of an image's header: everything else lies behind it."""
+    return min([e.start for e in (*image.entries, *([image.values] if image.values else []))], default=image.length)
+
+
+def _is_tied(path: str, tied: Collection[str]) -> bool:
+    """Whether this is a second name of a tensor that is kept under its first, or optimizer state of one."""
+    return path in tied or any(f".state.{name.partition('.')[2]}." in path for name in tied)
+
+
+def _needs(wanted: Iterable[tuple[LiveTensor, list[Place]]]) -> dict[str, _Need]:
+    """Which boxes of which entries go where, by bundle, and the chunks in which they lie."""
+    found: dict[str, list[Copy]] = defaultdict(list)
+    spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for live, places in wanted:
+        parts = reshard.cover(live.shard.extent, [place.extent for place in places])
+        assert parts is not None, "what is incomplete was not claimed"
+        for part in parts:
+            place = places[part.piece]
+            entry = place.entry
+            found[place.bundle_id].append(Copy(entry, part.box, live))
+            size = (entry.end - entry.start) // place.extent.num_elements
+            spans[place.bundle_id] += [
+                (entry.start + first, entry.start + end)
+                for first, end in reshard.spans(place.extent, part.box, size, CHUNK_BYTES)
+            ]
+    return {
+        name: _Need(sorted(copies, key=lambda copy: copy.entry.start), reshard.chunk_runs(spans[name], CHUNK_BYTES))
+        for name, copies in found.items()
+    }
+
+
+def _from_readers(
+    fetch: Fetch, runs: Runs, readers: Mapping[int, int], home: tuple[int, Sequence[int]]
+) -> Iterable[Fetch]:
+    """Chunks that came from storage, fetched from whoever read them; `home`: this rank, and the node of every rank."""
+    me, node_of = home
+    by_place: dict[tuple[Where, int | None], list[int]] = defaultdict(list)
+    for first, end in runs:
+        for chunk in range(first, end):
+            reader = readers[chunk]
+            if reader == me:
+                by_place[Where.STORAGE, None].append(chunk)
+            else:
+                near = node_of[reader] == node_of[me]
+                by_place[Where.NODE if near else Where.PEER, node_of[reader]].append(chunk)
+    for (source, node), chunks in by_place.items():
+        yield Fetch(fetch.ref, fetch.seal, source, node, reshard.merged((c, c + 1) for c in chunks))
+
+
+def _prove_seal(choice: Choice, item: Located) -> None:
+    """The digests of its chunks are those of the image that was agreed on: then each chunk can be proved alone.
+
+    Raises:
+        CorruptError: they are not.
+    """
+    if image_format.image_digest(item.seal.chunk_digests) != choice.seals[item.ref.bundle_id].digest:
+        raise CorruptError("the copy is not the one that was agreed on")
+
+
+def _by_bundle(located: Iterable[Located]) -> dict[str, list[Located]]:
+    found: dict[str, list[Located]] = defaultdict(list)
+    for item in located:
+        found[item.ref.bundle_id].append(item)
+    return found
+
+
+def _chunks_of(parts: Iterable[Located], runs: Runs) -> dict[int, memoryview]:
+    """These chunks of one image, in order."""
+    there: dict[int, memoryview] = {}
+    for part in parts:
+        there.update(enumerate(image_format.chunks(part.view), part.chunks[0] if part.chunks else 0))
+    return {chunk: there[chunk] for first, end in runs for chunk in range(first, end)}
+
+
+def _sources(located: Iterable[Located], catalogue: Catalogue, needs: Mapping[str, _Need]) -> list[Source]:
+    return [
+        Source(parts[0], catalogue.heads[name].image, tuple(_chunks_of(parts, needs[name].runs).items()), whole=False)
+        for name, parts in _by_bundle(located).items()
+    ]
+
+
+def _node(choice: Choice, bundle_id: str, facts: Facts, rank: int) -> int | None:
+    """Whose copy is to blame."""
+    ref = next(ref for ref in choice.bundles if ref.bundle_id == bundle_id)
+    return recovery.cheapest(ref, choice, rank, facts).node
