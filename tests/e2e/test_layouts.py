@@ -1,0 +1,176 @@
+"""A version goes into another layout: other mesh, placements, stages, number of ranks; every tensor bit for bit.
+
+Real ranks over gloo, each job with keepers of its own nodes; between jobs the keepers end, so what is restored comes
+from storage, or they stay, and it comes from their memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import forked
+from holdfast.base.events import Events
+from holdfast.core.model import Version
+from holdfast.tiers.storage import open_storage
+
+WORKER = Path(__file__).with_name("layout_worker.py")
+TIMEOUT_S = 100.0
+BIG = 300_000  # columns of 8 elements: 9.6 MB, three of them with the moments; more than one checksum chunk each
+
+Facts = list[dict[str, Any]]
+
+
+class Jobs:
+    """Jobs on one checkpoint directory, one after the other."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.root = home / "job"
+        self._number = 0
+        self.ranks: list[forked.Popen] = []
+
+    def start(self, layout: str, world: int, *, nodes: int = 1, **more: Any) -> str:
+        self._number += 1
+        name = f"job{self._number}"
+        spec = {"layout": layout, "root": str(self.root), "out": str(self.home), "name": name, "steps": 2, "big": 0}
+        spec |= {"rendezvous": str(self.home / f"{name}.rdzv"), "level": "durable", **more}
+        for rank in range(world):
+            environment = {
+                **os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo", "HOLDFAST_NODE_LABEL": f"n{rank * nodes // world}",
+            }  # fmt: skip
+            with (self.home / f"{name}-{rank}.log").open("wb") as log:
+                command = [sys.executable, str(WORKER), json.dumps(spec)]
+                self.ranks.append(forked.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        return name
+
+    def run(self, layout: str, world: int, **more: Any) -> Facts:
+        """A whole job; what its ranks wrote down."""
+        name = self.start(layout, world, **more)
+        for rank in self.ranks:
+            rank.wait(TIMEOUT_S)
+        codes = [rank.returncode for rank in self.ranks]
+        assert codes == [0] * world, f"{name}: {codes}\n{self.logs(name)}"
+        self.ranks.clear()
+        return [json.loads((self.home / f"{name}-{rank}.json").read_text()) for rank in range(world)]
+
+    def logs(self, name: str) -> str:
+        return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.home.glob(f"{name}*.log")))
+
+    def end(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+            rank.wait()
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if "holdfast.node" in words and str(self.root) in words:
+                process.kill()
+                psutil.wait_procs([process], timeout=10)
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, runtime_dir: Path) -> Iterator[Jobs]:
+    jobs = Jobs(tmp_path)
+    yield jobs
+    jobs.end()
+
+
+def whole(facts: Facts, key: str = "state") -> dict[str, str]:
+    """Full tensors by name, over all ranks; ranks that have the same must agree."""
+    found: dict[str, str] = {}
+    for row in facts:
+        for name, text in row[key].items():
+            assert found.setdefault(name, text) == text, f"{name} differs between ranks"
+    return found
+
+
+def hop(jobs: Jobs, before: Facts, layout: str, world: int, **more: Any) -> Facts:
+    """Restores into another layout, compares every full tensor, trains on and saves."""
+    after = jobs.run(layout, world, **more)
+    assert all(row.get("error") is None for row in after), after[0].get("error")
+    assert whole(after, "restored") == whole(before), f"into {layout} of {world}"
+    assert {row["lr"] for row in after} == {before[0]["lr_after"]}, "the options of the groups came along"
+    return after
+
+
+def stored_bytes(jobs: Jobs, text: str) -> int:
+    version = Version.parse(text)
+    assert version is not None
+    return open_storage(jobs.root, Events()).manifest(version).num_bytes
+
+
+def read_bytes(facts: Facts, nodes: int = 1) -> int:
+    """What the keepers read of images from storage; one rank of each node tells."""
+    heads = [facts[node * len(facts) // nodes] for node in range(nodes)]
+    return sum(row["counters"].get("storage_read_bytes", 0) for row in heads)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_eight_to_four_to_one(jobs: Jobs) -> None:
+    first = jobs.run("fsdp", 8, nodes=2, big=BIG)
+    second = hop(jobs, first, "fsdp_tp", 4, nodes=2, big=BIG)
+    assert read_bytes(second, 2) <= stored_bytes(jobs, first[0]["version"]), "every stored byte at most once per job"
+    assert min(row["counters"]["storage_read_bytes"] for row in (second[0], second[2])) > 0, "both nodes read"
+    third = hop(jobs, second, "one", 1, big=BIG)
+    assert read_bytes(third) <= stored_bytes(jobs, second[0]["version"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_tensor_parallel_four_to_two_by_two_and_back(jobs: Jobs) -> None:
+    first = jobs.run("tp", 4)
+    second = hop(jobs, first, "fsdp_tp", 4)
+    third = hop(jobs, second, "tp", 4)
+    fourth = hop(jobs, third, "hsdp", 4)
+    hop(jobs, fourth, "ddp", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_three_to_five_uneven(jobs: Jobs) -> None:
+    first = jobs.run("fsdp", 3, nodes=3)
+    hop(jobs, first, "fsdp", 5, nodes=2)
+
+
+@pytest.mark.timeout(240)
+def test_two_stages_to_one(jobs: Jobs) -> None:
+    first = jobs.run("pp", 2)
+    hop(jobs, first, "one", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_one_to_three_stages_to_shards(jobs: Jobs) -> None:
+    first = jobs.run("one", 1)
+    second = hop(jobs, first, "pp", 3)
+    hop(jobs, second, "fsdp", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_four_to_two_to_six(jobs: Jobs) -> None:
+    first = jobs.run("fsdp_tp", 4)
+    second = hop(jobs, first, "fsdp_tp", 2)
+    hop(jobs, second, "fsdp_tp", 6, nodes=2)
+
+
+@pytest.mark.timeout(240)
+def test_from_memory_alone(jobs: Jobs) -> None:
+    """The trainers die, nothing is in storage; the keepers of the same nodes have it, and more or fewer ranks take it."""
+    first = jobs.run("fsdp", 4, nodes=2, level="replicated", dies=True)
+    second = hop(jobs, first, "fsdp_tp", 2, nodes=2, level="replicated", dies=True)
+    assert all("storage" not in row["bytes"] for row in second)
+    assert not list(jobs.root.glob("i*-s*"))
+    third = hop(jobs, second, "fsdp", 3, nodes=2)
+    assert all("storage" not in row["bytes"] for row in third)
+    assert any("peer" in row["bytes"] for row in third)
