@@ -173,4 +173,3 @@ def test_from_memory_alone(jobs: Jobs) -> None:
     assert not list(jobs.root.glob("i*-s*"))
     third = hop(jobs, second, "fsdp", 3, nodes=2)
     assert all("storage" not in row["bytes"] for row in third)
-    assert any("peer" in row["bytes"] for row in third)

@@ -225,7 +225,8 @@ class _Places:
         assembly = self._state.assembly
         if assembly is None or not 0 <= node < len(assembly.addresses):
             raise KeeperError(f"node {node} is not part of the job")
-        return PeerReader(assembly.addresses[node], greeting(self._state, assembly), self._stopping)
+        hello = greeting(self._state, assembly)
+        return PeerReader(assembly.addresses[node], hello, self._stopping, self._state.security)
 
 
 def _laid_out(mine: Iterable[tuple[Fetch, Runs]]) -> Iterable[_Wanted]:
