@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from holdfast.testing.pipeline_gpt import loss_of, stage
 BLOCK = 4
 MICROBATCHES = 4
 WARM_STEPS = 8
-SHAPE = Shape(width=256, layers=6, context=128, dropout=0.0)
+SHAPE = Shape(width=192, layers=4, context=64, dropout=0.0)
 
 
 class Pipeline:
@@ -52,7 +53,7 @@ class Pipeline:
         self.model = part.submod
         self.schedule = schedules.Schedule1F1B(part, MICROBATCHES, loss_fn=loss_of)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.text = Text(context=SHAPE.context, batch=4 * MICROBATCHES)
+        self.text = Text(context=SHAPE.context, batch=2 * MICROBATCHES)
         self.number = 0
 
     def __call__(self) -> None:
@@ -82,6 +83,7 @@ def holdfast_saver(pipeline: Pipeline, home: Path, *, inside: bool) -> tuple[Cal
 
 def async_saver(pipeline: Pipeline, home: Path) -> Callable[[], None]:
     """`dcp.async_save` at every step, the one before awaited first, as its documentation shows."""
+    warnings.simplefilter("ignore")  # it overwrites the older of its two directories, and says so every time
     group = dist.new_group(backend="gloo")
     pending: list[Any] = []
 
