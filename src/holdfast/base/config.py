@@ -35,6 +35,7 @@ ENVIRONMENT: dict[str, str] = {
     "HOLDFAST_RUNTIME_DIR": "runtime_dir",
     "HOLDFAST_MEMORY_BUDGET": "memory_budget",
     "HOLDFAST_LOG_LEVEL": "log_level",
+    "HOLDFAST_TRACE_DIR": "trace_dir",
 }
 CONFIG_FILE_VARIABLE = "HOLDFAST_CONFIG"
 # Not ours: MindSpore's jobs name here where each rank writes who holds the same slices; ours write it too.
@@ -76,6 +77,7 @@ class Config:
         rack_label: where this node stands; a replica never stands in the rack of its original. `""` is no rack.
         backup_node: label of the node that keeps this one's replicas; `""` lets holdfast choose.
         strict: restore refuses missing, unexpected and misshaped entries.
+        trace_dir: where ranks and keepers write what they did and when, for `holdfast trace`; `""` writes nothing.
         log_level: level of the keeper's log.
     """
 
@@ -101,6 +103,7 @@ class Config:
     rack_label: str = ""
     backup_node: str = ""
     strict: bool = True
+    trace_dir: str = ""
     log_level: str = "INFO"
 
     def __post_init__(self) -> None:

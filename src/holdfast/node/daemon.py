@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.base.errors import InUse, KeeperError
-from holdfast.base.events import Events
+from holdfast.base.events import Events, Handler
 from holdfast.core.takeover import Order
 from holdfast.node import status
 from holdfast.node.activity import Activities
@@ -126,6 +126,10 @@ class Keeper:
         self._door = open_door(options.network, place)
         self._state.security = self._door.credentials if self._door else None
         self._server = Server(place.socket, self, self._door)
+
+    def observe(self, handler: Handler) -> None:
+        """Calls `handler` for everything that happens here from now on."""
+        self._events.subscribe(handler)
 
     def run(self, ready: Callable[[], object]) -> None:
         """Serves until the job is over, nobody comes any more, or `stop`."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from holdfast.base.errors import HoldfastError
+from holdfast.base.trace import TraceFile
 from holdfast.node.daemon import Keeper, KeeperOptions, become_keeper, clean
 from holdfast.node.network import Network
 from holdfast.node.places import Place, job_digest
@@ -45,6 +46,9 @@ def main(arguments: Sequence[str]) -> int:
         _tell(options.ready_fd, error=str(error))
         clean(place)
         return 1
+    trace = TraceFile(Path(options.trace_dir), f"keeper {options.node}") if options.trace_dir else None
+    if trace is not None:
+        keeper.observe(trace)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: keeper.stop())
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -59,6 +63,9 @@ def main(arguments: Sequence[str]) -> int:
     except Exception:
         logger.exception("the keeper failed")
         return 1  # its directory stays, with the log that says why
+    finally:
+        if trace is not None:
+            trace.close()
     clean(place)
     os.close(lock)
     return 0
@@ -84,6 +91,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--memory-budget", default="")
     parser.add_argument("--linger-s", type=float, default=600.0)
     parser.add_argument("--log-level", default="INFO")
+    parser.add_argument("--trace-dir", default="")
     parser.add_argument("--ready-fd", type=int, default=-1)
     parser.add_argument("--listen", default="")
     parser.add_argument("--listen-unsafe", action="store_true")

@@ -122,6 +122,7 @@ def _spawn(place: Place, root: str, config: Config, deadline: float) -> bool:
             "--linger-s", str(config.linger_s), "--log-level", config.log_level, "--ready-fd", str(theirs),
             "--listen", network.listen, "--secret-fd", str(secret_fd), "--bandwidth", str(network.bandwidth),
             *(["--listen-unsafe"] if network.unsafe else []),
+            "--trace-dir", str(Path(config.trace_dir).absolute()) if config.trace_dir else "",
         ]  # fmt: skip
         try:
             launcher = subprocess.Popen(

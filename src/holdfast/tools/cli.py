@@ -17,6 +17,7 @@ from holdfast.tools import groups as groups_tool
 from holdfast.tools import launch, look
 from holdfast.tools import plan as plan_tool
 from holdfast.tools import status as status_tool
+from holdfast.tools import trace as trace_tool
 from holdfast.tools.output import errors_shown
 
 HELP = """Keeps distributed PyTorch training alive.
@@ -205,6 +206,24 @@ def plan(  # noqa: PLR0913 - an option is a parameter
         source = plan_tool.Source(file, checkpoint, version, mesh, tuple(arguments or ()), nnodes)
         code = plan_tool.plan(source, ranks_per_node=ranks_per_node, replicas=not without_replicas, as_json=json)
         raise typer.Exit(code)
+
+
+@app.command()
+def trace(
+    directories: Annotated[list[str], typer.Argument(metavar="DIR...", help="What `--trace` wrote; journals as well.")],
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="The page; default DIR/timeline.html.")] = None,
+    perfetto: Annotated[str | None, typer.Option(metavar="FILE", help="The trace; default DIR/timeline.json.")] = None,
+    json: Json = False,
+) -> None:
+    """A timeline of a run: compute, bubbles, copies, replication, storage, faults and recoveries on one axis.
+
+    Writes a page that needs nothing but a browser, and a trace for ui.perfetto.dev.
+
+    \b
+    holdfast run --trace traces/ --nproc-per-node 4 train.py && holdfast trace traces/
+    """
+    with errors_shown(as_json=json):
+        raise typer.Exit(trace_tool.trace(directories, html=html, perfetto=perfetto, as_json=json))
 
 
 @app.command()

@@ -34,6 +34,7 @@ from holdfast.train.assembly import Job, assemble
 from holdfast.train.handle import SaveHandle, as_level
 from holdfast.train.link import Link
 from holdfast.train.pipeline import Bubbles
+from holdfast.train.recorder import Recorder
 from holdfast.train.restore import Restorer, RestoreReport
 from holdfast.train.saver import Saver
 from holdfast.train.schedule import Schedule, parse_cadence
@@ -52,6 +53,7 @@ class _Run:
     saver: Saver
     job: Job
     schedule: Schedule
+    recorder: Recorder
     step: int = -1  # the newest that was reported
     state_step: int = -1  # the newest step whose state we were given, by `step` or `save`
     optimizer_steps: int = 0  # made until then
@@ -176,7 +178,8 @@ class Checkpointer:
         link.resumed = (job.incarnation, report.version)
         saver.restart()
         schedule = Schedule(self._config, rank=group.rank, world_size=group.world_size, missed=self._missed)
-        self._run = _Run(state, link, saver, job, schedule, optimizer_steps=saver.fence.num_steps)
+        recorder = run.recorder if run else Recorder(self._config.trace_dir, group.rank, self.events, self.bubbles)
+        self._run = _Run(state, link, saver, job, schedule, recorder, optimizer_steps=saver.fence.num_steps)
         self._signal.install()
         if self.bubbles is not None:
             saver.fence.pace = self.bubbles
@@ -197,6 +200,7 @@ class Checkpointer:
                 f"step {step} was reported after step {run.step}", remedy="report every finished step once"
             )
         run.step = step
+        run.recorder.step(step)
         run.at(step)
         due = run.schedule.after(step, stop_wanted=self._signal.arrived)
         self._propose(run, due.propose)
@@ -358,6 +362,7 @@ class Checkpointer:
         if self._run is not None:
             self._run.saver.close()
             self._run.link.close(finished=finished)
+            self._run.recorder.close()
         self._storage.leave()
 
     def _propose(self, run: _Run, proposals: Sequence[Proposal]) -> None:

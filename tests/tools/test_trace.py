@@ -1,0 +1,143 @@
+"""The timeline of a run: tracks on one axis, a trace that Perfetto reads, a page that a browser shows."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from holdfast.base.errors import CorruptError, UsageError
+from holdfast.base.events import Events
+from holdfast.base.trace import TraceFile
+from holdfast.tools.trace import read, trace
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def track(home: Path, name: str, spans: list[tuple[str, float, float]]) -> Path:
+    file = TraceFile(home, name)
+    for what, start, end in spans:
+        file.span(what, start, end, {"version": "i000001-s0000000001"})
+    file.close()
+    return file.path
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    track(tmp_path, "rank 10", [("step", 5.0, 6.0)])
+    track(tmp_path, "rank 2", [("0F0", 1.0, 1.5), ("wait", 1.5, 2.0), ("copy", 1.6, 1.9), ("fence", 2.0, 2.01)])
+    track(tmp_path, "keeper </script>node", [("node.sealed", 2.0, 2.5)])
+    run = tmp_path / "run-x"
+    run.mkdir()
+    rows = [
+        {"event": "run", "t": 100.0, "wall": 200.0},
+        {"event": "incident", "t": 103.0, "first_error": "rank 1 was killed", "found_s": 0.5, "seconds": {"T1": 1.0}},
+    ]
+    (run / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def test_tracks_stand_in_order_on_one_axis(home: Path) -> None:
+    tracks = read([home])
+    assert [one.name for one in tracks][:2] == ["rank 2", "rank 10"]
+    assert {one.name for one in tracks} == {"rank 2", "rank 10", "keeper </script>node", "launcher run-x"}
+    assert min(span.start for one in tracks for span in one.spans) == 0.0
+    first, second = tracks[0], tracks[1]
+    assert second.spans[0].start - first.spans[0].start == pytest.approx(4.0, abs=0.05)
+    assert [span.kind for span in first.spans] == ["compute", "bubble", "copy", "fence"]
+    launcher = next(one for one in tracks if one.name.startswith("launcher"))
+    assert [(span.kind, round(span.end - span.start, 3)) for span in launcher.spans] == [
+        ("fault", 0.5),
+        ("recovery", 1.0),
+    ]
+
+
+def test_both_files_are_written_and_the_trace_is_chromes(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert trace([str(home)], html=None, perfetto=None, as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["spans"] == 8
+    events = json.loads(Path(told["perfetto"]).read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == 8
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert "rank 2" in names
+    page = Path(told["html"]).read_text()
+    assert page.count("</script>") == 1, "a name from outside cannot end the script"
+    assert not re.search(r"(src|href)\s*=\s*[\"']?(https?:)?//", page), "the page needs no network"
+
+
+def test_events_with_seconds_become_spans(tmp_path: Path) -> None:
+    events, file = Events(), TraceFile(tmp_path, "keeper a")
+    events.subscribe(file)
+    events.emit("node.sealed", seconds=0.25, rank=3)
+    events.emit("memory_level_lost", reason="why")
+    file.close()
+    (one,) = read([tmp_path])
+    assert {span.what: round(span.end - span.start, 3) for span in one.spans} == {
+        "node.sealed": 0.25,
+        "memory_level_lost": 0.0,
+    }
+    assert one.spans[0].fields == {"rank": 3}
+
+
+def test_what_a_killed_process_left_is_read_and_other_damage_is_named(tmp_path: Path) -> None:
+    path = track(tmp_path, "rank 0", [("step", 0.0, 1.0), ("step", 1.0, 2.0)])
+    whole = path.read_text()
+    path.write_text(whole[:-9])
+    assert len(read([tmp_path])[0].spans) == 1
+    path.write_text(whole.replace('["step", 0.0', '["step" 0.0'))
+    with pytest.raises(CorruptError, match="line 2 is not a span"):
+        read([tmp_path])
+
+
+def test_no_tracks_is_an_error_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no tracks under") as caught:
+        read([tmp_path])
+    assert "--trace" in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_browser_shows_every_track_and_answers_the_pointer(home: Path, tmp_path: Path, theme: str) -> None:
+    trace([str(home)], html=None, perfetto=None, as_json=True)
+    page = home / "timeline.html"
+    # What a person would do, done by the page itself: point at a span, zoom, hide a kind; the answers go to the title.
+    script = """<script>setTimeout(() => {
+      const box = canvas.getBoundingClientRect(), row = rows.find(r => r.track.name === 'rank 2' && r.spans.length);
+      const s = row.spans[0];
+      canvas.dispatchEvent(new PointerEvent('pointermove', {clientX: box.left + x((s[2] + s[3]) / 2), clientY: box.top + row.y + 5}));
+      const told = tip.innerText; const before = to - from; zoom(0.5); const after = to - from;
+      document.querySelector('#legend button').click();
+      const pixels = new Set(); const image = pen.getImageData(0, 0, canvas.width, canvas.height).data;
+      for (let i = 0; i < image.length; i += 4) pixels.add(image[i] << 16 | image[i + 1] << 8 | image[i + 2]);
+      document.body.dataset.seen = JSON.stringify({told, ratio: after / before, colours: pixels.size,
+        names: rows.filter(r => r.first).map(r => r.track.name), page: getComputedStyle(document.body).backgroundColor,
+        pressed: document.querySelector('#legend button').getAttribute('aria-pressed')});
+    }, 50);</script>"""
+    page.write_text(page.read_text().replace("</body>", script + "</body>"))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+    flags += [
+        "--disable-background-networking",
+        "--disable-component-update",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    if theme == "dark":
+        flags.append("--blink-settings=preferredColorScheme=0")
+    done = subprocess.run(
+        [CHROMIUM, *flags, "--virtual-time-budget=3000", "--window-size=1200,600", "--dump-dom", page.as_uri()],
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    seen = json.loads(re.search(r'data-seen="([^"]*)"', done.stdout)[1].replace("&quot;", '"').replace("&amp;", "&"))
+    assert "rank 2" in seen["names"]
+    assert len(seen["names"]) == 4
+    assert "0F0" in seen["told"] or "from" in seen["told"]
+    assert seen["ratio"] == pytest.approx(0.5, rel=0.01)
+    assert seen["colours"] > 5
+    assert seen["pressed"] == "false"
+    assert seen["page"] == ("rgb(21, 24, 28)" if theme == "dark" else "rgb(247, 247, 245)")
