@@ -35,7 +35,6 @@ ENVIRONMENT: dict[str, str] = {
     "HOLDFAST_RUNTIME_DIR": "runtime_dir",
     "HOLDFAST_MEMORY_BUDGET": "memory_budget",
     "HOLDFAST_LOG_LEVEL": "log_level",
-    "HOLDFAST_TRACE_DIR": "trace_dir",
 }
 CONFIG_FILE_VARIABLE = "HOLDFAST_CONFIG"
 # Not ours: MindSpore's jobs name here where each rank writes who holds the same slices; ours write it too.

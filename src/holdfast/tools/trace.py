@@ -98,7 +98,7 @@ def read(homes: Sequence[Path]) -> list[Track]:
     if not files:
         raise UsageError(
             f"no tracks under {', '.join(map(str, homes))}",
-            remedy="run with `holdfast run --trace DIR`, HOLDFAST_TRACE_DIR or Config(trace_dir=...), and give that DIR",
+            remedy="run with `holdfast run --trace DIR` or Config(trace_dir=...), and give that DIR",
         )
     raw = [_read_file(path) for path in files] + [_read_journal(path) for path in journals]
     begin = min((span.start for track in raw for span in track.spans), default=0.0)
