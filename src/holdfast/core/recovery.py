@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Decision, Seal, Topology, Version
+from holdfast.core.spread import RANKS_PER_READER, upstreams
 
 # How often one version is tried before an older one is taken (protocol section 7).
 MAX_ATTEMPTS = 3
@@ -64,6 +65,7 @@ class Facts:
         tables: per version the complete list of the job's bundles, as some keeper knows it.
         stored: durable versions.
         suspects: versions whose twins differ.
+        ranks_per_reader: see `core.spread`.
     """
 
     memory: Sequence[MemoryCopy]
@@ -73,6 +75,7 @@ class Facts:
     topology: Topology
     suspects: frozenset[Version] = frozenset()
     quarantine: Quarantine = field(default_factory=Quarantine)
+    ranks_per_reader: int = RANKS_PER_READER
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,7 @@ class Fetch:
     Attributes:
         node: whose memory; None for storage.
         chunks: runs (first, end) of checksum chunks that are needed, ascending and apart; None is the whole image.
+        via: of storage: the node that hands the bytes on as it gets them; None is reading storage oneself.
     """
 
     ref: BundleRef
@@ -109,6 +113,7 @@ class Fetch:
     source: Source
     node: int | None
     chunks: tuple[tuple[int, int], ...] | None = None
+    via: int | None = None
 
 
 def choose_version(facts: Facts, *, wanted: Version | None = None) -> Decision[Choice | None]:
@@ -133,7 +138,43 @@ def choose_version(facts: Facts, *, wanted: Version | None = None) -> Decision[C
 
 def fetches(choice: Choice, rank: int, facts: Facts) -> tuple[Fetch, ...]:
     """The cheapest usable copy of every bundle that `rank` needs in the layout that was saved."""
-    return tuple(cheapest(ref, choice, rank, facts) for ref in choice.bundles if rank in ref.ranks)
+    found = [cheapest(ref, choice, rank, facts) for ref in choice.bundles if rank in ref.ranks]
+    if all(fetch.source is not Source.STORAGE for fetch in found):
+        return tuple(found)
+    home, passed_on = facts.topology.node_of[rank], _upstreams(choice, facts)
+    return tuple(
+        replace(fetch, via=passed_on[fetch.ref.bundle_id][home]) if fetch.source is Source.STORAGE else fetch
+        for fetch in found
+    )
+
+
+def explain(found: Iterable[Fetch], nodes: Sequence[str]) -> str:
+    """Where the bundles of a rank come from and why from there, in one sentence."""
+    ways: dict[str, list[Fetch]] = {}
+    for fetch in sorted(found, key=lambda fetch: fetch.source):
+        if fetch.via is not None:
+            way = f"handed on by {nodes[fetch.via]}, so that storage is read once"
+        elif fetch.source is Source.PEER and fetch.node is not None:
+            way = f"from the memory of {nodes[fetch.node]}, as none is on this node"
+        else:
+            way = _WAYS[fetch.source]
+        ways.setdefault(way, []).append(fetch)
+    return "; ".join(
+        f"{len(group)} bundles ({sum(fetch.seal.length for fetch in group)} bytes) {way}" for way, group in ways.items()
+    )
+
+
+_WAYS = {
+    Source.SLOT: "from the rank's own slot",
+    Source.NODE: "from another slot of this node",
+    Source.STORAGE: "from storage, as no memory holds them and this node reads them for the others",
+}
+
+
+def _upstreams(choice: Choice, facts: Facts) -> Mapping[str, Mapping[int, int | None]]:
+    """For every bundle of the job that only storage holds."""
+    stored = [ref for ref in choice.bundles if not choice.holders[ref.bundle_id]]
+    return upstreams(stored, facts.topology.node_of, ranks_per_reader=facts.ranks_per_reader)
 
 
 def _judge(version: Version, facts: Facts, *, explicit: bool) -> Decision[Choice | None]:

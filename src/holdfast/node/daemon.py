@@ -21,6 +21,7 @@ from holdfast.node import status
 from holdfast.node.activity import Activities
 from holdfast.node.arena import Arena
 from holdfast.node.coordinate import Coordinator
+from holdfast.node.landing import LandingDesk, Landings
 from holdfast.node.messages import (
     KEEPER,
     OPERATOR,
@@ -89,7 +90,8 @@ class Keeper:
         vault = Vault(options.root, self._events)
         self._sealer = Sealer(self._state, self._events)
         self._activities = Activities(self._state)
-        self._obtainer = Obtainer(self._state, vault, self._events, self._activities)
+        landings = Landings()
+        self._obtainer = Obtainer(self._state, vault, self._activities, landings)
         self._succession = Succession(self._state, self._events, self._write)
         self._persister = Persister(self._state, vault, self._events, self._activities, self._succession)
         self._pieces = Pieces(self._state, vault, self._events, self._activities)
@@ -108,6 +110,7 @@ class Keeper:
                 saving=self._saving,
                 obtainer=self._obtainer,
                 pieces=self._pieces,
+                landings=LandingDesk(self._state, landings),
                 peers=self._peers,
                 uplink=self._uplink,
                 status=self._status,

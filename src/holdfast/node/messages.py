@@ -355,6 +355,31 @@ class Bulk(Message, tag="bulk", frozen=True, kw_only=True):
     length: int
 
 
+class AskLanding(Message, tag="ask-landing", frozen=True, kw_only=True):
+    """How far this bundle has come; answered when it has come beyond so many bytes, or after a moment."""
+
+    version: Version
+    bundle_id: str
+    beyond: int
+
+
+class Landed(Message, tag="landed", frozen=True, kw_only=True):
+    """So many bytes are here and proved; `moved`: of all bundles that land here. The seal comes with the first."""
+
+    ready: int
+    moved: int
+    seal: Seal | None = None
+
+
+class PullLanding(Message, tag="pull-landing", frozen=True, kw_only=True):
+    """Send bytes [start, start + length) of a bundle that may still be landing; the reply is Bulk and the bytes."""
+
+    version: Version
+    bundle_id: str
+    start: int
+    length: int
+
+
 class AskSeals(Message, tag="ask-seals", frozen=True, kw_only=True):
     """Seals (with chunk digests) of these bundles, as far as this keeper holds them."""
 
@@ -372,6 +397,7 @@ AnyMessage = (
     Hello | Welcome | Ok | Refusal | Assemble | Resume | Prepare | Slots | Adopt | Register | Begin | Begun | Copied
     | Persist | Abandon | TakeInventory | InventoryReply | Obtain | Obtained | Release | Condemn | AskStatus | StatusReply
     | Goodbye | Progress | Propose | Appointed | Alarm | Working | Report | News | Ping | Pull | Bulk | AskSeals | Seals
+    | AskLanding | Landed | PullLanding
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -3,6 +3,11 @@
 What is here already is only pinned. What is not is fetched into one of the rank's free slots, or into memory of its
 own if none is free, proved against its seal, and sealed there, so that it counts as a copy again. Two ranks that need
 the same bundle cause one fetch. Runs in the thread of the connection that asked; every wait has its deadline.
+
+What this node reads from storage for the whole job is read by a thread beside the one that takes what others hand on
+(`node.landing`), else two nodes would wait for each other's first bundle. Both go through bundles in the same order on
+every node, so a bundle only ever waits for earlier ones. A node that does not hand on what it should is no reason to
+fail: the bundle is then read from storage here.
 """
 
 from __future__ import annotations
@@ -13,19 +18,18 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from holdfast.base.errors import HoldfastError, KeeperError, KeeperLost, VersionNotFound
-from holdfast.base.events import Events
-from holdfast.core.model import Seal, Version
+from holdfast.base.errors import KeeperLost
+from holdfast.core.model import Version
 from holdfast.core.recovery import Fetch, Source
 from holdfast.core.slots import SlotState, choose_slot
 from holdfast.node.activity import RESTORING, Activities
 from holdfast.node.arena import Held, PieceOf
-from holdfast.node.state import NodeState, greeting
-from holdfast.node.transfer import PeerReader, require
+from holdfast.node.landing import Landing, Landings
+from holdfast.node.sources import Sources, Spot
+from holdfast.node.state import NodeState
 from holdfast.node.vault import Vault
 from holdfast.tiers import format as image_format
 from holdfast.tiers import memory
-from holdfast.tiers.manifest import BundleFile
 from holdfast.tiers.memory import ImagePlace
 
 logger = logging.getLogger(__name__)
@@ -46,11 +50,11 @@ class Present:
 class Obtainer:
     """Fetches what a rank needs; one per keeper."""
 
-    def __init__(self, state: NodeState, vault: Vault, events: Events, activities: Activities) -> None:
+    def __init__(self, state: NodeState, vault: Vault, activities: Activities, landings: Landings) -> None:
         self._state = state
         self._vault = vault
-        self._events = events
         self._activities = activities
+        self._landings = landings
         self._landed = threading.Condition(state.lock)
         self._under_way: set[tuple[Version, str]] = set()
         self._stopping = False
@@ -116,29 +120,71 @@ class Obtainer:
 
     def _fetch(self, rank: int, version: Version, fetches: Sequence[Fetch], present: dict[str, Present]) -> None:
         """Fetches into one slot and seals it."""
+        failed = "its fetch was given up"
+        landings: dict[str, Landing] = {}
         try:
+            fetches = sorted(fetches, key=lambda fetch: fetch.ref.bundle_id)
             lengths = [-(-fetch.seal.length // image_format.ALIGN) * image_format.ALIGN for fetch in fetches]
             held = self._target(rank, version, sum(lengths))
-            sources = _Sources(self._state, self._vault, self._events, lambda: self._stopping)
-            total = sum(fetch.seal.length for fetch in fetches)
+            spots = [Spot(fetch, offset) for fetch, offset in zip(fetches, _offsets(lengths), strict=True)]
+            for spot in spots:
+                spot.landing = self._landings.begin(version, spot.fetch.ref.bundle_id, held, spot.offset)
+                landings[spot.fetch.ref.bundle_id] = spot.landing
             try:
-                places: dict[str, ImagePlace] = {}
-                with self._activities.start(RESTORING, version, total, rank=rank) as sources.progress:
-                    for fetch, offset in zip(fetches, _offsets(lengths), strict=True):
-                        started = time.perf_counter()
-                        seal = sources.read(version, fetch, held.slot.view[offset : offset + fetch.seal.length])
-                        place = places[fetch.ref.bundle_id] = ImagePlace(fetch.ref, offset, seal)
-                        present[fetch.ref.bundle_id] = Present(held, place, fetch.source, time.perf_counter() - started)
+                total = sum(fetch.seal.length for fetch in fetches)
+                with self._activities.start(RESTORING, version, total, rank=rank) as progress:
+                    places = self._bring(version, held, spots, progress)
+                present.update(
+                    (
+                        spot.fetch.ref.bundle_id,
+                        Present(held, places[spot.fetch.ref.bundle_id], spot.came_from, spot.seconds),
+                    )
+                    for spot in spots
+                )
                 self._seal(held, places)
-            except BaseException:
+                failed = ""
+            except BaseException as error:
+                failed = str(error)
                 self._forget(held, present)
                 raise
-            finally:
-                sources.close()
         finally:
+            self._landings.end(version, landings, failed)
             with self._landed:
                 self._under_way.difference_update((version, fetch.ref.bundle_id) for fetch in fetches)
                 self._landed.notify_all()
+
+    def _bring(
+        self, version: Version, held: Held, spots: Sequence[Spot], progress: Callable[[int], None]
+    ) -> dict[str, ImagePlace]:
+        """Fills all spots: what this node reads for the job in one thread, what others hand on in another."""
+        own = [spot for spot in spots if spot.fetch.source is Source.STORAGE and spot.fetch.via is None]
+        others = [spot for spot in spots if spot not in own]
+        places: dict[str, ImagePlace] = {}
+        errors: list[BaseException] = []
+
+        def bring(some: Sequence[Spot]) -> None:
+            sources = Sources(self._state, self._vault, self._landings, lambda: self._stopping or bool(errors))
+            sources.progress = progress
+            try:
+                for spot in some:
+                    view = held.slot.view[spot.offset : spot.offset + spot.fetch.seal.length]
+                    seal = sources.read(version, spot, view)
+                    places[spot.fetch.ref.bundle_id] = ImagePlace(spot.fetch.ref, spot.offset, seal)
+            except BaseException as error:  # noqa: BLE001  raised again below, by the thread that was asked
+                errors.append(error)
+            finally:
+                sources.close()
+
+        reader = threading.Thread(target=bring, args=(own,), name="holdfast reader", daemon=True)
+        if own and others:
+            reader.start()
+            bring(others)
+            reader.join()
+        else:
+            bring(spots)
+        if errors:
+            raise errors[0]
+        return places
 
     def _seal(self, held: Held, places: dict[str, ImagePlace]) -> None:
         with self._state.lock:
@@ -174,67 +220,6 @@ class Obtainer:
         held.start(version, layout="", durable=False)
         held.pins[PIN] += 1
         return held
-
-
-class _Sources:
-    """The places that one fetch reads from; each is opened once."""
-
-    def __init__(self, state: NodeState, vault: Vault, events: Events, stopping: Callable[[], bool]) -> None:
-        self._state = state
-        self._vault = vault
-        self._events = events
-        self._stopping = stopping
-        self.progress: Callable[[int], None] = lambda _: None
-        self._peers: dict[int, PeerReader] = {}
-        self._stored: dict[str, BundleFile] = {}
-
-    def read(self, version: Version, fetch: Fetch, view: memoryview) -> Seal:
-        """Fills `view` with the bundle and proves it; returns its seal with chunk digests."""
-        name = f"restore.{fetch.source.name.lower()}"
-        with self._events.span(name, version=str(version), bundle=fetch.ref.bundle_id, size_bytes=len(view)):
-            if fetch.source is Source.STORAGE:
-                return self._from_storage(version, fetch, view)
-            if fetch.source is Source.PEER and fetch.node is not None:
-                return self._from_peer(version, fetch, fetch.node, view)
-        raise VersionNotFound(f"bundle {fetch.ref.bundle_id} of {version} is not on this node any more")
-
-    def close(self) -> None:
-        """Ends the connections."""
-        for peer in self._peers.values():
-            peer.close()
-
-    def _from_storage(self, version: Version, fetch: Fetch, view: memoryview) -> Seal:
-        storage = self._vault.open()
-        if not self._stored:
-            self._stored = {file.ref.bundle_id: file for file in storage.manifest(version).bundles}
-        file = self._stored.get(fetch.ref.bundle_id)
-        if file is None:
-            raise VersionNotFound(f"the manifest of {version} does not list bundle {fetch.ref.bundle_id}")
-        where = f"{storage.where}/{version}/{file.file}"
-        image_format.check_length(len(view), file.seal, where)
-        storage.read_bundle_into(version, file, view, self.progress)
-        image_format.verify(view, file.seal, where)
-        return file.seal
-
-    def _from_peer(self, version: Version, fetch: Fetch, node: int, view: memoryview) -> Seal:
-        bundle_id, where = fetch.ref.bundle_id, f"node {node}"
-        try:
-            if node not in self._peers:
-                self._peers[node] = self._dial(node)
-            seal = require(self._peers[node].seals(version, (bundle_id,)), bundle_id, where)
-            self._peers[node].read_into(version, seal, view, self.progress)
-        except HoldfastError as error:
-            what = f"node {node}, bundle {bundle_id}: {error.what}"
-            raise type(error)(what, where=error.where, remedy=error.remedy) from error
-        return seal
-
-    def _dial(self, node: int) -> PeerReader:
-        assembly = self._state.assembly
-        if assembly is None or not 0 <= node < len(assembly.addresses):
-            raise KeeperError(f"node {node} is not part of the job")
-        return PeerReader(
-            assembly.addresses[node], greeting(self._state, assembly), self._stopping, self._state.security
-        )
 
 
 def _offsets(lengths: Sequence[int]) -> Iterable[int]:

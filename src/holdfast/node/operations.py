@@ -15,6 +15,7 @@ from typing import Any
 from holdfast.base.errors import KeeperError
 from holdfast.node import messages
 from holdfast.node.arena import PieceOf
+from holdfast.node.landing import LandingDesk
 from holdfast.node.messages import (
     KEEPER,
     OPERATOR,
@@ -54,6 +55,7 @@ class Parts:
     saving: Saving
     obtainer: Obtainer
     pieces: Pieces
+    landings: LandingDesk
     peers: PeerDesk
     uplink: Uplink
     status: Callable[[], dict[str, Any]]
@@ -89,6 +91,8 @@ class Operations:
             messages.Propose: parts.peers.propose,
             messages.AskSeals: parts.peers.seals,
             messages.Pull: parts.peers.pull,
+            messages.AskLanding: parts.landings.ask,
+            messages.PullLanding: parts.landings.pull,
             messages.Condemn: self._condemn,
         }
         operating: dict[type, Operation] = {messages.Condemn: self._condemn}

@@ -6,17 +6,21 @@ state but a pin on the slot. Used for replicas and for restoring.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from holdfast.base.errors import CorruptError, KeeperError, KeeperLost, VersionNotFound
 from holdfast.core.model import Seal, Version
 from holdfast.node.messages import (
     AnyMessage,
+    AskLanding,
     AskSeals,
     Bulk,
     Hello,
+    Landed,
     Message,
     Pull,
+    PullLanding,
     Refusal,
     Seals,
     Welcome,
@@ -30,6 +34,8 @@ from holdfast.tiers import wire
 # A peer that does not deliver 8 MiB within this is as good as dead.
 CHUNK_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 5.0
+# A peer that hands on what arrives there, and where nothing at all arrives for so long, is given up.
+LANDING_PATIENCE_S = 15.0
 
 
 class PeerReader:
@@ -110,6 +116,63 @@ class PeerReader:
         digest = image_format.chunk_digest(chunk)
         image_format.check_chunk(index, digest, seal, where)
         return digest
+
+    def read_landing_into(
+        self,
+        version: Version,
+        bundle_id: str,
+        view: memoryview,
+        known: Callable[[Seal], None],
+        proved: Callable[[int], None],
+    ) -> Seal:
+        """Fills `view` with a bundle that may still be arriving at the peer, and proves it chunk by chunk.
+
+        Args:
+            version: of the bundle.
+            bundle_id: its name.
+            view: has the image's length.
+            known: told the seal before the first byte comes.
+            proved: told the bytes of each chunk.
+
+        Raises:
+            VersionNotFound: it failed there. CorruptError: a chunk is not what was sealed.
+            KeeperLost: the peer is gone, nothing moves there any more, or we are stopping.
+        """
+        where = f"{version} of {self._channel.where}"
+        at, seal, moved, moved_s = 0, None, -1, time.monotonic()
+        while at < len(view):
+            if self._stopping():
+                raise KeeperLost("this keeper stops, or its job is over", where=where)
+            reply = self._ask(AskLanding(id=1, version=version, bundle_id=bundle_id, beyond=at))
+            if not isinstance(reply, Landed):
+                raise KeeperError("the peer did not say how far it is", where=where)
+            if seal is None and reply.seal is not None:
+                seal = reply.seal
+                image_format.check_length(len(view), seal, where)
+                if image_format.image_digest(seal.chunk_digests) != seal.digest:
+                    raise CorruptError(f"the seal of image {bundle_id} does not prove its chunks", where=where)
+                known(seal)
+            if reply.moved != moved or (seal is not None and reply.ready > at):
+                moved, moved_s = reply.moved, time.monotonic()
+            elif time.monotonic() - moved_s > LANDING_PATIENCE_S:
+                raise KeeperLost("nothing arrives there any more", where=where)
+            while seal is not None and at < min(reply.ready, len(view)):
+                at += self._pull_landing(version, seal, view, at)
+                proved(at - (at - 1) // image_format.CHUNK_BYTES * image_format.CHUNK_BYTES)
+        if seal is None:
+            raise CorruptError(f"image {bundle_id} has no bytes", where=where)
+        return seal
+
+    def _pull_landing(self, version: Version, seal: Seal, view: memoryview, at: int) -> int:
+        """One proved chunk from `at` on; returns its length."""
+        where = f"{version} of {self._channel.where}"
+        chunk = view[at : at + image_format.CHUNK_BYTES]
+        reply = self._ask(PullLanding(id=1, version=version, bundle_id=seal.bundle_id, start=at, length=len(chunk)))
+        if not isinstance(reply, Bulk) or reply.length != len(chunk):
+            raise KeeperError("the peer sent another piece than was asked for", where=where)
+        self._channel.receive_bulk(chunk, timeout_s=CHUNK_TIMEOUT_S)
+        image_format.check_chunk(at // image_format.CHUNK_BYTES, image_format.chunk_digest(chunk), seal, where)
+        return len(chunk)
 
     def close(self) -> None:
         """Ends the connection; the peer takes its pins off."""

@@ -16,7 +16,7 @@ class Vault:
 
     def __init__(self, root: str, events: Events) -> None:
         self._root = root
-        self._events = events
+        self.events = events
         self._lock = threading.Lock()
         self._storage: Storage | None = None
 
@@ -28,7 +28,7 @@ class Vault:
         """
         with self._lock:
             if self._storage is None:
-                self._storage = open_storage(self._root, self._events)
+                self._storage = open_storage(self._root, self.events)
             return self._storage
 
     def forget(self) -> None:
