@@ -7,6 +7,9 @@ Like `subprocess`, as far as tests need it: an own process id, environment, work
 exit code. Different: modules are loaded already, `/proc/<pid>/cmdline` and `environ` are those of the warm process, and
 one thread per library. What a test says about *starting* therefore needs a real start; all else may be forked.
 
+With `warm_children=True` what the worker starts by `sys.executable` is forked as well (a launcher's workers), keepers
+excepted: a small process stands for it, with another process id, which passes signals on and ends as it ends.
+
 The warm process starts at the first use, has no threads (or forking were not safe), and ends with the suite; whoever
 is left of its children then dies with it.
 """
@@ -17,10 +20,12 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -63,6 +68,7 @@ class Popen:
         stderr: Any = None,
         text: bool = False,
         start_new_session: bool = False,
+        warm_children: bool = False,
     ) -> None:
         self.args = [os.fspath(word) for word in command]
         self.returncode: int | None = None
@@ -71,7 +77,7 @@ class Popen:
         self.stderr, theirs_err = (None, theirs_out) if stderr == subprocess.STDOUT else _plug(stderr, 2, text=text)
         request = {
             "argv": self.args[1:], "env": dict(os.environ if env is None else env),
-            "cwd": str(cwd or os.getcwd()), "session": start_new_session,
+            "cwd": str(cwd or os.getcwd()), "session": start_new_session, "warm": warm_children,
         }  # fmt: skip
         self._line, self.pid = _warm().fork(request, (theirs_in, theirs_out, theirs_err))
         for fd in {theirs_in, theirs_out, theirs_err} - {0, 1, 2}:
@@ -206,6 +212,9 @@ class _Nursery:
     def __init__(self) -> None:
         self._directory = tempfile.mkdtemp(prefix="hf-forked-")
         self._address = f"{self._directory}/s"
+        stand_in = Path(self._directory, "python")
+        stand_in.write_text(STAND_IN.format(python=sys.executable, address=self._address))
+        stand_in.chmod(0o700)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", __file__, self._address],
@@ -229,8 +238,29 @@ class _Nursery:
         self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
-        os.unlink(self._address)
-        os.rmdir(self._directory)
+        shutil.rmtree(self._directory)
+
+
+# Stands for a forked worker where a real process starts an interpreter. `-IS`: it is up in a hundredth of a second.
+STAND_IN = """#!{python} -IS
+import json, os, signal, socket, sys
+words = sys.argv[1:]
+if "holdfast.node" in words[:4]:
+    os.execv({python!r}, [{python!r}, *words])
+line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+line.connect({address!r})
+request = {{"argv": words, "env": dict(os.environ), "cwd": os.getcwd(), "session": False, "warm": True}}
+socket.send_fds(line, [json.dumps(request).encode()], [0, 1, 2])
+pid = int(line.recv(64))
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(number, lambda number, _: os.kill(pid, number))
+code = os.waitstatus_to_exitcode(int(line.recv(64) or signal.SIGKILL))
+if code < 0:
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
 
 
 # --- the warm process
@@ -248,14 +278,22 @@ def serve(address: str) -> None:
         poll = select.poll()
         poll.register(door, select.POLLIN)
         poll.register(0, 0)  # hang-up alone
-        workers: dict[int, tuple[int, socket.socket]] = {}
+        workers: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> process id, line
+        lines: dict[int, int] = {}  # line -> process id
         while True:
             for fd, _ in poll.poll():
                 if fd == 0:
                     return
+                if fd in lines:  # whoever asked for this worker is gone
+                    poll.unregister(fd)
+                    os.kill(lines.pop(fd), signal.SIGKILL)
+                    continue
                 if fd in workers:
                     poll.unregister(fd)
-                    _bury(fd, *workers.pop(fd))
+                    pid, line = workers.pop(fd)
+                    if lines.pop(line.fileno(), None):
+                        poll.unregister(line)
+                    _bury(fd, pid, line)
                     continue
                 line, _ = door.accept()
                 request, files, _, _ = socket.recv_fds(line, MAX_REQUEST_BYTES, 3)
@@ -264,12 +302,12 @@ def serve(address: str) -> None:
                 line.send(str(pid).encode())
                 workers[pidfd] = (pid, line)
                 poll.register(pidfd, select.POLLIN)
+                lines[line.fileno()] = pid
+                poll.register(line, 0)  # hang-up alone
 
 
 def _load() -> None:
     """What nearly every worker loads, and what PyTorch loads at the first step of an optimizer."""
-    import gc
-
     import torch
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel
@@ -278,13 +316,14 @@ def _load() -> None:
     import holdfast.node.process
     import holdfast.train.checkpointer
     import holdfast.train.elastic  # noqa: F401
+    from holdfast.testing.drill import warm
 
     torch.set_num_threads(1)
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.grad = torch.zeros(2)
     torch.optim.AdamW([parameter]).step()
-    gc.collect()
-    gc.freeze()
+    warm.settle()
+    gc.enable()
 
 
 def _fork(request: Mapping[str, Any], files: Sequence[int], ours: Sequence[socket.socket]) -> int:
@@ -321,6 +360,8 @@ def _become(request: Mapping[str, Any], files: Sequence[int]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    if request["warm"]:
+        sys.executable = f"{os.path.dirname(sys.argv[1])}/python"
     faulthandler.enable()
     for path in reversed(request["env"].get("PYTHONPATH", "").split(os.pathsep)):
         if path and path not in sys.path:
@@ -337,8 +378,8 @@ def _bury(pidfd: int, pid: int, line: socket.socket) -> None:
 
 def _execute(words: list[str]) -> int:
     """What `python <words>` would do; returns the exit code."""
-    while words[0] in {"-W", "-X"}:
-        words = words[2:]
+    while words[0] in {"-W", "-X", "-u"}:
+        words = words[1 if words[0] == "-u" else 2 :]
     code = 0
     try:
         if words[0] == "-m":

@@ -28,7 +28,7 @@ def run(name: str, checkpoints: Path) -> dict[tuple[int, int], str]:
         command = [sys.executable, *launcher, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOLDFAST_DURABLE_EVERY": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTHONPATH"] = str(EXAMPLES.parent / "src")
-    result = forked.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    result = forked.run(command, env=environment, capture_output=True, text=True, timeout=90, warm_children=True)
     assert result.returncode == 0, result.stdout + result.stderr
     losses = re.findall(r"rank (\d+) step (\d+) loss ([0-9.]+)", result.stdout)
     return {(int(rank), int(step)): loss for rank, step, loss in losses}

@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from holdfast.testing.drill import planted
-from holdfast.testing.drill.command import Progress, drill, hunt, main
+from holdfast.testing.drill.command import Lanes, Progress, drill, main, open_lanes, run, track_down
 from holdfast.testing.drill.outcome import Outcome
 from holdfast.testing.drill.plan import PHASES, VICTIMS, draw, full_starts, plan
+
+
+@pytest.fixture(scope="module")
+def lanes() -> Iterator[Lanes]:
+    """Two lanes for all tests: warming up is half of their time."""
+    with open_lanes(2) as lanes:
+        yield lanes
 
 
 def said(outcomes: list[Outcome]) -> str:
@@ -37,9 +45,10 @@ def test_every_phase_and_victim_gets_its_turn() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_sixty_trials_violate_nothing() -> None:
+def test_sixty_trials_violate_nothing(lanes: Lanes) -> None:
     seed = 1  # the same plan in every run; other seeds: `holdfast drill crash --seed`
-    outcomes = drill(plan(60, seed), num_lanes=2, progress=Progress(60, "trials", quiet=True))
+    outcomes = run(lanes, plan(60, seed), Progress(60, "trials", quiet=True))
+    assert not any(outcome.violations for outcome in lanes.warm_up), said(lanes.warm_up)
     assert len(outcomes) == 60, f"seed {seed}"
     assert not any(outcome.violations for outcome in outcomes), f"seed {seed}\n{said(outcomes)}"
     assert sum(outcome.struck for outcome in outcomes) >= 50, f"seed {seed}: the strikes miss"
@@ -47,18 +56,18 @@ def test_sixty_trials_violate_nothing() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_slots_whose_images_all_failed_are_free_again() -> None:
+def test_slots_whose_images_all_failed_are_free_again(lanes: Lanes) -> None:
     """Every memory copy is damaged, the version comes back from storage, and the saves after that find a slot."""
-    (outcome,) = drill((draw(134, 11),), num_lanes=1, progress=Progress(1, "trials", quiet=True))
+    (outcome,) = run(lanes, [draw(134, 11)], Progress(1, "trials", quiet=True))
     assert outcome.struck
     assert not outcome.violations, said([outcome])
 
 
 @pytest.mark.timeout(300)
-def test_every_planted_bug_is_found() -> None:
+def test_every_planted_bug_is_found(lanes: Lanes) -> None:
     names = tuple(planted.BUGS)
     assert len(names) >= 12
-    quarries = hunt(names, seed=1, num_lanes=2, progress=Progress(len(names), "bugs", quiet=True))
+    quarries = track_down(lanes, names, 1, Progress(len(names), "bugs", quiet=True))
     missed = [f"{quarry.name}: {planted.BUGS[quarry.name].what}" for quarry in quarries if quarry.found_by is None]
     assert not missed, "\n".join(missed)
 

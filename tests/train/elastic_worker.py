@@ -31,6 +31,7 @@ def main() -> int:
         signal.signal(signal.SIGTERM, lambda *_: told.append(True))
     if "--ignore-sigterm" in sys.argv:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    note(f"label{rank}", os.environ.get("HOLDFAST_NODE_LABEL", ""))
     child = None
     if "--with-child" in sys.argv:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

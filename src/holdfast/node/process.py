@@ -26,8 +26,12 @@ MAX_LOG_BYTES = 4 << 20
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Runs a keeper with these arguments; returns the exit status."""
+    return run(_parse(arguments))
+
+
+def run(options: argparse.Namespace) -> int:
     """Runs a keeper; returns the exit status."""
-    options = _parse(arguments)
     place = Place(Path(options.runtime_dir), job_digest(options.root, options.run_id), options.node)
     os.chdir("/")  # no mount is held busy
     _give_way()

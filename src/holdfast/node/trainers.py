@@ -22,6 +22,8 @@ from holdfast.tiers.procs import start_time
 
 # How long a new trainer of a rank waits for the old one to be gone; a killed one frees its memory first.
 PREDECESSOR_TIMEOUT_S = 5.0
+# How often it is asked whether the processes live; the server wakes up far more often.
+REAP_S = 0.2
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +59,7 @@ class Trainers:
         self._came_or_went = threading.Condition(state.lock)
         self._trainers: dict[int, Trainer] = {}
         self.last_seen_s = time.monotonic()
+        self._reap_at = 0.0
 
     def attach(self, connection: Connection, hello: Hello) -> None:
         """A trainer greets as a rank.
@@ -114,6 +117,10 @@ class Trainers:
 
     def reap(self) -> None:
         """Cuts off trainers whose process is dead while a child of theirs still holds the connection open."""
+        now = time.monotonic()
+        if now < self._reap_at:
+            return
+        self._reap_at = now + REAP_S
         with self._state.lock:
             for trainer in tuple(self._trainers.values()):
                 if not _lives(trainer):

@@ -40,15 +40,20 @@ class Member:
 
 
 class NurseryLine:
-    """The lane's end of the line to its nursery."""
+    """The lane's end of the line to its nursery.
 
-    def __init__(self, ground: Ground) -> None:
+    Attributes:
+        sandbox: where the nursery warms up.
+    """
+
+    def __init__(self, ground: Ground, sandbox: str) -> None:
         ours, theirs = socket.socketpair()
         command = [sys.executable, *_flags(), "-m", "holdfast.testing.drill.nursery", str(theirs.fileno())]
         self._process = subprocess.Popen(
-            [*command, msgspec.json.encode(ground).decode()], pass_fds=(theirs.fileno(), *ground.inherited)
+            [*command, msgspec.json.encode(ground).decode(), sandbox], pass_fds=(theirs.fileno(), *ground.inherited)
         )
         theirs.close()
+        self.sandbox = sandbox
         self._line = ours
         self._buffer = b""
         self._ended: dict[int, int] = {}
@@ -62,8 +67,8 @@ class NurseryLine:
             self._receive()
         return self._forked.pop(0), self._pidfds.pop(0)
 
-    def await_warm(self) -> None:
-        """Waits until it has loaded everything."""
+    def await_ready(self) -> None:
+        """Waits until it begins a life of its own, or forks."""
         while not self._forked:
             self._receive()
         self._forked.clear()
@@ -84,7 +89,7 @@ class NurseryLine:
             self._process.wait()
 
     def _receive(self) -> None:
-        self._line.settimeout(60.0)  # importing PyTorch takes seconds on a busy machine
+        self._line.settimeout(100.0)  # importing PyTorch takes many seconds on a busy machine
         data, fds, _, _ = socket.recv_fds(self._line, 1 << 16, 4)
         self._pidfds += fds
         if not data:

@@ -106,8 +106,14 @@ class Lanes:
 
 
 @contextmanager
-def open_lanes(count: int, directory: str) -> Iterator[Lanes]:
+def open_lanes(count: int) -> Iterator[Lanes]:
     """Starts the lanes, waits until they are warm, and ends them."""
+    with _directory() as directory, _lanes_in(directory, count) as lanes:
+        yield lanes
+
+
+@contextmanager
+def _lanes_in(directory: str, count: int) -> Iterator[Lanes]:
     processes = [_start_lane(directory) for _ in range(count)]
     lanes = Lanes(processes)
     try:
@@ -156,26 +162,40 @@ def _read_outcome(process: subprocess.Popen[bytes]) -> Outcome:
 
 def drill(trials: Sequence[Trial], *, num_lanes: int, progress: Progress) -> list[Outcome]:
     """Runs the trials; a lane's own trials without a strike are among the outcomes if they violated anything."""
-    with _directory() as directory, open_lanes(max(1, min(num_lanes, len(trials))), directory) as lanes:
-        outcomes = [outcome for outcome in lanes.warm_up if outcome.violations]
-        for outcome in lanes.work(trials):
-            outcomes.append(outcome)
-            progress.show(len(outcomes), outcomes)
+    with open_lanes(max(1, min(num_lanes, len(trials)))) as lanes:
+        return [*(outcome for outcome in lanes.warm_up if outcome.violations), *run(lanes, trials, progress)]
+
+
+def run(lanes: Lanes, trials: Iterable[Trial], progress: Progress) -> list[Outcome]:
+    """Runs the trials in lanes that are open."""
+    outcomes: list[Outcome] = []
+    for outcome in lanes.work(trials):
+        outcomes.append(outcome)
+        progress.show(len(outcomes), outcomes)
     return outcomes
 
 
 def hunt(names: Sequence[str], seed: int, *, num_lanes: int, progress: Progress) -> list[Quarry]:
     """For every planted bug trials that suit it, until it is found or its trials are used up."""
+    with open_lanes(max(1, min(num_lanes, len(names)))) as lanes:
+        return track_down(lanes, names, seed, progress)
+
+
+def track_down(lanes: Lanes, names: Sequence[str], seed: int, progress: Progress) -> list[Quarry]:
+    """The hunt in lanes that are open.
+
+    Raises:
+        DrillError: a trial without a fault was not clean.
+    """
     quarries = {name: Quarry(name, planted.BUGS[name].invariants) for name in names}
-    with _directory() as directory, open_lanes(max(1, min(num_lanes, len(names))), directory) as lanes:
-        outcomes: list[Outcome] = []
-        sick = [outcome for outcome in lanes.warm_up if outcome.violations]
-        if sick:  # then anything would be found
-            raise DrillError(sick[0])
-        for outcome in lanes.work(_until_found(quarries, seed)):
-            quarries[outcome.plant].add(outcome)
-            outcomes.append(outcome)
-            progress.show(sum(quarry.found_by is not None for quarry in quarries.values()), outcomes)
+    outcomes: list[Outcome] = []
+    sick = [outcome for outcome in lanes.warm_up if outcome.violations]
+    if sick:  # then anything would be found
+        raise DrillError(sick[0])
+    for outcome in lanes.work(_until_found(quarries, seed)):
+        quarries[outcome.plant].add(outcome)
+        outcomes.append(outcome)
+        progress.show(sum(quarry.found_by is not None for quarry in quarries.values()), outcomes)
     return list(quarries.values())
 
 

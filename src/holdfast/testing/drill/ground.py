@@ -37,6 +37,7 @@ _PLACES = {f"{kind}{rank}": 2 * rank + (kind == "k") for rank in range(MAX_RANKS
 _LIFE_AT = len(_PLACES) * _NUMBER.size
 _TABLE_BYTES = _LIFE_AT + _NUMBER.size
 _PR_SET_PDEATHSIG = 1
+LOG_FORM = "%(relativeCreated)d %(name)s %(message)s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,5 +168,6 @@ def enter(sandbox: str, who: str, life: int) -> None:
     os.dup2(log, 2)
     os.close(log)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
-    form = "%(relativeCreated)d %(name)s %(message)s"
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=form, force=True)
+    # A forked process has it from its parent; setting it up would touch every logger there is.
+    if not logging.getLogger().handlers:
+        logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=LOG_FORM)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 from holdfast.node import process
 from holdfast.node.seal import Sealer
 from holdfast.testing.drill import planted
@@ -27,8 +29,8 @@ def keeper(setup: Setup, ground: Ground, ready: int) -> int:
     # The drill has its own log, which outlives the keeper's directory.
     planted.put(process, "_log_to", planted.always(None))
     config = setup.config
-    arguments = {
-        "root": setup.root, "run-id": config.run_id, "node": config.node, "runtime-dir": config.runtime_dir,
-        "memory-budget": config.memory_budget, "linger-s": config.linger_s, "ready-fd": ready,
-    }  # fmt: skip
-    return process.main([f"--{name}={value}" for name, value in arguments.items()])
+    options = Namespace(
+        root=setup.root, run_id=config.run_id, node=config.node, runtime_dir=config.runtime_dir,
+        memory_budget=config.memory_budget, linger_s=config.linger_s, log_level=config.log_level, ready_fd=ready,
+    )  # fmt: skip
+    return process.run(options)

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.testing import invariants, write_order
+from holdfast.testing.drill import warm
 from holdfast.testing.drill.cast import Cast, NurseryLine
 from holdfast.testing.drill.ground import Ground
 from holdfast.testing.drill.outcome import Outcome
@@ -28,6 +29,7 @@ from holdfast.testing.drill.record import Measured
 from holdfast.testing.drill.stage import Stage
 
 MAX_LOG_LINES = 80
+COLLECT_EVERY = 40
 
 
 class Lane:
@@ -36,8 +38,9 @@ class Lane:
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._ground = Ground.make()
-        self._nursery = NurseryLine(self._ground)
+        self._nursery = NurseryLine(self._ground, tempfile.mkdtemp(prefix="w", dir=directory))
         self._measured = Measured()
+        self._trials = 0
 
     def __enter__(self) -> Lane:
         return self
@@ -46,10 +49,15 @@ class Lane:
         self._nursery.close()
 
     def warm_up(self) -> list[Outcome]:
-        """Waits for the nursery, and measures the phases by trials without a strike."""
-        gc.collect()
-        gc.freeze()
-        self._nursery.await_warm()
+        """Is the keeper while the nursery warms up, and measures the phases by trials without a strike."""
+        sandbox = self._nursery.sandbox
+        with warm.unseen():
+            for setup in warm.setups(sandbox):
+                self._nursery.await_ready()
+                warm.keep(setup)
+        self._nursery.await_ready()
+        shutil.rmtree(sandbox, ignore_errors=True)
+        warm.settle()
         outcomes = []
         for trial in dry_runs():
             outcomes.append(self.run(trial))
@@ -77,6 +85,9 @@ class Lane:
             evidence=(*record.lines, *_logs(sandbox)) if found else (),
         )
         shutil.rmtree(sandbox, ignore_errors=True)
+        self._trials += 1
+        if self._trials % COLLECT_EVERY == 0:  # the collector is off, for the sake of the children
+            gc.collect()
         return outcome
 
 

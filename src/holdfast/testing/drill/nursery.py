@@ -4,12 +4,11 @@ Apart from the lane, because a fork of a process with PyTorch costs ten times th
 a socket, one JSON line each, and answers with process ids; says when a child ended and how. It has no threads: that is
 what makes forking safe. Ends when the lane does.
 
-Run by the lane as `python -m holdfast.testing.drill.nursery <descriptor of the socket> <ground as JSON>`.
+Run by the lane as `python -m holdfast.testing.drill.nursery <descriptor of the socket> <ground as JSON> <sandbox>`.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 import select
 import socket
@@ -19,10 +18,13 @@ import traceback
 import msgspec
 import torch
 
+from holdfast.node import start
+from holdfast.testing.drill import warm
+from holdfast.testing.drill.crash_points import Journal
 from holdfast.testing.drill.ground import Ground, Setup, die_with
-from holdfast.testing.drill.plan import Trial
-from holdfast.testing.drill.trainer import Job, forked_trainer
-from holdfast.train.state import State
+from holdfast.testing.drill.trainer import forked_trainer, trainer
+
+READY = b'{"forked":0}\n'
 
 
 class Nursery:
@@ -80,21 +82,16 @@ class Nursery:
         self._line.sendall(msgspec.json.encode(fact) + b"\n")
 
 
-def warm() -> None:
-    """Loads what PyTorch loads at first use, and moves all objects out of the collector's sight, so that forks stay
-    cheap.
-    """
-    job = Job(Setup(Trial(0, 0, "solo", "", "", ()), 0, 0, ""))
-    state = State(
-        {"model": job.model, "optimizer": job.optimizer, "position": job.position}, rank=0, world_size=1, replicated=()
-    )
-    for _ in range(2):  # before the first step, and after it
-        state.predict()
-        state.gather()
-        job.train(1, 0)
-    job.digest(0)
-    gc.collect()
-    gc.freeze()
+def live(sandbox: str, line: socket.socket) -> None:
+    """The lives of a trainer, in this process; the lane is its keeper. One that is refused has warmed it all the same."""
+    spawn, start._spawn = start._spawn, warm.await_keeper
+    with open(os.devnull, "wb") as nowhere, warm.unseen():
+        for setup in warm.setups(sandbox):
+            journal = Journal(nowhere.fileno(), "t0", setup.life)
+            line.sendall(READY)
+            trainer(setup, journal)
+            warm.await_end(setup)  # or the next life would meet the keeper of this one
+    start._spawn = spawn
 
 
 def main() -> int:
@@ -102,8 +99,9 @@ def main() -> int:
     torch.set_num_threads(1)
     die_with(os.getppid())
     line = socket.socket(fileno=int(sys.argv[1]))
-    warm()
-    line.sendall(b'{"forked":0}\n')
+    live(sys.argv[3], line)
+    warm.settle()
+    line.sendall(READY)
     Nursery(line, msgspec.json.decode(sys.argv[2], type=Ground)).run()
     return 0
 

@@ -88,7 +88,7 @@ class Job:
     def __init__(self, setup: Setup) -> None:
         self._rank = 0 if setup.trial.shape == TWINS else setup.rank
         self._seed = setup.trial.seed * 1_000_003 + setup.trial.number
-        torch.manual_seed(self._seed + self._rank)
+        torch.default_generator.manual_seed(self._seed + self._rank)  # torch.manual_seed asks every kind of device
         width = LARGE_WIDTH if setup.trial.number % LARGE_EVERY == LARGE_EVERY - 1 else WIDTH
         self.model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, width))
         self._slopes = [torch.linspace(-1.0, 1.0, p.numel()).view(p.shape) for p in self.model.parameters()]
