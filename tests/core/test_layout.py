@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.base.errors import UsageError
-from holdfast.core import bundles
+from holdfast.core import backups, bundles
 from holdfast.core.census import Census
 from holdfast.core.inferred import infer, resized
 from holdfast.core.layout import JobLayout, Mesh, Tensor
@@ -221,11 +221,12 @@ def test_costs_are_the_sums_over_all_bundles_of_all_ranks(job: Job) -> None:
         lonely = [ref for ref in refs if ref.bundle_id in mine and bundles.only_home(ref, topology) is not None]
         replicated[rank] = sum(ref.num_bytes for ref in lonely)
     everything = {ref.bundle_id: ref for refs in job.bundles().values() for ref in refs}.values()
+    placed = backups.place(everything, topology)
     written: Counter[int] = Counter()
     kept: Counter[int | None] = Counter()
     for ref in everything:
         written[node_of[bundles.representative(ref)]] += ref.num_bytes
-        kept[bundles.backup_node(ref, topology)] += ref.num_bytes
+        kept[placed.get(ref.bundle_id)] += ref.num_bytes
     world, nodes = range(topology.world_size), range(len(topology.nodes))
     assert plan.ranks.held == tuple(sum(s.num_bytes for s in job.layout.shards(rank)) for rank in world)
     assert plan.ranks.copied == tuple(copied[rank] for rank in world)
@@ -247,15 +248,16 @@ def test_costs_are_the_sums_over_all_bundles_of_all_ranks(job: Job) -> None:
 def test_any_set_of_lost_nodes_is_reported_exactly(job: Job, data: st.DataObject) -> None:
     plan, node_of = JobPlan(job.layout, job.topology), job.topology.node_of
     gone = data.draw(st.sets(st.sampled_from(range(len(job.topology.nodes)))))
+    everything = {ref.bundle_id: ref for refs in job.bundles().values() for ref in refs}.values()
+    placed = backups.place(everything, job.topology)
     slices = {(t.name, s.ranks): s for t in job.layout.tensors for s in job.layout.slices(t) if s.num_bytes}
     for replicas in (False, True):
         lost: Counter[str] = Counter()
         sizes: Counter[str] = Counter()
         for (name, ranks), part in slices.items():
             homes = {node_of[rank] for rank in ranks}
-            ref = BundleRef("", ranks, 0, 1, 1, "")
-            backup = bundles.backup_node(ref, job.topology)
-            if homes <= gone and not (replicas and backup is not None and backup not in gone):
+            kept = {placed.get(ref.bundle_id) for ref in everything if ref.ranks == ranks and ref.num_bytes}
+            if homes <= gone and not (replicas and None not in kept and kept.isdisjoint(gone)):
                 lost[name] += 1
                 sizes[name] += part.num_bytes
         found = plan.lost(gone, replicas=replicas)

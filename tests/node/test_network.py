@@ -19,12 +19,14 @@ from holdfast.base.errors import ConfigError, Fenced, KeeperError, KeeperLost
 from holdfast.core.commit import Announcement, Kind
 from holdfast.core.ledger import Reports
 from holdfast.core.model import Level, Version
+from holdfast.core.recovery import Facts, choose_version, fetches
 from holdfast.node import messages
+from holdfast.node.client import Located
 from holdfast.node.network import Network
 from holdfast.node.rpc import Caller, dial
 from holdfast.tiers import tcp, wire
 from holdfast.tiers.tls import MAX_UNPROVED_BYTES, Credentials, read_secret
-from node.rig import Rig, eventually, reached, save_all
+from node.rig import Rig, Trainer, eventually, image_of, reached, save_all
 from node.test_nodes import facts_of, reborn, restored
 
 MakeRig = Callable[..., Rig]
@@ -360,3 +362,73 @@ def test_two_thousand_late_reports_of_a_dead_incarnation_have_no_effect(remote_r
         assert rig.status(0)["versions"] == before
     with pytest.raises(Fenced), caller_to(rig.address(0), keeper_hello(rig, incarnation=old), proof(rig)):
         pass
+
+
+# --- replicas
+
+
+def test_after_a_restore_every_bundle_is_in_two_nodes_again_without_being_asked(remote_rig: MakeRig) -> None:
+    rig = remote_rig(num_nodes=3, per_node=2, own_bytes=3 << 20)
+    trainers = rig.start()
+    for step in range(2):
+        version = save_all(trainers, step)
+        reached(trainers, version, Level.REPLICATED)
+    os.kill(rig.pid_of(rig.keeper(1)), signal.SIGKILL)
+    for trainer in trainers:
+        trainer.client.close()
+    rig.next_incarnation(version)
+    back = [reborn(rig, rank) for rank in range(6)]
+    facts = facts_of(rig, back[0].client.inventory())
+    assert all(restored(trainer, facts)[0] == version for trainer in back)
+    for trainer in back:
+        trainer.client.release()
+        trainer.client.resume(rig.incarnation, version)
+
+    bundles = {bundle.bundle_id for trainer in back for bundle in trainer.bundles}
+
+    def whole() -> bool:
+        copies = {(c.seal.bundle_id, c.node) for c in back[0].client.inventory().copies if c.version == version}
+        return all(sum(name == bundle for name, _ in copies) >= 2 for bundle in bundles)
+
+    eventually(whole)
+    assert rig.status(0)["replication"]["pulled_bytes"] > 0  # of the node that came back empty: it saved nothing yet
+
+
+def test_what_is_sent_is_what_one_node_holds_and_the_status_says_so(remote_rig: MakeRig) -> None:
+    rig = remote_rig(num_nodes=3, per_node=2, own_bytes=1 << 20)
+    trainers = rig.start()
+    for step in range(3):
+        version = save_all(trainers, step)
+        reached(trainers, version, Level.REPLICATED)
+    lonely = 2 * rig.own_bytes  # two ranks a node; what they share has twins
+    facts = [rig.status(node)["replication"] for node in range(3)]
+    images = {bundle.bundle_id: image_of(bundle, 0) for trainer in trainers for bundle in trainer.bundles}
+    sent = sum(len(image) for trainer in trainers for bundle in trainer.mine for image in [images[bundle.bundle_id]]
+               if len(bundle.ranks) == 1)  # fmt: skip
+    assert [row["unique_bytes"] for row in facts] == [lonely] * 3
+    assert [row["kept_bytes"] for row in facts] == [lonely] * 3
+    assert sum(row["sent_bytes"] for row in facts) == 3 * sent
+    assert sum(row["pulled_bytes"] for row in facts) == 3 * sent
+    assert [row["behind_versions"] for row in facts] == [0] * 3
+
+
+def obtained(trainer: Trainer, facts: Facts) -> list[Located]:
+    choice = choose_version(facts).value
+    assert choice is not None
+    return trainer.client.obtain(choice.version, fetches(choice, trainer.rank, facts), timeout_s=20)
+
+
+def test_a_bound_on_replicas_delays_them_and_no_restore(remote_rig: MakeRig) -> None:
+    rig = remote_rig(num_nodes=2, own_bytes=6 << 20, replicate_bandwidth="4MiB")
+    trainers = rig.start()
+    version = save_all(trainers, 1)
+    reached(trainers, version, Level.CAPTURED)
+    reached(trainers, version, Level.REPLICATED)
+    assert rig.status(0)["replication"]["last_seconds"] > 1.0  # 6 MiB at 4 MiB/s, a burst allowed
+    os.kill(rig.pid_of(rig.keeper(1)), signal.SIGKILL)
+    for trainer in trainers:
+        trainer.client.close()
+    rig.next_incarnation(version)
+    back = [reborn(rig, rank) for rank in range(2)]
+    located = obtained(back[1], facts_of(rig, back[1].client.inventory()))
+    assert sum(item.seconds for item in located) < 1.0

@@ -12,6 +12,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from holdfast.core import backups
 from holdfast.core.model import Bundle, BundleRef, Piece, RankLayout, Shard, Topology
 
 # A share below this many bytes is not worth a file of its own; a group is cut finer only as far as the ranks of one
@@ -122,20 +123,17 @@ def representative(bundle: Bundle | BundleRef) -> int:
 
 
 def backup_node(bundle: BundleRef, topology: Topology) -> int | None:
-    """The node that keeps a replica of a bundle held in one node only: the next one round, else None.
+    """The node that keeps a replica of a bundle held in one node only, where all nodes hold about as much; else None.
 
-    A bundle that twins on two nodes hold needs no replica.
+    Where they do not, only the whole table tells: `backups.place`, which every keeper goes by.
     """
     home = only_home(bundle, topology)
-    if home is None or len(topology.nodes) < 2:
-        return None
-    return (home + 1) % len(topology.nodes)
+    return None if home is None or len(topology.nodes) < 2 else backups.next_node(home, topology)
 
 
 def only_home(bundle: BundleRef, topology: Topology) -> int | None:
     """The node that all members of the bundle's group live on; None if they live on several."""
-    home = topology.node_of[bundle.ranks[0]]
-    return home if all(topology.node_of[rank] == home for rank in bundle.ranks) else None
+    return backups.only_home(bundle, topology)
 
 
 def lonely(shards: Iterable[Shard], topology: Topology) -> list[Shard]:

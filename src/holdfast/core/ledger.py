@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.core import bundles, commit, slots, takeover
+from holdfast.core import backups, bundles, commit, slots, takeover
 from holdfast.core.commit import Announcement, Heard, Kind, PartReport, RankReport, WriteFailure
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Decision, Level, RankLayout, Seal, Topology, Version
@@ -241,11 +241,18 @@ class NodeLedger:
         """(home node, rank whose slot holds it, bundle) for every bundle that this node keeps a replica of."""
         layout = self._local(version).layout
         if layout not in self._replicate:
-            kept = (r for r in self.table_of(version) if bundles.backup_node(r, self.topology) == self.node)
-            placed = ((ref, self.topology.node_of[ref.ranks[0]]) for ref in kept)
-            plan = ((home, bundles.capturer(ref, home, self.topology), ref) for ref, home in placed)
+            table = self.table_of(version)
+            placed = backups.place(table, self.topology)
+            kept = (ref for ref in table if placed.get(ref.bundle_id) == self.node)
+            homes = ((ref, self.topology.node_of[ref.ranks[0]]) for ref in kept)
+            plan = ((home, bundles.capturer(ref, home, self.topology), ref) for ref, home in homes)
             self._replicate[layout] = tuple((home, rank, ref) for home, rank, ref in plan if rank is not None)
         return self._replicate[layout]
+
+    def unique_bytes(self, version: Version) -> int:
+        """Bytes of `version` that live in this node only, replicas not counted."""
+        table = self.table_of(version)
+        return sum(ref.num_bytes for ref in table if backups.only_home(ref, self.topology) == self.node)
 
     def replicated(self, version: Version, bundle_ids: Iterable[str]) -> None:
         """Replicas of these bundles are sealed here."""

@@ -167,10 +167,17 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Who runs where: `node_of[rank]` is the index of the rank's node in `nodes` (labels, in order of first rank)."""
+    """Who runs where: `node_of[rank]` is the index of the rank's node in `nodes` (labels, in order of first rank).
+
+    Attributes:
+        racks: label of each node's rack; empty if nobody said.
+        backups: index of the node that was named to keep each node's replicas, -1 where none was; empty if none at all.
+    """
 
     nodes: tuple[str, ...]
     node_of: tuple[int, ...]
+    racks: tuple[str, ...] = ()
+    backups: tuple[int, ...] = ()
 
     @property
     def world_size(self) -> int:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast.core import bundles
+from holdfast.core import backups, bundles
 from holdfast.core.census import Census
 from holdfast.core.layout import JobLayout, offsets
 from holdfast.core.model import BundleRef, Topology
@@ -86,9 +86,11 @@ class JobPlan:
         self.topology = topology
         self.census = Census(layout)
         self._sizes = [kind.num_bytes for kind in self.census.kinds]
-        # What each node keeps a replica of: the nodes that it lives on.
-        self._kept_for: list[list[int]] = [[] for _ in topology.nodes]
-        self._first_rank = {home: rank for rank, home in reversed(list(enumerate(topology.node_of)))}
+        # What each node keeps replicas of: bytes by the rank that captures them.
+        self._kept: list[Counter[int]] = [Counter() for _ in topology.nodes]
+        self._backups: list[backups.Shares] = []
+        # Of groups that live in a node whose replicas are spread: the nodes that keep their shares.
+        self._spread: dict[tuple[int, ...], set[int]] = {}
         self._shares: dict[tuple[int, int], list[tuple[int, int]]] = {}
         world, nodes = range(topology.world_size), range(len(topology.nodes))
         ledger = _Ledger(
@@ -116,14 +118,12 @@ class JobPlan:
     def slots(self, node: int, num_slots: int) -> list[int]:
         """Payload bytes of every slot of a node: its ranks' own, and two for each rank it keeps replicas of."""
         own = [self.ranks.copied[rank] for rank in self.topology.ranks_on(node)]
-        sources = (rank for home in self._kept_for[node] for rank in self.topology.ranks_on(home))
-        kept = [self.ranks.replicated[rank] for rank in sources]
-        return [size for size in own for _ in range(num_slots)] + [size for size in kept if size for _ in range(2)]
+        kept = [size for _, size in sorted(self._kept[node].items()) if size]
+        return [size for size in own for _ in range(num_slots)] + [size for size in kept for _ in range(2)]
 
     def backup(self, node: int) -> int | None:
-        """The node that keeps the replica of what lives in `node` only; None if there is no other."""
-        only = BundleRef("", (self._first_rank[node],), 0, 1, 0, "")
-        return bundles.backup_node(only, self.topology)
+        """The node that keeps the (first) replicas of what lives in `node` only; None if there is no other."""
+        return self._backups[node][0][0] if self._backups else None
 
     def alone_on(self, node: int) -> list[str]:
         """The tensors of which a part lives in `node` only, sorted: unprotected, but for a replica."""
@@ -148,7 +148,7 @@ class JobPlan:
         found: Counter[int] = Counter()
         for members, kind in self._groups():
             homes = {self.topology.node_of[rank] for rank in members}
-            if homes <= gone and not (replicas and len(homes) == 1 and self._survives(min(homes), gone)):
+            if homes <= gone and not (replicas and len(homes) == 1 and self._survives(members, min(homes), gone)):
                 found[kind] += 1
         return self._losses(found)
 
@@ -157,9 +157,9 @@ class JobPlan:
         gone = set(ranks)
         return self._losses(Counter(kind for members, kind in self._groups() if gone.issuperset(members)))
 
-    def _survives(self, home: int, gone: Collection[int]) -> bool:
+    def _survives(self, members: Sequence[int], home: int, gone: Collection[int]) -> bool:
         backup = self.backup(home)
-        return backup is not None and backup not in gone
+        return backup is not None and self._spread.get(tuple(members), {backup}).isdisjoint(gone)
 
     def _losses(self, kinds: Counter[int]) -> tuple[Loss, ...]:
         slices: Counter[str] = Counter()
@@ -232,12 +232,33 @@ class JobPlan:
         for rank, home in enumerate(self.topology.node_of):
             copied[home] += ledger.copied[rank]
             alone[home] += ledger.replicated[rank]
-        for home, num_bytes in enumerate(alone):
-            backup = self.backup(home) if num_bytes else None
-            if backup is not None:
-                kept[backup] += num_bytes
-                self._kept_for[backup].append(home)
+        if num_nodes > 1:
+            self._backups = backups.shares(alone, self.topology)
+            for rank, home in enumerate(self.topology.node_of):
+                if len(self._backups[home]) == 1:
+                    self._kept[self._backups[home][0][0]][rank] += ledger.replicated[rank]
+            if any(len(shares) > 1 for shares in self._backups):
+                self._spread_replicas()
+            kept = [counter.total() for counter in self._kept]
         return NodeCosts(tuple(copied), tuple(ledger.written), tuple(kept), tuple(alone))
+
+    def _spread_replicas(self) -> None:
+        """Nodes whose bytes go to several: their bundles one by one, as `backups.place` deals them."""
+        lonely: dict[int, list[BundleRef]] = {}
+        for members, kind in self._groups():
+            homes = {self.topology.node_of[rank] for rank in members}
+            if len(homes) == 1 and len(self._backups[home := min(homes)]) > 1:
+                ranks = tuple(members)
+                count = bundles.num_shares(ranks, self._sizes[kind], self.topology) if len(ranks) > 1 else 1
+                for index, num_bytes in self._shares_of(kind, count):
+                    lonely.setdefault(home, []).append(BundleRef("", ranks, index, count, num_bytes, ""))
+        for home, refs in lonely.items():
+            refs.sort(key=lambda ref: (ref.ranks, ref.index))
+            for ref, node in backups.deal(refs, self._backups[home]):
+                self._spread.setdefault(ref.ranks, set()).add(node)
+                rank = bundles.capturer(ref, home, self.topology)
+                if rank is not None:
+                    self._kept[node][rank] += ref.num_bytes
 
 
 def _dealt(shares: Sequence[tuple[int, int]], count: int, num_local: int) -> Counter[int]:

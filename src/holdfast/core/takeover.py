@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.core import bundles
+from holdfast.core import backups, bundles
 from holdfast.core.model import BundleRef, Topology, Version
 
 # Writers of one bundle. If this many nodes fail one after the other the version stays where it is.
@@ -57,25 +57,28 @@ class Order:
 
 
 def line(ref: BundleRef, topology: Topology) -> tuple[int, ...]:
-    """The nodes that may write the bundle, in order."""
-    return _line(ref, tuple(sorted({topology.node_of[rank] for rank in ref.ranks})), topology)
+    """The nodes that may write the bundle, in order, where all nodes hold about as much (see core.backups)."""
+    homes = tuple(sorted({topology.node_of[rank] for rank in ref.ranks}))
+    return _line(ref, homes, topology, bundles.backup_node(ref, topology))
 
 
-def _line(ref: BundleRef, homes: Sequence[int], topology: Topology) -> tuple[int, ...]:
+def _line(ref: BundleRef, homes: Sequence[int], topology: Topology, backup: int | None) -> tuple[int, ...]:
     first = homes.index(topology.node_of[bundles.representative(ref)])
     order = [*homes[first:], *homes[:first]]
-    backup = bundles.backup_node(ref, topology)
     return tuple(order[:MAX_LINE] if backup is None else [*order, backup])
 
 
 def parts(table: Iterable[BundleRef], topology: Topology) -> tuple[Part, ...]:
     """The parts of a version's manifest, determined by its table alone."""
+    table = tuple(table)
+    placed = backups.place(table, topology)
     homes: dict[tuple[int, ...], tuple[int, ...]] = {}  # groups recur
     lines: dict[tuple[int, ...], list[BundleRef]] = {}
     for ref in table:
         if ref.ranks not in homes:
             homes[ref.ranks] = tuple(sorted({topology.node_of[rank] for rank in ref.ranks}))
-        lines.setdefault(_line(ref, homes[ref.ranks], topology), []).append(ref)
+        order = _line(ref, homes[ref.ranks], topology, placed.get(ref.bundle_id))
+        lines.setdefault(order, []).append(ref)
     return tuple(
         Part(index, key, tuple(sorted(lines[key], key=lambda ref: ref.bundle_id)))
         for index, key in enumerate(sorted(lines))

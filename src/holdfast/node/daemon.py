@@ -35,6 +35,7 @@ from holdfast.node.messages import (
 from holdfast.node.network import Network, open_door
 from holdfast.node.obtain import Obtainer
 from holdfast.node.operations import Operations, Parts, Reply, require_role
+from holdfast.node.pace import Pace
 from holdfast.node.peers import PeerDesk
 from holdfast.node.persist import Committer, Persister
 from holdfast.node.pieces import Pieces
@@ -96,11 +97,11 @@ class Keeper:
         self._persister = Persister(self._state, vault, self._events, self._activities, self._succession)
         self._pieces = Pieces(self._state, vault, self._events, self._activities)
         self._committer = Committer(self._state, vault, self._events)
-        self._replicator = Replicator(self._state, self._events)
+        self._replicator = Replicator(self._state, self._events, lambda: self._peers.inventory(wide=True))
         self._trainers = Trainers(self._state, self._forget)
         self._saving = Saving(self._state, self._trainers, self._sealer, self._succession)
         self._uplink = Uplink(self._state, lambda assembly: Coordinator(self._state, self._committer, assembly))
-        self._peers = PeerDesk(self._state, lambda: self._uplink.coordinator)
+        self._peers = PeerDesk(self._state, lambda: self._uplink.coordinator, Pace(options.network.bandwidth))
         self._operations = Operations(
             Parts(
                 state=self._state,
@@ -113,6 +114,7 @@ class Keeper:
                 landings=LandingDesk(self._state, landings),
                 peers=self._peers,
                 uplink=self._uplink,
+                replicator=self._replicator,
                 status=self._status,
             )
         )
@@ -238,7 +240,8 @@ class Keeper:
         self._server.wake()
 
     def _status(self) -> dict[str, Any]:
-        return status.report(
+        replication = self._replicator.facts() | {"sent_bytes": self._peers.sent_bytes}
+        return {"replication": replication} | status.report(
             self._state,
             self._events,
             activities=self._activities,

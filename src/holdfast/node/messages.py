@@ -341,12 +341,13 @@ class Ping(Message, tag="ping", frozen=True):
 
 
 class Pull(Message, tag="pull", frozen=True, kw_only=True):
-    """Send bytes [start, start + length) of a sealed image; the reply is Bulk and the bytes."""
+    """Send bytes [start, start + length) of a sealed image; the reply is Bulk and the bytes. `urgent`: without pacing."""
 
     version: Version
     bundle_id: str
     start: int
     length: int
+    urgent: bool = False
 
 
 class Bulk(Message, tag="bulk", frozen=True, kw_only=True):

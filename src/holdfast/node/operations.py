@@ -31,6 +31,7 @@ from holdfast.node.messages import (
 from holdfast.node.obtain import Obtainer, Present
 from holdfast.node.peers import PeerDesk
 from holdfast.node.pieces import Pieces
+from holdfast.node.replicate import Replicator
 from holdfast.node.reserve import Reserve
 from holdfast.node.saving import Saving
 from holdfast.node.server import Answer, Connection
@@ -58,6 +59,7 @@ class Parts:
     landings: LandingDesk
     peers: PeerDesk
     uplink: Uplink
+    replicator: Replicator
     status: Callable[[], dict[str, Any]]
 
 
@@ -127,6 +129,8 @@ class Operations:
 
     def _resume(self, _: Connection, request: messages.Resume) -> Ok:
         self._parts.state.resume(request.incarnation, request.version)
+        if request.version is not None:
+            self._parts.replicator.refill(request.version)
         return Ok(id=request.id)
 
     def _register(self, connection: Connection, request: messages.Register) -> Ok:

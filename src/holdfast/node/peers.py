@@ -20,6 +20,7 @@ from holdfast.node import messages
 from holdfast.node.arena import Held
 from holdfast.node.coordinate import Coordinator
 from holdfast.node.messages import AnyMessage, Bulk, Hello, Inventory, Ok, Seals
+from holdfast.node.pace import Pace
 from holdfast.node.rpc import dial
 from holdfast.node.server import Connection
 from holdfast.node.state import NodeState, greeting
@@ -28,8 +29,8 @@ from holdfast.tiers.format import CHUNK_BYTES
 logger = logging.getLogger(__name__)
 
 PIN = "sending"
-SEND_CHUNK_TIMEOUT_S = 10.0
-# A peer that pinned a slot and asks for nothing this long has its pins taken off.
+SEND_BLOCK_TIMEOUT_S = 10.0
+# A peer that pinned a slot and takes nothing this long has its pins taken off. At 1 Mbit/s a block takes 2 s.
 STALL_S = 3.0
 ASK_PEER_TIMEOUT_S = 3.0
 MAX_AT_ONCE = 32
@@ -40,7 +41,7 @@ class _Sending:
     """What one peer is being sent."""
 
     held: list[Held] = field(default_factory=list)
-    asked_s: float = 0.0
+    moved_s: float = 0.0
 
 
 class PeerDesk:
@@ -49,10 +50,13 @@ class PeerDesk:
     Args:
         state: the keeper's state.
         coordinator: gives the coordinator while this node is it.
+        pace: of what is sent as replicas.
     """
 
-    def __init__(self, state: NodeState, coordinator: Callable[[], Coordinator | None]) -> None:
+    def __init__(self, state: NodeState, coordinator: Callable[[], Coordinator | None], pace: Pace) -> None:
+        self.sent_bytes = 0
         self._state = state
+        self._pace = pace
         self._coordinator = coordinator
         self._sending: dict[Connection, _Sending] = {}
 
@@ -124,7 +128,7 @@ class PeerDesk:
             self._require_present(connection.greeted)
             self._unpin(connection)
             sending = self._sending.setdefault(connection, _Sending())
-            sending.asked_s = time.monotonic()
+            sending.moved_s = time.monotonic()
             for bundle_id in request.bundle_ids:
                 copy = self._state.arena.find(request.version, bundle_id)
                 copies = [copy] if copy else self._state.arena.find_pieces(request.version, Seal(bundle_id, 0, ""))
@@ -147,14 +151,23 @@ class PeerDesk:
             if not (0 <= request.start < end <= length) or request.length > CHUNK_BYTES:
                 raise KeeperError(f"bytes {request.start} to {end} are not a piece of bundle {request.bundle_id}")
             held.pins[PIN] += 1
-            if connection in self._sending:
-                self._sending[connection].asked_s = time.monotonic()
+
+        def before(num_bytes: int) -> None:
+            """A block leaves: the line moves, and the pace is kept."""
+            if not request.urgent:
+                self._pace.wait(num_bytes)
+            sending = self._sending.get(connection)
+            if sending is not None:
+                sending.moved_s = time.monotonic()
+
         try:
             connection.channel.send_bulk(
                 messages.encode(Bulk(id=request.id, length=request.length)),
                 held.slot.view[at : at + request.length],
-                timeout_s=SEND_CHUNK_TIMEOUT_S,
+                timeout_s=SEND_BLOCK_TIMEOUT_S,
+                before=before,
             )
+            self.sent_bytes += request.length
         finally:
             self._state.unpin(held, PIN)
 
@@ -180,7 +193,7 @@ class PeerDesk:
         with self._state.lock:
             for connection, sending in tuple(self._sending.items()):
                 needed = any(held.rank in ranks and not held.replica for held in sending.held)
-                if sending.held and (needed or now - sending.asked_s > STALL_S):
+                if sending.held and (needed or now - sending.moved_s > STALL_S):
                     logger.info("a transfer to node %d yields its slots", connection.greeted.node)
                     connection.channel.abort()
                     self._unpin(connection)

@@ -3,21 +3,27 @@
 One puller per source node, so that a slow one delays nobody else. Newest wins: of versions that wait only the newest
 is pulled. Two replica slots per source rank; the one that holds the newest replicated version is never written, so a
 node that dies in the middle of a transfer costs one version at most. A replica counts when every digest matched.
+
+After a restore the version that all resumed from has lost a copy with every node that was lost. `refill` asks what all
+keepers hold, and pulls what this node is to keep a second copy of, without waiting for the next version.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from holdfast.base.errors import HoldfastError, KeeperLost
 from holdfast.base.events import Events
-from holdfast.core.model import BundleRef, Level, Seal, Version
+from holdfast.core import backups
+from holdfast.core.model import BundleRef, Level, Seal, Topology, Version
+from holdfast.core.recovery import MemoryCopy
 from holdfast.core.slots import Knowledge, SlotState, SlotView, choose_slot
 from holdfast.node.arena import Held
-from holdfast.node.messages import Assembly
+from holdfast.node.messages import Assembly, Inventory
 from holdfast.node.state import NodeState, greeting
 from holdfast.node.transfer import PeerReader, require
 from holdfast.node.worker import Worker
@@ -28,77 +34,162 @@ from holdfast.tiers.memory import ImagePlace
 logger = logging.getLogger(__name__)
 
 NUM_REPLICA_SLOTS = 2
+# Captured versions whose time is remembered for the lag.
+MAX_WATCHED = 64
 _PIN = "receiving"
 
 
-class Replicator:
-    """Pulls the replicas that this node keeps."""
+@dataclass(frozen=True, slots=True)
+class _Pull:
+    """What is to be pulled from one node: bundles by the rank whose slot holds them."""
 
-    def __init__(self, state: NodeState, events: Events) -> None:
+    version: Version
+    wanted: Mapping[int, tuple[BundleRef, ...]]
+
+    @property
+    def bundle_ids(self) -> list[str]:
+        return [ref.bundle_id for refs in self.wanted.values() for ref in refs]
+
+
+class Replicator:
+    """Pulls the replicas that this node keeps.
+
+    Args:
+        survey: what all keepers hold, asked from each; used by `refill`.
+    """
+
+    def __init__(self, state: NodeState, events: Events, survey: Callable[[], Inventory]) -> None:
         self._state = state
         self._events = events
-        self._pullers: dict[int, Worker[Version]] = {}
-        self._failed: dict[int, Version] = {}
+        self._survey = survey
+        self._pullers: dict[int, Worker[_Pull]] = {}
+        self._failed: dict[int, _Pull] = {}
+        self._filled: tuple[int, Version] | None = None
+        self._unfilled: Version | None = None
+        self._filler: Worker[Version] = Worker("holdfast refill", self._refill, self._fault("refill"))
+        self._captured_s: dict[Version, float] = {}
+        self._last = (0, 0.0)
+        self._pulled_bytes = 0
         self._stopping = False
 
     def put(self, version: Version) -> None:
         """A version was captured: pulls what this node keeps of it. Under the state's lock."""
         if self._stopping:
             return
-        for home in {home for home, _, _ in self._state.need_ledger().to_replicate(version)}:
-            if home not in self._pullers:
-                name = f"holdfast puller {home}"
-                on_fault = partial(self._state.alarm, f"replica of node {home}")
-                self._pullers[home] = Worker(name, partial(self._pull, home), on_fault)
-            self._failed.pop(home, None)
-            self._pullers[home].replace(version)
+        plan: dict[int, dict[int, list[BundleRef]]] = {}
+        for home, rank, ref in self._state.need_ledger().to_replicate(version):
+            plan.setdefault(home, {}).setdefault(rank, []).append(ref)
+        for home, wanted in plan.items():
+            self._queue(home, version, wanted)
+        self._captured_s[version] = time.monotonic()
+        while len(self._captured_s) > MAX_WATCHED:
+            del self._captured_s[min(self._captured_s)]
+
+    def _queue(self, home: int, version: Version, wanted: Mapping[int, Sequence[BundleRef]]) -> None:
+        if home not in self._pullers:
+            work = partial(self._pull, home)
+            self._pullers[home] = Worker(f"holdfast puller {home}", work, self._fault(f"replica of node {home}"))
+        self._failed.pop(home, None)
+        self._pullers[home].replace(_Pull(version, {rank: tuple(refs) for rank, refs in wanted.items()}))
+
+    def _fault(self, what: str) -> Callable[[str], None]:
+        return partial(self._state.alarm, what)
 
     def tick(self) -> None:
         """Pulls again what failed, as long as nothing newer was captured and nobody else made it good."""
         with self._state.lock:
             ledger, failed = self._state.ledger, self._failed
-            self._failed = {}
+            unfilled, self._failed, self._unfilled = self._unfilled, {}, None
             if ledger is None or self._stopping:
                 return
-            for home, version in failed.items():
-                if Level.REPLICATED not in ledger.standing(version)[0]:
-                    self._pullers[home].replace(version)
+            for home, pull in failed.items():
+                if Level.REPLICATED not in ledger.standing(pull.version)[0]:
+                    self._queue(home, pull.version, pull.wanted)
+            if unfilled is not None and unfilled == self._state.resumed:
+                self._filler.replace(unfilled)
+
+    # --- after a restore
+
+    def refill(self, version: Version) -> None:
+        """All ranks resumed from `version`: its lost copies are made again."""
+        with self._state.lock:
+            asked = (self._state.incarnation, version)  # every local rank says so
+            if not self._stopping and self._filled != asked:
+                self._filled = asked
+                self._filler.replace(version)
+
+    def _refill(self, version: Version) -> None:
+        found = self._survey()
+        with self._state.lock:
+            ledger = self._state.ledger
+            if ledger is None or version != self._state.resumed or ledger.newest(Level.REPLICATED) is not None:
+                return  # by now something newer is in two nodes
+            table = dict(found.tables).get(version, ())
+            plan = to_refill(version, table, found.copies, ledger.topology, ledger.node)
+            for home, wanted in plan.items():
+                self._queue(home, version, wanted)
+            if found.silent:
+                self._unfilled = version  # who did not answer may hold, or lack, a copy: asked again at the next tick
+        if plan:
+            logger.info("%s is made whole again: %d nodes hold what has one copy", version, len(plan))
 
     def leave(self) -> None:
         """Drops what waits, and what is to be pulled again: the job it is for is over. Under the state's lock."""
-        self._failed = {}
+        self._failed, self._filled, self._unfilled = {}, None, None
+        self._captured_s.clear()
+        self._filler.clear()
         for puller in self._pullers.values():
             puller.clear()
 
     @property
     def idle(self) -> bool:
         """Whether nothing is being pulled. Under the state's lock."""
-        return all(puller.idle for puller in self._pullers.values())
+        return self._filler.idle and all(puller.idle for puller in self._pullers.values())
 
     def stop(self) -> None:
         """Ends the pullers."""
         with self._state.lock:
             self._stopping = True
             pullers = list(self._pullers.values())
+        self._filler.stop()
         for puller in pullers:
             puller.stop()
 
-    def _pull(self, home: int, version: Version) -> None:
-        state = self._state
+    def facts(self) -> dict[str, float]:
+        """For the status page. `lag_s`: age of the oldest captured version that nothing in two nodes has overtaken."""
+        with self._state.lock:
+            ledger, now = self._state.ledger, time.monotonic()
+            safe = ledger.newest(Level.REPLICATED) if ledger else None
+            newest = ledger.newest(Level.CAPTURED) if ledger else None
+            late = [at for version, at in self._captured_s.items() if safe is None or version > safe]
+            return {
+                "unique_bytes": ledger.unique_bytes(newest) if ledger and newest else 0,
+                "kept_bytes": sum(ref.num_bytes for _, _, ref in ledger.to_replicate(newest))
+                if ledger and newest
+                else 0,
+                "pulled_bytes": self._pulled_bytes,
+                "last_bytes": self._last[0],
+                "last_seconds": self._last[1],
+                "behind_versions": len(late),
+                "lag_s": now - min(late) if late else 0.0,
+            }
+
+    # --- the pullers
+
+    def _pull(self, home: int, pull: _Pull) -> None:
+        state, version = self._state, pull.version
         with state.lock:
             ledger, assembly = state.ledger, state.assembly
-            if ledger is None or assembly is None or version.incarnation != ledger.incarnation:
+            if ledger is None or assembly is None:
                 return
-            wanted: dict[int, list[BundleRef]] = {}
-            for source, rank, ref in ledger.to_replicate(version):
-                if source == home:
-                    wanted.setdefault(rank, []).append(ref)
+            if version.incarnation != ledger.incarnation and version != state.resumed:
+                return
         started = time.perf_counter()
         try:
             hello = greeting(state, assembly)
             peer = PeerReader(assembly.addresses[home], hello, lambda: self._is_over(assembly), state.security)
             try:
-                size = sum(self._pull_rank(peer, version, rank, refs) for rank, refs in wanted.items())
+                size = sum(self._pull_rank(peer, version, rank, refs) for rank, refs in pull.wanted.items())
             finally:
                 peer.close()
         except HoldfastError as error:
@@ -106,11 +197,12 @@ class Replicator:
             state.alarm(f"replica of node {home}", f"no replica of {version}: {error}")
             with state.lock:
                 if self._pullers[home].is_last:
-                    self._failed[home] = version
+                    self._failed[home] = pull
             return
         state.calm(f"replica of node {home}")
-        state.replicated(version, [ref.bundle_id for refs in wanted.values() for ref in refs])
+        state.replicated(version, pull.bundle_ids)
         seconds = time.perf_counter() - started
+        self._last, self._pulled_bytes = (size, seconds), self._pulled_bytes + size
         self._events.emit("node.replicated", version=str(version), home=home, size_bytes=size, seconds=seconds)
         self._events.count("replicated_bytes", size)
 
@@ -180,6 +272,33 @@ class Replicator:
             newest = max(sealed, default=None)
         useless = frozenset(view.version for view in views if view.version is not None and view.version != newest)
         return Knowledge(newest, useless | ledger.knowledge.abandoned, ledger.knowledge.lineage)
+
+
+def to_refill(
+    version: Version,
+    table: Sequence[BundleRef],
+    copies: Iterable[MemoryCopy],
+    topology: Topology,
+    node: int,
+) -> dict[int, dict[int, list[BundleRef]]]:
+    """What `node` pulls so that every bundle of `version` is in two nodes: holder -> rank -> bundles.
+
+    A bundle of which several nodes hold a copy, or none, is left alone.
+    """
+    holders: dict[str, dict[int, int | None]] = {}
+    for copy in copies:
+        if copy.version == version:
+            holders.setdefault(copy.seal.bundle_id, {}).setdefault(copy.node, copy.rank)
+    plan: dict[int, dict[int, list[BundleRef]]] = {}
+    for ref in table:
+        held = holders.get(ref.bundle_id, {})
+        if len(held) != 1 or len(topology.nodes) < 2:
+            continue
+        ((holder, rank),) = held.items()
+        # Not where the plan of a whole job would put it, if that is where its only copy is.
+        if backups.next_node(holder, topology) == node:
+            plan.setdefault(holder, {}).setdefault(ref.ranks[0] if rank is None else rank, []).append(ref)
+    return plan
 
 
 def _lay_out(refs: Sequence[BundleRef], seals: Sequence[Seal]) -> tuple[list[ImagePlace], int]:

@@ -165,7 +165,7 @@ class Sources:
         if assembly is None or not 0 <= node < len(assembly.addresses):
             raise KeeperError(f"node {node} is not part of the job")
         return PeerReader(
-            assembly.addresses[node], greeting(self._state, assembly), self._stopping, self._state.security
+            assembly.addresses[node], greeting(self._state, assembly), self._stopping, self._state.security, urgent=True
         )
 
 

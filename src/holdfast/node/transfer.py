@@ -1,13 +1,14 @@
 """Pulling images from another keeper, straight into a slot, every chunk checked as it arrives.
 
-One plain connection, one request at a time: the receiver asks, so it alone decides the pace, and the sender keeps no
-state but a pin on the slot. Used for replicas and for restoring.
+One connection: the receiver asks for pieces, a few ahead, and the sender answers them in order, so nothing is queued
+that was not asked for, and the sender keeps no state but a pin on the slot. Used for replicas and for restoring.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 
 from holdfast.base.errors import CorruptError, KeeperError, KeeperLost, VersionNotFound
 from holdfast.core.model import Seal, Version
@@ -31,7 +32,15 @@ from holdfast.node.messages import (
 from holdfast.tiers import format as image_format
 from holdfast.tiers import wire
 
-# A peer that does not deliver 8 MiB within this is as good as dead.
+# Small enough that a slow line shows progress, large enough that asking costs nothing.
+PIECE_BYTES = 2 << 20
+# Asked for before the first of them is here, so that the line is never idle while we check what came.
+PIECES_AHEAD = 4
+# Checked right after it came, while it is in the cache of the core that received it.
+BLOCK_BYTES = 256 << 10
+# A peer that does not deliver a block within this is as good as dead. At 1 Mbit/s a block takes 2 s.
+BLOCK_TIMEOUT_S = 10.0
+# The same of a whole chunk that is handed on while it still arrives there.
 CHUNK_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 5.0
 # A peer that hands on what arrives there, and where nothing at all arrives for so long, is given up.
@@ -45,16 +54,24 @@ class PeerReader:
         address: of the keeper.
         hello: the greeting of this one.
         stopping: asked before each chunk.
-        security: what proves us, where the address is on another machine.
+        security: what proves us, where the address is on another node.
+        urgent: somebody waits for it (a restore): the sender does not pace it.
 
     Raises:
         KeeperLost: nobody answers there. Fenced: we belong to the past. KeeperError: it serves another job.
     """
 
     def __init__(
-        self, address: str, hello: Hello, stopping: Callable[[], bool], security: wire.Security | None = None
+        self,
+        address: str,
+        hello: Hello,
+        stopping: Callable[[], bool],
+        security: wire.Security | None = None,
+        *,
+        urgent: bool = False,
     ) -> None:
         self._stopping = stopping
+        self._urgent = urgent
         self._channel = wire.connect(address, timeout_s=ANSWER_TIMEOUT_S, security=security)
         try:
             reply = self._ask(hello)
@@ -82,11 +99,8 @@ class PeerReader:
         """
         where = f"{version} of {self._channel.where}"
         image_format.check_length(len(view), seal, where)
-        digests = []
-        for index, chunk in enumerate(image_format.chunks(view)):
-            digests.append(self._read_chunk(version, seal, index, chunk))
-            progress(len(chunk))
-        if image_format.image_digest(tuple(digests)) != seal.digest:
+        digests = self._read(version, seal, 0, view, progress)
+        if image_format.image_digest(digests) != seal.digest:
             raise CorruptError(f"image {seal.bundle_id} differs from its seal", where=where)
 
     def read_chunks_into(
@@ -99,23 +113,56 @@ class PeerReader:
         """
         if image_format.image_digest(seal.chunk_digests) != seal.digest:
             raise CorruptError(f"the seal of image {seal.bundle_id} does not prove its chunks", where=str(version))
-        for index, chunk in enumerate(image_format.chunks(view), first):
-            self._read_chunk(version, seal, index, chunk)
-            progress(len(chunk))
+        self._read(version, seal, first, view, progress)
 
-    def _read_chunk(self, version: Version, seal: Seal, index: int, chunk: memoryview) -> str:
+    def _read(
+        self, version: Version, seal: Seal, first: int, view: memoryview, progress: Callable[[int], None]
+    ) -> tuple[str, ...]:
+        """Reads and proves the chunks from number `first` on; their digests."""
         where = f"{version} of {self._channel.where}"
-        if self._stopping():
-            raise KeeperLost("this keeper stops, or its job is over", where=where)
-        start = index * image_format.CHUNK_BYTES
-        request = Pull(id=1, version=version, bundle_id=seal.bundle_id, start=start, length=len(chunk))
-        reply = self._ask(request)
-        if not isinstance(reply, Bulk) or reply.length != len(chunk):
-            raise KeeperError("the peer sent another piece than was asked for", where=where)
-        self._channel.receive_bulk(chunk, timeout_s=CHUNK_TIMEOUT_S)
-        digest = image_format.chunk_digest(chunk)
-        image_format.check_chunk(index, digest, seal, where)
-        return digest
+        digests: list[str] = []
+        view, digest, begin = view.cast("B"), image_format.start_digest(), 0
+        for piece, length in self._pieces(version, seal, first * image_format.CHUNK_BYTES, len(view)):
+            end = piece + length
+            for start in range(piece, end, BLOCK_BYTES):
+                block = view[start : min(start + BLOCK_BYTES, end)]
+                self._channel.receive_bulk(block, timeout_s=BLOCK_TIMEOUT_S)
+                digest.update(block)
+            if end % image_format.CHUNK_BYTES == 0 or end == len(view):
+                image_format.check_chunk(first + len(digests), digest.hexdigest(), seal, where)
+                digests.append(digest.hexdigest())
+                digest.reset()
+                progress(end - begin)
+                begin = end
+        return tuple(digests)
+
+    def _pieces(self, version: Version, seal: Seal, offset: int, size: int) -> Iterator[tuple[int, int]]:
+        """Start and length of each piece of the `size` bytes from `offset` on, in order, its bytes next on the line.
+
+        The pieces behind it are asked for already.
+        """
+        starts = iter(range(0, size, PIECE_BYTES))
+        asked: deque[tuple[int, Pull]] = deque()
+        while True:
+            while len(asked) < PIECES_AHEAD and (start := next(starts, None)) is not None:
+                pull = Pull(
+                    id=start // PIECE_BYTES + 1,
+                    version=version,
+                    bundle_id=seal.bundle_id,
+                    start=offset + start,
+                    length=min(PIECE_BYTES, size - start),
+                    urgent=self._urgent,
+                )
+                asked.append((start, pull))
+                self._channel.send(encode(pull), timeout_s=ANSWER_TIMEOUT_S)
+            if not asked:
+                return
+            if self._stopping():
+                raise KeeperLost("this keeper stops, or its job is over", where=self._channel.where)
+            (start, pull), reply = asked.popleft(), self._answer()
+            if not isinstance(reply, Bulk) or (reply.id, reply.length) != (pull.id, pull.length):
+                raise KeeperError("the peer sent another piece than was asked for", where=self._channel.where)
+            yield start, pull.length
 
     def read_landing_into(
         self,
@@ -180,6 +227,9 @@ class PeerReader:
 
     def _ask(self, request: Message) -> AnyMessage:
         self._channel.send(encode(request), timeout_s=ANSWER_TIMEOUT_S)
+        return self._answer()
+
+    def _answer(self) -> AnyMessage:
         try:
             body, fds = self._channel.receive(timeout_s=ANSWER_TIMEOUT_S)
         except TimeoutError as error:

@@ -36,9 +36,10 @@ MAX_FRAME_BYTES = 16 << 20
 MAX_HELLO_BYTES = 1 << 10
 HELLO_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 64
-MAX_DESCRIPTORS = 16
+MAX_DESCRIPTORS = 250  # the kernel takes 253; a rank that comes back may need many slots of its node at once
 MAX_UNIX_PATH = 107  # sun_path without its closing zero
-BULK_BLOCK_BYTES = 1 << 20
+BULK_BLOCK_BYTES = 256 << 10
+MAX_RECEIVE_BYTES = 4 << 20
 
 SHARE = "give every node of the job the same secret file, and an address to listen on"
 
@@ -246,7 +247,7 @@ class Channel:
     def _fill(self, view: memoryview, deadline: float) -> None:
         while view:
             try:
-                count = self._link.receive_into(view[: 4 * BULK_BLOCK_BYTES])
+                count = self._link.receive_into(view[:MAX_RECEIVE_BYTES])
             except Blocked as blocked:
                 if not self._wait(blocked.events, deadline - time.monotonic()):
                     raise KeeperError("the peer did not finish its frame in time", where=self.where) from None

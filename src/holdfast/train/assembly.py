@@ -86,7 +86,9 @@ def assemble(group: Ranks, root: str, config: Config, *, storage: Storage, link:
 def _meet(group: Ranks, root: str, config: Config) -> Topology:
     """Who runs where."""
     place = place_of(root, config)
-    rows = agree.gather_json(group, [absolute_root(root), config.run_id, place.node])
+    rows = agree.gather_json(
+        group, [absolute_root(root), config.run_id, place.node, config.rack_label, config.backup_node]
+    )
     different = sorted({(row[0], row[1]) for row in rows})
     if len(different) > 1:
         raise UsageError(
@@ -94,7 +96,28 @@ def _meet(group: Ranks, root: str, config: Config) -> Topology:
             remedy="give every rank the same path and run id",
         )
     nodes = tuple(dict.fromkeys(row[2] for row in rows))
-    return Topology(nodes, tuple(nodes.index(row[2]) for row in rows))
+    firsts = [next(row for row in rows if row[2] == node) for node in nodes]
+    racks = tuple(row[3] for row in firsts)
+    return Topology(
+        nodes,
+        tuple(nodes.index(row[2]) for row in rows),
+        racks if any(racks) else (),
+        _named_backups(nodes, [row[4] for row in firsts]),
+    )
+
+
+def _named_backups(nodes: tuple[str, ...], names: list[str]) -> tuple[int, ...]:
+    """The nodes that were named as backups, by index.
+
+    Raises:
+        UsageError: a name that no node of the job bears, or a node's own.
+    """
+    for node, name in zip(nodes, names, strict=True):
+        if name and (name not in nodes or name == node):
+            raise UsageError(
+                f"node {node} names {name!r} as its backup", remedy=f"name another node of the job: {', '.join(nodes)}"
+            )
+    return tuple(nodes.index(name) if name else -1 for name in names) if any(names) else ()
 
 
 def _addresses(group: Ranks, topology: Topology, link: Link) -> tuple[str, ...]:

@@ -1,0 +1,120 @@
+"""Backup nodes: never the home, never its rack, equal loads, few pairs; for any number of nodes."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.core import backups
+from holdfast.core.model import BundleRef, Topology
+
+CASES = settings(max_examples=150, deadline=None)
+MIB = 1 << 20
+
+
+def job(
+    sizes: list[list[int]], racks: tuple[str, ...] = (), named: tuple[int, ...] = ()
+) -> tuple[list[BundleRef], Topology]:
+    """One rank a node; `sizes[node]` are the bytes of the bundles that live there only."""
+    topology = Topology(tuple(f"n{i}" for i in range(len(sizes))), tuple(range(len(sizes))), racks, named)
+    refs = [
+        BundleRef(f"b{node}-{index}", (node,), index, len(mine), size, "f")
+        for node, mine in enumerate(sizes)
+        for index, size in enumerate(mine)
+    ]
+    return refs, topology
+
+
+def loads(refs: list[BundleRef], placed: dict[str, int], num_nodes: int) -> list[int]:
+    kept = Counter()
+    for ref in refs:
+        kept[placed[ref.bundle_id]] += ref.num_bytes
+    return [kept[node] for node in range(num_nodes)]
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 5, 7, 64])
+def test_equal_nodes_keep_the_replicas_of_the_one_before(num_nodes: int) -> None:
+    refs, topology = job([[4 * MIB] * 3] * num_nodes)
+    placed = backups.place(refs, topology)
+    assert {placed[ref.bundle_id] - ref.ranks[0] for ref in refs} <= {1, 1 - num_nodes}
+    assert len(set(loads(refs, placed, num_nodes))) == 1
+
+
+def test_one_node_has_no_backup_and_twins_need_none() -> None:
+    refs, topology = job([[1]])
+    assert backups.place(refs, topology) == {}
+    topology = Topology(("a", "b"), (0, 1))
+    assert backups.place([BundleRef("twins", (0, 1), 0, 1, 9, "f")], topology) == {}
+
+
+@CASES
+@given(st.lists(st.integers(0, 60), min_size=2, max_size=12))
+def test_loads_are_equal_wherever_they_can_be(counts: list[int]) -> None:
+    """Nodes of any sizes, of bundles of 1 MiB: no load is above the mean by a tenth and a bundle of each pair."""
+    refs, topology = job([[MIB] * count for count in counts])
+    placed = backups.place(refs, topology)
+    assert all(placed[ref.bundle_id] != ref.ranks[0] for ref in refs)
+    kept = loads(refs, placed, len(counts))
+    mean, largest = sum(counts) * MIB / len(counts), max(counts) * MIB
+    others = (sum(counts) * MIB - largest) / 1
+    if len(counts) > 2 and largest + mean <= sum(counts) * MIB:  # else one node holds more than the rest has room for
+        assert max(kept) <= 1.1 * mean + 2 * MIB
+        assert min(kept) >= 0.9 * mean - 2 * MIB
+    else:  # the largest keeps all of the others' bytes, and they share its
+        assert kept[counts.index(max(counts))] >= others - 2 * MIB
+    pairs = {(ref.ranks[0], placed[ref.bundle_id]) for ref in refs}
+    assert len(pairs) <= 3 * len(counts)
+
+
+@CASES
+@given(st.lists(st.tuples(st.integers(1, 30), st.sampled_from("abcd")), min_size=2, max_size=12))
+def test_no_two_copies_share_a_rack(nodes: list[tuple[int, str]]) -> None:
+    racks = tuple(rack for _, rack in nodes)
+    refs, topology = job([[MIB] * count for count, _ in nodes], racks)
+    placed = backups.place(refs, topology)
+    for ref in refs:
+        home, backup = ref.ranks[0], placed[ref.bundle_id]
+        assert home != backup
+        assert racks[home] != racks[backup] or len(set(racks)) == 1
+    by_rack = Counter()
+    for count, rack in nodes:
+        by_rack[rack] += count
+    kept, total = loads(refs, placed, len(nodes)), sum(by_rack.values())
+    mean = total / len(nodes)
+    if len(by_rack) > 1 and all(by_rack[r] + mean * racks.count(r) <= total for r in by_rack):
+        assert max(kept) <= (1.1 * mean + 3) * MIB
+
+
+def test_named_pairs_are_taken_and_the_others_even_it_out() -> None:
+    refs, topology = job([[MIB] * 10] * 5, named=(1, 0, -1, -1, -1))
+    placed = backups.place(refs, topology)
+    assert {placed[ref.bundle_id] for ref in refs if ref.ranks[0] == 0} == {1}
+    assert {placed[ref.bundle_id] for ref in refs if ref.ranks[0] == 1} == {0}
+    assert loads(refs, placed, 5) == [10 * MIB] * 5
+
+
+def test_two_nodes_of_different_size_keep_each_others() -> None:
+    refs, topology = job([[MIB] * 9, [MIB]])
+    assert loads(refs, backups.place(refs, topology), 2) == [MIB, 9 * MIB]
+
+
+def test_everybody_finds_the_same_whatever_the_order() -> None:
+    refs, topology = job([[3 * MIB] * 4, [MIB] * 40, [2 * MIB], [], [5 * MIB] * 7])
+    assert backups.place(refs, topology) == backups.place(refs[::-1], topology)
+
+
+def test_the_cost_follows_the_number_of_bundles() -> None:
+    """Nodes of two sizes, so that bytes are dealt: 512 nodes, 20,000 bundles."""
+    spent = {}
+    for num_nodes in (128, 512):
+        refs, topology = job([[MIB] * (20 + 40 * (node % 2)) for node in range(num_nodes)])
+        started = time.process_time()
+        placed = backups.place(refs, topology)
+        spent[num_nodes] = time.process_time() - started
+        kept = loads(refs, placed, num_nodes)
+        assert max(kept) <= 1.1 * sum(kept) / num_nodes
+    assert spent[512] < 16 * spent[128]
