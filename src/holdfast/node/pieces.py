@@ -226,7 +226,7 @@ class _Places:
         if assembly is None or not 0 <= node < len(assembly.addresses):
             raise KeeperError(f"node {node} is not part of the job")
         hello = greeting(self._state, assembly)
-        return PeerReader(assembly.addresses[node], hello, self._stopping, self._state.security)
+        return PeerReader(assembly.addresses[node], hello, self._stopping, self._state.security, urgent=True)
 
 
 def _laid_out(mine: Iterable[tuple[Fetch, Runs]]) -> Iterable[_Wanted]:
