@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from bubble_kit import Pipelines
 from holdfast.core import bundles, recovery, retention
 from holdfast.core.cadence import Cadence
 from holdfast.core.commit import (
@@ -542,4 +543,6 @@ class Archive(Parts):
         return Seal(bundle_id, 100, f"{version}{bundle_id}{args.get('bytes', 'good')}")
 
 
-KINDS: dict[str, type[Stage] | type[Archive]] = {"running": Stage, "archive": Archive}
+KINDS: dict[str, type[Stage] | type[Archive] | type[Pipelines]] = {
+    "running": Stage, "archive": Archive, "pipeline": Pipelines
+}  # fmt: skip

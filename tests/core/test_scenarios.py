@@ -78,7 +78,7 @@ def test_scenario(path: Path) -> None:
 
 def test_there_is_a_story_for_every_part_of_the_protocol() -> None:
     topics = {path.stem.split("_")[0] for path in SCENARIOS.glob("*.txt")}
-    assert topics >= {"commit", "guard", "recovery", "retention", "cadence", "faults", "takeover"}
+    assert topics >= {"commit", "guard", "recovery", "retention", "cadence", "faults", "takeover", "bubbles"}
 
 
 def test_a_story_that_does_not_come_true_is_noticed() -> None:

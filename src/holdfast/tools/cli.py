@@ -15,6 +15,7 @@ from holdfast import __version__
 from holdfast.tools import doctor as doctor_tool
 from holdfast.tools import groups as groups_tool
 from holdfast.tools import launch, look
+from holdfast.tools import pipeline as pipeline_tool
 from holdfast.tools import plan as plan_tool
 from holdfast.tools import status as status_tool
 from holdfast.tools import trace as trace_tool
@@ -173,6 +174,9 @@ def plan(  # noqa: PLR0913 - an option is a parameter
     ranks_per_node: RanksPerNode = None,
     nnodes: Annotated[int, typer.Option(min=1, metavar="N", help="On how many nodes the script runs.")] = 1,
     without_replicas: Annotated[bool, typer.Option("--without-replicas", help="Count on twins alone.")] = False,
+    pipeline: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Instead: a pipeline's step, and a checkpoint in its bubbles.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """What a job will hold, copy, write and back up, and what any lost node would cost. Nothing is started.
@@ -183,6 +187,8 @@ def plan(  # noqa: PLR0913 - an option is a parameter
     holdfast plan job.toml --mesh dp=16
     holdfast plan --from /ckpts/run1 --mesh 8x4 --ranks-per-node 8
     holdfast plan train.py --nnodes 2 --ranks-per-node 8 -- --width 4096
+    \b
+    holdfast plan --pipeline "Interleaved1F1B ranks=16 microbatches=64 forward=10ms state=8GiB"
     \b
     A script runs once per rank, without memory, network or devices, up to its Checkpointer.restore().
     \b
@@ -203,6 +209,8 @@ def plan(  # noqa: PLR0913 - an option is a parameter
       place = { dp = "shard(0)" }                  # ZeRO-1
     """
     with errors_shown(as_json=json):
+        if pipeline is not None:
+            raise typer.Exit(pipeline_tool.pipeline(pipeline, as_json=json))
         source = plan_tool.Source(file, checkpoint, version, mesh, tuple(arguments or ()), nnodes)
         code = plan_tool.plan(source, ranks_per_node=ranks_per_node, replicas=not without_replicas, as_json=json)
         raise typer.Exit(code)

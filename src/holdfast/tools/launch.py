@@ -1,7 +1,7 @@
 """`run`, `demo`, `drill`: commands that need torch and therefore are programs of their own.
 
 They are started in place of this process (exec), so signals, exit codes and process ids are theirs, and `holdfast`
-itself stays free of torch. What only answers a question (`rehearsal`, for `plan`) is asked as a child.
+itself stays free of torch. What only answers a question (`rehearsal` and `orders`, for `plan`) is asked as a child.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ PROGRAMS = {
 
 QUESTIONS = {
     "rehearsal": "holdfast.train.rehearsal",
+    "orders": "holdfast.train.orders",
 }
 
 

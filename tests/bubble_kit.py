@@ -1,0 +1,91 @@
+"""The stage for stories about bubbles: a pipeline's step is drawn, chunks are placed, waits are learnt.
+
+`Pipelines` runs the real event model and the real placement; one column of a drawing is one millisecond.
+"""
+
+from __future__ import annotations
+
+from holdfast.core.bubbles import Load, Placement, Window, highest_cadence, place
+from holdfast.core.pipeline import Action, Costs, Kind, Order, Timeline, gpipe, one_f_one_b, simulate
+from holdfast.core.windows import Waits
+from holdfast.tools.timeline import draw
+
+Args = dict[str, str]
+Lines = list[str]
+MS = 1e-3
+
+
+class Pipelines:
+    """One pipeline at a time; times in milliseconds."""
+
+    def __init__(self) -> None:
+        self.orders: tuple[Order, ...] = ()
+        self.compute: dict[tuple[int, Kind], float] = {}
+        self.step: Timeline | None = None
+        self.placements: dict[int, Placement] = {}
+        self.waits = Waits()
+
+    def run(self, name: str, args: Args) -> Lines:
+        return getattr(self, f"do_{name.replace('-', '_')}")(args)
+
+    def do_schedule(self, args: Args) -> Lines:
+        """`kind=gpipe stages=3 microbatches=4 forward=2 backward=4`, or the order of each rank: `rank0=0F0,0B0`."""
+        make = {"gpipe": gpipe, "1f1b": one_f_one_b}.get(args.get("kind", ""))
+        if make is not None:
+            self.orders = make(int(args["stages"]), int(args["microbatches"]))
+        else:
+            rows = [args[key] for key in sorted(args) if key.startswith("rank")]
+            self.orders = tuple(tuple(_action(word) for word in row.split(",")) for row in rows)
+        stages = {action.stage for order in self.orders for action in order}
+        backward = float(args.get("backward", 2)) * MS
+        each = {Kind.FORWARD: float(args.get("forward", 1)) * MS, Kind.BACKWARD: backward}
+        each |= {Kind.INPUT: backward / 2, Kind.WEIGHT: backward / 2}
+        self.compute = {(stage, kind): each[kind] for stage in stages for kind in Kind}
+        self.placements = {}
+        return self._draw()
+
+    def do_slow(self, args: Args) -> Lines:
+        """A stage takes longer than the others."""
+        stage, factor = int(args["stage"]), float(args["times"])
+        self.compute = {key: s * factor if key[0] == stage else s for key, s in self.compute.items()}
+        self.placements = {}
+        return self._draw()
+
+    def do_copy(self, args: Args) -> Lines:
+        """So many chunks of so many milliseconds into the waits of every rank, or of one."""
+        assert self.step is not None
+        chunks = [float(args["each"]) * MS] * int(args["chunks"])
+        for rank, row in enumerate(self.step.ranks):
+            windows = [Window(wait.index, wait.seconds) for wait in row.waits]
+            self.placements[rank] = place(chunks, windows, guard=float(args.get("guard", 0)))
+        lines = self._draw()
+        return lines + [f"rank {rank}: {one.reason}" for rank, one in self.placements.items()]
+
+    def do_cadence(self, args: Args) -> Lines:
+        """How often, if a save may cost such a share of a step and each call takes so many milliseconds."""
+        assert self.step is not None
+        loads = [
+            Load(float(args.get("call", 0)) * MS, self.placements[rank].left_seconds, self.step.period)
+            for rank in range(len(self.orders))
+        ]
+        decision = highest_cadence(loads, budget=float(args["budget"]))
+        return [f"every {decision.value}: {decision.reason}"]
+
+    def do_waited(self, args: Args) -> Lines:
+        """One step in which the waits took these milliseconds, and what is expected of the next step."""
+        self.waits.begin_step()
+        for text in args["ms"].split(","):
+            self.waits.ended(float(text) * MS)
+        return ["expected: " + ", ".join(f"{window.seconds / MS:g}" for window in self.waits.windows())]
+
+    def _draw(self) -> Lines:
+        self.step = simulate(self.orders, Costs(self.compute))
+        shares = ", ".join(f"{self.step.idle_share(rank):.1%}" for rank in range(len(self.orders)))
+        drawn = draw(self.step, self.placements, column_s=MS)
+        return [*drawn, f"a step takes {self.step.period / MS:g} ms; idle: {shares}"]
+
+
+def _action(text: str) -> Action:
+    kind = next(letter for letter in text if letter.isalpha())
+    stage, _, microbatch = text.partition(kind)
+    return Action(int(stage), Kind(kind), int(microbatch))

@@ -1,0 +1,52 @@
+"""`holdfast plan --pipeline`: a pipeline that is not built yet, with a checkpoint in its bubbles."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from holdfast.base.errors import UsageError
+from holdfast.tools.pipeline import parse, pipeline
+
+
+def test_the_figures_are_those_of_the_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pipeline("1F1B ranks=4 microbatches=12 forward=10ms state=100MB rate=10GB", as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["period_seconds"] == pytest.approx((12 + 3) * 0.03)
+    assert [rank["idle_share"] for rank in told["ranks"]] == pytest.approx([3 / 15] * 4)
+    assert all(rank["left_seconds"] == 0 for rank in told["ranks"])
+    assert told["every"] == 1
+
+
+def test_the_picture_shows_work_waits_and_copies(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pipeline("GPipe ranks=2 microbatches=2 forward=10ms state=4GiB rate=1GB", as_json=False) == 0
+    told = capsys.readouterr().out
+    assert "rank 0" in told
+    assert "0" in told and "a" in told and "#" in told
+    assert "checkpoint every" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "missing"),
+        ("1F1B ranks=4", "missing: microbatches, forward"),
+        ("1F1B ranks=4 microbatches=8 forward=10ms colour=red", "unknown: colour"),
+        ("1F1B ranks=four microbatches=8 forward=10ms", "four"),
+        ("1F1B ranks=0 microbatches=8 forward=10ms", "zero"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_an_example(text: str, named: str) -> None:
+    with pytest.raises(UsageError, match=named) as caught:
+        parse(text)
+    assert "1F1B ranks=4" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_other_schedules_are_asked_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pipeline("Interleaved1F1B ranks=16 microbatches=64 forward=10ms state=8GiB", as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["ranks"]) == 16
+    with pytest.raises(UsageError, match="no schedule of the installed torch"):
+        pipeline("NoSuch ranks=2 microbatches=4 forward=1ms", as_json=True)
