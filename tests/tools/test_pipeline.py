@@ -20,10 +20,10 @@ def test_the_figures_are_those_of_the_closed_form(capsys: pytest.CaptureFixture[
 
 
 def test_the_picture_shows_work_waits_and_copies(capsys: pytest.CaptureFixture[str]) -> None:
-    assert pipeline("GPipe ranks=2 microbatches=2 forward=10ms state=4GiB rate=1GB", as_json=False) == 0
+    assert pipeline("GPipe ranks=2 microbatches=2 forward=10ms state=100MB rate=1GB", as_json=False) == 0
     told = capsys.readouterr().out
     assert "rank 0" in told
-    assert "0" in told and "a" in told and "#" in told
+    assert {"0", "a", "#"} <= set(told)
     assert "checkpoint every" in told
 
 
