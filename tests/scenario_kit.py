@@ -29,6 +29,7 @@ from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Ve
 from holdfast.core.recovery import Facts, MemoryCopy, Quarantine, Source, Stored
 from holdfast.core.slots import SlotState, SlotView
 from holdfast.core.takeover import Order, Part, Watch
+from holdfast.core.twins import Examined
 
 Args = dict[str, str]
 Lines = list[str]
@@ -320,6 +321,14 @@ class Stage(Parts):
                 what = reason if abandoned else f"{level.name.lower()}: {reason}"
                 self.said.append(f"{version} on node {self.topology.nodes[node]} is {what}")
 
+    def do_examine(self, args: Args) -> None:
+        """Keepers look at what these ranks captured of a suspect version; the bytes differ in the entry named."""
+        version, bundle_id = self._version(args), args["bundle"]
+        for rank in numbers(args["ranks"]):
+            entries = (("bias", "same"), (args["entry"], self.bytes[rank, version][0]))
+            exam = Examined(version, rank, bundle_id, entries)
+            self._report(self.topology.node_of[rank], Reports(examined=(exam,)))
+
     # --- the coordinator
 
     def do_commit(self, args: Args) -> None:
@@ -347,6 +356,8 @@ class Stage(Parts):
         for failure in facts.failures:
             self._carry_out(self.board.failed(node, failure))
         self._carry_out(self.board.at_work(node, facts.at_work))
+        for exam in facts.examined:
+            self._carry_out(self.board.examined(exam))
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:

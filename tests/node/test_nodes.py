@@ -287,6 +287,27 @@ def test_twins_that_differ_are_reported_and_the_version_is_suspect(make_rig: Mak
     assert rig.storage.versions() == [later]
 
 
+def test_of_three_twins_the_minority_is_named_with_the_entry(make_rig: MakeRig) -> None:
+    rig = make_rig(num_nodes=3)
+    trainers = rig.start()
+    verified = save_all(trainers, 0, durable=True)
+    reached(trainers, verified, Level.DURABLE)
+
+    for step in (1, 2, 3):  # the flipped bit stays: no later version takes the place of the verified one
+        for trainer in trainers:
+            trainer.save(step, durable=True, salt=trainer.rank == 1)
+        version = trainers[0].version(step)
+        said = "rank 1 differs from ranks 0 and 2 in weight"
+        eventually(lambda version=version, said=said: said in rig.status(2)["suspects"].get(str(version), ""))
+
+    assert any("rank 1 differs" in alarm for alarm in trainers[1].client.alarms)
+    choice = choose_version(facts_of(rig, trainers[0].client.inventory(), with_storage=True)).value
+    assert choice is not None
+    assert choice.version == verified
+    assert all(choice.holders.values()), "the verified version is still in memory"
+    assert rig.storage.versions() == [verified]
+
+
 def test_a_quarantined_copy_is_not_offered_again(make_rig: MakeRig) -> None:
     rig = make_rig(num_nodes=2)
     trainers = rig.start()

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from holdfast.core import bundles, takeover
+from holdfast.core import bundles, takeover, twins
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
 
 # Versions that the board remembers below the newest captured one. Enough for storage that lags a few saves behind;
@@ -119,6 +119,7 @@ class Announcement:
     Attributes:
         layout: fingerprint of the job's layout (CAPTURED only); nodes that lack its table are sent it first.
         node, parts: of writing: who, and which parts (none: all of the version).
+        bundle: of SUSPECT: in which twins differ.
         report: of WRITTEN: it is repeated to a new coordinator if the one who wrote is gone by then.
     """
 
@@ -129,6 +130,7 @@ class Announcement:
     node: int = -1
     parts: tuple[int, ...] = ()
     report: PartReport | None = None
+    bundle: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,7 @@ class _Entry:
     reached: set[Level] = field(default_factory=set)
     abandoned: str = ""
     suspect: str = ""
+    exams: dict[int, twins.Examined] = field(default_factory=dict)
     durable_due: bool = False
     persist_ordered: bool = False
     commit_ordered: bool = False
@@ -379,9 +382,21 @@ class Board:
             digest, other = entry.digests.setdefault(seal.bundle_id, (seal.digest, report.rank))
             if digest != seal.digest and not entry.suspect:
                 entry.suspect = f"ranks {other} and {report.rank} differ in bundle {seal.bundle_id}"
-                suspect = Announcement(Kind.SUSPECT, version, entry.suspect)
+                suspect = Announcement(Kind.SUSPECT, version, entry.suspect, bundle=seal.bundle_id)
                 return [suspect, *self._abandon(version, entry, f"suspect: {entry.suspect}")]
         return []
+
+    def examined(self, exam: twins.Examined) -> list[Action]:
+        """A rank's copy of a bundle whose twins differ was looked at; with two of them it can be said where."""
+        entry = self._entries.get(exam.version)
+        if entry is None or not entry.suspect or exam.bundle_id not in entry.digests:
+            return []
+        entry.exams[exam.rank] = exam
+        said = twins.verdict({rank: other for rank, other in entry.exams.items() if other.bundle_id == exam.bundle_id})
+        if not said or said == entry.suspect:
+            return []
+        entry.suspect = said
+        return [Announcement(Kind.SUSPECT, exam.version, said, bundle=exam.bundle_id)]
 
     def _try_captured(self, version: Version, entry: _Entry) -> list[Action]:
         if not entry.is_open or len(entry.sealed) < self._topology.world_size:

@@ -14,6 +14,7 @@ from holdfast.core.commit import Announcement, Heard, Kind, PartReport, RankRepo
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Decision, Level, RankLayout, Seal, Topology, Version
 from holdfast.core.slots import Knowledge, SlotView
+from holdfast.core.twins import Examined
 
 # Versions that a rank began last stay known: its slots may hold them, and the guard must not forget what became of
 # them. More than a rank has slots.
@@ -42,6 +43,7 @@ class _Local:
     abandoned: bool = False
     abandoned_by: dict[int, str] = field(default_factory=dict)
     suspect: str = ""
+    suspect_bundle: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class Reports:
     Attributes:
         heard: versions that are known to be captured: the newest, and those on their way to storage.
         failures, at_work: of writing to storage; said once, and not again to a new coordinator.
+        examined: copies of bundles whose twins differ; said once as well.
     """
 
     layouts: tuple[RankLayout, ...] = ()
@@ -62,6 +65,7 @@ class Reports:
     heard: tuple[Heard, ...] = ()
     failures: tuple[WriteFailure, ...] = ()
     at_work: tuple[Version, ...] = ()
+    examined: tuple[Examined, ...] = ()
 
 
 class NodeLedger:
@@ -111,7 +115,8 @@ class NodeLedger:
         if rank in self._begun and version <= self._begun[rank][-1]:
             return Decision(None, f"rank {rank} is at {self._begun[rank][-1]} already and does not turn back")
         self._pass_by(rank, version)
-        if self._versions.get(version, _Local()).abandoned:
+        known = self._versions.get(version, _Local())
+        if known.abandoned and not known.suspect:  # a late twin's copy may tell which of the others is wrong
             return Decision(None, f"{version} is abandoned: {self._versions[version].reason}")
         if rank not in self._current:
             return Decision(None, f"rank {rank} has not registered its layout")
@@ -178,7 +183,7 @@ class NodeLedger:
         """Takes in what the coordinator announced; True if it is news to this node."""
         local = self._local(news.version)
         if news.kind is Kind.SUSPECT:
-            fresh, local.suspect = not local.suspect, news.reason
+            fresh, local.suspect, local.suspect_bundle = local.suspect != news.reason, news.reason, news.bundle
             return fresh
         if news.kind is Kind.ABANDONED:
             # A coordinator that was not there when the version was captured may miss a report; what was captured stays.
@@ -225,6 +230,11 @@ class NodeLedger:
     def newest(self, level: Level) -> Version | None:
         """The newest version of this incarnation that is known to have reached `level`."""
         return max((version for version, local in self._versions.items() if level in local.reached), default=None)
+
+    def suspect_bundle(self, version: Version) -> str:
+        """The bundle in which twins differ; empty if none is known."""
+        local = self._versions.get(version)
+        return local.suspect_bundle if local else ""
 
     def suspects(self) -> dict[Version, str]:
         """Versions whose twins differ, with the reason."""

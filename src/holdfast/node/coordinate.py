@@ -73,6 +73,8 @@ class Coordinator:
         for failure in reports.failures:
             self._carry_out(self._board.failed(node, failure))
         self._carry_out(self._board.at_work(node, reports.at_work))
+        for exam in reports.examined:
+            self._carry_out(self._board.examined(exam))
 
     def join(self, node: int, connection: Connection) -> None:
         """A node follows from now on; what was announced before is repeated to it."""

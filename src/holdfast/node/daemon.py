@@ -21,6 +21,7 @@ from holdfast.node import status
 from holdfast.node.activity import Activities
 from holdfast.node.arena import Arena
 from holdfast.node.coordinate import Coordinator
+from holdfast.node.examine import Examiner
 from holdfast.node.landing import LandingDesk, Landings
 from holdfast.node.messages import (
     KEEPER,
@@ -90,6 +91,7 @@ class Keeper:
         self._state = NodeState(place, Arena(Budget(place.budget, options.memory_budget)))
         vault = Vault(options.root, self._events)
         self._sealer = Sealer(self._state, self._events)
+        self._examiner = Examiner(self._state)
         self._activities = Activities(self._state)
         landings = Landings()
         self._obtainer = Obtainer(self._state, vault, self._activities, landings)
@@ -124,6 +126,7 @@ class Keeper:
             replicate=self._replicator.put,
             writing=self._succession.hear,
             began=self._succession.begin,
+            examine=self._examiner.put,
             follow=self._uplink.follow,
             changed=self._wake,
         )
@@ -151,7 +154,7 @@ class Keeper:
 
     def _works(self, vault: Vault) -> Works:
         """What has to end, and what has to be forgotten, before this keeper serves another job."""
-        workers = (self._sealer, self._persister, self._committer, self._replicator)
+        workers = (self._sealer, self._examiner, self._persister, self._committer, self._replicator)
         return Works(
             leave=(self._uplink.leave, self._peers.leave, *(worker.leave for worker in workers)),
             idle=lambda: all(worker.idle for worker in workers),
@@ -260,6 +263,7 @@ class Keeper:
         self._persister.stop()
         self._committer.stop()
         self._sealer.stop()
+        self._examiner.stop()
         self._state.arena.close()
         logger.info("keeper ends")
 

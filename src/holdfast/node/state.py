@@ -44,6 +44,7 @@ class Outlets:
     replicate: Callable[[Version], None]
     writing: Callable[[Announcement], None]
     began: Callable[[], None]
+    examine: Callable[[Version, str], None]
     follow: Callable[[Assembly, int], None]
     changed: Callable[[], None]
 
@@ -257,6 +258,8 @@ class NodeState:
         done = self.need_ledger().seal(held.rank, version, _report_seals(held), durable=held.durable)
         if done:
             self.outlets.report(Reports(sealed=done))
+        if bundle_id := self.need_ledger().suspect_bundle(version):
+            self.outlets.examine(version, bundle_id)
 
     def due(self, rank: int, version: Version) -> None:
         """A local rank asks for storage of a version that it began without."""
@@ -295,6 +298,7 @@ class NodeState:
                 return
             if told.kind is Kind.SUSPECT:
                 self._past.suspects[told.version] = told.reason
+                self.outlets.examine(told.version, told.bundle)
                 self.alarm(f"twins {told.version}", f"twins differ in {told.version}: {told.reason}; not used again")
             self._publish(told.version)
             if told.kind is Kind.CAPTURED:

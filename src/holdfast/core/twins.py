@@ -1,0 +1,62 @@
+"""Twins that sealed different bytes: which entry, and which of them is wrong.
+
+Twins hold the same bytes by definition, so a difference is silent corruption, found for nothing. When the digests of a
+bundle differ every holder digests each entry of its copy, and here they are compared. With three or more twins the
+minority is wrong; with two nobody can say which. Pure; called by core.commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from holdfast.core.model import Version
+
+# Entries of one bundle that are compared, and those of them that are named.
+MAX_ENTRIES = 4096
+MAX_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """One rank's copy of a bundle whose twins differ: a digest per entry."""
+
+    version: Version
+    rank: int
+    bundle_id: str
+    entries: tuple[tuple[str, str], ...]
+
+
+def verdict(exams: Mapping[int, Examined]) -> str:
+    """Which ranks differ in which entries; empty as long as too few were examined to say."""
+    found: dict[str, list[str]] = {}
+    digests = {rank: dict(exam.entries) for rank, exam in sorted(exams.items())}
+    for name in sorted({name for entries in digests.values() for name in entries}):
+        if said := _judge({rank: entries.get(name, "") for rank, entries in digests.items()}):
+            found.setdefault(said, []).append(name)
+    return "; ".join(f"{said} in {_named(names)}" for said, names in sorted(found.items()))
+
+
+def _judge(digest_of: Mapping[int, str]) -> str:
+    """Who differs from whom in one entry."""
+    camps: dict[str, list[int]] = {}
+    for rank, digest in digest_of.items():
+        camps.setdefault(digest, []).append(rank)
+    if len(camps) < 2:
+        return ""
+    largest, second = sorted(camps.values(), key=len, reverse=True)[:2]
+    if len(largest) == len(second):
+        return f"ranks {_listed(digest_of)} differ"
+    wrong = sorted(rank for camp in camps.values() if camp is not largest for rank in camp)
+    who = f"rank {wrong[0]} differs" if len(wrong) == 1 else f"ranks {_listed(wrong)} differ"
+    return f"{who} from ranks {_listed(largest)}"
+
+
+def _listed(ranks: Mapping[int, str] | list[int]) -> str:
+    *most, last = map(str, sorted(ranks))
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more

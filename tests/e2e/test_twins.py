@@ -1,0 +1,58 @@
+"""A flipped bit in one twin's parameter, in real jobs: who and where is named within that save."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forked
+
+WORKER = Path(__file__).with_name("twins_worker.py")
+
+
+def run(home: Path, world: int, victim: int) -> list[dict[str, Any]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(world):
+        environment = {
+            **os.environ,
+            "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+            "HOLDFAST_NODE_LABEL": f"n{rank}",
+        }  # fmt: skip
+        command = [sys.executable, str(WORKER), str(home / "job"), str(home), str(victim)]
+        with (home / f"{rank}.log").open("wb") as log:
+            ranks.append(forked.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    codes = [rank.wait(timeout=120) for rank in ranks]
+    assert codes == [0] * world, "\n".join((home / f"{rank}.log").read_text()[-3000:] for rank in range(world))
+    return [json.loads((home / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+@pytest.mark.parametrize(
+    ("world", "said"), [(2, "ranks 0 and 1 differ in "), (3, "rank 1 differs from ranks 0 and 2 in ")]
+)
+@pytest.mark.usefixtures("runtime_dir")
+def test_one_flipped_bit_names_rank_and_entry_and_the_verified_version_is_used(
+    tmp_path: Path, world: int, said: str
+) -> None:
+    seen = run(tmp_path, world, victim=1)
+
+    for facts in seen:
+        assert len(facts["reasons"]) == 2, "the flip stays, so every version from then on is suspect"
+        assert all("suspect" in reason for reason in facts["reasons"])
+        assert facts["back"].endswith("s0000000000")
+    named = seen[0]["suspects"]["i000001-s0000000001"]
+    assert named.startswith(said)
+    assert "0.weight" in named
+    assert "bias" not in named
+    assert any(named in alarm for alarm in seen[1]["alarms"])
+    assert len({tuple(facts["weight"]) for facts in seen}) == 1
