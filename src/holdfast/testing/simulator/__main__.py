@@ -1,0 +1,111 @@
+"""`holdfast drill sim`: many seeds of the simulated cluster, on all processors; or one seed with its whole story.
+
+Exit code 0: no violation (with --plant: every bug found); 1: otherwise; 2: usage. Every finding names its seed, and
+`--only SEED` tells it again, event by event.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from holdfast.testing.simulator.planted import BUGS, planted
+from holdfast.testing.simulator.run import Result, run
+
+SEEDS_PER_BUG = 60
+
+
+def simulate(seeds: Sequence[int], *, processes: int = 1) -> list[Result]:
+    """The results of these seeds, in order."""
+    if processes <= 1 or len(seeds) < 8:
+        return [run(seed) for seed in seeds]
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        return pool.map(run, seeds, chunksize=4)
+
+
+def hunt(name: str, first_seed: int, seeds: int = SEEDS_PER_BUG) -> Result | None:
+    """The first seed that finds a planted bug by one of its invariants."""
+    bug = BUGS[name]
+    with planted(bug):
+        for seed in range(first_seed, first_seed + seeds):
+            result = run(seed)
+            if result.violation is not None and result.violation.invariant in bug.breaks:
+                return result
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    options = _options(arguments)
+    if options.plant:
+        return _hunt_all(list(BUGS) if options.plant == "all" else [options.plant], options.seed)
+    if options.only is not None:
+        return _tell(run(options.only, verbose=True))
+    began = time.monotonic()
+    seeds = range(options.seed, options.seed + options.seeds)
+    results = simulate(seeds, processes=options.processes)
+    broken = [result for result in results if result.violation is not None]
+    faults = sum((result.faults for result in results), Counter[str]())
+    if options.json:
+        _say(
+            json.dumps(
+                {
+                    "seeds": len(results), "faults": faults, "recoveries": sum(r.recoveries for r in results),
+                    "events": sum(r.num_events for r in results), "seconds": round(time.monotonic() - began, 1),
+                    "violations": [{"seed": r.seed, "what": str(r.violation)} for r in broken],
+                }
+            )
+        )  # fmt: skip
+        return int(bool(broken))
+    for name, count in sorted(faults.items(), key=lambda item: -item[1]):
+        _say(f"{count:8} {name}")
+    _say(*(f"seed {result.seed}: {result.violation}" for result in broken))
+    totals = f"{sum(r.num_events for r in results)} events, {sum(r.recoveries for r in results)} recoveries"
+    verdict = f"{len(broken)} violations" if broken else "no violation"
+    _say(f"{len(results)} seeds, {totals}, {time.monotonic() - began:.1f} s: {verdict}")
+    return int(bool(broken))
+
+
+def _hunt_all(names: Sequence[str], first_seed: int) -> int:
+    missed = 0
+    for name in names:
+        result = hunt(name, first_seed)
+        missed += result is None
+        _say(f"{name:24} " + (f"seed {result.seed}: {result.violation}" if result else "NOT FOUND"))
+    _say(f"{len(names) - missed} of {len(names)} planted bugs found")
+    return int(missed > 0)
+
+
+def _tell(result: Result) -> int:
+    _say(*result.story)
+    _say(f"seed {result.seed}: {result.violation or 'no violation'}; transcript {result.digest}")
+    return int(result.violation is not None)
+
+
+def _say(*lines: str) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="holdfast drill sim", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--seeds", type=int, default=300, metavar="N", help="how many seeds (default 300)")
+    parser.add_argument("--seed", type=int, default=0, help="the first one (default 0)")
+    parser.add_argument("--only", type=int, metavar="SEED", help="one seed, with its whole transcript")
+    parser.add_argument("--plant", choices=["all", *BUGS], metavar="NAME|all", help="take a rule out and find that")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="default: all processors")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    options = parser.parse_args(arguments)
+    if options.seeds < 1 or options.processes < 1:
+        parser.error("there is at least one seed and one process")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

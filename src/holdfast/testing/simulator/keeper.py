@@ -1,0 +1,191 @@
+"""One node of the simulated cluster: its keeper's memory, and the real NodeLedger that decides about it.
+
+What surrounds the ledger is modelled as node.saving, node.state and node.replicate do it: slots are views with digests
+in place of bytes, messages are calls through testing.simulator.network. Called by testing.simulator.job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from holdfast.core import slots
+from holdfast.core.commit import Announcement, Board, Kind
+from holdfast.core.ledger import NodeLedger, Reports
+from holdfast.core.model import BundleRef, Level, Seal, Topology, Version
+from holdfast.core.patience import Patience
+from holdfast.core.slots import SlotState, SlotView
+
+if TYPE_CHECKING:
+    from holdfast.core.lineage import Lineage
+
+
+@dataclass(slots=True)
+class Held:
+    """One slot: what the guard sees, what its header says, and what its bytes are."""
+
+    view: SlotView
+    seals: dict[str, str] = field(default_factory=dict)
+    content: dict[str, str] = field(default_factory=dict)
+    durable: bool = False
+
+    @property
+    def intact(self) -> bool:
+        """Whether the bytes are what the header says."""
+        return self.seals == self.content
+
+
+@dataclass(slots=True)
+class Desk:
+    """What the coordinating keeper has on its desk."""
+
+    board: Board
+    incarnation: int
+    history: list[Announcement] = field(default_factory=list)
+    followers: set[int] = field(default_factory=set)
+
+
+class Keeper:
+    """A node's keeper and its memory. `life` grows when the process is another one, so that late events find out."""
+
+    def __init__(self, node: int, topology: Topology, num_slots: int) -> None:
+        self.node = node
+        self.topology = topology
+        self.ranks = topology.ranks_on(node)
+        self.num_slots = num_slots
+        self.alive = True
+        self.life = 0
+        self.slots: dict[int, list[Held]] = {}
+        self.replicas: dict[Version, dict[str, tuple[int, Held]]] = {}
+        self.tables: dict[Version, tuple[BundleRef, ...]] = {}
+        self.suspects: set[Version] = set()
+        self.ledger: NodeLedger | None = None
+        self.resumed: Version | None = None
+        self.patience = Patience()
+        self.patience_lapsed = False
+        self.follows: tuple[int, int] | None = None  # node and life of the coordinator
+        self.desk: Desk | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """All memory is gone."""
+        self.slots = {rank: [Held(SlotView(i)) for i in range(self.num_slots)] for rank in self.ranks}
+        self.forget()
+
+    def forget(self) -> None:
+        """The process is gone; slots that trainers map stay, everything else does not."""
+        self.life += 1
+        self.replicas, self.tables, self.suspects = {}, {}, set()
+        self.ledger, self.desk, self.follows = None, None, None
+        for own in self.slots.values():
+            for held in own:
+                if held.view.state is not SlotState.SEALED:
+                    held.view = SlotView(held.view.index)
+                held.view = replace(held.view, pins=0)
+
+    def new_ledger(self, incarnation: int, lineage: Lineage, resumed: Version | None) -> NodeLedger:
+        """The next incarnation begins here."""
+        self.ledger = NodeLedger(node=self.node, topology=self.topology, incarnation=incarnation, lineage=lineage)
+        self.ledger.resume(resumed)
+        self.resumed, self.patience = resumed, Patience()
+        for own in self.slots.values():
+            for held in own:
+                if held.view.state is SlotState.WRITING:
+                    held.view = SlotView(held.view.index)
+                held.view = replace(held.view, pins=0)
+        return self.ledger
+
+    # --- the guard, as node.state sees it
+
+    def view(self, held: Held, now_s: float) -> SlotView:
+        """What the guard is told of a slot."""
+        return (
+            replace(held.view, pins=held.view.pins + 1)
+            if self._awaits_replicas(held.view.version, now_s)
+            else held.view
+        )
+
+    def _awaits_replicas(self, version: Version | None, now_s: float) -> bool:
+        if self.ledger is None or version is None or len(self.topology.nodes) < 2:
+            return False
+        knowledge = self.ledger.knowledge
+        if version in knowledge.abandoned or not knowledge.lineage.is_live(version):
+            return False
+        safe = self.ledger.newest(Level.REPLICATED) or self.resumed
+        if safe is not None and version < safe:
+            return False
+        lasts = self.patience.lasts(now_s)
+        self.patience_lapsed |= not lasts
+        return lasts
+
+    def views(self, rank: int, now_s: float) -> list[SlotView]:
+        """All slots of a rank, for the guard."""
+        return [self.view(held, now_s) for held in self.slots[rank]]
+
+    def find(self, rank: int, version: Version, state: SlotState = SlotState.SEALED) -> Held | None:
+        """The slot in which a rank holds a version."""
+        return next((h for h in self.slots.get(rank, ()) if h.view.version == version and h.view.state is state), None)
+
+    def copies(self) -> list[tuple[Version, int | None, str, Held]]:
+        """(version, whose slot or None for a replica, bundle, slot) of everything that is sealed here."""
+        own = [
+            (held.view.version, rank, bundle_id, held)
+            for rank, mine in self.slots.items()
+            for held in mine
+            if held.view.state is SlotState.SEALED and held.view.version is not None
+            for bundle_id in held.seals
+        ]
+        kept = [
+            (v, None, bundle_id, held) for v, table in self.replicas.items() for bundle_id, (_, held) in table.items()
+        ]
+        return [*own, *kept]
+
+    def collect(self, now_s: float) -> None:
+        """Replicas that nobody needs go."""
+        if self.ledger is None:
+            return
+        for version in list(self.replicas):
+            seen = SlotView(0, SlotState.SEALED, version, int(self._awaits_replicas(version, now_s)))
+            if slots.reusable(seen, self.ledger.knowledge).value:
+                del self.replicas[version]
+
+    def take(self, news: Announcement, table: tuple[BundleRef, ...], now_s: float) -> bool:
+        """The coordinator's news; True if it was news here."""
+        ledger = self.ledger
+        if ledger is None or news.version.incarnation != ledger.incarnation:
+            return False
+        if table and news.layout:
+            ledger.learn_table(news.layout, table)
+        if not ledger.told(news):
+            return False
+        if news.kind is Kind.SUSPECT:
+            self.suspects.add(news.version)
+        if news.kind is Kind.CAPTURED:
+            self.patience.captured(now_s)
+            self.tables[news.version] = ledger.table_of(news.version)
+            kept = {v for v, _, _, _ in self.copies()} | {news.version}
+            self.tables = {version: known for version, known in self.tables.items() if version in kept}
+        if news.kind is Kind.REPLICATED:
+            newest = ledger.knowledge.captured == ledger.newest(Level.REPLICATED)
+            self.patience.replicated(now_s, newest=newest)
+        self.collect(now_s)
+        return True
+
+    def adopt(self, layouts: dict[int, str]) -> list[Reports]:
+        """A new process got the sealed slots from its trainers."""
+        assert self.ledger is not None
+        told = []
+        for rank in self.ranks:
+            sealed = [h for h in self.slots[rank] if h.view.state is SlotState.SEALED and h.view.version is not None]
+            for held in sorted(sealed, key=lambda h: h.view.version or Version(0, 0)):
+                version = held.view.version
+                if version is not None and version.incarnation == self.ledger.incarnation:
+                    seals = as_seals(held.seals)
+                    reports = self.ledger.adopt(rank, version, seals, layout=layouts[rank], durable=held.durable)
+                    told.append(Reports(sealed=reports))
+        return told
+
+
+def as_seals(digests: dict[str, str]) -> tuple[Seal, ...]:
+    """Digests as the core knows them."""
+    return tuple(Seal(bundle_id, 1, digest) for bundle_id, digest in sorted(digests.items()))

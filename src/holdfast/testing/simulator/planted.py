@@ -1,0 +1,138 @@
+"""Rules of the core taken out, one at a time: a simulation that cannot fail proves nothing. For tests and `--plant`.
+
+Each entry replaces one real function for the time of a context, and names the invariants of which one must be reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from holdfast.core import faults, recovery, slots
+from holdfast.core.commit import Announcement, Board, Kind
+from holdfast.core.faults import Watch
+from holdfast.core.ledger import NodeLedger
+from holdfast.core.lineage import Lineage
+from holdfast.core.model import Decision, Version
+from holdfast.core.recovery import Quarantine
+from holdfast.core.slots import Knowledge, SlotView
+from holdfast.testing.simulator import persisting
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """One rule taken out: where, what stands there instead, and which invariants break."""
+
+    owner: Any
+    name: str
+    replacement: Callable[[Any], Any]
+    breaks: tuple[str, ...]
+
+
+@contextmanager
+def planted(bug: Bug) -> Iterator[None]:
+    """The bug is in force inside the block."""
+    original = getattr(bug.owner, bug.name)
+    setattr(bug.owner, bug.name, bug.replacement(original))
+    try:
+        yield
+    finally:
+        setattr(bug.owner, bug.name, original)
+
+
+def _overwrite_the_oldest(_: Any) -> Any:
+    return lambda slot, _known: Decision(not slot.pins, "the oldest")
+
+
+def _abandoned_stays(original: Any) -> Any:
+    return lambda slot, known: original(slot, Knowledge(known.captured, frozenset(), known.lineage))
+
+
+def _pins_ignored(original: Any) -> Any:
+    return lambda slot, known: original(replace(slot, pins=0), known)
+
+
+def _slot_by_counting(original: Any) -> Any:
+    def begin(self: NodeLedger, rank: int, version: Version, own: Sequence[SlotView]) -> Decision[int | None]:
+        decision: Decision[int | None] = original(self, rank, version, [SlotView(slot.index) for slot in own])
+        return decision if decision.value is None else Decision(version.step % len(own), "counted")
+
+    return begin
+
+
+def _all_but_one_is_enough(original: Any) -> Any:
+    def try_captured(self: Any, version: Version, entry: Any) -> Any:
+        if entry.is_open and 0 < len(entry.sealed) == self._topology.world_size - 1:
+            return [Announcement(Kind.CAPTURED, version, "nearly all ranks sealed it")]
+        return original(self, version, entry)
+
+    return try_captured
+
+
+def _replicated_at_once(_: Any) -> Any:
+    def try_replicated(_self: Any, version: Version, entry: Any) -> Any:
+        entry.thin.clear()
+        return [Announcement(Kind.REPLICATED, version, "surely")] if entry.is_open is False else []
+
+    return try_replicated
+
+
+def _parts_not_awaited(original: Any) -> Any:
+    def try_commit(self: Any, version: Version, entry: Any) -> Any:
+        entry.unwritten.clear()
+        return original(self, version, entry)
+
+    return try_commit
+
+
+def _quarantine_ignored(original: Any) -> Any:
+    return lambda version, table, facts: original(version, table, replace(facts, quarantine=Quarantine()))
+
+
+def _waiters_condemned(_: Any) -> Any:
+    return lambda *_args: False
+
+
+def _never_quiet(_: Any) -> Any:
+    return lambda *_args: False
+
+
+def _heartbeats_believed(original: Any) -> Any:
+    def judge_nodes(self: Any, now_s: float, nodes: Any) -> Any:
+        found = original(self, now_s, nodes)
+        return [replace(verdict, kind=faults.Kind.REPLACE_NODE) for verdict in found]
+
+    return judge_nodes
+
+
+def _retention_keeps_one(_: Any) -> Any:
+    return lambda durable, **_more: tuple(sorted(durable)[:-1])
+
+
+def _nothing(_: Any) -> Any:
+    return lambda *_args, **_more: []
+
+
+def _no_reports(_: Any) -> Any:
+    return lambda *_args, **_more: ()
+
+
+BUGS: dict[str, Bug] = {
+    "overwrite-the-oldest": Bug(slots, "reusable", _overwrite_the_oldest, ("S6", "S1")),
+    "abandoned-stays": Bug(slots, "reusable", _abandoned_stays, ("V1",)),
+    "pins-ignored": Bug(slots, "reusable", _pins_ignored, ("S5", "S1")),
+    "slot-by-counting": Bug(NodeLedger, "begin", _slot_by_counting, ("S6", "S5", "S1")),
+    "lineage-ignored": Bug(Lineage, "is_live", lambda _: lambda *_args: True, ("S4", "V1", "S11")),
+    "all-but-one-is-enough": Bug(Board, "_try_captured", _all_but_one_is_enough, ("S13",)),
+    "replicated-at-once": Bug(Board, "_try_replicated", _replicated_at_once, ("S13",)),
+    "parts-not-awaited": Bug(Board, "_try_commit", _parts_not_awaited, ("S2", "S13")),
+    "twins-not-compared": Bug(Board, "_compare_twins", _nothing, ("S16",)),
+    "adopted-slots-untold": Bug(NodeLedger, "adopt", _no_reports, ("V1", "S1")),
+    "quarantine-ignored": Bug(recovery, "_complete", _quarantine_ignored, ("V2", "S5")),
+    "retention-keeps-one": Bug(persisting, "to_retire", _retention_keeps_one, ("S11",)),
+    "waiters-condemned": Bug(Watch, "_stands", _waiters_condemned, ("V4",)),
+    "never-quiet": Bug(Watch, "_is_quiet", _never_quiet, ("V4",)),
+    "heartbeats-believed": Bug(Watch, "_judge_nodes", _heartbeats_believed, ("V4",)),
+}

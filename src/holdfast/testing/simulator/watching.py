@@ -1,0 +1,99 @@
+"""A hang, or a lost node, before the real Watch of core.faults: random workers around it, in virtual time.
+
+V4: who hangs is found, and within its limit; nobody healthy is condemned, whatever the others do meanwhile. Called by
+testing.simulator.run.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from holdfast.core.faults import Beat, Kind, Phase, Sight, Verdict, Watch, limit_s
+from holdfast.core.model import Topology
+from holdfast.testing.simulator.clock import Violation
+
+LOOK_S = 0.2
+# Healthy ways to make no progress, besides waiting for the one that hangs.
+EXCUSES = ("evaluates", "reads", "starved", "traced")
+
+
+def find_hang(chance: random.Random, culprit: int, topology: Topology) -> float:
+    """Seconds until the culprit is condemned by the watch of its node."""
+    ranks = topology.ranks_on(topology.node_of[culprit])
+    step_s = chance.choice([0.05, 0.4, 1.2])
+    stopped = chance.random() < 0.5
+    ways = dict.fromkeys(ranks, "waits")
+    for rank in ranks:
+        if rank != culprit and chance.random() < 0.3:
+            ways[rank] = chance.choice(EXCUSES)
+    ways[culprit] = "stopped" if stopped else "hangs"
+    watch = Watch(topology.world_size)
+    sights = {rank: _sight(rank, step_s, ways[rank]) for rank in ranks}
+    for rank in ranks:
+        watch.started(rank, 0.0)
+    limit = limit_s(sights[culprit].beat, Phase.STEP)
+    now = 0.0
+    while now < limit + 2.0:
+        now += LOOK_S
+        sights = {rank: _live(sight, ways[rank]) for rank, sight in sights.items()}
+        found = _judge(watch.look(now, sights.values()), culprit)
+        if found:
+            return now
+    raise Violation("V4", f"rank {culprit} {ways[culprit]} for {now:.1f} s, its limit is {limit:.1f} s")
+
+
+def find_lost_node(chance: random.Random, lost: int, topology: Topology) -> float:
+    """Seconds until another node's watch says that the lost one is to be replaced; never while steps go on."""
+    home = chance.choice([node for node in range(len(topology.nodes)) if node != lost])
+    ranks = topology.ranks_on(home)
+    watch = Watch(topology.world_size)
+    sights = {rank: _sight(rank, 0.1, "waits") for rank in ranks}
+    now, silent_since = 0.0, 0.0
+    going_on = chance.uniform(0, 5)  # at first only its heartbeats are lost
+    for rank in ranks:
+        watch.started(rank, now)
+    while now < going_on + 10:
+        now += LOOK_S
+        if now < going_on:
+            sights = {r: replace(s, beat=replace(s.beat, changes=s.beat.changes + 1)) for r, s in sights.items()}
+        sights = {rank: _live(sight, "waits") for rank, sight in sights.items()}
+        silent = {lost: (now - silent_since, topology.ranks_on(lost))}
+        for verdict in watch.look(now, sights.values(), silent):
+            if verdict.kind is Kind.REPLACE_NODE:
+                if now < going_on:
+                    raise Violation("V4", "a lost heartbeat alone interrupted steps that go on")
+                return now
+            _judge((verdict,), -1)
+    raise Violation("V4", f"node {lost} was lost for {now:.1f} s and nobody said so")
+
+
+def _sight(rank: int, step_s: float, way: str) -> Sight:
+    phase = Phase.EVALUATION if way == "evaluates" else Phase.DATA if way == "reads" else Phase.STEP
+    known = dict.fromkeys(Phase, step_s)
+    inside = way == "waits"
+    beat = Beat(9, 9, phase, "all_reduce", 9, inside, known, dict.fromkeys(Phase, 99), step_s)
+    return Sight(rank, beat, wakes=1)
+
+
+def _live(sight: Sight, way: str) -> Sight:
+    if way == "stopped":
+        return replace(sight, state="T")
+    if way == "traced":
+        return replace(sight, state="t")
+    if way == "reads":
+        return replace(sight, read_bytes=sight.read_bytes + (1 << 20))
+    if way == "starved":
+        return replace(sight, state="R", starved_s=sight.starved_s + 0.97 * LOOK_S)
+    return sight
+
+
+def _judge(verdicts: tuple[Verdict, ...], culprit: int) -> bool:
+    """Whether the culprit is condemned; somebody else must not be."""
+    for verdict in verdicts:
+        if verdict.kind in (Kind.RESTART_RANK, Kind.RESTART_ALL, Kind.STOP):
+            wrong = [rank for rank in verdict.ranks if rank != culprit]
+            if wrong:
+                raise Violation("V4", f"rank {wrong[0]} is healthy and condemned: {verdict.reason}")
+            return True
+    return False
