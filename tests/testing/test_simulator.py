@@ -25,11 +25,11 @@ def held(seeds: range) -> None:
         struck = sum(count for name, count in result.faults.items() if name != "second fault in recovery")
         assert struck >= MIN_FAULTS - 3  # a strike that is impossible at its moment, six times over, is left out
     assert sum(sum(r.faults.values()) for r in results) >= MIN_FAULTS * len(results)
-    assert {name for r in results for name in r.faults} == FAULTS
+    assert {name for r in results for name, count in r.faults.items() if count} == FAULTS
 
 
-def test_forty_clusters_break_no_promise() -> None:
-    held(range(1000, 1040))
+def test_clusters_break_no_promise() -> None:
+    held(range(1000, 1024))
 
 
 @pytest.mark.slow

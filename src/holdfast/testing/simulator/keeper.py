@@ -97,30 +97,32 @@ class Keeper:
 
     # --- the guard, as node.state sees it
 
-    def view(self, held: Held, now_s: float) -> SlotView:
-        """What the guard is told of a slot."""
-        return (
-            replace(held.view, pins=held.view.pins + 1)
-            if self._awaits_replicas(held.view.version, now_s)
-            else held.view
-        )
-
-    def _awaits_replicas(self, version: Version | None, now_s: float) -> bool:
-        if self.ledger is None or version is None or len(self.topology.nodes) < 2:
-            return False
-        knowledge = self.ledger.knowledge
-        if version in knowledge.abandoned or not knowledge.lineage.is_live(version):
-            return False
-        safe = self.ledger.newest(Level.REPLICATED) or self.resumed
-        if safe is not None and version < safe:
-            return False
-        lasts = self.patience.lasts(now_s)
-        self.patience_lapsed |= not lasts
-        return lasts
-
     def views(self, rank: int, now_s: float) -> list[SlotView]:
-        """All slots of a rank, for the guard."""
-        return [self.view(held, now_s) for held in self.slots[rank]]
+        """All slots of a rank, as the guard is shown them."""
+        awaited = self._awaited([held.view.version for held in self.slots[rank]], now_s)
+        return [
+            replace(held.view, pins=held.view.pins + 1) if held.view.version in awaited else held.view
+            for held in self.slots[rank]
+        ]
+
+    def _awaited(self, versions: list[Version | None], now_s: float) -> set[Version | None]:
+        """Versions that nothing newer in two nodes makes superfluous, while there is patience."""
+        if self.ledger is None or len(self.topology.nodes) < 2:
+            return set()
+        knowledge = self.ledger.knowledge
+        safe = self.ledger.newest(Level.REPLICATED) or self.resumed
+        found: set[Version | None] = {
+            version
+            for version in versions
+            if version is not None
+            and version not in knowledge.abandoned
+            and not (safe is not None and version < safe)
+            and knowledge.lineage.is_live(version)
+        }
+        if found and not self.patience.lasts(now_s):
+            self.patience_lapsed = True
+            return set()
+        return found
 
     def find(self, rank: int, version: Version, state: SlotState = SlotState.SEALED) -> Held | None:
         """The slot in which a rank holds a version."""
@@ -144,9 +146,9 @@ class Keeper:
         """Replicas that nobody needs go."""
         if self.ledger is None:
             return
+        awaited, knowledge = self._awaited(list(self.replicas), now_s), self.ledger.knowledge
         for version in list(self.replicas):
-            seen = SlotView(0, SlotState.SEALED, version, int(self._awaits_replicas(version, now_s)))
-            if slots.reusable(seen, self.ledger.knowledge).value:
+            if slots.reusable(SlotView(0, SlotState.SEALED, version, int(version in awaited)), knowledge).value:
                 del self.replicas[version]
 
     def take(self, news: Announcement, table: tuple[BundleRef, ...], now_s: float) -> bool:

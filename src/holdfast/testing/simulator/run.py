@@ -17,7 +17,7 @@ from holdfast.testing.simulator.clock import Clock, Violation
 from holdfast.testing.simulator.job import Job
 
 MIN_FAULTS, MAX_FAULTS = 10, 16
-CALM_S = 14.0
+CALM_S = 9.0
 MAX_EVENTS = 60_000
 
 
