@@ -21,6 +21,7 @@ PARTS: tuple[tuple[str, str], ...] = (
     ("T4", "compile"),
 )
 _MAX_TEXT = 400
+_MAX_NUMBER = 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,4 +134,4 @@ def _ranks(value: object) -> tuple[int, ...]:
 
 
 def _number(value: object, kind: type) -> Any:
-    return kind(value) if isinstance(value, int | float) and value == value else kind(0)
+    return kind(value) if isinstance(value, int | float) and abs(value) < _MAX_NUMBER else kind(0)

@@ -17,6 +17,7 @@ from holdfast.tools import groups as groups_tool
 from holdfast.tools import launch, look
 from holdfast.tools import pipeline as pipeline_tool
 from holdfast.tools import plan as plan_tool
+from holdfast.tools import report as report_tool
 from holdfast.tools import status as status_tool
 from holdfast.tools import trace as trace_tool
 from holdfast.tools.output import errors_shown
@@ -31,6 +32,7 @@ Examples
   holdfast demo                                 see it happen on this machine, in two minutes
   holdfast run --nproc-per-node 8 train.py      torchrun, with a keeper beside it
   holdfast status --watch 2                     what is safe right now, and where
+  holdfast report                               where the time of the last run went, and its incidents
   holdfast ls /ckpts/run1                       which versions are durable
   holdfast verify /ckpts/run1                   read every byte and prove it
   holdfast groups /ckpts/run1                   who held the same, and what lived in one node only
@@ -110,6 +112,25 @@ def status(
     """
     with errors_shown(as_json=json):
         raise typer.Exit(status_tool.status(runtime_dir=runtime_dir, watch_s=watch, as_json=json))
+
+
+@app.command()
+def report(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="A run id, a journal or its directory; else the newest.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Where every second of a run went: steps, stalls, detection, restart, reload, recomputed steps; and its incidents.
+
+    Exit code 1: there were incidents, and the run has not ended well.
+
+    \b
+    holdfast report
+    holdfast report run1 --json | jq .goodput
+    """
+    with errors_shown(as_json=json):
+        raise typer.Exit(report_tool.report(run, as_json=json))
 
 
 @app.command("ls")

@@ -8,11 +8,11 @@ testing.simulator.run, which also strikes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from holdfast.core import bundles, recovery
-from holdfast.core.commit import Announcement, Board, CommitOrder, Kind
+from holdfast.core.commit import OF_WRITING, Announcement, Board, CommitOrder, Kind
 from holdfast.core.ledger import Reports
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, RankLayout, Seal, Topology, Version
@@ -52,6 +52,7 @@ class Job:
         self.attempt = 0  # of recoveries; a later one makes an earlier one void
         self.recovering = False
         self.recoveries = 0
+        self.takeovers = 0
         self.skipped: dict[int, list[tuple[int, Version]]] = {}
         self.newest_durable_step = self.newest_captured_step = -1
         self.poisoned: set[int] = set()  # ranks whose next save is not what their twins save
@@ -197,6 +198,7 @@ class Job:
         board = keeper.desk.board
         for layout in facts.layouts:
             board.register(layout)
+        self.carry_out(keeper, board.heard(facts.heard))
         self.carry_out(keeper, board.sealed(facts.sealed))
         for fact in facts.abandoned:
             self.carry_out(keeper, board.abandoned(*fact))
@@ -205,7 +207,7 @@ class Job:
         self.carry_out(keeper, board.due(facts.due))
         persisting.take_in(self, keeper, node, facts)
 
-    def carry_out(self, keeper: Keeper, actions: list[Announcement | CommitOrder]) -> None:
+    def carry_out(self, keeper: Keeper, actions: Sequence[Announcement | CommitOrder]) -> None:
         """What the board concluded."""
         for action in actions:
             if isinstance(action, CommitOrder):
@@ -215,6 +217,10 @@ class Job:
 
     def _announce(self, keeper: Keeper, news: Announcement) -> None:
         assert keeper.desk is not None
+        if news.kind in OF_WRITING:
+            for node in sorted(keeper.desk.board.in_line_with(news.version, news.node) & keeper.desk.followers):
+                self._tell(keeper, self.keepers[node], news)
+            return
         self.observer.check_news(news, self.storage)
         self.clock.say(f"node {keeper.node} announces {news.version} {news.kind.value}")
         if news.kind is Kind.CAPTURED:
@@ -243,7 +249,7 @@ class Job:
         self.network.send(desk.node, keeper.node, arrive, lost)
 
     def _hear(self, keeper: Keeper, news: Announcement, table: tuple[BundleRef, ...]) -> None:
-        if not keeper.take(news, table, self.clock.now_s):
+        if news.kind not in OF_WRITING and not keeper.take(news, table, self.clock.now_s):
             return
         if news.kind is Kind.CAPTURED:
             self._replicate(keeper, news.version, self.clock.now_s + 20.0)

@@ -15,6 +15,7 @@ from holdfast.core.ledger import NodeLedger, Reports
 from holdfast.core.model import BundleRef, Level, Seal, Topology, Version
 from holdfast.core.patience import Patience
 from holdfast.core.slots import SlotState, SlotView
+from holdfast.core.takeover import Watch as Line
 
 if TYPE_CHECKING:
     from holdfast.core.lineage import Lineage
@@ -43,6 +44,8 @@ class Desk:
     incarnation: int
     history: list[Announcement] = field(default_factory=list)
     followers: set[int] = field(default_factory=set)
+    missing: dict[int, float] = field(default_factory=dict)
+    absent: set[int] = field(default_factory=set)
 
 
 class Keeper:
@@ -65,6 +68,7 @@ class Keeper:
         self.patience_lapsed = False
         self.follows: tuple[int, int] | None = None  # node and life of the coordinator
         self.desk: Desk | None = None
+        self.line = Line(node)
         self.clear()
 
     def clear(self) -> None:
@@ -76,7 +80,7 @@ class Keeper:
         """The process is gone; slots that trainers map stay, everything else does not."""
         self.life += 1
         self.replicas, self.tables, self.suspects = {}, {}, set()
-        self.ledger, self.desk, self.follows = None, None, None
+        self.ledger, self.desk, self.follows, self.line = None, None, None, Line(self.node)
         for own in self.slots.values():
             for held in own:
                 if held.view.state is not SlotState.SEALED:
@@ -87,7 +91,7 @@ class Keeper:
         """The next incarnation begins here."""
         self.ledger = NodeLedger(node=self.node, topology=self.topology, incarnation=incarnation, lineage=lineage)
         self.ledger.resume(resumed)
-        self.resumed, self.patience = resumed, Patience()
+        self.resumed, self.patience, self.line = resumed, Patience(), Line(self.node)
         for own in self.slots.values():
             for held in own:
                 if held.view.state is SlotState.WRITING:
@@ -148,7 +152,8 @@ class Keeper:
             return
         awaited, knowledge = self._awaited(list(self.replicas), now_s), self.ledger.knowledge
         for version in list(self.replicas):
-            if slots.reusable(SlotView(0, SlotState.SEALED, version, int(version in awaited)), knowledge).value:
+            pins = int(version in awaited) + sum(held.view.pins for _, held in self.replicas[version].values())
+            if slots.reusable(SlotView(0, SlotState.SEALED, version, pins), knowledge).value:
                 del self.replicas[version]
 
     def take(self, news: Announcement, table: tuple[BundleRef, ...], now_s: float) -> bool:

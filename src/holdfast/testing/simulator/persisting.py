@@ -1,15 +1,21 @@
-"""The way to storage in the simulation: parts, manifest, retention; modelled after node.persist. Called by simulator.job."""
+"""The way to storage in the simulation: lines of writers, parts, manifest, retention; modelled after node.succession.
+
+Called by testing.simulator.job.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from holdfast.core.commit import Announcement, CommitOrder, Kind, PartReport, to_retire
+from holdfast.core.commit import Announcement, CommitOrder, Kind, PartReport, WriteFailure
 from holdfast.core.ledger import Reports
 from holdfast.core.lineage import Lineage
-from holdfast.core.model import BundleRef, Version
+from holdfast.core.model import Version
+from holdfast.core.retention import to_retire
+from holdfast.core.slots import SlotState
+from holdfast.core.takeover import Order, Part
 from holdfast.testing.simulator.keeper import Held, Keeper
 
 if TYPE_CHECKING:
@@ -18,36 +24,71 @@ if TYPE_CHECKING:
 KEEP_LAST = 2
 AGAIN_S = 0.8
 ATTEMPTS = 20
+ABSENT_S = 2.0
 
 
 def heard(job: Job, keeper: Keeper, news: Announcement) -> None:
-    """A PERSIST order: this node writes what it represents, from slots that are pinned until that ends."""
-    if news.kind is Kind.PERSIST and keeper.ledger is not None:
-        plan = keeper.ledger.to_persist(news.version)
-        if plan:
-            _write(job, keeper, news.version, f"part-{keeper.node}", plan)
+    """What the coordinator says of a version on its way to storage, and of those who write it."""
+    now, version, ledger = job.clock.now_s, news.version, keeper.ledger
+    if ledger is None or version.incarnation != ledger.incarnation:
+        return
+    if news.kind is Kind.PERSIST:
+        _carry_out(job, keeper, keeper.line.persist(version, ledger.parts_of(version), now))
+    elif news.kind is Kind.DURABLE:
+        keeper.line.forget(version)
+    elif news.kind is Kind.AT_WORK:
+        keeper.line.sign(version, news.node, now)
+    elif news.kind is Kind.WRITTEN:
+        keeper.line.written(version, news.node, news.parts)
+        if news.report is not None:
+            ledger.wrote(news.report)
+    elif news.kind is Kind.FAILED and news.node != keeper.node:
+        _carry_out(job, keeper, keeper.line.failed(version, news.node, news.parts, news.reason, now))
 
 
-def take_in(job: Job, keeper: Keeper, node: int, facts: Reports) -> None:  # noqa: ARG001 - by node where parts fail
+def take_in(job: Job, keeper: Keeper, node: int, facts: Reports) -> None:
     """What a node reports of its writing."""
     assert keeper.desk is not None
+    board = keeper.desk.board
     for part in facts.parts:
-        job.carry_out(keeper, keeper.desk.board.written(part))
+        job.carry_out(keeper, board.written(part))
+    for failure in facts.failures:
+        job.carry_out(keeper, board.failed(node, failure))
+    job.carry_out(keeper, board.at_work(node, facts.at_work))
 
 
 def tick(job: Job, keeper: Keeper) -> None:
-    """Nothing is due by time alone."""
-
-
-def _write(
-    job: Job, keeper: Keeper, version: Version, part: str, plan: Sequence[tuple[int, BundleRef]], attempt: int = 0
-) -> None:
-    held = {ref.bundle_id: keeper.find(rank, version) for rank, ref in plan}
-    sources = {name: slot for name, slot in held.items() if slot is not None}
-    if len(sources) < len(held):
-        job.clock.say(f"node {keeper.node} no longer holds {version}")
+    """Leases end; the coordinator says of nodes that are missing that they write nothing."""
+    now, desk = job.clock.now_s, keeper.desk
+    _carry_out(job, keeper, keeper.line.tick(now))
+    if desk is None:
         return
-    pinned = list({id(slot): slot for slot in sources.values()}.values())
+    missing = set(range(len(job.keepers))) - desk.followers
+    for node in missing:
+        since = desk.missing.setdefault(node, now)
+        if now - since > ABSENT_S and node not in desk.absent:
+            desk.absent.add(node)
+            job.carry_out(keeper, desk.board.lost(node))
+    desk.missing = {node: since for node, since in desk.missing.items() if node in missing}
+    desk.absent &= missing
+
+
+def _carry_out(job: Job, keeper: Keeper, orders: Iterable[Order]) -> None:
+    for order in orders:
+        if order.term:
+            job.clock.say(f"node {keeper.node} takes over {order.version} in term {order.term}")
+            job.takeovers += 1
+        for part in order.parts:
+            _write(job, keeper, order.version, part)
+
+
+def _write(job: Job, keeper: Keeper, version: Version, part: Part, attempt: int = 0) -> None:
+    sources = {ref.bundle_id: _find(keeper, version, ref.bundle_id) for ref in part.refs}
+    held = {name: slot for name, slot in sources.items() if slot is not None}
+    if len(held) < len(sources):
+        _failed(job, keeper, version, part, "it does not hold the bytes any more")
+        return
+    pinned = list({id(slot): slot for slot in held.values()}.values())
     _pin(pinned, 1)
     life = keeper.life
 
@@ -55,30 +96,44 @@ def _write(
         if keeper.life != life or not keeper.alive:
             return
         for slot in pinned:
-            if slot.view.version != version:
-                from_now = slot.view.version
-                job.broken("S5", f"{version} is being written from a slot that holds {from_now} by now")
+            if slot.view.version != version or slot.view.state is not SlotState.SEALED:
+                job.broken("S5", f"{version} is being written from a slot that holds {slot.view.version} by now")
         _pin(pinned, -1)
         if job.storage.down:
             if attempt < ATTEMPTS:
                 job.clock.after(AGAIN_S, again)
             return
-        bad = [name for name, slot in sources.items() if not slot.intact]
+        bad = [name for name, slot in held.items() if slot.seals[name] != slot.content[name]]
         if bad:
-            job.clock.say(f"node {keeper.node} does not write {bad[0]} of {version}: its digest is wrong")
+            _failed(job, keeper, version, part, f"the digest of {bad[0]} is wrong")
             return
-        digests = {name: slot.content[name] for name, slot in sources.items()}
-        job.storage.parts[version, part] = digests
-        report = PartReport(version, keeper.node, part, 1, "d", tuple(digests))
+        digests = {name: slot.content[name] for name, slot in held.items()}
+        job.storage.parts[version, f"part-{part.index}"] = digests
+        report = PartReport(version, keeper.node, f"part-{part.index}", 1, "d", tuple(digests), part.index)
         if keeper.ledger is not None and keeper.ledger.incarnation == version.incarnation:
+            keeper.line.written(version, keeper.node, (part.index,))
             keeper.ledger.wrote(report)
             job.report(keeper, Reports(parts=(report,)))
 
     def again() -> None:
         if keeper.life == life and keeper.alive:
-            _write(job, keeper, version, part, plan, attempt + 1)
+            job.report(keeper, Reports(at_work=(version,)))
+            _write(job, keeper, version, part, attempt + 1)
 
+    job.report(keeper, Reports(at_work=(version,)))
     job.clock.after(job.storage.seconds(), finish)
+
+
+def _failed(job: Job, keeper: Keeper, version: Version, part: Part, reason: str) -> None:
+    job.clock.say(f"node {keeper.node} does not write part {part.index} of {version}: {reason}")
+    if keeper.ledger is not None and keeper.ledger.incarnation == version.incarnation:
+        keeper.line.failed(version, keeper.node, (part.index,), reason, job.clock.now_s)
+        job.report(keeper, Reports(failures=(WriteFailure(version, (part.index,), reason, True),)))
+
+
+def _find(keeper: Keeper, version: Version, bundle_id: str) -> Held | None:
+    """A slot of the node, own or replica, with the bundle."""
+    return next((held for v, _, name, held in keeper.copies() if v == version and name == bundle_id), None)
 
 
 def _pin(slots: Sequence[Held], more: int) -> None:

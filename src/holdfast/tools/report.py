@@ -1,0 +1,99 @@
+"""`holdfast report`: where the time of a run went, and its incidents, from the journal of its launcher. Without torch.
+
+RUN is a directory with a journal (as `holdfast run` names it), a journal, or a run id under the runtime directory; without
+it the newest journal there is taken. A job of several nodes has one journal per node; each tells of its own ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from holdfast.base import config
+from holdfast.base.errors import UsageError
+from holdfast.core.goodput import ORDER, Goodput, goodput
+from holdfast.core.incident import box
+from holdfast.tools.output import GOOD, PROBLEM, print_json, print_table
+
+NAME = "journal.jsonl"
+MAX_BYTES = 64 << 20
+
+
+def report(run: str | None, *, as_json: bool) -> int:
+    """Prints the sums of the newest run of a journal; returns the exit code."""
+    path = _journal(run)
+    found = goodput(_newest_run(_lines(path)))
+    if found is None:
+        raise UsageError(f"{path} tells of no progress", remedy="look again when the job has made a step")
+    if as_json:
+        print_json({"journal": str(path), **_document(found)})
+    else:
+        _show(path, found)
+    return GOOD if found.finished or not found.incidents else PROBLEM
+
+
+def _journal(run: str | None) -> Path:
+    given = Path(run) if run else None
+    if given is not None and given.is_file():
+        return given
+    if given is not None and (given / NAME).is_file():
+        return given / NAME
+    root = config.load().runtime_path
+    journals = sorted(root.glob(f"run-*/{NAME}"), key=lambda path: path.stat().st_mtime)
+    if run:
+        journals = [path for path in journals if path.parent.name.startswith((f"run-{run}-", run))]
+    if not journals:
+        raise UsageError(
+            f"no journal of {run or 'any run'}",
+            where=str(root),
+            remedy="`holdfast run` writes one, unless --watchdog=off",
+        )
+    return journals[-1]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The lines that can be read; a last one that was cut off by a crash is passed over."""
+    with path.open("rb") as file:
+        text = file.read(MAX_BYTES).decode(errors="replace")
+    found = []
+    for line in text.splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict):
+            found.append(entry)
+    return found
+
+
+def _newest_run(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    begins = [index for index, line in enumerate(lines) if line.get("event") == "run"]
+    return lines[begins[-1] :] if begins else lines
+
+
+def _document(found: Goodput) -> Mapping[str, Any]:
+    return {
+        "wall_s": round(found.wall_s, 3),
+        "goodput": round(found.share, 4),
+        "seconds": {name: round(found.seconds.get(name, 0.0), 3) for name in ORDER},
+        "steps": found.steps,
+        "finished": found.finished,
+        "incidents": [{**asdict(incident), "total_s": incident.total_s} for incident in found.incidents],
+    }
+
+
+def _show(path: Path, found: Goodput) -> None:
+    for incident in found.incidents:
+        print(box(incident))
+    rows = [
+        (name, round(seconds, 1), f"{100 * seconds / found.wall_s:.1f} %")
+        for name in ORDER
+        if (seconds := found.seconds.get(name, 0.0)) > 0
+    ]
+    print_table(("what", "seconds", "share"), rows)
+    state = "ended well" if found.finished else "goes on, or was ended"
+    print(f"{found.wall_s:.1f} s, {found.steps} steps, {len(found.incidents)} incidents; {state}")
+    print(f"goodput {100 * found.share:.1f} %  ({path})")
