@@ -7,24 +7,47 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from holdfast.core.commit import Announcement, CommitOrder, Kind, PartReport, WriteFailure
+from holdfast.core.commit import Action, Announcement, CommitOrder, Kind, PartReport, WriteFailure
 from holdfast.core.ledger import Reports
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import Version
 from holdfast.core.retention import to_retire
 from holdfast.core.slots import SlotState
 from holdfast.core.takeover import Order, Part
+from holdfast.testing.simulator.clock import Clock
 from holdfast.testing.simulator.keeper import Held, Keeper
-
-if TYPE_CHECKING:
-    from holdfast.testing.simulator.job import Job
+from holdfast.testing.simulator.network import Storage
+from holdfast.testing.simulator.observer import Observer
 
 KEEP_LAST = 2
 AGAIN_S = 0.8
 ATTEMPTS = 20
 ABSENT_S = 2.0
+
+
+class Job(Protocol):
+    """The job, as far as storage is concerned."""
+
+    clock: Clock
+    storage: Storage
+    observer: Observer
+    keepers: list[Keeper]
+    takeovers: int
+
+    @property
+    def incarnation(self) -> int:
+        """The one that trains."""
+
+    def report(self, keeper: Keeper, reports: Reports) -> None:
+        """Facts to the coordinator."""
+
+    def carry_out(self, keeper: Keeper, actions: Sequence[Action]) -> None:
+        """What the board concluded."""
+
+    def broken(self, invariant: str, what: str) -> None:
+        """A promise does not hold."""
 
 
 def heard(job: Job, keeper: Keeper, news: Announcement) -> None:
