@@ -27,7 +27,7 @@ MAX_LOG_BYTES = 4 << 20
 
 def main(arguments: Sequence[str]) -> int:
     """Runs a keeper with these arguments; returns the exit status."""
-    return run(_parse(arguments))
+    return run(parse(arguments))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -86,7 +86,8 @@ def _give_way() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of a keeper's command line."""
     parser = argparse.ArgumentParser(prog="holdfast.node", description="The keeper of one job on one node.")
     parser.add_argument("--root", required=True)
     parser.add_argument("--run-id", required=True)

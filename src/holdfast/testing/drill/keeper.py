@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from argparse import Namespace
 
 from holdfast.node import process
@@ -28,9 +29,19 @@ def keeper(setup: Setup, ground: Ground, ready: int) -> int:
     ground.probe(name, setup).watch(PHASES, POINTS)
     # The drill has its own log, which outlives the keeper's directory.
     planted.put(process, "_log_to", planted.always(None))
+    return process.run(options_of(setup, ready))
+
+
+def options_of(setup: Setup, ready: int) -> Namespace:
+    """What the command line would say; parsing one takes longer than forking."""
     config = setup.config
-    options = Namespace(
-        root=setup.root, run_id=config.run_id, node=config.node, runtime_dir=config.runtime_dir,
-        memory_budget=config.memory_budget, linger_s=config.linger_s, log_level=config.log_level, ready_fd=ready,
-    )  # fmt: skip
-    return process.run(options)
+    own = {
+        "root": setup.root, "run_id": config.run_id, "node": config.node, "runtime_dir": config.runtime_dir,
+        "memory_budget": config.memory_budget, "linger_s": config.linger_s, "ready_fd": ready,
+    }  # fmt: skip
+    return Namespace(**{**_defaults(), **own})
+
+
+@functools.cache
+def _defaults() -> dict[str, object]:
+    return vars(process.parse(["--root", "", "--run-id", "", "--node", "", "--runtime-dir", ""]))

@@ -24,6 +24,7 @@ from holdfast.node import start
 from holdfast.node.daemon import Keeper, KeeperOptions, become_keeper, clean
 from holdfast.node.places import Place, place_of
 from holdfast.testing.drill.ground import LOG_FORM, Setup
+from holdfast.testing.drill.keeper import options_of
 from holdfast.testing.drill.plan import LAST_LIFE, SOLO, LifePlan, Trial, saves
 
 NUM_LIVES = 2
@@ -49,7 +50,8 @@ def keep(setup: Setup) -> None:
     lock = become_keeper(place)
     if lock is None:
         raise RuntimeError(f"another keeper is at {place.directory}")
-    Keeper(KeeperOptions(place, setup.root, setup.config.memory_budget, LINGER_S)).run(lambda: None)
+    options = options_of(setup, -1)
+    Keeper(KeeperOptions(place, options.root, options.memory_budget, LINGER_S)).run(lambda: None)
     clean(place)
     os.close(lock)
 
