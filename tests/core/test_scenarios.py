@@ -8,7 +8,8 @@ comes of them, up to the next empty line:
     coordinator: 1.10 captured: all 4 ranks sealed it
 
 `REWRITE_SCENARIOS=1 pytest tests/core/test_scenarios.py` writes what comes of them now into the files; read the
-difference before you keep it. Commands are the methods `do_...` of tests/scenario_kit.py (verdicts: tests/faults_kit.py).
+difference before you keep it. Commands are the methods `do_...` of tests/scenario_kit.py (verdicts: tests/faults_kit.py,
+the ladder: tests/ladder_kit.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from faults_kit import Watching
+from ladder_kit import Climbing
 from scenario_kit import KINDS, Archive, Stage
 
 SCENARIOS = Path(__file__).parent / "scenarios"
@@ -30,7 +32,8 @@ def play(text: str) -> str:
     """The story with the transcript that the core gives today."""
     lines = text.splitlines()
     kind = next((line.split(":")[1].strip() for line in lines if line.startswith("# stage:")), "running")
-    stage = Watching() if kind == "watching" else KINDS[kind]()
+    others = {"watching": Watching, "climbing": Climbing}
+    stage = others[kind]() if kind in others else KINDS[kind]()
     told: list[str] = []
     position = 0
     while position < len(lines):
@@ -59,7 +62,7 @@ def _block(told: list[str]) -> list[str]:
     return commands[::-1]
 
 
-def run(stage: Stage | Archive | Watching, command: str) -> list[str]:
+def run(stage: Stage | Archive | Watching | Climbing, command: str) -> list[str]:
     """What one command answers."""
     name, *rest = shlex.split(command)
     parts = [part.partition("=") for part in rest]
@@ -78,7 +81,7 @@ def test_scenario(path: Path) -> None:
 
 def test_there_is_a_story_for_every_part_of_the_protocol() -> None:
     topics = {path.stem.split("_")[0] for path in SCENARIOS.glob("*.txt")}
-    assert topics >= {"commit", "guard", "recovery", "retention", "cadence", "faults", "takeover", "bubbles"}
+    assert topics >= {"commit", "guard", "recovery", "retention", "cadence", "faults", "takeover", "bubbles", "ladder"}
 
 
 def test_a_story_that_does_not_come_true_is_noticed() -> None:

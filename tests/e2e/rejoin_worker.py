@@ -49,7 +49,7 @@ class Job:
         self.model: torch.nn.Module = Net()
         self.step = self.whole_step
         if strategy == "ddp":
-            self.model = DistributedDataParallel(self.model)
+            self.wrap()
         elif strategy == "fsdp":
             fully_shard(self.model.two)
             fully_shard(self.model)
@@ -63,6 +63,11 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         # Ranks of one TP group drop out the same units, others their own.
         torch.manual_seed(7 if strategy == "tp" else 7 + self.rank)
+
+    def wrap(self) -> None:
+        """Groups are new after an interruption, and so is what holds them."""
+        inner = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        self.model = DistributedDataParallel(inner)
 
     def whole_step(self) -> None:
         x = torch.randn(4, 12)
@@ -117,7 +122,8 @@ def victim(cell: str, phase: str, step: int) -> None:
 
 def reference(cell: str, rank: int) -> None:
     file = OUT / f"reference-{cell}-{rank}.json"
-    job = Job(cell.split(":", maxsplit=1)[0], lambda _: None)
+    strategy = cell.split(":", maxsplit=1)[0]
+    job = Job("ddp" if strategy == "resumable" else strategy, lambda _: None)
     rows = []
     for _ in range(STEPS):
         job.step()
@@ -128,12 +134,19 @@ def reference(cell: str, rank: int) -> None:
 def train(cell: str, rank: int) -> None:
     now = {"step": -1}
     job = Job(cell.split(":", maxsplit=1)[0], lambda phase: victim(cell, phase, now["step"]))
-    model = job.model.module if isinstance(job.model, DistributedDataParallel) else job.model
-    replicated = ("*",) if cell.startswith("ddp") else ()
+    inside = cell.startswith("resumable")  # the model stays, its wrapper does not
     checkpointer = holdfast.Checkpointer(
-        OUT / f"root-{cell.replace(':', '-')}", model=model, optimizer=job.optimizer, every=1, durable_every=100,
-        replicated=replicated,
+        OUT / f"root-{cell.replace(':', '-')}", model=job.model, optimizer=job.optimizer, every=1, durable_every=100,
+        replicated=("model*", "optimizer*") if inside else (),
     )  # fmt: skip
+    go_on = holdfast.resumable(loop) if cell.startswith("resumable") else loop
+    go_on(cell, rank, job, checkpointer, now)
+    checkpointer.close()
+
+
+def loop(cell: str, rank: int, job: Job, checkpointer: holdfast.Checkpointer, now: dict[str, int]) -> None:
+    if cell.startswith("resumable"):
+        job.wrap()
     start = checkpointer.restore()
     victim(cell, "restored", -1)
     rows: dict[int, str] = {}
@@ -141,10 +154,9 @@ def train(cell: str, rank: int) -> None:
         now["step"] = step
         job.step()
         rows[step] = job.digest()
+        write(OUT / f"trained-{cell}-{rank}-{os.getpid()}-{start}.json", rows)
         checkpointer.step(step)
         victim(cell, "save", step)
-        write(OUT / f"trained-{cell}-{rank}-{os.getpid()}-{start}.json", rows)
-    checkpointer.close()
 
 
 def write(path: Path, facts: object) -> None:
@@ -157,7 +169,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    with (OUT / f"pids-{rank}").open("a") as pids:
+    with (OUT / f"runs-{rank}").open("a") as pids:
         pids.write(f"{os.getpid()} {os.environ['TORCHELASTIC_RESTART_COUNT']}\n")
     for cell in sys.argv[2:]:
         for part in (reference, train):

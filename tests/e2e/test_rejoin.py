@@ -23,7 +23,7 @@ def run(out: Path, *cells: str) -> None:
 def survivors_kept_their_processes(out: Path, cells: list[str]) -> None:
     """Rank 0 has one process id, unless it was killed too; rank 1 a new one after every kill of it."""
     for rank in range(2):
-        rows = [line.split() for line in (out / f"pids-{rank}").read_text().splitlines()]
+        rows = [line.split() for line in (out / f"runs-{rank}").read_text().splitlines()]
         killed = sum((out / f"killed-{cell}-{rank}").exists() for cell in cells)
         assert len({pid for pid, _ in rows}) == 1 + killed, (rank, rows)
 
@@ -49,6 +49,13 @@ def test_every_strategy_goes_on_bit_for_bit_and_the_survivor_keeps_its_process(
     tmp_path: Path, runtime_dir: Path
 ) -> None:
     check(tmp_path, ["ddp:backward", "fsdp:forward", "tp:update", "pp:backward"])
+
+
+def test_a_resumable_function_is_called_again_and_its_caller_keeps_its_objects(
+    tmp_path: Path, runtime_dir: Path
+) -> None:
+    check(tmp_path, ["resumable:backward", "resumable:save"])
+    assert len((tmp_path / "runs-0").read_text().splitlines()) == 1, "the survivor's script began once only"
 
 
 @pytest.mark.slow

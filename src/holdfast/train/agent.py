@@ -53,7 +53,7 @@ KILL_S = 20.0
 HOLD_S = 5.0
 HOLD_ALONE_S = 1.0
 # Without any sign of steps, a job that stayed well for so long has made progress.
-PROGRESS_S = 2.0
+PROGRESS_S = 5.0
 RENEWED_S = 600.0
 SPARE_DELAY_S = 1.0
 EXIT_S = 30.0
@@ -202,6 +202,8 @@ class Agent(PlainAgent):
             if message["number"] != seat.order or message["op"] not in HEARD:
                 continue  # of an incarnation before, or the greeting
             seat.now(HEARD[message["op"]])
+            if self._watch is not None and seat.doing is not Doing.RUNS:  # it waits for a word of ours
+                self._watch.gone(self._worker_group.workers[seat.local_rank].global_rank)
             seat.error = message.get("error", "")
 
     def _look(self) -> Over | None:

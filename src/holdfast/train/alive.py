@@ -20,6 +20,9 @@ class Abandonable(Protocol):
     def abandon(self) -> None:
         """Ends everything it has; nothing is saved. Does not wait long."""
 
+    def interrupted(self) -> None:
+        """The same, but its owner keeps it and will begin anew with it."""
+
 
 _open: weakref.WeakSet[Abandonable] = weakref.WeakSet()
 
@@ -29,11 +32,12 @@ def register(thing: Abandonable) -> None:
     _open.add(thing)
 
 
-def abandon_all() -> None:
-    """Closes what is still there."""
+def abandon_all(*, kept: bool = False) -> None:
+    """Closes what is still there; `kept`: the owners keep their objects (`holdfast.resumable`)."""
     for thing in list(_open):
         try:
-            thing.abandon()
+            thing.interrupted() if kept else thing.abandon()
         except Exception as error:  # noqa: BLE001 - whatever it is, the next run must be able to start
             logger.warning("%s was not closed properly: %s", type(thing).__name__, error)
-    _open.clear()
+    if not kept:
+        _open.clear()

@@ -27,9 +27,10 @@ from holdfast.base.config import Config
 from holdfast.base.errors import KeeperLost, LevelNotReached, UsageError
 from holdfast.base.events import Events
 from holdfast.core.appointments import Appointment, Proposal
+from holdfast.core.faults import Phase
 from holdfast.core.model import Level, Shard, Version
 from holdfast.tiers.storage import open_storage
-from holdfast.train import agree, alive, exposure
+from holdfast.train import agree, alive, beats, exposure
 from holdfast.train.assembly import Job, assemble
 from holdfast.train.handle import SaveHandle, as_level
 from holdfast.train.link import Link
@@ -125,6 +126,7 @@ class Checkpointer:
         self._storage = open_storage(self._root, self.events)
         alive.register(self)
 
+    @beats.phase(Phase.LOADING)
     def restore(self, version: Version | str | None = None, *, fresh: bool = False, strict: bool | None = None) -> int:
         """Loads the newest version that is complete everywhere into the objects; returns the step to go on with.
 
@@ -202,6 +204,7 @@ class Checkpointer:
         run.step = step
         run.recorder.step(step)
         run.at(step)
+        beats.at_step(step)
         due = run.schedule.after(step, stop_wanted=self._signal.arrived)
         self._propose(run, due.propose)
         for missed in due.missed:
@@ -240,6 +243,7 @@ class Checkpointer:
         """
         return self._running().link.require().status()
 
+    @beats.phase(Phase.SAVING)
     def close(self) -> None:
         """Makes the last step durable and leaves. Every rank calls it. Calling it again does nothing.
 
@@ -261,6 +265,14 @@ class Checkpointer:
         """Leaves without saving, so that another one of this process can take the rank. Calling it again does nothing."""
         if not self._closed:
             self._leave(finished=False)
+
+    def interrupted(self) -> None:
+        """The job broke off and this process stays: what was saved counts, the next call is `restore`."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.saver.close()
+            run.link.close(finished=False)
+            self._storage.leave()
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -79,7 +79,8 @@ class Journal:
             return
         try:
             if self._file is None:
-                self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # a keeper wants it private
+                self._directory.mkdir(mode=0o700, exist_ok=True)
                 path = self._directory / NAME
                 full = path.exists() and path.stat().st_size > MAX_BYTES
                 self._file = path.open("w" if full else "a", encoding="utf-8")

@@ -25,7 +25,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import distributed as dist
 
-from holdfast.train import leaving
+from holdfast.train import alive, leaving
 from holdfast.train.runner import Runner
 
 P = ParamSpec("P")
@@ -71,6 +71,7 @@ def _forget(error: BaseException) -> None:
         traceback.clear_frames(seen.__traceback__)
         seen.__traceback__ = None
         seen = seen.__cause__ or seen.__context__
+    alive.abandon_all(kept=True)
     leaving.destroy_groups()
     for thing in gc.get_objects():
         if isinstance(thing, torch.nn.Module):

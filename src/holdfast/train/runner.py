@@ -97,7 +97,7 @@ class Runner:
             error = stop if stop.code not in (None, 0) else None
         except BaseException as fault:  # noqa: BLE001 - whatever the script raised is told, judged or raised again below
             error = fault
-        return self._after(order, error)
+        return self._after(self._running or order, error)  # a resumable function may have taken a newer one
 
     def begin(self, order: Order) -> None:
         """This process is `order` from now on."""

@@ -187,7 +187,8 @@ class Watchdog:
             return
         self._num_stacks += 1
         try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # a keeper wants it private
+            self.directory.mkdir(mode=0o700, exist_ok=True)
             path = self.directory / f"stacks-rank{rank}-{worker.pid}-{self._num_stacks}.txt"
             path.write_text(text, encoding="utf-8")
             worker.stacks = str(path)
