@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 WORKER = Path(__file__).with_name("rejoin_worker.py")
+LOOP = Path(__file__).with_name("crash_loop_worker.py")
 STEPS = 8
 
 
@@ -48,18 +49,36 @@ def check(tmp_path: Path, cells: list[str]) -> None:
 def test_every_strategy_goes_on_bit_for_bit_and_the_survivor_keeps_its_process(
     tmp_path: Path, runtime_dir: Path
 ) -> None:
-    check(tmp_path, ["ddp:backward", "fsdp:forward", "tp:update", "pp:backward"])
-
-
-def test_a_resumable_function_is_called_again_and_its_caller_keeps_its_objects(
-    tmp_path: Path, runtime_dir: Path
-) -> None:
-    check(tmp_path, ["resumable:backward", "resumable:save"])
-    assert len((tmp_path / "runs-0").read_text().splitlines()) == 1, "the survivor's script began once only"
+    check(tmp_path, ["ddp:backward", "fsdp:forward", "pp:backward", "resumable:save"])
+    # Of four kills three began the survivor's script anew; the resumable function was called again within it.
+    assert len((tmp_path / "runs-0").read_text().splitlines()) == 1 + 3
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(560)
 def test_every_strategy_in_every_phase(tmp_path: Path, runtime_dir: Path) -> None:
     phases = ("forward", "backward", "update", "save", "restore")
-    check(tmp_path, [f"{strategy}:{phase}" for strategy in ("ddp", "fsdp", "tp", "pp") for phase in phases])
+    check(
+        tmp_path, [f"{strategy}:{phase}" for strategy in ("ddp", "fsdp", "tp", "pp", "resumable") for phase in phases]
+    )
+
+
+@pytest.mark.slow
+def test_a_step_that_always_fails_gets_an_older_version_once_and_then_stops_the_job(
+    tmp_path: Path, runtime_dir: Path
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "holdfast.train.elastic",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=50",
+    ]
+    done = subprocess.run(
+        [*command, str(LOOP), str(tmp_path)], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 1
+    starts = [(tmp_path / f"starts-{rank}").read_text().split() for rank in range(2)]
+    assert starts == [["0", "6", "6", "5"]] * 2, done.stderr[-3000:]
+    assert "ZeroDivisionError: always at step 6" in done.stderr.split("the job stops: first error")[1]

@@ -2,7 +2,8 @@
 
     holdfast demo [--json] [--keep DIR] [--quick]        (or: python -m holdfast.testing.demo)
 
-1. An uninterrupted run with plain torchrun and without holdfast is the reference.
+1. Plain torchrun without holdfast: one rank gets SIGKILL in its first steps, to see how long torchrun takes; what it
+   then trains from the start, uninterrupted, is the reference.
 2. The same job under `holdfast run` on two nodes. Fault 1: one rank gets SIGKILL. Fault 2: a whole node with its keeper
    gets SIGKILL and a node with empty memory takes its place. Fault 3: everything gets SIGKILL, keepers too, and one byte
    of the newest checkpoint is flipped; `holdfast verify` must name the file; the job is started again.
@@ -84,6 +85,7 @@ class Outcome:
         version: what was restored.
         steps_lost: finished steps that had to be made again.
         seconds: from the SIGKILL until all ranks had finished a step again.
+        kept: ranks whose processes lived on.
     """
 
     fault: str
@@ -92,6 +94,7 @@ class Outcome:
     version: str
     steps_lost: int
     seconds: float
+    kept: tuple[int, ...] = ()
 
 
 class Demo:
@@ -102,13 +105,16 @@ class Demo:
         self.reference = Facts(cluster.home / "reference", WORLD_SIZE)
         self.facts = Facts(cluster.home / "facts", WORLD_SIZE)
         self.outcomes: list[Outcome] = []
+        self.torchrun_s = 0.0
         self._shown_at = 0.0
         self._shown_step = -1
 
     def run(self) -> Comparison:
         """All of it; returns the comparison with the uninterrupted run."""
-        self.say("[bold]Uninterrupted run[/bold]: 4 ranks, plain torchrun, no holdfast")
+        self.say("[bold]The yardstick[/bold]: 4 ranks, plain torchrun, no holdfast")
         self.cluster.start_reference()
+        self.train(self.reference, 3)
+        self.measure_torchrun()
         self.train(self.reference, self.plan.steps)
         self.say("[bold]The same job on two nodes[/bold] with `holdfast run`: HSDP 2 x 2, shards inside, twins across")
         self.start("node-a", "node-b")
@@ -143,6 +149,22 @@ class Demo:
                 raise DemoFailure(f"training stands at step {facts.finished_step()} for too long")
             time.sleep(0.02)
 
+    def measure_torchrun(self) -> None:
+        """SIGKILL to one rank of plain torchrun, until all ranks have finished a step again. All start anew, from 0."""
+        victim = self.reference.last(3, "start")
+        assert victim is not None, "it has finished steps"
+        killed_at = time.time()
+        os.kill(victim["pid"], signal.SIGKILL)
+
+        def again() -> bool:
+            self.reference.refresh()
+            return all(self.reference.restarted(rank, killed_at) for rank in range(WORLD_SIZE))
+
+        wait_until(again, RECOVERY_TIMEOUT_S, "plain torchrun trains again", self.cluster.check)
+        steps = [self.reference.restarted(rank, killed_at) or {"time": killed_at} for rank in range(WORLD_SIZE)]
+        self.torchrun_s = max(step["time"] for step in steps) - killed_at
+        self.say(f"  one rank killed: all workers restarted, back after {self.torchrun_s:.1f} s without any state")
+
     def show_progress(self, facts: Facts, every_s: float = 2.0) -> None:
         """One line now and then: step and loss."""
         step = facts.finished_step()
@@ -161,7 +183,8 @@ class Demo:
         killed_at = time.time()
         os.kill(victim["pid"], signal.SIGKILL)
         found_at = self.wait_report("node-b", reported)
-        self.recovered("1: one rank killed", killed_at, found_at, ranks=(3,), promised=OWN_MEMORY)
+        outcome = self.recovered("1: one rank killed", killed_at, found_at, ranks=(3,), promised=OWN_MEMORY)
+        self.must_have_kept(outcome, 0, 1, 2)
 
     def lose_a_node(self) -> None:
         """Fault 2: the ranks of the lost node come back from the other node's memory, without storage."""
@@ -173,7 +196,13 @@ class Demo:
         self.cluster.kill_node("node-b")
         self.cluster.start_node("node-c", place=2)
         found_at = self.wait_report("node-a", reported)
-        self.recovered("2: a whole node lost", killed_at, found_at, ranks=(2, 3), promised=OTHER_NODE)
+        outcome = self.recovered("2: a whole node lost", killed_at, found_at, ranks=(2, 3), promised=OTHER_NODE)
+        self.must_have_kept(outcome, 0, 1)
+
+    def must_have_kept(self, outcome: Outcome, *ranks: int) -> None:
+        """The processes of `ranks` must have lived on."""
+        if not set(ranks) <= set(outcome.kept):
+            raise DemoFailure(f"only ranks {outcome.kept} kept their processes; promised: {ranks}")
 
     def lose_everything(self) -> None:
         """Fault 3: all memory is gone and the newest checkpoint is damaged; the one before is used."""
@@ -227,6 +256,7 @@ class Demo:
             version=version,
             steps_lost=self.facts.finished_step(killed_at) + 1 - start,
             seconds=max(step["time"] for _, step in recoveries.values()) - killed_at,
+            kept=self.facts.kept(killed_at),
         )
         self.outcomes.append(outcome)
         self.say(f"  back after {outcome.seconds:.1f} s from {sources_text(total)}, {outcome.steps_lost} steps lost")
@@ -240,12 +270,13 @@ class Demo:
         return self.cluster.log(node).stat().st_size
 
     def wait_report(self, node: str, offset: int) -> float:
-        """The moment when the node's launcher has written that a worker failed."""
+        """The moment when the node's launcher has written that a worker failed, or a node."""
 
         def reported() -> bool:
             with self.cluster.log(node).open("rb") as log:
                 log.seek(offset)
-                return b"exitcode" in log.read()
+                said = log.read()
+                return b"exitcode" in said or b"nodes of the job have changed" in said
 
         wait_until(reported, RECOVERY_TIMEOUT_S, f"{node} reports the fault", self.cluster.check)
         return time.time()
@@ -276,15 +307,18 @@ def sources_text(total: dict[str, int]) -> str:
     return ", ".join(f"{SOURCE_NAMES.get(name, name)} {count / 1e3:,.0f} kB" for name, count in ordered)
 
 
-def show_table(console: Console, outcomes: list[Outcome]) -> None:
+def show_table(console: Console, outcomes: list[Outcome], torchrun_s: float) -> None:
     """The one table of the demo."""
     table = Table(title="What was broken, and how it came back")
-    for column in ("fault", "found after", "restored from", "steps lost", "seconds"):
+    for column in ("fault", "found after", "restored from", "kept their process", "steps lost", "seconds"):
         table.add_column(column, justify="right" if column in ("found after", "steps lost", "seconds") else "left")
     for outcome in outcomes:
         found = "-" if outcome.found_after_s is None else f"{outcome.found_after_s:.2f} s"
         source = f"{sources_text(outcome.restored_from)}"
-        table.add_row(outcome.fault, found, source, str(outcome.steps_lost), f"{outcome.seconds:.1f}")
+        kept = f"ranks {', '.join(map(str, outcome.kept))}" if outcome.kept else "none"
+        table.add_row(outcome.fault, found, source, kept, str(outcome.steps_lost), f"{outcome.seconds:.1f}")
+    table.add_section()
+    table.add_row("plain torchrun, one rank killed", "-", "nothing: from step 0", "none", "all", f"{torchrun_s:.1f}")
     console.print(table)
 
 
@@ -349,9 +383,19 @@ def _run(options: argparse.Namespace, console: Console, started: float) -> int:
     if options.json:
         for outcome in demo.outcomes:
             sys.stdout.write(json.dumps(asdict(outcome)) + "\n")
-        sys.stdout.write(json.dumps({"equal": not result.differences, "seconds": seconds, **asdict(result)}) + "\n")
+        sys.stdout.write(
+            json.dumps(
+                {
+                    "equal": not result.differences,
+                    "seconds": seconds,
+                    "torchrun_seconds": demo.torchrun_s,
+                    **asdict(result),
+                }
+            )
+            + "\n"
+        )
     else:
-        show_table(console, demo.outcomes)
+        show_table(console, demo.outcomes, demo.torchrun_s)
     show_comparison(console, result)
     console.print(f"The demo took {seconds:.0f} s.", highlight=False)
     return 1 if result.differences else 0

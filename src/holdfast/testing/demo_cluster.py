@@ -54,8 +54,9 @@ class Cluster:
         return self.home / "checkpoints"
 
     def start_reference(self) -> None:
-        """The uninterrupted run: the same four ranks under plain torchrun, without holdfast."""
+        """The yardstick: the same four ranks under plain torchrun, without holdfast; one restart is allowed."""
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+        command += ["--max-restarts", "1"]
         self._spawn("reference", [*command, "-m", "holdfast.testing.demo_train", "--plain", *self._arguments()])
 
     def new_rendezvous(self) -> None:
@@ -165,6 +166,7 @@ class Cluster:
             "HOLDFAST_EVERY": "1",
             "HOLDFAST_DURABLE_EVERY": str(self.durable_every),
             "OMP_NUM_THREADS": "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # most restarts of plain torchrun hang without it
             "GLOO_SOCKET_IFNAME": "lo",
         }
 

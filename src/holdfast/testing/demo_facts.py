@@ -78,6 +78,25 @@ class Facts:
         step = next((fact for fact in rest if fact["event"] == "step"), None)
         return (restored, step) if step else None
 
+    def restarted(self, rank: int, after: float) -> dict[str, Any] | None:
+        """The first step that `rank` finished after it started anew later than `after`, whatever it restored."""
+        recent = [fact for fact in self.lines[rank] if fact["time"] > after]
+        starts = [index for index, fact in enumerate(recent) if fact["event"] == "start"]
+        if not starts:
+            return None
+        return next((fact for fact in recent[starts[-1] :] if fact["event"] == "step"), None)
+
+    def kept(self, after: float) -> tuple[int, ...]:
+        """The ranks whose process is the same now as at that time."""
+
+        def pids(rank: int, *, late: bool) -> list[int]:
+            starts = [fact for fact in self.lines[rank] if fact["event"] == "start"]
+            return [fact["pid"] for fact in starts if late or fact["time"] <= after]
+
+        return tuple(
+            rank for rank in range(self.world_size) if pids(rank, late=False)[-1:] == pids(rank, late=True)[-1:] != []
+        )
+
     def finished_step(self, before: float = float("inf")) -> int:
         """The newest step that every rank had finished at that time; -1 if there is none."""
         newest = []

@@ -57,7 +57,7 @@ PROGRESS_S = 5.0
 RENEWED_S = 600.0
 SPARE_DELAY_S = 1.0
 EXIT_S = 30.0
-HEARD = {"started": Doing.RUNS, "finished": Doing.FINISHED, "raised": Doing.HOLDS}
+HEARD = {"started": Doing.RUNS, "finished": Doing.FINISHED, "raised": Doing.HOLDS, "failed": Doing.RUNS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +167,7 @@ class Agent(PlainAgent):
             self._all_anew = False
             super()._restart_workers(worker_group)
         else:
+            logger.warning("the nodes of the job have changed; workers go on when they have met")
             self._initialize_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
@@ -213,14 +214,15 @@ class Agent(PlainAgent):
         if not dead:
             return None
         first = dead[0]
+        step = self._step_of(first)
         for seat in dead:
             self._note_death(seat)
         failure = self._failures[first.local_rank]
         rank = self._worker_group.workers[first.local_rank].global_rank
-        error = seat.error or failure.message.splitlines()[0] if failure.message else f"exit code {failure.exitcode}"
+        error = first.error or self._why(failure.exitcode)
         ranks = [self._worker_group.workers[seat.local_rank].global_rank for seat in dead]
         found = self._found.pop(rank, None)
-        failed = Failure(Fault.PROCESS, rank, self._step_of(first), found.reason if found else error, self._node)
+        failed = Failure(Fault.PROCESS, rank, step, found.reason if found else error, self._node)
         answer = self._ladder.failed(failed)
         if answer.rung is Rung.REPLACE:
             for seat in dead:

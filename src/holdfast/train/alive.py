@@ -24,6 +24,23 @@ class Abandonable(Protocol):
         """The same, but its owner keeps it and will begin anew with it."""
 
 
+class Wish:
+    """What the agent wants of the next restore.
+
+    Attributes:
+        older: pass over the newest version: with it the job failed at the same place again and again.
+    """
+
+    def __init__(self) -> None:
+        self.older = False
+
+    def take_older(self) -> bool:
+        """Whether the newest version is to be passed over; it is, once."""
+        older, self.older = self.older, False
+        return older
+
+
+wish = Wish()
 _open: weakref.WeakSet[Abandonable] = weakref.WeakSet()
 
 

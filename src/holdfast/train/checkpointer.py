@@ -168,6 +168,8 @@ class Checkpointer:
                 strict=self._config.strict if strict is None else strict,
                 timeout_s=self._config.close_timeout_s,
             )
+            if wanted is None and not fresh and alive.wish.take_older():
+                restorer.pass_over_newest()
             report = restorer.run(wanted, fresh=fresh, events=self.events)
         except BaseException:
             # The objects may hold a mixture now; nothing of it must ever be saved.
@@ -187,6 +189,7 @@ class Checkpointer:
             saver.fence.pace = self.bubbles
             self.bubbles.attach()
         self.last_restore = report
+        beats.at_step(-1 if report.version is None else report.version.step)
         return 0 if report.version is None else report.version.step + 1
 
     def step(self, step: int) -> SaveHandle | None:

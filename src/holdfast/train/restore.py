@@ -122,6 +122,20 @@ class Restorer:
         events.emit("restored", version=str(report.version), seconds=report.seconds["total"], reason=report.reason)
         return report
 
+    def pass_over_newest(self) -> None:
+        """The newest version that could be used is left out, if there is an older one. Every rank calls it, or none."""
+        found = verdict.decode(agree.share(self._job.group, lambda: self._decide(None)))
+        if found.choice is None:
+            return
+        newest = self._quarantine
+        self._quarantine = replace(newest, versions=newest.versions | {found.choice.version})
+        older = verdict.decode(agree.share(self._job.group, lambda: self._decide(None)))
+        if older.choice is None:
+            self._quarantine = newest
+            return
+        self._attempts[found.choice.version] = recovery.MAX_ATTEMPTS
+        logger.warning("%s is passed over: with it the job failed at the same place again", found.choice.version)
+
     def _newest(self, wanted: Version | None) -> RestoreReport:
         for _ in range(MAX_ROUNDS):
             found = verdict.decode(agree.share(self._job.group, lambda: self._decide(wanted)))

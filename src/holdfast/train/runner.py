@@ -25,7 +25,7 @@ import threading
 from types import FrameType, TracebackType
 
 from holdfast.base.errors import Interrupted
-from holdfast.train import beats, leaving
+from holdfast.train import alive, beats, leaving
 from holdfast.train.control import Line, Order, order_of
 from holdfast.train.stage import Stage
 
@@ -107,7 +107,9 @@ class Runner:
             self._stage.enter(order)
             signal.signal(WAKE, self._wake)
             self._running = order
+        alive.wish.older = order.older
         beats.attach(self._page)
+        beats.at_step(-1)  # the script begins at its first line; a restore says where it goes on
         self._line.send("started", order.number)
 
     def _execute(self, order: Order) -> None:
@@ -126,6 +128,7 @@ class Runner:
             self._stage.clear(error)
             self._sockets.forget()
             return None
+        self._line.send("failed", order.number, error=f"{type(error).__name__}: {error}"[:500])
         return _report(error)
 
     def is_over(self, order: Order, error: BaseException) -> bool:
@@ -150,6 +153,7 @@ class Runner:
             self._sockets.forget()
             os.environ.update(newer.environment)
             self._running = newer
+        alive.wish.older = newer.older
         beats.attach(self._page)
         self._line.send("started", newer.number)
 
@@ -170,7 +174,7 @@ class Runner:
         while True:
             messages = self._line.receive(wait=not self._must_leave())
             if messages is None:
-                os.killpg(os.getpid(), signal.SIGKILL)  # the agent is gone: whoever replaces it starts others
+                _end_now()  # the agent is gone: whoever replaces it starts others
             for message in messages or ():
                 with self._changed:
                     if message["op"] == "run":
@@ -188,6 +192,14 @@ class Runner:
     def _must_leave(self) -> bool:
         running, order = self._running, self._order
         return running is not None and order is not None and order.number > running.number
+
+
+def _end_now() -> None:
+    """With everything that the script started."""
+    try:
+        os.killpg(os.getpid(), signal.SIGKILL)
+    except ProcessLookupError:  # not forked by the nursery
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def looks_broken(error: BaseException) -> bool:

@@ -14,7 +14,6 @@ import gc
 import os
 import random
 import signal
-import site
 import sys
 import traceback
 from dataclasses import dataclass, field
@@ -28,6 +27,8 @@ from holdfast.train.control import Order
 
 # torch's own seed of a new process.
 DEFAULT_SEED = 67280421310721
+# Directories of what was installed, not written by the user.
+_INSTALLED = {"site-packages", "dist-packages"}
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -42,6 +43,7 @@ class Stage:
     main: ModuleType = field(default_factory=lambda: sys.modules["__main__"])
     hook: Any = field(default_factory=lambda: sys.excepthook)
     num_threads: int = field(default_factory=torch.get_num_threads)
+    home: str = ""  # of the script
 
     def enter(self, order: Order) -> None:
         """Everything is as a new interpreter would have it."""
@@ -50,6 +52,7 @@ class Stage:
         os.chdir(self.directory)
         sys.argv[:] = order.arguments
         first = self.directory if order.is_module else os.path.dirname(os.path.abspath(order.arguments[0]))
+        self.home = first
         # As `python` would: the script's directory, then what the environment adds, then the rest.
         added = [part for part in order.environment.get("PYTHONPATH", "").split(os.pathsep) if part]
         sys.path[:] = list(dict.fromkeys([first, *added, *self.path[1:]]))
@@ -88,11 +91,15 @@ class Stage:
             torch.cuda.empty_cache()
 
     def _is_users(self, name: str, module: ModuleType) -> bool:
-        """Whether the script brought this module, from a place of its own: it is made anew, as its state may matter."""
+        """Whether the script brought this module from its own directory: it is made anew, as its state may matter.
+
+        Libraries stay, wherever they were installed: some cannot be loaded twice in one process.
+        """
         file = getattr(module, "__file__", None)
         if name in self.modules or not file or name.partition(".")[0] in ("holdfast", "torch"):
             return False
-        return not os.path.abspath(file).startswith(_LIBRARIES)
+        place = os.path.abspath(file)
+        return place.startswith(self.home + os.sep) and not _INSTALLED & set(place.split(os.sep))
 
 
 def _clear_frames(error: BaseException | None, seen: set[int]) -> None:
@@ -103,6 +110,3 @@ def _clear_frames(error: BaseException | None, seen: set[int]) -> None:
     _clear_frames(error.__cause__, seen)
     _clear_frames(error.__context__, seen)
     error.__traceback__ = None
-
-
-_LIBRARIES = tuple({os.path.dirname(os.__file__), sys.prefix, sys.base_prefix, *site.getsitepackages(), site.getusersitepackages()})  # fmt: skip
