@@ -165,6 +165,16 @@ def test_a_lost_node_is_replaced_and_keeps_its_ranks(job: Job) -> None:
     assert [node.wait(60) for node in nodes] == [0, 0], job.logs()
 
 
+def test_no_worker_outlives_its_launcher(job: Job) -> None:
+    """A worker of a launcher that is gone could neither be replaced nor fenced by anybody."""
+    launcher = job.launch("--standalone", "--nproc-per-node=2", worker=("--with-child",))
+    rows = job.running(2)
+    family = psutil.Process(launcher.pid).children(recursive=True)
+    assert {pid for pid, _, _ in rows} < {process.pid for process in family}
+    launcher.kill()
+    wait_for(lambda: not [p for p in family if p.is_running() and p.status() != "zombie"], "their end", job.logs)
+
+
 def test_sigterm_leaves_time_to_save_and_spares_the_workers_children(job: Job) -> None:
     launcher = job.launch("--standalone", "--nproc-per-node=2", worker=("--save-on-sigterm", "--with-child"))
     rows = job.running(2)
