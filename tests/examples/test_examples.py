@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -46,7 +47,29 @@ def test_example_goes_on_where_it_stopped(name: str, tmp_path: Path, runtime_dir
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(RANKS)
+    # What rank_files.py shows with the launcher below is tested by default in tests/train/test_strategies.py.
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(RANKS) | {"rank_files"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_lost_ranks_files_come_back_from_its_twin(tmp_path: Path, runtime_dir: Path) -> None:
+    def start(what: str) -> dict[tuple[int, int], str]:
+        launcher = [sys.executable, "-m", "holdfast.train.elastic", "--standalone", "--nproc-per-node", "8"]
+        command = [*launcher, str(EXAMPLES / "rank_files.py"), what, "--checkpoints", str(tmp_path)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+        assert result.returncode == 0, result.stdout + result.stderr
+        losses = re.findall(r"rank (\d+) step (\d+) loss ([0-9.]+)", result.stdout)
+        return {(int(rank), int(step)): loss for rank, step, loss in losses}
+
+    whole = start("run")
+    assert len(whole) == 8 * 8
+    shutil.rmtree(tmp_path / "rank_0")
+    for path in tmp_path.glob("rank_*/checkpoint-2_[34].*"):
+        path.unlink()
+    again = start("recover")
+    assert again == {(rank, step): whole[rank, step] for rank in range(8) for step in (6, 7)}
 
 
 def test_the_base_example_is_short() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from holdfast.core.placement import OWN, REPLICATE, shard
 from holdfast.core.plan import JobPlan, uniform
 from holdfast.tiers import format as image_format
 from holdfast.tiers.manifest import BundleFile, Manifest
-from holdfast.tiers.memory import slot_bytes
+from holdfast.tiers.memory import SPARE_BYTES, slot_bytes
 from holdfast.tiers.registry import make_stamp
 from holdfast.tiers.storage import open_storage
 from holdfast.tools.picture import names_text, ranks_text
@@ -169,7 +170,7 @@ def test_plan_numbers_are_those_of_the_core(holdfast: Run, saved: Path) -> None:
         for node in row["nodes"]:
             assert row["written_bytes"] == costs.nodes.written[node]
             assert row["kept_replica_bytes"] == costs.nodes.kept[node]
-            assert row["host_bytes"] == sum(map(slot_bytes, costs.slots(node, 2)))
+            assert row["host_bytes"] == sum(map(slot_bytes, costs.slots(node, 2, spare_bytes=SPARE_BYTES)))
             assert row["if_it_dies"]["from_replica_bytes"] == costs.nodes.alone[node]
     storage = open_storage(saved, Events())
     files = storage.manifest(storage.versions()[-1]).bundles
@@ -289,6 +290,19 @@ def test_ranks_and_names_read_well() -> None:
 
 def test_the_topology_of_equal_nodes() -> None:
     assert uniform(5, 2) == Topology(("node0", "node1", "node2"), (0, 0, 1, 1, 2))
+
+
+def test_plan_says_how_often_to_save(holdfast: Run, tmp_path: Path) -> None:
+    words = ["plan", described(tmp_path), "--mtbf", "10h", "--step-time", "2s", "--save-time", "1s"]
+    advice = document(holdfast(*words, "--json"))["cadence"]
+    assert advice["failures_per_s"] == 2 / 36_000, "two nodes"
+    assert advice["best"]["interval_s"] == pytest.approx((2 * 18_000) ** 0.5, rel=0.02)
+    assert min(row["overhead"] for row in advice["candidates"]) == advice["best"]["overhead"]
+    assert len(advice["candidates"]) == 5
+    text = holdfast(*words).stdout
+    assert "if a node fails every 10h, a step takes 2s, a save stops training for 1 s" in text
+    assert re.search(r"^\* 9\d steps +3\.1\d min", text, re.MULTILINE)
+    assert holdfast("plan", described(tmp_path), "--mtbf", "0s").returncode == 2
 
 
 SCRIPT = """

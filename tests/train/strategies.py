@@ -231,6 +231,24 @@ def _twice_cut_layout() -> JobLayout:
     )
 
 
+class Large(nn.Module):
+    """2.25 MiB of parameters, so that headers do not matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(384, 768, bias=False), nn.Linear(768, 384, bias=False)
+
+
+LARGE = {"up.weight": (768, 384), "down.weight": (384, 768)}
+
+
+def large() -> Objects:
+    where = device_mesh(replicate=2, shard=2, tp=2)
+    model = parallelize_module(Large(), where["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=where["replicate", "shard"])
+    return {"model": model, "optimizer": adamw(model)}
+
+
 STRATEGIES = {
     "ddp": Strategy(ddp, laid(mesh(dp=8), lambda _: (REPLICATE,))),
     "zero1": Strategy(zero1, _zero1_layout()),
@@ -242,6 +260,10 @@ STRATEGIES = {
             lambda name: (REPLICATE, _sharded_over_tp(name), TP.get(name, REPLICATE)),
             EVEN,
         ),
+    ),
+    "large": Strategy(
+        large,
+        laid(mesh(replicate=2, shard=2, tp=2), lambda name: (REPLICATE, _sharded_over_tp(name), TP[name]), LARGE),
     ),
     "guide": Strategy(guide, _guide_layout()),
     "tp_sp": Strategy(tp_sp, laid(mesh(tp=8), lambda name: (TP.get(name, REPLICATE),))),

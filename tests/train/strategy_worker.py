@@ -10,19 +10,29 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import os
+import shutil
+import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import rank_files
 import torch
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from holdfast.adapters.door import Checkpointer
+from holdfast.adapters.mindspore import restore_group_info_list
+from holdfast.adapters.mindspore.rank_files import RankCheckpoints
+from holdfast.base.config import Config
+from holdfast.base.errors import HoldfastError
 from holdfast.base.events import Events
 from holdfast.core.model import Shard, Topology
 from holdfast.train import agree, exposure
@@ -59,6 +69,93 @@ def run(strategy: Strategy) -> dict[str, Any]:
     return {"predicted": predicted, "live": rows(live), "warned": warned}
 
 
+def save_and_wait(rank: int, results: Path) -> None:
+    """A real save of the large job on two nodes; keepers stay until everything about them was asked."""
+    objects = STRATEGIES["large"].make()
+    config = Config(node_label="ab"[rank // 4], runtime_dir=str(results / "r"), every="0", durable_every="0")
+    checkpointer = Checkpointer(str(results / "job"), config=config, **objects)
+    checkpointer.restore()
+    step(objects)
+    handle = checkpointer.save(0, "durable")
+    handle.wait("replicated", 60)
+    handle.wait("durable", 60)
+    (results / f"status-{rank}.json").write_text(json.dumps(checkpointer.keeper_status()))
+    (results / f"saved-{rank}").touch()
+    until(results / "asked")
+    checkpointer.close()
+
+
+def guide_scenario(rank: int, results: Path) -> dict[str, Any]:
+    """What the guide does by hand, as examples/rank_files.py does it: run, lose rank 0's files, recover, lose 4's too."""
+    home = results / "checkpoints"
+    where = device_mesh(dp=2, mp=4)
+    model, optimizer = rank_files.build(where)
+    files = RankCheckpoints(home, {"model": model, "optimizer": optimizer})
+    info = home / f"rank_{rank}" / "group_info.pb"
+    found: dict[str, Any] = {
+        "before": files.recover(),
+        "group_info": [restore_group_info_list(str(info)), info.stat().st_mode & 0o777],
+        "saved": [],
+    }
+    for number in range(6):
+        rank_files.train(model, optimizer, number)
+        saved = files.save(number // 4 + 1, number % 4 + 1)
+        found["saved"].append(str(saved.relative_to(home)))
+    found["expected"] = [rank_files.train(model, optimizer, number) for number in range(6, 9)]
+    expected = [p.to_local().clone() for p in model.parameters()]
+
+    lose(home, rank)
+    model, optimizer = rank_files.build(where)
+    files = RankCheckpoints(home, {"model": model, "optimizer": optimizer})
+    found["recovered"] = files.recover()
+    found["again"] = [rank_files.train(model, optimizer, number) for number in range(6, 9)]
+    found["bitwise"] = all(torch.equal(p.to_local(), e) for p, e in zip(model.parameters(), expected, strict=True))
+    found["saved"].append(str(files.save(3, 1).relative_to(home)))
+
+    lose(home, rank)
+    if rank == 4:
+        for path in (home / "rank_4").glob("*.safetensors"):
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.chmod(0o600)
+            path.write_bytes(data)
+    dist.barrier()
+    model, optimizer = rank_files.build(where)
+    untouched = [p.to_local().clone() for p in model.parameters()]
+    try:
+        RankCheckpoints(home, {"model": model, "optimizer": optimizer}).recover()
+    except HoldfastError as error:
+        found["refused"] = f"{type(error).__name__}: {error}"
+    found["untouched"] = all(torch.equal(p.to_local(), e) for p, e in zip(model.parameters(), untouched, strict=True))
+    found["untouched"] = found["untouched"] and not optimizer.state
+    return found
+
+
+def lose(home: Path, rank: int) -> None:
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(home / "rank_0")
+    dist.barrier()
+
+
+def until(*paths: Path) -> None:
+    deadline = time.monotonic() + 90
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"{paths} did not come"
+        time.sleep(0.02)
+
+
+def ask(results: Path) -> None:
+    """The commands about a job that runs."""
+    until(*(results / f"saved-{rank}" for rank in range(WORLD)))
+    environment = {**os.environ, "HOLDFAST_RUNTIME_DIR": str(results / "r")}
+    for command in ("groups", "plan"):
+        words = [sys.executable, "-m", "holdfast.tools.cli", command, "--json"]
+        answer = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+        (results / f"{command}.json").write_text(json.dumps([answer.returncode, answer.stdout, answer.stderr]))
+    (results / "asked").touch()
+
+
 def main(rank: int, results: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -74,6 +171,8 @@ def main(rank: int, results: Path) -> None:
         for name, strategy in STRATEGIES.items():
             torch.manual_seed(0)
             found[name] = run(strategy)
+        found["scenario"] = guide_scenario(rank, results)
+        save_and_wait(rank, results)
         (results / f"{rank}.json").write_text(json.dumps(found))
     except BaseException:
         (results / f"{rank}.error").write_text(traceback.format_exc())
@@ -122,6 +221,7 @@ if __name__ == "__main__":
     ranks = [fork.Process(target=main, args=(rank, Path(sys.argv[1]))) for rank in range(WORLD)]
     for process in ranks:
         process.start()
+    ask(Path(sys.argv[1]))
     for process in ranks:
         process.join(timeout=100)
         process.kill()

@@ -17,23 +17,32 @@ import pytest
 from adapters.mindspore_kit import SAMPLES, golden
 from holdfast.adapters.mindspore import get_parameter_redundancy, restore_ranks
 from holdfast.core.census import Census
-from holdfast.core.model import Extent, Shard
+from holdfast.core.inferred import infer
+from holdfast.core.model import Extent, Shard, Topology
+from holdfast.core.plan import JobPlan
 from train.strategies import STRATEGIES, WORLD
 
 HERE = Path(__file__).resolve().parent
+EXAMPLES = HERE.parents[1] / "examples"
 Rank = dict[str, dict[str, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
     results = tmp_path_factory.mktemp("strategies")
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}:{EXAMPLES}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", str(HERE / "strategy_worker.py"), str(results)]
     worker = subprocess.run(command, env=environment, timeout=110, capture_output=True, text=True)
     errors = [path.read_text() for path in sorted(results.glob("*.error"))]
     assert worker.returncode == 0, "\n".join([*errors[:2], worker.stderr[-2000:]])
     found = [json.loads((results / f"{rank}.json").read_text()) for rank in range(WORLD)]
     found[0]["log"] = {"text": {"0": (results / "0.log").read_text(), "1": (results / "1.log").read_text()}}
+    for rank in (0, 4):
+        found[rank]["status"] = {"keeper": json.loads((results / f"status-{rank}.json").read_text())}
+    for command in ("groups", "plan"):
+        code, text, errors_text = json.loads((results / f"{command}.json").read_text())
+        assert code == 0, errors_text
+        found[0][command] = {"live": json.loads(text)}
     found[0]["planned"] = {"all": json.loads((results / "planned.json").read_text())}
     return found
 
@@ -115,11 +124,92 @@ def test_a_job_whose_twins_share_a_host_is_warned_by_name_at_its_start(ranks: li
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_plan_before_anything_is_allocated_is_that_of_the_real_job(ranks: list[Rank], name: str) -> None:
-    rows = ranks[0]["planned"]["all"][name]
-    planned = {
+    everything = planned(ranks, name)
+    trained = {shard for shard in everything if "/rng." not in shard.name}
+    assert trained == {shard for found in ranks for shard in shards(found, name)}
+    assert len(everything) > len(trained), "random numbers are part of the state too"
+
+
+def planned(ranks: list[Rank], name: str) -> set[Shard]:
+    return {
         Shard(entry, dtype, tuple(shape), Extent(tuple(offsets), tuple(lengths)), tuple(group))
-        for entry, dtype, shape, offsets, lengths, group in rows
-        if "/rng." not in entry
+        for entry, dtype, shape, offsets, lengths, group in ranks[0]["planned"]["all"][name]
     }
-    assert planned == {shard for found in ranks for shard in shards(found, name)}
-    assert len(rows) > len(planned), "random numbers are part of the state too"
+
+
+def test_groups_of_a_running_job_are_asked_of_its_keepers(ranks: list[Rank]) -> None:
+    live = ranks[0]["groups"]["live"]
+    found = {
+        Shard(
+            e["name"],
+            e["dtype"],
+            tuple(e["shape"]),
+            Extent(tuple(e["offsets"]), tuple(e["lengths"])),
+            tuple(g["ranks"]),
+        )
+        for g in live["groups"]
+        for e in g["entries"]
+    }
+    assert found == planned(ranks, "large")
+    assert [(node["node"], node["replica_on"]) for node in live["nodes"]] == [(0, 1), (1, 0)]
+    assert all("/rng." in name for node in live["nodes"] for name in node["alone"])
+
+
+def test_numbers_of_the_plan_are_those_of_the_run(ranks: list[Rank]) -> None:
+    """Planned before anything was allocated, told by the running job, and what keepers and storage counted."""
+    plan = JobPlan(infer(WORLD, planned(ranks, "large")), Topology(("a", "b"), (0, 0, 0, 0, 1, 1, 1, 1)))
+    live = ranks[0]["plan"]["live"]
+    assert live["unique_bytes"] == plan.unique_bytes
+    assert live["files"] == plan.num_bundles
+    by_node = {node: row for row in live["nodes"] for node in row["nodes"]}
+    for node, rank in enumerate((0, 4)):
+        keeper = ranks[rank]["status"]["keeper"]
+        told = by_node[node]
+        assert (told["copied_bytes"], told["written_bytes"]) == (plan.nodes.copied[node], plan.nodes.written[node])
+        own = [slot for found in keeper["ranks"].values() for slot in found["slots"]]
+        sealed = [slot for slot in own if slot["state"] == "sealed"]
+        same(plan.nodes.copied[node], sum(s["sealed_bytes"] for s in sealed), sum(s["bundles"] for s in sealed))
+        same(plan.nodes.written[node], keeper["counters"]["storage_written_bytes"], plan.num_bundles)
+        kept = keeper["replicas"]
+        same(plan.nodes.kept[node], sum(s["sealed_bytes"] for s in kept), sum(s["bundles"] for s in kept))
+        same(
+            told["host_bytes"],
+            sum(s["bytes"] for s in own) + 2 * sum(s["bytes"] for s in kept),
+            len(own) + 2 * len(kept),
+        )
+
+
+def same(planned_bytes: int, measured: int, num_files: int) -> None:
+    """A file adds its header and its values to the bytes of its tensors: some KiB."""
+    assert planned_bytes <= measured <= planned_bytes * 1.01 + num_files * 12_288
+
+
+# --- MindSpore's guide to recovery from redundant information: examples/rank_files.py
+
+
+def scenario(ranks: list[Rank]) -> list[dict[str, Any]]:
+    return [found["scenario"] for found in ranks]
+
+
+def test_own_slices_are_saved_under_mindspores_names_with_group_information(ranks: list[Rank]) -> None:
+    for rank, found in enumerate(scenario(ranks)):
+        assert found["before"] is None
+        assert found["group_info"] == [[rank % 4, rank % 4 + 4], 0o600]
+        names = [f"checkpoint-{epoch}_{step}" for epoch, step in ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2))]
+        assert found["saved"][:-1] == [f"rank_{rank}/{name}.safetensors" for name in names]
+        assert found["saved"][-1] == f"rank_{rank}/checkpoint_1-3_1.safetensors", "an earlier run's names are not taken"
+
+
+def test_a_lost_ranks_files_are_replaced_by_its_twins_and_training_goes_on_bit_for_bit(ranks: list[Rank]) -> None:
+    for found in scenario(ranks):
+        assert found["recovered"] == [2, 2]
+        assert found["again"] == found["expected"]
+        assert found["bitwise"]
+
+
+def test_with_the_twins_file_damaged_too_nothing_is_loaded_anywhere(ranks: list[Rank]) -> None:
+    for found in scenario(ranks):
+        assert found["refused"].startswith("CorruptError: ")
+        assert "rank_4/checkpoint" in found["refused"]
+        assert "ranks [0, 4] find no good file" in found["refused"]
+        assert found["untouched"]

@@ -115,9 +115,11 @@ class JobPlan:
             for kind, count in Counter(groups.values()).items()
         )
 
-    def slots(self, node: int, num_slots: int) -> list[int]:
-        """Payload bytes of every slot of a node: its ranks' own, and two for each rank it keeps replicas of."""
-        own = [self.ranks.copied[rank] for rank in self.topology.ranks_on(node)]
+    def slots(self, node: int, num_slots: int, *, spare_bytes: int = 0) -> list[int]:
+        """Payload bytes of every slot of a node: its ranks' own, each with room to grow, and two for each rank that it
+        keeps replicas of.
+        """
+        own = [self.ranks.copied[rank] + spare_bytes for rank in self.topology.ranks_on(node)]
         kept = [size for _, size in sorted(self._kept[node].items()) if size]
         return [size for size in own for _ in range(num_slots)] + [size for size in kept for _ in range(2)]
 

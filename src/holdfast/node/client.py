@@ -340,6 +340,10 @@ class KeeperClient:
         reply = self._ask(messages.AskStatus(), messages.StatusReply, timeout_s)
         return msgspec.msgpack.decode(reply.status, type=dict[str, Any])
 
+    def inside(self, *, timeout_s: float = CALL_TIMEOUT_S) -> msgspec.Raw:
+        """What the job is made of, as msgpack; fields: docs/spec/keeper.md."""
+        return self._ask(messages.AskInside(), messages.InsideReply, timeout_s).inside
+
     def goodbye(self, *, finished: bool, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """This rank leaves; `finished`: it will not come back. When all local ranks finished the keeper ends."""
         self._left = finished  # from here on the keeper may end, and that is no loss

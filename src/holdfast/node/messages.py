@@ -270,6 +270,16 @@ class StatusReply(Message, tag="status", frozen=True, kw_only=True):
     status: msgspec.Raw
 
 
+class AskInside(Message, tag="ask-inside", frozen=True):
+    """What is the job made of?"""
+
+
+class InsideReply(Message, tag="inside", frozen=True, kw_only=True):
+    """A map of plain values."""
+
+    inside: msgspec.Raw
+
+
 class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):
     """This rank leaves; `finished`: for good."""
 
@@ -396,7 +406,7 @@ class Seals(Message, tag="seals", frozen=True, kw_only=True):
 
 AnyMessage = (
     Hello | Welcome | Ok | Refusal | Assemble | Resume | Prepare | Slots | Adopt | Register | Begin | Begun | Copied
-    | Persist | Abandon | TakeInventory | InventoryReply | Obtain | Obtained | Release | Condemn | AskStatus | StatusReply
+    | Persist | Abandon | TakeInventory | InventoryReply | Obtain | Obtained | Release | Condemn | AskStatus | StatusReply | AskInside | InsideReply
     | Goodbye | Progress | Propose | Appointed | Alarm | Working | Report | News | Ping | Pull | Bulk | AskSeals | Seals
     | AskLanding | Landed | PullLanding
 )  # fmt: skip

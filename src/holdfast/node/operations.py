@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.base.errors import KeeperError
-from holdfast.node import messages
+from holdfast.node import inside, messages
 from holdfast.node.arena import PieceOf
 from holdfast.node.landing import LandingDesk
 from holdfast.node.messages import (
@@ -71,6 +71,7 @@ class Operations:
         looking: dict[type, Operation] = {
             messages.TakeInventory: self._inventory,
             messages.AskStatus: self._status,
+            messages.AskInside: self._inside,
         }
         training: dict[type, Operation] = {
             messages.Assemble: self._assemble,
@@ -169,6 +170,9 @@ class Operations:
 
     def _status(self, _: Connection, request: messages.AskStatus) -> messages.StatusReply:
         return messages.StatusReply(id=request.id, status=messages.pack(self._parts.status()))
+
+    def _inside(self, _: Connection, request: messages.AskInside) -> messages.InsideReply:
+        return messages.InsideReply(id=request.id, inside=messages.pack(inside.describe(self._parts.state)))
 
     # --- coming back
 

@@ -27,6 +27,8 @@ from holdfast.core.model import BundleRef, Seal, Version
 from holdfast.tiers.format import CHUNK_BYTES
 
 PAGE = mmap.PAGESIZE
+# Room for values that grow (lists, counters) and headers with them, so that they do not need new slots at once.
+SPARE_BYTES = 1 << 20
 # Room for a header with a few hundred images; grows with the payload because every chunk of it adds a digest.
 HEADER_BYTES = 64 << 10
 HEADER_BYTES_PER_CHUNK = 64

@@ -14,7 +14,7 @@ import typer
 from holdfast import __version__
 from holdfast.tools import doctor as doctor_tool
 from holdfast.tools import groups as groups_tool
-from holdfast.tools import launch, look
+from holdfast.tools import launch, look, often
 from holdfast.tools import pipeline as pipeline_tool
 from holdfast.tools import plan as plan_tool
 from holdfast.tools import report as report_tool
@@ -57,6 +57,9 @@ PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 Root = Annotated[str, typer.Argument(metavar="ROOT", help="The checkpoint directory, or a URL (file, s3, gs, az).")]
 RanksPerNode = Annotated[int | None, typer.Option(min=1, metavar="N", help="How many ranks share a node.")]
+RunningJob = Annotated[
+    str | None, typer.Option(metavar="ROOT", help="The job that runs on this machine and saves to ROOT.")
+]
 VersionName = Annotated[str | None, typer.Argument(metavar="[VERSION]", help="As `holdfast ls` shows it.")]
 
 
@@ -168,17 +171,24 @@ def verify(root: Root, version: VersionName = None, json: Json = False) -> None:
 
 
 @app.command()
-def groups(root: Root, version: VersionName = None, ranks_per_node: RanksPerNode = None, json: Json = False) -> None:
-    """Who held the same in a version, which ranks are interchangeable, and what lived in one node only.
+def groups(
+    root: Annotated[str | None, typer.Argument(metavar="[ROOT]", help="The checkpoints; else a running job.")] = None,
+    version: VersionName = None,
+    job: RunningJob = None,
+    ranks_per_node: RanksPerNode = None,
+    json: Json = False,
+) -> None:
+    """Who holds the same in a version or a running job, which ranks are interchangeable, what lives in one node only.
 
-    Exit code 1: there was one node only, so nothing but storage would have survived it.
+    Exit code 1: there is one node only, so nothing but storage survives it.
 
     \b
+    holdfast groups                               of the job that runs here
     holdfast groups /ckpts/run1
     holdfast groups /ckpts/run1 i000001-s0000000120 --ranks-per-node 8 --json | jq .groups[0].ranks
     """
     with errors_shown(as_json=json):
-        raise typer.Exit(groups_tool.groups(root, version, ranks_per_node=ranks_per_node, as_json=json))
+        raise typer.Exit(groups_tool.groups(root, version, job=job, ranks_per_node=ranks_per_node, as_json=json))
 
 
 @app.command()
@@ -193,7 +203,13 @@ def plan(  # noqa: PLR0913 - an option is a parameter
     version: Annotated[str | None, typer.Option(metavar="VERSION", help="Which of its versions.")] = None,
     mesh: Annotated[str | None, typer.Option(metavar="SIZES", help="Other mesh sizes: 4x2, or dp=4,tp=2.")] = None,
     ranks_per_node: RanksPerNode = None,
+    job: RunningJob = None,
     nnodes: Annotated[int, typer.Option(min=1, metavar="N", help="On how many nodes the script runs.")] = 1,
+    mtbf: Annotated[str, typer.Option(metavar="TIME", help="Between two failures of one node.")] = "5000h",
+    step_time: Annotated[str, typer.Option(metavar="TIME", help="Of one training step.")] = "1s",
+    save_time: Annotated[
+        str, typer.Option(metavar="TIME", help="How long a save stops training; else what it copies at 5 GB/s.")
+    ] = "",
     without_replicas: Annotated[bool, typer.Option("--without-replicas", help="Count on twins alone.")] = False,
     pipeline: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Instead: a pipeline's step, and a checkpoint in its bubbles.")
@@ -205,6 +221,7 @@ def plan(  # noqa: PLR0913 - an option is a parameter
     Exit code 1: something would be lost with one node. A replica on the next node protects what has no twin elsewhere.
 
     \b
+    holdfast plan                                 of the job that runs here
     holdfast plan job.toml --mesh dp=16
     holdfast plan --from /ckpts/run1 --mesh 8x4 --ranks-per-node 8
     holdfast plan train.py --nnodes 2 --ranks-per-node 8 -- --width 4096
@@ -232,8 +249,11 @@ def plan(  # noqa: PLR0913 - an option is a parameter
     with errors_shown(as_json=json):
         if pipeline is not None:
             raise typer.Exit(pipeline_tool.pipeline(pipeline, as_json=json))
-        source = plan_tool.Source(file, checkpoint, version, mesh, tuple(arguments or ()), nnodes)
-        code = plan_tool.plan(source, ranks_per_node=ranks_per_node, replicas=not without_replicas, as_json=json)
+        source = plan_tool.Source(file, checkpoint, version, mesh, tuple(arguments or ()), nnodes, job)
+        assumed = often.Assumptions(mtbf, step_time, save_time)
+        code = plan_tool.plan(
+            source, ranks_per_node=ranks_per_node, replicas=not without_replicas, assumed=assumed, as_json=json
+        )
         raise typer.Exit(code)
 
 

@@ -1,13 +1,15 @@
-"""`groups`: who held what in a saved version: redundancy groups, interchangeable ranks, and what lived in one node only.
+"""`groups`: who holds what, in a saved version or a running job: redundancy groups, interchangeable ranks, and what lives
+in one node only.
 
-Everything is read from the manifest and the headers of its files; no tensor is touched. Nodes are not part of a
-version, so they are asked for: `--ranks-per-node`.
+Of a version everything is read from the manifest and the headers of its files; no tensor is touched. Nodes are not part
+of a version, so they are asked for: `--ranks-per-node`. A running job is asked through its keepers (`tools.live`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from holdfast.base.errors import UsageError, VersionNotFound
@@ -18,28 +20,51 @@ from holdfast.tiers.format import Entry
 from holdfast.tiers.manifest import Manifest
 from holdfast.tiers.storage import Storage, open_storage
 from holdfast.tools import output, picture
+from holdfast.tools.live import live_job
 
 MAX_ROWS = 40
 
 _Groups: TypeAlias = dict[tuple[int, ...], list[Shard]]
 
 
-def groups(root: str, version: str | None, *, ranks_per_node: int | None, as_json: bool) -> int:
-    """`holdfast groups`; the exit code: 1 if something would have been lost with a single node."""
-    storage = open_storage(root, Events())
-    manifest = storage.manifest(choose(storage, version))
-    found = _by_group(saved_shards(storage, manifest))
-    twins = _twins(manifest.world_size, found)
-    topology = None if ranks_per_node is None else uniform(manifest.world_size, ranks_per_node)
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """A version, or a running job."""
+
+    title: str
+    world_size: int
+    shards: Sequence[Shard]
+    topology: Topology | None
+
+
+def groups(root: str | None, version: str | None, *, job: str | None, ranks_per_node: int | None, as_json: bool) -> int:
+    """`holdfast groups`; the exit code: 1 if something would be lost, or have been, with a single node."""
+    subject = _live(job) if root is None else _saved(root, version, ranks_per_node)
+    found = _by_group(subject.shards)
+    twins = _twins(subject.world_size, found)
+    topology = subject.topology
     alone = {} if topology is None else _alone(found, topology)
     if as_json:
-        output.print_json(_document(manifest, found, twins) | _nodes_document(topology, alone))
+        output.print_json(_document(subject, found, twins) | _nodes_document(topology, alone))
     else:
-        _print_groups(manifest, found)
+        _print_groups(subject, found)
         picture.print_stand_ins(twins, topology)
         if topology is not None:
             _print_alone(alone, topology)
     return output.PROBLEM if alone and topology is not None and len(topology.nodes) == 1 else output.GOOD
+
+
+def _saved(root: str, version: str | None, ranks_per_node: int | None) -> _Subject:
+    storage = open_storage(root, Events())
+    manifest = storage.manifest(choose(storage, version))
+    topology = None if ranks_per_node is None else uniform(manifest.world_size, ranks_per_node)
+    return _Subject(str(manifest.version), manifest.world_size, saved_shards(storage, manifest), topology)
+
+
+def _live(job: str | None) -> _Subject:
+    live = live_job(job)
+    title = f"{live.root}, incarnation {live.incarnation}, running"
+    return _Subject(title, live.topology.world_size, live.shards, live.topology)
 
 
 def saved_shards(storage: Storage, manifest: Manifest) -> list[Shard]:
@@ -109,10 +134,10 @@ def _alone(found: _Groups, topology: Topology) -> dict[int, list[Shard]]:
     return {node: shards for node, shards in sorted(alone.items()) if shards}
 
 
-def _document(manifest: Manifest, found: _Groups, twins: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+def _document(subject: _Subject, found: _Groups, twins: Sequence[tuple[int, ...]]) -> dict[str, Any]:
     return {
-        "version": str(manifest.version),
-        "world_size": manifest.world_size,
+        "version": subject.title,
+        "world_size": subject.world_size,
         "groups": [
             {
                 "ranks": ranks,
@@ -157,9 +182,9 @@ def _names(shards: Iterable[Shard]) -> list[str]:
     return sorted({shard.name for shard in shards})
 
 
-def _print_groups(manifest: Manifest, found: _Groups) -> None:
+def _print_groups(subject: _Subject, found: _Groups) -> None:
     num_entries = len({shard.name for shards in found.values() for shard in shards})
-    print(f"{manifest.version}: {num_entries} entries, {manifest.world_size} ranks in {len(found)} groups")
+    print(f"{subject.title}: {num_entries} entries, {subject.world_size} ranks in {len(found)} groups")
     rows = [
         (
             picture.ranks_text(ranks),

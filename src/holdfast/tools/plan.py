@@ -1,7 +1,7 @@
 """`plan`: what a job will cost before it runs: who holds, copies, writes and backs up what, and what a lost node takes.
 
 The job comes from a description (`tools.description`), from a script that is rehearsed without memory
-(`tools.rehearsed`), or from a checkpoint. The mesh of a script or a checkpoint is read back from who holds what and may
+(`tools.rehearsed`), from a checkpoint, or from a job that runs (`tools.live`). The mesh of all but the first is read back from who holds what and may
 then be given other sizes. The numbers are those of `core.plan`, so they are those of the job: bytes of tensors,
 to which image headers and values add a few KiB per file.
 """
@@ -19,10 +19,11 @@ from holdfast.base.events import Events
 from holdfast.core.inferred import infer, resized
 from holdfast.core.layout import Form, JobLayout, Mesh, Tensor, offsets
 from holdfast.core.plan import JobPlan, uniform
-from holdfast.tiers.memory import slot_bytes
+from holdfast.tiers.memory import SPARE_BYTES, slot_bytes
 from holdfast.tiers.storage import open_storage
-from holdfast.tools import description, output, picture
+from holdfast.tools import description, often, output, picture
 from holdfast.tools.groups import choose, saved_shards
+from holdfast.tools.live import live_job
 from holdfast.tools.rehearsed import layout_of_script
 
 MAX_ROWS = 20
@@ -36,6 +37,7 @@ class Source:
         file: a description, or a script if its name ends in `.py`.
         arguments: of the script.
         num_nodes: on which the script runs.
+        job: where a running job saves to; without any source the only one that runs here.
     """
 
     file: str | None
@@ -44,6 +46,12 @@ class Source:
     mesh: str | None
     arguments: tuple[str, ...] = ()
     num_nodes: int = 1
+    job: str | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a running job is asked."""
+        return self.file is None and self.root is None and self.version is None
 
 
 def _layout(source: Source, ranks_per_node: int | None) -> tuple[JobLayout, int | None]:
@@ -92,22 +100,30 @@ def _mesh(text: str, like: Mesh) -> Mesh:
     return Mesh(like.names, tuple(changed.get(n, size) for n, size in zip(like.names, like.sizes, strict=True)))
 
 
-def plan(source: Source, *, ranks_per_node: int | None, replicas: bool, as_json: bool) -> int:
+def plan(
+    source: Source, *, ranks_per_node: int | None, replicas: bool, assumed: often.Assumptions, as_json: bool
+) -> int:
     """`holdfast plan`; the exit code: 1 if some part of some tensor would be lost with one node."""
-    layout, described = _layout(source, ranks_per_node)
-    per_node = ranks_per_node or described
-    if per_node is None:
-        raise UsageError("how many ranks share a node is not known", remedy="give --ranks-per-node")
-    costs = JobPlan(layout, uniform(layout.world_size, per_node))
+    if source.is_live and source.mesh is None:
+        live = live_job(source.job)
+        costs = JobPlan(infer(live.topology.world_size, live.shards), live.topology)
+    else:
+        layout, described = _layout(source, ranks_per_node)
+        per_node = ranks_per_node or described
+        if per_node is None:
+            raise UsageError("how many ranks share a node is not known", remedy="give --ranks-per-node")
+        costs = JobPlan(layout, uniform(layout.world_size, per_node))
     safe = replicas and len(costs.topology.nodes) > 1
     twins = costs.census.twins()
+    advice = often.advise(costs, assumed)
     if as_json:
-        output.print_json(_document(costs, twins, safe=safe))
+        output.print_json(_document(costs, twins, safe=safe) | {"cadence": often.document(advice)})
     else:
         _print_job(costs)
         picture.print_stand_ins(twins, costs.topology)
         _print_nodes(costs)
         _print_losses(costs, safe=safe)
+        often.print_advice(advice, assumed)
     return output.GOOD if safe or not any(costs.nodes.alone) else output.PROBLEM
 
 
@@ -145,7 +161,7 @@ def _print_job(costs: JobPlan) -> None:
 
 def _host_bytes(costs: JobPlan, node: int) -> int:
     """Memory of a node's slots as its keeper reserves it, replicas included."""
-    return sum(map(slot_bytes, costs.slots(node, Config().num_slots)))
+    return sum(map(slot_bytes, costs.slots(node, Config().num_slots, spare_bytes=SPARE_BYTES)))
 
 
 def _print_nodes(costs: JobPlan) -> None:

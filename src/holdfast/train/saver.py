@@ -18,6 +18,7 @@ from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached
 from holdfast.base.events import Events
 from holdfast.core.model import Shard, Topology
 from holdfast.node.client import KeeperClient, Slot
+from holdfast.tiers.memory import SPARE_BYTES
 from holdfast.train import capture
 from holdfast.train.capture import Copies, Plan, SlotView, Split, Structure
 from holdfast.train.cuda import DeviceCopy, SideStreams
@@ -30,9 +31,6 @@ from holdfast.train.state import State
 from holdfast.train.trust import Trust, can_digest, digest
 
 logger = logging.getLogger(__name__)
-
-# Values that grow (lists, counters) and headers with them should not need new slots at once.
-SPARE_BYTES = 1 << 20
 
 
 class Saver:

@@ -15,6 +15,7 @@ Guide: docs/mindspore.md.
 | `transform` | which source ranks a target rank needs |
 | `extents` | layouts to and from boxes per rank, the words of `core.model` |
 | `tensors`, `ckpt`, `safe`, `checkpoint` | checkpoints in their two formats |
+| `rank_files` | own slices of a PyTorch job in a file per rank, and a twin's when one is lost; imports torch |
 """
 
 from holdfast.adapters.mindspore.checkpoint import convert_checkpoint, load_checkpoint, save_checkpoint

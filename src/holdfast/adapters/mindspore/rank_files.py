@@ -1,0 +1,285 @@
+"""Every rank's own slices in a file of its own, as MindSpore's guide to recovery keeps them, and a twin's when one is lost.
+
+    files = RankCheckpoints("checkpoints", {"model": model, "optimizer": optimizer})
+    last = files.recover()          # (epoch, step) that was loaded, or None: nothing was saved yet
+    files.save(epoch, step)         # checkpoints/rank_<n>/checkpoint-<epoch>_<step>.safetensors
+
+Beside each file lies its proof: length, digest, epoch, step, and a digest of what the slices are. A twin's file is taken
+only if all of that is right, so a damaged file, one of another step or of other slices is never loaded; all ranks load
+the newest step that every one of them finds somewhere, or none does. `rank_<n>/group_info.pb` (or GROUP_INFO_FILE) is
+written when the object is made: before the first step.
+
+What twins share is in the file: parameters, optimizer state and the optimizer's numbers. What is a rank's own (random
+numbers, the position in the data) is not; a loop sets it from epoch and step. For all of it there is
+`holdfast.Checkpointer`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from holdfast.adapters.mindspore.files import READ_ONLY, replace_file
+from holdfast.adapters.mindspore.groups import write_group_info
+from holdfast.adapters.mindspore.redundancy import group_info_of_shards
+from holdfast.base import config
+from holdfast.base.errors import CorruptError, HoldfastError, VersionNotFound
+from holdfast.core.bundles import fingerprint
+from holdfast.core.model import Bundle, Extent, Piece, Seal, Shard
+from holdfast.tiers import format as image_format
+from holdfast.tiers import values as value_codec
+from holdfast.tiers.format import Entry
+from holdfast.train import agree
+from holdfast.train.live import Gathered, SavedTensor, torch_dtype
+from holdfast.train.state import State
+
+SUFFIX, PROOF = ".safetensors", ".proof"
+_OWNED = re.compile(r"rank\d+/")
+MAX_PROOF_BYTES = 64 << 20
+
+
+class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a file must be, in a file of its own.
+
+    Attributes:
+        epoch, step: the state after this step of this epoch.
+        slices: digest of names, dtypes, shapes and extents; twins' are equal, other ranks' differ.
+        length, digest, chunks: of the bytes.
+    """
+
+    epoch: int
+    step: int
+    slices: str
+    length: int
+    digest: str
+    chunks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A file that is what its proof says, and what this rank needs."""
+
+    path: Path
+    proof: Proof
+
+
+def free_prefix(directory: str | os.PathLike[str], prefix: str) -> str:
+    """`prefix`, or `prefix_1`, `prefix_2`, ... if files of earlier runs bear it: MindSpore's rule.
+
+    Args:
+        directory: of one rank.
+        prefix: what its files begin with.
+    """
+    pattern = re.compile(rf"{re.escape(prefix)}(?:_(\d+))?-\d+_\d+\.")
+    matches = [pattern.match(name) for name in _names(Path(directory))]
+    taken = [int(match[1] or 0) for match in matches if match]
+    return f"{prefix}_{max(taken) + 1}" if taken else prefix
+
+
+class RankCheckpoints:
+    """The files of all ranks of a job, of which each writes its own. Every rank makes one, with the same arguments.
+
+    Args:
+        directory: `rank_<n>` lie in it; all ranks see it, or each its own and its twins'.
+        objects: name -> model, optimizer, as `holdfast.Checkpointer` takes them by keyword.
+        prefix: of file names; `_1`, `_2`, ... is added where an earlier run has used it.
+        replicated: as `holdfast.Checkpointer` takes it.
+
+    Attributes:
+        interchangeable: the ranks whose slices can replace this rank's, itself included.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        objects: Mapping[str, Any],
+        *,
+        prefix: str = "checkpoint",
+        replicated: Sequence[str] = (),
+    ) -> None:
+        self._directory = Path(directory)
+        self._group = agree.ranks()
+        rank, size = self._group.rank, self._group.world_size
+        self._state = State(objects, rank=rank, world_size=size, replicated=replicated)
+        info = group_info_of_shards(self._state.trained(), rank, size)
+        self.interchangeable = tuple(info.restore_ranks)
+        self._stem = prefix
+        path = (config.group_info_file() or str(self._home(rank) / "group_info.pb")).replace("{rank}", str(rank))
+        agree.together(self._group, lambda: write_group_info(path, info))
+        self._prefix = max(agree.gather_json(self._group, free_prefix(self._home(rank), prefix)), key=_number)
+
+    def save(self, epoch: int, step: int) -> Path:
+        """Writes this rank's slices as the state after `step` of `epoch`; no rank waits for another.
+
+        Raises:
+            OSError: the directory refuses.
+        """
+        gathered = self._state.gather()
+        values = _values(gathered)
+        bundle = _bundle([live.shard for name, live in gathered.tensors.items() if not _OWNED.match(name)])
+        plan = image_format.plan_image(bundle, len(values))
+        image = bytearray(plan.length)
+        image[: len(plan.header)] = plan.header
+        for name, (start, size) in plan.spans.items():
+            if size:
+                target = torch.frombuffer(image, dtype=torch.uint8, count=size, offset=start)
+                target.copy_(gathered.tensors[name].local.contiguous().reshape(-1).view(torch.uint8))
+        if plan.values_span is not None:
+            start, size = plan.values_span
+            image[start : start + size] = values
+        seal = image_format.seal(bundle.bundle_id, memoryview(image))
+        proof = Proof(epoch, step, fingerprint(bundle), seal.length, seal.digest, seal.chunk_digests)
+        path = self._home(self._group.rank) / f"{self._prefix}-{epoch}_{step}{SUFFIX}"
+        replace_file(path, [image], mode=READ_ONLY)
+        replace_file(path.with_suffix(PROOF), [msgspec.json.encode(proof)], mode=READ_ONLY)
+        return path
+
+    def recover(self) -> tuple[int, int] | None:
+        """Loads the newest state that every rank finds, in its own file or a twin's. Collective.
+
+        Returns:
+            Epoch and step that the objects hold now; None if no rank has a file.
+
+        Raises:
+            CorruptError: there are files, and of no step every rank finds a good one; says why; nothing was loaded.
+            VersionNotFound: some ranks have no file of any step, and nor have their twins; nothing was loaded.
+            MismatchError: the objects are others.
+        """
+        faults: list[str] = []
+        slices = fingerprint(_bundle(self._shards()))
+        found = {(one.proof.epoch, one.proof.step): one for one in self._candidates(slices, faults)}
+        told = agree.gather_json(self._group, [sorted(found), faults])
+        if not any(steps or problems for steps, problems in told):
+            return None
+        common = set.intersection(*({tuple(one) for one in steps} for steps, _ in told))
+        if not common:
+            raise _nothing_common(told)
+        epoch, step = max(common)
+        # Own files first; of a twin's the digest is checked as well.
+        data = agree.together(self._group, lambda: _read(found[epoch, step]))
+        agree.together(self._group, lambda: self._fill(data, found[epoch, step].path))
+        return int(epoch), int(step)
+
+    def _home(self, rank: int) -> Path:
+        return self._directory / f"rank_{rank}"
+
+    def _candidates(self, slices: str, faults: list[str]) -> Iterator[_Found]:
+        """Good files of this rank and its twins; of one step this rank's own comes last, and so is taken."""
+        rank = self._group.rank
+        for twin in sorted(self.interchangeable, key=lambda other: other == rank):
+            for name in _names(self._home(twin)):
+                match = re.match(rf"{re.escape(self._stem)}(?:_\d+)?-(\d+)_(\d+){re.escape(SUFFIX)}\Z", name)
+                if match is None:
+                    continue
+                path = self._home(twin) / name
+                try:
+                    proof = _proof(path)
+                    _check(path, proof, slices, (int(match[1]), int(match[2])))
+                except HoldfastError as error:
+                    faults.append(str(error))
+                else:
+                    yield _Found(path, proof)
+
+    def _fill(self, data: bytes, where: Path) -> None:
+        """The bytes into the objects; that they fit was proved by the digest of the slices."""
+        image = image_format.read_image(data, str(where))
+        saved = {e.name: SavedTensor(e.dtype, e.global_shape, (Extent(e.offsets, e.shape),)) for e in image.entries}
+        values: dict[tuple[int, ...], Any] = {}
+        if image.values is not None:
+            values[self.interchangeable] = value_codec.decode(data[image.values.start : image.values.end])
+        # Not strict, for what is each rank's own is not in the file.
+        targets = self._state.targets(saved, values, strict=False)
+        entries = {entry.name: entry for entry in image.entries}
+        for name, live in targets.items():
+            if live.local.numel():
+                live.local.copy_(_tensor(data, entries[name]))
+        self._state.apply(values, targets)
+
+    def _shards(self) -> list[Shard]:
+        """What twins share of the state, optimizer state to come included; what a file of it holds."""
+        shards = self._state.predict() or {n: live.shard for n, live in self._state.gather().tensors.items()}
+        return [shard for name, shard in shards.items() if not _OWNED.match(name)]
+
+
+def _bundle(shards: Sequence[Shard]) -> Bundle:
+    """The slices as one image. Nothing in it depends on the rank that writes it."""
+    ordered = sorted(shards, key=lambda shard: shard.name)
+    pieces = tuple(Piece(s, 0, s.extent.lengths[0] if s.extent.lengths else 1) for s in ordered)
+    return Bundle("slices", (0,), 0, 1, pieces, has_values=True)
+
+
+def _values(gathered: Gathered) -> bytes:
+    """The numbers that twins share: learning rates, groups."""
+    trees = (tree for _, tree in sorted(gathered.values.items()))
+    shared = {path: value for tree in trees for path, value in tree.items() if not _OWNED.match(path)}
+    return image_format.pad_values(value_codec.encode(shared))
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(os.listdir(directory)) if directory.is_dir() else []
+
+
+def _number(prefix: str) -> int:
+    """Which of a row of runs the prefix stands for."""
+    tail = prefix.rpartition("_")[2]
+    return int(tail) if tail.isdigit() else 0
+
+
+def _proof(path: Path) -> Proof:
+    """What the file beside `path` says of it. Raises CorruptError."""
+    proof = path.with_suffix(PROOF)
+    try:
+        with proof.open("rb") as stream:
+            data = stream.read(MAX_PROOF_BYTES)
+        return msgspec.json.decode(data, type=Proof)
+    except OSError as error:
+        raise CorruptError(f"its proof cannot be read: {error.strerror}", where=str(path)) from error
+    except msgspec.MsgspecError as error:
+        raise CorruptError(f"its proof cannot be understood: {error}", where=str(path)) from error
+
+
+def _check(path: Path, proof: Proof, slices: str, named: tuple[int, int]) -> None:
+    """Whether the file is what its proof says, the step that its name says, and what this rank needs.
+
+    Raises:
+        CorruptError: it is not; nothing of it may be loaded.
+    """
+    if (proof.epoch, proof.step) != named:
+        raise CorruptError(f"it holds step {proof.step} of epoch {proof.epoch}", where=str(path))
+    if proof.slices != slices:
+        raise CorruptError("it holds other slices than this rank needs", where=str(path))
+    _read(_Found(path, proof))
+
+
+def _read(found: _Found) -> bytes:
+    """The bytes of a file, proved. Raises CorruptError."""
+    try:
+        data = found.path.read_bytes()
+    except OSError as error:
+        raise CorruptError(f"it cannot be read: {error.strerror}", where=str(found.path)) from error
+    seal = Seal("slices", found.proof.length, found.proof.digest, found.proof.chunks)
+    image_format.verify(memoryview(data), seal, str(found.path))
+    return data
+
+
+def _tensor(data: bytes, entry: Entry) -> torch.Tensor:
+    flat = torch.frombuffer(bytearray(data[entry.start : entry.end]), dtype=torch_dtype(entry.dtype))
+    return flat.reshape(entry.shape)
+
+
+def _nothing_common(told: Sequence[Any]) -> HoldfastError:
+    """Why there is no step that all ranks can load."""
+    faults = list(dict.fromkeys(fault for _, problems in told for fault in problems))
+    empty = [rank for rank, (steps, _) in enumerate(told) if not steps]
+    which = f"ranks {empty} find no good file" if empty else "the ranks find files of different steps"
+    what = f"no step can be loaded on all ranks: {which}, neither their own nor a twin's"
+    if faults:
+        return CorruptError(f"{what}; {'; '.join(faults[:4])}")
+    return VersionNotFound(what, remedy="bring back the files of one of the twins, or start anew in another directory")
