@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from holdfast.base.errors import UsageError, VersionNotFound
 from holdfast.base.events import Events
+from holdfast.core import backups
 from holdfast.core.model import Extent, Shard, Topology, Version
 from holdfast.core.plan import uniform
 from holdfast.tiers.format import Entry
@@ -134,6 +135,15 @@ def _alone(found: _Groups, topology: Topology) -> dict[int, list[Shard]]:
     return {node: shards for node, shards in sorted(alone.items()) if shards}
 
 
+def _keepers(alone: Mapping[int, Sequence[Shard]], topology: Topology) -> dict[int, list[int]]:
+    """By node that holds something alone, the nodes that keep its replicas; empty in a job of one node."""
+    if len(topology.nodes) < 2:
+        return {}
+    totals = [sum(shard.num_bytes for shard in alone.get(node, ())) for node in range(len(topology.nodes))]
+    shares = backups.shares(totals, topology)
+    return {node: [keeper for keeper, _ in shares[node]] for node in alone}
+
+
 def _document(subject: _Subject, found: _Groups, twins: Sequence[tuple[int, ...]]) -> dict[str, Any]:
     return {
         "version": subject.title,
@@ -170,7 +180,7 @@ def _nodes_document(topology: Topology | None, alone: Mapping[int, Sequence[Shar
             "ranks": topology.ranks_on(node),
             "alone_bytes": sum(shard.num_bytes for shard in alone.get(node, ())),
             "alone": _names(alone.get(node, ())),
-            "replica_on": (node + 1) % len(topology.nodes) if node in alone and len(topology.nodes) > 1 else None,
+            "replica_on": next(iter(_keepers(alone, topology).get(node, ())), None),
         }
         for node in range(len(topology.nodes))
     ]
@@ -206,7 +216,8 @@ def _print_alone(alone: Mapping[int, Sequence[Shard]], topology: Topology) -> No
     for node, shards in list(alone.items())[:MAX_ROWS]:
         names, size = _names(shards), output.size_text(sum(shard.num_bytes for shard in shards))
         if len(topology.nodes) > 1:
-            rescue = f"a replica on {topology.nodes[(node + 1) % len(topology.nodes)]} saves it"
+            keepers = ", ".join(topology.nodes[keeper] for keeper in _keepers(alone, topology)[node])
+            rescue = f"a replica on {keepers} saves it"
         else:
             rescue = "UNPROTECTED, but for what is in storage: there is no other node"
         print(f"{topology.nodes[node]} alone holds {size} of {len(names)} entries; {rescue}")

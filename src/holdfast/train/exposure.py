@@ -53,12 +53,10 @@ def _say(topology: Topology, node: int, count: int, what: str) -> None:
         # So it is on every single machine; nobody has to be warned of that each time.
         logger.info("all state lives on node %s: if it is lost, storage is what is left", label)
         return
-    backup = topology.nodes[(node + 1) % len(topology.nodes)]
     logger.warning(
-        "no twin on another node: %d slices (%s) live on node %s only; if it dies they come back from the replica on "
-        "node %s, as far as that was made, else from storage",
+        "no twin on another node: %d slices (%s) live on node %s only; if it dies they come back from a replica on "
+        "another node, as far as that was made, else from storage",
         count,
         what,
         label,
-        backup,
     )
