@@ -215,6 +215,7 @@ class Agent(PlainAgent):
             return None
         first = dead[0]
         step = self._step_of(first)
+        self._best_step = max(map(self._step_of, self._seats()))  # what has to be passed to count as progress
         for seat in dead:
             self._note_death(seat)
         failure = self._failures[first.local_rank]

@@ -155,6 +155,7 @@ class Runner:
             self._running = newer
         alive.wish.older = newer.older
         beats.attach(self._page)
+        beats.at_step(-1)
         self._line.send("started", newer.number)
 
     @property
