@@ -55,7 +55,8 @@ class Leftovers:
             time.sleep(0.05)
         lines = [f"process {p.pid}: {' '.join(p.cmdline())[:200]}" for p in self.processes()]
         lines += [f"zombie {p.pid}" for p in psutil.Process().children() if p.status() == psutil.STATUS_ZOMBIE]
-        lines += [f"file {path}" for path in sorted(self.root.rglob("*")) if not path.is_dir() or path.is_symlink()]
+        files = (path for path in sorted(self.root.rglob("*")) if not path.is_dir() or path.is_symlink())
+        lines += [f"file {path}" for path in files if not path.parent.name.startswith("run-")]  # journals stay
         lines += [f"memory {name}" for name in sorted(_own_memory_files() - self.memory_before)]
         return lines
 
