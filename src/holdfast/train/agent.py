@@ -6,7 +6,7 @@ workers the new order: they leave their broken groups and run the script again i
 
     at once     the order; the worker's own thread interrupts the script and cuts its groups' sockets
     0.5 s       the agent cuts them from outside (`pidfd_getfd`): the worker may hold the interpreter's lock
-    20 s        SIGKILL, and it counts as one more failed process
+    60 s        SIGKILL, and it counts as one more failed process
 
 A new or lost node is torchrun's business, a new rendezvous; living workers wait for it instead of being ended. The last
 rung, restarting all workers, is torchrun's own way. A worker that finished waits until all ranks of the job have: until
@@ -48,7 +48,8 @@ from holdfast.train.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 OUTSIDE_S = 0.5
-KILL_S = 20.0
+KILL_S = 60.0  # a starved machine may need some tens of seconds for what takes one otherwise
+START_S = 300.0
 # How long broken groups may stay unexplained before they are made again: a lost node is known by then.
 HOLD_S = 5.0
 HOLD_ALONE_S = 1.0
@@ -374,10 +375,10 @@ class Agent(PlainAgent):
         assert self._workers is not None
         waiting = [seat for seat in self._seats() if seat.doing is Doing.LEAVES]
         for seat in waiting:
-            if now - seat.since > KILL_S:
-                logger.error("process %d did not leave its groups within %.0f s", seat.proc.pid, KILL_S)
+            if now - seat.since > (KILL_S if seat.began else START_S):
+                logger.error("process %d did not begin its order within %.0f s", seat.proc.pid, now - seat.since)
                 seat.proc.send_signal(signal.SIGKILL)
-            elif now - seat.since > OUTSIDE_S and now - seat.cut_at > OUTSIDE_S:
+            elif seat.began and now - seat.since > OUTSIDE_S and now - seat.cut_at > OUTSIDE_S:
                 seat.cut_at = now
                 outside.cut(seat.proc.pid, seat.proc.pidfd, spared_ports=(self._current.port,))
         if not waiting and now - self._mended_at > SPARE_DELAY_S:

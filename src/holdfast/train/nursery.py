@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 # Imported one by one while nobody asks; together they cost 2 to 3 s of processor time, once for each launcher.
 WARM = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.data",
         "torch.distributed.checkpoint", "safetensors.torch", "holdfast.train.checkpointer")  # fmt: skip
-IDLE_S = 0.5
+IDLE_S = 2.0
 ANSWER_TIMEOUT_S = 60.0
 _MAX_MESSAGE = 1 << 16
 

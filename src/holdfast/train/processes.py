@@ -46,6 +46,7 @@ class Seat:
         since: when `doing` began, monotonic.
         error: what it said when it met a broken group.
         silent: its line has ended.
+        began: it has run the script at least once.
         cut_at: when its sockets were last cut from outside, monotonic.
     """
 
@@ -59,10 +60,12 @@ class Seat:
     error: str = ""
     silent: bool = False
     cut_at: float = 0.0
+    began: bool = False
 
     def now(self, doing: Doing) -> None:
         """It does something else from this moment."""
         self.doing, self.since = doing, time.monotonic()
+        self.began = self.began or doing is Doing.RUNS
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Signals the worker and all it started; torch calls this."""
