@@ -225,3 +225,17 @@ def test_a_file_where_the_root_should_be_is_named(tmp_path: Path) -> None:
         LocalBackend(tmp_path / "file").prepare()
     with pytest.raises(StorageError, match="not a directory"):
         LocalBackend(tmp_path / "file").listing("")
+
+
+def test_a_root_of_ours_is_private_and_what_is_beneath_follows_it(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        backend = local_backend(tmp_path / "root")
+        put(backend, "v/private", b"x")
+        (tmp_path / "root").chmod(0o750)
+        put(backend, "w/shared", b"x")
+        backend.create("w/once", b"x", stamp=STAMP)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "root").rglob("*")}
+    assert modes == {".tmp": 0o700, "v": 0o700, "private": 0o600, "w": 0o750, "shared": 0o640, "once": 0o640}

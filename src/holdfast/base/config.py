@@ -75,6 +75,11 @@ class Config:
         replicate_bandwidth: bytes per second (`"500MB"`) that this node sends as replicas; `""` is no bound.
         rack_label: where this node stands; a replica never stands in the rack of its original. `""` is no rack.
         backup_node: label of the node that keeps this one's replicas; `""` lets holdfast choose.
+        encryption_key: file with the key that bundle files in storage are encrypted with, or `!command` that prints it;
+            64 hex digits. `""` writes them plain, as stock readers need them.
+        ranks_per_reader: one node reads a bundle from storage for so many ranks that hold it; the others get it from
+            that node. 512: one stream out of storage feeds them until its node is the bottleneck.
+        metrics_port: port on loopback where the keeper serves its metrics for Prometheus; 0 serves none.
         strict: restore refuses missing, unexpected and misshaped entries.
         trace_dir: where ranks and keepers write what they did and when, for `holdfast trace`; `""` writes nothing.
         log_level: level of the keeper's log.
@@ -101,6 +106,9 @@ class Config:
     replicate_bandwidth: str = ""
     rack_label: str = ""
     backup_node: str = ""
+    encryption_key: str = ""
+    ranks_per_reader: int = 512
+    metrics_port: int = 0
     strict: bool = True
     trace_dir: str = ""
     log_level: str = "INFO"
@@ -109,6 +117,8 @@ class Config:
         _require(2 <= self.num_slots <= 3, "num_slots", self.num_slots, "2 or 3")
         _require(self.keep_last >= 2, "keep_last", self.keep_last, "at least 2")
         _require(self.keep_every >= 0, "keep_every", self.keep_every, "0 or a number of steps")
+        _require(self.ranks_per_reader >= 1, "ranks_per_reader", self.ranks_per_reader, "at least 1")
+        _require(0 <= self.metrics_port <= 65535, "metrics_port", self.metrics_port, "a port, or 0")
         for name in ("fence_timeout_s", "begin_timeout_s", "linger_s", "close_timeout_s"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "a positive number of seconds")
         _require(bool(re.fullmatch(r"[A-Za-z0-9._-]{1,128}", self.run_id)), "run_id", self.run_id, "a plain name")

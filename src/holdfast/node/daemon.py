@@ -70,6 +70,7 @@ class KeeperOptions:
         memory_budget: as in Config.
         linger_s: how long it waits for a trainer before it ends.
         network: how it talks to other nodes.
+        encryption_key: as in Config, a file by its absolute path.
     """
 
     place: Place
@@ -77,6 +78,7 @@ class KeeperOptions:
     memory_budget: str
     linger_s: float
     network: Network = field(default_factory=Network)
+    encryption_key: str = ""
 
 
 class Keeper:
@@ -89,7 +91,7 @@ class Keeper:
         self._events = Events()
         place = options.place
         self._state = NodeState(place, Arena(Budget(place.budget, options.memory_budget)))
-        vault = Vault(options.root, self._events)
+        vault = Vault(options.root, self._events, encryption_key=options.encryption_key)
         self._sealer = Sealer(self._state, self._events)
         self._examiner = Examiner(self._state)
         self._activities = Activities(self._state)

@@ -45,7 +45,16 @@ def run(options: argparse.Namespace) -> int:
         return 0
     _log_to(place.log, options.log_level)
     try:
-        keeper = Keeper(KeeperOptions(place, options.root, options.memory_budget, options.linger_s, _network(options)))
+        keeper = Keeper(
+            KeeperOptions(
+                place,
+                options.root,
+                options.memory_budget,
+                options.linger_s,
+                _network(options),
+                encryption_key=options.encryption_key,
+            )
+        )
     except (HoldfastError, OSError) as error:
         _tell(options.ready_fd, error=str(error))
         clean(place)
@@ -97,6 +106,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--linger-s", type=float, default=600.0)
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--trace-dir", default="")
+    parser.add_argument("--encryption-key", default="")
+    parser.add_argument("--metrics-port", type=int, default=0)
     parser.add_argument("--ready-fd", type=int, default=-1)
     parser.add_argument("--listen", default="")
     parser.add_argument("--listen-unsafe", action="store_true")

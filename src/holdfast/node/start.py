@@ -122,6 +122,7 @@ def _spawn(place: Place, root: str, config: Config, deadline: float) -> bool:
             "--linger-s", str(config.linger_s), "--log-level", config.log_level, "--ready-fd", str(theirs),
             "--listen", network.listen, "--secret-fd", str(secret_fd), "--bandwidth", str(network.bandwidth),
             *(["--listen-unsafe"] if network.unsafe else []),
+            "--encryption-key", _absolute_key(config.encryption_key), "--metrics-port", str(config.metrics_port),
             "--trace-dir", str(Path(config.trace_dir).absolute()) if config.trace_dir else "",
         ]  # fmt: skip
         try:
@@ -152,6 +153,11 @@ def network_of(config: Config) -> Network:
     """
     secret = read_secret(config.secret_file) if config.secret_file else None
     return Network(config.listen, config.listen_unsafe, secret, parse_size(config.replicate_bandwidth or "0"))
+
+
+def _absolute_key(setting: str) -> str:
+    """The key's file as the keeper finds it, which runs in another directory; a command as it is."""
+    return os.path.abspath(setting) if setting and not setting.startswith("!") else setting
 
 
 def _reap(launcher: subprocess.Popen[bytes], deadline: float) -> None:

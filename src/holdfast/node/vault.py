@@ -14,8 +14,9 @@ from holdfast.tiers.storage import Storage, open_storage
 class Vault:
     """Opens the storage once and remembers it; a failed attempt is made again by the next caller."""
 
-    def __init__(self, root: str, events: Events) -> None:
+    def __init__(self, root: str, events: Events, *, encryption_key: str = "") -> None:
         self._root = root
+        self._encryption_key = encryption_key
         self.events = events
         self._lock = threading.Lock()
         self._storage: Storage | None = None
@@ -28,7 +29,7 @@ class Vault:
         """
         with self._lock:
             if self._storage is None:
-                self._storage = open_storage(self._root, self.events)
+                self._storage = open_storage(self._root, self.events, encryption_key=self._encryption_key)
             return self._storage
 
     def forget(self) -> None:

@@ -33,29 +33,36 @@ class _DirectRefusedError(Exception):
 
 
 def write(
-    place: int, name: str, chunks: Iterable[memoryview], progress: Callable[[int], None] = lambda _: None
+    place: int,
+    name: str,
+    chunks: Iterable[memoryview],
+    progress: Callable[[int], None] = lambda _: None,
+    *,
+    mode: int = 0o600,
 ) -> None:
     """Writes a new file and makes its bytes durable (its name is not yet)."""
     # What is made on the way (no list) is large.
     if not isinstance(chunks, list | tuple) or sum(map(len, chunks)) >= MIN_DIRECT_BYTES:
         try:
-            _write_direct(place, name, chunks, progress)
+            _write_direct(place, name, chunks, progress, mode)
             return
         except _DirectRefusedError:
             # A file that returned an error is never used again, so the bytes go into a new one. Some file systems
             # refuse the flag before they make the file, some after.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=place)
-    with closing(os.open(name, _NEW_FILE, 0o666, dir_fd=place)) as descriptor:
+    with closing(os.open(name, _NEW_FILE, mode, dir_fd=place)) as descriptor:
         at = 0
         for chunk in chunks:
             at = _write_all(descriptor, chunk, at, progress)
         os.fsync(descriptor)
 
 
-def _write_direct(place: int, name: str, chunks: Iterable[memoryview], progress: Callable[[int], None]) -> None:
+def _write_direct(
+    place: int, name: str, chunks: Iterable[memoryview], progress: Callable[[int], None], mode: int
+) -> None:
     """Writes whole pages from where they lie and the rest from a padded page, and cuts the padding off."""
-    with _refusal(), closing(os.open(name, _NEW_FILE | os.O_DIRECT, 0o666, dir_fd=place)) as descriptor:
+    with _refusal(), closing(os.open(name, _NEW_FILE | os.O_DIRECT, mode, dir_fd=place)) as descriptor:
         at = 0
         for chunk in chunks:
             if at % PAGE:  # only the last chunk may end within a page

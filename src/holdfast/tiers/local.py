@@ -6,6 +6,9 @@ the temporary file is abandoned and never touched again except to remove it.
 
 Every name is opened beneath a descriptor of the root, segment by segment, following no links. The root is opened for
 each call, so that a root that was replaced or unmounted is noticed.
+
+A root that we make is ours alone (0700), because weights are worth stealing; what is beneath it is as open as the root is.
+To share a job's checkpoints, open its root (`chmod g+rx`), or make it beforehand: the next files follow.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ class LocalBackend:
             missing = [path for path in (self._root, *self._root.parents) if not path.exists()]
             for path in reversed(missing):
                 with contextlib.suppress(FileExistsError):
-                    path.mkdir()
+                    path.mkdir(mode=0o700 if path == self._root else 0o777)
                 with files.closing(os.open(path.parent, _DIRECTORY)) as parent:
                     files.sync(parent)
             with self._open_root() as root:
@@ -177,7 +180,7 @@ class LocalBackend:
         with _beneath(root, TEMPORARY) as place:
             name = f"{stamp}.{secrets.token_hex(6)}"
             try:
-                files.write(place, name, chunks, progress)
+                files.write(place, name, chunks, progress, mode=_mode(root) & 0o666)
                 yield place, name
             finally:
                 # After an error the file is worth nothing; after a rename there is none; after a link it is spare.
@@ -202,7 +205,12 @@ def _beneath(root: int, directory: str, *, make: bool = True) -> Iterator[int]:
 
 def _make_directory(root: int, directory: str) -> None:
     with contextlib.suppress(FileExistsError):
-        os.mkdir(directory, dir_fd=root)
+        os.mkdir(directory, _mode(root), dir_fd=root)
+
+
+def _mode(root: int) -> int:
+    """Who may look at the root, and so at what is made beneath it; never less than we need ourselves."""
+    return stat.S_IMODE(os.fstat(root).st_mode) & 0o777 | 0o700
 
 
 def _parent(name: str) -> str:

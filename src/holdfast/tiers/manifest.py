@@ -29,6 +29,7 @@ MAX_RANKS = 1 << 20
 MAX_PARTS = 1 << 17
 
 _PART_NAME = re.compile(r"manifest-(?:0|[1-9][0-9]{0,5})\.json\Z")
+ENCRYPTED = re.compile(r".+-[0-9a-f]{32}\.([0-9a-f]{16})\.encrypted\Z")
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
@@ -50,10 +51,17 @@ class BundleFile:
         """The proof, as the rest of the house names it."""
         return Seal(self.ref.bundle_id, self.length, self.digest, self.chunk_digests)
 
+    @property
+    def key_id(self) -> str:
+        """Of the key that the file is encrypted with; empty if it is plain."""
+        match = ENCRYPTED.match(self.file)
+        return match[1] if match else ""
+
     @classmethod
-    def of(cls, ref: BundleRef, seal: Seal) -> BundleFile:
+    def of(cls, ref: BundleRef, seal: Seal, key_id: str = "") -> BundleFile:
         """The file that a sealed image becomes."""
-        return cls(ref, bundle_file_name(seal.bundle_id, seal.digest), seal.length, seal.digest, seal.chunk_digests)
+        name = bundle_file_name(seal.bundle_id, seal.digest, key_id)
+        return cls(ref, name, seal.length, seal.digest, seal.chunk_digests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +122,9 @@ class _Part(Record, frozen=True, forbid_unknown_fields=True, kw_only=True):
     bundles: tuple[_Bundle, ...]
 
 
-def bundle_file_name(bundle_id: str, digest: str) -> str:
+def bundle_file_name(bundle_id: str, digest: str, key_id: str = "") -> str:
     """The name of a bundle's file: its content's, so a writer that lost its term can only write the same again."""
-    return f"{bundle_id}-{digest}.safetensors"
+    return f"{bundle_id}-{digest}.{key_id}.encrypted" if key_id else f"{bundle_id}-{digest}.safetensors"
 
 
 def part_name(node: int) -> str:
@@ -246,7 +254,10 @@ def _checked(row: _Bundle, ranks: tuple[int, ...], where: str) -> BundleFile:
     """A row of a part whose fields fit each other."""
     num_chunks = -(-row.length // image_format.CHUNK_BYTES)
     _check(bool(NAME_PATTERN.match(row.id)), f"{row.id[:40]!r} is not the name of a bundle", where)
-    _check(row.file == bundle_file_name(row.id, row.digest), f"bundle {row.id} is in a file of another name", where)
+    key_id = match[1] if (match := ENCRYPTED.match(row.file)) else ""
+    _check(
+        row.file == bundle_file_name(row.id, row.digest, key_id), f"bundle {row.id} is in a file of another name", where
+    )
     _check(bool(NAME_PATTERN.match(row.file)), f"bundle {row.id} has no proper file name", where)
     _check(row.index < row.count and row.num_bytes <= row.length, f"bundle {row.id}: impossible sizes", where)
     digests_fit = len(row.chunks) == num_chunks and all(map(_DIGEST.match, (row.digest, *row.chunks)))

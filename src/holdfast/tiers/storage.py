@@ -16,8 +16,8 @@ import logging
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
+from holdfast.base.config import load
 from holdfast.base.errors import (
     CorruptError,
     Fenced,
@@ -33,9 +33,11 @@ from holdfast.tiers import format as image_format
 from holdfast.tiers import manifest as manifests
 from holdfast.tiers import registry
 from holdfast.tiers.backend import Backend
+from holdfast.tiers.bundle_files import BundleFiles, listed, stored_length
+from holdfast.tiers.cipher import Key, load_key
 from holdfast.tiers.format import Entry, Image
 from holdfast.tiers.leaselock import LeaseLock
-from holdfast.tiers.manifest import BundleFile, Manifest
+from holdfast.tiers.manifest import ENCRYPTED, BundleFile, Manifest
 from holdfast.tiers.runlock import PREDECESSOR_TIMEOUT_S, RunLock
 from holdfast.tiers.strict import MAX_RECORD_BYTES
 from holdfast.tiers.urls import open_backend
@@ -49,17 +51,20 @@ READ_BYTES = 64 << 20
 
 _BUNDLE_FILE = re.compile(r"(.+)-[0-9a-f]{32}\.safetensors\Z")
 
-P = ParamSpec("P")
-T = TypeVar("T")
 
-
-def open_storage(url: str | Path, events: Events) -> Storage:
+def open_storage(url: str | Path, events: Events, *, encryption_key: str | None = None) -> Storage:
     """The storage behind a path, a `file://` URL, or a bucket's URL. Touches nothing yet.
 
+    Args:
+        url: where.
+        events: see Storage.
+        encryption_key: as in Config; None is what the settings of this process say.
+
     Raises:
-        ConfigError: a scheme that this release does not know, or obstore is missing.
+        ConfigError: a scheme that this release does not know, obstore is missing, or the key cannot be had.
     """
-    return Storage(open_backend(url), events)
+    setting = load().encryption_key if encryption_key is None else encryption_key
+    return Storage(open_backend(url), events, key=load_key(setting))
 
 
 class Storage:
@@ -69,11 +74,13 @@ class Storage:
         backend: where the bytes go.
         events: counts `storage_written_bytes` and `storage_read_bytes` (images) and `storage_record_read_bytes`
             (everything else that is read).
+        key: what bundle files are encrypted with.
     """
 
-    def __init__(self, backend: Backend, events: Events) -> None:
+    def __init__(self, backend: Backend, events: Events, *, key: Key | None = None) -> None:
         self._backend = backend
         self._events = events
+        self._files = BundleFiles(backend, key, self.job_id)
         self._job_id = ""
         local = backend.properties.kind == "local"
         self._run_lock = RunLock(Path(backend.properties.where)) if local else LeaseLock(backend)
@@ -180,9 +187,10 @@ class Storage:
         """
         view = view.cast("B")
         image_format.check_length(len(view), seal, f"{version}/{ref.bundle_id}")
-        file = BundleFile.of(ref, seal)
+        file = BundleFile.of(ref, seal, self._files.key_id)
+        chunks = self._files.chunks(version, file, view)
         with self._events.span("storage.write_bundle", version=str(version), bundle=ref.bundle_id, bytes=len(view)):
-            self._backend.put(f"{version}/{file.file}", [view], stamp=stamp, progress=progress)
+            self._backend.put(f"{version}/{file.file}", chunks, stamp=stamp, progress=progress)
         self._events.count("storage_written_bytes", len(view))
         return file
 
@@ -225,7 +233,7 @@ class Storage:
 
     def _check_complete(self, manifest: Manifest) -> None:
         sizes = dict(self._backend.listing(str(manifest.version)))
-        wanted = {bundle.file: bundle.length for bundle in manifest.bundles}
+        wanted = {bundle.file: stored_length(bundle) for bundle in manifest.bundles}
         wrong = [name for name, length in wanted.items() if sizes.get(name) != length]
         if wrong:
             what = f"{len(wrong)} of {len(wanted)} files are missing or cut short, the first is {wrong[0]}"
@@ -259,16 +267,21 @@ class Storage:
             raise InUse(f"the version belongs to job {root.job_id}", where=where, remedy="choose another path")
         return self._assemble(root)
 
+    def opens(self, file: BundleFile) -> bool:
+        """Whether a bundle's file is plain, or its key is here."""
+        return file.key_id in ("", self._files.key_id)
+
     def image(self, version: Version, file: BundleFile) -> Image:
         """What a bundle's file holds, from its header alone.
 
         Raises:
             CorruptError: missing or damaged.
         """
-        name, where = f"{version}/{file.file}", f"{self.where}/{version}/{file.file}"
-        prefix = self._read_listed(name, length=8)
+        where = f"{self.where}/{version}/{file.file}"
+        prefix = self._counted(self._files.read(version, file, length=8))
         size = image_format.header_length(prefix, file.length, where)
-        return image_format.read_header(self._read_listed(name, length=size), file.length, where)
+        data = self._counted(self._files.read(version, file, length=size))
+        return image_format.read_header(data, file.length, where)
 
     def read_entry(self, version: Version, file: BundleFile, entry: Entry) -> bytes:
         """The bytes of one entry, proved by the chunks in which they lie.
@@ -280,7 +293,7 @@ class Storage:
         first = entry.start // image_format.CHUNK_BYTES
         begin = first * image_format.CHUNK_BYTES
         end = min(file.length, -(-entry.end // image_format.CHUNK_BYTES) * image_format.CHUNK_BYTES)
-        data = self._read_listed(f"{version}/{file.file}", offset=begin, length=end - begin)
+        data = self._counted(self._files.read(version, file, offset=begin, length=end - begin))
         for index, chunk in enumerate(image_format.chunks(data), first):
             image_format.check_chunk(index, image_format.chunk_digest(chunk), file.seal, where)
         return data[entry.start - begin : entry.end - begin]
@@ -299,19 +312,19 @@ class Storage:
         Raises:
             CorruptError: the file is missing, too short or too long.
         """
-        name, where = f"{version}/{file.file}", f"{self.where}/{version}/{file.file}"
+        where = f"{self.where}/{version}/{file.file}"
         image_format.check_length(len(view), file.seal, where)
         with self._events.span("storage.read_bundle", version=str(version), bundle=file.ref.bundle_id, bytes=len(view)):
             count = 0
             for at in range(0, len(view), READ_BYTES):
                 part = view[at : at + READ_BYTES]
-                read = self._listed(self._backend.read_into, name, part, offset=at)
+                read = self._files.read_into(version, file, part, offset=at)
                 count += read
                 progress(read)
                 if read < len(part):
                     break
         self._events.count("storage_read_bytes", count)
-        image_format.check_length(count + len(self._read_listed(name, offset=file.length, length=1)), file.seal, where)
+        self._files.check_end(version, file, count)
 
     def read_chunks_into(
         self,
@@ -326,10 +339,10 @@ class Storage:
         Raises:
             CorruptError: missing, cut short, or damaged; names the bytes.
         """
-        name, where = f"{version}/{file.file}", f"{self.where}/{version}/{file.file}"
+        where = f"{self.where}/{version}/{file.file}"
         at = first * image_format.CHUNK_BYTES
         for index, chunk in enumerate(image_format.chunks(view), first):
-            read = self._listed(self._backend.read_into, name, chunk, offset=at)
+            read = self._files.read_into(version, file, chunk, offset=at)
             self._events.count("storage_read_bytes", read)
             if read < len(chunk):
                 image_format.check_length(at + read, file.seal, where)
@@ -338,7 +351,8 @@ class Storage:
             progress(read)
 
     def verify_bundle(self, version: Version, file: BundleFile, progress: Callable[[int], None] | None = None) -> None:
-        """Reads a bundle's file and proves its content, in the memory of one chunk.
+        """Reads a bundle's file and proves its content, in the memory of a few chunks. Without the key of an encrypted
+        one, that it holds what was written.
 
         Args:
             version: whose file it is.
@@ -348,12 +362,15 @@ class Storage:
         Raises:
             CorruptError: missing or damaged; names the bytes.
         """
-        name, where = f"{version}/{file.file}", f"{self.where}/{version}/{file.file}"
+        where = f"{self.where}/{version}/{file.file}"
+        if not self.opens(file):
+            self._files.verify_stored(version, file)
+            return
         buffer = memoryview(bytearray(min(file.length, image_format.CHUNK_BYTES)))
         digests: list[str] = []
         for at in range(0, file.length, image_format.CHUNK_BYTES):
             chunk = buffer[: file.length - at]
-            count = self._listed(self._backend.read_into, name, chunk, offset=at)
+            count = self._files.read_into(version, file, chunk, offset=at)
             self._events.count("storage_read_bytes", count)
             if count < len(chunk):
                 image_format.check_length(at + count, file.seal, where)
@@ -361,8 +378,7 @@ class Storage:
             image_format.check_chunk(len(digests) - 1, digests[-1], file.seal, where)
             if progress is not None:
                 progress(count)
-        extra = len(self._read_listed(name, offset=file.length, length=1))
-        image_format.check_length(file.length + extra, file.seal, where)
+        self._files.check_end(version, file, file.length)
         image_format.check_digest(tuple(digests), file.seal, where)
 
     # Removing.
@@ -396,6 +412,8 @@ class Storage:
         for name, size in self._backend.listing(str(version)):
             if name.startswith("manifest-") and self._is_part(version, name):
                 parts.append(name)
+            elif ENCRYPTED.match(name):
+                files += [name] if self._files.looks_ours(version, name, size) else []
             elif (match := _BUNDLE_FILE.match(name)) and self._is_image(version, name, (match[1], size)):
                 files.append(name)
         # Whoever began to retire it may have died before the removal of the commit was durable; now it is.
@@ -456,15 +474,8 @@ class Storage:
     def _read_record(self, name: str) -> bytes:
         return self._counted(self._backend.read(name, length=MAX_RECORD_BYTES + 1))
 
-    def _read_listed(self, name: str, *, offset: int = 0, length: int) -> bytes:
-        return self._counted(self._listed(self._backend.read, name, offset=offset, length=length))
-
-    def _listed(self, read: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Reads a file that a commit record lists: if it is missing the version is damaged, which is another answer."""
-        try:
-            return read(*args, **kwargs)
-        except VersionNotFound as error:
-            raise CorruptError("a file of a committed version is missing", where=error.where) from error
+    def _read_listed(self, name: str, *, length: int) -> bytes:
+        return self._counted(listed(lambda: self._backend.read(name, length=length)))
 
     def _counted(self, data: bytes) -> bytes:
         self._events.count("storage_record_read_bytes", len(data))

@@ -196,7 +196,8 @@ def _verify(storage: Storage, version: Version) -> tuple[Version, Manifest | Non
     for file in manifest.bundles:
         try:
             storage.verify_bundle(version, file, progress.add)
-            storage.image(version, file)  # whoever wrote it may have sealed nonsense
+            if storage.opens(file):
+                storage.image(version, file)  # whoever wrote it may have sealed nonsense
         except (CorruptError, StorageError) as error:
             problems.append(error)
     progress.close()

@@ -18,6 +18,7 @@ from holdfast.base.config import Config
 from holdfast.base.errors import UsageError
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import Topology, Version
+from holdfast.core.spread import RANKS_PER_READER
 from holdfast.node.client import Assembly
 from holdfast.node.places import absolute_root, place_of
 from holdfast.tiers.storage import Storage
@@ -34,6 +35,7 @@ class Job:
 
     group: Ranks
     assembly: Assembly
+    ranks_per_reader: int = RANKS_PER_READER
 
     @property
     def incarnation(self) -> int:
@@ -80,7 +82,7 @@ def assemble(group: Ranks, root: str, config: Config, *, storage: Storage, link:
     )
     agree.together(group, lambda: link.require().assemble(assembly))
     link.assembly, link.layout, link.resumed = assembly, None, None
-    return Job(group, assembly)
+    return Job(group, assembly, config.ranks_per_reader)
 
 
 def _meet(group: Ranks, root: str, config: Config) -> Topology:

@@ -123,7 +123,7 @@ class Checkpointer:
         self.events = Events()
         self.last_restore: RestoreReport | None = None
         self.bubbles = Bubbles(schedule, self.events) if schedule is not None else None
-        self._storage = open_storage(self._root, self.events)
+        self._storage = open_storage(self._root, self.events, encryption_key=self._config.encryption_key)
         alive.register(self)
 
     @beats.phase(Phase.LOADING)

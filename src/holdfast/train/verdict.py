@@ -80,7 +80,9 @@ def facts_of(findings: Findings | None, job: Job, quarantine: Quarantine) -> Fac
     """The facts for core.recovery; without findings, those that every rank has."""
     memory: tuple[MemoryCopy, ...] = ()
     if findings is None:
-        return Facts(memory, {}, {}, job.lineage, job.topology, quarantine=quarantine)
+        return Facts(
+            memory, {}, {}, job.lineage, job.topology, quarantine=quarantine, ranks_per_reader=job.ranks_per_reader
+        )
     inventory = findings.inventory
     suspects = frozenset(version for version, _ in inventory.suspects)
     tables = dict(inventory.tables)

@@ -1,0 +1,272 @@
+"""Bundle files as they lie in storage: plain, or encrypted chunk by chunk with a trailer of tags behind.
+
+Offsets are those of the image in both cases: ciphertext has the length of its plain text, and chunk i lies where chunk i
+of the image would. Encrypting runs one chunk ahead of the disk, in two buffers, whatever the size of the bundle. What a
+reader gets is either authenticated or an error. The digests of the image are checked above, by `storage`, as ever.
+
+Specification of the trailer: docs/spec/format.md, section 7. Used by `storage` alone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import queue
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import xxhash
+
+from holdfast.base.errors import ConfigError, CorruptError, VersionNotFound
+from holdfast.core.model import Version
+from holdfast.tiers import format as image_format
+from holdfast.tiers.backend import Backend
+from holdfast.tiers.cipher import TAG_BYTES, FileKey, Key, Name
+from holdfast.tiers.format import CHUNK_BYTES
+from holdfast.tiers.manifest import BundleFile
+
+T = TypeVar("T")
+
+MAGIC = b"holdfast-aesgcm1"
+_HEAD = struct.Struct(f"<{len(MAGIC)}s8sQQ")  # magic, key id, length of the image, number of chunks
+_DIGEST_BYTES = 16
+# Chunks that are read and decrypted side by side.
+READERS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Trailer:
+    """What stands behind the ciphertext.
+
+    Attributes:
+        tags: of each chunk.
+        digest: XXH3-128 of the ciphertext chunks' digests: damage is found without the key.
+    """
+
+    key_id: str
+    length: int
+    tags: tuple[bytes, ...]
+    digest: bytes
+
+    def encode(self, name: str) -> bytes:
+        """Its bytes; they end in a checksum that covers the file's name too."""
+        head = _HEAD.pack(MAGIC, bytes.fromhex(self.key_id), self.length, len(self.tags))
+        body = head + b"".join(self.tags) + self.digest
+        return body + xxhash.xxh3_128_digest(name.encode() + body)
+
+    @classmethod
+    def decode(cls, data: bytes, name: str) -> Trailer:
+        """The trailer in `data`.
+
+        Raises:
+            CorruptError: it is none, or not of this file.
+        """
+        body, check = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+        if len(body) < _HEAD.size + _DIGEST_BYTES or xxhash.xxh3_128_digest(name.encode() + body) != check:
+            raise CorruptError("the trailer of the encrypted file is damaged, or of another file", where=name)
+        magic, key_id, length, count = _HEAD.unpack_from(body)
+        tags = body[_HEAD.size : -_DIGEST_BYTES]
+        if magic != MAGIC or count != _num_chunks(length) or len(tags) != count * TAG_BYTES:
+            raise CorruptError("the trailer of the encrypted file is not valid", where=name)
+        cut = tuple(tags[at : at + TAG_BYTES] for at in range(0, len(tags), TAG_BYTES))
+        return cls(key_id.hex(), length, cut, body[-_DIGEST_BYTES:])
+
+
+def stored_length(file: BundleFile) -> int:
+    """Bytes of the file in storage."""
+    return file.length + (_trailer_bytes(file.length) if file.key_id else 0)
+
+
+def _trailer_bytes(length: int) -> int:
+    return _HEAD.size + _num_chunks(length) * TAG_BYTES + 2 * _DIGEST_BYTES
+
+
+def _num_chunks(length: int) -> int:
+    return -(-length // CHUNK_BYTES)
+
+
+class BundleFiles:
+    """Reads and writes the files of one job's bundles.
+
+    Args:
+        backend: where they lie.
+        key: what new ones are encrypted with, and old ones opened; None writes plain files.
+        job_id: asks for the job, when a key is needed.
+    """
+
+    def __init__(self, backend: Backend, key: Key | None, job_id: Callable[[], str]) -> None:
+        self._backend = backend
+        self._key = key
+        self._job_id = job_id
+        self._last: tuple[str, Trailer] | None = None
+
+    @property
+    def key_id(self) -> str:
+        """Of the key; empty if there is none."""
+        return self._key.id if self._key else ""
+
+    def chunks(self, version: Version, file: BundleFile, view: memoryview) -> Iterable[memoryview]:
+        """What is to be put in storage for an image."""
+        if not file.key_id:
+            return [view]
+        return _Encrypted(view, file, self._file_key(version, file))
+
+    def read_into(self, version: Version, file: BundleFile, view: memoryview, *, offset: int = 0) -> int:
+        """Fills `view` from `offset` of the image on; fewer bytes only at the end of the file.
+
+        Raises:
+            CorruptError: the file is missing, or an encrypted chunk does not open. ConfigError: the key is another.
+        """
+        name = f"{version}/{file.file}"
+        if not file.key_id:
+            return listed(lambda: self._backend.read_into(name, view, offset=offset))
+        trailer, key = self._trailer(version, file), self._file_key(version, file)
+        view = view[: max(0, file.length - offset)]
+        first, last = offset // CHUNK_BYTES, -(-(offset + len(view)) // CHUNK_BYTES)
+        num_readers = max(1, min(READERS, last - first))
+        buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for _ in range(num_readers):
+            buffers.put(memoryview(mmap.mmap(-1, 2 * CHUNK_BYTES)))
+
+        def fetch(index: int) -> None:
+            buffer = buffers.get()
+            try:
+                begin = index * CHUNK_BYTES
+                stored = buffer[: min(CHUNK_BYTES, file.length - begin)]
+                count = listed(lambda: self._backend.read_into(name, stored, offset=begin))
+                if count < len(stored):
+                    image_format.check_length(begin + count, file.seal, name)
+                at, end = max(offset, begin), min(offset + len(view), begin + len(stored))
+                whole = (at, end) == (begin, begin + len(stored))
+                plain = view[at - offset : end - offset] if whole else buffer[CHUNK_BYTES : CHUNK_BYTES + len(stored)]
+                key.decrypt(index, stored, trailer.tags[index], plain)
+                if not whole:
+                    view[at - offset : end - offset] = plain[at - begin : end - begin]
+            finally:
+                buffers.put(buffer)
+
+        with ThreadPoolExecutor(num_readers, "holdfast decrypting") as pool:
+            for _ in pool.map(fetch, range(first, last)):
+                pass
+        return len(view)
+
+    def read(self, version: Version, file: BundleFile, *, offset: int = 0, length: int) -> bytes:
+        """At most `length` bytes of the image from `offset` on; raises as `read_into`."""
+        if not file.key_id:
+            return listed(lambda: self._backend.read(f"{version}/{file.file}", offset=offset, length=length))
+        buffer = bytearray(max(0, min(length, file.length - offset)))
+        self.read_into(version, file, memoryview(buffer), offset=offset)
+        return bytes(buffer)
+
+    def check_end(self, version: Version, file: BundleFile, count: int) -> None:
+        """Proves that the file ends where it should, after `count` bytes of the image were read.
+
+        Raises:
+            CorruptError: it is longer or shorter.
+        """
+        name, end = f"{version}/{file.file}", stored_length(file)
+        extra = listed(lambda: self._backend.read(name, offset=end, length=1))
+        image_format.check_length(count + len(extra), file.seal, name)
+
+    def verify_stored(self, version: Version, file: BundleFile) -> None:
+        """Proves an encrypted file without its key: what lies there is what was written.
+
+        Raises:
+            CorruptError: damaged.
+        """
+        name, trailer = f"{version}/{file.file}", self._trailer(version, file)
+        buffer, digests = memoryview(bytearray(min(file.length, CHUNK_BYTES))), []
+        for at in range(0, file.length, CHUNK_BYTES):
+            chunk = buffer[: file.length - at]
+            count = listed(lambda chunk=chunk, at=at: self._backend.read_into(name, chunk, offset=at))  # type: ignore[misc]
+            digests.append(xxhash.xxh3_128_digest(chunk[:count]))
+        if xxhash.xxh3_128_digest(b"".join(digests)) != trailer.digest:
+            raise CorruptError("the encrypted file is damaged", where=name)
+        self.check_end(version, file, file.length)
+
+    def looks_ours(self, version: Version, name: str, size: int) -> bool:
+        """Whether an encrypted file has a trailer of its own; its content may be anything."""
+        # The number of chunks follows from the size, and with it where the trailer begins.
+        count = -(-(size - _HEAD.size - 2 * _DIGEST_BYTES) // (CHUNK_BYTES + TAG_BYTES))
+        length = size - _HEAD.size - 2 * _DIGEST_BYTES - count * TAG_BYTES
+        if length < 0 or _num_chunks(length) != count:
+            return False
+        try:
+            data = listed(lambda: self._backend.read(f"{version}/{name}", offset=length, length=size - length))
+            return Trailer.decode(data, name).length == length
+        except CorruptError:
+            return False
+
+    def _trailer(self, version: Version, file: BundleFile) -> Trailer:
+        name = f"{version}/{file.file}"
+        last = self._last
+        if last is not None and last[0] == name:
+            return last[1]
+        size = _trailer_bytes(file.length)
+        data = listed(lambda: self._backend.read(name, offset=file.length, length=size + 1))
+        trailer = Trailer.decode(data, file.file)
+        if (trailer.length, trailer.key_id) != (file.length, file.key_id):
+            raise CorruptError("the trailer is of another file", where=name)
+        self._last = (name, trailer)
+        return trailer
+
+    def _file_key(self, version: Version, file: BundleFile) -> FileKey:
+        if self._key is None or self._key.id != file.key_id:
+            has = f"the key given is {self._key.id}" if self._key else "no key is given"
+            raise ConfigError(
+                f"the version is encrypted with key {file.key_id}; {has}",
+                where=f"{version}/{file.file}",
+                remedy="name the key's file as `encryption_key` in the settings (HOLDFAST_CONFIG, or the Checkpointer)",
+            )
+        return self._key.of_file(Name(self._job_id(), str(version), file.ref.bundle_id, file.length, file.digest))
+
+
+class _Encrypted:
+    """The stored form of an image, made while it is written. May be iterated again: the bytes are the same."""
+
+    def __init__(self, view: memoryview, file: BundleFile, key: FileKey) -> None:
+        self._view = view
+        self._file = file
+        self._key = key
+
+    def __iter__(self) -> Iterator[memoryview]:
+        tags: list[bytes] = []
+        digests: list[bytes] = []
+        parts = list(image_format.chunks(self._view))
+        # Page-aligned, for direct writes. One is written, one is filled.
+        buffers = [memoryview(mmap.mmap(-1, CHUNK_BYTES)) for _ in range(2)]
+
+        def encrypt(index: int) -> memoryview:
+            into = buffers[index % 2][: len(parts[index])]
+            tags.append(self._key.encrypt(index, parts[index], into))
+            digests.append(xxhash.xxh3_128_digest(into))
+            return into
+
+        with ThreadPoolExecutor(1, "holdfast encrypting") as pool:
+            ahead: Future[memoryview] | None = pool.submit(encrypt, 0) if parts else None
+            for index in range(len(parts)):
+                assert ahead is not None
+                ready = ahead.result()
+                ahead = pool.submit(encrypt, index + 1) if index + 1 < len(parts) else None
+                if ahead is None:  # the trailer follows the last chunk, in one piece with it: only the end may be odd
+                    yield from self._end(ready, tags, digests)
+                else:
+                    yield ready
+
+    def _end(self, last: memoryview, tags: list[bytes], digests: list[bytes]) -> Iterator[memoryview]:
+        digest = xxhash.xxh3_128_digest(b"".join(digests))
+        trailer = Trailer(self._file.key_id, self._file.length, tuple(tags), digest).encode(self._file.file)
+        whole = memoryview(mmap.mmap(-1, len(last) + len(trailer)))
+        whole[: len(last)] = last
+        whole[len(last) :] = trailer
+        yield whole
+
+
+def listed(read: Callable[[], T]) -> T:
+    """Reads a file that a commit record lists: if it is missing the version is damaged, which is another answer."""
+    try:
+        return read()
+    except VersionNotFound as error:
+        raise CorruptError("a file of a committed version is missing", where=error.where) from error
