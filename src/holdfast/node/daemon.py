@@ -33,6 +33,7 @@ from holdfast.node.messages import (
     Message,
     Welcome,
 )
+from holdfast.node.metrics import MetricsPort, render
 from holdfast.node.network import Network, open_door
 from holdfast.node.obtain import Obtainer
 from holdfast.node.operations import Operations, Parts, Reply, require_role
@@ -71,6 +72,7 @@ class KeeperOptions:
         linger_s: how long it waits for a trainer before it ends.
         network: how it talks to other nodes.
         encryption_key: as in Config, a file by its absolute path.
+        metrics_port: as in Config.
     """
 
     place: Place
@@ -79,6 +81,7 @@ class KeeperOptions:
     linger_s: float
     network: Network = field(default_factory=Network)
     encryption_key: str = ""
+    metrics_port: int = 0
 
 
 class Keeper:
@@ -143,12 +146,24 @@ class Keeper:
 
     def run(self, ready: Callable[[], object]) -> None:
         """Serves until the job is over, nobody comes any more, or `stop`."""
+        metrics = self._serve_metrics()
         ready()
         logger.info("keeper of %s for job %s listens", self._options.place.node, self._options.place.job)
         try:
             self._server.serve()
         finally:
+            if metrics is not None:
+                metrics.stop()
             self._end()
+
+    def _serve_metrics(self) -> MetricsPort | None:
+        """The port for Prometheus, if it is asked for. One that cannot be had is an alarm, and stops nothing."""
+        port = self._options.metrics_port
+        try:
+            return MetricsPort(port, lambda: render([self._status()])) if port else None
+        except OSError as error:
+            self._state.alarm("metrics", f"port {port} for metrics cannot be had: {error.strerror}")
+            return None
 
     def stop(self) -> None:
         """Ends `run`; any thread or signal handler."""

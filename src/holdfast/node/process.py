@@ -53,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
                 options.linger_s,
                 _network(options),
                 encryption_key=options.encryption_key,
+                metrics_port=options.metrics_port,
             )
         )
     except (HoldfastError, OSError) as error:

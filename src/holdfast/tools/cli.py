@@ -106,6 +106,7 @@ def status(
     json: Json = False,
     watch: Annotated[float | None, typer.Option(min=0.1, metavar="SECONDS", help="Show again so often.")] = None,
     runtime_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Where the keepers' sockets are.")] = None,
+    prometheus: Annotated[bool, typer.Option("--prometheus", help="As text for Prometheus.")] = False,
 ) -> None:
     """What the keepers of this machine hold, and how safe each version is.
 
@@ -114,7 +115,9 @@ def status(
     holdfast status --json --watch 5 | jq .keepers[].status
     """
     with errors_shown(as_json=json):
-        raise typer.Exit(status_tool.status(runtime_dir=runtime_dir, watch_s=watch, as_json=json))
+        raise typer.Exit(
+            status_tool.status(runtime_dir=runtime_dir, watch_s=watch, as_json=json, prometheus=prometheus)
+        )
 
 
 @app.command()

@@ -15,6 +15,7 @@ from holdfast.base.config import load
 from holdfast.base.errors import HoldfastError
 from holdfast.base.progress import progress_text
 from holdfast.node.client import KeeperClient
+from holdfast.node.metrics import render
 from holdfast.node.places import Place
 from holdfast.tools import output
 
@@ -32,11 +33,13 @@ class Answer:
     error: HoldfastError | None = None
 
 
-def status(*, runtime_dir: str | None, watch_s: float | None, as_json: bool) -> int:
+def status(*, runtime_dir: str | None, watch_s: float | None, as_json: bool, prometheus: bool = False) -> int:
     """Shows all keepers, once or every `watch_s` seconds until interrupted; the exit code."""
     while True:
         answers = [_ask(place) for place in places(runtime_dir)]
-        if as_json:
+        if prometheus:
+            print(render([answer.facts for answer in answers if answer.error is None]), end="")
+        elif as_json:
             output.print_json({"keepers": [_document(answer) for answer in answers]})
         else:
             _print_answers(answers, clear=watch_s is not None)
@@ -101,6 +104,9 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     resumed = facts["resumed_from"] or "nothing, or not yet"
     yield f"job       incarnation {facts['incarnation']} on {len(facts['nodes'])} nodes, resumed from {resumed}"
     yield "safe      " + ", ".join(f"{level} {version or 'none'}" for level, version in newest.items())
+    backed = sorted({slot["rank"] for slot in facts["replicas"]})
+    if backed:
+        yield f"backup    of rank{'s' if len(backed) > 1 else ''} {', '.join(map(str, backed))}"
     for rank, found in facts["ranks"].items():
         state = "finished" if found["finished"] else f"process {found['pid']}" if found["pid"] else "away"
         yield f"rank {rank:<4} {state}; " + "; ".join(map(_slot, found["slots"]))

@@ -77,6 +77,10 @@ PASSED_ON = {
     "--replicate-bandwidth": ("replicate_bandwidth", "bytes per second sent as replicas (500MB); default: no bound"),
     "--rack-label": ("rack_label", "where this node stands; replicas go to another rack"),
     "--backup-node": ("backup_node", "label of the node that keeps this one's replicas; default: holdfast chooses"),
+    "--metrics-port": (
+        "metrics_port",
+        "port on loopback where the keeper serves metrics for Prometheus; default: none",
+    ),
     "--trace": ("trace_dir", "write what ranks and keepers do into this directory, for `holdfast trace`"),
 }
 

@@ -1,0 +1,134 @@
+"""Metrics of a keeper: names that are promised, a port that serves nothing else and nobody who came through a browser."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from holdfast.core.model import Level
+from holdfast.node.metrics import MAX_REQUEST_BYTES, MetricsPort, render
+from node.rig import reached, rig_in, save_all
+
+NASTY = 'a"b\\c\nd</script>'
+FACTS: dict[str, Any] = {
+    "node": NASTY,
+    "job": "0123",
+    "uptime_s": 1.5,
+    "resident_bytes": 10,
+    "memory": {"used_bytes": 5, "allowed_bytes": 20},
+    "incarnation": 2,
+    "nodes": ["a", "b"],
+    "alarms": [{}],
+    "suspects": {},
+    "newest": {
+        "captured": "i000002-s0000000120",
+        "replicated": "i000002-s0000000110",
+        "durable": "i000001-s0000000050",
+    },
+    "ranks": {"0": {"pid": 7, "slots": [{"slot": 1, "sealed_bytes": 9}]}, "1": {"pid": None, "slots": []}},
+    "replicas": [{"rank": 5, "slot": 2, "sealed_bytes": 8}],
+    "counters": {"storage_read_bytes": 123, "bad name": 1},
+}
+
+
+def samples(text: str) -> dict[tuple[str, str], float]:
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            rest = {k: v for k, v in sample.labels.items() if k not in ("node", "job")}
+            found[sample.name, ",".join(f"{k}={v}" for k, v in rest.items())] = sample.value
+            assert sample.labels["job"] == "0123"
+    return found
+
+
+def test_the_page_is_what_prometheus_reads_and_names_are_escaped() -> None:
+    text = render([FACTS])
+    found = samples(text)
+    assert found["holdfast_version_step", "level=captured"] == 120
+    assert found["holdfast_lag_steps", "level=replicated"] == 10
+    assert ("holdfast_lag_steps", "level=durable") not in found, "steps of two incarnations have no difference"
+    assert found["holdfast_rank_up", "rank=1"] == 0
+    assert found["holdfast_slot_sealed_bytes", "rank=5,replica=yes,slot=2"] == 8
+    assert found["holdfast_storage_read_bytes_total", ""] == 123
+    assert found["holdfast_bad_name_total", ""] == 1
+    labels = {s.labels["node"] for family in text_string_to_metric_families(text) for s in family.samples}
+    assert labels == {NASTY}
+
+
+def test_several_keepers_make_one_page() -> None:
+    text = render([FACTS, FACTS | {"node": "b"}])
+    assert text.count("# TYPE holdfast_incarnation gauge") == 1
+    assert text.count("\nholdfast_incarnation{") == 2
+    assert render([]) == ""
+
+
+@pytest.fixture
+def port() -> Iterator[MetricsPort]:
+    served = MetricsPort(0, lambda: "page\n")
+    yield served
+    served.stop()
+
+
+def ask(port: MetricsPort, request: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port.port), timeout=10) as client:
+        client.sendall(request)
+        client.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := client.recv(65536):
+            answer += part
+    return answer
+
+
+def test_only_the_page_is_served(port: MetricsPort) -> None:
+    answer = ask(port, b"GET /metrics HTTP/1.1\r\nHost: localhost:9\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.endswith(b"\r\n\r\npage\n")
+    assert b"access-control" not in answer.lower()
+    assert port._listener.getsockname()[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET /metrics HTTP/1.1\r\nHost: evil.example\r\n\r\n", b"403"),  # DNS rebinding
+        (b"GET /metrics HTTP/1.1\r\nHost: localhost.evil.example\r\n\r\n", b"403"),
+        (b"GET /metrics HTTP/1.1\r\n\r\n", b"403"),
+        (b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n", b"403"),
+        (b"POST /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n", b"405"),
+        (b"GET /../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n", b"404"),
+        (b"GET /<script> HTTP/1.1\r\nHost: localhost\r\n\r\n", b"404"),
+        (b"GET /" + b"a" * (MAX_REQUEST_BYTES - 5), b"431"),
+        (b"\x16\x03\x01 a TLS hello", b"400"),
+        (b"nonsense\r\nHost: localhost\r\n\r\n", b"400"),
+    ],
+)
+def test_anything_else_is_refused_shortly(port: MetricsPort, request_bytes: bytes, status: bytes) -> None:
+    answer = ask(port, request_bytes)
+    assert answer.split(b" ")[1] == status
+    assert answer.endswith(b"\r\n\r\n"), "nothing that was sent comes back"
+
+
+def test_a_keeper_serves_its_metrics_when_asked(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        number = free.getsockname()[1]
+    with rig_in(tmp_path, metrics_port=number) as rig:
+        trainers = rig.start()
+        version = save_all(trainers, 7, durable=True)
+        reached(trainers, version, Level.DURABLE)
+        with urllib.request.urlopen(f"http://127.0.0.1:{number}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+    assert 'holdfast_version_step{node="n0"' in text
+    steps = {
+        s.labels.get("level"): s.value
+        for f in text_string_to_metric_families(text)
+        for s in f.samples
+        if s.name == "holdfast_version_step"
+    }
+    assert steps["durable"] == 7
+    assert "holdfast_storage_written_bytes_total" in text
