@@ -83,12 +83,11 @@ def _levels(facts: Facts) -> Iterator[tuple[str, str, str, list[Sample]]]:
     newest = {level: Version.parse(name) if name else None for level, name in facts["newest"].items()}
     steps = [({"level": level}, found.step) for level, found in newest.items() if found]
     yield "holdfast_version_step", "gauge", "Step of the newest version that reached the level.", list(steps)
-    captured = newest.get("captured")
+    captured = newest.pop("captured")
     lags: list[Sample] = [
         ({"level": level}, captured.step - found.step)
         for level, found in newest.items()
-        if level != "captured"
-        if found is not None and captured is not None and found.incarnation == captured.incarnation
+        if captured and found and captured.incarnation == found.incarnation
     ]
     yield "holdfast_lag_steps", "gauge", "Steps between the newest captured version and the level's newest.", lags
 
@@ -102,7 +101,7 @@ def _escaped(text: str) -> str:
 
 
 def _number(value: float) -> str:
-    return repr(float(value)) if isinstance(value, float) and not value.is_integer() else str(int(value))
+    return str(int(value)) if float(value).is_integer() else repr(float(value))
 
 
 class MetricsPort:
