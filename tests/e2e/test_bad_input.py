@@ -277,6 +277,46 @@ def test_a_full_disk_costs_the_durable_level_until_there_is_space_again(make: Ma
         assert equal(content(other), content(model))
 
 
+@pytest.mark.root
+def test_a_restart_on_a_full_disk_comes_back_from_memory(make: Make, tmp_path: Path) -> None:
+    """Neither the number of the incarnation nor what it resumed from can be written; both are, before it commits."""
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=8m", "none") as disk:
+        model, root = network(width=512), disk / "job"  # 2 MiB
+        first = make(root, model)
+        first.restore()
+        first.save(0, level="durable").wait()
+        with torch.no_grad():
+            model[0].weight.add_(1.0)
+        first.save(1).wait("captured", 10)
+        newest = content(model)
+        ballast = disk / "ballast"
+        fill_up(ballast)
+        first.abandon()
+
+        for step, incarnation in ((1, 2), (2, 3)):  # the second one knows of the first by the keeper alone
+            other = network(width=512)
+            again = make(root, other, close_timeout_s=60.0)
+            assert again.restore() == step + 1
+            assert equal(content(other), newest)
+            handle = again.save(step + 1, level="durable")
+            assert handle.wait("captured", 10) >= holdfast.Level.CAPTURED
+            assert handle.version == Version(incarnation, step + 1)
+            with pytest.raises(LevelNotReached, match="no space is left"):
+                handle.wait("durable", 0.5)
+            if incarnation == 2:
+                again.abandon()
+        storage = open_storage(root, Events())
+        assert storage.highest_incarnation() == 1
+        assert storage.versions() == [GOOD]
+
+        ballast.unlink()
+        assert handle.wait("durable", 40) == holdfast.Level.DURABLE
+        assert storage.highest_incarnation() == 3
+        assert storage.lineage() == {1: None, 3: Version(2, 2)}
+        again.close()
+        assert make(root, network(width=512)).restore() == 4
+
+
 def fill_up(file: Path) -> None:
     with file.open("wb", buffering=0) as stream, suppress(OSError):
         while True:

@@ -143,6 +143,11 @@ class KeeperClient:
         """Where the keepers of other nodes find this one."""
         return self._caller.welcome.address
 
+    def seen(self, job_id: str) -> tuple[int, tuple[tuple[int, Version | None], ...]]:
+        """The highest incarnation of this job that the keeper had seen when we connected, and its lineage."""
+        welcome = self._caller.welcome
+        return (welcome.incarnation, welcome.lineage) if welcome.job_id == job_id else (0, ())
+
     @property
     def incarnation(self) -> int:
         """The highest incarnation that the keeper had seen when we connected; 0 if none."""

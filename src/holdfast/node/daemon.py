@@ -196,11 +196,13 @@ class Keeper:
             connection.hello = hello
         else:
             raise KeeperError(f"{hello.role[:64]!r} is not a role")
-        place = self._options.place
+        place, (job_id, lineage) = self._options.place, self._state.descent()
         return Welcome(
             node=place.node,
             pid=os.getpid(),
             incarnation=self._state.incarnation,
+            job_id=job_id,
+            lineage=lineage,
             address=self._door.address if self._door else place.address,
         )
 

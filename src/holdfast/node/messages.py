@@ -105,12 +105,19 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
 
 
 class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
-    """The connection is accepted; who the keeper is, and the address that other nodes find it under."""
+    """The connection is accepted; who the keeper is, and the address that other nodes find it under.
+
+    Attributes:
+        job_id: whose `incarnation` and `lineage` these are; empty if nobody came yet.
+        lineage: what incarnations resumed from, as far as the keeper was told; storage may not know of the last ones.
+    """
 
     node: str
     pid: int
     incarnation: int
     address: str = ""
+    job_id: str = ""
+    lineage: tuple[tuple[int, Version | None], ...] = ()
 
 
 class Ok(Message, tag="ok", frozen=True):

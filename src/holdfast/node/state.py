@@ -92,6 +92,14 @@ class NodeState:
         """The highest incarnation assembled here; 0 if none."""
         return self.assembly.incarnation if self.assembly else 0
 
+    def descent(self) -> tuple[str, tuple[tuple[int, Version | None], ...]]:
+        """The job's id, and what its incarnations resumed from, the present one included once it has."""
+        with self.lock:
+            if self.assembly is None:
+                return "", ()
+            own = ((self.assembly.incarnation, self._resumed),) if self._is_resumed else ()
+            return self.assembly.job_id, (*self.assembly.lineage, *own)
+
     @property
     def resumed(self) -> Version | None:
         """What the incarnation resumed from."""

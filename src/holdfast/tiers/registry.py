@@ -93,9 +93,14 @@ def claim_job(backend: Backend) -> str:
     return read_job(backend)
 
 
-def register(backend: Backend) -> int:
-    """Takes the next free incarnation. From then on everything of a lower one is dead."""
-    number = highest(backend) + 1
+def register(backend: Backend, *, above: int = 0) -> int:
+    """Takes the next free incarnation. From then on everything of a lower one is dead.
+
+    Args:
+        backend: where.
+        above: the highest that somebody has seen which may not be registered; see `enlist`.
+    """
+    number = max(highest(backend), above) + 1
     while True:
         data = encode_record(_Incarnation(incarnation=number))
         try:
@@ -110,6 +115,27 @@ def highest(backend: Backend) -> int:
     """The highest incarnation that was ever registered; 0 if none was."""
     found = (_REGISTERED.match(name) for name, _ in backend.listing(INCARNATIONS))
     return max((int(match[1]) for match in found if match), default=0)
+
+
+def enlist(backend: Backend, incarnation: int, resumed: Version | None) -> int:
+    """Makes up for what could not be written when an incarnation began: its number, and what it resumed from.
+
+    Returns:
+        the highest incarnation that is registered; nothing is written for one that is lower.
+
+    Raises:
+        Fenced: something else is recorded.
+    """
+    names = {name for name, _ in backend.listing(INCARNATIONS)}
+    newest = max((int(match[1]) for match in map(_REGISTERED.match, names) if match), default=0)
+    if newest > incarnation:
+        return newest
+    if newest < incarnation:
+        data = encode_record(_Incarnation(incarnation=incarnation))
+        backend.create(f"{INCARNATIONS}/{incarnation:06d}.json", data, stamp=make_stamp(incarnation))
+    if f"{incarnation:06d}.resumed.json" not in names:
+        record_resumed(backend, incarnation, resumed)
+    return incarnation
 
 
 def record_resumed(backend: Backend, incarnation: int, version: Version | None) -> None:

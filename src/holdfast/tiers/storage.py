@@ -141,9 +141,9 @@ class Storage:
         """Lets another job in. Doing it twice, or without `occupy`, is fine."""
         self._run_lock.release()
 
-    def register_incarnation(self) -> int:
-        """Takes the next free incarnation. From then on everything of a lower one is dead."""
-        return registry.register(self._backend)
+    def register_incarnation(self, *, above: int = 0) -> int:
+        """Takes the next free incarnation, higher than `above`. From then on everything of a lower one is dead."""
+        return registry.register(self._backend, above=above)
 
     def highest_incarnation(self) -> int:
         """The highest incarnation that was ever registered; 0 if none was."""
@@ -211,7 +211,9 @@ class Storage:
             StorageError: a listed file is not there.
         """
         version = manifest.version
-        if self.highest_incarnation() > version.incarnation:
+        # An incarnation that came back from memory while nothing could be written is registered now, before anything of
+        # it counts.
+        if registry.enlist(self._backend, version.incarnation, manifest.resumed_from) > version.incarnation:
             raise Fenced("a newer incarnation runs; this one commits nothing any more", where=str(version))
         whole = self._assemble(manifest)
         self._check_complete(whole)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.base.config import Config
-from holdfast.base.errors import UsageError
+from holdfast.base.errors import StorageFull, UsageError
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import Topology, Version
 from holdfast.core.spread import RANKS_PER_READER
@@ -27,6 +27,9 @@ from holdfast.train.agree import Ranks
 from holdfast.train.link import Link
 
 logger = logging.getLogger(__name__)
+
+# Incarnation -> what it resumed from.
+Resumed = dict[int, Version | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +67,18 @@ def assemble(group: Ranks, root: str, config: Config, *, storage: Storage, link:
         HoldfastError: what any rank met, on every rank.
     """
     topology = _meet(group, root, config)
-    registered = json.loads(agree.share(group, lambda: _register(storage, config.run_id)))
+    job_id, trouble = json.loads(agree.share(group, lambda: _occupy(storage, config.run_id)))
     first = topology.ranks_on(topology.node_of[group.rank])[0] == group.rank
     # The first rank of a node starts the keeper while the others wait, instead of all starting one.
     agree.together(group, lambda: link.open() if first and link.client is None else None)
     agree.together(group, lambda: link.open() if link.client is None else None)
     addresses = _addresses(group, topology, link)
+    seen = _seen(group, job_id, link)
+    registered = json.loads(agree.share(group, lambda: _register(storage, seen, trouble)))
     assembly = Assembly(
         incarnation=registered["incarnation"],
         root=absolute_root(root),
-        job_id=registered["job_id"],
+        job_id=job_id,
         topology=topology,
         addresses=addresses,
         keep_last=config.keep_last,
@@ -144,17 +149,56 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _register(storage: Storage, run_id: str) -> bytes:
-    """Rank 0: the root is ours, nobody else works on it, and this incarnation has a number.
+def _occupy(storage: Storage, run_id: str) -> bytes:
+    """Rank 0: the root is ours, and nobody else works on it. Before any keeper is asked: it may be another job's.
 
-    In this order: a number that a second job took would fence the first.
+    Returns:
+        the job's id, and why the lock could not be written, if it could not.
     """
     job_id = storage.claim()
-    storage.occupy(run_id)
-    lineage = storage.lineage()
+    try:
+        storage.occupy(run_id)
+    except StorageFull as error:
+        return json.dumps([job_id, str(error)]).encode()
+    return json.dumps([job_id, ""]).encode()
+
+
+def _seen(group: Ranks, job_id: str, link: Link) -> tuple[int, Resumed]:
+    """The highest incarnation that any keeper has seen, and what they know of the lineage."""
+    own, known = link.require().seen(job_id)
+    last = link.assembly
+    if last is not None and last.job_id == job_id:  # a second restore in this process
+        own = max(own, last.incarnation)
+    rows = agree.gather_json(group, [own, [[number, str(version or "")] for number, version in known]])
+    lineage = {number: Version.parse(text) for _, records in rows for number, text in records}
+    return max(number for number, _ in rows), lineage
+
+
+def _register(storage: Storage, seen: tuple[int, Resumed], trouble: str) -> bytes:
+    """Rank 0: this incarnation has a number.
+
+    Higher than all that keepers have seen: an incarnation that began while nothing could be written is known to them
+    alone. If nothing can be written now and there is something in memory to come back to, that is what this one does:
+    it is registered before anything of it is committed (`tiers.registry.enlist`).
+    """
+    highest, known = seen
+    lineage = {**known, **storage.lineage()}
+    try:
+        if trouble:
+            raise StorageFull(trouble, where=storage.where, remedy="free space")
+        number = storage.register_incarnation(above=highest)
+    except StorageFull as error:
+        if not highest:
+            raise
+        number = max(highest, storage.highest_incarnation()) + 1
+        logger.warning(
+            "incarnation %d cannot be registered yet (%s): the job comes back from memory, and nothing becomes durable "
+            "until there is space",
+            number,
+            error,
+        )
     facts: dict[str, Any] = {
-        "job_id": job_id,
-        "incarnation": storage.register_incarnation(),
-        "lineage": [[number, str(version) if version else ""] for number, version in sorted(lineage.items())],
+        "incarnation": number,
+        "lineage": [[n, str(version) if version else ""] for n, version in sorted(lineage.items()) if n < number],
     }
     return json.dumps(facts).encode()

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holdfast.base.errors import CorruptError, HoldfastError, VersionNotFound
+from holdfast.base.errors import CorruptError, HoldfastError, StorageFull, VersionNotFound
 from holdfast.base.events import Events
 from holdfast.base.progress import Meter, progress_text
 from holdfast.core import recovery, reshard
@@ -279,8 +279,17 @@ class Restorer:
     def _resume(self, version: Version | None) -> None:
         """Everybody has loaded it: it is recorded, then saving may begin."""
         group, incarnation = self._job.group, self._job.incarnation
-        agree.together(group, lambda: self._storage.record_resumed(incarnation, version) if group.rank == 0 else None)
+        agree.together(group, lambda: self._record(incarnation, version) if group.rank == 0 else None)
         agree.together(group, lambda: self._client.resume(incarnation, version))
+
+    def _record(self, incarnation: int, version: Version | None) -> None:
+        try:
+            self._storage.record_resumed(incarnation, version)
+        except StorageFull as error:
+            if version is None:  # nothing would be lost by stopping here
+                raise
+            # The keepers know it, and it is recorded before anything of this incarnation is committed.
+            logger.warning("what incarnation %d resumed from is recorded later: %s", incarnation, error)
 
     def _report(self, choice: Choice, reason: str, loaded: Loaded, record: LoadRecord) -> RestoreReport:
         num_bytes: Counter[str] = Counter()
