@@ -26,7 +26,7 @@ from holdfast.core.ledger import NodeLedger
 from holdfast.core.model import Decision, Version
 from holdfast.node import persist
 from holdfast.node.daemon import Keeper
-from holdfast.node.state import NodeState
+from holdfast.node.succession import Succession
 from holdfast.testing.drill import plan
 from holdfast.testing.drill.crash_points import RECORD
 from holdfast.testing.drill.plan import LAST_LIFE, PAIR, SOLO, TWINS, Aim, LifePlan, Save, Trial
@@ -77,7 +77,12 @@ def apply(name: str) -> None:
 
 
 def put(owner: Any, name: str, value: Any) -> None:
-    """Replaces a function."""
+    """Replaces a function.
+
+    Raises:
+        AttributeError: there is none of that name any more, and a bug planted there would never be found.
+    """
+    getattr(owner, name)
     setattr(owner, name, value)
 
 
@@ -164,7 +169,7 @@ def _pins_ignored() -> None:
         time.sleep(WINDOW_S)
         return write(self, *args, **kwargs)
 
-    put(NodeState, "_pin_version", always(None))
+    put(Succession, "_pin", always(None))
     put(Storage, "write_bundle", write_bundle)
 
 

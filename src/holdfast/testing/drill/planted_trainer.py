@@ -93,7 +93,7 @@ def _each_for_itself() -> None:
         refs = tuple(ref for _, table in found.inventory.tables[-1:] for ref in table if rank in ref.ranks)
         holders = {copy.seal.bundle_id: (copy,) for copy in own if copy.version == version}
         seals = {bundle_id: copies[0].seal for bundle_id, copies in holders.items()}
-        choice = Choice(version, refs, seals, holders, in_storage=False)
+        choice = Choice(version, refs, seals, holders, in_storage=False, world_size=self._job.group.world_size)
         report = self._attempt(verdict.Verdict(choice, "mine", True), choice)
         assert report is not None  # its own slot is good
         return report
