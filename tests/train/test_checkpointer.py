@@ -101,15 +101,24 @@ def make(tmp_path: Path, runtime_dir: Path) -> Iterator[Make]:
 
     yield build
     for checkpointer in made:
-        checkpointer.__exit__(RuntimeError, None, None)
+        checkpointer.abandon()
 
 
-CONFIG_FIELDS = {"memory_budget", "fence_timeout_s", "begin_timeout_s", "num_slots", "linger_s", "close_timeout_s"}
+CONFIG_FIELDS = {
+    "stop_file",
+    "keep_every",
+    "memory_budget",
+    "fence_timeout_s",
+    "begin_timeout_s",
+    "num_slots",
+    "linger_s",
+    "close_timeout_s",
+}
 
 
 def leave(checkpointer: holdfast.Checkpointer) -> None:
     """Ends without a save, as an exception in training does."""
-    checkpointer.__exit__(RuntimeError, None, None)
+    checkpointer.abandon()
 
 
 def kill_keeper(checkpointer: holdfast.Checkpointer) -> None:

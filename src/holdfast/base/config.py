@@ -54,7 +54,8 @@ class Config:
             every step: with overlapped copying a capture costs less than the steps it saves.
         durable_every: durable cadence in the same form. Default `"60s"`: what one rank loses if all memory is lost.
         keep_last: durable versions kept; at least 2, so that one bad version never leaves nothing.
-        keep_every: additionally keep one version of so many steps, counted as `every` counts them; 0 keeps none.
+        keep_every: additionally keep one version of so many steps (`"1000"`, counted as `every` counts them), or of so
+            many minutes (`"30m"`), or both; `"0"` keeps none.
         overlap: copy parameters and optimizer state behind the next forward and backward once proven safe.
         verify_capture: compare live tensors with the copy at every fence. Doubles the memory traffic of a save.
         fence_timeout_s: how long an optimizer step may wait for the copy beyond the copy itself; then the version is
@@ -80,6 +81,7 @@ class Config:
         ranks_per_reader: one node reads a bundle from storage for so many ranks that hold it; the others get it from
             that node. 512: one stream out of storage feeds them until its node is the bottleneck.
         metrics_port: port on loopback where the keeper serves its metrics for Prometheus; 0 serves none.
+        stop_file: JSON file that asks the job to stop as SIGTERM does, with `{"stop": true}`; `""` is none.
         strict: restore refuses missing, unexpected and misshaped entries.
         trace_dir: where ranks and keepers write what they did and when, for `holdfast trace`; `""` writes nothing.
         log_level: level of the keeper's log.
@@ -88,7 +90,7 @@ class Config:
     every: str = "1"
     durable_every: str = "60s"
     keep_last: int = 2
-    keep_every: int = 0
+    keep_every: str = "0"
     overlap: bool = True
     verify_capture: bool = False
     fence_timeout_s: float = 1.0
@@ -109,6 +111,7 @@ class Config:
     encryption_key: str = ""
     ranks_per_reader: int = 512
     metrics_port: int = 0
+    stop_file: str = ""
     strict: bool = True
     trace_dir: str = ""
     log_level: str = "INFO"
@@ -116,7 +119,6 @@ class Config:
     def __post_init__(self) -> None:
         _require(2 <= self.num_slots <= 3, "num_slots", self.num_slots, "2 or 3")
         _require(self.keep_last >= 2, "keep_last", self.keep_last, "at least 2")
-        _require(self.keep_every >= 0, "keep_every", self.keep_every, "0 or a number of steps")
         _require(self.ranks_per_reader >= 1, "ranks_per_reader", self.ranks_per_reader, "at least 1")
         _require(0 <= self.metrics_port <= 65535, "metrics_port", self.metrics_port, "a port, or 0")
         for name in ("fence_timeout_s", "begin_timeout_s", "linger_s", "close_timeout_s"):

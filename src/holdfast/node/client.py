@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from holdfast.base.errors import KeeperError, LevelNotReached
+from holdfast.base.errors import KeeperError, KeeperLost, LevelNotReached
 from holdfast.base.progress import progress_text
 from holdfast.core.appointments import Appointment, Proposal
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Version
@@ -42,6 +42,8 @@ CALL_TIMEOUT_S = 10.0
 PREPARE_TIMEOUT_S = 300.0
 # What a keeper may need beyond the wait that was asked for.
 GRACE_S = 5.0
+# A save waits for it; a keeper that is frozen answers no sooner than one that is dead.
+BEGIN_GRACE_S = 0.5
 # Versions whose level is remembered; callers ask about recent ones only.
 MAX_LEVELS = 128
 MAX_ALARMS = 64
@@ -127,6 +129,14 @@ class KeeperClient:
     def alive(self) -> bool:
         """Whether the keeper is there; False as soon as its end of the connection closed."""
         return self._caller.alive
+
+    def answers(self, timeout_s: float) -> bool:
+        """Whether the keeper answers at all within this time."""
+        try:
+            self.status(timeout_s=timeout_s)
+        except KeeperLost:
+            return False
+        return True
 
     @property
     def node(self) -> str:
@@ -246,7 +256,7 @@ class KeeperClient:
             KeeperLost: the keeper is gone.
         """
         request = messages.Begin(version=version, num_bytes=num_bytes, durable=durable, timeout_s=timeout_s)
-        reply, fds = self._call(request, messages.Begun, timeout_s + GRACE_S)
+        reply, fds = self._call(request, messages.Begun, timeout_s + BEGIN_GRACE_S)
         if reply.slot_id in self._slots:
             wire.close_fds(fds)
             return self._slots[reply.slot_id]
@@ -275,6 +285,11 @@ class KeeperClient:
         if known is None:
             return Level.NONE, "nothing was announced yet" if self.alive else "the keeper is lost"
         return known.level, known.reason
+
+    def known(self, version: Version) -> VersionLevel | None:
+        """All that was announced for `version`; None if nothing was."""
+        with self._changed:
+            return self._levels.get(version)
 
     def wait(self, version: Version, level: Level, timeout_s: float) -> Level:
         """Blocks until `version` reaches `level`; returns the level it has then.

@@ -46,7 +46,7 @@ class Assembly:
         topology: who runs where.
         addresses: of the keepers, per node index (`unix:<path>` or `tcp:<host>:<port>`).
         keep_last: durable versions kept.
-        keep_every: of so many steps one version is kept; 0 for none.
+        keep_every, keep_every_s: of so many steps, and of so many seconds, one version is kept; 0 for none.
         lineage: what is recorded of incarnations before this one: (incarnation, version it resumed from).
         storage: whether the root can be written; if not, nothing is persisted until the next incarnation.
     """
@@ -58,6 +58,7 @@ class Assembly:
     addresses: tuple[str, ...]
     keep_last: int = 2
     keep_every: int = 0
+    keep_every_s: float = 0.0
     lineage: tuple[tuple[int, Version | None], ...] = ()
     storage: bool = True
 

@@ -261,6 +261,7 @@ class Committer:
         self._worker: Worker[CommitJob] = Worker(
             "holdfast committer", self._commit, lambda text: state.alarm("committer", text), on_idle=state.changed
         )
+        self._kept_s: float | None = None
         self._again = _Again()
 
     def put(self, job: CommitJob) -> bool:
@@ -315,6 +316,18 @@ class Committer:
         job.done(version, True)
         self._retire(storage, job)
 
+    def _keep_by_time(self, storage: Storage, version: Version, every_s: float) -> set[Version]:
+        """Marks the version that was just committed if it is the one to be kept of its minutes. The mark is a file, so
+        that it outlives us; time is only measured between two commits of one keeper, so that no clock is trusted.
+        """
+        if every_s <= 0:
+            return set()
+        now = time.monotonic()
+        if self._kept_s is None or now - self._kept_s >= every_s:
+            self._kept_s = now
+            storage.keep(version)
+        return storage.kept()
+
     def _retire(self, storage: Storage, job: CommitJob) -> None:
         """Old versions go only after a newer commit, and with them what dead incarnations left half done. A failure
         here costs space, nothing else.
@@ -325,7 +338,7 @@ class Committer:
                 storage.versions(),
                 keep_last=assembly.keep_last,
                 keep_every=assembly.keep_every,
-                protected=storage.pins(),
+                protected=storage.pins() | self._keep_by_time(storage, job.order.version, assembly.keep_every_s),
                 lineage=Lineage(dict(assembly.lineage)).with_(assembly.incarnation, job.resumed_from),
             )
             for version in old:

@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 PINNED = "pinned"
+KEPT = "kept"
 # Read in one call: so often progress is told, and a vanished file noticed.
 READ_BYTES = 64 << 20
 
@@ -430,9 +431,20 @@ class Storage:
         """Takes a pin away."""
         self._backend.delete(f"{PINNED}/{version}")
 
+    def keep(self, version: Version) -> None:
+        """Marks a version as the one to be kept of its minutes; unlike a pin, retention itself set it."""
+        self._backend.create(f"{KEPT}/{version}", b"", stamp=registry.make_stamp(version.incarnation))
+
+    def kept(self) -> set[Version]:
+        """The versions that are kept for their time."""
+        return self._marked(KEPT)
+
     def pins(self) -> set[Version]:
         """The pinned versions."""
-        found = (Version.parse(name) for name, _ in self._backend.listing(PINNED))
+        return self._marked(PINNED)
+
+    def _marked(self, directory: str) -> set[Version]:
+        found = (Version.parse(name) for name, _ in self._backend.listing(directory))
         return {version for version in found if version is not None}
 
     # Inside.

@@ -16,6 +16,7 @@ from typing import Any
 
 from holdfast.base.config import Config
 from holdfast.base.errors import StorageFull, UsageError
+from holdfast.core.cadence import Cadence
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import Topology, Version
 from holdfast.core.spread import RANKS_PER_READER
@@ -75,6 +76,7 @@ def assemble(group: Ranks, root: str, config: Config, *, storage: Storage, link:
     addresses = _addresses(group, topology, link)
     seen = _seen(group, job_id, link)
     registered = json.loads(agree.share(group, lambda: _register(storage, seen, trouble)))
+    kept = Cadence.parse(config.keep_every)
     assembly = Assembly(
         incarnation=registered["incarnation"],
         root=absolute_root(root),
@@ -82,7 +84,8 @@ def assemble(group: Ranks, root: str, config: Config, *, storage: Storage, link:
         topology=topology,
         addresses=addresses,
         keep_last=config.keep_last,
-        keep_every=config.keep_every,
+        keep_every=kept.steps or 0,
+        keep_every_s=kept.seconds or 0.0,
         lineage=tuple((number, Version.parse(text) if text else None) for number, text in registered["lineage"]),
     )
     agree.together(group, lambda: link.require().assemble(assembly))

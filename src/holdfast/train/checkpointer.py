@@ -29,9 +29,11 @@ from holdfast.base.events import Events
 from holdfast.core.appointments import Appointment, Proposal
 from holdfast.core.faults import Phase
 from holdfast.core.model import Level, Shard, Version
+from holdfast.tiers.duplicate import duplicate
 from holdfast.tiers.storage import open_storage
 from holdfast.train import agree, alive, beats, exposure
 from holdfast.train.assembly import Job, assemble
+from holdfast.train.durables import Durables, OnDurable
 from holdfast.train.handle import SaveHandle, as_level
 from holdfast.train.link import Link
 from holdfast.train.pipeline import Bubbles
@@ -55,6 +57,7 @@ class _Run:
     job: Job
     schedule: Schedule
     recorder: Recorder
+    durables: Durables
     step: int = -1  # the newest that was reported
     state_step: int = -1  # the newest step whose state we were given, by `step` or `save`
     optimizer_steps: int = 0  # made until then
@@ -78,6 +81,8 @@ class Checkpointer:
         durable_every: the same for storage.
         overlap: copy behind the next forward and backward, once it is proven safe.
         verify_capture: prove every late copy with a digest taken at the call.
+        on_durable: called as `on_durable(version, error)` for every save at the durable level, once: with None when it is
+            durable, with an error that says what is missing when it was given up or `close_timeout_s` passed. In a thread.
         config: the settings; default: file and environment.
         objects: more objects with `state_dict` and `load_state_dict`, by name.
 
@@ -102,6 +107,7 @@ class Checkpointer:
         durable_every: int | str | None = None,
         overlap: bool | None = None,
         verify_capture: bool | None = None,
+        on_durable: OnDurable | None = None,
         config: Config | None = None,
         **objects: Any,
     ) -> None:
@@ -112,12 +118,14 @@ class Checkpointer:
         self._config = _settings(config, overrides)
         parse_cadence("every", self._config.every)
         parse_cadence("durable_every", self._config.durable_every)
+        parse_cadence("keep_every", self._config.keep_every)
         known = {
             "model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "loader": loader, **objects
         }  # fmt: skip
         self._objects = {name: value for name, value in known.items() if value is not None}
         self._replicated = tuple(replicated)
-        self._signal = StopSignal()
+        self._on_durable = on_durable
+        self._signal = StopSignal(self._config.stop_file)
         self._run: _Run | None = None
         self._closed = False
         self.events = Events()
@@ -183,7 +191,8 @@ class Checkpointer:
         saver.restart()
         schedule = Schedule(self._config, rank=group.rank, world_size=group.world_size, missed=self._missed)
         recorder = run.recorder if run else Recorder(self._config.trace_dir, group.rank, self.events, self.bubbles)
-        self._run = _Run(state, link, saver, job, schedule, recorder, optimizer_steps=saver.fence.num_steps)
+        durables = run.durables if run else self._new_durables(group)
+        self._run = _Run(state, link, saver, job, schedule, recorder, durables, optimizer_steps=saver.fence.num_steps)
         self._signal.install()
         if self.bubbles is not None:
             saver.fence.pace = self.bubbles
@@ -208,7 +217,7 @@ class Checkpointer:
         run.recorder.step(step)
         run.at(step)
         beats.at_step(step)
-        due = run.schedule.after(step, stop_wanted=self._signal.arrived)
+        due = run.schedule.after(step, stop_wanted=self._signal.wanted)
         self._propose(run, due.propose)
         for missed in due.missed:
             self._missed(missed)
@@ -219,7 +228,7 @@ class Checkpointer:
             self._stop(handle)
         return handle
 
-    def save(self, step: int, level: Level | str = "captured") -> SaveHandle:
+    def save(self, step: int, level: Level | str = "captured", *, also_to: Sequence[str] = ()) -> SaveHandle:
         """Saves the state as it is now as the state after `step`. Every rank calls it, at the same step.
 
         Returns when everything that may change is copied; `handle.wait()` blocks until `level` is reached.
@@ -227,16 +236,50 @@ class Checkpointer:
         Args:
             step: the step that is finished; restore() of this version returns the one after it.
             level: `"captured"`, `"replicated"` or `"durable"`; durable makes the version due for storage.
+            also_to: more places where the version is wanted, paths or URLs; it is copied there once it is durable, and
+                is durable before. `flush` and `on_durable` speak of all places. Makes the level durable.
 
         Raises:
             UsageError: before `restore`, an unknown level, or a step before the last one saved.
         """
         run = self._running()
-        wanted = as_level(level)
+        wanted = Level.DURABLE if also_to else as_level(level)
         if run.last is not None and step < run.last.version.step:
             raise UsageError(f"step {step} cannot be saved after step {run.last.version.step}")
         run.at(step)
-        return self._save(run, step, wanted)
+        handle = self._save(run, step, wanted)
+        if also_to:
+            run.durables.add(handle, also_to)
+        return handle
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Waits until everything that was saved at the durable level is durable, at all places. Training may go on.
+
+        Args:
+            timeout_s: seconds; the setting `close_timeout_s` by default.
+
+        Raises:
+            LevelNotReached: names every version that is not, since the last call, with the reason.
+        """
+        run = self._running()
+        run.saver.settle()
+        run.durables.flush(self._config.close_timeout_s if timeout_s is None else timeout_s)
+
+    def pin(self, version: Version | str) -> None:
+        """Keeps a version from ever being removed by retention; it may become durable later. Any rank may call it.
+
+        Raises:
+            UsageError: no such name. StorageError: the path refuses.
+        """
+        named = _as_version(version)
+        assert named is not None
+        self._storage.pin(named)
+
+    def unpin(self, version: Version | str) -> None:
+        """Takes a pin away; the next commit may remove the version."""
+        named = _as_version(version)
+        assert named is not None
+        self._storage.unpin(named)
 
     def keeper_status(self) -> dict[str, Any]:
         """What the keeper of this node says about itself, as `holdfast status --json` shows it.
@@ -283,11 +326,17 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Closes; after an exception without a save: the last complete version stays what it is."""
+        """Closes. After an exception nothing is copied, for the objects may hold half a step; but the last version that
+        was saved, which is whole, is sent to storage, and the keeper stays to finish that.
+        """
         if kind is None:
             self.close()
-        else:
-            self.abandon()
+            return
+        run = None if self._closed else self._run
+        if run is not None and run.last is not None and not run.last.given_up:
+            run.saver.settle()
+            self._raise_level(run, run.last, Level.DURABLE)
+        self.abandon()
 
     # Inside.
 
@@ -306,6 +355,15 @@ class Checkpointer:
 
     def _new_saver(self, state: State, link: Link, job: Job, group: agree.Ranks) -> Saver:
         return Saver(state, link, job.topology, rank=group.rank, config=self._config, events=self.events)
+
+    def _new_durables(self, group: agree.Ranks) -> Durables:
+        """Rank 0 copies to further places; the others only wait for what they saved."""
+
+        def copy(version: Version, place: str) -> None:
+            if group.rank == 0:
+                duplicate(self._storage, open_storage(place, self.events), version)
+
+        return Durables(self._on_durable, copy, timeout_s=self._config.close_timeout_s)
 
     def _laid_out(self, job: Job, shards: Sequence[Shard]) -> None:
         """Who holds the same is known, and nothing is trained yet. Collective. The public door does more here.
@@ -330,6 +388,8 @@ class Checkpointer:
         )
         run.last = handle
         run.saver.save(handle, durable=durable)
+        if durable:
+            run.durables.add(handle)
         run.schedule.saved(step, durable=durable)
         return handle
 
@@ -341,6 +401,7 @@ class Checkpointer:
             except KeeperLost as error:
                 logger.warning("%s cannot be made durable now: %s", handle.version, error)
             run.schedule.saved(handle.version.step, durable=True)
+            run.durables.add(handle)
         handle.level = max(handle.level, level)
         return handle
 
@@ -376,6 +437,7 @@ class Checkpointer:
             self.bubbles.detach()
         if self._run is not None:
             self._run.saver.close()
+            self._run.durables.close()
             self._run.link.close(finished=finished)
             self._run.recorder.close()
         self._storage.leave()

@@ -59,6 +59,17 @@ class SaveHandle:
         client = self._client()
         return client.level(self.version)[0] if client is not None else Level.NONE
 
+    @property
+    def durable(self) -> tuple[bool, str]:
+        """(whether it is decided, why it is not durable); does not wait."""
+        client = self._client()
+        known = client.known(self.version) if client is not None else None
+        if known is not None and Level.DURABLE in known.reached:
+            return True, ""
+        if self._given_up or (known is not None and known.abandoned):
+            return True, self._given_up or (known.reason if known is not None else "")
+        return False, known.reason if known is not None else "nothing was announced yet"
+
     def give_up(self, reason: str) -> None:
         """This rank will not complete the version."""
         self._given_up = self._given_up or reason

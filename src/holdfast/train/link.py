@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 # The overwrite guard can be held up by at most as many versions as there are slots; more need not be announced.
 MAX_SKIPPED = 16
 JOIN_TIMEOUT_S = 30.0
+# How long one question to a silent keeper waits; it is asked again.
+ASK_S = 1.0
 
 
 class Link:
@@ -49,6 +51,7 @@ class Link:
         self._client: KeeperClient | None = None
         self._lock = threading.Lock()
         self._mending: threading.Thread | None = None
+        self._asking: threading.Thread | None = None
         self._closed = False
         self._reported = False
         self._skipped: deque[Version] = deque(maxlen=MAX_SKIPPED)
@@ -82,6 +85,28 @@ class Link:
         if client is None:
             raise KeeperLost("the keeper of this node is gone", remedy="a new one is started at the next save")
         return client
+
+    @property
+    def silent(self) -> bool:
+        """Whether the keeper did not answer a save and has not answered since: it is frozen, or starved."""
+        return self._asking is not None and self._asking.is_alive()
+
+    def heard_nothing(self, client: KeeperClient) -> None:
+        """The keeper lives and did not answer in time. Until it does, nobody waits for it again."""
+        with self._lock:
+            if self._closed or self.silent or not client.alive:
+                return
+            logger.error("the memory level is lost: the keeper of this node does not answer; training goes on")
+            self._events.emit("memory_level_lost", reason="the keeper does not answer", rank=self._rank)
+            self._asking = threading.Thread(target=self._ask, args=(client,), name="holdfast asking", daemon=True)
+            self._asking.start()
+
+    def _ask(self, client: KeeperClient) -> None:
+        while not self._closed and client.alive:
+            if client.answers(ASK_S):
+                logger.warning("the memory level is back: the keeper of this node answers again")
+                self._events.emit("memory_level_back", rank=self._rank, pid=client.pid)
+                return
 
     def skip(self, version: Version) -> None:
         """`version` was given up while nobody could be told."""
@@ -122,6 +147,8 @@ class Link:
             self._closed = True
         if self._mending is not None:
             self._mending.join(JOIN_TIMEOUT_S)
+        if self._asking is not None:
+            self._asking.join(JOIN_TIMEOUT_S)
         client = self.client
         if client is not None:
             try:

@@ -124,6 +124,8 @@ class Saver:
         if client is None:
             self._link.mend()
             raise KeeperLost("a new one is being started")
+        if self._link.silent:
+            raise LevelNotReached("the keeper of this node does not answer")
         if not self.fence.idle(self._config.begin_timeout_s):
             raise LevelNotReached("the copy of an earlier version has not stopped yet")
         gathered = self._state.gather()
@@ -133,7 +135,11 @@ class Saver:
         if plan.num_bytes > self._reserved:
             self._prepare(client, plan.num_bytes + SPARE_BYTES, gathered)
         self._link.announce_skipped(client)
-        slot = client.begin(handle.version, plan.num_bytes, durable=durable, timeout_s=self._config.begin_timeout_s)
+        try:
+            slot = client.begin(handle.version, plan.num_bytes, durable=durable, timeout_s=self._config.begin_timeout_s)
+        except KeeperLost:
+            self._link.heard_nothing(client)
+            raise
         view = self._view(slot, plan)
         view.write_frames(values)
         self._copy(handle, client, view, gathered)
@@ -233,7 +239,7 @@ class Saver:
         self._streams.drain()  # the keeper may give the slot away as soon as it hears
         client = self._link.client
         try:
-            if client is None:
+            if client is None or self._link.silent:
                 self._link.skip(handle.version)
             else:
                 client.abandon(handle.version, reason)

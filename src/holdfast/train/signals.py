@@ -1,4 +1,4 @@
-"""SIGTERM as a wish: finish the step, save, leave with exit code 0.
+"""SIGTERM, or a file, as a wish: finish the step, save, leave with exit code 0.
 
 The handler only sets a flag; the next `step` acts on it. A forked child (a data loader's worker) inherits the handler,
 but not the wish: there the signal does what it did before. Only the main thread may install handlers; elsewhere the
@@ -7,21 +7,46 @@ launcher's signal keeps its effect.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+# Any of these keys with a true value in the stop file; the second is MindSpore's.
+STOP_KEYS = ("stop", "GracefulExit")
+MAX_FILE_BYTES = 64 << 10
+
 
 class StopSignal:
-    """Whether SIGTERM arrived in this process since `install`."""
+    """Whether SIGTERM arrived in this process since `install`, or the stop file asks for the same.
 
-    def __init__(self) -> None:
+    Args:
+        file: JSON, an object with `"stop": true`; looked at when `wanted` is asked. Empty for none.
+    """
+
+    def __init__(self, file: str = "") -> None:
         self.arrived = False
+        self._file = Path(file) if file else None
         self._owner = os.getpid()
         self._before: Any = None
         self._installed = False
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the job is to stop."""
+        return self.arrived or (self._file is not None and self._asks(self._file))
+
+    def _asks(self, file: Path) -> bool:
+        """A file that is half written, or says something else, asks for nothing."""
+        try:
+            with file.open("rb") as stream:
+                said = json.loads(stream.read(MAX_FILE_BYTES))
+        except (OSError, ValueError, RecursionError):
+            return False
+        return isinstance(said, dict) and any(said.get(key) in (True, 1) for key in STOP_KEYS)
 
     def install(self) -> None:
         """Takes over SIGTERM, once."""

@@ -1,0 +1,33 @@
+"""A durable version at a second place: every file proved while it is read, the manifest last.
+
+The other place is a job of its own with the same bytes: it can be restored from, listed and verified like any. Doing
+it twice is doing it once. Memory: one bundle. Called by the trainer's side for `save(also_to=...)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from holdfast.core.model import Version
+from holdfast.tiers import format as image_format
+from holdfast.tiers.registry import make_stamp
+from holdfast.tiers.storage import Storage
+
+
+def duplicate(source: Storage, target: Storage, version: Version) -> None:
+    """Makes `version` of `source` durable at `target`.
+
+    Raises:
+        CorruptError: a file of the source is damaged. StorageError, InUse, Fenced: the target refuses.
+    """
+    manifest, stamp = source.manifest(version), make_stamp(version.incarnation)
+    job_id = target.claim()
+    for file in manifest.bundles:
+        view = memoryview(bytearray(file.length))
+        source.read_bundle_into(version, file, view)
+        image_format.verify(view, file.seal, f"{source.where}/{version}/{file.file}")
+        target.write_bundle(version, file.ref, file.seal, view, stamp=stamp)
+    # One part is enough here: one writer, one line.
+    name, length, digest = target.write_part(version, 0, manifest.bundles, stamp=stamp)
+    copied = dataclasses.replace(manifest, job_id=job_id, parts={name: (length, digest)}, bundles=())
+    target.commit(copied, stamp=stamp)

@@ -1,0 +1,174 @@
+"""What a save reaches and when that is told: flush, callbacks, further places, pins, stops, a keeper that is frozen."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.base.errors import HoldfastError, LevelNotReached
+from holdfast.base.events import Events
+from holdfast.core.model import Version
+from holdfast.tiers.storage import open_storage
+from train.test_checkpointer import Make, Trainee, kill_keeper, leave, make  # noqa: F401 - the fixture
+
+DEADLINE_S = 20.0
+
+
+class Told:
+    """The calls of one `on_durable`."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Version, HoldfastError | None]] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, version: Version, error: HoldfastError | None) -> None:
+        with self._changed:
+            self.calls.append((version, error))
+            self._changed.notify_all()
+        raise ZeroDivisionError("a callback that fails costs nothing")
+
+    def wait(self, count: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.calls) >= count, DEADLINE_S)
+
+
+def versions(path: Path) -> list[Version]:
+    return open_storage(path, Events()).versions()
+
+
+def test_flush_callbacks_pins_and_further_places(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    trainee, told = Trainee(), Told()
+    checkpointer = make(trainee, on_durable=told)
+    checkpointer.restore()
+    checkpointer.pin("i000001-s0000000000")
+    trainee.train()
+    checkpointer.save(0, "durable")
+    checkpointer.flush(DEADLINE_S)
+    assert versions(tmp_path / "job") == [Version(1, 0)]
+    kept = trainee.fingerprint()
+
+    for step in (1, 2, 3):
+        trainee.train()
+        checkpointer.save(step, also_to=[str(tmp_path / "far")] if step == 1 else [])
+        if step > 1:
+            checkpointer.save(step, "durable")
+        checkpointer.flush(DEADLINE_S)
+
+    assert versions(tmp_path / "job") == [Version(1, 0), Version(1, 2), Version(1, 3)], "the pinned one stays"
+    assert versions(tmp_path / "far") == [Version(1, 1)]
+    told.wait(4)
+    assert told.calls == [(Version(1, step), None) for step in range(4)]
+    checkpointer.unpin(Version(1, 0))
+    trainee.train()
+    checkpointer.save(4, "durable").wait()
+    leave(checkpointer)
+    assert Version(1, 0) not in versions(tmp_path / "job")
+
+    far = open_storage(tmp_path / "far", Events())
+    for file in far.manifest(Version(1, 1)).bundles:
+        far.verify_bundle(Version(1, 1), file)
+    other = Trainee()
+    elsewhere = make(other, path=tmp_path / "far")
+    assert elsewhere.restore() == 2
+    assert other.fingerprint() != kept
+    leave(elsewhere)
+
+
+def test_what_does_not_become_durable_is_said_by_flush_and_by_the_callback(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    trainee, told = Trainee(), Told()
+    checkpointer = make(trainee, on_durable=told, close_timeout_s=1.0)
+    checkpointer.restore()
+    (tmp_path / "job" / ".tmp").rename(tmp_path / "elsewhere")
+    (tmp_path / "job" / ".tmp").write_text("in the way")
+    checkpointer.save(0, "durable")
+
+    with pytest.raises(LevelNotReached, match="i000001-s0000000000 is not durable"):
+        checkpointer.flush(DEADLINE_S)
+
+    told.wait(1)
+    ((version, error),) = told.calls
+    assert version == Version(1, 0)
+    assert isinstance(error, LevelNotReached)
+    checkpointer.flush(DEADLINE_S)  # it was said once
+    (tmp_path / "job" / ".tmp").unlink()
+    (tmp_path / "elsewhere").rename(tmp_path / "job" / ".tmp")
+    checkpointer.save(1, also_to=["/proc/no/such/place"])
+    with pytest.raises(LevelNotReached, match="it is not at /proc/no/such/place"):
+        checkpointer.flush(DEADLINE_S)
+    assert Version(1, 1) in versions(tmp_path / "job")
+
+
+def test_after_an_exception_the_last_whole_version_goes_to_storage(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    trainee = Trainee()
+    checkpointer = make(trainee, every=1, linger_s=5.0)
+    checkpointer.restore()
+    trainee.train()
+    handle = checkpointer.step(0)
+    assert handle is not None
+    trainee.train()
+    checkpointer.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+
+    deadline = time.monotonic() + DEADLINE_S
+    while versions(tmp_path / "job") != [Version(1, 0)]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_stop_file_ends_the_job_after_the_step_with_its_state_in_storage(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    trainee, file = Trainee(), tmp_path / "stop.json"
+    checkpointer = make(trainee, every=1, stop_file=str(file))
+    checkpointer.restore()
+    for step, text in enumerate(["", "{", "[1]", '{"stop": false}', json.dumps({"GracefulExit": 1})]):
+        file.write_text(text)
+        trainee.train()
+        if step < 4:
+            checkpointer.step(step)
+    with pytest.raises(SystemExit) as ended:
+        checkpointer.step(4)
+    assert ended.value.code == 0
+    assert versions(tmp_path / "job")[-1] == Version(1, 4)
+
+
+def test_one_version_of_so_many_minutes_is_kept(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    trainee = Trainee()
+    checkpointer = make(trainee, keep_every="60m")
+    checkpointer.restore()
+    for step in range(5):
+        trainee.train()
+        checkpointer.save(step, "durable").wait()
+    leave(checkpointer)
+    assert versions(tmp_path / "job") == [Version(1, 0), Version(1, 3), Version(1, 4)]
+
+
+def test_a_frozen_keeper_holds_up_one_save_for_a_moment_and_no_other(make: Make) -> None:  # noqa: F811
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    seen: list[str] = []
+    checkpointer.events.subscribe(lambda event: seen.append(event.name))
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0).wait("captured", DEADLINE_S)
+    pid = checkpointer.keeper_status()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for step in (1, 2, 3):
+            trainee.train()
+            handle = checkpointer.save(step)
+            assert "does not answer" in handle.given_up or "did not answer" in handle.given_up
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert seen.count("memory_level_lost") == 1
+
+    deadline = time.monotonic() + DEADLINE_S
+    while seen.count("memory_level_back") < 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    trainee.train()
+    checkpointer.save(4, "durable").wait(timeout_s=DEADLINE_S)
+    leave(checkpointer)
