@@ -21,13 +21,13 @@ def duplicate(source: Storage, target: Storage, version: Version) -> None:
         CorruptError: a file of the source is damaged. StorageError, InUse, Fenced: the target refuses.
     """
     manifest, stamp = source.manifest(version), make_stamp(version.incarnation)
-    job_id = target.claim()
+    job_id, files = target.claim(), []
     for file in manifest.bundles:
         view = memoryview(bytearray(file.length))
         source.read_bundle_into(version, file, view)
         image_format.verify(view, file.seal, f"{source.where}/{version}/{file.file}")
-        target.write_bundle(version, file.ref, file.seal, view, stamp=stamp)
+        files.append(target.write_bundle(version, file.ref, file.seal, view, stamp=stamp))
     # One part is enough here: one writer, one line.
-    name, length, digest = target.write_part(version, 0, manifest.bundles, stamp=stamp)
+    name, length, digest = target.write_part(version, 0, files, stamp=stamp)
     copied = dataclasses.replace(manifest, job_id=job_id, parts={name: (length, digest)}, bundles=())
     target.commit(copied, stamp=stamp)

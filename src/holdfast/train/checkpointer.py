@@ -361,7 +361,8 @@ class Checkpointer:
 
         def copy(version: Version, place: str) -> None:
             if group.rank == 0:
-                duplicate(self._storage, open_storage(place, self.events), version)
+                key = self._config.encryption_key
+                duplicate(self._storage, open_storage(place, self.events, encryption_key=key), version)
 
         return Durables(self._on_durable, copy, timeout_s=self._config.close_timeout_s)
 
