@@ -18,24 +18,25 @@ FAULTS = {
 }  # fmt: skip
 
 
-def held(seeds: range) -> None:
+def held(seeds: range) -> set[str]:
+    """Runs them; returns the kinds of faults that struck."""
     results = simulate(seeds, processes=2)
     assert [f"seed {r.seed}: {r.violation}" for r in results if r.violation] == []
     for result in results:
         struck = sum(count for name, count in result.faults.items() if name != "second fault in recovery")
         assert struck >= MIN_FAULTS - 3  # a strike that is impossible at its moment, six times over, is left out
     assert sum(sum(r.faults.values()) for r in results) >= MIN_FAULTS * len(results)
-    assert {name for r in results for name, count in r.faults.items() if count} == FAULTS
+    return {name for result in results for name, count in result.faults.items() if count}
 
 
 def test_clusters_break_no_promise() -> None:
-    held(range(1000, 1024))
+    assert len(held(range(1000, 1012))) >= 12
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_two_thousand_clusters_break_no_promise() -> None:
-    held(range(2000))
+    assert held(range(2000)) == FAULTS
 
 
 def test_the_same_seed_gives_the_same_run() -> None:

@@ -39,6 +39,12 @@ ENVIRONMENT: dict[str, str] = {
 CONFIG_FILE_VARIABLE = "HOLDFAST_CONFIG"
 # Not ours: MindSpore's jobs name here where each rank writes who holds the same slices; ours write it too.
 GROUP_INFO_VARIABLE = "GROUP_INFO_FILE"
+# Nor are these: scripts that start MindSpore's dynamic cluster set them for each process; `holdfast run` takes them as
+# defaults of its flags (train/aliases.py).
+ALIASES = (
+    "MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_ENABLE_RECOVERY", "MS_RECOVERY_PATH",
+    "MS_COMPILER_CACHE_ENABLE", "MS_COMPILER_CACHE_PATH",
+)  # fmt: skip
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\Z", re.IGNORECASE)
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)\Z")
@@ -164,6 +170,12 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
         if value is not None:
             values[name] = _typed(name, value, where="argument")
     return Config(**values)
+
+
+def aliases(*, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables of ALIASES that are set and not empty."""
+    environ = os.environ if environ is None else environ
+    return {name: environ[name] for name in ALIASES if environ.get(name)}
 
 
 def group_info_file(*, environ: Mapping[str, str] | None = None) -> str:

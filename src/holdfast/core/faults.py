@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 FACTOR = 2.4  # p99 comes from buckets a fifth wide, so this is at most three times what was measured
 ENOUGH_SAMPLES = 8
 # A rank that computes while all others wait for it may be evaluating or building something: be slow to judge.
-BUSY_FACTOR, BUSY_FLOOR_S = 3.0, 9.0
+BUSY_FACTOR, BUSY_FLOOR_S = 3.0, 30.0
 # In a wait for a device a process cannot be killed; its device and number are not to be used again.
 DEVICE_FACTOR, DEVICE_FLOOR_S = 10.0, 120.0
 # All stand in a collective and nobody is missing: another node's rank may be, and its own node is to say so first.

@@ -6,7 +6,7 @@
 - every batch that a `DataLoader` gives, saving, loading, and evaluation, as phases with patience of their own.
 Waits that torch makes in C++ (gradient buckets inside backward) write nothing; there the stack tells: a signal makes
 the fault handler append all stacks behind the page, also while the main thread stands in C++ with the interpreter
-locked. About a microsecond a sign. Must never raise into training, and never counts a heartbeat: a thread that lives on
+locked. A few microseconds a sign. Must never raise into training, and never counts a heartbeat: a thread that lives on
 beside a stuck main thread is no progress.
 """
 

@@ -44,14 +44,16 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
 from holdfast.base.config import ENVIRONMENT, Config, hand_on, load
+from holdfast.base.config import aliases as config_aliases
 from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.core.cadence import Cadence
 from holdfast.core.ladder import Limits
 from holdfast.node.start import ensure_keeper
-from holdfast.train import runner
+from holdfast.train import aliases, runner
 from holdfast.train.agent import Agent, Program, Rules
+from holdfast.train.compile_cache import make_cache
 from holdfast.train.nursery import Nursery
-from holdfast.train.watchdog import make_watch
+from holdfast.train.watchdog import directory_of, make_watch
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +104,11 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--watchdog", choices=("on", "off"), default="on", help="find workers that hang; off: only those that end"
     )
+    group.add_argument(
+        "--compile-cache",
+        metavar="URL|off",
+        help="bring compiled code from there, and keep it there for the next start",
+    )
     for flag, (field, text) in PASSED_ON.items():
         group.add_argument(flag, dest=f"holdfast_{field}", metavar=field.upper(), help=text)
     return parser
@@ -111,13 +118,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the job; returns the exit code."""
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.WARNING)
     try:
-        args = build_parser().parse_args(argv)
+        found = aliases.read(config_aliases())
+        for note in found.notes:
+            sys.stderr.write(f"holdfast run: {note}\n")
+        if found.scheduler:
+            return aliases.keep_store(found)
+        parser = build_parser()
+        parser.set_defaults(**found.defaults)
+        args = parser.parse_args(argv)
         settings = pass_on_settings(args)
         prepare(args)
         config, entrypoint, entrypoint_args = _launch_config(args)
     except HoldfastError as error:
         sys.stderr.write(f"holdfast run: {error}\n")
         return 2
+    cache = make_cache(args.compile_cache, directory_of(settings) / "compiled", os.environ)
+    if cache is not None:
+        cache.fetch()
     program = _program(args, config)
     nursery = Nursery.start(runner.serve)  # before any thread exists; workers come out here with their exit code
     if args.checkpoint_dir:
@@ -138,12 +155,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             limits=Limits(failures=args.max_restarts, renewed=not _restarts_are_given(args)),
         ),
     )
+    code = 1
     try:
-        return launch(agent, spec, config)
+        code = launch(agent, spec, config)
+        if code == 0:
+            aliases.tell_done(found)
+        return code
     finally:
         nursery.close()
+        if cache is not None:
+            cache.keep()
         if watch is not None:
-            watch.close()
+            watch.close(code)
 
 
 def _program(args: argparse.Namespace, config: LaunchConfig) -> Program | None:

@@ -96,11 +96,12 @@ class Watchdog:
         if worker is not None:
             os.close(worker.pidfd)
 
-    def close(self) -> None:
-        """No more workers."""
+    def close(self, code: int | None = None) -> None:
+        """No more workers; the launcher's exit code goes into the journal."""
+        self.journal.progress(time.monotonic(), self._workers_read(), always=True)
         for rank in tuple(self._workers):
             self.gone(rank)
-        self.journal.close()
+        self.journal.close(code)
 
     def heard(self, node: int, ranks: tuple[int, ...]) -> None:
         """Another node gave a sign of life, and has these ranks."""

@@ -1,0 +1,52 @@
+"""What the beats cost a step: `python -m benchmarks.watchdog [--quick]`.
+
+Times one sign of progress (a collective entered or left), and one look of the launcher at a page. Prints JSON with
+`watchdog_overhead_percent`: ten signs in a step of 100 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+
+from holdfast.train import page
+
+SIGNS_PER_STEP, STEP_S = 10, 0.1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    rounds = 20 if parser.parse_args().quick else 200
+    fd = page.make_page()
+    writer = page.Writer(fd)
+    costs = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        for _ in range(500):
+            writer.leave(writer.enter(b"all_reduce"))
+        costs.append((time.perf_counter() - began) / 1000)
+    reads = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        page.read(fd)
+        reads.append(time.perf_counter() - began)
+    writer.close()
+    os.close(fd)
+    sign = statistics.median(costs)
+    print(
+        json.dumps(
+            {
+                "sign_us": round(1e6 * sign, 3),
+                "read_us": round(1e6 * statistics.median(reads), 1),
+                "watchdog_overhead_percent": round(100 * SIGNS_PER_STEP * sign / STEP_S, 4),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Compiled code that outlives the node it was compiled on: Inductor's, AOT autograd's and Triton's caches, synced to storage.
+
+With `holdfast run --compile-cache URL` the caches of a node lie in one directory, which is filled from URL before the
+first worker starts and brought back to URL when the job ends. What is in it is keyed twice: torch's own caches by graph,
+code and flags (a changed script misses by itself), and the archive by everything that makes compiled code foreign: the
+versions of Python, torch and Triton, the processor, the devices, the flags. Archives are named by their digest; one that
+is torn or damaged is passed over. Without the flag torch keeps its caches where it always does.
+
+Compiled code is code: whoever may write to URL can have it run. Must never stop a job: every fault is a log line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path, PurePosixPath
+
+import torch
+
+from holdfast.base.errors import HoldfastError
+from holdfast.tiers.urls import open_backend
+
+logger = logging.getLogger(__name__)
+
+# Where torch looks; all three below one directory.
+DIRECTORIES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+# Flags that change what is compiled.
+FLAGS = ("TORCHINDUCTOR_", "TORCH_COMPILE_", "TRITON_", "CXX", "CFLAGS", "CXXFLAGS")
+MAX_ARCHIVES = 8
+MAX_BYTES = 4 << 30
+STAMP = "compile-cache"
+_SUFFIX = ".cache"
+
+
+def key(environ: Mapping[str, str]) -> str:
+    """The name of everything that compiled code depends on besides the code: a hex digest."""
+    flags = {n: v for n, v in environ.items() if n.startswith(FLAGS) and n not in DIRECTORIES}
+    parts = [
+        sys.version, torch.__version__, str(torch.version.cuda), str(torch.version.hip), platform.machine(), _processor(),
+        _devices(), json.dumps(flags, sort_keys=True),
+    ]  # fmt: skip
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _processor() -> str:
+    """The instructions that the compiler may use."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _devices() -> str:
+    """Names of the GPUs, from their driver's files: asking CUDA would make a context in this process."""
+    found = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    try:
+        lines = [line for path in found for line in path.read_text().splitlines() if line.startswith("Model")]
+    except OSError:
+        return "unknown"
+    return ",".join(sorted(set(lines)))
+
+
+class CompileCache:
+    """The caches of one node.
+
+    Args:
+        url: where archives are kept between runs and nodes.
+        directory: of this node; made when needed.
+        environ: is read for the key and, by `fetch`, told the directories; what the user set stays.
+    """
+
+    def __init__(self, url: str, directory: Path, environ: MutableMapping[str, str]) -> None:
+        self._url = url
+        self._environ = environ
+        self.key = key(environ)
+        self.directory = directory / self.key
+        self._known: set[str] = set()
+
+    def fetch(self) -> int:
+        """Fills the directory and points torch at it; returns how many files came. Before the first worker starts."""
+        for variable, name in DIRECTORIES.items():
+            self._environ.setdefault(variable, str(self.directory / name))
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            backend = open_backend(self._url)
+            names = [name for name, _ in backend.listing(self.key) if name.endswith(_SUFFIX)]
+            return sum(self._unpack(name, backend.read(f"{self.key}/{name}")) for name in names)
+        except (HoldfastError, OSError) as error:
+            logger.warning("the compile cache could not be fetched: %s", error)
+            return 0
+
+    def _unpack(self, name: str, archive: bytes) -> int:
+        """Writes the files of one archive; none if it is damaged."""
+        if f"{hashlib.sha256(archive).hexdigest()[:32]}{_SUFFIX}" != name:
+            logger.warning("the compile cache %s is damaged and passed over", name)
+            return 0
+        count = 0
+        for path, content, executable in unpack(archive):
+            target = self.directory / path
+            self._known.add(path)
+            if not target.exists():
+                target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                unfinished = target.with_name(f".{target.name}.new")
+                unfinished.write_bytes(content)
+                unfinished.chmod(0o700 if executable else 0o600)
+                unfinished.rename(target)
+                count += 1
+        return count
+
+    def keep(self) -> int:
+        """Brings what is new to storage; returns how many files that are. After the last worker has ended."""
+        try:
+            files = {path: file for path, file in self._files() if path not in self._known}
+            if not files:
+                return 0
+            backend = open_backend(self._url)
+            backend.prepare()
+            archive = pack(files)
+            name = f"{hashlib.sha256(archive).hexdigest()[:32]}{_SUFFIX}"
+            backend.put(f"{self.key}/{name}", [memoryview(archive)], stamp=STAMP)
+            self._known |= set(files)
+            old = [found for found, _ in backend.listing(self.key) if found.endswith(_SUFFIX) and found != name]
+            if len(old) >= MAX_ARCHIVES:  # a miss costs a compilation, a heap of archives costs every start
+                backend.delete(*(f"{self.key}/{found}" for found in old[: len(old) - MAX_ARCHIVES + 1]))
+            return len(files)
+        except (HoldfastError, OSError) as error:
+            logger.warning("the compile cache could not be kept: %s", error)
+            return 0
+
+    def _files(self) -> Iterator[tuple[str, Path]]:
+        total = 0
+        for file in sorted(self.directory.rglob("*")):
+            lasting = not file.name.endswith((".lock", ".tmp", ".new")) and "locks" not in file.parts
+            if file.is_file() and not file.is_symlink() and lasting:
+                total += file.stat().st_size
+                if total > MAX_BYTES:
+                    logger.warning("the compile cache is larger than %d bytes; the rest is left out", MAX_BYTES)
+                    return
+                yield str(file.relative_to(self.directory)), file
+
+
+def pack(files: Mapping[str, Path]) -> bytes:
+    """One archive: the length of a JSON list of (name, bytes, executable), the list, the contents."""
+    contents = {name: file.read_bytes() for name, file in files.items()}
+    rows = [[name, len(contents[name]), os.access(file, os.X_OK)] for name, file in files.items()]
+    head = json.dumps(rows).encode()
+    return len(head).to_bytes(8, "little") + head + b"".join(contents.values())
+
+
+def unpack(archive: bytes) -> list[tuple[str, bytes, bool]]:
+    """(name, content, executable) of each file; nothing if the archive is not one, no name that leads elsewhere."""
+    try:
+        begin = 8 + int.from_bytes(archive[:8], "little")
+        rows = json.loads(archive[8:begin])
+        found = []
+        for name, size, executable in rows:
+            parts = PurePosixPath(name).parts
+            if not parts or PurePosixPath(name).is_absolute() or ".." in parts or "\0" in name or size < 0:
+                return []
+            found.append((name, archive[begin : begin + size], bool(executable)))
+            begin += size
+    except (ValueError, TypeError):
+        return []
+    return found if begin == len(archive) else []
+
+
+def make_cache(given: str | None, directory: Path, environ: MutableMapping[str, str]) -> CompileCache | None:
+    """The cache that the flag asks for; None without it or with `off`."""
+    return CompileCache(given, directory, environ) if given and given != "off" else None

@@ -1,0 +1,122 @@
+"""The recipes for clusters: well formed, of the kinds they say, and with flags that `holdfast run` and the keeper take."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import inspect
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from holdfast.base.config import ENVIRONMENT, Config
+from holdfast.node.start import ensure_keeper
+from holdfast.train.elastic import build_parser
+
+RECIPES = Path(__file__).resolve().parents[2] / "examples" / "clusters"
+# Per kind: the paths that its controller requires.
+REQUIRED = {
+    "TrainJob": ("spec.runtimeRef.name", "spec.trainer.numNodes"),
+    "ClusterTrainingRuntime": ("spec.mlPolicy.torch", "spec.template.spec.replicatedJobs"),
+    "JobSet": ("spec.replicatedJobs",),
+    "DaemonSet": ("spec.selector.matchLabels", "spec.template.metadata.labels", "spec.template.spec.containers"),
+}
+
+
+def documents() -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (f"{path.name}: {document['kind']}", document)
+        for path in sorted(RECIPES.glob("*.yaml"))
+        for document in yaml.safe_load_all(path.read_text())
+    ]
+
+
+def everything(node: Any) -> list[Any]:
+    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return [node, *(found for child in inner for found in everything(child))]
+
+
+@pytest.mark.parametrize(("name", "document"), documents(), ids=lambda value: value if isinstance(value, str) else "")
+def test_a_manifest_has_what_its_kind_requires(name: str, document: dict[str, Any]) -> None:
+    assert re.fullmatch(r"[a-z0-9.-]+/v\d\w*", document["apiVersion"])
+    assert re.fullmatch(r"[a-z0-9-]{1,63}", document["metadata"]["name"])
+    for path in REQUIRED[document["kind"]]:
+        node: Any = document
+        for key in path.split("."):
+            node = node[key]
+        assert node, path
+    for pod in (n for n in everything(document) if isinstance(n, dict) and "containers" in n):
+        containers = [*pod["containers"], *pod.get("initContainers", [])]
+        volumes = {volume["name"] for volume in pod.get("volumes", [])}
+        mounted = {mount["name"] for container in containers for mount in container.get("volumeMounts", [])}
+        assert mounted <= volumes, f"{name}: mounts without a volume"
+        assert all(container["image"] and container["name"] for container in containers)
+
+
+def test_every_kind_of_recipe_is_there() -> None:
+    kinds = {document["kind"] for _, document in documents()}
+    assert kinds == set(REQUIRED)
+    (jobset,) = (document for _, document in documents() if document["kind"] == "JobSet")
+    sidecars = [n for n in everything(jobset) if isinstance(n, dict) and n.get("name") == "keeper"]
+    assert [sidecar["restartPolicy"] for sidecar in sidecars] == ["Always"]
+
+
+def commands() -> list[str]:
+    found = [text for _, document in documents() for text in everything(document) if isinstance(text, str)]
+    unit = configparser.ConfigParser(interpolation=None, strict=False)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(RECIPES / "holdfast-job.service")
+    slurm = (RECIPES / "slurm.sbatch").read_text().replace("\n", " ")
+    return [text for text in [*found, unit["Service"]["ExecStart"], slurm] if "holdfast" in text and "--" in text]
+
+
+def test_every_flag_is_one_that_exists() -> None:
+    run_flags = set(build_parser()._option_string_actions)
+    launches = 0
+    for command in commands():
+        for part in re.split(r"(?=holdfast run)", command):
+            if part.startswith("holdfast run"):
+                launches += 1
+                assert set(re.findall(r"(?<=\s)--[a-z][a-z-]+", part.split("srun")[0])) <= run_flags, part
+    assert launches == 4
+
+
+def test_keepers_of_their_own_are_programs_that_start_one() -> None:
+    programs = [
+        text for _, d in documents() for text in everything(d) if isinstance(text, str) and "ensure_keeper" in text
+    ]
+    assert len(programs) == 2
+    for text in programs:
+        program = ast.parse(text)
+        keys = [key.value for n in ast.walk(program) if isinstance(n, ast.Dict) for key in n.keys if key is not None]
+        assert set(keys) <= set(Config.__dataclass_fields__)
+        assert list(inspect.signature(ensure_keeper).parameters)[:2] == ["root", "config"], "the recipe calls it so"
+
+
+def test_variables_are_ours() -> None:
+    text = "".join(path.read_text() for path in RECIPES.iterdir())
+    assert set(re.findall(r"HOLDFAST_[A-Z_]+", text)) <= set(ENVIRONMENT)
+
+
+def test_the_slurm_script_is_a_script() -> None:
+    script = RECIPES / "slurm.sbatch"
+    assert subprocess.run(["bash", "-n", script], capture_output=True, text=True, timeout=30).stderr == ""
+    options = re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(), re.MULTILINE)
+    assert {"nodes", "requeue", "signal", "time"} <= set(options)
+    launcher = re.search(r"launcher='(.*?)'", script.read_text(), re.DOTALL)
+    assert launcher is not None
+    assert shlex.split(launcher[1].replace("\n", " "))[:2] == ["holdfast", "run"]
+
+
+def test_the_unit_stops_with_time_to_save_and_leaves_the_keeper() -> None:
+    unit = configparser.ConfigParser(interpolation=None, strict=False)
+    unit.read(RECIPES / "holdfast-job.service")
+    service = unit["Service"]
+    assert (service["KillMode"], service["KillSignal"]) == ("process", "SIGTERM")
+    assert int(service["TimeoutStopSec"]) >= 300
+    assert {"Unit", "Service", "Install"} <= set(unit.sections())
