@@ -71,7 +71,8 @@ def commands() -> list[str]:
     unit = configparser.ConfigParser(interpolation=None, strict=False)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read(RECIPES / "holdfast-job.service")
-    slurm = (RECIPES / "slurm.sbatch").read_text().replace("\n", " ")
+    lines = (RECIPES / "slurm.sbatch").read_text().splitlines()
+    slurm = " ".join(line for line in lines if not line.startswith("#"))
     return [text for text in [*found, unit["Service"]["ExecStart"], slurm] if "holdfast" in text and "--" in text]
 
 
