@@ -177,7 +177,7 @@ def test_paths_that_cannot_be_checkpoint_directories(make: Make, tmp_path: Path)
         with refused(StorageError, code="HF200", place=path, remedy="another path"):
             make(path).restore()
     for text in ("", "s3://bucket/run", "gs://bucket"):
-        with refused(ConfigError, code="HF101", place=text, remedy="directory or a file:// URL"):
+        with refused(ConfigError, code="HF101", place=text, remedy="give a directory, a file:// URL"):
             holdfast.Checkpointer(text, model=network())
     assert file.read_text() == "dear diary"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["nowhere", "thesis.tex"]

@@ -53,7 +53,7 @@ def test_trainers_hear_of_long_work_and_the_status_shows_it(tmp_path: Path, monk
     (tmp_path / "rt").mkdir(mode=0o700)
     state = NodeState(place, Arena(Budget(place.budget, "1MiB")))
     ignore = lambda *_: None  # noqa: E731 - the other outlets
-    state.outlets = Outlets(ignore, pushed.__setitem__, ignore, ignore, ignore, ignore)
+    state.outlets = Outlets(**{**dict.fromkeys(Outlets.__slots__, ignore), "push": pushed.__setitem__})
     activities = Activities(state)
     with activities.start(WRITING, V, 1 << 20), activities.start(RESTORING, V, 4 << 20, rank=2) as add:
         add(1 << 20)

@@ -27,6 +27,8 @@ from holdfast.tiers.tls import read_secret
 
 START_TIMEOUT_S = 20.0
 ANSWER_TIMEOUT_S = 2.0
+# No attempt is cut short by those before it: a slow start would be blamed for what a frozen keeper did.
+ATTEMPT_S = 5.0
 _MAX_READY_BYTES = 64 << 10
 
 
@@ -50,7 +52,8 @@ def ensure_keeper(root: str, config: Config, *, timeout_s: float = START_TIMEOUT
             )
         lock = _lock_within(place, deadline)
         try:
-            if _answers(place) or _spawn(place, absolute_root(root), config, deadline):
+            until = max(deadline, time.monotonic() + ATTEMPT_S)
+            if _answers(place) or _spawn(place, absolute_root(root), config, until):
                 break
         finally:
             os.close(lock)
