@@ -109,6 +109,11 @@ class Rig:
         self.resumed = resumed
         return self.incarnation
 
+    def next_incarnation_open(self) -> int:
+        """A new incarnation; what it resumes from is not known yet."""
+        self.incarnation = self.storage.register_incarnation()
+        return self.incarnation
+
     def assembly(self) -> Assembly:
         lineage = tuple((n, v) for n, v in self.storage.lineage().items() if n < self.incarnation)
         addresses = tuple(self.address(node) for node in range(len(self.labels)))

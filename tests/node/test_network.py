@@ -432,3 +432,59 @@ def test_a_bound_on_replicas_delays_them_and_no_restore(remote_rig: MakeRig) -> 
     back = [reborn(rig, rank) for rank in range(2)]
     located = obtained(back[1], facts_of(rig, back[1].client.inventory()))
     assert sum(item.seconds for item in located) < 1.0
+
+
+@pytest.mark.root
+def test_another_user_reaches_neither_the_socket_nor_the_memory_nor_the_secret(remote_rig: MakeRig) -> None:
+    """A second uid on the same machine, which may pass the directories above ours."""
+    rig = remote_rig()
+    (trainer,) = rig.start()
+    reached([trainer], trainer.save(1), Level.CAPTURED)
+    place, pid = rig.keeper(0), rig.pid_of(rig.keeper(0))
+    rig.base.chmod(0o755)
+    secret = rig.base / "secret"
+    secret.touch(0o600)
+
+    def refused(attempt: Callable[[], object]) -> bool:
+        try:
+            attempt()
+        except PermissionError:
+            return True
+        return False
+
+    attempts = (
+        lambda: plain_unix(place.socket),
+        lambda: os.listdir(place.directory),
+        place.log.read_text,
+        lambda: os.listdir(f"/proc/{pid}/fd"),
+        lambda: Path(f"/proc/{pid}/environ").read_bytes(),
+        secret.read_text,
+        lambda: os.kill(pid, signal.SIGTERM),
+    )
+    child = os.fork()
+    if child == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        os._exit(sum(1 << index for index, attempt in enumerate(attempts) if not refused(attempt)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    # One who got hold of a descriptor of the socket's directory still meets the kernel's word on who he is.
+    place.socket.chmod(0o666)
+    for directory in (place.directory, place.directory.parent, place.runtime):
+        directory.chmod(0o711)
+    child = os.fork()
+    if child == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+        sock = plain_unix(place.socket)
+        sock.settimeout(10)
+        os._exit(len(until_cut_off(sock)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    for directory in (place.directory, place.directory.parent, place.runtime):
+        directory.chmod(0o700)
+
+
+def plain_unix(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(str(path))
+    return sock

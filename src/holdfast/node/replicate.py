@@ -119,6 +119,7 @@ class Replicator:
                 self._filler.replace(version)
 
     def _refill(self, version: Version) -> None:
+        started = time.perf_counter()
         found = self._survey()
         with self._state.lock:
             ledger = self._state.ledger
@@ -132,6 +133,9 @@ class Replicator:
                 self._unfilled = version  # who did not answer may hold, or lack, a copy: asked again at the next tick
         if plan:
             logger.info("%s is made whole again: %d nodes hold what has one copy", version, len(plan))
+            self._events.emit(
+                "node.refilled", version=str(version), homes=len(plan), seconds=time.perf_counter() - started
+            )
 
     def leave(self) -> None:
         """Drops what waits, and what is to be pulled again: the job it is for is over. Under the state's lock."""
