@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core import backups
-from holdfast.core.model import BundleRef, Topology
+from holdfast.core.bundles import plan_bundles, rank_layout
+from holdfast.core.model import BundleRef, Extent, Shard, Topology
 
 CASES = settings(max_examples=150, deadline=None)
 MIB = 1 << 20
@@ -118,3 +119,39 @@ def test_the_cost_follows_the_number_of_bundles() -> None:
         kept = loads(refs, placed, num_nodes)
         assert max(kept) <= 1.1 * sum(kept) / num_nodes
     assert spent[512] < 16 * spent[128]
+
+
+def shared(mesh: list[tuple[int, ...]], num_ranks: int, per_node: int) -> tuple[list[BundleRef], Topology]:
+    """One tensor of 64 MiB in shards, one for each group of `mesh`, cut as the trainers cut it."""
+    num_nodes = num_ranks // per_node
+    topology = Topology(tuple(f"n{i}" for i in range(num_nodes)), tuple(rank // per_node for rank in range(num_ranks)))
+    rows = 16_384 // len(mesh)
+    refs = {}
+    for index, ranks in enumerate(mesh):
+        shard = Shard("w", "F32", (16_384, 1024), Extent((index * rows, 0), (rows, 1024)), ranks)
+        planned = plan_bundles([shard], values_of=(), topology=topology)
+        refs.update({ref.bundle_id: ref for ref in rank_layout(planned, ranks[0], topology).bundles})
+    return list(refs.values()), topology
+
+
+@pytest.mark.parametrize(
+    ("mesh", "num_ranks", "per_node"),
+    [([(0, 1)], 2, 1), ([(0, 1, 2, 3)], 4, 2), ([(0, 2), (1, 3)], 4, 2)],
+    ids=["ddp", "ddp-two-a-node", "hsdp-2-2"],
+)
+def test_twins_on_two_nodes_cost_no_replica_byte(mesh: list[tuple[int, ...]], num_ranks: int, per_node: int) -> None:
+    refs, topology = shared(mesh, num_ranks, per_node)
+    assert sum(ref.num_bytes for ref in refs) == 64 * MIB
+    assert backups.place(refs, topology) == {}
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 5])
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_full_sharding_sends_exactly_what_is_unique_in_equal_loads(num_nodes: int, per_node: int) -> None:
+    num_ranks = num_nodes * per_node
+    refs, topology = shared([(rank,) for rank in range(num_ranks)], num_ranks, per_node)
+    placed = backups.place(refs, topology)
+    assert placed.keys() == {ref.bundle_id for ref in refs}
+    kept = loads(refs, placed, num_nodes)
+    assert sum(kept) == sum(ref.num_bytes for ref in refs)
+    assert max(kept) <= 1.1 * sum(kept) / num_nodes

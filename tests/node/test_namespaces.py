@@ -29,6 +29,7 @@ from node.test_network import secret_file  # noqa: F401  # a fixture
 from node.test_nodes import facts_of
 
 pytestmark = [
+    pytest.mark.slow,  # 15 s
     pytest.mark.root,
     pytest.mark.skipif(shutil.which("ip") is None, reason="needs the ip command of iproute2"),
 ]

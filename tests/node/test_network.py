@@ -250,6 +250,7 @@ def test_nonsense_is_cut_off_at_once(remote_rig: MakeRig, nonsense: bytes) -> No
     assert rig.status(0)["node"] == "n0"
 
 
+@pytest.mark.slow
 def test_who_trickles_before_the_proof_is_cut_off_in_time(remote_rig: MakeRig) -> None:
     rig = remote_rig()
     stop = threading.Event()

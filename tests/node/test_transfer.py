@@ -34,6 +34,8 @@ from node.test_nodes import facts_of, reborn, restored
 
 MakeRig = Callable[..., Rig]
 PAGE = 4096
+# Pages of an image before this one are alike, and to swap two that are equal is no damage.
+RANDOM_FROM = 5
 DAMAGES = ("flip", "swap", "stale", "cut")
 
 
@@ -126,7 +128,7 @@ def damage_of(kind: str, chance: random.Random, before: bytes) -> Callable[[byte
             del data[chance.randrange(len(data)) :]
             return True
         else:
-            one, two = sorted(chance.sample(range(len(data) // PAGE), 2))
+            one, two = sorted(chance.sample(range(RANDOM_FROM, len(data) // PAGE), 2))
             here, there = slice(one * PAGE, one * PAGE + PAGE), slice(two * PAGE, two * PAGE + PAGE)
             if kind == "swap":
                 data[here], data[there] = data[there], data[here]

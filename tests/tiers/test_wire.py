@@ -44,6 +44,13 @@ def test_frames_arrive_whole_and_in_order(pair: tuple[Channel, Channel]) -> None
     sender.join()
 
 
+def test_a_rank_that_comes_back_gets_two_hundred_slots_at_once(pair: tuple[Channel, Channel]) -> None:
+    pair[0].send(b"slots", fds=[0] * 200, timeout_s=1)
+    body, fds = pair[1].receive(timeout_s=1)
+    assert (body, len(fds)) == (b"slots", 200)
+    wire.close_fds(fds)
+
+
 def test_descriptors_come_with_their_frame(pair: tuple[Channel, Channel]) -> None:
     reader, writer = os.pipe()
     pair[0].send(b"plain", timeout_s=1)
