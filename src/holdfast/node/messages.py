@@ -451,7 +451,7 @@ def decode(body: bytes) -> AnyMessage:
     """
     try:
         return _decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise KeeperError(f"not a message of this protocol: {error}") from error
 
 
@@ -471,7 +471,7 @@ def decode_hello(body: bytes) -> Hello:
                 f"after linger_s, or now with `kill {os.getpid()}` (what it holds in memory goes with it)",
             )
         return _hello_decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise KeeperError(f"not a greeting of this protocol: {error}") from error
 
 

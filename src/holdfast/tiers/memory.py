@@ -223,7 +223,7 @@ def read_header(slot: Slot) -> SlotHeader | None:
         raise CorruptError("the slot's header does not match its checksum", where=f"slot {slot.slot_id}")
     try:
         header = _decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"the slot's header is not readable: {error}", where=f"slot {slot.slot_id}") from error
     for image in header.images:
         if image.offset < 0 or image.offset + image.seal.length > slot.num_bytes:
