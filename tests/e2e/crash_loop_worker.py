@@ -10,6 +10,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
+from holdfast.base.config import load
 
 OUT = Path(sys.argv[1])
 
@@ -19,7 +20,9 @@ def main() -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    checkpointer = holdfast.Checkpointer(OUT / "checkpoints", model=model, optimizer=optimizer, every=1)
+    # A job that stops leaves its keeper to whoever comes next; here nobody does.
+    config = load({"linger_s": 2.0})
+    checkpointer = holdfast.Checkpointer(OUT / "checkpoints", model=model, optimizer=optimizer, every=1, config=config)
     start = checkpointer.restore()
     with (OUT / f"starts-{dist.get_rank()}").open("a") as file:
         file.write(f"{start} ")
