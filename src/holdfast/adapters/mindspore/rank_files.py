@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,28 +155,29 @@ class RankCheckpoints:
             MismatchError: the objects are others.
         """
         faults: list[str] = []
-        slices = fingerprint(_bundle(self._shards()))
-        found = {(one.proof.epoch, one.proof.step): one for one in self._candidates(slices, faults)}
-        told = agree.gather_json(self._group, [sorted(found), faults])
-        if not any(steps or problems for steps, problems in told):
+        found = self._candidates(faults)
+        steps = [{tuple(one) for one in told} for told in agree.gather_json(self._group, sorted(found))]
+        for epoch, step in sorted(set.intersection(*steps), reverse=True):
+            data = _first_good(found[epoch, step], faults)
+            if agree.unanimous(self._group, data is not None):
+                assert data is not None  # everybody has one
+                agree.together(self._group, partial(self._fill, data))
+                return epoch, step
+        told = agree.gather_json(self._group, [len(found), faults])
+        if not any(count or problems for count, problems in told):
             return None
-        common = set.intersection(*({tuple(one) for one in steps} for steps, _ in told))
-        if not common:
-            raise _nothing_common(told)
-        epoch, step = max(common)
-        # Own files first; of a twin's the digest is checked as well.
-        data = agree.together(self._group, lambda: _read(found[epoch, step]))
-        agree.together(self._group, lambda: self._fill(data, found[epoch, step].path))
-        return int(epoch), int(step)
+        raise _nothing_common(told)
 
     def _home(self, rank: int) -> Path:
         return self._directory / f"rank_{rank}"
 
-    def _candidates(self, slices: str, faults: list[str]) -> Iterator[_Found]:
-        """Good files of this rank and its twins; of one step this rank's own comes last, and so is taken."""
+    def _candidates(self, faults: list[str]) -> dict[tuple[int, int], list[_Found]]:
+        """By step the files of this rank and its twins that fit as far as their proofs say; this rank's own first."""
+        slices = fingerprint(_bundle(self._shards()))
         rank = self._group.rank
-        for twin in sorted(self.interchangeable, key=lambda other: other == rank):
-            for name in _names(self._home(twin)):
+        found: dict[tuple[int, int], list[_Found]] = defaultdict(list)
+        for twin in sorted(self.interchangeable, key=lambda other: other != rank):
+            for name in reversed(_names(self._home(twin))):  # of a step that was made twice, the later run's
                 match = re.match(rf"{re.escape(self._stem)}(?:_\d+)?-(\d+)_(\d+){re.escape(SUFFIX)}\Z", name)
                 if match is None:
                     continue
@@ -185,11 +188,12 @@ class RankCheckpoints:
                 except HoldfastError as error:
                     faults.append(str(error))
                 else:
-                    yield _Found(path, proof)
+                    found[proof.epoch, proof.step].append(_Found(path, proof))
+        return found
 
-    def _fill(self, data: bytes, where: Path) -> None:
+    def _fill(self, data: bytes) -> None:
         """The bytes into the objects; that they fit was proved by the digest of the slices."""
-        image = image_format.read_image(data, str(where))
+        image = image_format.read_image(data, "slices")
         saved = {e.name: SavedTensor(e.dtype, e.global_shape, (Extent(e.offsets, e.shape),)) for e in image.entries}
         values: dict[tuple[int, ...], Any] = {}
         if image.values is not None:
@@ -246,27 +250,27 @@ def _proof(path: Path) -> Proof:
 
 
 def _check(path: Path, proof: Proof, slices: str, named: tuple[int, int]) -> None:
-    """Whether the file is what its proof says, the step that its name says, and what this rank needs.
-
-    Raises:
-        CorruptError: it is not; nothing of it may be loaded.
-    """
+    """Whether the file is of the step that its name says, and of what this rank needs. Raises CorruptError."""
     if (proof.epoch, proof.step) != named:
         raise CorruptError(f"it holds step {proof.step} of epoch {proof.epoch}", where=str(path))
     if proof.slices != slices:
         raise CorruptError("it holds other slices than this rank needs", where=str(path))
-    _read(_Found(path, proof))
 
 
-def _read(found: _Found) -> bytes:
-    """The bytes of a file, proved. Raises CorruptError."""
-    try:
-        data = found.path.read_bytes()
-    except OSError as error:
-        raise CorruptError(f"it cannot be read: {error.strerror}", where=str(found.path)) from error
-    seal = Seal("slices", found.proof.length, found.proof.digest, found.proof.chunks)
-    image_format.verify(memoryview(data), seal, str(found.path))
-    return data
+def _first_good(files: Sequence[_Found], faults: list[str]) -> bytes | None:
+    """The bytes of the first file that is what its proof says."""
+    for found in files:
+        seal = Seal("slices", found.proof.length, found.proof.digest, found.proof.chunks)
+        try:
+            data = found.path.read_bytes()
+            image_format.verify(memoryview(data), seal, str(found.path))
+        except OSError as error:
+            faults.append(f"it cannot be read: {error.strerror} [{found.path}]")
+        except CorruptError as error:
+            faults.append(str(error))
+        else:
+            return data
+    return None
 
 
 def _tensor(data: bytes, entry: Entry) -> torch.Tensor:
@@ -275,11 +279,10 @@ def _tensor(data: bytes, entry: Entry) -> torch.Tensor:
 
 
 def _nothing_common(told: Sequence[Any]) -> HoldfastError:
-    """Why there is no step that all ranks can load."""
+    """Why there is no step that all ranks can load. `told` by rank: files that might do, and what is wrong with others."""
     faults = list(dict.fromkeys(fault for _, problems in told for fault in problems))
-    empty = [rank for rank, (steps, _) in enumerate(told) if not steps]
-    which = f"ranks {empty} find no good file" if empty else "the ranks find files of different steps"
-    what = f"no step can be loaded on all ranks: {which}, neither their own nor a twin's"
+    without = [rank for rank, (count, problems) in enumerate(told) if problems or not count]
+    what = f"no step can be loaded on all ranks: ranks {without} find no good file, neither their own nor a twin's"
     if faults:
         return CorruptError(f"{what}; {'; '.join(faults[:4])}")
     return VersionNotFound(what, remedy="bring back the files of one of the twins, or start anew in another directory")
