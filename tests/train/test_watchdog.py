@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from holdfast.core.faults import Phase
-from holdfast.train import page
+from holdfast.train import beats, page
+from holdfast.train.handle import SaveHandle
 from holdfast.train.watchdog import where_it_stands
 
 JOBS = str(Path(__file__).with_name("watch_jobs.py"))
@@ -110,6 +111,23 @@ def test_a_page_tells_what_was_written_and_nothing_else() -> None:
             behind.write(b"File x")
         assert (page.take_dump(fd), page.take_dump(fd)) == ("File x", "")
     finally:
+        os.close(fd)
+
+
+def test_a_long_wait_inside_another_one_keeps_the_patience_of_both() -> None:
+    """`close()` waits for storage by `wait()`: neither may end the other's phase."""
+    fd = page.make_page()
+    try:
+        beats.attach(fd)
+        with beats.phase(Phase.SAVING):
+            with beats.phase(Phase.SAVING):
+                pass
+            assert page.read(fd).beat.phase is Phase.SAVING
+        assert page.read(fd).beat.phase is Phase.START
+        beats.detach()
+        assert SaveHandle.wait.__wrapped__, "a wait for a level is a phase of its own"  # type: ignore[attr-defined]
+    finally:
+        beats.detach()
         os.close(fd)
 
 

@@ -58,8 +58,9 @@ FLOORS_S: Mapping[Phase, tuple[float, float]] = {
     Phase.COLLECTIVE: (2.8, 300.0),
     Phase.DATA: (2.8, 300.0),
     Phase.EVALUATION: (60.0, 600.0),
-    Phase.SAVING: (300.0, 600.0),
-    Phase.LOADING: (600.0, 1800.0),
+    # Beyond the ten minutes that holdfast itself gives a last save or a restore (close_timeout_s).
+    Phase.SAVING: (900.0, 900.0),
+    Phase.LOADING: (1800.0, 1800.0),
     Phase.ENDING: (300.0, 300.0),
 }
 QUICK = (Phase.STEP, Phase.COLLECTIVE, Phase.DATA)

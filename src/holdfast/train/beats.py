@@ -96,7 +96,7 @@ def phase(name: Phase) -> Iterator[None]:
         yield
     finally:
         if writer is _hooks.writer:
-            writer.turn(Phase.STEP if before is name else before)
+            writer.turn(before)
 
 
 def at_step(step: int) -> None:

@@ -252,6 +252,7 @@ class Checkpointer:
             run.durables.add(handle, also_to)
         return handle
 
+    @beats.phase(Phase.SAVING)
     def flush(self, timeout_s: float | None = None) -> None:
         """Waits until everything that was saved at the durable level is durable, at all places. Training may go on.
 
@@ -375,6 +376,7 @@ class Checkpointer:
         """
         exposure.warn(job.group, job.topology, shards, self.events)
 
+    @beats.phase(Phase.SAVING)
     def _save(self, run: _Run, step: int, level: Level) -> SaveHandle:
         durable = level is Level.DURABLE
         if run.last is not None and run.last.version.step == step:

@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable
 
 from holdfast.base.errors import HoldfastError, LevelNotReached, UsageError
+from holdfast.core.faults import Phase
 from holdfast.core.model import Level, Version
 from holdfast.node.activity import WRITING
 from holdfast.node.client import KeeperClient
+from holdfast.train import beats
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class SaveHandle:
         """This rank will not complete the version."""
         self._given_up = self._given_up or reason
 
+    @beats.phase(Phase.SAVING)
     def wait(self, level: Level | str | None = None, timeout_s: float | None = None) -> Level:
         """Blocks until the version is at `level` or above on all ranks; returns the level it has then.
 
