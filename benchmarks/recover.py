@@ -30,7 +30,7 @@ WORKER = str(Path(__file__).with_name("recover_train.py"))
 GOALS = {"resumable": "<= 0.15", "rerun": "<= 0.4", "cold": "<= 0.5"}
 WAIT_S = 120.0
 # A job is hit when it has trained for so long: versions exist, spares are there.
-CALM_S = 2.0
+CALM_S = 4.0
 
 
 @dataclass
