@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from holdfast.core.commit import Announcement, Kind
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Level, Version
-from holdfast.core.slots import SlotState
 from holdfast.testing.simulator.clock import Violation
 from holdfast.testing.simulator.keeper import Keeper
 from holdfast.testing.simulator.network import Storage
@@ -167,10 +166,3 @@ class Observer:
         """After a seal: is it the newest complete one now?"""
         if self.is_complete(version, keepers) and version not in self.spoiled:
             self.complete = max(self.complete or version, version)
-
-
-def sealed_here(keeper: Keeper, version: Version) -> bool:
-    """Whether any rank of the node holds the version sealed."""
-    return any(
-        h.view.version == version and h.view.state is SlotState.SEALED for own in keeper.slots.values() for h in own
-    )
