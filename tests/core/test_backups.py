@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 
 import pytest
@@ -108,17 +107,14 @@ def test_everybody_finds_the_same_whatever_the_order() -> None:
     assert backups.place(refs, topology) == backups.place(refs[::-1], topology)
 
 
-def test_the_cost_follows_the_number_of_bundles() -> None:
-    """Nodes of two sizes, so that bytes are dealt: 512 nodes, 20,000 bundles."""
-    spent = {}
-    for num_nodes in (128, 512):
-        refs, topology = job([[MIB] * (20 + 40 * (node % 2)) for node in range(num_nodes)])
-        started = time.process_time()
-        placed = backups.place(refs, topology)
-        spent[num_nodes] = time.process_time() - started
-        kept = loads(refs, placed, num_nodes)
-        assert max(kept) <= 1.1 * sum(kept) / num_nodes
-    assert spent[512] < 16 * spent[128]
+def test_many_nodes_of_two_sizes_are_served_in_about_as_many_pairs() -> None:
+    """512 nodes, 20,480 bundles."""
+    num_nodes = 512
+    refs, topology = job([[MIB] * (20 + 40 * (node % 2)) for node in range(num_nodes)])
+    placed = backups.place(refs, topology)
+    kept = loads(refs, placed, num_nodes)
+    assert max(kept) <= 1.1 * sum(kept) / num_nodes
+    assert len({(ref.ranks[0], placed[ref.bundle_id]) for ref in refs}) <= 2 * num_nodes
 
 
 def shared(mesh: list[tuple[int, ...]], num_ranks: int, per_node: int) -> tuple[list[BundleRef], Topology]:

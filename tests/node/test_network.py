@@ -425,14 +425,15 @@ def test_a_bound_on_replicas_delays_them_and_no_restore(remote_rig: MakeRig) -> 
     version = save_all(trainers, 1)
     reached(trainers, version, Level.CAPTURED)
     reached(trainers, version, Level.REPLICATED)
-    assert rig.status(0)["replication"]["last_seconds"] > 1.0  # 6 MiB at 4 MiB/s, a burst allowed
+    paced_s = rig.status(0)["replication"]["last_seconds"]
+    assert paced_s > 1.0  # 6 MiB at 4 MiB/s, a burst allowed
     os.kill(rig.pid_of(rig.keeper(1)), signal.SIGKILL)
     for trainer in trainers:
         trainer.client.close()
     rig.next_incarnation(version)
     back = [reborn(rig, rank) for rank in range(2)]
     located = obtained(back[1], facts_of(rig, back[1].client.inventory()))
-    assert sum(item.seconds for item in located) < 1.0
+    assert sum(item.seconds for item in located) < 0.8 * paced_s
 
 
 @pytest.mark.root

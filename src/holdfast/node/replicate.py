@@ -123,8 +123,8 @@ class Replicator:
         found = self._survey()
         with self._state.lock:
             ledger = self._state.ledger
-            if ledger is None or version != self._state.resumed or ledger.newest(Level.REPLICATED) is not None:
-                return  # by now something newer is in two nodes
+            if ledger is None or version != self._state.resumed or ledger.newest(Level.CAPTURED) is not None:
+                return  # something newer is pulled by now, and must not be replaced by this
             table = dict(found.tables).get(version, ())
             plan = to_refill(version, table, found.copies, ledger.topology, ledger.node)
             for home, wanted in plan.items():
