@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from holdfast.base.errors import (
 )
 from holdfast.base.events import Events
 from holdfast.core.model import Version
+from holdfast.tiers import bundle_files, files
 from holdfast.tiers import format as image_format
 from holdfast.tiers.registry import make_stamp
 from holdfast.tiers.storage import Storage, open_storage
@@ -233,3 +235,38 @@ def is_intact(store: Storage, version: Version) -> bool:
 
 def remounted(tmp_path: Path) -> Any:
     return mounted(tmp_path / "again", "-o", "loop", str(tmp_path / "disk"))
+
+
+# Directories that other machines write to.
+
+
+def test_a_file_that_shows_late_is_waited_for_where_names_lag(
+    store: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS: the manifest is seen and a file that it lists not yet. Elsewhere a missing file is damage at once."""
+    manifest = save(store, V1)
+    path = tmp_path / "root" / str(V1) / manifest.bundles[0].file
+    hidden = path.rename(tmp_path / "hidden")
+    with pytest.raises(CorruptError, match="missing"):
+        verify(new_store(tmp_path / "root"), V1)
+
+    monkeypatch.setattr(files, "is_remote", lambda _: True)
+    lagging = new_store(tmp_path / "root")
+    monkeypatch.setattr(bundle_files, "LAG_PAUSES_S", (0.0, 0.0))
+    with pytest.raises(CorruptError, match="missing"):
+        verify(lagging, V1)
+    monkeypatch.setattr(bundle_files, "LAG_PAUSES_S", (0.1,) * 100)
+    appears = threading.Timer(0.3, hidden.rename, (path,))
+    appears.start()
+    verify(lagging, V1)
+    appears.join()
+
+
+def test_a_remote_file_system_is_known_by_the_table_of_mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = f"1 0 0:1 / / rw - ext4 a rw\n2 1 0:2 / {tmp_path}/far rw shared:1 - nfs4 b rw\n"
+    original = Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda self, **more: table if self.name == "mountinfo" else original(self, **more)
+    )
+    assert files.is_remote(tmp_path / "far" / "job")
+    assert not files.is_remote(tmp_path / "farther")

@@ -27,11 +27,13 @@ class Properties:
         kind: `"local"` or `"object store"`.
         where: the root as the operator names it.
         has_temporaries: unfinished writes leave files under TEMPORARY that someone must sweep.
+        lags: what another machine made may show a moment later, in any order (attribute caches of NFS).
     """
 
     kind: str
     where: str
     has_temporaries: bool
+    lags: bool = False
 
 
 class Backend(Protocol):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import queue
 import struct
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ _HEAD = struct.Struct(f"<{len(MAGIC)}s8sQQ")  # magic, key id, length of the ima
 _DIGEST_BYTES = 16
 # Chunks that are read and decrypted side by side.
 READERS = 3
+# Attribute caches of NFS hold for three seconds at least; whoever waits longer had better read another version.
+LAG_PAUSES_S = (0.1, 0.3, 0.6, 1.0, 1.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,7 @@ class BundleFiles:
         """
         name = f"{version}/{file.file}"
         if not file.key_id:
-            return listed(lambda: self._backend.read_into(name, view, offset=offset))
+            return listed(self._backend, lambda: self._backend.read_into(name, view, offset=offset))
         trailer, key = self._trailer(version, file), self._file_key(version, file)
         view = view[: max(0, file.length - offset)]
         first, last = offset // CHUNK_BYTES, -(-(offset + len(view)) // CHUNK_BYTES)
@@ -135,7 +138,7 @@ class BundleFiles:
             try:
                 begin = index * CHUNK_BYTES
                 stored = buffer[: min(CHUNK_BYTES, file.length - begin)]
-                count = listed(lambda: self._backend.read_into(name, stored, offset=begin))
+                count = listed(self._backend, lambda: self._backend.read_into(name, stored, offset=begin))
                 if count < len(stored):
                     image_format.check_length(begin + count, file.seal, name)
                 at, end = max(offset, begin), min(offset + len(view), begin + len(stored))
@@ -155,7 +158,9 @@ class BundleFiles:
     def read(self, version: Version, file: BundleFile, *, offset: int = 0, length: int) -> bytes:
         """At most `length` bytes of the image from `offset` on; raises as `read_into`."""
         if not file.key_id:
-            return listed(lambda: self._backend.read(f"{version}/{file.file}", offset=offset, length=length))
+            return listed(
+                self._backend, lambda: self._backend.read(f"{version}/{file.file}", offset=offset, length=length)
+            )
         buffer = bytearray(max(0, min(length, file.length - offset)))
         self.read_into(version, file, memoryview(buffer), offset=offset)
         return bytes(buffer)
@@ -167,7 +172,7 @@ class BundleFiles:
             CorruptError: it is longer or shorter.
         """
         name, end = f"{version}/{file.file}", stored_length(file)
-        extra = listed(lambda: self._backend.read(name, offset=end, length=1))
+        extra = listed(self._backend, lambda: self._backend.read(name, offset=end, length=1))
         image_format.check_length(count + len(extra), file.seal, name)
 
     def verify_stored(self, version: Version, file: BundleFile) -> None:
@@ -180,7 +185,7 @@ class BundleFiles:
         buffer, digests = memoryview(bytearray(min(file.length, CHUNK_BYTES))), []
         for at in range(0, file.length, CHUNK_BYTES):
             chunk = buffer[: file.length - at]
-            count = listed(lambda chunk=chunk, at=at: self._backend.read_into(name, chunk, offset=at))  # type: ignore[misc]
+            count = listed(self._backend, lambda chunk=chunk, at=at: self._backend.read_into(name, chunk, offset=at))  # type: ignore[misc]
             digests.append(xxhash.xxh3_128_digest(chunk[:count]))
         if xxhash.xxh3_128_digest(b"".join(digests)) != trailer.digest:
             raise CorruptError("the encrypted file is damaged", where=name)
@@ -194,7 +199,9 @@ class BundleFiles:
         if length < 0 or _num_chunks(length) != count:
             return False
         try:
-            data = listed(lambda: self._backend.read(f"{version}/{name}", offset=length, length=size - length))
+            data = listed(
+                self._backend, lambda: self._backend.read(f"{version}/{name}", offset=length, length=size - length)
+            )
             return Trailer.decode(data, name).length == length
         except CorruptError:
             return False
@@ -205,7 +212,7 @@ class BundleFiles:
         if last is not None and last[0] == name:
             return last[1]
         size = _trailer_bytes(file.length)
-        data = listed(lambda: self._backend.read(name, offset=file.length, length=size + 1))
+        data = listed(self._backend, lambda: self._backend.read(name, offset=file.length, length=size + 1))
         trailer = Trailer.decode(data, file.file)
         if (trailer.length, trailer.key_id) != (file.length, file.key_id):
             raise CorruptError("the trailer is of another file", where=name)
@@ -264,9 +271,16 @@ class _Encrypted:
         yield whole
 
 
-def listed(read: Callable[[], T]) -> T:
-    """Reads a file that a commit record lists: if it is missing the version is damaged, which is another answer."""
-    try:
-        return read()
-    except VersionNotFound as error:
-        raise CorruptError("a file of a committed version is missing", where=error.where) from error
+def listed(backend: Backend, read: Callable[[], T], *, sleep: Callable[[float], None] = time.sleep) -> T:
+    """Reads a file that a commit record lists: if it is missing the version is damaged, which is another answer.
+
+    Where names show up late (NFS), it is looked for a few times more, for LAG_PAUSES_S altogether.
+    """
+    for pause_s in (*(LAG_PAUSES_S if backend.properties.lags else ()), None):
+        try:
+            return read()
+        except VersionNotFound as error:
+            if pause_s is None:
+                raise CorruptError("a file of a committed version is missing", where=error.where) from error
+            sleep(pause_s)
+    raise AssertionError("unreachable")

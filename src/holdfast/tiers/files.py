@@ -15,10 +15,13 @@ import errno
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 from holdfast.base.errors import StorageUnfit
 
 PAGE = 4096
+# Kinds of file systems that other machines write to as well.
+REMOTE_KINDS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "fuse", "glusterfs", "9p")
 WRITE_BYTES = 8 << 20
 # Below this a direct write only adds latency.
 MIN_DIRECT_BYTES = 256 << 10
@@ -161,3 +164,18 @@ def sync(*directories: int) -> None:
             remedy = "choose a path on a file system whose directories can be synchronised"
             raise StorageUnfit("names cannot be made durable here (fsync of a directory)", remedy=remedy) from error
         raise
+
+
+def is_remote(path: Path) -> bool:
+    """Whether other machines write below `path` too, as far as the kernel's table of mounts tells."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+        real = str(path.resolve())
+    except OSError:
+        return False
+    kind, longest = "", -1
+    for line in lines:
+        mount, words = line.split()[4], line.partition(" - ")[2].split()
+        if words and len(mount) > longest and (real == mount or real.startswith(f"{mount.rstrip('/')}/")):
+            kind, longest = words[0], len(mount)
+    return kind.startswith(REMOTE_KINDS)

@@ -49,11 +49,12 @@ class LocalBackend:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._lags = files.is_remote(root)
 
     @property
     def properties(self) -> Properties:
         """What this backend is."""
-        return Properties(kind="local", where=str(self._root), has_temporaries=True)
+        return Properties(kind="local", where=str(self._root), has_temporaries=True, lags=self._lags)
 
     def prepare(self) -> None:
         """Makes the root and its parents, each durable in its own parent."""

@@ -489,7 +489,7 @@ class Storage:
         return self._counted(self._backend.read(name, length=MAX_RECORD_BYTES + 1))
 
     def _read_listed(self, name: str, *, length: int) -> bytes:
-        return self._counted(listed(lambda: self._backend.read(name, length=length)))
+        return self._counted(listed(self._backend, lambda: self._backend.read(name, length=length)))
 
     def _counted(self, data: bytes) -> bytes:
         self._events.count("storage_record_read_bytes", len(data))

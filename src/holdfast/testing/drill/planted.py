@@ -30,7 +30,7 @@ from holdfast.node.succession import Succession
 from holdfast.testing.drill import plan
 from holdfast.testing.drill.crash_points import RECORD
 from holdfast.testing.drill.plan import LAST_LIFE, PAIR, SOLO, TWINS, Aim, LifePlan, Save, Trial
-from holdfast.tiers import files, memory
+from holdfast.tiers import files, memory, registry
 from holdfast.tiers import format as image_format
 from holdfast.tiers.local import LocalBackend
 from holdfast.tiers.manifest import BundleFile
@@ -239,7 +239,7 @@ def _manifest_before_bundles() -> None:
 
 
 def _dead_writer_commits() -> None:
-    put(Storage, "highest_incarnation", always(0))
+    put(registry, "enlist", always(0))
 
 
 def _manifest_replaced() -> None:

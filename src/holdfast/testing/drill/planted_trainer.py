@@ -108,7 +108,7 @@ def _values_forgotten() -> None:
 def _incarnation_again() -> None:
     original = Storage.register_incarnation
 
-    def register(self: Storage) -> int:
+    def register(self: Storage, **_: int) -> int:
         return self.highest_incarnation() or original(self)
 
     put(Storage, "register_incarnation", register)
