@@ -30,6 +30,23 @@ from holdfast.tiers.storage import open_storage
 TIMEOUT_S = 10.0
 
 
+def start_hurtable(root: str, config: Config, control: Path) -> subprocess.Popen[bytes]:
+    """A keeper that does as `control` says (testing.drill.hurt), once it listens."""
+    place = place_of(root, config)
+    place.make()
+    ready, theirs = os.pipe()
+    command = [
+        sys.executable, "-m", "holdfast.testing.drill.hurt", str(control),
+        "--root", root, "--run-id", config.run_id, "--node", place.node, "--runtime-dir", str(place.runtime),
+        "--memory-budget", config.memory_budget, "--linger-s", str(config.linger_s), "--ready-fd", str(theirs),
+    ]  # fmt: skip
+    keeper = subprocess.Popen(command, pass_fds=(theirs,), start_new_session=True)
+    os.close(theirs)
+    with os.fdopen(ready) as said:
+        assert json.loads(said.read())["pid"] == keeper.pid
+    return keeper
+
+
 class Rig:
     """A job on `num_nodes` nodes with `per_node` ranks each."""
 
@@ -59,19 +76,9 @@ class Rig:
 
     def hurtable(self, node: int) -> int:
         """Starts a keeper of the node that `hurt` reaches, before anyone else starts one; returns its process id."""
-        config = self.config_of(node)
-        place = place_of(self.root, config)
-        place.make()
-        ready, theirs = os.pipe()
-        command = [
-            sys.executable, "-m", "holdfast.testing.drill.hurt", str(self.base / f"hurt{node}"),
-            "--root", self.root, "--run-id", config.run_id, "--node", place.node, "--runtime-dir", str(place.runtime),
-            "--memory-budget", config.memory_budget, "--linger-s", str(config.linger_s), "--ready-fd", str(theirs),
-        ]  # fmt: skip
-        self.hurt_keepers.append(subprocess.Popen(command, pass_fds=(theirs,), start_new_session=True))
-        os.close(theirs)
-        with os.fdopen(ready) as said:
-            return json.loads(said.read())["pid"]
+        keeper = start_hurtable(self.root, self.config_of(node), self.base / f"hurt{node}")
+        self.hurt_keepers.append(keeper)
+        return keeper.pid
 
     def hurt(self, node: int, what: str) -> None:
         """From now on `what` is wrong with the node's keeper; nothing if it is empty. See testing.drill.hurt."""

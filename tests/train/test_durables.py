@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import holdfast
 from holdfast.base.errors import HoldfastError, LevelNotReached
 from holdfast.base.events import Events
-from holdfast.core.model import Version
+from holdfast.core.model import Level, Version
 from holdfast.tiers.storage import open_storage
+from node.rig import start_hurtable
 from train.test_checkpointer import Make, Trainee, kill_keeper, leave, make  # noqa: F401 - the fixture
 
 DEADLINE_S = 20.0
@@ -172,3 +174,38 @@ def test_a_frozen_keeper_holds_up_one_save_for_a_moment_and_no_other(make: Make)
     trainee.train()
     checkpointer.save(4, "durable").wait(timeout_s=DEADLINE_S)
     leave(checkpointer)
+
+
+def test_slow_storage_holds_up_no_save_and_gets_the_state_of_its_step(
+    make: Make,  # noqa: F811
+    tmp_path: Path,
+    runtime_dir: Path,
+) -> None:
+    """Storage takes nothing at all while four more saves are made. They are counted, not timed: none is given up."""
+    control, root = tmp_path / "control", str(tmp_path / "job")
+    keeper = start_hurtable(root, holdfast.Config(runtime_dir=str(runtime_dir), linger_s=60.0), control)
+    try:
+        trainee = Trainee(width=2_000)
+        checkpointer = make(trainee, num_slots=3, every=0)
+        checkpointer.restore()
+        control.write_text("stall@write")
+        trainee.train()
+        slow = checkpointer.save(0, "durable")
+        kept = trainee.fingerprint()
+        for step in range(1, 5):
+            trainee.train()
+            handle = checkpointer.save(step)
+            assert handle.wait("captured", DEADLINE_S) == Level.CAPTURED
+            assert not handle.given_up
+        assert not slow.durable[0], "four saves were taken while the first was being written"
+        control.write_text("")
+        slow.wait("durable", DEADLINE_S)
+        leave(checkpointer)
+    finally:
+        keeper.kill()
+        keeper.wait()
+    other = Trainee(width=2_000)
+    following = make(other)
+    assert following.restore("i000001-s0000000000") == 1
+    assert other.fingerprint() == kept
+    leave(following)
