@@ -251,6 +251,8 @@ class Job:
     def _hear(self, keeper: Keeper, news: Announcement, table: tuple[BundleRef, ...]) -> None:
         if news.kind not in OF_WRITING and not keeper.take(news, table, self.clock.now_s):
             return
+        if any(self.alive[rank] for rank in keeper.ranks):
+            self.observer.told(news)
         if news.kind is Kind.CAPTURED:
             self._replicate(keeper, news.version, self.clock.now_s + 20.0)
         persisting.heard(self, keeper, news)

@@ -74,18 +74,22 @@ class Observer:
                 raise Violation("S13", f"{version} is called captured; only ranks {self.sealed.get(version)} sealed it")
             if version in self.spoiled:
                 raise Violation("S16", f"{version} is called captured although its twins differ")
-            self._ack(Level.CAPTURED, version)
         if news.kind is Kind.REPLICATED:
             thin = [r.bundle_id for r in self.table if len(self.nodes_of.get((version, r.bundle_id), set())) < 2]
             if thin:
                 raise Violation("S13", f"{version} is called replicated; {thin[0]} was never in two nodes")
-            self._ack(Level.REPLICATED, version)
         if news.kind is Kind.DURABLE:
             superfluous = version in storage.removed and sum(v > version for v in storage.manifests) >= 2
             if version not in storage.manifests and not superfluous:
                 raise Violation("S13", f"{version} is called durable; it has no manifest")
             if not superfluous:
                 storage.acked = max(storage.acked or version, version)
+
+    def told(self, news: Announcement) -> None:
+        """A keeper whose trainer lives has heard it: from here on it is acknowledged."""
+        level = {Kind.CAPTURED: Level.CAPTURED, Kind.REPLICATED: Level.REPLICATED}.get(news.kind)
+        if level is not None:
+            self._ack(level, news.version)
 
     def _ack(self, level: Level, version: Version) -> None:
         self.acked[level] = max(self.acked.get(level, version), version)
