@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
 import forked
+from e2e import layout_worker
 from holdfast.base.events import Events
 from holdfast.core.model import Version
 from holdfast.tiers.storage import open_storage
@@ -143,9 +147,77 @@ def test_three_to_five_uneven(jobs: Jobs) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_two_stages_to_one(jobs: Jobs) -> None:
+def test_two_stages_to_one_and_what_belongs_to_single_ranks(jobs: Jobs) -> None:
+    """Parameters, moments, step counts and group options follow by name; random numbers and positions by a rule."""
     first = jobs.run("pp", 2)
-    hop(jobs, first, "one", 1)
+    second = hop(jobs, first, "one", 1)
+    (alone,) = second
+    assert alone["random"] == first[0]["random_after"], "rank 0 goes on with its own random numbers"
+    assert alone["position"] == first[0]["at"]
+    assert any("loader: as rank 0 of 2 ranks left it" in line for line in alone["by_rank"])
+    assert any("rng: what rank 1 had is not used" in line for line in alone["by_rank"])
+    assert not alone["not_used"]
+
+    third = hop(jobs, second, "fsdp", 2, all_ranks=True)
+    assert [row["position"] for row in third] == [alone["at"] * 10, alone["at"] * 10 + 1], "an object that takes all"
+    assert third[0]["random"] == alone["random_after"]
+    assert third[1]["random"] != alone["random_after"], "no two ranks draw the same numbers"
+    assert any("rng: kept as it is here" in line for line in third[1]["by_rank"])
+
+    export = subprocess.run(
+        [sys.executable, "-m", "holdfast.tools.cli", "export", str(jobs.root), str(jobs.home / "whole.pt"), "--to", "torch"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert export.returncode == 0, export.stderr
+    tree = torch.load(jobs.home / "whole.pt", weights_only=True)
+    content = {name: layout_worker.digest(tensor) for name, tensor in tree["model"].items()}
+    for name, state in tree["optimizer"]["state"].items():
+        content |= {f"{name}.{key}": layout_worker.digest(tensor) for key, tensor in state.items()}
+    assert content == whole(third), "a merged file has what all ranks together have"
+    model = layout_worker.model_of("one", 0, 0)
+    model.load_state_dict(tree["model"], strict=True)
+
+
+@pytest.mark.timeout(240)
+def test_what_does_not_fit_is_told_by_name_on_every_rank_and_nothing_is_recorded(jobs: Jobs) -> None:
+    first = jobs.run("fsdp", 2)
+    refused = jobs.run("one", 1, big=40)
+    (row,) = refused
+    assert row["error"].startswith("MismatchError"), row
+    assert "model.3.weight" in row["error"]
+    assert "model.3.bias" in row["error"], "unexpected in the checkpoint"
+    (loose,) = jobs.run("one", 1, big=40, strict=False, steps=0, dies=True)
+    assert any("model.3.weight" in line for line in loose["misfit"])
+    assert "model.3.bias" in loose["not_used"]
+    assert {n: d for n, d in loose["restored"].items() if n[0] != "3"} == {
+        n: d for n, d in whole(first).items() if n[0] != "3"
+    }
+
+
+@pytest.mark.timeout(240)
+def test_killed_in_the_middle_of_it_leaves_nothing_half_done(jobs: Jobs) -> None:
+    first = jobs.run("fsdp", 2, big=BIG)
+    for rank in jobs_killed_while_restoring(jobs):
+        rank.kill()
+    for rank in jobs.ranks:
+        rank.wait(10)
+    jobs.ranks.clear()
+    files = sorted(path.name for path in (jobs.root / "incarnations").iterdir())
+    assert "000002.resumed.json" not in files, "a restore that did not end resumed from nothing"
+    assert sorted(path.name for path in jobs.root.glob("i*-s*")) == [first[0]["version"]]
+    hop(jobs, first, "fsdp", 3, big=BIG)
+
+
+def jobs_killed_while_restoring(jobs: Jobs) -> list[forked.Popen]:
+    """Three ranks that have begun to restore, stopped as soon as the keeper has read a first chunk for them."""
+    name = jobs.start("fsdp", 3, big=BIG)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (jobs.root / "incarnations" / "000002.json").exists():
+        assert time.monotonic() < deadline, jobs.logs(name)
+        assert all(rank.poll() is None for rank in jobs.ranks), jobs.logs(name)
+    for rank in jobs.ranks:
+        os.kill(rank.pid, signal.SIGSTOP)
+    return jobs.ranks
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import typer
 
 from holdfast import __version__
 from holdfast.tools import doctor as doctor_tool
+from holdfast.tools import export as export_tool
 from holdfast.tools import groups as groups_tool
 from holdfast.tools import launch, look, often
 from holdfast.tools import pipeline as pipeline_tool
@@ -276,6 +277,28 @@ def trace(
     """
     with errors_shown(as_json=json):
         raise typer.Exit(trace_tool.trace(directories, html=html, perfetto=perfetto, as_json=json))
+
+
+@app.command()
+def export(
+    root: Root,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A file that does not exist yet (dcp: a directory).")],
+    to: Annotated[str, typer.Option(metavar="FORMAT", help="safetensors, torch, dcp or mindspore.")] = "safetensors",
+    version: Annotated[
+        str | None, typer.Option(metavar="VERSION", help="Which version; the newest by default.")
+    ] = None,
+    only: Annotated[str, typer.Option(metavar="PREFIX", help="Only names that begin so: model.")] = "",
+    json: Json = False,
+) -> None:
+    """A version as one file with whole tensors, whatever layout saved it; loads without holdfast.
+
+    \b
+    holdfast export /ckpts/run1 run1.safetensors --only model.
+    holdfast export /ckpts/run1 run1.pt --to torch --version i000001-s0000000120
+    """
+    with errors_shown(as_json=json):
+        code = export_tool.export(root, out, form=to, version=version, only=only, as_json=json)
+        raise typer.Exit(code)
 
 
 @app.command()

@@ -19,6 +19,7 @@ PROGRAMS = {
 }
 
 QUESTIONS = {
+    "exported": "holdfast.adapters.exported",
     "rehearsal": "holdfast.train.rehearsal",
     "orders": "holdfast.train.orders",
 }

@@ -96,7 +96,7 @@ def _row_document(row: Row, *, pinned: bool) -> dict[str, Any]:
 def inspect_version(root: str, version: str | None, *, as_json: bool) -> int:
     """`holdfast inspect`; the exit code."""
     storage = open_storage(root, Events())
-    manifest = storage.manifest(_choose(storage, version))
+    manifest = storage.manifest(choose(storage, version))
     images = [(file, storage.image(manifest.version, file)) for file in manifest.bundles]
     entries = sorted((e.name, e.offsets, file.ref.bundle_id, e) for file, image in images for e in image.entries)
     stored = {
@@ -153,7 +153,7 @@ def _print_values(stored: dict[str, Any]) -> None:
             print(f"  {name} = {short}")
 
 
-def _choose(storage: Storage, text: str | None) -> Version:
+def choose(storage: Storage, text: str | None) -> Version:
     """The version that was asked for, or the newest durable one."""
     if text is not None:
         version = Version.parse(text)
@@ -171,7 +171,7 @@ def verify_versions(root: str, version: str | None, *, as_json: bool) -> int:
     """`holdfast verify`; the exit code."""
     storage = open_storage(root, Events())
     storage.job_id()
-    chosen = storage.versions() if version is None else [_choose(storage, version)]
+    chosen = storage.versions() if version is None else [choose(storage, version)]
     results = [_verify(storage, one) for one in chosen]
     healthy = not any(problems for _, _, problems in results)
     if as_json:
