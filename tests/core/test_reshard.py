@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core import reshard
-from holdfast.core.model import Extent
+from holdfast.core.bundles import plan_bundles, rank_layout
+from holdfast.core.model import Extent, Shard, Topology
 
 Shape = tuple[int, ...]
 
@@ -159,3 +160,27 @@ def test_what_was_read_before_is_not_read_again() -> None:
 def test_runs_are_taken_away() -> None:
     assert reshard.minus(((0, 5), (7, 9)), ((1, 2), (4, 8))) == ((0, 1), (2, 4), (8, 9))
     assert reshard.deal({"a": 5, "b": 3, "c": 3}, 2) == {"a": 0, "b": 1, "c": 1}
+
+
+def shards_of(rank: int, cut: int) -> list[Shard]:
+    """Rows of its own, something that pairs share, and an empty shard."""
+    own = Extent((rank * cut, 0), (cut, 4096))
+    return [
+        Shard("big", "F32", (4 * cut, 4096), own, (rank,)),
+        Shard("shared", "F32", (300, 512), Extent((0, 0), (300, 512)), (rank // 2 * 2, rank // 2 * 2 + 1)),
+        Shard("none", "F32", (3, 8), Extent((3, 0), (0, 8)), (rank,)),
+    ]
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 2, 3)])
+def test_the_saved_layout_is_known_by_its_bundles_however_they_were_cut(nodes: tuple[int, ...]) -> None:
+    topology = Topology(tuple(f"n{n}" for n in sorted(set(nodes))), nodes)
+    shards = shards_of(1, 700)
+    groups = [(1,), (0, 1), (1, 2, 3)]  # the last has values only
+    refs = rank_layout(plan_bundles(shards, values_of=groups, topology=topology), 1, topology).bundles
+    assert reshard.is_layout(refs, shards)
+    assert not reshard.is_layout(refs, shards_of(1, 701))
+    assert not reshard.is_layout(refs, shards_of(2, 700))
+    assert not reshard.is_layout(refs, shards[:2])
+    assert not reshard.is_layout(refs[:-1], [*shards, Shard("new", "F32", (2,), Extent((0,), (2,)), (1, 3))])
+    assert not reshard.is_layout([ref for ref in refs if ref.ranks != (1,)], shards)

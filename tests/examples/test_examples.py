@@ -19,13 +19,14 @@ RANKS = {"plain_loop": 1, "fsdp": 2, "tensor_parallel": 2, "accumulation": 1}
 STEPS = 4
 
 
-def run(name: str, checkpoints: Path) -> dict[tuple[int, int], str]:
+def run(name: str, checkpoints: Path, ranks: int = 0, steps: int = STEPS) -> dict[tuple[int, int], str]:
     """(rank, step) -> the loss that was printed."""
-    arguments = [str(EXAMPLES / f"{name}.py"), "--steps", str(STEPS), "--checkpoints", str(checkpoints)]
-    if RANKS[name] == 1:
+    arguments = [str(EXAMPLES / f"{name}.py"), "--steps", str(steps), "--checkpoints", str(checkpoints)]
+    ranks = ranks or RANKS[name]
+    if ranks == 1:
         command = [sys.executable, *arguments]
     else:
-        launcher = ["-m", "holdfast.train.elastic", "--standalone", "--nproc-per-node", str(RANKS[name])]
+        launcher = ["-m", "holdfast.train.elastic", "--standalone", "--nproc-per-node", str(ranks)]
         command = [sys.executable, *launcher, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOLDFAST_DURABLE_EVERY": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTHONPATH"] = str(EXAMPLES.parent / "src")
@@ -46,9 +47,14 @@ def test_example_goes_on_where_it_stopped(name: str, tmp_path: Path, runtime_dir
     assert again == {(rank, STEPS - 1): whole[rank, STEPS - 1] for rank in range(RANKS[name])}
 
 
+def test_the_example_of_other_layouts_goes_on_with_another_number_of_ranks(tmp_path: Path, runtime_dir: Path) -> None:
+    assert sorted(run("other_layout", tmp_path, 2, STEPS)) == [(rank, step) for rank in (0, 1) for step in range(STEPS)]
+    assert sorted(run("other_layout", tmp_path, 1, STEPS + 2)) == [(0, STEPS), (0, STEPS + 1)]
+
+
 def test_every_example_is_tested() -> None:
     # What rank_files.py shows with the launcher below is tested by default in tests/train/test_strategies.py.
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(RANKS) | {"rank_files"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(RANKS) | {"rank_files", "other_layout"}
 
 
 @pytest.mark.slow
