@@ -23,7 +23,7 @@ def run(name: str, checkpoints: Path, ranks: int = 0, steps: int = STEPS) -> dic
     """(rank, step) -> the loss that was printed."""
     arguments = [str(EXAMPLES / f"{name}.py"), "--steps", str(steps), "--checkpoints", str(checkpoints)]
     ranks = ranks or RANKS[name]
-    if ranks == 1:
+    if RANKS.get(name) == 1:
         command = [sys.executable, *arguments]
     else:
         launcher = ["-m", "holdfast.train.elastic", "--standalone", "--nproc-per-node", str(ranks)]

@@ -139,6 +139,7 @@ def test_safetensors_without_torch_hold_every_whole_tensor(
         assert {name for name in file.keys()} == {n for n in whole if n.startswith("model.")}  # noqa: C416, SIM118
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_dcp_and_mindspore_load_theirs(
     job: tuple[Path, dict[str, np.ndarray]], holdfast: Run, tmp_path: Path
 ) -> None:
