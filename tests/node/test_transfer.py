@@ -47,8 +47,8 @@ class Proxy:
     path: Path
     damage: Callable[[bytearray], bool] | None = None  # True: end the connection behind what is left
     damaged: int = 0
-    _threads: list[threading.Thread] = field(default_factory=list)
-    _socks: list[socket.socket] = field(default_factory=list)
+    _threads: set[threading.Thread] = field(default_factory=set)
+    _socks: set[socket.socket] = field(default_factory=set)
 
     def __enter__(self) -> Proxy:
         self._listener = wire.listen(self.path)
@@ -59,27 +59,39 @@ class Proxy:
     def __exit__(self, *_: object) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for sock in self._socks:
+        for sock in tuple(self._socks):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
+        for thread in tuple(self._threads):
             thread.join(10)
-        for sock in self._socks:
-            sock.close()
 
     def _run(self, work: Callable[..., None], *args: object) -> None:
-        self._threads.append(threading.Thread(target=work, args=args, daemon=True))
-        self._threads[-1].start()
+        thread = threading.Thread(target=work, args=args, daemon=True)
+        self._threads.add(thread)
+        thread.start()
 
     def _serve(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
                 server = socket.socket(socket.AF_UNIX)
-                self._socks += [client, server]
                 server.connect(str(self.target))
-                self._run(self._there, client, server)
-                self._run(self._back, server, client)
+                self._run(self._pass_on, client, server)
+
+    def _pass_on(self, client: socket.socket, server: socket.socket) -> None:
+        """One connection from its beginning to its end; nothing of it stays."""
+        self._socks |= {client, server}
+        there = threading.Thread(target=self._there, args=(client, server), daemon=True)
+        there.start()
+        self._back(server, client)
+        for sock in (client, server):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        there.join(10)
+        self._socks -= {client, server}
+        client.close()
+        server.close()
+        self._threads.discard(threading.current_thread())
 
     def _there(self, client: socket.socket, server: socket.socket) -> None:
         with contextlib.suppress(OSError):
