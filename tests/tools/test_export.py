@@ -139,6 +139,7 @@ def test_safetensors_without_torch_hold_every_whole_tensor(
         assert {name for name in file.keys()} == {n for n in whole if n.startswith("model.")}  # noqa: C416, SIM118
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_dcp_and_mindspore_load_theirs(
     job: tuple[Path, dict[str, np.ndarray]], holdfast: Run, tmp_path: Path
@@ -196,7 +197,8 @@ def big_job(root: Path, num_bytes: int) -> np.ndarray:
     return whole
 
 
-@pytest.mark.parametrize("form", ["safetensors", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
 def test_memory_does_not_grow_with_the_state(form: str, tmp_path: Path) -> None:
     """Of memory that is its own, the command and its helper get less than a third of the state beyond what loading them takes."""
     state = 360 << 20
@@ -235,6 +237,7 @@ print(peak[0])
         assert np.array_equal(torch.load(out, weights_only=True, mmap=True)["model"]["big"].numpy(), whole)
 
 
+@pytest.mark.slow
 def test_a_killed_export_leaves_nothing_that_looks_whole(tmp_path: Path, holdfast: Run) -> None:
     big_job(tmp_path / "job", 120 << 20)
     out = tmp_path / "out"
