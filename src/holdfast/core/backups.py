@@ -69,9 +69,10 @@ def next_node(home: int, topology: Topology) -> int:
     if topology.backups and topology.backups[home] >= 0:
         return topology.backups[home]
     count = len(topology.nodes)
-    places = [(home + step) % count for step in range(1, count)]
     color = colors(topology)
-    return next((node for node in places if color[node] != color[home]), places[0])
+    # One after the other, not all at once: the first one nearly always is it, and every node asks.
+    places = ((home + step) % count for step in range(1, count))
+    return next((node for node in places if color[node] != color[home]), (home + 1) % count)
 
 
 def colors(topology: Topology) -> Sequence[str | int]:
