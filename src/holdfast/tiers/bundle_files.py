@@ -60,7 +60,7 @@ class Trailer:
         return body + xxhash.xxh3_128_digest(name.encode() + body)
 
     @classmethod
-    def decode(cls, data: bytes, name: str) -> Trailer:
+    def decode(cls, data: bytes, name: str, where: str = "") -> Trailer:
         """The trailer in `data`.
 
         Raises:
@@ -68,11 +68,11 @@ class Trailer:
         """
         body, check = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
         if len(body) < _HEAD.size + _DIGEST_BYTES or xxhash.xxh3_128_digest(name.encode() + body) != check:
-            raise CorruptError("the trailer of the encrypted file is damaged, or of another file", where=name)
+            raise CorruptError("the trailer of the encrypted file is damaged, or of another file", where=where or name)
         magic, key_id, length, count = _HEAD.unpack_from(body)
         tags = body[_HEAD.size : -_DIGEST_BYTES]
         if magic != MAGIC or count != _num_chunks(length) or len(tags) != count * TAG_BYTES:
-            raise CorruptError("the trailer of the encrypted file is not valid", where=name)
+            raise CorruptError("the trailer of the encrypted file is not valid", where=where or name)
         cut = tuple(tags[at : at + TAG_BYTES] for at in range(0, len(tags), TAG_BYTES))
         return cls(key_id.hex(), length, cut, body[-_DIGEST_BYTES:])
 
@@ -173,7 +173,7 @@ class BundleFiles:
         """
         name, end = f"{version}/{file.file}", stored_length(file)
         extra = listed(self._backend, lambda: self._backend.read(name, offset=end, length=1))
-        image_format.check_length(count + len(extra), file.seal, name)
+        image_format.check_length(count + len(extra), file.seal, self._where(name))
 
     def verify_stored(self, version: Version, file: BundleFile) -> None:
         """Proves an encrypted file without its key: what lies there is what was written.
@@ -188,7 +188,7 @@ class BundleFiles:
             count = listed(self._backend, lambda chunk=chunk, at=at: self._backend.read_into(name, chunk, offset=at))  # type: ignore[misc]
             digests.append(xxhash.xxh3_128_digest(chunk[:count]))
         if xxhash.xxh3_128_digest(b"".join(digests)) != trailer.digest:
-            raise CorruptError("the encrypted file is damaged", where=name)
+            raise CorruptError("the encrypted file is damaged", where=self._where(name))
         self.check_end(version, file, file.length)
 
     def looks_ours(self, version: Version, name: str, size: int) -> bool:
@@ -202,9 +202,13 @@ class BundleFiles:
             data = listed(
                 self._backend, lambda: self._backend.read(f"{version}/{name}", offset=length, length=size - length)
             )
-            return Trailer.decode(data, name).length == length
+            return Trailer.decode(data, name, self._where(f"{version}/{name}")).length == length
         except CorruptError:
             return False
+
+    def _where(self, name: str) -> str:
+        """A file as the operator finds it."""
+        return f"{self._backend.properties.where}/{name}"
 
     def _trailer(self, version: Version, file: BundleFile) -> Trailer:
         name = f"{version}/{file.file}"
@@ -213,9 +217,9 @@ class BundleFiles:
             return last[1]
         size = _trailer_bytes(file.length)
         data = listed(self._backend, lambda: self._backend.read(name, offset=file.length, length=size + 1))
-        trailer = Trailer.decode(data, file.file)
+        trailer = Trailer.decode(data, file.file, self._where(name))
         if (trailer.length, trailer.key_id) != (file.length, file.key_id):
-            raise CorruptError("the trailer is of another file", where=name)
+            raise CorruptError("the trailer is of another file", where=self._where(name))
         self._last = (name, trailer)
         return trailer
 
@@ -224,7 +228,7 @@ class BundleFiles:
             has = f"the key given is {self._key.id}" if self._key else "no key is given"
             raise ConfigError(
                 f"the version is encrypted with key {file.key_id}; {has}",
-                where=f"{version}/{file.file}",
+                where=self._where(f"{version}/{file.file}"),
                 remedy="name the key's file as `encryption_key` in the settings (HOLDFAST_CONFIG, or the Checkpointer)",
             )
         return self._key.of_file(Name(self._job_id(), str(version), file.ref.bundle_id, file.length, file.digest))
