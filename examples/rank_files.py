@@ -77,10 +77,11 @@ def main() -> None:
     parser.add_argument("what", choices=["run", "recover"])
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--checkpoints", default="checkpoints/rank_files")
+    parser.add_argument("--copies", type=int, help="ranks that save each slice (default: all that hold it)")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     model, optimizer = build(init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "mp")))
-    files = RankCheckpoints(options.checkpoints, {"model": model, "optimizer": optimizer})
+    files = RankCheckpoints(options.checkpoints, {"model": model, "optimizer": optimizer}, copies=options.copies)
     done = files.recover() if options.what == "recover" else None
     start = 0 if done is None else (done[0] - 1) * STEPS_PER_EPOCH + done[1]
     print(f"rank {dist.get_rank()} goes on after {done}; its slices are also on {files.interchangeable}", flush=True)

@@ -9,6 +9,9 @@ only if all of that is right, so a damaged file, one of another step or of other
 the newest step that every one of them finds somewhere, or none does. `rank_<n>/group_info.pb` (or GROUP_INFO_FILE) is
 written when the object is made: before the first step.
 
+With `copies=k` a slice is not saved by every rank that holds it, but by k of them, all ranks about equally many bytes
+(`rank_copies.py`); a load takes from the others' files what a rank's own lacks.
+
 What twins share is in the file: parameters, optimizer state and the optimizer's numbers. What is a rank's own (random
 numbers, the position in the data) is not; a loop sets it from epoch and step. For all of it there is
 `holdfast.Checkpointer`.
@@ -20,7 +23,6 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,11 +32,23 @@ import torch
 
 from holdfast.adapters.mindspore.files import READ_ONLY, replace_file
 from holdfast.adapters.mindspore.groups import write_group_info
+from holdfast.adapters.mindspore.rank_copies import Copies, Wanted, encode_numbers, nothing_whole
+from holdfast.adapters.mindspore.rank_proofs import (
+    PROOF,
+    SUFFIX,
+    Found,
+    Parts,
+    Proof,
+    bundle_of,
+    names_in,
+    read_good,
+    read_proof,
+    slices_digest,
+)
 from holdfast.adapters.mindspore.redundancy import group_info_of_shards
 from holdfast.base import config
 from holdfast.base.errors import CorruptError, HoldfastError, VersionNotFound
-from holdfast.core.bundles import fingerprint
-from holdfast.core.model import Bundle, Extent, Piece, Seal, Shard
+from holdfast.core.model import Extent, Shard
 from holdfast.tiers import format as image_format
 from holdfast.tiers import values as value_codec
 from holdfast.tiers.format import Entry
@@ -42,34 +56,7 @@ from holdfast.train import agree
 from holdfast.train.live import Gathered, SavedTensor, torch_dtype
 from holdfast.train.state import State
 
-SUFFIX, PROOF = ".safetensors", ".proof"
 _OWNED = re.compile(r"rank\d+/")
-MAX_PROOF_BYTES = 64 << 20
-
-
-class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file must be, in a file of its own.
-
-    Attributes:
-        epoch, step: the state after this step of this epoch.
-        slices: digest of names, dtypes, shapes and extents; twins' are equal, other ranks' differ.
-        length, digest, chunks: of the bytes.
-    """
-
-    epoch: int
-    step: int
-    slices: str
-    length: int
-    digest: str
-    chunks: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A file that is what its proof says, and what this rank needs."""
-
-    path: Path
-    proof: Proof
 
 
 def free_prefix(directory: str | os.PathLike[str], prefix: str) -> str:
@@ -80,7 +67,7 @@ def free_prefix(directory: str | os.PathLike[str], prefix: str) -> str:
         prefix: what its files begin with.
     """
     pattern = re.compile(rf"{re.escape(prefix)}(?:_(\d+))?-\d+_\d+\.")
-    matches = [pattern.match(name) for name in _names(Path(directory))]
+    matches = [pattern.match(name) for name in names_in(Path(directory))]
     taken = [int(match[1] or 0) for match in matches if match]
     return f"{prefix}_{max(taken) + 1}" if taken else prefix
 
@@ -93,6 +80,7 @@ class RankCheckpoints:
         objects: name -> model, optimizer, as `holdfast.Checkpointer` takes them by keyword.
         prefix: of file names; `_1`, `_2`, ... is added where an earlier run has used it.
         replicated: as `holdfast.Checkpointer` takes it.
+        copies: how many ranks save each slice. None: all that hold it, so that a twin's file alone replaces a lost one.
 
     Attributes:
         interchangeable: the ranks whose slices can replace this rank's, itself included.
@@ -105,6 +93,7 @@ class RankCheckpoints:
         *,
         prefix: str = "checkpoint",
         replicated: Sequence[str] = (),
+        copies: int | None = None,
     ) -> None:
         self._directory = Path(directory)
         self._group = agree.ranks()
@@ -116,16 +105,19 @@ class RankCheckpoints:
         path = (config.group_info_file() or str(self._home(rank) / "group_info.pb")).replace("{rank}", str(rank))
         agree.together(self._group, lambda: write_group_info(path, info))
         self._prefix = max(agree.gather_json(self._group, free_prefix(self._home(rank), prefix)), key=_number)
+        self._copies = None if copies is None else Copies(self._group, self._shards(), copies)
 
     def save(self, epoch: int, step: int) -> Path:
-        """Writes this rank's slices as the state after `step` of `epoch`; no rank waits for another.
+        """Writes this rank's slices, or its share of them, as the state after `step` of `epoch`; no rank waits.
 
         Raises:
             OSError: the directory refuses.
         """
         gathered = self._state.gather()
-        values = _values(gathered)
-        bundle = _bundle([live.shard for name, live in gathered.tensors.items() if not _OWNED.match(name)])
+        held = [live.shard for name, live in gathered.tensors.items() if not _OWNED.match(name)]
+        shared = held if self._copies is None else self._copies.saved(held)
+        values = _values(gathered) if self._copies is None else encode_numbers(_numbers(gathered))
+        bundle = bundle_of(shared)
         plan = image_format.plan_image(bundle, len(values))
         image = bytearray(plan.length)
         image[: len(plan.header)] = plan.header
@@ -137,14 +129,15 @@ class RankCheckpoints:
             start, size = plan.values_span
             image[start : start + size] = values
         seal = image_format.seal(bundle.bundle_id, memoryview(image))
-        proof = Proof(epoch, step, fingerprint(bundle), seal.length, seal.digest, seal.chunk_digests)
+        names = None if self._copies is None else tuple(sorted(shard.name for shard in shared))
+        proof = Proof(epoch, step, slices_digest(held), seal.length, seal.digest, seal.chunk_digests, names)
         path = self._home(self._group.rank) / f"{self._prefix}-{epoch}_{step}{SUFFIX}"
         replace_file(path, [image], mode=READ_ONLY)
         replace_file(path.with_suffix(PROOF), [msgspec.json.encode(proof)], mode=READ_ONLY)
         return path
 
     def recover(self) -> tuple[int, int] | None:
-        """Loads the newest state that every rank finds, in its own file or a twin's. Collective.
+        """Loads the newest state that every rank finds, in its own file or others' that hold its slices. Collective.
 
         Returns:
             Epoch and step that the objects hold now; None if no rank has a file.
@@ -154,6 +147,8 @@ class RankCheckpoints:
             VersionNotFound: some ranks have no file of any step, and nor have their twins; nothing was loaded.
             MismatchError: the objects are others.
         """
+        if self._copies is not None:
+            return self._recover_shares(self._copies)
         faults: list[str] = []
         found = self._candidates(faults)
         steps = [{tuple(one) for one in told} for told in agree.gather_json(self._group, sorted(found))]
@@ -168,55 +163,79 @@ class RankCheckpoints:
             return None
         raise _nothing_common(told)
 
+    def _recover_shares(self, copies: Copies) -> tuple[int, int] | None:
+        """`recover` where a rank's own file holds some of its slices."""
+        faults: list[str] = []
+        shards = self._shards()
+        wanted = Wanted(copies, shards, _numbers(self._state.gather()))
+        digests = agree.gather_json(self._group, slices_digest(shards))
+        files = wanted.find(self._directory, self._stem, digests, faults)
+        whole = [key for key in files if not wanted.lacking(files[key])]
+        told = agree.gather_json(self._group, [sorted(files), whole, bool(faults)])
+        for key in sorted(set.intersection(*({tuple(one) for one in keys} for _, keys, _ in told)), reverse=True):
+            parts = wanted.collect(files[key], faults)
+            if agree.unanimous(self._group, parts is not None):
+                assert parts is not None  # everybody has them
+                agree.together(self._group, partial(self._load, parts))
+                return key[0], key[1]
+        if not any(keys or problems for keys, _, problems in told):
+            return None
+        newest = max((tuple(key) for keys, _, _ in told for key in keys), default=(0, 0, 0))
+        lacks = wanted.lacking(files.get(newest, {}))
+        raise nothing_whole(newest, agree.gather_json(self._group, [lacks, faults]))
+
     def _home(self, rank: int) -> Path:
         return self._directory / f"rank_{rank}"
 
-    def _candidates(self, faults: list[str]) -> dict[tuple[int, int], list[_Found]]:
+    def _candidates(self, faults: list[str]) -> dict[tuple[int, int], list[Found]]:
         """By step the files of this rank and its twins that fit as far as their proofs say; this rank's own first."""
-        slices = fingerprint(_bundle(self._shards()))
+        slices = slices_digest(self._shards())
         rank = self._group.rank
-        found: dict[tuple[int, int], list[_Found]] = defaultdict(list)
+        found: dict[tuple[int, int], list[Found]] = defaultdict(list)
         for twin in sorted(self.interchangeable, key=lambda other: other != rank):
-            for name in reversed(_names(self._home(twin))):  # of a step that was made twice, the later run's
+            for name in reversed(names_in(self._home(twin))):  # of a step that was made twice, the later run's
                 match = re.match(rf"{re.escape(self._stem)}(?:_\d+)?-(\d+)_(\d+){re.escape(SUFFIX)}\Z", name)
                 if match is None:
                     continue
                 path = self._home(twin) / name
                 try:
-                    proof = _proof(path)
-                    _check(path, proof, slices, (int(match[1]), int(match[2])))
+                    proof = read_proof(path, (int(match[1]), int(match[2])), slices)
+                    if proof.names is not None:
+                        remedy = "pass the same copies= to load it"
+                        raise CorruptError("it holds a share of the slices", where=str(path), remedy=remedy)
                 except HoldfastError as error:
                     faults.append(str(error))
                 else:
-                    found[proof.epoch, proof.step].append(_Found(path, proof))
+                    found[proof.epoch, proof.step].append(Found(path, proof))
         return found
 
     def _fill(self, data: bytes) -> None:
-        """The bytes into the objects; that they fit was proved by the digest of the slices."""
+        """A whole file into the objects; that it fits was proved by the digest of the slices."""
         image = image_format.read_image(data, "slices")
-        saved = {e.name: SavedTensor(e.dtype, e.global_shape, (Extent(e.offsets, e.shape),)) for e in image.entries}
-        values: dict[tuple[int, ...], Any] = {}
+        parts = Parts({entry.name: entry for entry in image.entries})
+        parts.data.update({e.name: memoryview(data)[e.start : e.end] for e in image.entries})
         if image.values is not None:
-            values[self.interchangeable] = value_codec.decode(data[image.values.start : image.values.end])
+            tree = value_codec.decode(data[image.values.start : image.values.end])
+            parts.values[self.interchangeable] = tree
+        self._load(parts)
+
+    def _load(self, parts: Parts) -> None:
+        """Proved bytes into the objects."""
+        saved = {
+            name: SavedTensor(e.dtype, e.global_shape, (Extent(e.offsets, e.shape),))
+            for name, e in parts.entries.items()
+        }
         # Not strict, for what is each rank's own is not in the file.
-        targets = self._state.targets(saved, values, strict=False)
-        entries = {entry.name: entry for entry in image.entries}
+        targets = self._state.targets(saved, parts.values, strict=False)
         for name, live in targets.items():
             if live.local.numel():
-                live.local.copy_(_tensor(data, entries[name]))
-        self._state.apply(values, targets)
+                live.local.copy_(_tensor(parts.data[name], parts.entries[name]))
+        self._state.apply(parts.values, targets)
 
     def _shards(self) -> list[Shard]:
         """What twins share of the state, optimizer state to come included; what a file of it holds."""
         shards = self._state.predict() or {n: live.shard for n, live in self._state.gather().tensors.items()}
         return [shard for name, shard in shards.items() if not _OWNED.match(name)]
-
-
-def _bundle(shards: Sequence[Shard]) -> Bundle:
-    """The slices as one image. Nothing in it depends on the rank that writes it."""
-    ordered = sorted(shards, key=lambda shard: shard.name)
-    pieces = tuple(Piece(s, 0, s.extent.lengths[0] if s.extent.lengths else 1) for s in ordered)
-    return Bundle("slices", (0,), 0, 1, pieces, has_values=True)
 
 
 def _values(gathered: Gathered) -> bytes:
@@ -226,8 +245,13 @@ def _values(gathered: Gathered) -> bytes:
     return image_format.pad_values(value_codec.encode(shared))
 
 
-def _names(directory: Path) -> list[str]:
-    return sorted(os.listdir(directory)) if directory.is_dir() else []
+def _numbers(gathered: Gathered) -> dict[tuple[int, ...], dict[str, Any]]:
+    """The same by the group that shares them."""
+    found = {
+        ranks: {path: value for path, value in tree.items() if not _OWNED.match(path)}
+        for ranks, tree in gathered.values.items()
+    }
+    return {ranks: tree for ranks, tree in found.items() if tree}
 
 
 def _number(prefix: str) -> int:
@@ -236,45 +260,13 @@ def _number(prefix: str) -> int:
     return int(tail) if tail.isdigit() else 0
 
 
-def _proof(path: Path) -> Proof:
-    """What the file beside `path` says of it. Raises CorruptError."""
-    proof = path.with_suffix(PROOF)
-    try:
-        with proof.open("rb") as stream:
-            data = stream.read(MAX_PROOF_BYTES)
-        return msgspec.json.decode(data, type=Proof)
-    except OSError as error:
-        raise CorruptError(f"its proof cannot be read: {error.strerror}", where=str(path)) from error
-    except msgspec.MsgspecError as error:
-        raise CorruptError(f"its proof cannot be understood: {error}", where=str(path)) from error
-
-
-def _check(path: Path, proof: Proof, slices: str, named: tuple[int, int]) -> None:
-    """Whether the file is of the step that its name says, and of what this rank needs. Raises CorruptError."""
-    if (proof.epoch, proof.step) != named:
-        raise CorruptError(f"it holds step {proof.step} of epoch {proof.epoch}", where=str(path))
-    if proof.slices != slices:
-        raise CorruptError("it holds other slices than this rank needs", where=str(path))
-
-
-def _first_good(files: Sequence[_Found], faults: list[str]) -> bytes | None:
+def _first_good(files: Sequence[Found], faults: list[str]) -> bytes | None:
     """The bytes of the first file that is what its proof says."""
-    for found in files:
-        seal = Seal("slices", found.proof.length, found.proof.digest, found.proof.chunks)
-        try:
-            data = found.path.read_bytes()
-            image_format.verify(memoryview(data), seal, str(found.path))
-        except OSError as error:
-            faults.append(f"it cannot be read: {error.strerror} [{found.path}]")
-        except CorruptError as error:
-            faults.append(str(error))
-        else:
-            return data
-    return None
+    return next((data for found in files if (data := read_good(found, faults)) is not None), None)
 
 
-def _tensor(data: bytes, entry: Entry) -> torch.Tensor:
-    flat = torch.frombuffer(bytearray(data[entry.start : entry.end]), dtype=torch_dtype(entry.dtype))
+def _tensor(data: memoryview, entry: Entry) -> torch.Tensor:
+    flat = torch.frombuffer(bytearray(data), dtype=torch_dtype(entry.dtype))
     return flat.reshape(entry.shape)
 
 

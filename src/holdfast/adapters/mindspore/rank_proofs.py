@@ -1,0 +1,116 @@
+"""The proof beside a rank's file: what a file must be before a byte of it is taken. For `rank_files` and `rank_copies`."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.base.errors import CorruptError
+from holdfast.core.bundles import fingerprint
+from holdfast.core.model import Bundle, Piece, Seal, Shard
+from holdfast.tiers import format as image_format
+from holdfast.tiers.format import Entry
+
+SUFFIX, PROOF = ".safetensors", ".proof"
+MAX_PROOF_BYTES = 64 << 20
+
+
+class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a file must be, in a file of its own.
+
+    Attributes:
+        epoch, step: the state after this step of this epoch.
+        slices: digest of names, dtypes, shapes and extents of all that the rank held; twins' are equal, other ranks'
+            differ.
+        length, digest, chunks: of the bytes.
+        names: of the slices that are in the file; None: all of them.
+    """
+
+    epoch: int
+    step: int
+    slices: str
+    length: int
+    digest: str
+    chunks: tuple[str, ...]
+    names: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file that is what is wanted as far as its name and its proof say."""
+
+    path: Path
+    proof: Proof
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What is loaded: proved bytes by name of the slice, and numbers by the group that shares them."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    data: dict[str, memoryview] = field(default_factory=dict)
+    values: dict[tuple[int, ...], Mapping[str, Any]] = field(default_factory=lambda: defaultdict(dict))
+
+
+def bundle_of(shards: Sequence[Shard]) -> Bundle:
+    """The slices as one image. Nothing in it depends on the rank that writes it."""
+    ordered = sorted(shards, key=lambda shard: shard.name)
+    pieces = tuple(Piece(s, 0, s.extent.lengths[0] if s.extent.lengths else 1) for s in ordered)
+    return Bundle("slices", (0,), 0, 1, pieces, has_values=True)
+
+
+def slices_digest(shards: Sequence[Shard]) -> str:
+    """What `Proof.slices` is for a rank that holds these."""
+    return fingerprint(bundle_of(shards))
+
+
+def names_in(directory: Path) -> list[str]:
+    """What lies in a directory, which need not be there; sorted."""
+    return sorted(os.listdir(directory)) if directory.is_dir() else []
+
+
+def read_proof(path: Path, named: tuple[int, int], slices: str) -> Proof:
+    """What the file beside `path` says of it.
+
+    Args:
+        path: of the slices.
+        named: epoch and step in its name.
+        slices: what the rank that wrote it holds.
+
+    Raises:
+        CorruptError: the proof is missing or damaged, or it is of another step or of other slices.
+    """
+    try:
+        with path.with_suffix(PROOF).open("rb") as stream:
+            data = stream.read(MAX_PROOF_BYTES)
+        proof = msgspec.json.decode(data, type=Proof)
+    except OSError as error:
+        raise CorruptError(f"its proof cannot be read: {error.strerror}", where=str(path)) from error
+    except msgspec.MsgspecError as error:
+        raise CorruptError(f"its proof cannot be understood: {error}", where=str(path)) from error
+    if (proof.epoch, proof.step) != named:
+        raise CorruptError(f"it holds step {proof.step} of epoch {proof.epoch}", where=str(path))
+    if proof.slices != slices:
+        raise CorruptError("it holds other slices than this rank needs", where=str(path))
+    return proof
+
+
+def read_good(found: Found, faults: list[str]) -> bytes | None:
+    """The bytes of a file if they are what its proof says; None, and why in `faults`, if not."""
+    seal = Seal("slices", found.proof.length, found.proof.digest, found.proof.chunks)
+    try:
+        data = found.path.read_bytes()
+        image_format.verify(memoryview(data), seal, str(found.path))
+    except OSError as error:
+        faults.append(f"it cannot be read: {error.strerror} [{found.path}]")
+    except CorruptError as error:
+        faults.append(str(error))
+    else:
+        return data
+    return None
