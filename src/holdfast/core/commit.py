@@ -4,7 +4,7 @@ Pure. Facts come in as method calls, announcements and orders come out as values
 executes them. Every fact is idempotent, so a new coordinator is fed by every node repeating what it knows. Nothing
 here depends on a clock or on who the coordinator is.
 
-Order of a durable version (protocol section 5): every rank sealed -> CAPTURED is announced -> PERSIST, if the version
+Order of a durable version (protocol section 6): every rank sealed -> CAPTURED is announced -> PERSIST, if the version
 is due for storage or as soon as somebody asks for it -> every node that represents bundles reports its part -> COMMIT
 is ordered -> the manifest stands -> DURABLE is announced and retention may run. A level is announced once, and only
 when it is reached (S13). ABANDONED is final and never said of a version that was captured. A version whose twins differ

@@ -219,9 +219,6 @@ class NodeLedger:
         """Every bundle of the job at `version`, if known."""
         return self._tables.get(self._local(version).layout, ())
 
-    def knows_table(self, layout: str) -> bool:
-        return layout in self._tables
-
     def standing(self, version: Version) -> tuple[frozenset[Level], str, bool]:
         """(levels reached, reason, abandoned) as known here. A durable version need not be replicated."""
         local = self._versions.get(version)

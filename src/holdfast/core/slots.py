@@ -1,4 +1,4 @@
-"""Which slot a new version may be written into: the overwrite guard of protocol section 3.
+"""Which slot a new version may be written into: the overwrite guard of protocol section 4.
 
 Pure. A slot may be reused only if it is empty, or holds a version older than the newest one known to be captured on
 *all* ranks, or one of dead lineage, or an abandoned one; never while it is pinned (being sealed, persisted, sent or

@@ -4,7 +4,7 @@ A killed process leaves its page cache to the kernel, so no number of kills find
 every file operation of the keepers and holds at each moment what is not yet safe: bytes written since the last fsync
 of the file, names made or removed since the last fsync of their directory. Whenever the protocol relies on something
 (a final name appears, a manifest is committed, "durable" is named, files are removed) everything it stands on must be
-safe. Rules: docs/spec/protocol.md, sections 5 and 8.
+safe. Rules: docs/spec/protocol.md, sections 6 and 8.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Offsets are those of the image in both cases: ciphertext has the length of its p
 of the image would. Encrypting runs one chunk ahead of the disk, in two buffers, whatever the size of the bundle. What a
 reader gets is either authenticated or an error. The digests of the image are checked above, by `storage`, as ever.
 
-Specification of the trailer: docs/spec/format.md, section 7. Used by `storage` alone.
+Specification of the trailer: docs/spec/format.md, section 6. Used by `storage` alone.
 """
 
 from __future__ import annotations

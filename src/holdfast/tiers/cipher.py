@@ -6,7 +6,7 @@ version, bundle, length, digest), and the nonce is the number of the chunk. The 
 texts: other content has another digest, and so another key. The same names and the chunk's place are authenticated with
 every chunk, so a chunk that was moved, left out or taken from another file or version does not open.
 
-Specification: docs/spec/format.md, section 7. The key comes from a file or a command, and never into argv or a log.
+Specification: docs/spec/format.md, section 6. The key comes from a file or a command, and never into argv or a log.
 """
 
 from __future__ import annotations

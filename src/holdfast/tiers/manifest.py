@@ -1,8 +1,8 @@
 """The commit record of a version: which files it consists of, and what proves each of them.
 
-A manifest is one root file and one part per node. A part lists the bundles that the node's trainers are responsible
-for, whoever wrote them; the root lists the parts with their digests, and its existence is the commit. Content is
-determined by the version alone: no clock, no host, no writer. Two committers of one version write the same bytes.
+A manifest is one root file and one part per line of writers (core.takeover). A part lists the bundles that have this line,
+whoever wrote them; the root lists the parts with their digests, and its existence is the commit. Content is determined by
+the version alone: no clock, no host, no writer. Two committers of one version write the same bytes.
 
 Called by `storage`, which reads and writes the files. Specification: docs/spec/format.md, section 5.
 """

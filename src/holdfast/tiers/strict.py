@@ -20,7 +20,7 @@ from holdfast.base.errors import CorruptError, NewerFormat, UsageError
 
 # The newest format that this holdfast writes and reads; one number for images, manifests and registrations.
 FORMAT_VERSION = 1
-# Longest record file. A manifest is cut into parts per node, so that none comes near it.
+# Longest record file. A manifest is cut into parts by line of writers, so that none comes near it.
 MAX_RECORD_BYTES = 16 << 20
 
 _TAIL = re.compile(rb',"checksum":"([0-9a-f]{32})"\}\n\Z')

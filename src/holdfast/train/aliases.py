@@ -23,7 +23,6 @@ from holdfast.base.errors import UsageError
 SCHEDULER, WORKER = "MS_SCHED", "MS_WORKER"
 DONE = "holdfast/aliases/done"
 POLL_S = 0.2
-JOIN_S = 60.0
 DEFAULT_PORT = 8118
 
 

@@ -131,10 +131,6 @@ class Workers(SubprocessContext):
         if len(self._spares) < self._num_spares:
             self._spares.append(self._fork())
 
-    def spare_pids(self) -> list[int]:
-        """Process ids of those that wait."""
-        return [child.pid for child, _, _ in self._spares]
-
     def dismiss_spares(self) -> None:
         """Those that wait for nothing any more end."""
         for child, line, page in self._spares:

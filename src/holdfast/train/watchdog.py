@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 # Below this a worker is not looked at more closely than its page.
 CLOSER_AFTER_S = 0.4
-ACTIONS = (Kind.RESTART_RANK, Kind.REPLACE_NODE, Kind.RESTART_ALL, Kind.STOP)
 MAX_STACKS = 64
 
 

@@ -129,7 +129,6 @@ _BACK = (
     LAST_LIFE,
 )
 _FLIP = (LifePlan(script("D1 C1")), replace(LAST_LIFE, damage="memory"))
-_ROT = (LifePlan(script("D1 D1"), ends="kill all"), replace(LAST_LIFE, damage="storage"))
 _APART = (LifePlan(script("C1 C1 c1 c1 c1"), skew=2), LAST_LIFE)
 _TWIST = (LifePlan(script("C1 D1 D1 D1"), twist=3), LAST_LIFE)
 _ALONE = (LifePlan(script("C1 C1 C1 C1"), skew=2), LAST_LIFE)

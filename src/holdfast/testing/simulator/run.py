@@ -18,7 +18,6 @@ from holdfast.testing.simulator.job import Job
 
 MIN_FAULTS, MAX_FAULTS = 10, 16
 CALM_S = 9.0
-MAX_EVENTS = 60_000
 
 
 @dataclass(frozen=True, slots=True)
