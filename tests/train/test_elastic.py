@@ -138,6 +138,7 @@ def test_the_job_survives_ten_killed_workers(job: Job) -> None:
     survive_kills(job, 10)
 
 
+@pytest.mark.slow
 def test_a_lost_node_is_replaced_and_keeps_its_ranks(job: Job) -> None:
     """Both nodes once: kill -9 of a launcher with its workers, then a new launcher under the same address."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
