@@ -118,6 +118,23 @@ def read_bytes(facts: Facts, nodes: int = 1) -> int:
     return sum(row["counters"].get("storage_read_bytes", 0) for row in heads)
 
 
+def loads_merged(jobs: Jobs, rows: Facts) -> None:
+    """One file made of the newest version loads in this process, which knows no layout, and has what all ranks had."""
+    whole_file = jobs.home / "whole.pt"
+    export = subprocess.run(
+        [sys.executable, "-m", "holdfast.tools.cli", "export", str(jobs.root), str(whole_file), "--to", "torch"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert export.returncode == 0, export.stderr
+    tree = torch.load(whole_file, weights_only=True)
+    content = {name: layout_worker.digest(tensor) for name, tensor in tree["model"].items()}
+    for name, state in tree["optimizer"]["state"].items():
+        content |= {f"{name}.{key}": layout_worker.digest(tensor) for key, tensor in state.items()}
+    assert content == whole(rows), "a merged file has what all ranks together have"
+    model = layout_worker.model_of("one", 0, 0)
+    model.load_state_dict(tree["model"], strict=True)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_eight_to_four_to_one(jobs: Jobs) -> None:
@@ -134,6 +151,7 @@ def test_eight_to_four_to_one(jobs: Jobs) -> None:
 def test_tensor_parallel_four_to_two_by_two_and_back(jobs: Jobs) -> None:
     first = jobs.run("tp", 4)
     second = hop(jobs, first, "fsdp_tp", 4)
+    loads_merged(jobs, second)
     third = hop(jobs, second, "tp", 4)
     fourth = hop(jobs, third, "hsdp", 4)
     hop(jobs, fourth, "ddp", 2)
@@ -164,18 +182,7 @@ def test_two_stages_to_one_and_what_belongs_to_single_ranks(jobs: Jobs) -> None:
     assert third[1]["random"] != alone["random_after"], "no two ranks draw the same numbers"
     assert any("rng: kept as it is here" in line for line in third[1]["by_rank"])
 
-    export = subprocess.run(
-        [sys.executable, "-m", "holdfast.tools.cli", "export", str(jobs.root), str(jobs.home / "whole.pt"), "--to", "torch"],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert export.returncode == 0, export.stderr
-    tree = torch.load(jobs.home / "whole.pt", weights_only=True)
-    content = {name: layout_worker.digest(tensor) for name, tensor in tree["model"].items()}
-    for name, state in tree["optimizer"]["state"].items():
-        content |= {f"{name}.{key}": layout_worker.digest(tensor) for key, tensor in state.items()}
-    assert content == whole(third), "a merged file has what all ranks together have"
-    model = layout_worker.model_of("one", 0, 0)
-    model.load_state_dict(tree["model"], strict=True)
+    loads_merged(jobs, third)
 
 
 @pytest.mark.timeout(240)
