@@ -55,8 +55,11 @@ class Leftovers:
             time.sleep(0.05)
         lines = [f"process {p.pid}: {' '.join(p.cmdline())[:200]}" for p in self.processes()]
         lines += [f"zombie {p.pid}" for p in psutil.Process().children() if p.status() == psutil.STATUS_ZOMBIE]
-        files = (path for path in sorted(self.root.rglob("*")) if not path.is_dir() or path.is_symlink())
+        files = [path for path in sorted(self.root.rglob("*")) if not path.is_dir() or path.is_symlink()]
         lines += [f"file {path}" for path in files if not path.parent.name.startswith("run-")]  # journals stay
+        for log in (path for path in files if path.name == "keeper.log"):
+            said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:]
+            lines += [f"    {line}" for line in said]  # a keeper that failed leaves its directory, and says why
         lines += [f"memory {name}" for name in sorted(_own_memory_files() - self.memory_before)]
         return lines
 
