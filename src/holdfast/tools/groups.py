@@ -12,16 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from holdfast.base.errors import UsageError, VersionNotFound
 from holdfast.base.events import Events
 from holdfast.core import backups
-from holdfast.core.model import Extent, Shard, Topology, Version
+from holdfast.core.model import Extent, Shard, Topology
 from holdfast.core.plan import uniform
 from holdfast.tiers.format import Entry
 from holdfast.tiers.manifest import Manifest
 from holdfast.tiers.storage import Storage, open_storage
 from holdfast.tools import output, picture
 from holdfast.tools.live import live_job
+from holdfast.tools.look import choose
 
 MAX_ROWS = 40
 
@@ -86,20 +86,6 @@ def _joined(pieces: Sequence[Entry], ranks: tuple[int, ...]) -> Shard:
     rows = () if not first.shape else (sum(piece.shape[0] for piece in pieces),)
     extent = Extent(first.offsets, (*rows, *first.shape[1:]))
     return Shard(first.name, first.dtype, first.global_shape, extent, ranks)
-
-
-def choose(storage: Storage, text: str | None) -> Version:
-    """The version that was asked for, or the newest durable one."""
-    if text is not None:
-        version = Version.parse(text)
-        if version is None:
-            raise UsageError(f"{text!r} is not a version", remedy="`holdfast ls` shows them: i000001-s0000000120")
-        return version
-    storage.job_id()  # says what is wrong with the path, if something is
-    found = storage.versions()
-    if not found:
-        raise VersionNotFound("no version is durable yet", where=storage.where)
-    return found[-1]
 
 
 def _by_group(shards: Iterable[Shard]) -> _Groups:

@@ -22,8 +22,9 @@ from holdfast.core.plan import JobPlan, uniform
 from holdfast.tiers.memory import SPARE_BYTES, slot_bytes
 from holdfast.tiers.storage import open_storage
 from holdfast.tools import description, often, output, picture
-from holdfast.tools.groups import choose, saved_shards
+from holdfast.tools.groups import saved_shards
 from holdfast.tools.live import live_job
+from holdfast.tools.look import choose
 from holdfast.tools.rehearsed import layout_of_script
 
 MAX_ROWS = 20
