@@ -6,7 +6,6 @@ alternate with blocks without, the order turned every pair; a pair is the time o
 - `overhead_percent`: mean of the paired differences over a plain block, with its 95 % bounds, for the copy inside the
   waits (captured level), for the plain copy (`overlap=False`) and for `dcp.async_save`, all at every step.
 - `copy_time_in_bubbles_percent`: the part of the copying that ran while the rank waited for its neighbour.
-- `stall_ms_per_save`: what the trainer's thread itself lost to holdfast: the call and the fence.
 """
 
 from __future__ import annotations
