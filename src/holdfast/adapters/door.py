@@ -3,23 +3,62 @@
 With GROUP_INFO_FILE in the environment every rank writes, before its first step, whose slices can replace its own, as
 MindSpore's ranks do; `restore_group_info_list` reads it back. The file that cannot be written is an error on every
 rank: it was asked for, and nothing is trained yet.
+
+With HOLDFAST_DISABLE=1 the object does nothing: the script trains from the start as if its lines were not there.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from holdfast.adapters.mindspore.groups import write_group_info
 from holdfast.adapters.mindspore.redundancy import group_info_of_shards
 from holdfast.base import config
 from holdfast.base.errors import StorageError
-from holdfast.core.model import Shard
+from holdfast.core.model import Level, Shard, Version
 from holdfast.train import agree, checkpointer
 from holdfast.train.assembly import Job
+from holdfast.train.handle import SaveHandle, as_level
+from holdfast.train.restore import RestoreReport
+
+logger = logging.getLogger(__name__)
 
 
 class Checkpointer(checkpointer.Checkpointer):
     """Keeps the training state of this rank alive; see `train.checkpointer.Checkpointer` for arguments and methods."""
+
+    @property
+    def off(self) -> bool:
+        """Whether HOLDFAST_DISABLE switched everything off."""
+        return config.disabled()
+
+    def restore(self, version: Version | str | None = None, *, fresh: bool = False, strict: bool | None = None) -> int:
+        """As in `train.checkpointer`; 0 if everything is switched off."""
+        if not self.off:
+            return super().restore(version, fresh=fresh, strict=strict)
+        logger.warning("%s is set: nothing is restored and nothing is saved", config.DISABLE_VARIABLE)
+        self.last_restore = RestoreReport(None, f"{config.DISABLE_VARIABLE} is set")
+        return 0
+
+    def step(self, step: int) -> SaveHandle | None:
+        """As in `train.checkpointer`; nothing if everything is switched off."""
+        return None if self.off else super().step(step)
+
+    def save(self, step: int, level: Level | str = "captured", *, also_to: Sequence[str] = ()) -> SaveHandle:
+        """As in `train.checkpointer`; a version that is given up at once if everything is switched off."""
+        if not self.off:
+            return super().save(step, level, also_to=also_to)
+        handle = SaveHandle(
+            Version(1, step), as_level(level), client=lambda: None, settle=lambda: None, num_nodes=1, timeout_s=0.0
+        )
+        handle.give_up(f"{config.DISABLE_VARIABLE} is set")
+        return handle
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """As in `train.checkpointer`; nothing if everything is switched off."""
+        if not self.off:
+            super().flush(timeout_s)
 
     def _laid_out(self, job: Job, shards: Sequence[Shard]) -> None:
         super()._laid_out(job, shards)

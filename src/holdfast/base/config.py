@@ -37,6 +37,8 @@ ENVIRONMENT: dict[str, str] = {
     "HOLDFAST_LOG_LEVEL": "log_level",
 }
 CONFIG_FILE_VARIABLE = "HOLDFAST_CONFIG"
+# The switch. No field: it must work where no settings can be read, and a file must not be able to set it unnoticed.
+DISABLE_VARIABLE = "HOLDFAST_DISABLE"
 # Not ours: MindSpore's jobs name here where each rank writes who holds the same slices; ours write it too.
 GROUP_INFO_VARIABLE = "GROUP_INFO_FILE"
 # Nor are these: scripts that start MindSpore's dynamic cluster set them for each process; `holdfast run` takes them as
@@ -170,6 +172,21 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
         if value is not None:
             values[name] = _typed(name, value, where="argument")
     return Config(**values)
+
+
+def disabled(*, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether holdfast is switched off altogether: nothing is restored, saved or watched, no keeper is started.
+
+    Raises:
+        ConfigError: the variable is neither true nor false.
+    """
+    text = (os.environ if environ is None else environ).get(DISABLE_VARIABLE, "")
+    try:
+        return bool(text) and _boolean(text)
+    except ValueError:
+        raise ConfigError(
+            f"{text!r} is neither true nor false", where=DISABLE_VARIABLE, remedy="set 1, or unset it"
+        ) from None
 
 
 def aliases(*, environ: Mapping[str, str] | None = None) -> dict[str, str]:

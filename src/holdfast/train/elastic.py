@@ -42,8 +42,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
+from torch.distributed.run import run as torchrun
 
-from holdfast.base.config import ENVIRONMENT, Config, hand_on, load
+from holdfast.base.config import DISABLE_VARIABLE, ENVIRONMENT, Config, disabled, hand_on, load
 from holdfast.base.config import aliases as config_aliases
 from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.core.cadence import Cadence
@@ -118,6 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the job; returns the exit code."""
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.WARNING)
     try:
+        if disabled():
+            return _plain_torchrun(argv)
         found = aliases.read(config_aliases())
         for note in found.notes:
             sys.stderr.write(f"holdfast run: {note}\n")
@@ -167,6 +170,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             cache.keep()
         if watch is not None:
             watch.close(code)
+
+
+def _plain_torchrun(argv: Sequence[str] | None) -> int:
+    """HOLDFAST_DISABLE: torchrun itself with torchrun's defaults; our flags are read and mean nothing."""
+    parser = build_parser()
+    parser.set_defaults(max_restarts=get_args_parser().get_default("max_restarts"))
+    sys.stderr.write(f"holdfast run: {DISABLE_VARIABLE} is set; this is plain torchrun\n")
+    try:
+        torchrun(parser.parse_args(argv))  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
 
 
 def _program(args: argparse.Namespace, config: LaunchConfig) -> Program | None:
