@@ -23,6 +23,7 @@ import forked
 from e2e import hsdp_worker
 from holdfast.base.events import Events
 from holdfast.tiers.storage import open_storage
+from keepers_kit import end_keepers, keepers
 
 WORKER = Path(__file__).with_name("hsdp_worker.py")
 NODES = ("a", "a", "b", "b")
@@ -62,15 +63,9 @@ class Cluster:
             )  # fmt: skip
 
     def keeper(self, node: str) -> psutil.Process:
-        """The keeper of a node, by the directory it listens in."""
-        for process in psutil.process_iter():
-            try:
-                command = process.cmdline()
-            except psutil.Error:
-                continue
-            if "holdfast.node" in command and node in command and str(self.runtime_dir) in command:
-                return process
-        raise AssertionError(f"node {node} has no keeper")
+        """The keeper of a node."""
+        (found,) = (process for process in keepers(self.runtime_dir) if node in process.cmdline())
+        return found
 
     def facts(self, part: str) -> list[dict[str, Any]]:
         return [json.loads((self.home / f"{part}-{rank}.json").read_text()) for rank in range(len(NODES))]
@@ -96,11 +91,7 @@ def cluster(tmp_path: Path, runtime_dir: Path) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path, runtime_dir)
     yield cluster
     cluster.end()
-    for node in set(NODES):
-        try:
-            cluster.keeper(node).kill()
-        except AssertionError:
-            continue
+    end_keepers(runtime_dir)
 
 
 @pytest.mark.timeout(400)  # eight processes that import torch, on whatever else the machine does

@@ -27,6 +27,7 @@ from holdfast.node.rpc import dial
 from holdfast.node.start import ensure_keeper
 from holdfast.tiers import wire
 from holdfast.tiers.procs import start_time
+from keepers_kit import end_keepers, keepers
 from node.rig import Rig, eventually
 
 MakeRig = Callable[..., Rig]
@@ -45,6 +46,24 @@ def test_the_keeper_is_up_fast_and_small_and_free_of_torch(make_rig: MakeRig) ->
     assert int(status["VmRSS"].split()[0]) < 80 << 10
     assert rig.keeper(0) == place
     assert rig.pid_of(place) == pid
+
+
+def test_jobs_of_tests_wait_for_a_keeper_that_is_about_to_end(runtime_dir: Path, tmp_path: Path) -> None:
+    """It was killed in that moment once, and its directory stayed."""
+    place = ensure_keeper(str(tmp_path), Config(runtime_dir=str(runtime_dir)))
+    (keeper,) = keepers(runtime_dir)
+    keeper.suspend()
+    keeper.terminate()
+    slow = threading.Timer(0.3, keeper.resume)
+    slow.start()
+    end_keepers(runtime_dir)
+    slow.join()
+    assert not keeper.is_running()
+    assert not place.directory.exists()
+    ensure_keeper(str(tmp_path), Config(runtime_dir=str(runtime_dir)))
+    with pytest.raises(AssertionError, match="stayed"):
+        end_keepers(runtime_dir, grace_s=0.1)
+    assert not runtime_dir.exists()
 
 
 def test_no_thread_of_it_interrupts_a_trainer_by_waking_up(make_rig: MakeRig) -> None:

@@ -1,0 +1,38 @@
+"""The keepers of jobs that a test ran: they end by themselves when all ranks have left, which takes them a moment.
+
+Who kills them in that moment leaves their directories behind, for a keeper clears away as the last thing it does.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import psutil
+
+# What `tests/conftest.py` gives everything that is left at the end of the suite.
+GRACE_S = 10.0
+
+
+def keepers(runtime: Path) -> list[psutil.Process]:
+    """Those that live in this runtime directory."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            continue
+        if "holdfast.node" in words and str(runtime) in words:
+            found.append(process)
+    return found
+
+
+def end_keepers(runtime: Path, grace_s: float = GRACE_S) -> None:
+    """Waits until the keepers of jobs that closed have ended; fails if one stays, and ends it with all that it has."""
+    _, stayed = psutil.wait_procs(keepers(runtime), timeout=grace_s)
+    for process in stayed:
+        process.kill()
+    psutil.wait_procs(stayed, timeout=GRACE_S)
+    if stayed:
+        shutil.rmtree(runtime, ignore_errors=True)
+        raise AssertionError(f"keepers stayed although nobody needs them: {[process.pid for process in stayed]}")
