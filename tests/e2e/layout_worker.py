@@ -55,15 +55,19 @@ class Layers(nn.ModuleDict):
         return x
 
 
-def model_of(layout: str, rank: int, big: int) -> nn.Module:
+def model_of(layout: str, rank: int, big: int, *, tied: bool = False) -> nn.Module:
     torch.manual_seed(0)
     layers: dict[str, nn.Module] = {"0": nn.Linear(12, 36), "1": nn.LayerNorm(36), "2": nn.Linear(36, 7)}
     layers["3"] = nn.Linear(8, big, bias=False) if big else nn.Linear(3, 2)
     world = dist.get_world_size() if dist.is_initialized() else 1
+    ends = {"embed": nn.Linear(9, 5, bias=False), "head": nn.Linear(9, 5, bias=False)} if tied else {}
+    if tied:  # one weight, where both are; the same twice, where they are in two stages
+        ends["head"].weight = ends["embed"].weight
     if layout == "pp":  # stages in order; the last one has what is left
         mine = {name: layer for name, layer in layers.items() if min(int(name) * world // 3, world - 1) == rank}
+        mine |= {name: layer for name, layer in ends.items() if rank == (world - 1 if name == "head" else 0)}
         return Layers(mine)
-    model = Layers(layers)
+    model = Layers(layers | ends)
     if layout == "fsdp":
         return fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     if layout == "hsdp":
@@ -79,6 +83,11 @@ def model_of(layout: str, rank: int, big: int) -> nn.Module:
     return model
 
 
+def whose(name: str) -> str:
+    """A parameter's name in the whole model, where the head is the embedding."""
+    return name.removeprefix("module.").replace("head.", "embed.")
+
+
 def gradient(name: str, shape: torch.Size, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)
     return torch.randn(shape, generator=generator)
@@ -86,7 +95,7 @@ def gradient(name: str, shape: torch.Size, step: int) -> torch.Tensor:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     for name, parameter in model.named_parameters():
-        full = gradient(name.removeprefix("module."), parameter.shape, step)
+        full = gradient(whose(name), parameter.shape, step)
         if isinstance(parameter, DTensor):
             full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.grad = full
@@ -103,7 +112,7 @@ def digest(tensor: torch.Tensor) -> str:
 def content(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     found = {}
     for name, parameter in model.named_parameters():
-        name = name.removeprefix("module.")
+        name = whose(name)
         found[name] = digest(parameter)
         for key, value in sorted(optimizer.state[parameter].items()):
             found[f"{name}.{key}"] = digest(value)
@@ -116,7 +125,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{spec['rendezvous']}", rank=rank, world_size=world)
-    model = model_of(spec["layout"], rank, spec["big"])
+    model = model_of(spec["layout"], rank, spec["big"], tied=spec.get("tied", False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     loader = (WholeLoader if spec.get("all_ranks") else Loader)(rank)

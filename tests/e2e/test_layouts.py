@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -25,6 +24,7 @@ from e2e import layout_worker
 from holdfast.base.events import Events
 from holdfast.core.model import Version
 from holdfast.tiers.storage import open_storage
+from keepers_kit import end_keepers
 
 WORKER = Path(__file__).with_name("layout_worker.py")
 TIMEOUT_S = 100.0
@@ -36,8 +36,8 @@ Facts = list[dict[str, Any]]
 class Jobs:
     """Jobs on one checkpoint directory, one after the other."""
 
-    def __init__(self, home: Path) -> None:
-        self.home = home
+    def __init__(self, home: Path, runtime: Path) -> None:
+        self.home, self.runtime = home, runtime
         self.root = home / "job"
         self._number = 0
         self.ranks: list[forked.Popen] = []
@@ -74,16 +74,12 @@ class Jobs:
         for rank in self.ranks:
             rank.kill()
             rank.wait()
-        for process in psutil.process_iter(["cmdline"]):
-            words = process.info["cmdline"] or []
-            if "holdfast.node" in words and str(self.root) in words:
-                process.kill()
-                psutil.wait_procs([process], timeout=10)
+        end_keepers(self.runtime)
 
 
 @pytest.fixture
 def jobs(tmp_path: Path, runtime_dir: Path) -> Iterator[Jobs]:
-    jobs = Jobs(tmp_path)
+    jobs = Jobs(tmp_path, runtime_dir)
     yield jobs
     jobs.end()
 
@@ -230,9 +226,12 @@ def jobs_killed_while_restoring(jobs: Jobs) -> list[forked.Popen]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_to_three_stages_to_shards(jobs: Jobs) -> None:
-    first = jobs.run("one", 1)
-    second = hop(jobs, first, "pp", 3)
-    hop(jobs, second, "fsdp", 2)
+    """The head is the embedding: one tensor in the whole model, one each in the first and the last stage."""
+    first = jobs.run("one", 1, tied=True)
+    assert "embed.weight" in whole(first)
+    second = hop(jobs, first, "pp", 3, tied=True)
+    third = hop(jobs, second, "fsdp", 2, tied=True)
+    hop(jobs, third, "pp", 2, tied=True)
 
 
 @pytest.mark.slow

@@ -197,6 +197,22 @@ def big_job(root: Path, num_bytes: int) -> np.ndarray:
     return whole
 
 
+def test_tied_weights_come_out_under_both_names(tmp_path: Path, holdfast: Run) -> None:
+    weight = np.arange(6, dtype=np.float32).reshape(3, 2)
+    writer = Writer(tmp_path / "job")
+    tied = {"rank0/model.head": TensorRef("rank0/model.embed")}
+    writer.bundle(0, [("rank0/model.embed", weight, None)], tied)
+    writer.bundle(1, [("rank1/model.up", weight + 1, None)])
+    writer.commit(2)
+    for only, names in (("", {"embed", "head", "up"}), ("model.h", {"head"}), ("model.e", {"embed"})):
+        out = tmp_path / f"out{only}.pt"
+        result = holdfast("export", tmp_path / "job", out, "--to", "torch", "--only", only)
+        assert result.returncode == 0, result.stderr
+        model = torch.load(out, weights_only=True)["model"]
+        assert set(model) == names
+        assert all(np.array_equal(model[name].numpy(), weight) for name in names - {"up"})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["safetensors", "torch"])
 def test_memory_does_not_grow_with_the_state(form: str, tmp_path: Path) -> None:

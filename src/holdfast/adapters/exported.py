@@ -61,7 +61,8 @@ def tree_of(merged: Merged, tensors: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     used: set[str] = set()
     for value in merged.values.values():
-        used.update(_references(value))
+        if not isinstance(value, TensorRef):  # that would be another name of a tensor, which keeps its first one
+            used.update(_references(value))
     for name, tensor in tensors.items():
         if name in used:
             continue

@@ -111,14 +111,20 @@ def content_of(storage: Storage, manifest: Manifest, *, only: str = "") -> Conte
         digests = {_digest(storage, manifest.version, pieces[name]) for name in names if len(names) > 1}
         renamed.update(_names(path, names, alike=len(digests) <= 1))
     values: dict[str, Any] = {}
+    called: dict[str, str] = {}  # tensors of which only another name (tied weights) is exported
     for path, names in _by_path(found).items():
         trees = {name: _with_names(found[name], renamed) for name in names}
         alike = all(tree == trees[names[0]] for tree in trees.values())
         for old, new in _names(path, names, alike=alike).items():
             if new is not None and path.startswith(only):
-                values[new] = trees[old]
-    renamed = {old: new for old, new in renamed.items() if _split(old)[1].startswith(only)}
-    tensors = list(_wholes(renamed, pieces))
+                tree = trees[old]
+                if type(tree) is TensorRef and not tree.name.startswith(only):
+                    called[tree.name] = new
+                else:
+                    values[new] = tree
+    chosen = {old: new for old, new in renamed.items() if _split(old)[1].startswith(only)}
+    chosen |= {old: called[new] for old, new in renamed.items() if new in called}
+    tensors = list(_wholes(chosen, pieces))
     if not tensors and not values:
         raise UsageError(f"the version has nothing that begins with {only!r}", where=str(manifest.version))
     return Content(manifest.version, manifest, tuple(tensors), values)

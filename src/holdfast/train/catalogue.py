@@ -7,7 +7,8 @@ another layout the ranks are others, so for every path `x` a rank is offered, in
 2. what stands under the plain name;
 3. what single ranks had, if all that had it had the same: equal values, equal bytes (compared when they are loaded).
 
-Random numbers belong to one rank and are offered to no other. Pieces that stand in several bundles (twins of several
+Random numbers belong to one rank and are offered to no other. A tensor that was kept under one name and had another as well
+(tied weights) is offered under both, with its optimizer state. Pieces that stand in several bundles (twins of several
 groups, stages of a pipeline) are alternatives; those on this node come first. Pure with regard to training; called by
 `train.relayout`.
 """
@@ -62,6 +63,7 @@ class Offer:
         rivals: name -> pieces of every other rank that had an entry of its own; all must hold the same bytes.
         values: by path, named as this rank would.
         origin: name of a value -> the rank whose own it was.
+        ties: name -> another one, whose tensor is tied to it here and was saved besides; among its rivals.
     """
 
     saved: dict[str, SavedTensor] = field(default_factory=dict)
@@ -69,6 +71,29 @@ class Offer:
     rivals: dict[str, list[list[Place]]] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, int] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+
+    def tie(self, first: str, other: str) -> list[str]:
+        """What was saved under `other` is one tensor with `first` here: both must hold the same. Returns what cannot."""
+        misfit = []
+        for name in list(self.saved):
+            second = under_other_name(name, first, other)
+            if second not in self.saved or self.places[second] == self.places[name]:
+                continue
+            here, there = self.saved[name], self.saved[second]
+            if (here.dtype, here.global_shape) != (there.dtype, there.global_shape):
+                misfit.append(
+                    f"{second} (tied to {name} here; saved as {there.dtype} {there.global_shape}, "
+                    f"{name} as {here.dtype} {here.global_shape})"
+                )
+            else:
+                self.rivals[name].append(self.places[second])
+                self.ties[name] = second
+        return misfit
+
+    def spelt(self, name: str) -> str:
+        """A name for an error: with the one that is tied to it."""
+        return f"{name} and {self.ties[name]}, which are tied here" if name in self.ties else name
 
 
 class Catalogue:
@@ -88,9 +113,14 @@ class Catalogue:
         self._owned: dict[str, dict[int, list[Place]]] = defaultdict(lambda: defaultdict(list))
         self._plain_values: dict[str, list[tuple[BundleRef, Any]]] = defaultdict(list)
         self._owned_values: dict[str, dict[int, Any]] = defaultdict(dict)
+        self._tied: dict[str, str] = {}
         for bundle_id in sorted(self.heads):
             self._read(self.heads[bundle_id])
-        self.paths: list[str] = sorted({*self._plain, *self._owned, *self._plain_values, *self._owned_values})
+        self.paths: list[str] = sorted(
+            {*self._plain, *self._owned, *self._plain_values, *self._owned_values, *self._tied}
+        )
+        for other, first in self._tied.items():
+            self._also(other, first)
 
     def _read(self, head: Head) -> None:
         for entry in head.image.entries:
@@ -99,10 +129,27 @@ class Catalogue:
             (self._plain[path] if owner is None else self._owned[path][owner]).append(place)
         for name, value in head.values.items():
             owner, path = self.split(name)
-            if owner is None:
+            if type(value) is TensorRef and self.split(value.name)[1] != path:
+                self._tied[path] = self.split(value.name)[1]
+            elif owner is None:
                 self._plain_values[path].append((head.ref, value))
             else:
                 self._owned_values[path][owner] = value
+
+    def _also(self, other: str, first: str) -> None:
+        """All that stands under `first` stands under `other` too, where nothing of its own does."""
+        rows: tuple[dict[str, Any], ...] = (self._plain, self._owned, self._plain_values, self._owned_values)
+        known = {path for row in rows for path in row}
+        for row in rows:
+            for path in list(row):
+                second = under_other_name(path, first, other)
+                if second is not None and second not in known:
+                    row[second] = row[path]
+
+    @property
+    def tied_names(self) -> dict[str, str]:
+        """Another name of a parameter, as optimizers know it -> the one under which it was saved."""
+        return {_fqn(other): _fqn(first) for other, first in self._tied.items()}
 
     def split(self, name: str) -> tuple[int | None, str]:
         """The rank whose own this is, None if it is nobody's, and the name without regard to ranks."""
@@ -201,18 +248,34 @@ def _with_names(tree: Any, rename: Callable[[str], str]) -> Any:
     return tree
 
 
-def merged_groups(saved: Sequence[Any], names: Sequence[Sequence[str]]) -> list[dict[str, Any]] | None:
+def under_other_name(name: str, first: str, other: str) -> str | None:
+    """What the tensor `first`, or state that optimizers keep of it, is called if it is named `other`; None: neither."""
+    if name == first:
+        return other
+    stem, state, rest = f"{name}.".partition(f".state.{_fqn(first)}.")
+    return f"{stem}.state.{_fqn(other)}.{rest}".removesuffix(".") if state else None
+
+
+def _fqn(path: str) -> str:
+    """A parameter's name in optimizer state; see `train.parts.Owner`."""
+    return _OWNED.sub(r"\2", path).removeprefix("model.")
+
+
+def merged_groups(
+    saved: Sequence[Any], names: Sequence[Sequence[str]], tied: Mapping[str, str]
+) -> list[dict[str, Any]] | None:
     """Parameter groups with these parameters, put together from groups that several ranks saved.
 
-    Options follow the parameters by name. None if a parameter stands in no saved group, or parameters that are together
-    here had different options.
+    Options follow the parameters by name, or by the name in `tied` under which they were saved. None if a parameter stands
+    in no saved group, or parameters that are together here had different options.
     """
     rows = [group for groups in saved if isinstance(groups, list) for group in groups if isinstance(group, dict)]
     made: list[dict[str, Any]] = []
     for index, members in enumerate(names):
         found = []
         for name in members:
-            options = [group for group in rows if name in group.get("params", ())]
+            known = {name, tied.get(name, name)}
+            options = [group for group in rows if known & set(group.get("params", ()))]
             if not options:
                 return None
             found += options

@@ -1,19 +1,23 @@
 """What a rank has fetched of a version, and which copies turned out to be bad.
 
-Used by `train.restore` and `train.relayout`.
+Used by `train.restore`, and in another layout by `train.heads` and `train.relayout`, which fetch chunks of bundles.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.base.errors import CorruptError, KeeperLost, StorageError, VersionNotFound
-from holdfast.core.model import Version
-from holdfast.core.recovery import Fetch
+from holdfast.core import recovery
+from holdfast.core.model import BundleRef, Version
+from holdfast.core.recovery import Choice, Facts, Fetch
+from holdfast.core.reshard import Runs
 from holdfast.node.client import KeeperClient, Located
+from holdfast.tiers import format as image_format
 from holdfast.train.live import Group, LiveTensor
 
 logger = logging.getLogger(__name__)
@@ -71,3 +75,34 @@ class Fetcher:
                     raise
                 faults.append(Fault(fetch.ref.bundle_id, fetch.node, error.what))
         return located
+
+
+def fetch_of(choice: Choice, ref: BundleRef, rank: int, facts: Facts, runs: Runs) -> Fetch:
+    """These chunks of a bundle from the cheapest copy for `rank`."""
+    return replace(recovery.cheapest(ref, choice, rank, facts), chunks=runs)
+
+
+def prove_seal(choice: Choice, item: Located) -> None:
+    """The digests of its chunks are those of the image that was agreed on: then each chunk can be proved alone.
+
+    Raises:
+        CorruptError: they are not.
+    """
+    if image_format.image_digest(item.seal.chunk_digests) != choice.seals[item.ref.bundle_id].digest:
+        raise CorruptError("the copy is not the one that was agreed on")
+
+
+def by_bundle(located: Iterable[Located]) -> dict[str, list[Located]]:
+    """All that was fetched of each bundle."""
+    found: dict[str, list[Located]] = defaultdict(list)
+    for item in located:
+        found[item.ref.bundle_id].append(item)
+    return found
+
+
+def chunks_of(parts: Iterable[Located], runs: Runs) -> dict[int, memoryview]:
+    """These chunks of one image, in order."""
+    there: dict[int, memoryview] = {}
+    for part in parts:
+        there.update(enumerate(image_format.chunks(part.view), part.chunks[0] if part.chunks else 0))
+    return {chunk: there[chunk] for first, end in runs for chunk in range(first, end)}

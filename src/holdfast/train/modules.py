@@ -2,7 +2,8 @@
 
 Names are those of `state_dict()` without what wrappers put into them (DDP's `module.`, torch.compile's `_orig_mod.`,
 activation checkpointing's). Parameters and buffers are filled in place, so nothing that holds them notices a restore;
-extra state, and tensors that a hook of the module makes up, go back through the module.
+extra state, and tensors that a hook of the module makes up, go back through the module. A parameter with two names (tied
+weights) is kept under the first; a reference to it stands under the other, for layouts in which they are two.
 
 What DDP keeps equal is its parameters. Buffers it sends from its first rank before the next forward; between two steps
 BatchNorm's differ by rank. So the first rank's buffers bear the plain name and every other rank keeps its own.
@@ -22,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from holdfast.base.errors import UsageError
+from holdfast.tiers.values import TensorRef
+from holdfast.train.layout_of import mesh_ranks
 from holdfast.train.live import Group, LiveTensor
 from holdfast.train.parts import Collector, Loading
 from holdfast.train.watch import Containers
@@ -54,6 +57,7 @@ class ModelPart:
         self._lasting: list[tuple[LiveTensor, torch.Tensor]] = []
         self._extra: dict[str, nn.Module] = {}
         self._made_up: dict[str, str] = {}
+        self._tied: dict[str, tuple[TensorRef, Group | None]] = {}
         self._watch = Containers(())
         _refuse_first_fsdp(name, module)
 
@@ -64,7 +68,7 @@ class ModelPart:
         owned = {id(t) for t in (*self._module.parameters(), *self._module.buffers())}
         extra = {f"{path}.{_EXTRA}".lstrip("."): m for path, m in self._module.named_modules(remove_duplicate=False)}
         self._watch = Containers(_containers(self._module))
-        self._lasting, self._extra, self._made_up = [], {}, {}
+        self._lasting, self._extra, self._made_up, self._tied = [], {}, {}, {}
         for raw, value in state.items():
             name = f"{self.name}.{_clean(raw, wrappers)}"
             if raw in extra:
@@ -72,22 +76,28 @@ class ModelPart:
             elif not isinstance(value, torch.Tensor) or id(value) not in owned:
                 self._made_up[raw] = name
             else:
-                ref = out.lasting(name, value, group=_group(raw, value, wrappers, out.layouts.rank))
-                if ref is not None:
-                    self._lasting.append((out.tensors[ref.name], value))
+                group = _group(raw, value, wrappers, out.layouts.rank)
+                ref = out.lasting(name, value, group=group)
+                if ref is None:
+                    continue
+                self._lasting.append((out.tensors[ref.name], value))
+                if ref.name not in (name, out.layouts.resolve(name, group)[0]):
+                    self._tied[name] = ref, mesh_ranks(value) if isinstance(value, DTensor) else group
 
     def unchanged(self) -> bool:
         """Whether the module tree holds the same modules, parameters and buffers."""
         return self._watch.unchanged()
 
     def report(self, out: Collector) -> None:
-        """Adds extra state and whatever hooks make up."""
+        """Adds extra state, whatever hooks make up, and other names."""
         for name, module in self._extra.items():
             out.passing(name, module.get_extra_state())
         if self._made_up:
             state = self._module.state_dict()
             for raw, name in self._made_up.items():
                 out.passing(name, state[raw])
+        for name, (ref, group) in self._tied.items():
+            out.value(name, ref, group=group)
 
     def plan(self, loading: Loading) -> None:
         """Claims every parameter and buffer in place."""
@@ -96,6 +106,8 @@ class ModelPart:
                 loading.claim(live, tensor)
         for name in (*self._extra, *self._made_up.values()):
             loading.claim_value(name)
+        for name, (_, group) in self._tied.items():
+            loading.pass_over(name, group=group)
 
     def create(self, loading: Loading) -> None:
         """Nothing: a module has all its tensors from the start."""

@@ -199,6 +199,12 @@ class Loading:
         self._ready[path] = tree
         return tree
 
+    def pass_over(self, path: str, *, group: Group | None = None) -> None:
+        """A value that says nothing new to these objects: another name of a tensor that has both names here."""
+        entry, _ = self.layouts.resolve(path, group)
+        if isinstance(self.values.get(entry), TensorRef):
+            self.used.add(entry)
+
     def regroup(self, path: str, group: Group | None, names: Sequence[Sequence[str]]) -> None:  # noqa: ARG002
         """Parameter groups are about to be claimed under `path`; these are the names of the parameters in them here.
 

@@ -2,12 +2,13 @@
 
 In rounds that all ranks make together, each with a vote, so that a bad copy is known everywhere before anybody goes on:
 
-1. *heads*: headers and values of all bundles, read by ranks that have them near, told to all;
+1. *heads*: headers and values of all bundles, read by ranks that have them near, told to all (`train.heads`);
 2. *plan*: every rank finds the pieces of what it holds (`train.catalogue`, `core.reshard`); the job judges what is
    missing and what nobody takes;
 3. *read*: every chunk that lies in storage only, and that somebody needs, is read by one rank;
 4. *fetch*: each rank gets its chunks from its node, from a holder's memory, or from the node that read them;
-5. *fill*: proved and copied, as in the saved layout; what several ranks had of their own under one name is compared.
+5. *fill*: proved and copied, as in the saved layout; what several ranks had of their own under one name, and what was two
+   tensors and is tied here, is compared.
 
 Nothing is applied here, and a round that fails leaves only tensors that the next attempt fills anew. Called by
 `train.restore`.
@@ -18,8 +19,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -27,20 +28,18 @@ import torch
 
 from holdfast.base.errors import CorruptError, MismatchError
 from holdfast.core import recovery, reshard
-from holdfast.core.model import BundleRef
 from holdfast.core.recovery import Choice, Facts, Fetch
 from holdfast.core.recovery import Source as Where
 from holdfast.core.reshard import Runs
 from holdfast.node.client import Located
-from holdfast.tiers import format as image_format
-from holdfast.tiers import values as value_codec
-from holdfast.tiers.format import CHUNK_BYTES, Image
+from holdfast.tiers.format import CHUNK_BYTES
 from holdfast.train import agree, fill
 from holdfast.train.agree import Ranks
-from holdfast.train.catalogue import Catalogue, Head, Offer, Place, merged_groups
-from holdfast.train.fetched import Fault, Fetcher, Loaded
+from holdfast.train.catalogue import Catalogue, Offer, Place, merged_groups, under_other_name
+from holdfast.train.fetched import Fault, Fetcher, Loaded, by_bundle, chunks_of, fetch_of, prove_seal
 from holdfast.train.fill import Copy, Source
 from holdfast.train.flatten import references
+from holdfast.train.heads import Heads
 from holdfast.train.live import Group, LiveTensor, LoadRecord
 from holdfast.train.parts import Loading, mismatch
 from holdfast.train.state import State
@@ -48,7 +47,6 @@ from holdfast.train.state import State
 logger = logging.getLogger(__name__)
 
 _encoder = msgspec.msgpack.Encoder()
-_heads_decoder = msgspec.msgpack.Decoder(list[tuple[str, bytes, bytes]])
 _needs_decoder = msgspec.msgpack.Decoder(dict[str, list[tuple[int, int]]])
 
 
@@ -67,7 +65,7 @@ class OtherLoading(Loading):
 
     def regroup(self, path: str, group: Group | None, names: Sequence[Sequence[str]]) -> None:
         """Options follow the parameters by name, whichever ranks had them in a group."""
-        made = merged_groups(self._catalogue.all_values(path), names)
+        made = merged_groups(self._catalogue.all_values(path), names, self._catalogue.tied_names)
         if made is not None:
             name, _ = self.layouts.resolve(path, group)
             self.values = {**self.values, name: self._catalogue.as_own(made, self.layouts.rank)}
@@ -141,7 +139,8 @@ class OtherLayout:
             MismatchError: it does not fit; on every rank.
         """
         loaded = Loaded()
-        catalogue = self._catalogue(choice, loaded)
+        heads = Heads(self._group, self._fetcher, self._facts, choice)
+        catalogue = self._catalogue(heads, choice, loaded)
         if catalogue is None:
             return None
         offer = agree.together(self._group, lambda: self._plan(choice, catalogue))
@@ -149,104 +148,30 @@ class OtherLayout:
         loaded.tensors = agree.together(self._group, lambda: self._state.create(self._loading))
         scratch = _Scratch(loaded.tensors, offer)
         needs = agree.together(self._group, lambda: _needs(scratch.wanted))
-        if not self._fetch(choice, catalogue, needs, loaded):
+        if not self._fetch(choice, catalogue, needs, (heads.read_before(catalogue), loaded)):
             return None
         sources = _sources(loaded.located, catalogue, needs)
         started = time.perf_counter()
         copies = [needs[source.image.bundle_id].copies for source in sources]
         bad = agree.together(self._group, lambda: fill.fill_with(sources, copies, progress))
         loaded.fill_seconds = time.perf_counter() - started
-        me = self._group.rank
-        loaded.faults += [Fault(name, _node(choice, name, self._facts, me), why) for name, why in bad.items()]
+        loaded.faults += [Fault(name, self._node(choice, name), why) for name, why in bad.items()]
         if not self._vote(loaded.faults):
             return None
-        loaded.by_rank += self._compare(scratch)
+        loaded.by_rank += self._compare(scratch, offer)
         loaded.values = {(): self._loading.values}
         return loaded
 
-    # 1. Heads.
+    # 1 and 2. Heads and plan.
 
-    def _catalogue(self, choice: Choice, loaded: Loaded) -> Catalogue | None:
-        mine = [ref for ref, rank in self._head_readers(choice).items() if rank == self._group.rank]
-        rows = agree.together(self._group, lambda: self._read_heads(choice, mine, loaded))
+    def _catalogue(self, heads: Heads, choice: Choice, loaded: Loaded) -> Catalogue | None:
+        data = agree.together(self._group, lambda: heads.read(loaded))
         if not self._vote(loaded.faults):
             return None
-        loaded.located.clear()
-        told = [row for data in self._group.gather(_encoder.encode(rows)) for row in _heads_decoder.decode(data)]
-        refs = {ref.bundle_id: ref for ref in choice.bundles}
+        told = self._group.gather(data)
         random = [name for name, is_random in self._state.stateful.items() if is_random]
-
-        def heads() -> list[Head]:
-            return [_head(choice, refs[name], header, raw) for name, header, raw in told]
-
-        found = agree.together(self._group, heads)
+        found = agree.together(self._group, lambda: heads.understand(told))
         return Catalogue(found, world_size=choice.world_size, random=random)
-
-    def _head_readers(self, choice: Choice) -> dict[BundleRef, int]:
-        """Who reads the header of each bundle: a rank of a node that holds it, else all ranks alike."""
-        topology = self._facts.topology
-        far = {ref.bundle_id: ref.num_bytes for ref in choice.bundles if not choice.holders[ref.bundle_id]}
-        dealt = reshard.deal(far, topology.world_size)
-        found: dict[BundleRef, int] = {}
-        for number, ref in enumerate(choice.bundles):
-            if ref.bundle_id in dealt:
-                found[ref] = dealt[ref.bundle_id]
-            else:
-                near = topology.ranks_on(choice.holders[ref.bundle_id][0].node)
-                found[ref] = near[number % len(near)]
-        return found
-
-    def _read_heads(self, choice: Choice, refs: Sequence[BundleRef], loaded: Loaded) -> list[tuple[str, bytes, bytes]]:
-        """(bundle id, header, values) of these bundles: the first chunks, and those with the values."""
-        names = [ref.bundle_id for ref in refs]
-        prefixes = self._bytes(choice, [(name, ((0, 1),)) for name in names], dict.fromkeys(names, (0, 8)), loaded)
-        lengths = {
-            name: image_format.header_length(prefix, choice.seals[name].length, name)
-            for name, prefix in prefixes.items()
-        }
-        more = [(name, reshard.chunk_runs([(0, length)], CHUNK_BYTES)) for name, length in lengths.items()]
-        headers = self._bytes(choice, more, {name: (0, lengths[name]) for name, _ in more}, loaded)
-        images = {
-            name: image_format.read_header(header, choice.seals[name].length, name) for name, header in headers.items()
-        }
-        spans = {name: (i.values.start, i.values.end) for name, i in images.items() if i.values is not None}
-        runs = [(name, reshard.chunk_runs([span], CHUNK_BYTES)) for name, span in spans.items()]
-        values = self._bytes(choice, runs, spans, loaded)
-        return [(name, header, values.get(name, b"")) for name, header in headers.items()]
-
-    def _bytes(
-        self,
-        choice: Choice,
-        runs: Iterable[tuple[str, Runs]],
-        spans: Mapping[str, tuple[int, int]],
-        loaded: Loaded,
-    ) -> dict[str, bytes]:
-        """These bytes of images, from chunks that are proved here once more."""
-        refs = {ref.bundle_id: ref for ref in choice.bundles}
-        fetches = [self._fetch_of(choice, refs[name], chunks) for name, chunks in runs]
-        found: dict[str, bytes] = {}
-        for name, parts in _by_bundle(self._fetcher.obtain(choice.version, fetches, loaded.faults)).items():
-            start, end = spans[name]
-            wanted = reshard.chunk_runs([spans[name]], CHUNK_BYTES)
-            chunks = _chunks_of(parts, wanted)
-            try:
-                _prove_seal(choice, parts[0])
-                for index, view in chunks.items():
-                    image_format.check_chunk(index, image_format.chunk_digest(view), parts[0].seal, name)
-            except CorruptError as error:
-                node = _node(choice, name, self._facts, self._group.rank)
-                loaded.faults.append(Fault(name, node, error.what))
-                continue
-            whole = b"".join(chunks.values())
-            begin = wanted[0][0] * CHUNK_BYTES
-            found[name] = whole[start - begin : end - begin]
-        return found
-
-    def _fetch_of(self, choice: Choice, ref: BundleRef, runs: Runs) -> Fetch:
-        cheapest = recovery.cheapest(ref, choice, self._group.rank, self._facts)
-        return replace(cheapest, chunks=runs)
-
-    # 2. Plan.
 
     def _plan(self, choice: Choice, catalogue: Catalogue) -> Offer:
         home = self._facts.topology.node_of[self._group.rank]
@@ -254,6 +179,8 @@ class OtherLayout:
         offer = catalogue.offer(self._group.rank, here)
         self._loading = OtherLoading(self._state, catalogue, offer)
         self._state.plan(self._loading)
+        for other, first in self._state.tied.items():
+            self._loading.misfit += offer.tie(first, other)
         return offer
 
     def _judge(self, catalogue: Catalogue, offer: Offer) -> tuple[str, ...]:
@@ -267,11 +194,12 @@ class OtherLayout:
         loading.missing = [name for name in loading.missing if name not in kept]
         taken = loading.paths()
         mask = sum(1 << number for number, path in enumerate(catalogue.paths) if path in taken)
-        told = agree.gather_json(self._group, [loading.missing, loading.misfit, f"{mask:x}", dict(self._state.tied)])
+        ties = {catalogue.split(other)[1]: catalogue.split(first)[1] for other, first in self._state.tied.items()}
+        told = agree.gather_json(self._group, [loading.missing, loading.misfit, f"{mask:x}", ties])
         used = 0
         for _, _, theirs, _ in told:
             used |= int(theirs, 16)
-        tied = {other for row in told for other in row[3]}
+        tied = [names for row in told for names in row[3].items()]
         loading.leftover = tuple(
             path for number, path in enumerate(catalogue.paths) if not used >> number & 1 and not _is_tied(path, tied)
         )
@@ -310,17 +238,25 @@ class OtherLayout:
 
     # 3 and 4. Chunks.
 
-    def _fetch(self, choice: Choice, catalogue: Catalogue, needs: Mapping[str, _Need], loaded: Loaded) -> bool:
-        """Brings every needed chunk to this node; False if some rank found a bad copy."""
-        node_of, me = self._facts.topology.node_of, self._group.rank
-        fetches = {name: self._fetch_of(choice, catalogue.heads[name].ref, need.runs) for name, need in needs.items()}
+    def _fetch(
+        self,
+        choice: Choice,
+        catalogue: Catalogue,
+        needs: Mapping[str, _Need],
+        found: tuple[Mapping[str, Mapping[int, int]], Loaded],
+    ) -> bool:
+        """Brings every needed chunk to this node; False if some rank found a bad copy. `found`: chunks that were read
+        with the heads, and by whom; where everything goes.
+        """
+        before, loaded = found
+        node_of, me, heads = self._facts.topology.node_of, self._group.rank, catalogue.heads
+        fetches = {name: fetch_of(choice, heads[name].ref, me, self._facts, need.runs) for name, need in needs.items()}
         stored = {name: need.runs for name, need in needs.items() if fetches[name].source is Where.STORAGE}
         told = [_needs_decoder.decode(data) for data in self._group.gather(_encoder.encode(stored))]
         wanted = {rank: {name: tuple(runs) for name, runs in rows.items()} for rank, rows in enumerate(told)}
-        before = self._read_before(choice, catalogue)
         readers = reshard.readers(wanted, node_of, before)
         duty = [
-            self._fetch_of(choice, catalogue.heads[name].ref, runs)
+            fetch_of(choice, heads[name].ref, me, self._facts, runs)
             for name, rows in readers.items()
             if (
                 runs := reshard.merged((c, c + 1) for c, r in rows.items() if r == me and c not in before.get(name, {}))
@@ -335,42 +271,33 @@ class OtherLayout:
         loaded.located = self._fetcher.obtain(choice.version, final, loaded.faults)
         for item in loaded.located:
             try:
-                _prove_seal(choice, item)
+                prove_seal(choice, item)
             except CorruptError as error:
-                node = _node(choice, item.ref.bundle_id, self._facts, me)
+                node = self._node(choice, item.ref.bundle_id)
                 loaded.faults.append(Fault(item.ref.bundle_id, node, error.what))
         return self._vote(loaded.faults)
 
-    def _read_before(self, choice: Choice, catalogue: Catalogue) -> dict[str, dict[int, int]]:
-        """Chunks of headers and values that came from storage, and who read them."""
-        found: dict[str, dict[int, int]] = {}
-        for ref, rank in self._head_readers(choice).items():
-            if recovery.cheapest(ref, choice, rank, self._facts).source is not Where.STORAGE:
-                continue
-            image = catalogue.heads[ref.bundle_id].image
-            spans = [(0, _header_bytes(image))]
-            if image.values is not None:
-                spans.append((image.values.start, image.values.end))
-            runs = reshard.chunk_runs(spans, CHUNK_BYTES)
-            found[ref.bundle_id] = {chunk: rank for first, end in runs for chunk in range(first, end)}
-        return found
+    def _node(self, choice: Choice, bundle_id: str) -> int | None:
+        """Whose copy is to blame."""
+        ref = next(ref for ref in choice.bundles if ref.bundle_id == bundle_id)
+        return recovery.cheapest(ref, choice, self._group.rank, self._facts).node
 
     # 5. Comparison.
 
-    def _compare(self, scratch: _Scratch) -> tuple[str, ...]:
-        """What several ranks had of their own under one name was the same, or it is not for another rank.
+    def _compare(self, scratch: _Scratch, offer: Offer) -> tuple[str, ...]:
+        """What several ranks had of their own under one name, or is tied here, was the same, or it is for no other rank.
 
         Raises:
             MismatchError: parameters or optimizer state differ. On every rank.
         """
         different = scratch.different()
         kept = [path for path in self._state.stateful if self._loading.forget(path, different)]
-        told = agree.gather_json(self._group, sorted(different))
+        told = agree.gather_json(self._group, sorted(offer.spelt(name) for name in different))
         names = sorted({name for row in told for name in row})
         if names:
             raise MismatchError(
-                f"{len(names)} entries were held by several ranks, each with other bytes, and this layout has one place "
-                f"for them: {', '.join(names[:5])}",
+                f"{len(names)} entries were saved several times with other bytes, and this layout has one place for them: "
+                f"{', '.join(names[:5])}",
                 remedy="restore in the layout that was saved, or make them the same on all ranks first",
             )
         return tuple(f"{path}: kept as it is here; the ranks that were saved had each their own" for path in kept)
@@ -398,21 +325,9 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
-def _head(choice: Choice, ref: BundleRef, header: bytes, raw: bytes) -> Head:
-    seal = choice.seals[ref.bundle_id]
-    image = image_format.read_header(header, seal.length, ref.bundle_id)
-    values = value_codec.decode(raw, where=ref.bundle_id) if raw else {}
-    return Head(ref, seal, image, values)
-
-
-def _header_bytes(image: Image) -> int:
-    """Bytes of an image's header: everything else lies behind it."""
-    return min([e.start for e in (*image.entries, *([image.values] if image.values else []))], default=image.length)
-
-
-def _is_tied(path: str, tied: Collection[str]) -> bool:
+def _is_tied(path: str, tied: Iterable[Sequence[str]]) -> bool:
     """Whether this is a second name of a tensor that is kept under its first, or optimizer state of one."""
-    return path in tied or any(f".state.{name.partition('.')[2]}." in path for name in tied)
+    return any(under_other_name(path, other, first) is not None for other, first in tied)
 
 
 def _needs(wanted: Iterable[tuple[LiveTensor, list[Place]]]) -> dict[str, _Need]:
@@ -455,39 +370,8 @@ def _from_readers(
         yield Fetch(fetch.ref, fetch.seal, source, node, reshard.merged((c, c + 1) for c in chunks))
 
 
-def _prove_seal(choice: Choice, item: Located) -> None:
-    """The digests of its chunks are those of the image that was agreed on: then each chunk can be proved alone.
-
-    Raises:
-        CorruptError: they are not.
-    """
-    if image_format.image_digest(item.seal.chunk_digests) != choice.seals[item.ref.bundle_id].digest:
-        raise CorruptError("the copy is not the one that was agreed on")
-
-
-def _by_bundle(located: Iterable[Located]) -> dict[str, list[Located]]:
-    found: dict[str, list[Located]] = defaultdict(list)
-    for item in located:
-        found[item.ref.bundle_id].append(item)
-    return found
-
-
-def _chunks_of(parts: Iterable[Located], runs: Runs) -> dict[int, memoryview]:
-    """These chunks of one image, in order."""
-    there: dict[int, memoryview] = {}
-    for part in parts:
-        there.update(enumerate(image_format.chunks(part.view), part.chunks[0] if part.chunks else 0))
-    return {chunk: there[chunk] for first, end in runs for chunk in range(first, end)}
-
-
 def _sources(located: Iterable[Located], catalogue: Catalogue, needs: Mapping[str, _Need]) -> list[Source]:
     return [
-        Source(parts[0], catalogue.heads[name].image, tuple(_chunks_of(parts, needs[name].runs).items()), whole=False)
-        for name, parts in _by_bundle(located).items()
+        Source(parts[0], catalogue.heads[name].image, tuple(chunks_of(parts, needs[name].runs).items()), whole=False)
+        for name, parts in by_bundle(located).items()
     ]
-
-
-def _node(choice: Choice, bundle_id: str, facts: Facts, rank: int) -> int | None:
-    """Whose copy is to blame."""
-    ref = next(ref for ref in choice.bundles if ref.bundle_id == bundle_id)
-    return recovery.cheapest(ref, choice, rank, facts).node

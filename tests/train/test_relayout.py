@@ -1,0 +1,243 @@
+"""Into another layout inside one process: real states, images in memory, ranks as threads.
+
+What real ranks, keepers and storage make of it is tests/e2e/test_layouts.py; here are cases that need many small layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.base.errors import HoldfastError, MismatchError
+from holdfast.core.bundles import fingerprint, plan_bundles
+from holdfast.core.model import BundleRef, Topology, Version
+from holdfast.core.recovery import Choice, Facts, Fetch
+from holdfast.node.client import Located
+from holdfast.tiers import format as image_format
+from holdfast.tiers import values as value_codec
+from holdfast.train.agree import Ranks
+from holdfast.train.fetched import Fault
+from holdfast.train.relayout import OtherLayout
+from holdfast.train.state import State
+from ranks_kit import on_all
+
+VERSION = Version(1, 7)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A version that lies in storage, and everything that was asked of it."""
+
+    choice: Choice
+    images: dict[str, bytes]
+
+    def obtain(self, _: Version, fetches: Iterable[Fetch], __: list[Fault]) -> list[Located]:
+        found = []
+        for fetch in fetches:
+            data = self.images[fetch.ref.bundle_id]
+            for first, end in fetch.chunks or ():
+                size = image_format.CHUNK_BYTES
+                view = memoryview(data)[first * size : end * size]
+                found.append(Located(fetch.ref, fetch.seal, view, fetch.source, 0.0, (first, end)))
+        return found
+
+
+def one_node(world_size: int) -> Topology:
+    return Topology(("n",), (0,) * world_size)
+
+
+def save(states: Sequence[State]) -> Saved:
+    """What these ranks would leave in storage."""
+    topology = one_node(len(states))
+    refs, seals, images = {}, {}, {}
+    for state in states:
+        gathered = state.gather()
+        shards = [live.shard for live in gathered.tensors.values()]
+        for bundle in plan_bundles(shards, values_of=gathered.values, topology=topology):
+            raw = (
+                image_format.pad_values(value_codec.encode(dict(gathered.values[bundle.ranks])))
+                if bundle.has_values
+                else b""
+            )
+            plan = image_format.plan_image(bundle, len(raw))
+            image = bytearray(plan.length)
+            image[: len(plan.header)] = plan.header
+            for piece in bundle.pieces:
+                local = gathered.tensors[piece.shard.name].local
+                rows = local.narrow(0, piece.start_row, piece.num_rows) if local.dim() else local
+                start, size = plan.spans[piece.shard.name]
+                image[start : start + size] = rows.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            if plan.values_span is not None:
+                image[plan.values_span[0] : sum(plan.values_span)] = raw
+            name = bundle.bundle_id
+            refs[name] = BundleRef(
+                name, bundle.ranks, bundle.index, bundle.count, bundle.num_bytes, fingerprint(bundle)
+            )
+            seals[name], images[name] = image_format.seal(name, image), bytes(image)
+    holders = dict.fromkeys(refs, ())
+    return Saved(Choice(VERSION, tuple(refs.values()), seals, holders, True, len(states)), images)
+
+
+def load(saved: Saved, states: Sequence[State], *, strict: bool = True) -> list[Any]:
+    """By rank what was told of single ranks, or the error."""
+
+    def work(group: Ranks) -> tuple[str, ...]:
+        facts = Facts((), {}, {}, None, one_node(len(states)))  # type: ignore[arg-type]
+        state = states[group.rank]
+        other = OtherLayout(group, state, saved, facts=facts, vote=lambda faults: not faults, strict=strict)  # type: ignore[arg-type]
+        loaded = other.load(saved.choice, lambda _: None)
+        assert loaded is not None
+        state.apply(loaded.values, loaded.tensors)
+        return loaded.by_rank
+
+    return on_all(len(states), work)
+
+
+def good(told: list[Any]) -> None:
+    for row in told:
+        if isinstance(row, HoldfastError):
+            raise row
+
+
+class Embedding(nn.Module):
+    """The first stage of a small language model, the last one, or both, then tied or not."""
+
+    def __init__(self, *, first: bool, last: bool, tied: bool = True) -> None:
+        super().__init__()
+        if first:
+            self.embed = nn.Embedding(7, 3)
+            self.up = nn.Linear(3, 3)
+        if last:
+            self.head = nn.Linear(3, 7, bias=False)
+        if first and last and tied:
+            self.head.weight = self.embed.weight
+
+
+def stage(rank: int, world_size: int, *, called: str = "model", **parts: bool) -> tuple[State, nn.Module, Any]:
+    """One rank's objects after a step with gradients that depend on nothing but the tensor's shape."""
+    torch.manual_seed(7)
+    model = Embedding(**parts)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * (rank + 1))
+    objects = {called: model, "optimizer": optimizer}
+    return State(objects, rank=rank, world_size=world_size), model, optimizer
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+
+
+def same(model: nn.Module, name: str, optimizer: Any, other: nn.Module, second: str, its: Any) -> None:
+    """Parameter `name` of one is `second` of the other, and so is its optimizer state."""
+    here, there = model.get_parameter(name), other.get_parameter(second)
+    assert torch.equal(here, there)
+    assert optimizer.state[here].keys() == its.state[there].keys() != set()
+    for key, value in its.state[there].items():
+        assert torch.equal(optimizer.state[here][key], value), key
+
+
+@pytest.mark.parametrize("called", ["model", "net"])
+def test_one_model_that_ties_two_weights_loads_into_stages_that_hold_one_each(called: str) -> None:
+    state, model, optimizer = stage(0, 1, called=called, first=True, last=True)
+    step(model, optimizer)
+    saved = save([state])
+    ranks = [stage(0, 2, called=called, first=True, last=False), stage(1, 2, called=called, first=False, last=True)]
+    good(load(saved, [state for state, _, _ in ranks]))
+    (_, early, early_optimizer), (_, late, late_optimizer) = ranks
+    same(early, "embed.weight", early_optimizer, model, "embed.weight", optimizer)
+    same(early, "up.weight", early_optimizer, model, "up.weight", optimizer)
+    same(late, "head.weight", late_optimizer, model, "head.weight", optimizer)
+    assert late_optimizer.param_groups[0]["lr"] == 0.01, "the options came along"
+
+
+@pytest.mark.parametrize("called", ["model", "net"])
+def test_two_stages_that_hold_a_tied_weight_load_into_one_model_that_ties_it(called: str) -> None:
+    ranks = [stage(0, 2, called=called, first=True, last=False), stage(1, 2, called=called, first=False, last=True)]
+    for _, model, optimizer in ranks:
+        optimizer.param_groups[0]["lr"] = 0.125
+        step(model, optimizer)
+    saved = save([state for state, _, _ in ranks])
+    state, model, optimizer = stage(0, 1, called=called, first=True, last=True)
+    good(load(saved, [state]))
+    assert model.head.weight is model.embed.weight
+    same(model, "embed.weight", optimizer, ranks[0][1], "embed.weight", ranks[0][2])
+    same(model, "head.weight", optimizer, ranks[1][1], "head.weight", ranks[1][2])
+
+
+@pytest.mark.parametrize("what", ["weight", "state"])
+def test_stages_whose_tied_weights_went_apart_are_refused_by_both_names(what: str) -> None:
+    ranks = [stage(0, 2, first=True, last=False), stage(1, 2, first=False, last=True)]
+    for _, model, optimizer in ranks:
+        optimizer.param_groups[0]["lr"] = 0.125
+        step(model, optimizer)
+    late, late_optimizer = ranks[1][1:]
+    wrong = late.head.weight.data if what == "weight" else late_optimizer.state[late.head.weight]["exp_avg"]
+    wrong[6, 2] += 1
+    saved = save([state for state, _, _ in ranks])
+    (error,) = load(saved, [stage(0, 1, first=True, last=True)[0]])
+    assert isinstance(error, MismatchError)
+    names = {
+        "weight": "model.embed.weight and model.head.weight",
+        "state": "optimizer.state.embed.weight.exp_avg and optimizer.state.head.weight.exp_avg",
+    }
+    assert f"{names[what]}, which are tied here" in str(error)
+
+
+def test_stages_whose_tied_weights_differ_in_shape_are_refused_by_both_names() -> None:
+    ranks = [stage(0, 2, first=True, last=False), stage(1, 2, first=False, last=True)]
+    ranks[1][1].head.weight = nn.Parameter(torch.ones(8, 3))
+    states = [ranks[0][0], State({"model": ranks[1][1]}, rank=1, world_size=2)]
+    (error,) = load(save(states), [State({"model": Embedding(first=True, last=True)}, rank=0, world_size=1)])
+    assert isinstance(error, MismatchError)
+    assert "model.head.weight (tied to model.embed.weight here; saved as F32 (8, 3)" in str(error)
+
+
+def test_a_model_that_ties_no_more_takes_both_from_the_one_and_back() -> None:
+    state, model, optimizer = stage(0, 1, first=True, last=True)
+    step(model, optimizer)
+    saved = save([state])
+    loose_state, loose, loose_optimizer = stage(0, 1, first=True, last=True, tied=False)
+    good(load(saved, [loose_state]))
+    assert loose.head.weight is not loose.embed.weight
+    same(loose, "embed.weight", loose_optimizer, model, "embed.weight", optimizer)
+    same(loose, "head.weight", loose_optimizer, model, "head.weight", optimizer)
+    again, tied, tied_optimizer = stage(0, 1, first=True, last=True)
+    good(load(save([loose_state]), [again]))
+    same(tied, "head.weight", tied_optimizer, loose, "head.weight", loose_optimizer)
+
+
+def test_another_name_that_nobody_has_any_more_is_unexpected() -> None:
+    state, _, _ = stage(0, 1, first=True, last=True)
+    (error,) = load(save([state]), [State({"model": Embedding(first=True, last=False)}, rank=0, world_size=1)])
+    assert isinstance(error, MismatchError)
+    assert "model.head.weight" in str(error)
+
+
+def test_a_version_without_the_other_name_is_refused_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As versions were saved before other names were."""
+    state, model, _ = stage(0, 1, first=True, last=True)
+    gather = state.gather
+
+    def without() -> Any:
+        gathered = gather()
+        for values in gathered.values.values():
+            values.pop("model.head.weight", None)  # type: ignore[attr-defined]
+        return gathered
+
+    monkeypatch.setattr(state, "gather", without)
+    saved = save([state])
+    ranks = [stage(0, 2, first=True, last=False)[0], stage(1, 2, first=False, last=True)[0]]
+    told = load(saved, ranks)
+    assert all(isinstance(error, MismatchError) and "rank1/model.head.weight" in str(error) for error in told)
+    again, tied, _ = stage(0, 1, first=True, last=True)
+    good(load(saved, [again]))
+    assert torch.equal(tied.head.weight, model.embed.weight)
