@@ -1,8 +1,12 @@
 """What a checkpoint at every step costs a pipeline: python -m benchmarks.bubbles [--quick] [--json] [--pairs N]
 
-Two stages of a real GPT on real text, one process each, 1F1B. Blocks of steps with a checkpoint after every step
+Two stages of a real GPT on real text, one process each, 1F1B. Blocks of steps with a checkpoint before every step
 alternate with blocks without, the order turned every pair; a pair is the time of two neighbouring blocks.
+Two hundred pairs take minutes in which a machine must be quiet: `--parts FILE` adds a run to FILE and reports on all
+that is in it, so that several short runs make one figure.
 
+- `stall_percent`: what the trainer's own thread spent in the call and at the fence, over the time of its steps: the
+  part of the overhead that does not drown in the noise of a step. The rank that lost most.
 - `overhead_percent`: mean of the paired differences over a plain block, with its 95 % bounds, for the copy inside the
   waits (captured level), for the plain copy (`overlap=False`) and for `dcp.async_save`, all at every step.
 - `copy_time_in_bubbles_percent`: the part of the copying that ran while the rank waited for its neighbour.
@@ -21,7 +25,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,8 @@ import holdfast
 from holdfast.testing.gpt import Shape, Text
 from holdfast.testing.pipeline_gpt import loss_of, stage
 
+NAMES = ("bubbles", "plain copy", "async_save")
+COUNTERS = ("copy_seconds", "copy_seconds_in_waits", "save_seconds", "fence_wait_seconds")
 BLOCK = 4
 MICROBATCHES = 4
 WARM_STEPS = 8
@@ -97,36 +103,35 @@ def async_saver(pipeline: Pipeline, home: Path) -> Callable[[], None]:
     return save
 
 
-def block(pipeline: Pipeline, after: Callable[[], None] | None) -> float:
-    """Seconds of a few steps, each followed by `after`; begins with all ranks at one point."""
+def block(pipeline: Pipeline, before: Callable[[], None] | None) -> float:
+    """Seconds of a few steps, each after `before`, whose late copies it so holds; begins and ends with all ranks."""
     dist.barrier()
     started = time.perf_counter()
     for _ in range(BLOCK):
+        if before is not None:
+            before()
         pipeline()
-        if after is not None:
-            after()
     dist.barrier()
     return time.perf_counter() - started
 
 
-def pairs(pipeline: Pipeline, save: Callable[[], None], number: int) -> Iterator[float]:
-    """Relative differences of neighbouring blocks."""
+def pairs(pipeline: Pipeline, save: Callable[[], None], number: int) -> Iterator[tuple[float, float]]:
+    """Seconds of neighbouring blocks: with checkpoints and without."""
     for index in range(number):
         with_first = index % 2 == 0
         first = block(pipeline, save if with_first else None)
         second = block(pipeline, None if with_first else save)
-        busy, plain = (first, second) if with_first else (second, first)
-        yield busy / plain - 1.0
+        yield (first, second) if with_first else (second, first)
 
 
 def bounds(values: list[float]) -> tuple[float, float, float]:
-    """Mean and its 95 % bounds, of the middle nine tenths: a machine's hiccups say nothing of either side."""
+    """Mean in percent and its 95 % bounds, of the middle nine tenths: a machine's hiccups say nothing of either side."""
     ordered = sorted(values)
     cut = len(ordered) // 20
     kept = ordered[cut : len(ordered) - cut] or ordered
     middle = statistics.fmean(kept)
     spread = 1.96 * statistics.stdev(kept) / math.sqrt(len(kept)) if len(kept) > 1 else math.inf
-    return middle, middle - spread, middle + spread
+    return 100 * middle, 100 * (middle - spread), 100 * (middle + spread)
 
 
 def worker(options: argparse.Namespace) -> None:
@@ -134,7 +139,7 @@ def worker(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     pipeline = Pipeline()
     rows: list[dict[str, Any]] = []
-    for name in ("bubbles", "plain copy", "async_save"):
+    for name in options.only or NAMES:
         home = options.dir / name.replace(" ", "-")
         checkpointer = None
         if name == "async_save":
@@ -145,14 +150,14 @@ def worker(options: argparse.Namespace) -> None:
             pipeline()
             save()
         before = checkpointer.events.counters() if checkpointer else {}
-        found = list(pairs(pipeline, save, options.pairs if checkpointer else max(10, options.pairs // 5)))
-        row: dict[str, Any] = {"name": name, "pairs": len(found), "bounds": bounds(found)}
+        found = list(pairs(pipeline, save, options.pairs if name == "bubbles" else max(10, options.pairs // 5)))
+        row: dict[str, Any] = {"name": name, "pairs": [[round(s, 6) for s in pair] for pair in found]}
         if checkpointer:
             now = checkpointer.events.counters()
-            row["counters"] = {key: now[key] - before.get(key, 0.0) for key in now}
+            row["counters"] = {key: round(now[key] - before.get(key, 0.0), 6) for key in COUNTERS if key in now}
             row["reason"] = checkpointer.bubbles.reason if checkpointer.bubbles else ""
             profile = checkpointer.bubbles.profile() if checkpointer.bubbles else None
-            row["idle_share"] = profile.idle / profile.period if profile else 0.0
+            row["idle_share"] = round(profile.idle / profile.period, 4) if profile else 0.0
             checkpointer.close()
         rows.append(row)
         dist.barrier()
@@ -168,6 +173,7 @@ def measured(options: argparse.Namespace) -> list[list[dict[str, Any]]]:
     """What two ranks found."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     command += ["benchmarks.bubbles", "--worker", "--pairs", str(options.pairs), "--dir", str(options.dir)]
+    command += [word for name in options.only or () for word in ("--only", name)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -179,6 +185,8 @@ def main() -> None:
     """Starts two ranks and reports."""
     parser = measure.options("bubbles", __doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=200, help="pairs of blocks for the overhead")
+    parser.add_argument("--only", action="append", choices=NAMES, help="of the three; may stand several times")
+    parser.add_argument("--parts", type=Path, metavar="FILE", help="add this run to FILE and report on all in it")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -193,21 +201,43 @@ def main() -> None:
         ranks = measured(options)
     finally:
         shutil.rmtree(home, ignore_errors=True)
-    for index, row in enumerate(ranks[0]):
-        name = row["name"]
-        middle, low, high = (100 * value for value in row["bounds"])
-        goal = "<= 1.0" if name == "bubbles" else ""
-        report.figure(
-            f"overhead_percent ({name}, upper 95 %)", high, "%", goal, mean=middle, low=low, pairs=row["pairs"]
-        )
-        counted = [rank[index].get("counters", {}) for rank in ranks]
-        copied = sum(c.get("copy_seconds", 0.0) for c in counted)
-        if name == "bubbles":
-            inside = sum(c.get("copy_seconds_in_waits", 0.0) for c in counted)
-            share = 100 * inside / copied if copied else None
-            report.figure("copy_time_in_bubbles_percent", share, "%", ">= 90", reason=row["reason"])
-            report.figure("idle_percent (rank 0)", 100 * row["idle_share"], "%")
+    runs = [ranks]
+    if options.parts:
+        with options.parts.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(ranks) + "\n")
+        runs = [json.loads(line) for line in options.parts.read_text(encoding="utf-8").splitlines()]
+    tell(report, runs)
     report.save()
+
+
+def tell(report: Report, runs: Sequence[list[list[dict[str, Any]]]]) -> None:
+    """Figures of several runs, each a row per rank and way to save."""
+    for name in NAMES:
+        rows = [[row for row in rank if row["name"] == name] for run in runs for rank in run]
+        of_first = [row for run in runs for row in run[0] if row["name"] == name]
+        found = [(busy, plain) for row in of_first for busy, plain in row["pairs"]]
+        if not found:
+            continue
+        middle, low, high = bounds([busy / plain - 1.0 for busy, plain in found])
+        goal = "<= 1.0" if name == "bubbles" else ""
+        step_ms = 1e3 * statistics.median(plain for _, plain in found) / BLOCK
+        more = {"mean": round(middle, 3), "low": round(low, 3), "pairs": len(found), "runs": len(of_first)}
+        report.figure(f"overhead_percent ({name}, upper 95 %)", high, "%", goal, **more, step_ms=round(step_ms, 2))
+        counted = [row for rank in rows for row in rank if "counters" in row]
+        if not counted:
+            continue
+        report.figure(f"stall_percent ({name})", max(stall(rank) for rank in rows if rank), "%", goal)
+        copied, inside = (sum(row["counters"].get(key, 0.0) for row in counted) for key in COUNTERS[:2])
+        if name == "bubbles":
+            share = 100 * inside / copied if copied else None
+            report.figure("copy_time_in_bubbles_percent", share, "%", ">= 90", reason=of_first[-1]["reason"])
+            report.figure("idle_percent (rank 0)", 100 * of_first[-1]["idle_share"], "%")
+
+
+def stall(rows: Sequence[dict[str, Any]]) -> float:
+    """Percent of a rank's plain steps that its own thread spent in the call and at the fence."""
+    spent = sum(row["counters"].get(key, 0.0) for row in rows for key in COUNTERS[2:])
+    return 100 * spent / sum(plain for row in rows for _, plain in row["pairs"])
 
 
 if __name__ == "__main__":

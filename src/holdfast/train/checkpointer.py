@@ -399,6 +399,7 @@ class Checkpointer:
     def _raise_level(self, run: _Run, handle: SaveHandle, level: Level) -> SaveHandle:
         """The version exists already: it is not copied twice, only made due for storage if that is new."""
         if level is Level.DURABLE and handle.level is not Level.DURABLE and not handle.given_up:
+            run.saver.settle()  # the keeper must have heard of it
             try:
                 run.link.require().persist(handle.version)
             except KeeperLost as error:

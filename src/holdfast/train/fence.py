@@ -5,6 +5,8 @@ the job is done, but never longer than the copy should take plus a bound; then t
 given up and the step goes on. The job's end is reported by the thread itself, after its last write to the slot, so
 that no slot is given away that is still written to.
 
+A job may have to be opened first: asking the keeper for a slot is a round trip to another process, and not the step's.
+
 In a pipeline the copy keeps to the waits of the schedule (`Pace`): batches that fit into none are copied at once, each
 other one when it is given a turn, and what is left at the fence without waiting for turns.
 
@@ -19,10 +21,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from holdfast.base.errors import HoldfastError
 from holdfast.base.events import Events
 from holdfast.train import capture
 from holdfast.train.capture import Batch
@@ -32,12 +35,18 @@ logger = logging.getLogger(__name__)
 
 # What a copy is expected to reach before one was measured: half of what one core of an old machine does.
 FIRST_RATE_BYTES_PER_S = 2e9
+# What asking a keeper for a slot is expected to take before it was measured.
+FIRST_OPENING_S = 1e-3
 # How long `close` waits for the thread to end; it stops between two batches.
 JOIN_TIMEOUT_S = 30.0
 
 
 class Pace(Protocol):
     """Who tells the copying thread when to go on."""
+
+    @property
+    def has_waits(self) -> bool:
+        """Whether a step has waits at all."""
 
     def beside(self, batch_seconds: Sequence[float]) -> int:
         """How many of these batches are copied at once, beside the work: they fit into no wait."""
@@ -52,6 +61,10 @@ class Pace(Protocol):
         """A batch was copied: when (`perf_counter`), how long, and whether it had a turn inside a wait."""
 
 
+# What opening a job's slot gives: its host copies, and what is called at their end as `Job.finish` is.
+Opened: TypeAlias = tuple[list[Batch], Callable[[str], None]]
+
+
 @dataclass(eq=False, slots=True)
 class Job:
     """One version's late copies.
@@ -63,12 +76,14 @@ class Job:
             not raise.
         at_fence: called at the first fence or read point once the copy is done, in the trainer's thread; told whether
             an optimizer is about to step.
+        opening: makes the batches and the end of the job, in the copying thread; None: they are there.
     """
 
     batches: list[Batch]
     device: DeviceCopy | None
     finish: Callable[[str], None]
     at_fence: Callable[[bool], None] | None = None
+    opening: Callable[[], Opened] | None = None
     copied_bytes: int = 0
     stop_reason: str = ""
     done: threading.Event = field(default_factory=threading.Event)
@@ -76,7 +91,7 @@ class Job:
     @property
     def is_watch(self) -> bool:
         """Whether there is nothing to copy, only to compare before a step."""
-        return not self.batches and self.device is None
+        return not self.batches and self.device is None and self.opening is None
 
     @property
     def num_bytes(self) -> int:
@@ -100,6 +115,8 @@ class Fence:
         self._wake = threading.Condition()
         self._queue: Job | None = None
         self._closed = False
+        self._opening_s = FIRST_OPENING_S
+        self._last_bytes = 0
         self.pace: Pace | None = None
         self._open: Job | None = None  # the trainer's thread only: not yet seen by a fence
         self.num_steps = 0
@@ -172,12 +189,13 @@ class Fence:
             return
         if job.device is not None:
             job.device.hold_current_streams()
-        if not job.batches and job.at_fence is None:
+        if not job.batches and job.at_fence is None and job.opening is None:
             return
         if self.pace is not None:
             self.pace.hurry(True)
         started = time.monotonic()
-        expected_s = (job.num_bytes - job.copied_bytes) / self._rate
+        left_bytes = (job.num_bytes or self._last_bytes) - job.copied_bytes
+        expected_s = left_bytes / self._rate + (self._opening_s if job.opening is not None else 0.0)
         if not job.done.wait(max(0.0, expected_s) + self._timeout_s):
             job.stop_reason = f"the copy took longer than expected and {self._timeout_s:g} s more; the step goes on"
         waited = time.monotonic() - started
@@ -193,6 +211,8 @@ class Fence:
                 return
             try:
                 self._copy(job)
+            except HoldfastError as error:  # no slot
+                job.stop_reason = str(error)
             except Exception as error:  # the top of the thread: the version is given up, training goes on
                 logger.exception("the background copy failed")
                 job.stop_reason = f"the background copy failed: {error}"
@@ -202,7 +222,22 @@ class Fence:
                 self._queue = None
                 self._wake.notify_all()
 
+    def _open_slot(self, job: Job) -> None:
+        """Makes the batches, in a turn of its own: most of it waits for another process, the rest is ours."""
+        if job.opening is None:
+            return
+        if self.pace is not None and self.pace.has_waits:
+            self.pace.turn(self._opening_s)
+        if job.stop_reason:
+            return
+        began = time.perf_counter()
+        batches, job.finish = job.opening()
+        self._opening_s = (self._opening_s + time.perf_counter() - began) / 2
+        job.batches, job.opening = batches, None
+        self._last_bytes = job.num_bytes
+
     def _copy(self, job: Job) -> None:
+        self._open_slot(job)
         pace, rate = self.pace, self._rate
         beside = pace.beside([batch.num_bytes / rate for batch in job.batches]) if pace else len(job.batches)
         spent = 0.0

@@ -9,7 +9,7 @@ at the call even if the object goes on changing its own.
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,7 +55,7 @@ def flatten(value: Any, path: str, emit: Emit, depth: int = 0) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
         return {_ARRAY_KEY: emit(path, _tensor_of(value, path))}
-    return value
+    return value.copy() if kind is set or kind is Counter else value
 
 
 def unflatten(tree: Any, fetch: Callable[[str], torch.Tensor]) -> Any:

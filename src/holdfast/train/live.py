@@ -71,8 +71,8 @@ class Gathered:
 
     Attributes:
         tensors: by entry name; `local` shares memory with training, nothing is copied.
-        values: group -> path -> value for `tiers.values.encode`, with TensorRef where a tensor is an entry. They may
-            alias live lists and dicts: encode them before training goes on.
+        values: group -> path -> value for `tiers.values.encode`, with TensorRef where a tensor is an entry. Their
+            containers are new (`flatten`): they are the state at the call although training goes on.
         structure: rises when a name, dtype, shape, extent, group, device, `late`, or the set of groups with values
             changes. Equal: a plan made from the shards still holds.
         storages: rises when moreover the memory, the strides or the identity of a parameter, buffer or optimizer

@@ -211,6 +211,11 @@ class Bubbles:
 
     # --- the copier's side
 
+    @property
+    def has_waits(self) -> bool:
+        """Whether a step has waits at all, as far as is known."""
+        return bool(self._waits.windows())
+
     def beside(self, batch_seconds: Sequence[float]) -> int:
         """How many batches fit into no wait of a step and are copied at once."""
         placement = bubbles.place(batch_seconds, self._waits.windows())

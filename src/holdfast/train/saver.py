@@ -4,6 +4,9 @@ Order of a save: settle the copy before it, gather, plan (cached), ask for a slo
 the rest, tell the keeper when the last byte is in the slot. The snapshot is the state at the call, or there is none:
 every way out that is not complete gives the version up, aloud.
 
+Once what must be copied now is small, it is set aside and the call ends there: planning, the question for a slot (a
+round trip to another process) and all copies are the copying thread's, behind the next forward and backward.
+
 Owns the fence, the side streams and the views of slots. Called by `train.checkpointer` in the trainer's thread.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached
@@ -20,10 +24,10 @@ from holdfast.core.model import Shard, Topology
 from holdfast.node.client import KeeperClient, Slot
 from holdfast.tiers.memory import SPARE_BYTES
 from holdfast.train import capture
-from holdfast.train.capture import Copies, Plan, SlotView, Split, Structure
+from holdfast.train.capture import Batch, Copies, Plan, SlotView, Split, Structure
 from holdfast.train.cuda import DeviceCopy, SideStreams
 from holdfast.train.ending import Ending, Pledged, Watched
-from holdfast.train.fence import Fence, Job
+from holdfast.train.fence import Fence, Job, Opened
 from holdfast.train.handle import SaveHandle
 from holdfast.train.link import Link
 from holdfast.train.live import Gathered
@@ -31,6 +35,20 @@ from holdfast.train.state import State
 from holdfast.train.trust import Trust, can_digest, digest
 
 logger = logging.getLogger(__name__)
+
+# What must be copied in the call is set aside in memory of ours up to this size: random states, counters, buffers.
+ASIDE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """The state at the call of one save: of what may change, copies, if it was set aside."""
+
+    handle: SaveHandle
+    client: KeeperClient
+    gathered: Gathered
+    structure: Structure
+    durable: bool
 
 
 class Saver:
@@ -62,6 +80,8 @@ class Saver:
         self._split: Split | None = None
         self._watched: tuple[int, ...] = ()
         self._pledged: tuple[int, ...] = ()
+        self._aside_key: object = None
+        self._aside: tuple[str, ...] | None = None
 
     def reserve(self) -> None:
         """Before training: memory for saves of this state, optimizer state to come included, and all that is planned.
@@ -103,9 +123,9 @@ class Saver:
         except BaseException:
             self._give_up(handle, "the save was interrupted")
             raise
-        self._events.emit(
-            "saved", version=str(handle.version), seconds=time.perf_counter() - started, given_up=handle.given_up
-        )
+        seconds = time.perf_counter() - started
+        self._events.count("save_seconds", seconds)
+        self._events.emit("saved", version=str(handle.version), seconds=seconds, given_up=handle.given_up)
 
     def settle(self) -> None:
         """Waits until the copy of the last save is complete or given up."""
@@ -129,24 +149,76 @@ class Saver:
         if not self.fence.idle(self._config.begin_timeout_s):
             raise LevelNotReached("the copy of an earlier version has not stopped yet")
         gathered = self._state.gather()
-        structure = self._structure_of(gathered, client)
-        values = structure.encode(gathered)
+        taken = _Taken(handle, client, gathered, self._structure_of(gathered, client), durable)
+        aside = self._set_aside(gathered)
+        if aside is None:
+            self._copy(taken, self._open(taken))
+        else:
+            self._copy_late(replace(taken, gathered=aside))
+
+    def _open(self, taken: _Taken) -> SlotView:
+        """A slot for the version, with everything in it that is not a tensor."""
+        client, structure = taken.client, taken.structure
+        values = structure.encode(taken.gathered)
         plan = structure.plan(values)
         if plan.num_bytes > self._reserved:
-            self._prepare(client, plan.num_bytes + SPARE_BYTES, gathered)
+            self._prepare(client, plan.num_bytes + SPARE_BYTES, taken.gathered)
         self._link.announce_skipped(client)
+        version, timeout_s = taken.handle.version, self._config.begin_timeout_s
         try:
-            slot = client.begin(handle.version, plan.num_bytes, durable=durable, timeout_s=self._config.begin_timeout_s)
+            slot = client.begin(version, plan.num_bytes, durable=taken.durable, timeout_s=timeout_s)
         except KeeperLost:
             self._link.heard_nothing(client)
             raise
         view = self._view(slot, plan)
         view.write_frames(values)
-        self._copy(handle, client, view, gathered)
+        return view
 
-    def _copy(self, handle: SaveHandle, client: KeeperClient, view: SlotView, gathered: Gathered) -> None:
-        split = self._split_of(view.plan, gathered)
-        now, late = view.assign(gathered.tensors, split)
+    def _set_aside(self, gathered: Gathered) -> Gathered | None:
+        """The state with copies of all that may change at any time; None if that is too much, or not in host memory."""
+        key = (self._structure_key, self._trust.generation)
+        if key != self._aside_key:
+            self._aside_key, self._aside = key, self._small(gathered)
+        if self._aside is None:
+            return None
+        tensors = dict(gathered.tensors)
+        for name in self._aside:
+            live = tensors[name]
+            tensors[name] = replace(live, local=live.local.detach().clone())
+        return replace(gathered, tensors=tensors)
+
+    def _small(self, gathered: Gathered) -> tuple[str, ...] | None:
+        """Names of what is copied in the call, if it is small and nothing has to be compared."""
+        tensors = gathered.tensors
+        late = self._trust.late(tensors)
+        rest = tuple(name for name in tensors if name not in late)
+        proven = late and not self._trust.watched(tensors) and not self._config.verify_capture
+        on_host = all(live.local.device.type == "cpu" for live in tensors.values())
+        is_small = sum(tensors[name].local.nbytes for name in rest) <= ASIDE_BYTES
+        return rest if proven and on_host and is_small else None
+
+    def _copy_late(self, taken: _Taken) -> None:
+        """Everything but the state itself is left to the copying thread."""
+        handle, client = taken.handle, taken.client
+
+        def opened() -> Opened:
+            try:
+                view = self._open(taken)
+            except KeeperLost as error:
+                raise LevelNotReached(f"the keeper is lost: {error.what}") from error
+            now, late = view.assign(taken.gathered.tensors, self._split_of(view.plan, taken.gathered))
+            capture.copy(now.targets, now.sources)
+            self._events.count("late_copied_bytes", sum(target.nbytes for target in late.targets))
+            ending = Ending(handle, client, view.plan.spans, self._trust, (), (), self._give_up)
+            return self._batches(late), ending.copied
+
+        self.fence.start(Job([], None, lambda reason: self._give_up(handle, reason), opening=opened))
+
+    def _copy(self, taken: _Taken, view: SlotView) -> None:
+        """Copies in the call what may change, and what has to be compared; queues the rest."""
+        handle, client = taken.handle, taken.client
+        split = self._split_of(view.plan, taken.gathered)
+        now, late = view.assign(taken.gathered.tensors, split)
         parts, sources, targets = view.plan.parts, view.sources, view.targets
         pledged = [Pledged(parts[i].name, digest(sources[i]), targets[i]) for i in self._pledged]
         device = self._queue(now, late) if now.device_targets or late.device_targets else None
@@ -155,14 +227,17 @@ class Saver:
         ending = Ending(handle, client, view.plan.spans, self._trust, watched, pledged, self._give_up)
         at_fence = ending.at_fence if ending.needs_fence else None
         if late.targets or device is not None:
-            most = capture.PACED_BATCH_BYTES if self.fence.pace else capture.BATCH_BYTES
-            job = Job(capture.batches(late.targets, late.sources, most=most), device, ending.copied, at_fence)
+            job = Job(self._batches(late), device, ending.copied, at_fence)
             self._events.count("late_copied_bytes", job.num_bytes)
             self.fence.start(job)
             return
         ending.copied("")
         if at_fence is not None:
             self.fence.watch(at_fence)
+
+    def _batches(self, late: Copies) -> list[Batch]:
+        most = capture.PACED_BATCH_BYTES if self.fence.pace else capture.BATCH_BYTES
+        return capture.batches(late.targets, late.sources, most=most)
 
     def _queue(self, now: Copies, late: Copies) -> DeviceCopy | None:
         """Copies from GPUs. The current streams wait for what may change at any time; for the rest only the fence."""
