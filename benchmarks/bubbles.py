@@ -45,7 +45,7 @@ COUNTERS = ("copy_seconds", "copy_seconds_in_waits", "save_seconds", "fence_wait
 BLOCK = 4
 MICROBATCHES = 4
 WARM_STEPS = 8
-SHAPE = Shape(width=192, layers=4, context=64, dropout=0.0)
+SHAPE = Shape(width=256, layers=6, context=64, dropout=0.0)
 
 
 class Pipeline:

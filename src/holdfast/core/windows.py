@@ -54,6 +54,11 @@ class Waits:
         ordered = sorted(self._seen[index])
         return ordered[int(QUANTILE * (len(ordered) - 1))]
 
+    @property
+    def known(self) -> bool:
+        """Whether a step has waits at all, as far as was seen."""
+        return any(self.expected(index) for index in range(len(self._seen)))
+
     def windows(self) -> tuple[Window, ...]:
         """The waits of a step as they are expected, in order."""
         expected = ((index, self.expected(index)) for index in range(len(self._seen)))

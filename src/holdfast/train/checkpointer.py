@@ -195,7 +195,7 @@ class Checkpointer:
         self._run = _Run(state, link, saver, job, schedule, recorder, durables, optimizer_steps=saver.fence.num_steps)
         self._signal.install()
         if self.bubbles is not None:
-            saver.fence.pace = self.bubbles
+            saver.fence.pace, self.bubbles.on_wait = self.bubbles, saver.fence.nudge
             self.bubbles.attach()
         self.last_restore = report
         beats.at_step(-1 if report.version is None else report.version.step)

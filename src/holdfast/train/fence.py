@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 # What a copy is expected to reach before one was measured: half of what one core of an old machine does.
 FIRST_RATE_BYTES_PER_S = 2e9
+# How long a job of a pipeline may lie without a wait having begun.
+UNTOLD_S = 1.0
 # What asking a keeper for a slot is expected to take before it was measured.
 FIRST_OPENING_S = 1e-3
 # How long `close` waits for the thread to end; it stops between two batches.
@@ -136,7 +138,15 @@ class Fence:
             self._thread.start()
         with self._wake:
             self._queue = job
-            self._wake.notify()
+            # Woken now, the thread would take processor and interpreter from a step that is about to begin.
+            if self.pace is None or not self.pace.has_waits:
+                self._wake.notify()
+
+    def nudge(self) -> None:
+        """A wait begins: the thread may look for work. Called by the pace, in the trainer's thread."""
+        if self._queue is not None:
+            with self._wake:
+                self._wake.notify_all()
 
     def watch(self, at_fence: Callable[[bool], None]) -> None:
         """Nothing is left to copy, but something to compare at the fence."""
@@ -193,6 +203,7 @@ class Fence:
             return
         if self.pace is not None:
             self.pace.hurry(True)
+            self.nudge()
         started = time.monotonic()
         left_bytes = (job.num_bytes or self._last_bytes) - job.copied_bytes
         expected_s = left_bytes / self._rate + (self._opening_s if job.opening is not None else 0.0)
@@ -205,10 +216,14 @@ class Fence:
     def _run(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._queue is not None or self._closed)
+                # A job that no wait woke us for is begun all the same: perhaps the loop has none for a while.
+                untold_s = UNTOLD_S if self.pace is not None else None
+                self._wake.wait_for(lambda: self._queue is not None or self._closed, untold_s)
                 job = self._queue
             if job is None:
-                return
+                if self._closed:
+                    return
+                continue
             try:
                 self._copy(job)
             except HoldfastError as error:  # no slot

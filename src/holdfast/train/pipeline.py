@@ -96,6 +96,7 @@ class Bubbles:
         self._endings: deque[float] = deque(maxlen=MEMORY)
         self._idle_now = self._began = self._last = self._between = 0.0
         self._reason = ""
+        self.on_wait: Callable[[], None] | None = None  # called when a wait begins, in the trainer's thread
         self.spans: deque[Seen] = deque(maxlen=MAX_SPANS)
 
     # --- the trainer's side
@@ -198,6 +199,8 @@ class Bubbles:
             return
         began = time.perf_counter()
         self._gate.open(self._waits.expected(self._waits.index))
+        if self.on_wait is not None:
+            self.on_wait()
         try:
             inner(work)
         finally:
@@ -214,7 +217,7 @@ class Bubbles:
     @property
     def has_waits(self) -> bool:
         """Whether a step has waits at all, as far as is known."""
-        return bool(self._waits.windows())
+        return self._waits.known
 
     def beside(self, batch_seconds: Sequence[float]) -> int:
         """How many batches fit into no wait of a step and are copied at once."""
