@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,33 @@ def test_late_copies_are_the_state_at_the_call(make: Make) -> None:
             assert trainee.fingerprint() == expected[step]
             assert keep != expected[step]
             break
+
+
+def test_a_call_does_not_wait_for_the_keeper_and_is_the_state_of_its_moment(make: Make) -> None:
+    trainee = Trainee(width=2000)
+    checkpointer = make(trainee, begin_timeout_s=20.0, fence_timeout_s=20.0)
+    checkpointer.restore()
+    for step in range(NUM_PROOFS + 1):
+        trainee.train()
+        checkpointer.save(step)
+    trainee.train()
+    expected, position = trainee.fingerprint(), trainee.loader.position
+    keeper = psutil.Process(checkpointer.keeper_status()["pid"])
+    keeper.suspend()
+    try:
+        began = time.monotonic()
+        handle = checkpointer.save(NUM_PROOFS + 1)
+        assert time.monotonic() - began < 2.0, "the keeper was waited for"
+        # Before the slot is there: the next forward moves the running means, the loader and the random state.
+        trainee.model(torch.randn(8, 16))
+        trainee.loader.take()
+    finally:
+        keeper.resume()
+    handle.wait("captured", 20)
+    trainee.train()
+    assert checkpointer.restore(handle.version) == NUM_PROOFS + 2
+    assert trainee.fingerprint() == expected
+    assert trainee.loader.position == position
 
 
 def test_what_changes_outside_the_step_is_never_copied_late(make: Make, caplog: pytest.LogCaptureFixture) -> None:
