@@ -58,7 +58,7 @@ from tiers.test_format import HOSTILE
 # "Within a second", and as much again for a machine that does other things.
 SOON_S = 6.0  # within a second on a quiet machine
 GOOD, BAD = Version(1, 0), Version(1, 1)
-CONFIG = ("memory_budget", "close_timeout_s", "strict", "run_id", "linger_s")
+CONFIG = ("memory_budget", "require_memory", "close_timeout_s", "strict", "run_id", "linger_s")
 
 Make = Callable[..., holdfast.Checkpointer]
 
@@ -361,7 +361,7 @@ def wait_for_alarms(checkpointer: holdfast.Checkpointer) -> list[dict[str, Any]]
 
 def test_too_little_memory_is_told_before_training_with_numbers(make: Make, tmp_path: Path) -> None:
     with refused(MemoryRefused, code="HF400", place="rank 0", remedy="MEMORY_BUDGET", soon=2 * SOON_S) as problem:
-        make(model=network(width=512), memory_budget="1MiB").restore()
+        make(model=network(width=512), memory_budget="1MiB", require_memory=True).restore()
     needed = re.search(r"needs (\d+) bytes; of 1048576 allowed", str(problem.error))
     assert needed is not None
     assert int(needed[1]) > 2 * 2 * 512 * 512 * 4

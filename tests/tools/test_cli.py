@@ -88,7 +88,7 @@ def test_run_takes_every_argument_as_it_is(holdfast: Run) -> None:
 def test_status_without_a_keeper_is_good(holdfast: Run, runtime_dir: Path) -> None:
     answer = holdfast("status", "--json")
     assert answer.returncode == 0
-    assert json.loads(answer.stdout) == {"keepers": []}
+    assert json.loads(answer.stdout) == {"keepers": [], "durable_only": []}
 
 
 def test_status_tells_of_a_socket_that_nobody_serves(holdfast: Run, runtime_dir: Path) -> None:

@@ -48,5 +48,5 @@ def test_status_shows_what_is_safe(holdfast: Run, tmp_path: Path, runtime_dir: P
     assert text.returncode == 0
     assert "captured i000001-s0000000002" in text.stdout
     assert "rank 0" in text.stdout
-    assert json.loads(holdfast("status", "--json").stdout) == {"keepers": []}
+    assert json.loads(holdfast("status", "--json").stdout) == {"keepers": [], "durable_only": []}
     assert json.loads(holdfast("ls", root, "--json").stdout)["versions"][-1]["step"] == 2

@@ -109,6 +109,7 @@ CONFIG_FIELDS = {
     "stop_file",
     "keep_every",
     "memory_budget",
+    "require_memory",
     "fence_timeout_s",
     "begin_timeout_s",
     "num_slots",
@@ -421,7 +422,7 @@ def test_wrong_calls_say_what_to_do(make: Make, tmp_path: Path) -> None:
     trainee = Trainee()
     with pytest.raises(ConfigError, match="often"):
         make(trainee, every="often")
-    refused = make(trainee, memory_budget="100KB")
+    refused = make(trainee, memory_budget="100KB", require_memory=True)
     with pytest.raises(MemoryRefused):
         refused.restore()
     checkpointer = make(trainee, path=tmp_path / "other")

@@ -71,6 +71,8 @@ class Config:
         begin_timeout_s: how long a save may wait for a free slot; then the version is abandoned.
         num_slots: slots per rank, 2 or 3. A third avoids waits when saves come faster than storage.
         memory_budget: bytes (`"4GiB"`) that all keepers of the cgroup may use; `""` is a quarter of its limit.
+        require_memory: refuse to start where the level in memory cannot be had (too little memory, no keeper); off: the
+            job goes on with saves to storage alone, and says so.
         node_label: the failure domain of this process; `""` is the host name.
         run_id: tells jobs on the same path apart; part of the keeper's identity.
         runtime_dir: where sockets and logs of keepers live; `""` is `$XDG_RUNTIME_DIR/holdfast` or a private
@@ -105,6 +107,7 @@ class Config:
     begin_timeout_s: float = 1.0
     num_slots: int = 2
     memory_budget: str = ""
+    require_memory: bool = False
     node_label: str = ""
     run_id: str = "default"
     runtime_dir: str = ""

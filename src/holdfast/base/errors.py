@@ -14,7 +14,8 @@ HoldfastError
 ├── VersionNotFound       the version (or any version) is not there
 ├── MemoryRefused         the memory level does not fit into the budget
 ├── KeeperError           the keeper said no, or spoke nonsense
-│   └── KeeperLost        the keeper is gone; training goes on without the memory level
+│   ├── KeeperLost        the keeper is gone; training goes on without the memory level
+│   └── KeeperNotStarted  there is none, and none could be started; the job goes on durable-only
 ├── InUse                 another job works on this path
 ├── Fenced                a higher incarnation or term exists; this process belongs to the past
 └── LevelNotReached       a version did not reach the level that was asked for
@@ -147,6 +148,13 @@ class KeeperLost(KeeperError):
     code = "HF501"
     advice = "a new keeper is started at the next save or restart"
     retryable = True
+
+
+class KeeperNotStarted(KeeperError):
+    """No keeper runs and none could be started. The job goes on durable-only, unless `require_memory` is set."""
+
+    code = "HF502"
+    advice = "see its log; without a keeper there is no level in memory, and a restart goes back to storage"
 
 
 class InUse(HoldfastError):

@@ -164,5 +164,9 @@ def rank_layout(bundles: Sequence[Bundle], rank: int, topology: Topology) -> Ran
 
 def layout_fingerprint(layouts: Mapping[int, RankLayout]) -> str:
     """Digest of the layout of the whole job; equal for equal bundles whatever the order of arrival."""
-    rows = sorted({(b.bundle_id, b.fingerprint) for layout in layouts.values() for b in layout.bundles})
-    return hashlib.blake2b(repr((len(layouts), rows)).encode(), digest_size=16).hexdigest()
+    return fingerprint_of(len(layouts), {(b.bundle_id, b.fingerprint) for row in layouts.values() for b in row.bundles})
+
+
+def fingerprint_of(world_size: int, bundles: Iterable[tuple[str, str]]) -> str:
+    """The same from (id, fingerprint) of every bundle of the job, each once."""
+    return hashlib.blake2b(repr((world_size, sorted(bundles))).encode(), digest_size=16).hexdigest()

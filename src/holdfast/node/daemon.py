@@ -17,7 +17,7 @@ from typing import Any
 from holdfast.base.errors import InUse, KeeperError
 from holdfast.base.events import Events, Handler
 from holdfast.core.takeover import Order
-from holdfast.node import status
+from holdfast.node import notice, status
 from holdfast.node.activity import Activities
 from holdfast.node.arena import Arena
 from holdfast.node.coordinate import Coordinator
@@ -302,6 +302,7 @@ def clean(place: Place) -> None:
     The lock's file goes last: until then no other keeper can begin, so everything else here is ours. A directory that
     holds anything else stays.
     """
+    notice.sweep(place)
     for file in (place.socket, place.port, place.log, place.start_lock, place.keeper_lock):
         file.unlink(missing_ok=True)
     for directory in (place.directory, place.directory.parent, place.runtime):

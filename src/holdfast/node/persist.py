@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from holdfast.base.errors import CorruptError, Fenced, HoldfastError, KeeperError
 from holdfast.base.events import Events
 from holdfast.core.commit import CommitOrder, PartReport
-from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Level, Version
-from holdfast.core.retention import to_retire
 from holdfast.core.takeover import Order
 from holdfast.node.activity import WRITING, Activities
 from holdfast.node.arena import Held
 from holdfast.node.messages import Assembly
+from holdfast.node.retire import Retirement
 from holdfast.node.state import NodeState
 from holdfast.node.succession import Succession
 from holdfast.node.vault import Vault
@@ -261,7 +260,7 @@ class Committer:
         self._worker: Worker[CommitJob] = Worker(
             "holdfast committer", self._commit, lambda text: state.alarm("committer", text), on_idle=state.changed
         )
-        self._kept_s: float | None = None
+        self._retirement = Retirement(events)
         self._again = _Again()
 
     def put(self, job: CommitJob) -> bool:
@@ -316,38 +315,10 @@ class Committer:
         job.done(version, True)
         self._retire(storage, job)
 
-    def _keep_by_time(self, storage: Storage, version: Version, every_s: float) -> set[Version]:
-        """Marks the version that was just committed if it is the one to be kept of its minutes. The mark is a file, so
-        that it outlives us; time is only measured between two commits of one keeper, so that no clock is trusted.
-        """
-        if every_s <= 0:
-            return set()
-        now = time.monotonic()
-        if self._kept_s is None or now - self._kept_s >= every_s:
-            self._kept_s = now
-            storage.keep(version)
-        return storage.kept()
-
     def _retire(self, storage: Storage, job: CommitJob) -> None:
-        """Old versions go only after a newer commit, and with them what dead incarnations left half done. A failure
-        here costs space, nothing else.
-        """
-        assembly = job.assembly
+        """Old versions go only after a newer commit. A failure here costs space, nothing else."""
         try:
-            old = to_retire(
-                storage.versions(),
-                keep_last=assembly.keep_last,
-                keep_every=assembly.keep_every,
-                protected=storage.pins() | self._keep_by_time(storage, job.order.version, assembly.keep_every_s),
-                lineage=Lineage(dict(assembly.lineage)).with_(assembly.incarnation, job.resumed_from),
-            )
-            for version in old:
-                storage.retire(version)
-                self._events.emit("node.retired", version=str(version))
-            for version in storage.unfinished():
-                if version.incarnation < assembly.incarnation:
-                    storage.discard(version)
-            storage.sweep(assembly.incarnation)
+            self._retirement.after(storage, job.order.version, job.assembly, job.resumed_from)
             self._state.calm("retention")
         except HoldfastError as error:
             self._state.alarm("retention", f"an old version was not removed: {error}")

@@ -59,6 +59,11 @@ class Place:
         return self.directory / "port"
 
     @property
+    def notice(self) -> Path:
+        """Of ranks that go on without a keeper; see node.notice."""
+        return self.directory / "durable-only.json"
+
+    @property
     def keeper_lock(self) -> Path:
         return self.directory / "keeper.lock"
 

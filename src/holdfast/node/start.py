@@ -18,7 +18,7 @@ from pathlib import Path
 
 import holdfast
 from holdfast.base.config import Config, parse_size
-from holdfast.base.errors import KeeperError, KeeperLost
+from holdfast.base.errors import KeeperError, KeeperLost, KeeperNotStarted
 from holdfast.node.messages import VIEWER, Hello
 from holdfast.node.network import Network, secret_pipe
 from holdfast.node.places import Place, absolute_root, place_of
@@ -36,7 +36,8 @@ def ensure_keeper(root: str, config: Config, *, timeout_s: float = START_TIMEOUT
     """The place of a keeper that listens for the job saving to `root`; started if there is none.
 
     Raises:
-        ConfigError: the runtime directory is unfit. KeeperError: it did not start, with its own words.
+        ConfigError: the runtime directory is unfit. KeeperNotStarted: it crashed or hung before it listened.
+        KeeperError: it refused its settings, in its own words; or one is there and does not answer.
     """
     place = place_of(root, config)
     deadline = time.monotonic() + timeout_s
@@ -176,10 +177,10 @@ def _await_ready(ready: int, place: Place, deadline: float) -> bool:
     said = bytearray()
     while b"\n" not in said and len(said) < _MAX_READY_BYTES:
         if not select.select([ready], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            raise KeeperError("the keeper did not get ready in time", where=str(place.log))
+            raise KeeperNotStarted("the keeper did not get ready in time", where=str(place.log))
         part = os.read(ready, 4096)
         if not part:
-            raise KeeperError("the keeper ended while it started", where=str(place.log))
+            raise KeeperNotStarted("the keeper ended while it started", where=str(place.log))
         said += part
     answer = json.loads(said)
     if "error" in answer:

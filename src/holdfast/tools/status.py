@@ -9,13 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from holdfast.base.config import load
 from holdfast.base.errors import HoldfastError
 from holdfast.base.progress import progress_text
+from holdfast.node import notice
 from holdfast.node.client import KeeperClient
 from holdfast.node.metrics import render
+from holdfast.node.notice import Notice
 from holdfast.node.places import Place
 from holdfast.tools import output
 
@@ -37,12 +40,14 @@ def status(*, runtime_dir: str | None, watch_s: float | None, as_json: bool, pro
     """Shows all keepers, once or every `watch_s` seconds until interrupted; the exit code."""
     while True:
         answers = [_ask(place) for place in places(runtime_dir)]
+        notices = list(notice.posted(runtime_path(runtime_dir)))
         if prometheus:
             print(render([answer.facts for answer in answers if answer.error is None]), end="")
         elif as_json:
-            output.print_json({"keepers": [_document(answer) for answer in answers]})
+            documents = [_document(answer) for answer in answers]
+            output.print_json({"keepers": documents, "durable_only": [_noticed(told) for told in notices]})
         else:
-            _print_answers(answers, clear=watch_s is not None)
+            _print_answers(answers, notices, clear=watch_s is not None)
         if watch_s is None:
             return output.PROBLEM if any(answer.error for answer in answers) else output.GOOD
         try:
@@ -51,9 +56,14 @@ def status(*, runtime_dir: str | None, watch_s: float | None, as_json: bool, pro
             return output.GOOD
 
 
+def runtime_path(runtime_dir: str | None) -> Path:
+    """Where keepers live, under the settings in force."""
+    return load({"runtime_dir": runtime_dir}).runtime_path.absolute()
+
+
 def places(runtime_dir: str | None) -> Iterator[Place]:
     """Every place beneath the runtime directory that has a socket."""
-    runtime = load({"runtime_dir": runtime_dir}).runtime_path.absolute()
+    runtime = runtime_path(runtime_dir)
     for socket in sorted(runtime.glob("*/*/s")):
         yield Place(runtime, socket.parent.parent.name, socket.parent.name)
 
@@ -78,10 +88,18 @@ def _document(answer: Answer) -> dict[str, Any]:
     return document | {"alive": True, "status": answer.facts}
 
 
-def _print_answers(answers: list[Answer], *, clear: bool) -> None:
+def _noticed(told: Notice) -> dict[str, Any]:
+    facts = {"job": told.place.job, "node": told.place.node, "pid": told.pid, "root": told.root}
+    return facts | {"reason": told.reason, "durable": told.durable or None}
+
+
+def _print_answers(answers: list[Answer], notices: list[Notice], *, clear: bool) -> None:
     if clear:
         print(CLEAR, end="")
-    if not answers:
+    for told in notices:
+        print(f"DURABLE-ONLY  node {told.place.node}, job {told.place.job}, process {told.pid}: no level in memory")
+        print(f"  root      {told.root}\n  safe      durable {told.durable or 'none'}\n  why       {told.reason}")
+    if not answers and not notices:
         print("no keeper runs here")
     for answer in answers:
         print(f"keeper of node {answer.place.node}, job {answer.place.job}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.base.config import Config
-from holdfast.base.errors import StorageFull, UsageError
+from holdfast.base.errors import KeeperNotStarted, StorageFull, UsageError
 from holdfast.core.cadence import Cadence
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import Topology, Version
@@ -35,11 +35,16 @@ Resumed = dict[int, Version | None]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The job of one incarnation, as every rank knows it."""
+    """The job of one incarnation, as every rank knows it.
+
+    Attributes:
+        no_keeper: why no rank has a keeper; empty if all have.
+    """
 
     group: Ranks
     assembly: Assembly
     ranks_per_reader: int = RANKS_PER_READER
+    no_keeper: str = ""
 
     @property
     def incarnation(self) -> int:
@@ -70,10 +75,8 @@ def assemble(group: Ranks, root: str, config: Config, *, storage: Storage, link:
     topology = _meet(group, root, config)
     job_id, trouble = json.loads(agree.share(group, lambda: _occupy(storage, config.run_id)))
     first = topology.ranks_on(topology.node_of[group.rank])[0] == group.rank
-    # The first rank of a node starts the keeper while the others wait, instead of all starting one.
-    agree.together(group, lambda: link.open() if first and link.client is None else None)
-    agree.together(group, lambda: link.open() if link.client is None else None)
-    addresses = _addresses(group, topology, link)
+    no_keeper = _connect(group, link, first=first, required=config.require_memory)
+    addresses = () if no_keeper else _addresses(group, topology, link)
     seen = _seen(group, job_id, link)
     registered = json.loads(agree.share(group, lambda: _register(storage, seen, trouble)))
     kept = Cadence.parse(config.keep_every)
@@ -88,9 +91,29 @@ def assemble(group: Ranks, root: str, config: Config, *, storage: Storage, link:
         keep_every_s=kept.seconds or 0.0,
         lineage=tuple((number, Version.parse(text) if text else None) for number, text in registered["lineage"]),
     )
-    agree.together(group, lambda: link.require().assemble(assembly))
+    if not no_keeper:
+        agree.together(group, lambda: link.require().assemble(assembly))
     link.assembly, link.layout, link.resumed = assembly, None, None
-    return Job(group, assembly, config.ranks_per_reader)
+    return Job(group, assembly, config.ranks_per_reader, no_keeper)
+
+
+def _connect(group: Ranks, link: Link, *, first: bool, required: bool) -> str:
+    """All ranks find their keeper, or none uses one: then why.
+
+    The first rank of a node starts the keeper while the others wait, instead of all starting one.
+
+    Raises:
+        KeeperNotStarted: on some node, and the level in memory is `required`.
+    """
+    try:
+        agree.together(group, lambda: link.open() if first and link.client is None else None)
+        agree.together(group, lambda: link.open() if link.client is None else None)
+    except KeeperNotStarted as error:
+        if required:
+            raise
+        link.forgo(finished=False)
+        return str(error)
+    return ""
 
 
 def _meet(group: Ranks, root: str, config: Config) -> Topology:
@@ -168,7 +191,7 @@ def _occupy(storage: Storage, run_id: str) -> bytes:
 
 def _seen(group: Ranks, job_id: str, link: Link) -> tuple[int, Resumed]:
     """The highest incarnation that any keeper has seen, and what they know of the lineage."""
-    own, known = link.require().seen(job_id)
+    own, known = link.client.seen(job_id) if link.client is not None else (0, ())
     last = link.assembly
     if last is not None and last.job_id == job_id:  # a second restore in this process
         own = max(own, last.incarnation)

@@ -54,6 +54,11 @@ class Part:
             return local
         return local.narrow(0, self.piece.start_row, self.piece.num_rows)
 
+    def view_in(self, base: torch.Tensor, begin: int = 0) -> torch.Tensor:
+        """Its place in memory that holds the payload from byte `begin` on."""
+        flat = base.narrow(0, self.start - begin, self.piece.num_bytes).view(torch_dtype(self.piece.shard.dtype))
+        return flat.view(self.piece.extent.lengths)
+
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
@@ -169,7 +174,7 @@ class SlotView:
         self.slot = slot
         self.plan = plan
         base = torch.frombuffer(slot.view, dtype=torch.uint8) if slot.num_bytes else torch.empty(0, dtype=torch.uint8)
-        self.targets = [_view(base, part) for part in plan.parts]
+        self.targets = [part.view_in(base) for part in plan.parts]
         self.sources: list[torch.Tensor] = []
         self._names = [part.name for part in plan.parts]
         self._live: list[LiveTensor] = []
@@ -211,11 +216,6 @@ class SlotView:
                 first, num_bytes = image.plan.values_span
                 start = image.start + first
                 memory[start : start + num_bytes] = values[image.ref.bundle_id]
-
-
-def _view(base: torch.Tensor, part: Part) -> torch.Tensor:
-    flat = base.narrow(0, part.start, part.piece.num_bytes).view(torch_dtype(part.piece.shard.dtype))
-    return flat.view(part.piece.extent.lengths)
 
 
 @dataclass(slots=True)

@@ -33,13 +33,15 @@ from holdfast.tiers.duplicate import duplicate
 from holdfast.tiers.storage import open_storage
 from holdfast.train import agree, alive, beats, exposure
 from holdfast.train.assembly import Job, assemble
+from holdfast.train.direct import DirectSaver
 from holdfast.train.durables import Durables, OnDurable
 from holdfast.train.handle import SaveHandle, as_level
 from holdfast.train.link import Link
+from holdfast.train.meetings import MeetingSchedule
 from holdfast.train.pipeline import Bubbles
 from holdfast.train.recorder import Recorder
 from holdfast.train.restore import Restorer, RestoreReport
-from holdfast.train.saver import Saver
+from holdfast.train.savers import AnySaver, holder_of, reserved, schedule_of
 from holdfast.train.schedule import Schedule, parse_cadence
 from holdfast.train.signals import StopSignal
 from holdfast.train.state import State
@@ -53,9 +55,9 @@ class _Run:
 
     state: State
     link: Link
-    saver: Saver
+    saver: AnySaver
     job: Job
-    schedule: Schedule
+    schedule: Schedule | MeetingSchedule
     recorder: Recorder
     durables: Durables
     step: int = -1  # the newest that was reported
@@ -148,9 +150,9 @@ class Checkpointer:
 
         Raises:
             VersionNotFound, CorruptError: versions exist, and none can be used. MismatchError: other objects.
-            MemoryRefused: the memory level does not fit; with numbers. InUse: another job works on the path, or another
-            process is this rank. StorageError: the path refuses. On every rank the same class, and no rank has begun
-            to train.
+            MemoryRefused, KeeperNotStarted: the memory level cannot be had, and `require_memory` is set. InUse: another
+            job works on the path, or another process is this rank. StorageError: the path refuses. On every rank the
+            same class, and no rank has begun to train.
         """
         if self._closed:
             raise UsageError("the checkpointer is closed", remedy="build a new one")
@@ -162,15 +164,16 @@ class Checkpointer:
             run.link.wait_mended(self._config.close_timeout_s)
         state = run.state if run else agree.together(group, lambda: self._gatherer(group))
         link = run.link if run else self._new_link(group)
-        saver = run.saver if run else None
+        saver: AnySaver | None = run.saver if run else None
         try:
             job = assemble(group, self._root, self._config, storage=self._storage, link=link)
-            saver = saver or self._new_saver(state, link, job, group)
-            agree.together(group, saver.reserve)
+            saver = reserved(
+                saver, state=state, link=link, job=job, storage=self._storage, config=self._config, events=self.events
+            )
             self._laid_out(job, agree.together(group, state.trained))
             restorer = Restorer(
                 job,
-                link.require(),
+                holder_of(saver, link, job, self._storage),
                 state=state,
                 storage=self._storage,
                 strict=self._config.strict if strict is None else strict,
@@ -188,8 +191,8 @@ class Checkpointer:
             self._run = None
             raise
         link.resumed = (job.incarnation, report.version)
-        saver.restart()
-        schedule = Schedule(self._config, rank=group.rank, world_size=group.world_size, missed=self._missed)
+        saver.restart(report.version)
+        schedule = schedule_of(saver, self._config, group, self._missed)
         recorder = run.recorder if run else Recorder(self._config.trace_dir, group.rank, self.events, self.bubbles)
         durables = run.durables if run else self._new_durables(group)
         self._run = _Run(state, link, saver, job, schedule, recorder, durables, optimizer_steps=saver.fence.num_steps)
@@ -354,9 +357,6 @@ class Checkpointer:
     def _new_link(self, group: agree.Ranks) -> Link:
         return Link(self._root, self._config, rank=group.rank, events=self.events, on_appointment=self._appointed)
 
-    def _new_saver(self, state: State, link: Link, job: Job, group: agree.Ranks) -> Saver:
-        return Saver(state, link, job.topology, rank=group.rank, config=self._config, events=self.events)
-
     def _new_durables(self, group: agree.Ranks) -> Durables:
         """Rank 0 copies to further places; the others only wait for what they saved."""
 
@@ -389,7 +389,8 @@ class Checkpointer:
             num_nodes=len(run.job.topology.nodes),
             timeout_s=self._config.close_timeout_s,
         )
-        run.last = handle
+        if durable or not isinstance(run.saver, DirectSaver):  # which refuses all else
+            run.last = handle
         run.saver.save(handle, durable=durable)
         if durable:
             run.durables.add(handle)
@@ -424,7 +425,8 @@ class Checkpointer:
         """The last step, or if training went on since then the last save, is durable."""
         run.saver.settle()
         run.link.wait_mended(self._config.close_timeout_s)
-        if run.last is not None and run.last.given_up and run.link.unskip(run.last.version):
+        direct = isinstance(run.saver, DirectSaver)
+        if run.last is not None and run.last.given_up and (direct or run.link.unskip(run.last.version)):
             run.last = None
         last_step = run.last.version.step if run.last is not None else -1
         if run.state_step > last_step and run.saver.fence.num_steps == run.optimizer_steps:

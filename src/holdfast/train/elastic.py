@@ -112,6 +112,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for flag, (field, text) in PASSED_ON.items():
         group.add_argument(flag, dest=f"holdfast_{field}", metavar=field.upper(), help=text)
+    group.add_argument(
+        "--require-memory",
+        action="store_true",
+        help="refuse to start where there is no memory or no keeper for the level in memory; default: save to storage alone",
+    )
     return parser
 
 
@@ -211,6 +216,8 @@ def pass_on_settings(args: argparse.Namespace) -> Config:
             os.environ[variables[field]] = value
         elif value is not None:
             handed[field] = value
+    if args.require_memory:
+        handed["require_memory"] = "true"
     if handed:
         os.environ.update([hand_on(handed)])
     if variables["run_id"] not in os.environ and args.rdzv_id not in ("", "none"):

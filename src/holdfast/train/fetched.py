@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from holdfast.base.errors import CorruptError, KeeperLost, StorageError, VersionNotFound
 from holdfast.core import recovery
 from holdfast.core.model import BundleRef, Version
 from holdfast.core.recovery import Choice, Facts, Fetch
 from holdfast.core.reshard import Runs
-from holdfast.node.client import KeeperClient, Located
+from holdfast.node.client import Inventory, Located
 from holdfast.tiers import format as image_format
 from holdfast.train.live import Group, LiveTensor
 
@@ -50,10 +50,33 @@ class Loaded:
     by_rank: tuple[str, ...] = ()
 
 
+class Holder(Protocol):
+    """Where copies are had from: the keeper of this node, or storage alone."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still be asked."""
+
+    def inventory(self) -> Inventory:
+        """What memory holds, on all nodes that can be reached."""
+
+    def obtain(self, version: Version, fetches: Sequence[Fetch], *, timeout_s: float) -> tuple[Located, ...]:
+        """These bundles, readable here."""
+
+    def release(self) -> None:
+        """They are no longer read."""
+
+    def quarantine(self, version: Version, bundle_id: str, *, node: int | None, reason: str) -> None:
+        """A copy is bad."""
+
+    def resume(self, incarnation: int, version: Version | None) -> None:
+        """All ranks loaded `version`."""
+
+
 class Fetcher:
     """Has bundles, or chunks of them, brought to this node."""
 
-    def __init__(self, client: KeeperClient, *, timeout_s: float) -> None:
+    def __init__(self, client: Holder, *, timeout_s: float) -> None:
         self._client = client
         self._timeout_s = timeout_s
 

@@ -46,6 +46,7 @@ class SaveHandle:
         self._num_nodes = num_nodes
         self._timeout_s = timeout_s
         self._given_up = ""
+        self._is_committed = False
 
     def __repr__(self) -> str:
         return f"SaveHandle({self.version}, {self._given_up or self.reached.name.lower()})"
@@ -58,12 +59,16 @@ class SaveHandle:
     @property
     def reached(self) -> Level:
         """The level announced so far; does not wait."""
+        if self._is_committed:
+            return Level.DURABLE
         client = self._client()
         return client.level(self.version)[0] if client is not None else Level.NONE
 
     @property
     def durable(self) -> tuple[bool, str]:
         """(whether it is decided, why it is not durable); does not wait."""
+        if self._is_committed:
+            return True, ""
         client = self._client()
         known = client.known(self.version) if client is not None else None
         if known is not None and Level.DURABLE in known.reached:
@@ -75,6 +80,10 @@ class SaveHandle:
     def give_up(self, reason: str) -> None:
         """This rank will not complete the version."""
         self._given_up = self._given_up or reason
+
+    def committed(self) -> None:
+        """All ranks wrote the version straight to storage, and it is committed."""
+        self._is_committed = True
 
     @beats.phase(Phase.SAVING)
     def wait(self, level: Level | str | None = None, timeout_s: float | None = None) -> Level:
@@ -97,6 +106,8 @@ class SaveHandle:
                 f"{self.version} cannot be replicated: the job has one node",
                 remedy='ask for "durable", or run on two nodes',
             )
+        if self._is_committed and wanted is not Level.REPLICATED:
+            return Level.DURABLE
         started = time.monotonic()
         while True:
             client = self._client()

@@ -72,8 +72,23 @@ class Link:
         Raises:
             KeeperError: it did not start. InUse: another process is this rank. ConfigError: unfit runtime directory.
         """
+        self._closed = False
         self._client = self._connect()
         return self._client
+
+    def forgo(self, *, finished: bool) -> None:
+        """The job goes on without keepers; until `open` none is looked for. `finished`: what this one holds may go."""
+        with self._lock:
+            self._closed = True
+        client = self.client
+        if client is not None:
+            try:
+                client.goodbye(finished=finished)
+            except HoldfastError as error:
+                logger.warning("the keeper did not take our goodbye: %s", error)
+        if self._client is not None:
+            self._client.close()
+        self._client = None
 
     def require(self) -> KeeperClient:
         """The connection.

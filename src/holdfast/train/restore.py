@@ -25,13 +25,13 @@ from holdfast.base.progress import Meter, progress_text
 from holdfast.core import recovery, reshard
 from holdfast.core.model import Extent, Version
 from holdfast.core.recovery import Choice, Fetch, Quarantine
-from holdfast.node.client import KeeperClient, Located
+from holdfast.node.client import Located
 from holdfast.tiers import format as image_format
 from holdfast.tiers import values as value_codec
 from holdfast.tiers.storage import Storage
 from holdfast.train import agree, fill, verdict
 from holdfast.train.assembly import Job
-from holdfast.train.fetched import Fault, Fetcher, Loaded
+from holdfast.train.fetched import Fault, Fetcher, Holder, Loaded
 from holdfast.train.fill import Source
 from holdfast.train.live import Group, LoadRecord, SavedTensor
 from holdfast.train.parts import left_out_text
@@ -91,7 +91,7 @@ class Restorer:
     """
 
     def __init__(
-        self, job: Job, client: KeeperClient, *, state: State, storage: Storage, strict: bool, timeout_s: float
+        self, job: Job, client: Holder, *, state: State, storage: Storage, strict: bool, timeout_s: float
     ) -> None:
         self._job = job
         self._client = client

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached
 from holdfast.base.events import Events
-from holdfast.core.model import Shard, Topology
+from holdfast.core.model import Shard, Topology, Version
 from holdfast.node.client import KeeperClient, Slot
 from holdfast.tiers.memory import SPARE_BYTES
 from holdfast.train import capture
@@ -103,7 +103,7 @@ class Saver:
             self._views = {id(slot): SlotView(slot, plan) for slot in slots}
         self._register(client, self._structure)
 
-    def restart(self) -> None:
+    def restart(self, _: Version | None) -> None:
         """The tensors were written by a restore: whatever was proven before is forgotten."""
         self._trust.forget()
         self.fence.forget()

@@ -16,9 +16,10 @@ from holdfast.base.errors import HoldfastError, VersionNotFound
 from holdfast.core import recovery
 from holdfast.core.model import Version
 from holdfast.core.recovery import Choice, Facts, MemoryCopy, Quarantine, Stored
-from holdfast.node.client import Inventory, KeeperClient
+from holdfast.node.client import Inventory
 from holdfast.tiers.storage import Storage
 from holdfast.train.assembly import Job
+from holdfast.train.fetched import Holder
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +56,9 @@ class Findings:
     unreadable: Mapping[Version, HoldfastError] = field(default_factory=dict)
 
 
-def find(client: KeeperClient, storage: Storage) -> Findings:
+def find(client: Holder, storage: Storage) -> Findings:
     """Asks all keepers and storage."""
-    inventory = client.inventory(wide=True)
+    inventory = client.inventory()
     for node, reason in inventory.silent:
         logger.warning("the keeper of node %d does not answer (%s); what it holds is left out", node, reason)
     stored: dict[Version, Stored] = {}

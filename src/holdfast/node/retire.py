@@ -1,0 +1,57 @@
+"""What goes from storage after a commit: old versions as retention says, and what dead incarnations left half done.
+
+Decided by `core.retention`, removed by `tiers.storage`. Called by whoever committed: the coordinator's keeper, or rank 0
+of a job without keepers.
+"""
+
+from __future__ import annotations
+
+import time
+
+from holdfast.base.events import Events
+from holdfast.core.lineage import Lineage
+from holdfast.core.model import Version
+from holdfast.core.retention import to_retire
+from holdfast.node.messages import Assembly
+from holdfast.tiers.storage import Storage
+
+
+class Retirement:
+    """Retention over the commits of one process."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._kept_s: float | None = None
+
+    def after(self, storage: Storage, version: Version, assembly: Assembly, resumed_from: Version | None) -> None:
+        """`version` was just committed.
+
+        Raises:
+            HoldfastError: something old was not removed; that costs space, nothing else.
+        """
+        old = to_retire(
+            storage.versions(),
+            keep_last=assembly.keep_last,
+            keep_every=assembly.keep_every,
+            protected=storage.pins() | self._keep_by_time(storage, version, assembly.keep_every_s),
+            lineage=Lineage(dict(assembly.lineage)).with_(assembly.incarnation, resumed_from),
+        )
+        for retired in old:
+            storage.retire(retired)
+            self._events.emit("node.retired", version=str(retired))
+        for unfinished in storage.unfinished():
+            if unfinished.incarnation < assembly.incarnation:
+                storage.discard(unfinished)
+        storage.sweep(assembly.incarnation)
+
+    def _keep_by_time(self, storage: Storage, version: Version, every_s: float) -> set[Version]:
+        """Marks the version that was just committed if it is the one to be kept of its minutes. The mark is a file, so
+        that it outlives us; time is only measured between two commits of one process, so that no clock is trusted.
+        """
+        if every_s <= 0:
+            return set()
+        now = time.monotonic()
+        if self._kept_s is None or now - self._kept_s >= every_s:
+            self._kept_s = now
+            storage.keep(version)
+        return storage.kept()

@@ -1,0 +1,230 @@
+"""Saves without a level in memory: straight from the live tensors to storage, while training waits.
+
+What a job does when no keeper could be started or too little memory was granted, and nobody asked for a refusal. Only
+what is due for storage is saved. Every bundle is written by one rank, one after the other, through memory for the
+largest of them; when all ranks have written, rank 0 commits. The ranks agree in collectives, so every rank makes the
+same calls; a fault of any of them gives the version up on all and training goes on.
+
+There are no slots here, hence no captured or replicated level and nothing to take over. Called by `train.checkpointer`
+in place of `train.saver`.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.base.config import Config
+from holdfast.base.errors import ConfigError, HoldfastError, MemoryRefused
+from holdfast.base.events import Events
+from holdfast.core.bundles import fingerprint_of
+from holdfast.core.model import Topology, Version
+from holdfast.node import notice
+from holdfast.node.places import Place, place_of
+from holdfast.node.retire import Retirement
+from holdfast.tiers import format as image_format
+from holdfast.tiers.budget import read_limits
+from holdfast.tiers.manifest import BundleFile, Manifest
+from holdfast.tiers.registry import make_stamp
+from holdfast.tiers.storage import Storage
+from holdfast.train import agree
+from holdfast.train.assembly import Job
+from holdfast.train.capture import PlacedImage, Plan, Structure
+from holdfast.train.fence import Fence
+from holdfast.train.handle import SaveHandle
+from holdfast.train.link import Link
+from holdfast.train.live import Gathered
+from holdfast.train.state import State
+
+logger = logging.getLogger(__name__)
+
+NOT_DURABLE = "without the level in memory only durable saves are made"
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """The part of a manifest that one rank wrote, and the (id, fingerprint) of its bundles."""
+
+    name: str
+    length: int
+    digest: str
+    rows: tuple[tuple[str, str], ...]
+
+
+class DirectSaver:
+    """What saves on one rank.
+
+    Args:
+        reason: why there is no level in memory.
+    """
+
+    def __init__(
+        self, state: State, link: Link, job: Job, storage: Storage, *, reason: str, config: Config, events: Events
+    ) -> None:
+        self._state = state
+        self._link = link
+        self._job = job
+        self._storage = storage
+        self._reason = reason
+        self._events = events
+        # As if all ranks lived on one node: twins then divide the writing, and one copy of everything is written.
+        self._topology = Topology(("all",), (0,) * job.group.world_size)
+        self._structure: Structure | None = None
+        self._structure_key = -1
+        self._retirement = Retirement(events)
+        topology, rank = job.topology, job.group.rank
+        first = topology.ranks_on(topology.node_of[rank])[0] == rank
+        self._place: Place | None = place_of(job.assembly.root, config) if first else None
+        self._resumed: Version | None = None
+        self.fence = Fence(timeout_s=config.fence_timeout_s, events=events)
+        self.fence.guard(state.optimizers)
+
+    def begin(self) -> None:
+        """Says once, loudly, how this job saves, and refuses what cannot be saved before anything is trained.
+
+        Raises:
+            UsageError: a value that cannot be saved; names it.
+        """
+        self._structure_of(self._state.gather())
+        if self._job.group.rank == 0:
+            logger.error(
+                "this job has no level in memory: %s. It saves to storage alone, while training waits; what is lost at "
+                "a fault is everything since the last durable version. require_memory refuses to start instead",
+                self._reason,
+            )
+        self._events.emit("durable_only", reason=self._reason, rank=self._job.group.rank)
+        self._post("")
+
+    def restart(self, version: Version | None) -> None:
+        """The tensors were written by a restore of `version`."""
+        self._resumed = version
+        self.fence.forget()
+
+    def settle(self) -> None:
+        """Nothing is ever under way between two calls."""
+
+    def close(self) -> None:
+        """Removes the hooks, and the note for `holdfast status`."""
+        self.fence.close()
+        if self._place is not None:
+            notice.withdraw(self._place)
+
+    def save(self, handle: SaveHandle, *, durable: bool) -> None:
+        """Saves the state as it is now as `handle.version`, and returns when it is durable or given up. Collective."""
+        if not durable:
+            handle.give_up(f"{NOT_DURABLE} ({self._reason})")
+            return
+        started = time.perf_counter()
+        try:
+            self._save(handle.version)
+            handle.committed()
+        except HoldfastError as error:
+            logger.warning("%s is given up: %s", handle.version, error)
+            handle.give_up(str(error))
+        except Exception as error:  # a fault of ours or of the device must not end the training
+            logger.exception("saving %s failed", handle.version)
+            handle.give_up(f"{type(error).__name__}: {error}")
+        seconds = time.perf_counter() - started
+        self._events.emit("saved", version=str(handle.version), seconds=seconds, given_up=handle.given_up)
+        if not handle.given_up:
+            # What keepers still hold of earlier runs is older than this; their memory is needed more elsewhere.
+            self._link.forgo(finished=True)
+            self._post(str(handle.version))
+
+    def _save(self, version: Version) -> None:
+        group = self._job.group
+        mine = agree.together(group, lambda: self._write(version))
+        rows = agree.gather_json(group, [mine.name, mine.length, mine.digest, mine.rows] if mine else None)
+        written = [_Written(row[0], row[1], row[2], tuple(map(tuple, row[3]))) for row in rows if row]
+        agree.together(group, lambda: self._commit(version, written) if group.rank == 0 else None)
+        if group.rank == 0:
+            self._retire(version)
+
+    def _write(self, version: Version) -> _Written | None:
+        """This rank's bundles and the part that lists them; None if it has none."""
+        gathered = self._state.gather()
+        structure = self._structure_of(gathered)
+        values = structure.encode(gathered)
+        plan = structure.plan(values)
+        if not plan.images:
+            return None
+        self._storage.require_job(self._job.assembly.job_id)
+        stamp = make_stamp(version.incarnation)
+        files = list(self._write_images(version, plan, values, gathered))
+        name, length, digest = self._storage.write_part(version, self._job.group.rank, files, stamp=stamp)
+        return _Written(name, length, digest, tuple((file.ref.bundle_id, file.ref.fingerprint) for file in files))
+
+    def _write_images(
+        self, version: Version, plan: Plan, values: dict[str, bytes], gathered: Gathered
+    ) -> Iterator[BundleFile]:
+        """Bundle by bundle through one buffer; yields the files that stand."""
+        most = max(image.plan.length for image in plan.images)
+        available = read_limits().available
+        if most > available:
+            raise MemoryRefused(
+                f"a bundle of {most} bytes cannot be written: {available} are available on this node",
+                remedy="free memory on this node or raise the cgroup's limit",
+            )
+        memory, stamp = memoryview(mmap.mmap(-1, most)), make_stamp(version.incarnation)
+        for image in plan.images:
+            view = memory[: image.plan.length]
+            _fill(view, image, plan, values.get(image.ref.bundle_id, b""), gathered)
+            seal = image_format.seal(image.ref.bundle_id, view)
+            yield self._storage.write_bundle(version, image.ref, seal, view, stamp=stamp)
+
+    def _commit(self, version: Version, written: list[_Written]) -> None:
+        assembly = self._job.assembly
+        world_size = self._job.group.world_size
+        manifest = Manifest(
+            version=version,
+            job_id=assembly.job_id,
+            world_size=world_size,
+            layout=fingerprint_of(world_size, {row for part in written for row in part.rows}),
+            resumed_from=self._resumed,
+            parts={part.name: (part.length, part.digest) for part in written},
+        )
+        self._storage.commit(manifest, stamp=make_stamp(version.incarnation))
+        logger.info("%s is durable", version)
+
+    def _retire(self, version: Version) -> None:
+        try:
+            self._retirement.after(self._storage, version, self._job.assembly, self._resumed)
+        except HoldfastError as error:
+            logger.warning("an old version was not removed: %s", error)
+
+    def _structure_of(self, gathered: Gathered) -> Structure:
+        structure = self._structure
+        if structure is None or gathered.structure != self._structure_key:
+            if structure is None or not structure.fits(gathered):
+                shards = [live.shard for live in gathered.tensors.values()]
+                structure = Structure(shards, gathered.values, rank=self._job.group.rank, topology=self._topology)
+                structure.encode(gathered)
+            self._structure, self._structure_key = structure, gathered.structure
+        return structure
+
+    def _post(self, durable: str) -> None:
+        if self._place is None:
+            return
+        try:
+            notice.post(self._place, root=self._job.assembly.root, reason=self._reason, durable=durable)
+        except (ConfigError, OSError) as error:
+            logger.warning("`holdfast status` cannot be told: %s", error)
+
+
+def _fill(view: memoryview, image: PlacedImage, plan: Plan, values: bytes, gathered: Gathered) -> None:
+    """The image, from the live tensors: header, tensors and values are all of it."""
+    header = image.plan.header
+    view[: len(header)] = header
+    base = torch.frombuffer(view, dtype=torch.uint8)
+    parts = [part for part in plan.parts if image.start <= part.start < image.start + image.plan.length]
+    with torch.no_grad():
+        for part in parts:
+            part.view_in(base, image.start).copy_(part.of(gathered.tensors[part.name]))
+    if image.plan.values_span is not None:
+        first, num_bytes = image.plan.values_span
+        view[first : first + num_bytes] = values

@@ -1,0 +1,70 @@
+"""The schedule of a job without a level in memory: what `train.schedule` is where keepers appoint steps.
+
+Only what is due for storage is saved. Cadences in steps need no talk; for one in seconds, and for a stop, the ranks meet
+in a collective at steps that they all know (`core.meetings`). Called by `train.checkpointer` once per step, with the
+same steps on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+from holdfast.base.config import Config
+from holdfast.core import meetings
+from holdfast.core.appointments import Appointment
+from holdfast.core.meetings import Word
+from holdfast.train.agree import Ranks
+from holdfast.train.schedule import Due, parse_cadence
+
+
+class MeetingSchedule:
+    """The clockwork of one rank.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, config: Config, group: Ranks, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._cadence = parse_cadence("durable_every", config.durable_every)
+        self._group = group
+        self._clock = clock
+        self._saved_s = self._met_s = clock()
+        self._saved_step: int | None = None
+        self._met_step: int | None = None
+        self._next_step = -1
+        self._longest = 0
+
+    def after(self, step: int, *, stop_wanted: bool) -> Due:
+        """What is due now that `step` is finished. Collective at some steps. Call it exactly once per step."""
+        now = self._clock()
+        due = self._cadence.due(step=step, last_step=self._saved_step, now_s=now, last_s=self._saved_s).value
+        by_steps = due and self._cadence.steps is not None
+        if self._group.world_size == 1:
+            return Due(due or stop_wanted, due or stop_wanted, stop_wanted)
+        if step < self._next_step:
+            return Due(by_steps, by_steps)
+        found = self._meet(step, now, Word(stop_wanted, due and not by_steps))
+        return Due(by_steps or found.save, by_steps or found.save, found.stop)
+
+    def take(self, appointment: Appointment) -> None:
+        """A keeper's word means nothing here: what it appoints needs slots."""
+
+    def saved(self, step: int, *, durable: bool) -> None:  # noqa: ARG002 - all are
+        """`step` was saved, or tried."""
+        self._saved_step, self._saved_s = step, self._clock()
+
+    def _meet(self, step: int, now: float, word: Word) -> meetings.Outcome:
+        gap = 0 if self._met_step is None else step - self._met_step
+        wait_s = meetings.MAX_GAP_S
+        if self._cadence.needs_agreement and not word.save:
+            wait_s = (self._cadence.seconds or 0.0) - (now - self._saved_s)
+        following = meetings.next_step(
+            step=step, gap=gap, longest=self._longest, elapsed_s=now - self._met_s, wait_s=wait_s
+        )
+        self._longest = max(self._longest, gap)
+        said = json.dumps([word.stop, word.save, following]).encode()
+        found = meetings.outcome([Word(*json.loads(row)) for row in self._group.gather(said)])
+        self._met_step, self._met_s, self._next_step = step, now, found.next_step
+        return found

@@ -1,0 +1,86 @@
+"""How a job saves: with memory of its own, or, where that cannot be had and need not be, straight to storage.
+
+Decided once per restore, by all ranks together, because a version is made of what all of them save. Called by
+`train.checkpointer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from holdfast.base.config import Config
+from holdfast.base.errors import MemoryRefused
+from holdfast.base.events import Events
+from holdfast.tiers.storage import Storage
+from holdfast.train import agree
+from holdfast.train.agree import Ranks
+from holdfast.train.assembly import Job
+from holdfast.train.direct import DirectSaver
+from holdfast.train.fetched import Holder
+from holdfast.train.link import Link
+from holdfast.train.meetings import MeetingSchedule
+from holdfast.train.saver import Saver
+from holdfast.train.schedule import Schedule
+from holdfast.train.state import State
+from holdfast.train.stored import Stored
+
+AnySaver: TypeAlias = Saver | DirectSaver
+
+
+def reserved(
+    saver: AnySaver | None, *, state: State, link: Link, job: Job, storage: Storage, config: Config, events: Events
+) -> AnySaver:
+    """What saves from now on; `saver` is what did so before. Collective.
+
+    Raises:
+        MemoryRefused: memory is required. UsageError: a value that cannot be saved; names it.
+    """
+    if isinstance(saver, DirectSaver):
+        saver.close()  # memory may be had again
+        saver = None
+    group, reason = job.group, job.no_keeper
+    if not reason:
+        saver = saver or Saver(state, link, job.topology, rank=group.rank, config=config, events=events)
+        try:
+            agree.together(group, saver.reserve)
+        except MemoryRefused as error:
+            saver.close()
+            if config.require_memory:
+                raise
+            reason = str(error)
+        except BaseException:
+            saver.close()
+            raise
+        else:
+            return saver
+    direct = DirectSaver(state, link, job, storage, reason=reason, config=config, events=events)
+    try:
+        agree.together(group, direct.begin)
+    except BaseException:
+        direct.close()
+        raise
+    return direct
+
+
+def holder_of(saver: AnySaver, link: Link, job: Job, storage: Storage) -> Holder:
+    """Where copies are had from: the keepers, or storage alone if there are none, or if they hold nothing and have too
+    little memory to bring anything. Collective.
+    """
+    if job.no_keeper:
+        return Stored(storage)
+    client = link.require()
+    if isinstance(saver, DirectSaver):
+        held = agree.share(job.group, lambda: b"copies" if client.inventory().copies else b"")
+        if not held:
+            return Stored(storage)
+    return client
+
+
+def schedule_of(
+    saver: AnySaver, config: Config, group: Ranks, missed: Callable[[int], None]
+) -> Schedule | MeetingSchedule:
+    """When `saver` saves."""
+    if isinstance(saver, DirectSaver):
+        return MeetingSchedule(config, group)
+    return Schedule(config, rank=group.rank, world_size=group.world_size, missed=missed)
