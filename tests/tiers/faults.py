@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import struct
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast.base.errors import StorageError
+from holdfast.testing.drill.disk import JOURNAL_LOST, cut_power
 
 CALLS = ("open", "mkdir", "pwrite", "ftruncate", "fsync", "rename", "link", "close")
 
@@ -91,12 +90,8 @@ def ext4(tmp_path: Path) -> Iterator[Path]:
 
 
 def power_cut(place: Path) -> None:
-    """Shuts an ext4 down without flushing its journal (EXT4_IOC_SHUTDOWN, fs/ext4/ext4.h in Linux)."""
-    descriptor = os.open(place, os.O_RDONLY)
-    try:
-        fcntl.ioctl(descriptor, 0x8004587D, struct.pack("I", 2))
-    finally:
-        os.close(descriptor)
+    """Shuts a file system down without flushing its journal."""
+    cut_power(str(place), JOURNAL_LOST)
 
 
 def damage(path: Path, how: str) -> None:

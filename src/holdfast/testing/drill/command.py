@@ -320,21 +320,22 @@ def _aligned(rows: Sequence[tuple[str, ...]], *, num_left: int) -> list[str]:
     ]
 
 
-def _report(outcomes: Sequence[Outcome], *, as_json: bool, verbose: bool) -> int:
+def report(outcomes: Sequence[Outcome], *, as_json: bool, verbose: bool) -> int:
+    """Prints the table, or a line of JSON per trial; returns the exit code."""
     bad = [outcome for outcome in outcomes if outcome.violations]
     if as_json:
-        _say(*(msgspec.json.encode(outcome).decode() for outcome in outcomes))
+        say(*(msgspec.json.encode(outcome).decode() for outcome in outcomes))
         return int(bool(bad))
-    _say(*table(outcomes))
+    say(*table(outcomes))
     for outcome in bad[: len(bad) if verbose else MAX_SHOWN]:
         _say_violations(outcome, verbose=verbose)
     return int(bool(bad))
 
 
 def _say_violations(outcome: Outcome, *, verbose: bool) -> None:
-    _say("", f"trial {outcome.number} ({outcome.phase}, {outcome.victim}):")
-    _say(*(f"  {invariant}: {what}" for invariant, what in outcome.violations))
-    _say(*(f"    {line}" for line in (outcome.evidence if verbose else ())))
+    say("", f"trial {outcome.number} ({outcome.phase}, {outcome.victim}):")
+    say(*(f"  {invariant}: {what}" for invariant, what in outcome.violations))
+    say(*(f"    {line}" for line in (outcome.evidence if verbose else ())))
 
 
 def _write_evidence(path: Path, outcomes: Sequence[Outcome]) -> None:
@@ -346,16 +347,18 @@ def _write_evidence(path: Path, outcomes: Sequence[Outcome]) -> None:
                 file.writelines(f"    {line}\n" for line in outcome.evidence)
 
 
-def _report_hunt(quarries: Sequence[Quarry], *, as_json: bool) -> int:
+def report_hunt(quarries: Sequence[Quarry], *, as_json: bool) -> int:
+    """Prints what was found of the planted bugs; returns the exit code."""
     missed = [quarry.name for quarry in quarries if quarry.found_by is None]
     if as_json:
-        _say(*(msgspec.json.encode(quarry).decode() for quarry in quarries))
+        say(*(msgspec.json.encode(quarry).decode() for quarry in quarries))
     else:
-        _say(*plant_table(quarries), "", f"{len(quarries) - len(missed)} of {len(quarries)} planted bugs found")
+        say(*plant_table(quarries), "", f"{len(quarries) - len(missed)} of {len(quarries)} planted bugs found")
     return int(bool(missed))
 
 
-def _say(*lines: str) -> None:
+def say(*lines: str) -> None:
+    """Lines on standard output."""
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
 
@@ -376,17 +379,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"{error}\n")
             _say_violations(error.outcome, verbose=True)
             return 1
-        return _report_hunt(quarries, as_json=options.json)
+        return report_hunt(quarries, as_json=options.json)
     trials = plan(options.trials, options.seed) if options.only is None else [draw(options.only, options.seed)]
     trials += full_starts(options.full_starts, options.seed)
     progress = Progress(len(trials), "trials", quiet=options.json)
     outcomes = drill(trials, num_lanes=options.lanes, progress=progress)
-    code = _report(outcomes, as_json=options.json, verbose=options.only is not None)
+    code = report(outcomes, as_json=options.json, verbose=options.only is not None)
     if options.evidence:
         _write_evidence(options.evidence, outcomes)
     if not options.json:
         verdict = "violations found" if code else "no violation"
-        _say("", f"{len(outcomes)} trials of seed {options.seed} in {time.monotonic() - began:.1f} s: {verdict}")
+        say("", f"{len(outcomes)} trials of seed {options.seed} in {time.monotonic() - began:.1f} s: {verdict}")
     return code
 
 

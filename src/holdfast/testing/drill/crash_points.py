@@ -25,6 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from holdfast.testing.drill.disk import cut_power
+
 MEASURE, RECORD = "measure", "record"
 # What a record may need at most to be written in one piece (POSIX).
 PIPE_BUF = 4096
@@ -45,6 +47,7 @@ class Strike:
         stepped: at an exact point, else timed.
         fraction: where in the phase, 0 to 1.
         seconds, points: the phase's usual length, measured before.
+        cut: how the power of the checkpoints' file system goes at that instant (disk.py); 0 if it stays.
     """
 
     phase: str
@@ -55,6 +58,7 @@ class Strike:
     fraction: float
     seconds: float
     points: int
+    cut: int = 0
 
 
 class Journal:
@@ -96,14 +100,18 @@ class Probe:
         journal: where facts go.
         field: who else there is, and which life runs.
         strike: what is planned for a phase of this process in the life that it begins in.
+        root: the checkpoint directory.
         mode: MEASURE journals how long phases last, RECORD every file operation (for testing/write_order.py).
     """
 
-    def __init__(self, who: str, journal: Journal, field: Field, *, strike: Strike | None, mode: str) -> None:
+    def __init__(
+        self, who: str, journal: Journal, field: Field, *, strike: Strike | None, root: str, mode: str
+    ) -> None:
         self._who = who
         self._journal = journal
         self._field = field
         self._strike = strike
+        self._root = root
         self._measures = mode == MEASURE
         self._record_files = mode == RECORD
         self._passes: dict[str, int] = {}
@@ -184,6 +192,8 @@ class Probe:
             # Asked after the ids were read: who is stopped right here and goes on in the next life hits nobody.
             if self._field.is_running(self._journal.life):
                 self._journal.write("strike", phase=self._strike.phase, point=number, call=name)
+                if self._strike.cut:
+                    cut_power(self._root, self._strike.cut)
                 for pid in pids:
                     with contextlib.suppress(ProcessLookupError):  # it is dead already, or not yet born
                         os.kill(pid, signal.SIGKILL)

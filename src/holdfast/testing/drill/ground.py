@@ -151,7 +151,8 @@ class Ground:
     def probe(self, name: str, setup: Setup) -> Probe:
         """The watcher of one process."""
         strike = setup.strike if setup.strike is not None and setup.strike.actor == name else None
-        return Probe(name, self.journal(name, setup.life), self, strike=strike, mode=setup.trial.mode)
+        journal = self.journal(name, setup.life)
+        return Probe(name, journal, self, strike=strike, root=setup.root, mode=setup.trial.mode)
 
 
 def die_with(parent: int) -> None:

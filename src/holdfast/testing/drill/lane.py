@@ -15,6 +15,8 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -22,6 +24,7 @@ import msgspec
 from holdfast.testing import invariants, write_order
 from holdfast.testing.drill import warm
 from holdfast.testing.drill.cast import Cast, NurseryLine
+from holdfast.testing.drill.disk import Disk, make_template
 from holdfast.testing.drill.ground import Ground
 from holdfast.testing.drill.outcome import Outcome
 from holdfast.testing.drill.plan import Trial, dry_runs
@@ -68,8 +71,9 @@ class Lane:
         """One trial and the verdict on it."""
         began = time.monotonic()
         sandbox = tempfile.mkdtemp(prefix="", dir=self._directory)
-        stage = Stage(trial, sandbox, Cast(self._ground, self._nursery), self._measured)
-        stage.run()
+        with self._disk_of(trial, sandbox) as disk:
+            stage = Stage(trial, sandbox, Cast(self._ground, self._nursery), self._measured, disk)
+            stage.run()
         record = stage.record
         found = invariants.judge(record.course) + write_order.check(f"{sandbox}/c", record.history)
         outcome = Outcome(
@@ -83,12 +87,28 @@ class Lane:
             seconds=time.monotonic() - began,
             violations=tuple((violation.invariant, violation.what) for violation in found),
             evidence=(*record.lines, *_logs(sandbox)) if found else (),
+            passes=tuple(record.passes),
         )
         shutil.rmtree(sandbox, ignore_errors=True)
         self._trials += 1
         if self._trials % COLLECT_EVERY == 0:  # the collector is off, for the sake of the children
             gc.collect()
         return outcome
+
+    @contextmanager
+    def _disk_of(self, trial: Trial, sandbox: str) -> Iterator[Disk | None]:
+        """The file system that the checkpoints of the trial get for themselves."""
+        if not trial.disk:
+            yield None
+            return
+        template = Path(self._directory, f"{trial.disk}-{os.getpid()}")
+        if not template.exists():
+            make_template(trial.disk, template)
+        disk = Disk(trial.disk, template, Path(sandbox, "disk"), Path(sandbox, "c"))
+        try:
+            yield disk
+        finally:
+            disk.close()
 
 
 def _logs(sandbox: str) -> list[str]:

@@ -15,6 +15,7 @@ class Outcome:
         acknowledged: levels that were named.
         refused: saves and restores that were given up with a reason.
         violations: (invariant, what).
+        passes: as in Record.
         evidence: what the journal and the logs said, when something was violated.
     """
 
@@ -28,3 +29,4 @@ class Outcome:
     seconds: float
     violations: tuple[tuple[str, str], ...]
     evidence: tuple[str, ...] = ()
+    passes: tuple[tuple[str, int, int], ...] = ()

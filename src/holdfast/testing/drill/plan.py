@@ -18,6 +18,9 @@ VICTIMS = ("trainer", "keeper")
 # The phase of a strike that is not aimed at one: anywhere between the start of a trainer and the end of its script.
 ANYTIME = "any time"
 
+# One trial of so many, the last, has a state that is large enough for writes past the page cache.
+LARGE_EVERY = 8
+
 SOLO, PAIR, TWINS = "solo", "pair", "twins"
 # One rank alone; two ranks on two nodes, each with a state of its own; the same with equal state on both.
 SHAPES = {SOLO: 1, PAIR: 2, TWINS: 2}
@@ -44,6 +47,8 @@ class Aim:
         turn: which pass through the phase, as a fraction of the usual number.
         stepped: exactly before or after an operation; else after a fraction of the usual time.
         fraction: how deep in the phase.
+        exact: (which pass, after how many operations) instead of the fractions, for cuts of power.
+        cut: how the power of the checkpoints' file system is cut at that instant (disk.py); 0 for not.
     """
 
     phase: str
@@ -52,6 +57,8 @@ class Aim:
     turn: float
     stepped: bool
     fraction: float
+    exact: tuple[int, int] | None = None
+    cut: int = 0
 
     @property
     def victims(self) -> tuple[str, ...]:
@@ -99,6 +106,7 @@ class Trial:
         plant: name of the planted bug, if one is to be found.
         mode: `""`, or what the probes do besides: `measure` the phases, `record` every file operation.
         full_start: every process is a fresh interpreter, started as in production.
+        disk: the kind of file system that the trial's checkpoints get for themselves (disk.py); `""` for none.
     """
 
     number: int
@@ -111,6 +119,7 @@ class Trial:
     plant: str = ""
     mode: str = ""
     full_start: bool = False
+    disk: str = ""
 
 
 LAST_LIFE = LifePlan(saves=(Save(1, "captured", True), Save(1, "durable", True)), ends="close")

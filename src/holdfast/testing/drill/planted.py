@@ -34,7 +34,7 @@ from holdfast.tiers import files, memory, registry
 from holdfast.tiers import format as image_format
 from holdfast.tiers.local import LocalBackend
 from holdfast.tiers.manifest import BundleFile
-from holdfast.tiers.storage import Storage
+from holdfast.tiers.storage import LATEST, Storage
 
 MAX_TRIALS = 20
 # How long a planted bug keeps a window open that would otherwise be microseconds.
@@ -293,6 +293,18 @@ def _no_directory_sync() -> None:
     put(files, "os", _Os(lambda fd: None if _is_directory(fd) else os.fsync(fd)))
 
 
+def _commit_not_synced() -> None:
+    """On file systems with one journal any later fsync hides this; the hint `latest` is written right after."""
+    put_file = LocalBackend.put
+
+    def put_all_but_the_hint(self: LocalBackend, name: str, *args: Any, **kwargs: Any) -> None:
+        if name != LATEST:
+            put_file(self, name, *args, **kwargs)
+
+    put(LocalBackend, "put", put_all_but_the_hint)
+    put(files, "sync", always(None))
+
+
 def _sync_tried_again() -> None:
     original, count = os.fsync, [0]
 
@@ -378,6 +390,7 @@ _IN_KEEPERS: dict[str, Callable[[], None]] = {
     "written-in-place": _written_in_place,
     "no-fsync-of-files": _no_file_sync,
     "no-fsync-of-directories": _no_directory_sync,
+    "commit-not-synced": _commit_not_synced,
     "fsync-tried-again": _sync_tried_again,
     "temporaries-stay": _temporaries_stay,
     "retired-before-commit": _retired_before_commit,
@@ -419,6 +432,9 @@ BUGS: dict[str, Planted] = {
     ),
     "no-fsync-of-files": Planted("no fsync of files", ("S2", "S13"), _calm(mode=RECORD)),
     "no-fsync-of-directories": Planted("no fsync of directories", ("S2", "S13"), _calm(mode=RECORD)),
+    "commit-not-synced": Planted(
+        "durable is named before the fsync of the directory", ("S1", "S2", "S8", "S11", "S13"), _calm(mode=RECORD)
+    ),
     "fsync-tried-again": Planted("a failed fsync is repeated on the same file", ("S14",), _calm(mode=RECORD)),
     "temporaries-stay": Planted(
         "nobody removes what a dead writer left", ("V5",), _struck("persist", "k0", DURABLE, stepped=True)

@@ -28,6 +28,10 @@ class Measured:
 
     def strike(self, aim: Aim, shape: str) -> Strike:
         """The planned strike in seconds and numbers."""
+        if aim.exact is not None:
+            number, point = aim.exact
+            depth = (point + 0.5) / (point + 1)
+            return Strike(aim.phase, aim.actor, aim.victims, number, True, depth, 0.0, point + 1, aim.cut)
         key = (shape, aim.actor, aim.phase)
         # Scripts differ: with a little less than the usual number the strike comes in nearly every trial.
         passes = max(1, int(0.7 * self.passes[key] / max(1, self.runs[shape])))
@@ -60,6 +64,7 @@ class Record:
         history: file operations and what was called durable, in causal order.
         lines: the journal for a person.
         struck: the planned strike happened.
+        passes: (phase, number, points) of each pass through a phase of keepers in the first life, if they are measured.
         refused: how many saves and restores were given up with a reason.
     """
 
@@ -68,6 +73,7 @@ class Record:
         self.history: list[FileOp | NamedDurable] = []
         self.lines: list[str] = []
         self.struck = False
+        self.passes: list[tuple[str, int, int]] = []
         self.refused = 0
         self._trial = trial
         self._measured = measured
@@ -140,6 +146,8 @@ class Record:
 
     def _phase(self, fact: dict[str, Any]) -> None:
         self._measured.add(self._trial.shape, fact)
+        if fact["life"] == 0 and fact["who"].startswith("k"):
+            self.passes.append((fact["phase"], fact["pass"], fact["points"]))
 
     def _file(self, fact: dict[str, Any]) -> None:
         replaces = fact.get("replaces", False)

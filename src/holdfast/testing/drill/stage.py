@@ -23,6 +23,7 @@ from holdfast.core.model import Version
 from holdfast.testing import damage, evidence, invariants
 from holdfast.testing.drill import late_writer
 from holdfast.testing.drill.cast import Cast, Member, slot_inodes
+from holdfast.testing.drill.disk import Disk
 from holdfast.testing.drill.ground import FAILED, NUM_ENTRIES, REFUSED, Ground, Setup
 from holdfast.testing.drill.keeper import keeper
 from holdfast.testing.drill.plan import SHAPES, Aim, LifePlan, Trial
@@ -44,13 +45,14 @@ EARLY = 0.4
 class Stage:
     """One trial. `run` leaves no process behind."""
 
-    def __init__(self, trial: Trial, sandbox: str, cast: Cast, measured: Measured) -> None:
+    def __init__(self, trial: Trial, sandbox: str, cast: Cast, measured: Measured, disk: Disk | None = None) -> None:
         self.record = Record(trial, measured)
         self._trial = trial
         self._sandbox = sandbox
         self._cast = cast
         self._ground: Ground = cast.ground
         self._measured = measured
+        self._disk = disk
         self._ranks = range(SHAPES[trial.shape])
         self._buffer = b""
         self._number = 0
@@ -314,6 +316,8 @@ class Stage:
             self._cast.await_end(member, END_S)
         if self._closed():
             self._await_keepers()
+        if self._disk is not None and self._doomed:
+            self._disk.power_on()
         frozen = self._cast.freeze("k")
         self._read_journal()
         holders = {node: [m.pid for m in frozen if m.name == f"k{node}"] for node in self._ranks}

@@ -28,7 +28,7 @@ from holdfast.node.places import Place
 from holdfast.testing.drill import planted_trainer
 from holdfast.testing.drill.crash_points import Journal
 from holdfast.testing.drill.ground import FAILED, REFUSED, Ground, Setup, enter
-from holdfast.testing.drill.plan import SHAPES, TWINS, Save
+from holdfast.testing.drill.plan import LARGE_EVERY, SHAPES, TWINS, Save
 from holdfast.testing.evidence import state_digest
 from holdfast.train import capture
 from holdfast.train.capture import SlotView
@@ -36,7 +36,7 @@ from holdfast.train.checkpointer import Checkpointer
 from holdfast.train.saver import Saver
 
 # Small; now and then large enough that files are written past the page cache.
-WIDTH, LARGE_WIDTH, LARGE_EVERY = 64, 128, 8
+WIDTH, LARGE_WIDTH = 64, 128
 
 PHASES = {
     "save": ((Saver, "save"),),  # what is copied after it is reached by late timers
