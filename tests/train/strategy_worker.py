@@ -12,11 +12,11 @@ import logging
 import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import command_kit
 from holdfast.adapters.door import Checkpointer
 from holdfast.adapters.mindspore import restore_group_info_list
 from holdfast.adapters.mindspore.rank_files import RankCheckpoints
@@ -150,9 +151,7 @@ def ask(results: Path) -> None:
     until(*(results / f"saved-{rank}" for rank in range(WORLD)))
     environment = {**os.environ, "HOLDFAST_RUNTIME_DIR": str(results / "r")}
     for command in ("groups", "plan"):
-        words = [sys.executable, "-m", "holdfast.tools.cli", command, "--json"]
-        answer = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
-        (results / f"{command}.json").write_text(json.dumps([answer.returncode, answer.stdout, answer.stderr]))
+        (results / f"{command}.json").write_text(json.dumps(asdict(command_kit.ask([command, "--json"], environment))))
     (results / "asked").touch()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from adapters.mindspore_kit import SAMPLES, golden
+from command_kit import HALF_A_SECOND
 from holdfast.adapters.mindspore import get_parameter_redundancy, restore_ranks
 from holdfast.core.census import Census
 from holdfast.core.inferred import infer
@@ -40,9 +41,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
     for rank in (0, 4):
         found[rank]["status"] = {"keeper": json.loads((results / f"status-{rank}.json").read_text())}
     for command in ("groups", "plan"):
-        code, text, errors_text = json.loads((results / f"{command}.json").read_text())
-        assert code == 0, errors_text
-        found[0][command] = {"live": json.loads(text)}
+        answer = json.loads((results / f"{command}.json").read_text())
+        assert answer["code"] == 0, answer["stderr"]
+        found[0][command] = {"live": json.loads(answer.pop("stdout")), "cost": answer}
     found[0]["planned"] = {"all": json.loads((results / "planned.json").read_text())}
     return found
 
@@ -153,6 +154,13 @@ def test_groups_of_a_running_job_are_asked_of_its_keepers(ranks: list[Rank]) -> 
     assert found == planned(ranks, "large")
     assert [(node["node"], node["replica_on"]) for node in live["nodes"]] == [(0, 1), (1, 0)]
     assert all("/rng." in name for node in live["nodes"] for name in node["alone"])
+
+
+@pytest.mark.parametrize("command", ["groups", "plan"])
+def test_a_running_job_answers_in_half_a_second_without_torch(ranks: list[Rank], command: str) -> None:
+    cost = ranks[0][command]["cost"]
+    assert cost["heavy"] == []
+    assert cost["seconds"] < HALF_A_SECOND
 
 
 def test_numbers_of_the_plan_are_those_of_the_run(ranks: list[Rank]) -> None:
