@@ -210,6 +210,31 @@ def test_plan_names_what_is_unprotected_and_fails(holdfast: Run, tmp_path: Path)
     assert "model.layers.0.weight" in text.stdout
 
 
+def test_plan_says_what_any_set_of_nodes_or_ranks_takes_along(holdfast: Run, tmp_path: Path, saved: Path) -> None:
+    """Rows of four tensor parallel ranks, twins in pairs: who loses both of a pair loses their slice and no other."""
+    file = described(tmp_path)
+    slices = [f"model.layers.{i}.weight" for i in range(3)]
+    both = document(holdfast("plan", file, "--lost-ranks", "4,0", "--json"), code=1)["lost"]
+    assert both["ranks"] == [0, 4]
+    assert {row["name"] for row in both["tensors"]} == {*slices, *(f"optimizer.state.{s[6:]}.exp_avg" for s in slices)}
+    assert {(row["parts"], row["bytes"]) for row in both["tensors"]} == {(1, 4 * 8 * 4)}
+    assert document(holdfast("plan", file, "--lost-ranks", "0,5-7", "--json"))["lost"]["tensors"] == []
+    nodes = document(holdfast("plan", file, "--lost-nodes", "0,node1", "--json"), code=1)["lost"]
+    assert (nodes["nodes"], len(nodes["tensors"])) == ([0, 1], 3 * 3 + 3)
+    one = ["plan", "--from", saved, "--ranks-per-node", 4, "--lost-nodes", 0]
+    assert document(holdfast(*one, "--json"))["lost"]["tensors"] == []
+    alone = holdfast(*one, "--without-replicas")
+    assert alone.returncode == 1
+    assert re.search(r"^optimizer.state.wq.exp_avg +4 +80 B", alone.stdout, re.MULTILINE)
+    for words, why in (
+        (["--lost-nodes", "2"], "nodes are 0 to 1, node0, node1"),
+        (["--lost-ranks", "x"], "there is no rank 'x'"),
+        (["--lost-ranks", "0", "--lost-nodes", "0"], "one at a time"),
+    ):
+        wrong = holdfast("plan", file, *words)
+        assert (wrong.returncode, why in wrong.stderr) == (2, True), wrong.stderr
+
+
 def test_plan_shows_tables_and_a_picture(holdfast: Run, tmp_path: Path) -> None:
     text = holdfast("plan", described(tmp_path)).stdout
     assert "8 ranks on 2 nodes, mesh dp=2 tp=4" in text

@@ -15,7 +15,7 @@ from holdfast import __version__
 from holdfast.tools import doctor as doctor_tool
 from holdfast.tools import export as export_tool
 from holdfast.tools import groups as groups_tool
-from holdfast.tools import launch, look, often
+from holdfast.tools import launch, look, losses, often
 from holdfast.tools import pipeline as pipeline_tool
 from holdfast.tools import plan as plan_tool
 from holdfast.tools import report as report_tool
@@ -215,6 +215,8 @@ def plan(  # noqa: PLR0913 - an option is a parameter
         str, typer.Option(metavar="TIME", help="How long a save stops training; else what it copies at 5 GB/s.")
     ] = "",
     without_replicas: Annotated[bool, typer.Option("--without-replicas", help="Count on twins alone.")] = False,
+    lost_nodes: Annotated[str, typer.Option(metavar="0,4-6", help="What is lost if these nodes die at once?")] = "",
+    lost_ranks: Annotated[str, typer.Option(metavar="0,4-6", help="And if all that these ranks hold is lost?")] = "",
     pipeline: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Instead: a pipeline's step, and a checkpoint in its bubbles.")
     ] = None,
@@ -222,12 +224,13 @@ def plan(  # noqa: PLR0913 - an option is a parameter
 ) -> None:
     """What a job will hold, copy, write and back up, and what any lost node would cost. Nothing is started.
 
-    Exit code 1: something would be lost with one node. A replica on the next node protects what has no twin elsewhere.
+    Exit code 1: something would be lost with one node, or with those that are asked for. A replica on the next node protects what has no twin elsewhere.
 
     \b
     holdfast plan                                 of the job that runs here
     holdfast plan job.toml --mesh dp=16
     holdfast plan --from /ckpts/run1 --mesh 8x4 --ranks-per-node 8
+    holdfast plan job.toml --lost-nodes 2,3
     holdfast plan train.py --nnodes 2 --ranks-per-node 8 -- --width 4096
     \b
     holdfast plan --pipeline "Interleaved1F1B ranks=16 microbatches=64 forward=10ms state=8GiB"
@@ -256,7 +259,12 @@ def plan(  # noqa: PLR0913 - an option is a parameter
         source = plan_tool.Source(file, checkpoint, version, mesh, tuple(arguments or ()), nnodes, job)
         assumed = often.Assumptions(mtbf, step_time, save_time)
         code = plan_tool.plan(
-            source, ranks_per_node=ranks_per_node, replicas=not without_replicas, assumed=assumed, as_json=json
+            source,
+            ranks_per_node=ranks_per_node,
+            replicas=not without_replicas,
+            assumed=assumed,
+            lost=losses.Question(lost_nodes, lost_ranks),
+            as_json=json,
         )
         raise typer.Exit(code)
 

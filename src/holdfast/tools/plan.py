@@ -21,7 +21,7 @@ from holdfast.core.layout import Form, JobLayout, Mesh, Tensor, offsets
 from holdfast.core.plan import JobPlan, uniform
 from holdfast.tiers.memory import SPARE_BYTES, slot_bytes
 from holdfast.tiers.storage import open_storage
-from holdfast.tools import description, often, output, picture
+from holdfast.tools import description, losses, often, output, picture
 from holdfast.tools.groups import saved_shards
 from holdfast.tools.live import live_job
 from holdfast.tools.look import choose
@@ -102,9 +102,15 @@ def _mesh(text: str, like: Mesh) -> Mesh:
 
 
 def plan(
-    source: Source, *, ranks_per_node: int | None, replicas: bool, assumed: often.Assumptions, as_json: bool
+    source: Source,
+    *,
+    ranks_per_node: int | None,
+    replicas: bool,
+    assumed: often.Assumptions,
+    lost: losses.Question,
+    as_json: bool,
 ) -> int:
-    """`holdfast plan`; the exit code: 1 if some part of some tensor would be lost with one node."""
+    """`holdfast plan`; the exit code: 1 if some part of some tensor would be lost with one node, or with those in question."""
     if source.is_live and source.mesh is None:
         live = live_job(source.job)
         costs = JobPlan(infer(live.topology.world_size, live.shards), live.topology)
@@ -117,14 +123,20 @@ def plan(
     safe = replicas and len(costs.topology.nodes) > 1
     twins = costs.census.twins()
     advice = often.advise(costs, assumed)
+    gone = losses.answer(costs, lost, replicas=replicas)
     if as_json:
-        output.print_json(_document(costs, twins, safe=safe) | {"cadence": often.document(advice)})
+        output.print_json(
+            _document(costs, twins, safe=safe) | losses.document(gone) | {"cadence": often.document(advice)}
+        )
     else:
         _print_job(costs)
         picture.print_stand_ins(twins, costs.topology)
         _print_nodes(costs)
         _print_losses(costs, safe=safe)
+        losses.print_answer(gone, costs.topology)
         often.print_advice(advice, assumed)
+    if gone is not None:
+        return output.PROBLEM if gone.losses else output.GOOD
     return output.GOOD if safe or not any(costs.nodes.alone) else output.PROBLEM
 
 
