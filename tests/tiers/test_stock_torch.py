@@ -142,10 +142,14 @@ def test_stock_pytorch_and_safetensors_read_a_version(tmp_path: Path) -> None:
         second.append(whole(name, dtype_name, tensor))
     tensors["rank0/rng"] = random_tensor(torch.uint8, (5056,), 7)
     second.append(whole("rank0/rng", "U8", tensors["rank0/rng"]))
-    # A rank that holds no row of a tensor, at the offsets of one that holds all, and at its end.
+    # A rank that holds no row of a tensor, at the offsets of one that holds all (in a file before it, and after), and at
+    # its end.
     tensors["few"] = random_tensor(torch.float32, (2, 3), 9)
     first.append(cut("few", "F32", tensors["few"], 0, 2))
     second.append(cut("few", "F32", tensors["few"], 0, 0))
+    tensors["late"] = random_tensor(torch.float32, (2, 3), 10)
+    first.append(cut("late", "F32", tensors["late"], 0, 0))
+    second.append(cut("late", "F32", tensors["late"], 0, 2))
     third = [cut("few", "F32", tensors["few"], 2, 2)]
     # A tensor that has no element at all.
     tensors["none"] = torch.empty(0, 4, dtype=torch.bfloat16)
@@ -153,7 +157,7 @@ def test_stock_pytorch_and_safetensors_read_a_version(tmp_path: Path) -> None:
     directory = write_version(tmp_path / "root", [first, second, third, []])  # and a bundle without anything
     answer = read_without_holdfast(directory, tensors, tmp_path)
     assert answer["wrong"] == []
-    assert answer["count"] == 2 * len(DTYPES) + 5
+    assert answer["count"] == 2 * len(DTYPES) + 6
     assert answer["values"] == {"values/g0x1-aaaa-0": '{"lr":0.25,"betas":{"$tuple":[0.9,0.95]}}'}
 
 

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +18,16 @@ from torch import nn
 
 from holdfast.base.errors import HoldfastError, MismatchError
 from holdfast.core.bundles import fingerprint, plan_bundles
-from holdfast.core.model import BundleRef, Topology, Version
+from holdfast.core.model import BundleRef, Extent, Shard, Topology, Version
 from holdfast.core.recovery import Choice, Facts, Fetch
 from holdfast.node.client import Located
 from holdfast.tiers import format as image_format
 from holdfast.tiers import values as value_codec
 from holdfast.train.agree import Ranks
 from holdfast.train.fetched import Fault
+from holdfast.train.live import Gathered, LiveTensor
 from holdfast.train.relayout import OtherLayout
+from holdfast.train.restore import Restorer
 from holdfast.train.state import State
 from ranks_kit import on_all
 
@@ -51,7 +56,7 @@ def one_node(world_size: int) -> Topology:
     return Topology(("n",), (0,) * world_size)
 
 
-def save(states: Sequence[State]) -> Saved:
+def save(states: Sequence[Any]) -> Saved:
     """What these ranks would leave in storage."""
     topology = one_node(len(states))
     refs, seals, images = {}, {}, {}
@@ -143,6 +148,33 @@ def same(model: nn.Module, name: str, optimizer: Any, other: nn.Module, second: 
     assert optimizer.state[here].keys() == its.state[there].keys() != set()
     for key, value in its.state[there].items():
         assert torch.equal(optimizer.state[here][key], value), key
+
+
+@pytest.mark.parametrize("edges", [(0, 3, 5, 7), (0, 7, 7), (0, 0, 4, 7), (0, 1, 2, 7)])
+def test_uneven_rows_of_any_number_of_ranks_load_into_one(edges: tuple[int, ...]) -> None:
+    """Rank r holds rows `edges[r]` to `edges[r + 1]`, perhaps none."""
+    full = torch.randn(7, 3)
+    values = [{"optimizer.param_groups": [{"lr": 0.5, "params": ["w"]}]}, *({} for _ in edges[2:])]
+    ranks = []
+    for rank, (first, end) in enumerate(pairwise(edges)):
+        shard = Shard("model.w", "F32", (7, 3), Extent((first, 0), (end - first, 3)), (rank,))
+        live = {"model.w": LiveTensor(shard, full[first:end].clone(), late=True)}
+        ranks.append(SimpleNamespace(gather=partial(Gathered, live, {(rank,): values[rank]}, 1, 1)))
+    model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(7, 3))})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    good(load(save(ranks), [State({"model": model, "optimizer": optimizer}, rank=0, world_size=1)], strict=False))
+    assert torch.equal(model["w"], full)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_another_number_of_ranks_is_another_layout_even_if_each_finds_its_own() -> None:
+    """What the third of three had would be forgotten without a word."""
+    saved = save([stage(rank, 3, first=True, last=False)[0] for rank in range(3)])
+    for world_size in (3, 2):
+        state = stage(1, world_size, first=True, last=False)[0]
+        job = SimpleNamespace(group=SimpleNamespace(rank=1, world_size=world_size))
+        restorer = Restorer(job, None, state=state, storage=None, strict=True, timeout_s=1)  # type: ignore[arg-type]
+        assert restorer._is_layout(saved.choice) == (world_size == 3)
 
 
 @pytest.mark.parametrize("called", ["model", "net"])

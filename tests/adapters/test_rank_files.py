@@ -1,0 +1,79 @@
+"""Which file of a rank is believed: its proof must say the step of its name and the slices that are wanted.
+
+One rank in this process; what eight ranks make of lost and damaged files is tests/train/test_strategies.py.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.adapters.mindspore.rank_files import RankCheckpoints
+from holdfast.base.errors import CorruptError
+
+
+class Twice(nn.Module):
+    """Two weights, of which `columns` is what a layout would change."""
+
+    def __init__(self, columns: int = 3) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.zeros(2, columns)), nn.Parameter(torch.zeros(5))
+
+
+def saved(home: Path, model: nn.Module, *values: float) -> RankCheckpoints:
+    """Steps 1, 2, ... of epoch 1, with these numbers in all weights."""
+    files = RankCheckpoints(home, {"model": model})
+    for step, value in enumerate(values, 1):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+        files.save(1, step)
+    return files
+
+
+def rename(home: Path, old: str, new: str) -> None:
+    """The file and its proof under another step's name, in place of what was there."""
+    for suffix in (".safetensors", ".proof"):
+        source, target = (home / "rank_0" / f"checkpoint-{step}{suffix}" for step in (old, new))
+        target.unlink(missing_ok=True)
+        shutil.copy(source, target)
+
+
+def test_a_file_under_another_steps_name_is_not_that_step(tmp_path: Path) -> None:
+    saved(tmp_path, Twice(), 1, 2, 3)
+    rename(tmp_path, "1_1", "1_3")
+    model = Twice()
+    assert RankCheckpoints(tmp_path, {"model": model}).recover() == (1, 2)
+    assert {value for p in model.parameters() for value in p.flatten().tolist()} == {2}
+    rename(tmp_path, "1_1", "1_2")
+    (tmp_path / "rank_0" / "checkpoint-1_1.safetensors").unlink()
+    with pytest.raises(CorruptError, match="it holds step 1 of epoch 1"):
+        RankCheckpoints(tmp_path, {"model": model}).recover()
+
+
+def test_a_file_with_other_slices_is_not_loaded(tmp_path: Path) -> None:
+    saved(tmp_path, Twice(columns=4), 1)
+    model = Twice()
+    files = RankCheckpoints(tmp_path, {"model": model})
+    with pytest.raises(CorruptError, match="other slices than this rank needs"):
+        files.recover()
+    assert not any(p.any() for p in model.parameters())
+    saved(tmp_path, model, 7)
+    again = Twice()
+    assert RankCheckpoints(tmp_path, {"model": again}).recover() == (1, 1), "the later run's"
+    assert (again.one == 7).all()
+
+
+def test_a_file_without_its_proof_or_with_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
+    saved(tmp_path, Twice(), 1, 2, 3)
+    (tmp_path / "rank_0" / "checkpoint-1_3.proof").unlink()
+    proof = tmp_path / "rank_0" / "checkpoint-1_2.proof"
+    proof.chmod(0o600)
+    proof.write_bytes(proof.read_bytes()[:-9])
+    model = Twice()
+    assert RankCheckpoints(tmp_path, {"model": model}).recover() == (1, 1)
+    assert (model.two == 1).all()
