@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from bubble_kit import Pipelines
-from holdfast.core import bundles, recovery, retention
+from holdfast.core import backups, bundles, recovery, retention
 from holdfast.core.cadence import Cadence
 from holdfast.core.commit import (
     OF_WRITING,
@@ -91,12 +91,12 @@ class Parts:
         for rank in range(self.topology.world_size):
             mine = tuple(ref for ref in refs if rank in ref.ranks)
             self.layouts[rank] = RankLayout(rank, mine, bundles.captures(mine, rank, self.topology))
-        return [self._describe(ref) for ref in refs]
+        placed = backups.place(refs, self.topology)
+        return [self._describe(ref, placed.get(ref.bundle_id)) for ref in refs]
 
-    def _describe(self, ref: BundleRef) -> str:
+    def _describe(self, ref: BundleRef, backup: int | None) -> str:
         nodes = sorted({self.topology.node_of[rank] for rank in ref.ranks})
         captured = words(bundles.capturer(ref, node, self.topology) for node in nodes)
-        backup = bundles.backup_node(ref, self.topology)
         replica = f", replica on node {self.topology.nodes[backup]}" if backup is not None else ""
         writer = self.topology.nodes[self.topology.node_of[bundles.representative(ref)]]
         return f"{ref.bundle_id}: ranks {words(ref.ranks)}; copied by {captured}; written by node {writer}{replica}"

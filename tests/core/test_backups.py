@@ -151,3 +151,46 @@ def test_full_sharding_sends_exactly_what_is_unique_in_equal_loads(num_nodes: in
     kept = loads(refs, placed, num_nodes)
     assert sum(kept) == sum(ref.num_bytes for ref in refs)
     assert max(kept) <= 1.1 * sum(kept) / num_nodes
+
+
+@CASES
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from("ab")), min_size=3, max_size=9
+    ),
+    st.integers(0, 8),
+)
+def test_a_lost_node_is_filled_again_with_what_it_kept(nodes: list[tuple[list[int], str]], lost: int) -> None:
+    """A replaced node has its own state back from its replicas; what it kept for others has one copy left."""
+    sizes, racks = [[size * MIB for size in mine] for mine, _ in nodes], tuple(rack for _, rack in nodes)
+    lost %= len(sizes)
+    refs, topology = job(sizes, racks)
+    placed = backups.place(refs, topology)
+    holders = {name: ref.ranks[0] for ref in refs if placed[name := ref.bundle_id] == lost}
+    again = backups.place_again(refs, holders, topology)
+    assert again == dict.fromkeys(holders, lost), "at the same place, racks and loads as before"
+
+
+def test_a_second_copy_goes_elsewhere_if_the_plan_names_its_only_holder() -> None:
+    """Node 2 kept the replicas of node 0, which stays away for now: another rack than node 2's takes them, evenly."""
+    refs, topology = job([[MIB] * 8, [MIB], [MIB] * 8, [MIB]], racks=("a", "a", "b", "a"))
+    holders = {
+        ref.bundle_id: 2 for ref in refs if ref.ranks[0] == 0 and backups.place(refs, topology)[ref.bundle_id] == 2
+    }
+    assert len(holders) == 8
+    again = backups.place_again(refs, holders, topology)
+    assert again.keys() == holders.keys()
+    taken = Counter(again.values())
+    assert set(taken) <= {0, 1, 3}
+    assert max(taken.values()) <= 3, "not all on the next node round"
+
+
+def test_named_pairs_hold_for_second_copies_and_twins_are_spread() -> None:
+    refs, topology = job([[MIB]] * 4, named=(2, -1, -1, -1))
+    holders = {ref.bundle_id: ref.ranks[0] for ref in refs if ref.ranks[0] == 0}
+    assert backups.place_again(refs, holders, topology) == {"b0-0": 2}
+    twins = [BundleRef(f"t{i}", (0, 1), i, 6, MIB, "f") for i in range(6)]
+    flat = Topology(tuple("abcd"), (0, 1, 2, 3))
+    again = backups.place_again(twins, {ref.bundle_id: 0 for ref in twins}, flat)
+    assert sorted(Counter(again.values()).values()) == [2, 2, 2]
+    assert 0 not in again.values()

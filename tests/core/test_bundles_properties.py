@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from holdfast.core import bundles, recovery, retention
+from holdfast.core import backups, bundles, recovery, retention
 from holdfast.core.bundles import MIN_CUT_BYTES
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import (
@@ -197,10 +197,12 @@ def test_all_members_of_a_group_plan_the_same(job: Job) -> None:
 @CASES
 @given(jobs())
 def test_a_replica_is_kept_of_what_lives_in_one_node_only(job: Job) -> None:
+    table = {ref.bundle_id: ref for layout in job.layouts.values() for ref in layout.bundles}
+    placed = backups.place(table.values(), job.topology)
     for rank in job.shards:
         for ref in job.layouts[rank].bundles:
             homes = {job.topology.node_of[member] for member in ref.ranks}
-            backup = bundles.backup_node(ref, job.topology)
+            backup = placed.get(ref.bundle_id)
             if len(homes) == 1 and len(job.topology.nodes) > 1:
                 assert backup is not None
                 assert backup not in homes

@@ -68,7 +68,8 @@ def test_a_killed_representative_is_succeeded_and_the_second_one_too(make_rig: M
     """Node 0 coordinates as well; node 1 fails when it takes over; node 2 finishes. Replicas make it possible."""
     rig, trainers = hurt_rig(make_rig, 3)
     shared = next(b for b in trainers[0].bundles if len(b.ranks) == 3)
-    first, second, third = takeover.line(trainers[0].layout.bundles[trainers[0].bundles.index(shared)], rig.topology)
+    ref = trainers[0].layout.bundles[trainers[0].bundles.index(shared)]
+    ((first, second, third),) = [part.line for part in takeover.parts([ref], rig.topology)]
     version = save_all(trainers, 1)
     reached(trainers, version, Level.REPLICATED)
     rig.hurt(first, "kill@persist")

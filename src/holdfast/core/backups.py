@@ -7,7 +7,7 @@ dealt: always a pair of the two places that are hardest to serve, as much as lea
 as many pairs as there are nodes, and ends equal wherever equal is possible; a node or rack that holds more than all
 others together is served by all the others. Explicit pairs are taken as they are and count as load.
 
-Pure. Called by the ledger of every node, the plan, and whoever persists a dead node's bundles.
+Pure. Called by the ledger of every node, the plan, the refill after a restore, and whoever persists a dead node's bundles.
 """
 
 from __future__ import annotations
@@ -30,11 +30,34 @@ def place(refs: Iterable[BundleRef], topology: Topology) -> dict[str, int]:
     """The backup node of every bundle that lives in one node only, by bundle id; empty in a job of one node."""
     if len(topology.nodes) < 2:
         return {}
+    homes = ((ref, only_home(ref, topology)) for ref in refs)
+    return _dealt(((ref, home) for ref, home in homes if home is not None), topology)
+
+
+def place_again(refs: Sequence[BundleRef], holders: Mapping[str, int], topology: Topology) -> dict[str, int]:
+    """Who makes the second copy of every bundle that one node alone still holds, by bundle id.
+
+    Where `place` would have it, so that the next version finds it there; elsewhere if that is who holds it, and for
+    bundles that had twins on several nodes: then dealt as evenly as by `place`, racks and named pairs kept.
+
+    Args:
+        refs: all bundles of the job.
+        holders: by bundle id, the only node that has a copy.
+        topology: who runs where.
+    """
+    if len(topology.nodes) < 2:
+        return {}
+    placed = place(refs, topology)
+    found = {name: placed[name] for name, holder in holders.items() if placed.get(name, holder) != holder}
+    left = [(ref, holders[ref.bundle_id]) for ref in refs if ref.bundle_id in holders and ref.bundle_id not in found]
+    return found | _dealt(left, topology)
+
+
+def _dealt(homes: Iterable[tuple[BundleRef, int]], topology: Topology) -> dict[str, int]:
+    """The backup node of each bundle, given where it is."""
     lonely: dict[int, list[BundleRef]] = defaultdict(list)
-    for ref in refs:
-        home = only_home(ref, topology)
-        if home is not None:
-            lonely[home].append(ref)
+    for ref, home in homes:
+        lonely[home].append(ref)
     totals = [sum(ref.num_bytes for ref in lonely.get(node, ())) for node in range(len(topology.nodes))]
     shared = shares(totals, topology)
     return {

@@ -122,15 +122,6 @@ def representative(bundle: Bundle | BundleRef) -> int:
     return bundle.ranks[(bundle.index * size // bundle.count + bundle.ranks[0]) % size]
 
 
-def backup_node(bundle: BundleRef, topology: Topology) -> int | None:
-    """The node that keeps a replica of a bundle held in one node only, where all nodes hold about as much; else None.
-
-    Where they do not, only the whole table tells: `backups.place`, which every keeper goes by.
-    """
-    home = only_home(bundle, topology)
-    return None if home is None or len(topology.nodes) < 2 else backups.next_node(home, topology)
-
-
 def only_home(bundle: BundleRef, topology: Topology) -> int | None:
     """The node that all members of the bundle's group live on; None if they live on several."""
     return backups.only_home(bundle, topology)

@@ -56,12 +56,6 @@ class Order:
     reason: str
 
 
-def line(ref: BundleRef, topology: Topology) -> tuple[int, ...]:
-    """The nodes that may write the bundle, in order, where all nodes hold about as much (see core.backups)."""
-    homes = tuple(sorted({topology.node_of[rank] for rank in ref.ranks}))
-    return _line(ref, homes, topology, bundles.backup_node(ref, topology))
-
-
 def _line(ref: BundleRef, homes: Sequence[int], topology: Topology, backup: int | None) -> tuple[int, ...]:
     first = homes.index(topology.node_of[bundles.representative(ref)])
     order = [*homes[first:], *homes[:first]]

@@ -98,8 +98,6 @@ class KeeperClient:
         self._working: dict[str, messages.Working] = {}
         self._slots: dict[int, Slot] = {}
         self._lost_callbacks: list[Callable[[str], None]] = []
-        self._alarm_callbacks: list[Callable[[str], None]] = []
-        self._progress_callbacks: list[Callable[[Version, VersionLevel], None]] = []
         self._appointment_callbacks: list[Callable[[Appointment], None]] = []
 
     @classmethod
@@ -180,14 +178,6 @@ class KeeperClient:
     def on_lost(self, callback: Callable[[str], None]) -> None:
         """Calls `callback(reason)` once, in the reader thread, when the keeper is lost."""
         self._lost_callbacks.append(callback)
-
-    def on_alarm(self, callback: Callable[[str], None]) -> None:
-        """Calls `callback(text)` in the reader thread for every alarm."""
-        self._alarm_callbacks.append(callback)
-
-    def on_progress(self, callback: Callable[[Version, VersionLevel], None]) -> None:
-        """Calls `callback(version, level)` in the reader thread when a version reaches a level or is abandoned."""
-        self._progress_callbacks.append(callback)
 
     def on_appointment(self, callback: Callable[[Appointment], None]) -> None:
         """Calls `callback(appointment)` in the reader thread when the coordinator named a step for all ranks."""
@@ -440,8 +430,6 @@ class KeeperClient:
             while len(self._levels) > MAX_LEVELS:
                 self._levels.popitem(last=False)
             self._changed.notify_all()
-        for callback in tuple(self._progress_callbacks):
-            callback(version, news)
 
     def _told_of_work(self, message: messages.Working) -> None:
         """Work for this rank is logged: it waits for it. What else is said is kept for whoever asks."""
@@ -459,8 +447,6 @@ class KeeperClient:
             self._alarms.move_to_end(message.key)
             while len(self._alarms) > MAX_ALARMS:
                 self._alarms.popitem(last=False)
-        for callback in tuple(self._alarm_callbacks):
-            callback(message.text)
 
     def _lost(self, reason: str) -> None:
         with self._changed:

@@ -293,14 +293,13 @@ def to_refill(
     for copy in copies:
         if copy.version == version:
             holders.setdefault(copy.seal.bundle_id, {}).setdefault(copy.node, copy.rank)
+    lonely = {name: next(iter(held)) for name, held in holders.items() if len(held) == 1}
+    placed = backups.place_again(table, lonely, topology)
     plan: dict[int, dict[int, list[BundleRef]]] = {}
     for ref in table:
-        held = holders.get(ref.bundle_id, {})
-        if len(held) != 1 or len(topology.nodes) < 2:
-            continue
-        ((holder, rank),) = held.items()
-        # Not where the plan of a whole job would put it, if that is where its only copy is.
-        if backups.next_node(holder, topology) == node:
+        if placed.get(ref.bundle_id) == node:
+            holder = lonely[ref.bundle_id]
+            rank = holders[ref.bundle_id][holder]
             plan.setdefault(holder, {}).setdefault(ref.ranks[0] if rank is None else rank, []).append(ref)
     return plan
 
