@@ -5,6 +5,9 @@ alternate with blocks without, the order turned every pair; a pair is the time o
 Two hundred pairs take minutes in which a machine must be quiet: `--parts FILE` adds a run to FILE and reports on all
 that is in it, so that several short runs make one figure.
 
+`known work` is the same job whose blocks sleep instead of computing: the processor is as free as beside an accelerator,
+the length of a step hardly varies, and so it is decided what on a shared machine drowns in noise.
+
 - `stall_percent`: what the trainer's own thread spent in the call and at the fence, over the time of its steps: the
   part of the overhead that does not drown in the noise of a step. The rank that lost most.
 - `overhead_percent`: mean of the paired differences over a plain block, with its 95 % bounds, for the copy inside the
@@ -40,7 +43,9 @@ import holdfast
 from holdfast.testing.gpt import Shape, Text
 from holdfast.testing.pipeline_gpt import loss_of, stage
 
-NAMES = ("bubbles", "plain copy", "async_save")
+NAMES = ("bubbles", "known work", "plain copy", "async_save")
+INSIDE = NAMES[:2]
+SLEEP_S = 0.01
 COUNTERS = ("copy_seconds", "copy_seconds_in_waits", "save_seconds", "fence_wait_seconds")
 BLOCK = 4
 MICROBATCHES = 4
@@ -51,15 +56,16 @@ SHAPE = Shape(width=256, layers=6, context=64, dropout=0.0)
 class Pipeline:
     """This rank's stage with its optimizer and text; calling it makes one step."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sleep_s: float = 0.0) -> None:
         torch.set_num_threads(1)
         self.rank, world = dist.get_rank(), dist.get_world_size()
-        part = stage(SHAPE, self.rank, world)
+        part = stage(SHAPE, self.rank, world, sleep_s=sleep_s)
         self.model = part.submod
         self.schedule = schedules.Schedule1F1B(part, MICROBATCHES, loss_fn=loss_of)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.text = Text(context=SHAPE.context, batch=2 * MICROBATCHES)
         self.number = 0
+        self.sleeps = bool(sleep_s)
 
     def __call__(self) -> None:
         inputs, targets = next(self.text)
@@ -68,7 +74,7 @@ class Pipeline:
         else:
             self.schedule.step(target=targets)
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self.sleeps)
         self.number += 1
 
 
@@ -137,20 +143,22 @@ def bounds(values: list[float]) -> tuple[float, float, float]:
 def worker(options: argparse.Namespace) -> None:
     """One rank; rank 0 prints its rows as JSON."""
     dist.init_process_group("gloo")
-    pipeline = Pipeline()
+    pipelines: dict[bool, Pipeline] = {}
     rows: list[dict[str, Any]] = []
     for name in options.only or NAMES:
         home = options.dir / name.replace(" ", "-")
+        sleeps = name == "known work"
+        pipeline = pipelines.get(sleeps) or pipelines.setdefault(sleeps, Pipeline(sleep_s=sleeps * SLEEP_S))
         checkpointer = None
         if name == "async_save":
             save = async_saver(pipeline, home)
         else:
-            save, checkpointer = holdfast_saver(pipeline, home, inside=name == "bubbles")
+            save, checkpointer = holdfast_saver(pipeline, home, inside=name in INSIDE)
         for _ in range(WARM_STEPS):
             pipeline()
             save()
         before = checkpointer.events.counters() if checkpointer else {}
-        found = list(pairs(pipeline, save, options.pairs if name == "bubbles" else max(10, options.pairs // 5)))
+        found = list(pairs(pipeline, save, options.pairs if name in INSIDE else max(10, options.pairs // 5)))
         row: dict[str, Any] = {"name": name, "pairs": [[round(s, 6) for s in pair] for pair in found]}
         if checkpointer:
             now = checkpointer.events.counters()
@@ -163,7 +171,7 @@ def worker(options: argparse.Namespace) -> None:
         dist.barrier()
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, rows)
-    if pipeline.rank == 0:
+    if dist.get_rank() == 0:
         print(json.dumps(every), flush=True)
     dist.barrier()
     dist.destroy_process_group()
@@ -219,7 +227,7 @@ def tell(report: Report, runs: Sequence[list[list[dict[str, Any]]]]) -> None:
         if not found:
             continue
         middle, low, high = bounds([busy / plain - 1.0 for busy, plain in found])
-        goal = "<= 1.0" if name == "bubbles" else ""
+        goal = "<= 1.0" if name in INSIDE else ""
         step_ms = 1e3 * statistics.median(plain for _, plain in found) / BLOCK
         more = {"mean": round(middle, 3), "low": round(low, 3), "pairs": len(found), "runs": len(of_first)}
         report.figure(f"overhead_percent ({name}, upper 95 %)", high, "%", goal, **more, step_ms=round(step_ms, 2))
@@ -228,10 +236,10 @@ def tell(report: Report, runs: Sequence[list[list[dict[str, Any]]]]) -> None:
             continue
         report.figure(f"stall_percent ({name})", max(stall(rank) for rank in rows if rank), "%", goal)
         copied, inside = (sum(row["counters"].get(key, 0.0) for row in counted) for key in COUNTERS[:2])
-        if name == "bubbles":
+        if name in INSIDE:
             share = 100 * inside / copied if copied else None
-            report.figure("copy_time_in_bubbles_percent", share, "%", ">= 90", reason=of_first[-1]["reason"])
-            report.figure("idle_percent (rank 0)", 100 * of_first[-1]["idle_share"], "%")
+            report.figure(f"copy_time_in_bubbles_percent ({name})", share, "%", ">= 90", reason=of_first[-1]["reason"])
+            report.figure(f"idle_percent ({name}, rank 0)", 100 * of_first[-1]["idle_share"], "%")
 
 
 def stall(rows: Sequence[dict[str, Any]]) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 
 import torch
 import torch.distributed as dist
@@ -16,27 +15,13 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from holdfast.base.events import Events
+from holdfast.testing.pipeline_gpt import Sleep
 from holdfast.train.pipeline import Bubbles, Profile, predicted
 
 FORWARD_S = 0.02
 MICROBATCHES = 8
 STEPS = 5
 ONE = ("GPipe", "1F1B")
-
-
-class Sleep(torch.autograd.Function):
-    """Sleeping instead of computing: four stages on two processors then take the times they are said to take."""
-
-    @staticmethod
-    def forward(ctx, value, seconds):
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(ctx.seconds)
-        return gradient.clone(), None
 
 
 class Stage(nn.Module):

@@ -6,6 +6,7 @@ The first stage embeds bytes, the last one predicts them; blocks are dealt evenl
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import torch
@@ -36,12 +37,53 @@ class GPTStage(nn.Module):
         return self.head(x) if self.head is not None else x
 
 
+class Sleep(torch.autograd.Function):
+    """Waits so many seconds, forward and backward, and passes on what it was given.
+
+    Compute of known length that leaves the processor alone, as an accelerator does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient.clone(), None
+
+
+class SleepingStage(nn.Module):
+    """The same state as a `GPTStage`; its blocks only take time."""
+
+    def __init__(self, stage: GPTStage, seconds: float) -> None:
+        super().__init__()
+        self.stage = stage
+        self.seconds = seconds
+        for parameter in self.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One micro-batch."""
+        if self.stage.embedding is not None:
+            x = self.stage.embedding(x) * self.stage.scale
+        x = Sleep.apply(x, self.seconds)  # type: ignore[no-untyped-call]  # torch's
+        return self.stage.head(x) if self.stage.head is not None else x
+
+
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy of next bytes; `logits` [batch, length, vocabulary], `targets` int64 [batch, length]."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def stage(shape: Shape, index: int, count: int, group: Any = None) -> PipelineStage:
-    """The stage of this rank on the CPU, with weights that depend on `index` alone."""
+def stage(shape: Shape, index: int, count: int, group: Any = None, *, sleep_s: float = 0.0) -> PipelineStage:
+    """The stage of this rank on the CPU, with weights that depend on `index` alone.
+
+    With `sleep_s` its blocks sleep so many seconds instead of computing, per micro-batch and direction.
+    """
     torch.manual_seed(index)
-    return PipelineStage(GPTStage(shape, index, count), index, count, torch.device("cpu"), group=group)
+    computing = GPTStage(shape, index, count)
+    part = SleepingStage(computing, sleep_s) if sleep_s else computing
+    return PipelineStage(part, index, count, torch.device("cpu"), group=group)
