@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import socket
@@ -60,6 +61,8 @@ class Config:
     Attributes:
         every: captured cadence: steps (`"10"`) or seconds (`"30s"`); both may stand, steps win (`"10,30s"`). Default
             every step: with overlapped copying a capture costs less than the steps it saves.
+        overhead: share of a step (`"0.5%"`) that captures may cost: the highest cadence that costs less is measured and
+            used, from the cadence `every` on. `every`, given in the same place or a stronger one, overrides it.
         durable_every: durable cadence in the same form. Default `"60s"`: what one rank loses if all memory is lost.
         keep_last: durable versions kept; at least 2, so that one bad version never leaves nothing.
         keep_every: additionally keep one version of so many steps (`"1000"`, counted as `every` counts them), or of so
@@ -98,6 +101,7 @@ class Config:
     """
 
     every: str = "1"
+    overhead: str = ""
     durable_every: str = "60s"
     keep_last: int = 2
     keep_every: str = "0"
@@ -140,6 +144,7 @@ class Config:
             _require(bool(re.fullmatch(r"[A-Za-z0-9._-]{0,128}", text)), name, text, "a plain name")
         for name in ("memory_budget", "replicate_bandwidth"):
             parse_size(getattr(self, name) or "0")
+        parse_share(self.overhead or "1%")
 
     @property
     def node(self) -> str:
@@ -167,14 +172,20 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
     values: dict[str, Any] = {}
     file = environ.get(CONFIG_FILE_VARIABLE, "")
     if file:
-        values.update(_read_file(Path(file)))
-    for variable, name in ENVIRONMENT.items():
-        if variable in environ:
-            values[name] = _typed(name, environ[variable], where=variable)
-    for name, value in (overrides or {}).items():
-        if value is not None:
-            values[name] = _typed(name, value, where="argument")
-    return Config(**values)
+        values = over(values, _read_file(Path(file)))
+    set_ = {name: _typed(name, environ[v], where=v) for v, name in ENVIRONMENT.items() if v in environ}
+    given = {name: _typed(name, v, where="argument") for name, v in (overrides or {}).items() if v is not None}
+    return Config(**over(over(values, set_), given))
+
+
+def over(weaker: Mapping[str, Any], stronger: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of two places put together. A cadence is given or found: what is said last of either is meant."""
+    values = {**weaker, **stronger}
+    if "every" in stronger:
+        values.pop("overhead", None)
+    elif "overhead" in stronger:
+        values.pop("every", None)
+    return values
 
 
 def disabled(*, environ: Mapping[str, str] | None = None) -> bool:
@@ -211,7 +222,7 @@ def hand_on(overrides: Mapping[str, str], *, environ: Mapping[str, str] | None =
     """
     environ = os.environ if environ is None else environ
     file = environ.get(CONFIG_FILE_VARIABLE, "")
-    values = {**(_read_file(Path(file)) if file else {}), **overrides}
+    values = over(_read_file(Path(file)) if file else {}, overrides)
     if values.get("secret_file"):
         values["secret_file"] = _lasting(str(values["secret_file"]))
     lines = [f"{name} = {json.dumps(value)}\n" for name, value in values.items()]
@@ -247,6 +258,22 @@ def parse_size(text: str) -> int:
     unit = (match[2] or "").lower()
     power = " kmgt".index(unit[0]) if unit else 0
     return int(float(match[1]) * (1024 if unit.endswith("i") else 1000) ** power)
+
+
+def parse_share(text: str) -> float:
+    """A share between 0 and 1 from `"0.5%"` or `"0.005"`.
+
+    Raises:
+        ConfigError: not a share, or not between 0 and 1.
+    """
+    number, percent = (text.strip()[:-1], 100.0) if text.strip().endswith("%") else (text, 1.0)
+    try:
+        share = float(number) / percent
+    except ValueError:
+        share = math.nan
+    if not 0.0 < share < 1.0:
+        raise ConfigError(f"{text!r} is not a share of a step", where="overhead", remedy='write it as "0.5%"')
+    return share
 
 
 def parse_seconds(text: str) -> float:

@@ -18,6 +18,13 @@ from holdfast.core.model import Decision
 GUARD_SHARE = 0.1
 # A cadence sparser than this is no longer "often": the overlapped copy is used instead.
 MAX_EVERY = 1000
+# Steps of a run that say nothing of later ones: shapes are inferred, connections made, late copies not yet proven.
+UNLIKE_STEPS = 8
+# Steps after which a cadence is reviewed: soon, once more when things have settled, then seldom, for stages drift.
+FIRST_REVIEWS = (16, 64)
+REVIEW_EVERY = 512
+# A cadence that keeps its budget stays unless another one saves so many times as often.
+WORTH_CHANGING = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +130,19 @@ def highest_cadence(loads: Sequence[Load], *, budget: float) -> Decision[int]:
         )
     share = cost / every
     return Decision(every, f"a save costs {cost:.2%} of a step on rank {rank}; every {every} steps it is {share:.2%}")
+
+
+def review_due(num_steps: int) -> bool:
+    """Whether a cadence is reviewed after so many steps of a run; the same on every rank that counts them."""
+    return num_steps in FIRST_REVIEWS or (num_steps > 0 and num_steps % REVIEW_EVERY == 0)
+
+
+def reviewed(every: int, loads: Sequence[Load], *, budget: float) -> Decision[int]:
+    """The cadence from now on, given that it was `every` (0: none yet, or none that fits).
+
+    Measurements vary, so a cadence that keeps its budget stays unless another one saves much more often.
+    """
+    best = highest_cadence(loads, budget=budget)
+    if best.value and best.value <= every < WORTH_CHANGING * best.value and every != best.value:
+        return Decision(every, f"every {every} steps stays within {budget:.2%}: {best.reason}")
+    return best

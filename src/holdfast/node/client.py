@@ -268,6 +268,10 @@ class KeeperClient:
         """Asks for a save or a stop that all ranks make at one step; the answer comes to `on_appointment`."""
         self._caller.tell(messages.Propose(proposal=proposal))
 
+    def note_cadence(self, reason: str) -> None:
+        """How often this rank saves, in words, for whoever asks the keeper."""
+        self._caller.tell(messages.Cadence(reason=reason))
+
     def level(self, version: Version) -> tuple[Level, str]:
         """The level that was announced for `version`, and the reason."""
         with self._changed:

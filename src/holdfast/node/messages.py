@@ -309,6 +309,12 @@ class Propose(Message, tag="propose", frozen=True, kw_only=True):
     proposal: Proposal
 
 
+class Cadence(Message, tag="cadence", frozen=True, kw_only=True):
+    """A rank found how often to save; for the status."""
+
+    reason: str
+
+
 class Appointed(Message, tag="appointed", frozen=True, kw_only=True):
     """Push: the step that the coordinator named for all ranks."""
 
@@ -415,7 +421,7 @@ class Seals(Message, tag="seals", frozen=True, kw_only=True):
 AnyMessage = (
     Hello | Welcome | Ok | Refusal | Assemble | Resume | Prepare | Slots | Adopt | Register | Begin | Begun | Copied
     | Persist | Abandon | TakeInventory | InventoryReply | Obtain | Obtained | Release | Condemn | AskStatus | StatusReply | AskInside | InsideReply
-    | Goodbye | Progress | Propose | Appointed | Alarm | Working | Report | News | Ping | Pull | Bulk | AskSeals | Seals
+    | Goodbye | Progress | Propose | Cadence | Appointed | Alarm | Working | Report | News | Ping | Pull | Bulk | AskSeals | Seals
     | AskLanding | Landed | PullLanding
 )  # fmt: skip
 

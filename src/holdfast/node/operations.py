@@ -83,6 +83,7 @@ class Operations:
             messages.Persist: parts.saving.persist,
             messages.Abandon: parts.saving.abandon,
             messages.Propose: self._propose,
+            messages.Cadence: self._cadence,
             messages.Obtain: self._obtain,
             messages.Release: self._release,
             messages.Condemn: self._condemn,
@@ -150,6 +151,10 @@ class Operations:
     def _propose(self, _: Connection, request: messages.Propose) -> None:
         with self._parts.state.lock:
             self._parts.uplink.propose(request.proposal)
+
+    def _cadence(self, connection: Connection, request: messages.Cadence) -> None:
+        with self._parts.state.lock:
+            self._parts.state.cadences[self._parts.trainers.of(connection).rank] = request.reason[:1000]
 
     def _goodbye(self, connection: Connection, request: messages.Goodbye) -> Ok:
         with self._parts.state.lock:

@@ -79,6 +79,7 @@ class NodeState:
         self.ledger: NodeLedger | None = None
         self.layouts: dict[int, RankLayout] = {}
         self.finished: set[int] = set()
+        self.cadences: dict[int, str] = {}  # how often a rank found it can save, in words
         self._patience = Patience()
         self.alarms: OrderedDict[str, Warned] = OrderedDict()
         self.outlets: Outlets
@@ -201,6 +202,7 @@ class NodeState:
             for held in self.arena:
                 self.arena.drop(held)
             self.alarms.clear()
+            self.cadences.clear()
             self._past, self._patience = _Past(), Patience()
 
     def resume(self, incarnation: int, version: Version | None) -> None:

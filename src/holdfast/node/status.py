@@ -67,6 +67,7 @@ def _rank(state: NodeState, rank: int, pids: Mapping[int, int]) -> dict[str, Any
     return {
         "pid": pids.get(rank),
         "finished": rank in state.finished,
+        "cadence": state.cadences.get(rank, ""),
         "slots": [_slot(held) for held in state.arena.of_rank(rank)],
     }
 

@@ -122,6 +122,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     resumed = facts["resumed_from"] or "nothing, or not yet"
     yield f"job       incarnation {facts['incarnation']} on {len(facts['nodes'])} nodes, resumed from {resumed}"
     yield "safe      " + ", ".join(f"{level} {version or 'none'}" for level, version in newest.items())
+    for reason in sorted({found["cadence"] for found in facts["ranks"].values()} - {""}):
+        yield f"cadence   {reason}"
     backed = sorted({slot["rank"] for slot in facts["replicas"]})
     if backed:
         yield f"backup    of rank{'s' if len(backed) > 1 else ''} {', '.join(map(str, backed))}"

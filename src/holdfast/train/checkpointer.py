@@ -192,7 +192,9 @@ class Checkpointer:
             raise
         link.resumed = (job.incarnation, report.version)
         saver.restart(report.version)
-        schedule = schedule_of(saver, self._config, group, self._missed)
+        schedule = schedule_of(
+            saver, self._config, group, missed=self._missed, events=self.events, bubbles=self.bubbles, link=link
+        )
         recorder = run.recorder if run else Recorder(self._config.trace_dir, group.rank, self.events, self.bubbles)
         durables = run.durables if run else self._new_durables(group)
         self._run = _Run(state, link, saver, job, schedule, recorder, durables, optimizer_steps=saver.fence.num_steps)
@@ -477,6 +479,8 @@ def _settings(config: Config | None, overrides: Mapping[str, Any]) -> Config:
         return settings.load(overrides)
     given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
     given.update((name, str(given[name])) for name in given.keys() & {"every", "durable_every"})
+    if "every" in given:
+        given["overhead"] = ""
     return dataclasses.replace(config, **given)
 
 

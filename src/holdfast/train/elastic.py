@@ -70,6 +70,10 @@ KEEP_ALIVE_MAX_NODES = 32
 # Flag of ours -> field of the settings, passed on to the trainers through its environment variable.
 PASSED_ON = {
     "--every": ("every", "captured cadence: steps (10), seconds (30s) or both (10,30s)"),
+    "--overhead": (
+        "overhead",
+        "share of a step that captures may cost (0.5%%): saves as often as it allows; --every overrides",
+    ),
     "--durable-every": ("durable_every", "durable cadence, same form"),
     "--memory-budget": ("memory_budget", "bytes that the keepers of this machine may use (4GiB)"),
     "--node-label": ("node_label", "failure domain of these workers; default: the host name"),
@@ -212,6 +216,8 @@ def pass_on_settings(args: argparse.Namespace) -> Config:
     handed: dict[str, str] = {}
     for field, _ in PASSED_ON.values():
         value = getattr(args, f"holdfast_{field}")
+        if field == "overhead" and value is not None and args.holdfast_every is None:
+            os.environ.pop(variables["every"], None)  # a flag is stronger than what the environment says of the same
         if value is not None and field in variables:
             os.environ[variables[field]] = value
         elif value is not None:

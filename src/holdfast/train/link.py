@@ -140,6 +140,15 @@ class Link:
             client.abandon(self._skipped[0], "the keeper of its node was lost")
             self._skipped.popleft()
 
+    def note_cadence(self, reason: str) -> None:
+        """How often this rank saves, and why, for `holdfast status`."""
+        client = self.client
+        if client is not None:
+            try:
+                client.note_cadence(reason)
+            except KeeperLost as error:
+                logger.info("the keeper did not hear of the cadence: %s", error)
+
     def mend(self) -> None:
         """Starts to look for a new keeper unless that is under way. Returns at once."""
         with self._lock:

@@ -96,6 +96,7 @@ class Bubbles:
         self._endings: deque[float] = deque(maxlen=MEMORY)
         self._idle_now = self._began = self._last = self._between = 0.0
         self._reason = ""
+        self.left_seconds = 0.0  # of the last version's copies, what fitted into no wait
         self.on_wait: Callable[[], None] | None = None  # called when a wait begins, in the trainer's thread
         self.spans: deque[Seen] = deque(maxlen=MAX_SPANS)
 
@@ -224,7 +225,7 @@ class Bubbles:
         placement = bubbles.place(batch_seconds, self._waits.windows())
         if placement.reason.split(":")[0] != self._reason.split(":")[0]:
             logger.debug("copies and waits: %s", placement.reason)
-        self._reason = placement.reason
+        self._reason, self.left_seconds = placement.reason, placement.left_seconds
         return len(batch_seconds) - placement.left
 
     def turn(self, seconds: float) -> bool:

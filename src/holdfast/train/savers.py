@@ -16,10 +16,12 @@ from holdfast.tiers.storage import Storage
 from holdfast.train import agree
 from holdfast.train.agree import Ranks
 from holdfast.train.assembly import Job
+from holdfast.train.budget import Budget
 from holdfast.train.direct import DirectSaver
 from holdfast.train.fetched import Holder
 from holdfast.train.link import Link
 from holdfast.train.meetings import MeetingSchedule
+from holdfast.train.pipeline import Bubbles
 from holdfast.train.saver import Saver
 from holdfast.train.schedule import Schedule
 from holdfast.train.state import State
@@ -78,9 +80,19 @@ def holder_of(saver: AnySaver, link: Link, job: Job, storage: Storage) -> Holder
 
 
 def schedule_of(
-    saver: AnySaver, config: Config, group: Ranks, missed: Callable[[int], None]
+    saver: AnySaver,
+    config: Config,
+    group: Ranks,
+    *,
+    missed: Callable[[int], None],
+    events: Events,
+    bubbles: Bubbles | None,
+    link: Link,
 ) -> Schedule | MeetingSchedule:
     """When `saver` saves."""
     if isinstance(saver, DirectSaver):
         return MeetingSchedule(config, group)
-    return Schedule(config, rank=group.rank, world_size=group.world_size, missed=missed)
+    budget = None
+    if config.overhead:
+        budget = Budget(config.overhead, group=group, events=events, bubbles=bubbles, tell=link.note_cadence)
+    return Schedule(config, rank=group.rank, world_size=group.world_size, missed=missed, budget=budget)

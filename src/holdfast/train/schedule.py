@@ -20,6 +20,7 @@ from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError
 from holdfast.core.appointments import Appointment, Calendar, Proposal, Purpose
 from holdfast.core.cadence import Cadence
+from holdfast.train.budget import Budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class Schedule:
     Args:
         missed: called with a step that the others save and this rank is past.
         clock: monotonic seconds.
+        budget: finds the captured cadence, instead of the setting, once it has measured; None: the setting stands.
     """
 
     def __init__(
@@ -69,7 +71,9 @@ class Schedule:
         world_size: int,
         missed: Callable[[int], None],
         clock: Callable[[], float] = time.monotonic,
+        budget: Budget | None = None,
     ) -> None:
+        self._budget = budget
         self._capture = parse_cadence("every", config.every)
         self._durable = parse_cadence("durable_every", config.durable_every)
         self._clocked = _by_clock(self._capture, self._durable)
@@ -86,6 +90,10 @@ class Schedule:
     def after(self, step: int, *, stop_wanted: bool) -> Due:
         """What is due now that `step` is finished. Call it exactly once per step."""
         now = self._clock()
+        found = self._budget.after_step() if self._budget is not None else None
+        if found is not None:
+            self._capture = Cadence(steps=found)
+            self._clocked = _by_clock(self._capture, self._durable)
         durable = self._is_due(self._durable, step, now, self._durable_s)
         by_steps = self._capture.steps is not None and self._is_due(self._capture, step, now, self._capture_s)
         save = by_steps or (durable and self._durable.steps is not None)
@@ -114,6 +122,8 @@ class Schedule:
         """`step` was saved, for whatever reason."""
         now = self._clock()
         self._saved_step, self._capture_s = step, now
+        if self._budget is not None:
+            self._budget.saved()
         if durable:
             self._durable_s = now
 
