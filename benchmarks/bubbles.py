@@ -45,7 +45,7 @@ from holdfast.testing.pipeline_gpt import loss_of, stage
 
 NAMES = ("bubbles", "known work", "plain copy", "async_save")
 INSIDE = NAMES[:2]
-SLEEP_S = 0.01
+SLEEP_S = 0.025
 COUNTERS = ("copy_seconds", "copy_seconds_in_waits", "save_seconds", "fence_wait_seconds")
 BLOCK = 4
 MICROBATCHES = 4

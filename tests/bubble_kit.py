@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from holdfast.core.bubbles import Load, Placement, Window, highest_cadence, place
+from holdfast.core.bubbles import Load, Placement, Window, highest_cadence, place, review_due, reviewed
 from holdfast.core.pipeline import Action, Costs, Kind, Order, Timeline, gpipe, one_f_one_b, simulate
 from holdfast.core.windows import Waits
 from holdfast.tools.timeline import draw
@@ -24,6 +24,7 @@ class Pipelines:
         self.step: Timeline | None = None
         self.placements: dict[int, Placement] = {}
         self.waits = Waits()
+        self.every = 0
 
     def run(self, name: str, args: Args) -> Lines:
         return getattr(self, f"do_{name.replace('-', '_')}")(args)
@@ -70,6 +71,20 @@ class Pipelines:
         ]
         decision = highest_cadence(loads, budget=float(args["budget"]))
         return [f"every {decision.value}: {decision.reason}"]
+
+    def do_review(self, args: Args) -> Lines:
+        """What each rank measured in milliseconds; the cadence of before is the one that is judged."""
+        calls = [float(ms) for ms in args["call"].split(",")]
+        lefts = [float(ms) for ms in args.get("left", ",".join("0" for _ in calls)).split(",")]
+        period = float(args["period"]) * MS
+        loads = [Load(call * MS, left * MS, period) for call, left in zip(calls, lefts, strict=True)]
+        decision = reviewed(self.every, loads, budget=float(args["budget"]))
+        self.every = decision.value
+        return [f"every {decision.value}: {decision.reason}"]
+
+    def do_reviews(self, args: Args) -> Lines:
+        """After which steps, up to the given one, is the cadence reviewed?"""
+        return [", ".join(str(n) for n in range(int(args["until"]) + 1) if review_due(n))]
 
     def do_waited(self, args: Args) -> Lines:
         """One step in which the waits took these milliseconds, and what is expected of the next step."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 
 import torch
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 
 import holdfast
+from holdfast.base.events import Event
+from holdfast.core.model import Version
 from holdfast.testing.gpt import Shape, Text
 from holdfast.testing.pipeline_gpt import loss_of, stage
 
@@ -28,6 +31,13 @@ def digest(tensors) -> str:
     return found.hexdigest()
 
 
+def note(event: Event, cadences: list[int], saved: list[int]) -> None:
+    if event.name == "cadence":
+        cadences.append(event.fields["every"])
+    elif event.name == "saved":
+        saved.append(Version.parse(event.fields["version"]).step)
+
+
 def main() -> None:
     rank, world, store, root, steps, name = sys.argv[1:]
     rank, world, steps = int(rank), int(world), int(steps)
@@ -36,10 +46,15 @@ def main() -> None:
     part = stage(SHAPE, rank, world)
     schedule = schedules.get_schedule_class(name)(part, MICROBATCHES, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(part.submod.parameters(), lr=1e-3)
+    # Where a settings file says how often, nothing here overrides it.
+    cadence = {} if "HOLDFAST_CONFIG" in os.environ else {"every": 1, "durable_every": 10}
     text = Text(context=SHAPE.context, batch=2 * MICROBATCHES)
     checkpointer = holdfast.Checkpointer(
-        root, model=part.submod, optimizer=optimizer, schedule=schedule, loader=text, every=1, durable_every=10
+        root, model=part.submod, optimizer=optimizer, schedule=schedule, loader=text, **cadence
     )
+    cadences: list[int] = []
+    saved: list[int] = []
+    checkpointer.events.subscribe(lambda event: note(event, cadences, saved))
     start = checkpointer.restore()
     losses = []
     for step in range(start, steps):
@@ -55,6 +70,7 @@ def main() -> None:
         checkpointer.step(step)
         print(json.dumps({"step": step}), flush=True)
     counted = checkpointer.events.counters()
+    told = checkpointer.keeper_status()["ranks"][str(rank)]["cadence"]
     checkpointer.close()
     report = checkpointer.last_restore
     end = {
@@ -64,6 +80,9 @@ def main() -> None:
         "late": counted.get("late_copied_bytes", 0),
         "copy": counted.get("copy_seconds", 0),
         "inside": counted.get("copy_seconds_in_waits", 0),
+        "cadences": cadences,
+        "saved": saved,
+        "told": told,
         "sources": sorted(report.bytes) if report else [],
     }
     print(json.dumps(end), flush=True)

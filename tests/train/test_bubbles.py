@@ -136,3 +136,20 @@ def test_a_pipeline_killed_in_the_middle_ends_where_an_undisturbed_one_ends(runt
     for end in straight:
         assert end["late"] > 0, "after three proofs the copies go on behind the call"
         assert end["copy"] > 0
+
+
+def test_the_cadence_is_found_from_what_a_save_may_cost_and_is_the_same_on_all_ranks(
+    runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = tmp_path / "settings.toml"
+    settings.write_text('overhead = "0.2%"\ndurable_every = "0"\n')
+    monkeypatch.setenv("HOLDFAST_CONFIG", str(settings))
+    first, second = Job(tmp_path / "job", "1F1B", 26).live()
+    assert first["cadences"] == second["cadences"]
+    (every,) = first["cadences"]
+    assert every > 1, "no call takes less than a five-hundredth of such a short step"
+    assert f"every {every} steps it is 0." in first["told"]
+    for end in (first, second):
+        *before, after = [step for step in end["saved"] if step < 15], [s for s in end["saved"] if 15 <= s < 25]
+        assert before == [list(range(15))], "every step, until it was measured"
+        assert after == [step for step in range(15, 25) if (step + 1) % every == 0]

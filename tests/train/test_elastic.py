@@ -274,6 +274,46 @@ def test_flags_without_a_variable_reach_the_workers_beside_the_users_settings(
         os.close(int(path.rpartition("/")[2]))
 
 
+@pytest.mark.parametrize(
+    ("file", "variable", "flags", "found"),
+    [
+        ("", "", ["--overhead", "0.5%"], ("0.5%", "1")),
+        ('every = "7"', "", ["--overhead", "0.5%"], ("0.5%", "1")),
+        ("", "7", ["--overhead", "0.5%"], ("0.5%", "1")),
+        ("", "", ["--overhead", "0.5%", "--every", "3"], ("", "3")),
+        ('overhead = "2%"', "7", [], ("", "7")),
+        ('overhead = "2%"\nevery = "7"', "", [], ("", "7")),
+    ],
+)
+def test_a_cadence_is_given_or_found_and_the_stronger_word_counts(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    file: str,
+    variable: str,
+    flags: list[str],
+    found: tuple[str, str],
+) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text(file)
+    monkeypatch.setenv("HOLDFAST_CONFIG", str(mine))
+    monkeypatch.setenv("HOLDFAST_EVERY", variable)
+    if not variable:
+        monkeypatch.delenv("HOLDFAST_EVERY")
+    settings = elastic.pass_on_settings(elastic.build_parser().parse_args([*flags, "t.py"]))
+    assert (settings.overhead, settings.every) == found
+    assert load() == settings, "the workers read the same"
+    handed = os.environ["HOLDFAST_CONFIG"]
+    if handed != str(mine):
+        os.close(int(handed.rpartition("/")[2]))
+
+
+def test_a_share_is_a_share() -> None:
+    assert load({"overhead": "0.5%"}, environ={}).overhead == "0.5%"
+    for text in ("much", "0%", "100%", "-1%", "nan"):
+        with pytest.raises(ConfigError, match="share of a step"):
+            load({"overhead": text}, environ={})
+
+
 def test_a_run_id_from_outside_wins_over_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_RUN_ID", "mine")
     assert elastic.pass_on_settings(elastic.build_parser().parse_args(["--rdzv-id", "x", "t.py"])).run_id == "mine"
