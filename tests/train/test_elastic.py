@@ -173,6 +173,9 @@ def test_no_worker_outlives_its_launcher(job: Job) -> None:
     rows = job.running(2)
     family = psutil.Process(launcher.pid).children(recursive=True)
     assert {pid for pid, _, _ in rows} < {process.pid for process in family}
+    names = {process.pid: Path(f"/proc/{process.pid}/comm").read_text().strip() for process in family}
+    assert [names[pid] for pid, _, _ in rows] == ["hf rank 0", "hf rank 1"], "an operator could not tell them apart"
+    assert "hf nursery" in names.values()
     launcher.kill()
     wait_for(lambda: not [p for p in family if p.is_running() and p.status() != "zombie"], "their end", job.logs)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from holdfast.base.errors import HoldfastError
+from holdfast.base.label import label_process
 from holdfast.base.trace import TraceFile
 from holdfast.node.daemon import Keeper, KeeperOptions, become_keeper, clean
 from holdfast.node.network import Network
@@ -34,6 +35,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs a keeper; returns the exit status."""
     place = Place(Path(options.runtime_dir), job_digest(options.root, options.run_id), options.node)
     os.chdir("/")  # no mount is held busy
+    label_process("hf keeper")
     _give_way()
     try:
         lock = become_keeper(place)

@@ -47,6 +47,7 @@ from torch.distributed.run import run as torchrun
 from holdfast.base.config import DISABLE_VARIABLE, ENVIRONMENT, Config, disabled, hand_on, load
 from holdfast.base.config import aliases as config_aliases
 from holdfast.base.errors import HoldfastError, UsageError
+from holdfast.base.label import label_process
 from holdfast.core.cadence import Cadence
 from holdfast.core.ladder import Limits
 from holdfast.node.start import ensure_keeper
@@ -148,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if cache is not None:
         cache.fetch()
     program = _program(args, config)
+    label_process("hf agent")
     nursery = Nursery.start(runner.serve)  # before any thread exists; workers come out here with their exit code
     if args.checkpoint_dir:
         start_keeper(args.checkpoint_dir, settings)

@@ -25,6 +25,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
+from holdfast.base.label import label_process
+
 logger = logging.getLogger(__name__)
 
 # Imported one by one while nobody asks; together they cost 2 to 3 s of processor time, once for each launcher.
@@ -111,6 +113,7 @@ class Nursery:
         pid = os.fork()
         if pid == 0:
             ours.close()
+            label_process("hf nursery")
             raise SystemExit(_Keeper(theirs, work).serve())
         theirs.close()
         return cls(ours, pid)

@@ -25,6 +25,7 @@ import threading
 from types import FrameType, TracebackType
 
 from holdfast.base.errors import Interrupted
+from holdfast.base.label import label_process
 from holdfast.train import alive, beats, leaving
 from holdfast.train.control import Line, Order, order_of
 from holdfast.train.stage import Stage
@@ -108,6 +109,7 @@ class Runner:
             signal.signal(WAKE, self._wake)
             self._running = order
         alive.wish.older = order.older
+        label_process(f"hf rank {order.environment.get('RANK', '')}")
         beats.attach(self._page)
         beats.at_step(-1)  # the script begins at its first line; a restore says where it goes on
         self._line.send("started", order.number)
@@ -261,4 +263,5 @@ def _scripts_part(trace: TracebackType | None) -> TracebackType | None:
 
 def serve(link: socket.socket, page: int) -> int:
     """What the nursery calls in a forked worker: its line to the agent, and the page for its beats."""
+    label_process("hf spare")
     return Runner(link, page).serve()

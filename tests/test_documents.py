@@ -1,0 +1,45 @@
+"""What the documents say of the code is so: every error has its section, every link leads somewhere, every flag exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from holdfast.base import errors
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    path for folder in (".", "docs", "docs/spec", "examples") for path in (ROOT / folder).glob("*.md") if path.is_file()
+)
+
+
+def test_every_error_has_a_section_under_its_code() -> None:
+    kinds = [
+        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.HoldfastError)
+    ]
+    sections = re.findall(r"^## (HF\d{3}) (\w+)$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert sections == sorted((kind.code, kind.__name__) for kind in kinds if kind is not errors.HoldfastError)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text())
+    assert not [target for target in targets if not (page.parent / target).exists()]
+
+
+def test_flags_that_documents_show_are_there() -> None:
+    """Of `holdfast COMMAND`, in blocks of commands; flags of scripts stand behind `.py` or `--`."""
+    frozen = set((ROOT / "tests" / "tools" / "frozen_options.txt").read_text().splitlines())
+    shown = [
+        f"command {command[0]} {flag}"
+        for page in PAGES
+        for line in re.findall(
+            r"^ *(?:\$ )?holdfast (?!run\b)(.+)$", page.read_text().replace("\\\n", " "), re.MULTILINE
+        )
+        if (command := re.match(r"(?:drill )?[a-z]+", line))
+        for flag in re.findall(r"(?<=\s)--[a-z][a-z-]*", re.split(r" -- | #", line)[0])
+    ]
+    assert shown, "no document shows a flag"
+    assert not set(shown) - frozen
