@@ -5,7 +5,7 @@ What real ranks, keepers and storage make of it is tests/e2e/test_layouts.py; he
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -18,7 +18,7 @@ from torch import nn
 
 from holdfast.base.errors import HoldfastError, MismatchError
 from holdfast.core.bundles import fingerprint, plan_bundles
-from holdfast.core.model import BundleRef, Extent, Shard, Topology, Version
+from holdfast.core.model import BundleRef, Extent, Seal, Shard, Topology, Version
 from holdfast.core.recovery import Choice, Facts, Fetch
 from holdfast.node.client import Located
 from holdfast.tiers import format as image_format
@@ -34,21 +34,24 @@ from ranks_kit import on_all
 VERSION = Version(1, 7)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Saved:
-    """A version that lies in storage, and everything that was asked of it."""
+    """A version that lies in storage. `hurt` is given the number of the request, and may answer it with another image."""
 
     choice: Choice
     images: dict[str, bytes]
+    hurt: Callable[[int, bytes, Seal], tuple[bytes, Seal]] = lambda _, data, seal: (data, seal)
+    requests: int = 0
 
     def obtain(self, _: Version, fetches: Iterable[Fetch], __: list[Fault]) -> list[Located]:
         found = []
+        self.requests += 1
         for fetch in fetches:
-            data = self.images[fetch.ref.bundle_id]
+            data, seal = self.hurt(self.requests, self.images[fetch.ref.bundle_id], fetch.seal)
             for first, end in fetch.chunks or ():
                 size = image_format.CHUNK_BYTES
                 view = memoryview(data)[first * size : end * size]
-                found.append(Located(fetch.ref, fetch.seal, view, fetch.source, 0.0, (first, end)))
+                found.append(Located(fetch.ref, seal, view, fetch.source, 0.0, (first, end)))
         return found
 
 
@@ -89,14 +92,21 @@ def save(states: Sequence[Any]) -> Saved:
 
 
 def load(saved: Saved, states: Sequence[State], *, strict: bool = True) -> list[Any]:
-    """By rank what was told of single ranks, or the error."""
+    """By rank what was told of single ranks, or the error, or the first fault that was voted on."""
 
     def work(group: Ranks) -> tuple[str, ...]:
         facts = Facts((), {}, {}, None, one_node(len(states)))  # type: ignore[arg-type]
         state = states[group.rank]
-        other = OtherLayout(group, state, saved, facts=facts, vote=lambda faults: not faults, strict=strict)  # type: ignore[arg-type]
+        faults: list[Fault] = []
+
+        def vote(found: list[Fault]) -> bool:
+            faults.extend(found)
+            return not found
+
+        other = OtherLayout(group, state, saved, facts=facts, vote=vote, strict=strict)  # type: ignore[arg-type]
         loaded = other.load(saved.choice, lambda _: None)
-        assert loaded is not None
+        if loaded is None:
+            return faults[0]
         state.apply(loaded.values, loaded.tensors)
         return loaded.by_rank
 
@@ -107,6 +117,7 @@ def good(told: list[Any]) -> None:
     for row in told:
         if isinstance(row, HoldfastError):
             raise row
+        assert not isinstance(row, Fault), row
 
 
 class Embedding(nn.Module):
@@ -165,6 +176,45 @@ def test_uneven_rows_of_any_number_of_ranks_load_into_one(edges: tuple[int, ...]
     good(load(save(ranks), [State({"model": model, "optimizer": optimizer}, rank=0, world_size=1)], strict=False))
     assert torch.equal(model["w"], full)
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+# Requests of one rank that loads from storage: beginnings, headers, values, chunks that it reads for all, all its chunks.
+HEADS, LAST = (1, 2, 3), 5
+
+
+@pytest.mark.parametrize("request_number", [*HEADS, LAST])
+@pytest.mark.parametrize("place", [12, -4000, -2])  # in the header, in a tensor, in the values
+@pytest.mark.parametrize("again", [False, True])
+def test_a_byte_that_flips_on_any_way_is_found_and_nothing_is_loaded(
+    request_number: int, place: int, again: bool
+) -> None:
+    """`again`: the image is another one, whole in itself, with proper digests of its own."""
+
+    def hurt(number: int, data: bytes, seal: Seal) -> tuple[bytes, Seal]:
+        if number != request_number:
+            return data, seal
+        changed = bytearray(data)
+        changed[place] ^= 1
+        return bytes(changed), image_format.seal(seal.bundle_id, changed) if again else seal
+
+    source, trained, trained_optimizer = stage(0, 1, first=True, last=True)
+    step(trained, trained_optimizer)
+    saved = save([source])
+    saved.hurt = hurt
+    state, model, optimizer = stage(0, 1, first=True, last=True, tied=False)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    (fault,) = load(saved, [state])
+    assert isinstance(fault, Fault)
+    assert (fault.bundle_id in saved.images, fault.node) == (True, None)
+    assert saved.requests == (max(HEADS) if request_number in HEADS else LAST), (
+        "heads are proved before the rest is asked for"
+    )
+    if request_number in HEADS:
+        assert not optimizer.state
+        assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    saved.hurt = lambda _, data, seal: (data, seal)
+    good(load(saved, [state]))
+    same(model, "embed.weight", optimizer, trained, "embed.weight", trained_optimizer)
 
 
 def test_another_number_of_ranks_is_another_layout_even_if_each_finds_its_own() -> None:
