@@ -160,6 +160,17 @@ class Catalogue:
         alone = self.world_size == 1 and self.is_random(name)
         return (0 if alone else None), name
 
+    def names(self) -> list[str]:
+        """Every entry, as it was saved, and other names of tied ones."""
+        return sorted({*(entry.name for head in self.heads.values() for entry in head.image.entries), *self._tied})
+
+    def places(self, name: str) -> list[Place]:
+        """Where the pieces of an entry are, by the name that it was saved under; twins' pieces are alternatives."""
+        owner, path = self.split(name)
+        if owner is None or not _OWNED.match(name):
+            return self._plain.get(path, []) or self._owned.get(path, {}).get(0, [])
+        return self._owned.get(path, {}).get(owner, [])
+
     def is_random(self, path: str) -> bool:
         """Whether this is, or belongs to, random numbers."""
         return any(path == name or path.startswith(f"{name}.") for name in self._random)

@@ -147,20 +147,41 @@ class OtherLayout:
         loaded.by_rank = self._judge(catalogue, offer)
         loaded.tensors = agree.together(self._group, lambda: self._state.create(self._loading))
         scratch = _Scratch(loaded.tensors, offer)
-        needs = agree.together(self._group, lambda: _needs(scratch.wanted))
-        if not self._fetch(choice, catalogue, needs, (heads.read_before(catalogue), loaded)):
+        if not self._take(choice, catalogue, scratch.wanted, (heads.read_before(catalogue), loaded), progress):
             return None
+        loaded.by_rank += self._compare(scratch, offer)
+        loaded.values = {(): self._loading.values}
+        return loaded
+
+    # For who has no objects of a Checkpointer to fill (`adapters.dcp`): what there is, then boxes of it.
+
+    def catalogue(self, choice: Choice) -> Catalogue | None:
+        """All that the version holds; None if some rank found a bad copy."""
+        return self._catalogue(Heads(self._group, self._fetcher, self._facts, choice), choice, Loaded())
+
+    def take(self, choice: Choice, catalogue: Catalogue, wanted: Sequence[tuple[LiveTensor, Sequence[Place]]]) -> bool:
+        """Fills tensors, each from places that make up its extent; False if some rank found a bad copy."""
+        return self._take(choice, catalogue, wanted, ({}, Loaded()), lambda _: None)
+
+    def _take(
+        self,
+        choice: Choice,
+        catalogue: Catalogue,
+        wanted: Sequence[tuple[LiveTensor, Sequence[Place]]],
+        found: tuple[Mapping[str, Mapping[int, int]], Loaded],
+        progress: Callable[[int], None],
+    ) -> bool:
+        loaded = found[1]
+        needs = agree.together(self._group, lambda: _needs(wanted))
+        if not self._fetch(choice, catalogue, needs, found):
+            return False
         sources = _sources(loaded.located, catalogue, needs)
         started = time.perf_counter()
         copies = [needs[source.image.bundle_id].copies for source in sources]
         bad = agree.together(self._group, lambda: fill.fill_with(sources, copies, progress))
         loaded.fill_seconds = time.perf_counter() - started
         loaded.faults += [Fault(name, self._node(choice, name), why) for name, why in bad.items()]
-        if not self._vote(loaded.faults):
-            return None
-        loaded.by_rank += self._compare(scratch, offer)
-        loaded.values = {(): self._loading.values}
-        return loaded
+        return self._vote(loaded.faults)
 
     # 1 and 2. Heads and plan.
 
@@ -330,7 +351,7 @@ def _is_tied(path: str, tied: Iterable[Sequence[str]]) -> bool:
     return any(under_other_name(path, other, first) is not None for other, first in tied)
 
 
-def _needs(wanted: Iterable[tuple[LiveTensor, list[Place]]]) -> dict[str, _Need]:
+def _needs(wanted: Iterable[tuple[LiveTensor, Sequence[Place]]]) -> dict[str, _Need]:
     """Which boxes of which entries go where, by bundle, and the chunks in which they lie."""
     found: dict[str, list[Copy]] = defaultdict(list)
     spans: dict[str, list[tuple[int, int]]] = defaultdict(list)

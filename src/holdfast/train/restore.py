@@ -12,6 +12,7 @@ start from nothing. Called by `train.checkpointer`.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections import Counter
@@ -122,6 +123,47 @@ class Restorer:
         events.emit("restored", version=str(report.version), seconds=report.seconds["total"], reason=report.reason)
         return report
 
+    # For who loads piece by piece (`adapters.dcp`).
+
+    def look_again(self) -> None:
+        """What was found before is forgotten, bad copies excepted."""
+        self._findings = None
+
+    def versions_of(self, step: int) -> list[Version]:
+        """All versions of this step that anybody knows. Collective."""
+        found = json.loads(agree.share(self._job.group, lambda: self._known(step)))
+        return [version for text in found if (version := Version.parse(text)) is not None]
+
+    def choose(self, wanted: Version | None) -> Choice | None:
+        """The newest usable version, or `wanted`; None if there is none at all. Collective.
+
+        Raises:
+            HoldfastError: versions exist, and none can be used; says why for each.
+        """
+        found = verdict.decode(agree.share(self._job.group, lambda: self._decide(wanted)))
+        if found.choice is None:
+            self._nothing(found, wanted)
+        return found.choice
+
+    def reading(self, choice: Choice) -> OtherLayout:
+        """Reads what is wanted of a version, whatever layout it has."""
+        return OtherLayout(
+            self._job.group,
+            self._state,
+            self._fetcher,
+            facts=verdict.facts_of(None, self._job, self._quarantine),
+            vote=lambda faults: self._all_good(choice, faults),
+            strict=self._strict,
+        )
+
+    def _known(self, step: int) -> bytes:
+        if self._job.group.rank:
+            return b"[]"
+        if self._findings is None:
+            self._findings = verdict.find(self._client, self._storage)
+        versions = {*self._findings.stored, *(copy.version for copy in self._findings.inventory.copies)}
+        return json.dumps([str(version) for version in sorted(versions) if version.step == step]).encode()
+
     def pass_over_newest(self) -> None:
         """The newest version that could be used is left out, if there is an older one. Every rank calls it, or none."""
         found = verdict.decode(agree.share(self._job.group, lambda: self._decide(None)))
@@ -199,14 +241,7 @@ class Restorer:
     def _load_elsewhere(self, choice: Choice) -> Loaded | None:
         """From any other layout; None if some rank found a bad copy."""
         logger.info("loading %s, saved by %d ranks, into another layout", choice.version, choice.world_size)
-        other = OtherLayout(
-            self._job.group,
-            self._state,
-            self._fetcher,
-            facts=verdict.facts_of(None, self._job, self._quarantine),
-            vote=lambda faults: self._all_good(choice, faults),
-            strict=self._strict,
-        )
+        other = self.reading(choice)
         num_bytes = sum(live.local.nbytes for live in self._state.gather().tensors.values())
         meter = Meter(
             num_bytes, lambda done, seconds: self._say(choice.version, progress_text(done, num_bytes, seconds))

@@ -16,6 +16,9 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch.optim import Optimizer
 
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached
@@ -31,7 +34,6 @@ from holdfast.train.fence import Fence, Job, Opened
 from holdfast.train.handle import SaveHandle
 from holdfast.train.link import Link
 from holdfast.train.live import Gathered
-from holdfast.train.state import State
 from holdfast.train.trust import Trust, can_digest, digest
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,20 @@ class _Taken:
     durable: bool
 
 
+class Contents(Protocol):
+    """What is saved: the objects of a Checkpointer (`train.state.State`), or what another door was handed."""
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those whose step is the fence of a late copy; without any, everything is copied at the call."""
+
+    def gather(self) -> Gathered:
+        """The state now."""
+
+    def predict(self) -> dict[str, Shard] | None:
+        """Shards of the state as it will be after the first optimizer step, or None if that is not known."""
+
+
 class Saver:
     """What saves on one rank.
 
@@ -59,7 +75,7 @@ class Saver:
     """
 
     def __init__(
-        self, state: State, link: Link, topology: Topology, *, rank: int, config: Config, events: Events
+        self, state: Contents, link: Link, topology: Topology, *, rank: int, config: Config, events: Events
     ) -> None:
         self._state = state
         self._link = link
