@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 PROGRAMS = {
-    "run": "holdfast.train.elastic",
+    "run": "holdfast.adapters.run",
     "demo": "holdfast.testing.demo",
     "drill": "holdfast.testing.drill",
 }

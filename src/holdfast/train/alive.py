@@ -49,6 +49,11 @@ def register(thing: Abandonable) -> None:
     _open.add(thing)
 
 
+def opened() -> list[Abandonable]:
+    """What is open now."""
+    return list(_open)
+
+
 def abandon_all(*, kept: bool = False) -> None:
     """Closes what is still there; `kept`: the owners keep their objects (`holdfast.resumable`)."""
     for thing in list(_open):

@@ -27,11 +27,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.distributed.elastic import events
@@ -54,6 +55,7 @@ from holdfast.node.start import ensure_keeper
 from holdfast.train import aliases, runner
 from holdfast.train.agent import Agent, Program, Rules
 from holdfast.train.compile_cache import make_cache
+from holdfast.train.control import Order
 from holdfast.train.nursery import Nursery
 from holdfast.train.watchdog import directory_of, make_watch
 
@@ -125,8 +127,16 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the job; returns the exit code."""
+def checkpoint_dir(argv: Sequence[str] | None = None) -> str:
+    """What `--checkpoint-dir` says; empty where nothing can be read, which `main` then tells."""
+    try:
+        return str(build_parser().parse_known_args(argv)[0].checkpoint_dir or "")
+    except SystemExit:
+        return ""
+
+
+def main(argv: Sequence[str] | None = None, *, script: Callable[[Order], None] = runner.run_script) -> int:
+    """Runs the job; returns the exit code. `script`: how a worker runs the script of an order."""
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.WARNING)
     try:
         if disabled():
@@ -150,7 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         cache.fetch()
     program = _program(args, config)
     label_process("hf agent")
-    nursery = Nursery.start(runner.serve)  # before any thread exists; workers come out here with their exit code
+    # Before any thread exists; workers come out here with their exit code.
+    nursery = Nursery.start(functools.partial(runner.serve, script=script))
     if args.checkpoint_dir:
         start_keeper(args.checkpoint_dir, settings)
     # torchrun's 30 s would cut off a last save to slow storage.

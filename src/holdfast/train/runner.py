@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from holdfast.base.errors import Interrupted
@@ -48,7 +49,8 @@ class Runner:
 
     current: Runner | None = None
 
-    def __init__(self, link: socket.socket, page: int) -> None:
+    def __init__(self, link: socket.socket, page: int, script: Callable[[Order], None]) -> None:
+        self._script = script
         self._line = Line(link)
         self._page = page
         self._stage = Stage()
@@ -115,10 +117,7 @@ class Runner:
         self._line.send("started", order.number)
 
     def _execute(self, order: Order) -> None:
-        if order.is_module:
-            runpy.run_module(order.arguments[0], run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(order.arguments[0], run_name="__main__")
+        self._script(order)
 
     def _after(self, order: Order, error: BaseException | None) -> int | None:
         """What the end of a run means: None goes on, in this process."""
@@ -197,6 +196,14 @@ class Runner:
         return running is not None and order is not None and order.number > running.number
 
 
+def run_script(order: Order) -> None:
+    """Runs the script or module of the order as `__main__`."""
+    if order.is_module:
+        runpy.run_module(order.arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(order.arguments[0], run_name="__main__")
+
+
 def _end_now() -> None:
     """With everything that the script started."""
     try:
@@ -226,7 +233,7 @@ def _ours(innermost: FrameType | None) -> bool:
     while frame is not None:
         name = frame.f_globals.get("__name__")
         if name == __name__:
-            return frame.f_code.co_name != "_execute"
+            return frame.f_code.co_name not in ("_execute", "run_script")
         if name == "holdfast.train.resume":
             return frame is innermost or frame.f_code.co_name != "called"
         frame = frame.f_back
@@ -261,7 +268,7 @@ def _scripts_part(trace: TracebackType | None) -> TracebackType | None:
     return part or trace
 
 
-def serve(link: socket.socket, page: int) -> int:
-    """What the nursery calls in a forked worker: its line to the agent, and the page for its beats."""
+def serve(link: socket.socket, page: int, *, script: Callable[[Order], None] = run_script) -> int:
+    """What the nursery calls in a forked worker: its line to the agent, the page for its beats, how a script is run."""
     label_process("hf spare")
-    return Runner(link, page).serve()
+    return Runner(link, page, script).serve()

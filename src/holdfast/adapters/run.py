@@ -1,0 +1,94 @@
+"""`holdfast run` with scripts that are kept without a line: the launcher of `train.elastic`, and what workers run.
+
+Called as `python -m holdfast.adapters.run`, by the command and by tests. Without `--checkpoint-dir` no script is touched,
+for there is no place to keep it. The workers are forked from this process, so they have what is set up here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType
+
+from holdfast.adapters.zero.frameworks import Finder
+from holdfast.adapters.zero.loop import KeptLoop, say
+from holdfast.adapters.zero.script import HOOK, Loop, find
+from holdfast.base import config
+from holdfast.train import elastic
+from holdfast.train.control import Order
+from holdfast.train.runner import run_script
+
+
+class Unasked:
+    """Runs a script, kept if that is safe.
+
+    Args:
+        root: directory or URL of the checkpoints.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+
+    def __call__(self, order: Order) -> None:
+        """Runs the order's script as `__main__`."""
+        if order.is_module or config.disabled():
+            run_script(order)
+            return
+        finder = Finder(self._root)
+        finder.install()
+        try:
+            self._run(order)
+        finally:
+            finder.remove()
+
+    def _run(self, order: Order) -> None:
+        path = order.arguments[0]
+        try:
+            found = find(Path(path).read_text(encoding="utf-8"))
+        except (OSError, SyntaxError, UnicodeDecodeError, RecursionError):
+            found = ""  # Python tells what is wrong with it
+        if isinstance(found, str):
+            if found and order.environment.get("RANK", "0") == "0":
+                say(f"no loop of this script is kept: {found}")
+            run_script(order)
+            return
+        _run_kept(path, found, self._root)
+
+
+class _Loader(SourceFileLoader):
+    """Loads the script from its changed tree; nothing is cached."""
+
+    def __init__(self, path: str, loop: Loop) -> None:
+        super().__init__("__main__", path)
+        self._loop = loop
+
+    def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002
+        """The script with the lines that nobody wrote."""
+        return compile(self._loop.tree, self.path, "exec")  # type: ignore[no-any-return, unused-ignore]
+
+
+def _run_kept(path: str, loop: Loop, root: str) -> None:
+    """As `runpy.run_path` does, with a loader of ours."""
+    loader = _Loader(path, loop)
+    module = importlib.util.module_from_spec(ModuleSpec("__main__", loader, origin=path))
+    module.__file__, module.__spec__ = path, None
+    setattr(module, HOOK, KeptLoop(loop, root))
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = module
+    try:
+        loader.exec_module(module)
+    finally:
+        sys.modules["__main__"] = before
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the job; returns the exit code."""
+    root = elastic.checkpoint_dir(argv)
+    return elastic.main(argv, script=Unasked(root) if root else run_script)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""What a loop uses, sorted into what is kept, what never changes, and what nobody can be sure of.
+
+Kept: one optimizer, the modules that hold its parameters, schedulers, scaler, generators, tensors, and everything else
+that has `state_dict` and `load_state_dict`; numbers, text, lists and dicts of these as values. Never changing: modules of
+Python, functions, classes, settings, datasets and samplers without a position of their own. Everything else (an iterator, an
+object of an unknown class) may carry state that nobody can restore: then nothing is restored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import logging
+import pathlib
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from holdfast.base.errors import HoldfastError
+from holdfast.tiers import values as value_codec
+from holdfast.train.objects import Stateful
+
+_CONSTANT = (
+    types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, type(None), bool, int, float,
+    complex, str, bytes, range, torch.dtype, torch.device, torch.Size, pathlib.PurePath, logging.Logger, argparse.Namespace,
+    DeviceMesh, dist.ProcessGroup, Sampler, DataLoader,
+)  # fmt: skip
+_CONTAINERS = (list, dict, set)
+
+
+@dataclass(slots=True)
+class Kept:
+    """What is restored and saved.
+
+    Attributes:
+        objects: arguments of a Checkpointer, by name.
+        containers: lists, dicts and sets that are restored in place.
+    """
+
+    objects: dict[str, Any] = field(default_factory=dict)
+    containers: dict[str, Any] = field(default_factory=dict)
+
+
+def sort_out(used: Iterable[str], carried: Iterable[str], scope: Mapping[str, Any]) -> Kept | str:
+    """What to keep, or what is in the way.
+
+    Args:
+        used: names that the loop reads.
+        carried: names that live from one step to the next.
+        scope: what names mean now: the loop's own, and the script's.
+    """
+    kept, modules, optimizers = Kept(), {}, {}
+    reason = _carried_badly(carried, scope)
+    if reason:
+        return reason
+    for name in sorted(set(used) - set(carried)):
+        value = scope.get(name)
+        if isinstance(value, nn.Module):
+            modules[name] = value
+        elif isinstance(value, Optimizer):
+            optimizers[name] = value
+        elif isinstance(value, _CONTAINERS):
+            reason = _take_container(name, value, kept)
+            if reason:
+                return reason
+        elif isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                return f"{name!r} is a tensor with a gradient outside of a module"
+            kept.objects[f"main_{name}"] = {"tensor": value}
+        elif isinstance(value, Stateful) and not isinstance(value, type):
+            kept.objects[f"main_{name}"] = value
+        elif not _never_changes(value):
+            return f"nobody can be sure what {name!r}, a {_kind(value)}, keeps from one step to the next"
+    return _with_model(kept, modules, optimizers, scope)
+
+
+def _carried_badly(carried: Iterable[str], scope: Mapping[str, Any]) -> str:
+    """Why a carried name cannot be restored; empty if all can."""
+    for name in carried:
+        if name not in scope:
+            return f"{name!r} is carried from one step to the next and has no value before the loop"
+        if not _is_plain(scope[name]):
+            return f"{name!r}, a {_kind(scope[name])}, is carried from one step to the next"
+    return ""
+
+
+def _with_model(
+    kept: Kept, modules: dict[str, nn.Module], optimizers: dict[str, Optimizer], scope: Mapping[str, Any]
+) -> Kept | str:
+    different = {id(optimizer): optimizer for optimizer in optimizers.values()}
+    if not different:  # stepped through something else: a Trainer, a list
+        different = {id(value): value for value in scope.values() if isinstance(value, Optimizer)}
+    if len(different) != 1:
+        return f"{len(different)} optimizers were found, and one is needed"
+    (optimizer,) = different.values()
+    if not modules:
+        modules = {name: value for name, value in scope.items() if isinstance(value, nn.Module)}
+    outer = {
+        name: module
+        for name, module in modules.items()
+        if not any(
+            module is not other and any(module is part for part in other.modules()) for other in modules.values()
+        )
+    }
+    unique = list({id(module): module for _, module in sorted(outer.items())}.values())
+    owned = {id(p) for module in unique for p in module.parameters()}
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    if not stepped or any(id(p) not in owned for p in stepped):
+        return "the optimizer steps parameters of no module that the loop uses"
+    kept.objects["model"] = unique[0] if len(unique) == 1 else unique
+    kept.objects["optimizer"] = optimizer
+    return kept
+
+
+def _take_container(name: str, value: Any, kept: Kept) -> str:
+    """Notes a container of plain values; why not, if it is not one."""
+    if _is_plain(value):
+        kept.containers[name] = value
+        return ""
+    parts = value.values() if isinstance(value, dict) else value
+    if all(_never_changes(part) and not isinstance(part, nn.Module) for part in parts) or all(
+        isinstance(part, torch.Tensor) and not part.requires_grad for part in parts
+    ):
+        return ""  # tensors in a list are data: what trains is in a module
+    return f"{name!r} is a {_kind(value)} of things that nobody can be sure of"
+
+
+def _never_changes(value: Any) -> bool:
+    if isinstance(value, tuple | frozenset):
+        return all(_never_changes(part) for part in value)
+    if inspect.isgenerator(value) or hasattr(value, "__next__"):
+        return False
+    if isinstance(value, Dataset):
+        return hasattr(value, "__getitem__")
+    return isinstance(value, _CONSTANT) or (callable(value) and isinstance(value, nn.modules.loss._Loss))
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        value_codec.encode(value)
+    except HoldfastError:
+        return False
+    return True
+
+
+def _kind(value: Any) -> str:
+    return type(value).__qualname__

@@ -1,0 +1,131 @@
+"""Scripts that know nothing of holdfast: which are kept, which are left alone, and why; then the contract of doors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import forked
+from holdfast.adapters.zero.objects import Kept, sort_out
+from holdfast.adapters.zero.script import Loop, find
+from holdfast.testing.contracts.door import CHECKS, Check, Door, Task, Workshop
+
+SCRIPT = str(Path(__file__).with_name("zero_script.py"))
+
+PLAIN = """
+for step in range(10):
+    loss = model(data).sum()
+    loss.backward()
+    optimizer.step()
+"""
+
+LEFT_ALONE = {
+    "no loop": ("x = 1", "no loop"),
+    "holdfast": ("import holdfast\n" + PLAIN, "uses holdfast itself"),
+    "holdfast inside": ("def f():\n    from holdfast import Checkpointer\n" + PLAIN, "uses holdfast itself"),
+    "over batches": (PLAIN.replace("range(10)", "loader"), "does not simply count"),
+    "while": ("while True:\n    loss.backward()\n    optimizer.step()", "does not simply count"),
+    "epochs": (
+        "for epoch in range(2):\n    for step in range(3):\n        loss.backward()\n        optimizer.step()",
+        "inside each other",
+    ),
+    "two": (PLAIN + PLAIN, "2 loops"),
+    "else": (PLAIN + "else:\n    pass\n", "does not simply count"),
+}
+
+
+@pytest.mark.parametrize(("source", "reason"), LEFT_ALONE.values(), ids=LEFT_ALONE.keys())
+def test_a_script_whose_loop_is_not_simple_is_left_alone(source: str, reason: str) -> None:
+    found = find(source)
+    assert isinstance(found, str)
+    assert reason in found
+
+
+def test_the_loop_is_found_with_what_lives_from_step_to_step() -> None:
+    found = find(
+        "total, best, unused = 0, 9, 1\n"
+        "def train(model):\n    loss = model(data).sum()\n    loss.backward()\n    optimizer.step()\n    return loss\n"
+        "for step in range(10):\n    loss = train(net)\n    total += loss.item()\n    now = loss.item()\n"
+        "    if now < best:\n        best = now\n        best_step = step\n    text = f'{now}'\n"
+        "print(best_step)\n"
+    )
+    assert isinstance(found, Loop)
+    assert found.carried == ("best", "best_step", "total")
+    assert {"net", "data", "optimizer", "train"} <= set(found.used)
+    assert not {"now", "text", "step"} & set(found.used)
+
+
+def named(**more: object) -> dict[str, object]:
+    model = torch.nn.Linear(2, 2)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters()), **more}
+
+
+SURE: dict[str, Callable[[], dict[str, object]]] = {
+    "plain": named,
+    "scheduler": lambda: (n := named()) | {"s": torch.optim.lr_scheduler.StepLR(n["optimizer"], 1)},  # type: ignore[arg-type]
+    "text": lambda: named(s="x"),
+    "list": lambda: named(s=[1, 2.5]),
+    "tensor": lambda: named(s=torch.ones(2)),
+    "batches": lambda: named(s=[torch.ones(2)]),
+    "function": lambda: named(s=len),
+}
+UNSURE: dict[str, Callable[[], dict[str, object]]] = {
+    "iterator": lambda: named(s=iter([1])),
+    "generator": lambda: named(s=(x for x in ())),
+    "class of its own": lambda: named(s=type("Ema", (), {})()),
+    "two optimizers": lambda: (n := named()) | {"s": torch.optim.SGD(n["model"].parameters())},  # type: ignore[attr-defined]
+    "foreign parameters": lambda: named(optimizer=torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])),
+    "bare parameter": lambda: named(s=torch.ones(2, requires_grad=True)),
+}
+
+
+@pytest.mark.parametrize("scope", SURE.values(), ids=SURE.keys())
+def test_what_can_be_restored_is_kept(scope: Callable[[], dict[str, object]]) -> None:
+    names = scope()
+    found = sort_out(names, (), names)
+    assert isinstance(found, Kept), found
+    assert {"model", "optimizer"} <= found.objects.keys()
+
+
+@pytest.mark.parametrize("scope", UNSURE.values(), ids=UNSURE.keys())
+def test_what_nobody_can_be_sure_of_keeps_the_script_from_being_touched(scope: Callable[[], dict[str, object]]) -> None:
+    names = scope()
+    assert isinstance(sort_out(names, (), names), str)
+
+
+def test_a_carried_tensor_is_not_sure() -> None:
+    names = named(ema=torch.ones(2))
+    assert "ema" in str(sort_out(names, ("ema",), names))
+    assert "no value" in str(sort_out(names, ("other",), names))
+
+
+def start(task: Task) -> list[str]:
+    script = [SCRIPT, "--steps", str(task.steps), *(["--wide"] if task.changed else [])]
+    ranks = ["--standalone", "--nproc-per-node", str(task.ranks)]
+    if task.plain:
+        return [sys.executable, "-m", "torch.distributed.run", *ranks, *script]
+    return [sys.executable, "-m", "holdfast.adapters.run", "--checkpoint-dir", str(task.checkpoints), *ranks, *script]
+
+
+def popen(*args: object, **options: object) -> forked.Popen:
+    return forked.Popen(*args, **options, warm_children=True)  # type: ignore[arg-type]
+
+
+DOOR = Door(start, twins=2)
+
+
+def test_killed_in_the_middle_and_back_bit_for_bit(tmp_path: Path) -> None:
+    with Workshop(tmp_path, popen=popen) as made:
+        CHECKS["killed_in_the_middle_it_goes_on_bit_for_bit"](DOOR, made)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS.keys())
+def test_the_contract_of_doors(check: Check, tmp_path: Path) -> None:
+    with Workshop(tmp_path, popen=popen) as made:
+        check(DOOR, made)
