@@ -16,8 +16,6 @@ with a remedy. Nothing happens under HOLDFAST_DISABLE. Tested with lightning 2.6
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
 import os
 from collections.abc import Iterable
@@ -41,10 +39,7 @@ def keeper(root: str | os.PathLike[str], **options: Any) -> Any:
     Raises:
         UsageError: Lightning is not installed.
     """
-    name = next((n for n in ("lightning", "pytorch_lightning") if importlib.util.find_spec(n)), None)
-    if name is None:
-        raise UsageError("Lightning is not installed", remedy="pip install 'holdfast[lightning]'")
-    callbacks = importlib.import_module("lightning.pytorch.callbacks" if name == "lightning" else f"{name}.callbacks")
+    callbacks = _callbacks()
     keeping = Keeping(root, options)
 
     class HoldfastKeeper(callbacks.Callback):  # type: ignore[name-defined, misc]
@@ -66,6 +61,20 @@ def keeper(root: str | os.PathLike[str], **options: Any) -> Any:
             keeping.failed(exception)
 
     return HoldfastKeeper()
+
+
+def _callbacks() -> Any:
+    """The module of Lightning's callbacks, of the package that is installed."""
+    try:
+        from lightning.pytorch import callbacks  # noqa: PLC0415 - not there without the extra
+    except ImportError:
+        try:
+            from pytorch_lightning import callbacks  # noqa: PLC0415
+        except ImportError as error:
+            raise UsageError(
+                f"Lightning cannot be imported: {error}", remedy="pip install 'holdfast[lightning]'"
+            ) from error
+    return callbacks
 
 
 class Keeping:
