@@ -8,11 +8,15 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from holdfast.adapters.mindspore.rank_files import RankCheckpoints
+from holdfast.adapters.mindspore.rank_proofs import Proof, read_proof
 from holdfast.base.errors import CorruptError
 
 
@@ -77,3 +81,45 @@ def test_a_file_without_its_proof_or_with_a_damaged_one_is_passed_over(tmp_path:
     model = Twice()
     assert RankCheckpoints(tmp_path, {"model": model}).recover() == (1, 1)
     assert (model.two == 1).all()
+
+
+PROOF = msgspec.json.encode(Proof(1, 2, "ab" * 16, 100, "cd" * 16, ("ef" * 16,), ("model.w",)))
+CORPUS = [
+    b"",
+    b"null",
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    PROOF[:-1],
+    PROOF + b"x",
+    PROOF.replace(b"ef", b"\xd5]", 1),  # a string that is no UTF-8 once escaped out of msgspec as an error of its own
+    PROOF.replace(b"model", b"\xff\xfe", 1),
+    PROOF.replace(b"100", b"1e400"),
+    PROOF.replace(b'"epoch":1', b'"epoch":"1"'),
+    PROOF.replace(b'"epoch":1', b'"epoch":1,"more":2'),
+]
+
+
+def refused(directory: Path, data: bytes) -> bool:
+    """Whether a proof is refused, and with the one error that a restore expects."""
+    path = directory / "checkpoint-1_2.safetensors"
+    path.with_suffix(".proof").write_bytes(data)
+    try:
+        return read_proof(path, (1, 2), "ab" * 16) is None
+    except CorruptError as error:
+        return str(path) in error.where
+
+
+@pytest.mark.parametrize("data", CORPUS, ids=range(len(CORPUS)))
+def test_a_hostile_proof_is_refused_with_its_place(tmp_path: Path, data: bytes) -> None:
+    assert refused(tmp_path, data)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_damaged_proofs_raise_nothing_else(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    damaged = bytearray(PROOF)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(damaged) - 1))
+        piece = data.draw(st.one_of(st.binary(max_size=3), st.sampled_from([b"\xff", b"\xd5]", b"[", b"-1", b'"'])))
+        damaged[at : at + data.draw(st.integers(0, 3))] = piece
+    refused(tmp_path_factory.getbasetemp(), bytes(damaged))

@@ -92,7 +92,7 @@ def read_proof(path: Path, named: tuple[int, int], slices: str) -> Proof:
         proof = msgspec.json.decode(data, type=Proof)
     except OSError as error:
         raise CorruptError(f"its proof cannot be read: {error.strerror}", where=str(path)) from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"its proof cannot be understood: {error}", where=str(path)) from error
     if (proof.epoch, proof.step) != named:
         raise CorruptError(f"it holds step {proof.step} of epoch {proof.epoch}", where=str(path))
