@@ -207,6 +207,7 @@ def test_plan_names_what_is_unprotected_and_fails(holdfast: Run, tmp_path: Path)
     text = holdfast("plan", file, "--ranks-per-node", 8)
     assert text.returncode == 1
     assert "LOST" in text.stdout
+    assert "8 ranks on 1 node," in text.stdout
     assert "model.layers.0.weight" in text.stdout
 
 
@@ -226,6 +227,8 @@ def test_plan_says_what_any_set_of_nodes_or_ranks_takes_along(holdfast: Run, tmp
     alone = holdfast(*one, "--without-replicas")
     assert alone.returncode == 1
     assert re.search(r"^optimizer.state.wq.exp_avg +4 +80 B", alone.stdout, re.MULTILINE)
+    assert "If node0 is lost: " in alone.stdout
+    assert "If all that rank 3 holds is lost: nothing is" in holdfast("plan", file, "--lost-ranks", 3).stdout
     for words, why in (
         (["--lost-nodes", "2"], "nodes are 0 to 1, node0, node1"),
         (["--lost-ranks", "x"], "there is no rank 'x'"),

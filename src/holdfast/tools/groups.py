@@ -180,7 +180,8 @@ def _names(shards: Iterable[Shard]) -> list[str]:
 
 def _print_groups(subject: _Subject, found: _Groups) -> None:
     num_entries = len({shard.name for shards in found.values() for shard in shards})
-    print(f"{subject.title}: {num_entries} entries, {subject.world_size} ranks in {len(found)} groups")
+    ranks, groups = picture.count_text(subject.world_size, "rank"), picture.count_text(len(found), "group")
+    print(f"{subject.title}: {num_entries} entries, {ranks} in {groups}")
     rows = [
         (
             picture.ranks_text(ranks),

@@ -72,9 +72,12 @@ def print_answer(found: Answer | None, topology: Topology) -> None:
     """The same for a person."""
     if found is None:
         return
-    labels = [topology.nodes[number] for number in found.members] if found.what == "nodes" else []
-    who = ", ".join(labels) if labels else f"all that ranks {picture.ranks_text(found.members)} hold"
-    verb = "is" if not labels or len(labels) == 1 else "are"
+    labels = found.what == "nodes"
+    ranks = picture.ranks_text(found.members)
+    holders = f"rank {ranks} holds" if len(found.members) == 1 else f"ranks {ranks} hold"
+    who = picture.nodes_text(found.members, topology.nodes) if labels else f"all that {holders}"
+    who = f"nodes {who}" if labels and len(found.members) > 1 else who
+    verb = "are" if labels and len(found.members) > 1 else "is"
     print()
     if not found.losses:
         rest = "twins and replicas on other nodes" if labels else "other ranks"

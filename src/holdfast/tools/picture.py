@@ -30,6 +30,18 @@ def _run_text(first: int, last: int, step: int) -> str:
     return f"{first}-{last}" if step == 1 else f"{first}-{last} step {step}"
 
 
+def nodes_text(nodes: Sequence[int], labels: Sequence[str]) -> str:
+    """The label of one node; of several their labels too, or their numbers if the labels are nothing but these."""
+    if len(nodes) > 1 and all(labels[node] == f"node{node}" for node in nodes):
+        return ranks_text(nodes)
+    return names_text([labels[node] for node in nodes])
+
+
+def count_text(count: int, what: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 def names_text(names: Sequence[str]) -> str:
     """The first few names, and how many more there are."""
     more = len(names) - MAX_NAMES
@@ -60,6 +72,8 @@ def print_stand_ins(twins: Sequence[tuple[int, ...]], topology: Topology | None)
         }
         for line in _drawn(letters, topology):
             print(f"  {line}")
+        if all(len(together) == 1 for _, together in classes):
+            print("  none is: no rank holds all that another one holds")
         classes = [(ranks, together) for ranks, together in classes if ranks != together]
     elif all(len(together) == 1 for _, together in classes):
         print("no rank holds all that another one holds")

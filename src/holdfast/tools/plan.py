@@ -150,9 +150,11 @@ def _forms(layout: JobLayout) -> dict[Form, list[Tensor]]:
 def _print_job(costs: JobPlan) -> None:
     layout, num_nodes = costs.layout, len(costs.topology.nodes)
     meshes = ", ".join(map(str, layout.meshes))
-    print(f"{layout.world_size} ranks on {num_nodes} nodes, mesh {meshes}")
+    counted = [picture.count_text(layout.world_size, "rank"), picture.count_text(num_nodes, "node")]
+    print(f"{' on '.join(counted)}, mesh {meshes}")
     once, held = output.size_text(costs.unique_bytes), output.size_text(sum(costs.ranks.held))
-    print(f"{len(layout.tensors)} tensors: {once} once, {held} in all ranks; {costs.num_bundles} files per version\n")
+    files = picture.count_text(costs.num_bundles, "file")
+    print(f"{len(layout.tensors)} tensors: {once} once, {held} in all ranks; {files} per version\n")
     rows = []
     for form, tensors in _forms(layout).items():
         groups = costs.census.groups[form]
@@ -187,7 +189,8 @@ def _print_nodes(costs: JobPlan) -> None:
         held = max(costs.ranks.held[rank] for rank in costs.topology.ranks_on(node))
         sizes = (held, nodes.copied[node], nodes.written[node], nodes.kept[node], _host_bytes(costs, node))
         rows.setdefault(tuple(map(output.size_text, sizes)), []).extend(alike)
-    shown = [(picture.ranks_text(sorted(alike)), *cells) for cells, alike in rows.items()]
+    labels = costs.topology.nodes
+    shown = [(picture.nodes_text(sorted(alike), labels), *cells) for cells, alike in rows.items()]
     titles = ("nodes", "a rank holds", "a save copies", "writes", "keeps replicas", "host memory")
     output.print_table(titles, shown[:MAX_ROWS])
     if len(shown) > MAX_ROWS:
@@ -207,9 +210,10 @@ def _print_losses(costs: JobPlan, *, safe: bool) -> None:
         found.setdefault((back, alone, tuple(costs.alone_on(alike[0]))), []).extend(alike)
     for (back, alone, names), nodes in found.items():
         fate = "from the replica on the next node" if safe else "LOST, but for what is in storage"
-        lonely = f", {output.size_text(alone)} {fate}" if alone else ""
-        which = f"node {nodes[0]}" if len(nodes) == 1 else f"any one of nodes {picture.ranks_text(sorted(nodes))}"
-        print(f"If {which} dies: {output.size_text(back)} from twins{lonely}")
+        parts = [f"{output.size_text(back)} from twins"] if back or not alone else []
+        parts += [f"{output.size_text(alone)} {fate}"] if alone else []
+        which = picture.nodes_text(sorted(nodes), costs.topology.nodes)
+        print(f"If {'' if len(nodes) == 1 else 'any one of nodes '}{which} dies: {', '.join(parts)}")
         if names:
             print(f"  {len(names)} tensors live there only: {picture.names_text(names)}")
     if len(classes) > MAX_ROWS:
