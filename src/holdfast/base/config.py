@@ -214,6 +214,18 @@ def group_info_file(*, environ: Mapping[str, str] | None = None) -> str:
     return (os.environ if environ is None else environ).get(GROUP_INFO_VARIABLE, "")
 
 
+def meeting_place(*, environ: Mapping[str, str] | None = None) -> tuple[str, int]:
+    """Where ranks meet that no launcher of PyTorch started: MASTER_ADDR and MASTER_PORT, else one port above MindSpore's
+    scheduler (MS_SCHED_HOST, MS_SCHED_PORT); port 0 if neither is set.
+    """
+    environ = os.environ if environ is None else environ
+    if environ.get("MASTER_PORT", "").isdigit():
+        return environ.get("MASTER_ADDR", "127.0.0.1"), int(environ["MASTER_PORT"])
+    if environ.get("MS_SCHED_PORT", "").isdigit():
+        return environ.get("MS_SCHED_HOST", "127.0.0.1"), int(environ["MS_SCHED_PORT"]) + 1
+    return "", 0
+
+
 def hand_on(overrides: Mapping[str, str], *, environ: Mapping[str, str] | None = None) -> tuple[str, str]:
     """A variable and its value that let children of this process read `overrides`, for settings without a variable.
 

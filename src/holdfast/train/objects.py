@@ -22,6 +22,9 @@ from holdfast.train.watch import same_objects
 # The method of an object that takes the states of all saved ranks, when another number of ranks goes on:
 # `load_state_dicts(states, rank, world_size)`, states in order of rank.
 ALL_RANKS = "load_state_dicts"
+# The method of an object that knows who holds the same: `holders(name)` gives the ranks, in ascending order, that hold the
+# tensor of this name alike, or None for one of this rank's own. Two groups must not give the same name to different bytes.
+HOLDERS = "holders"
 
 
 @runtime_checkable
@@ -58,7 +61,7 @@ class StatefulPart:
 
     def report(self, out: Collector) -> None:
         """Asks the object for its state."""
-        out.passing(self.name, self._object.state_dict())
+        out.passing(self.name, self._object.state_dict(), holders=getattr(self._object, HOLDERS, None))
 
     def plan(self, loading: Loading) -> None:
         """Claims the saved state, with memory of its own for every tensor in it; of all ranks if the object can do that."""

@@ -7,7 +7,7 @@ nothing while it plans; so a restore that refuses leaves every object as it was.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -81,13 +81,28 @@ class Collector:
             self.tied[live.shard.name] = first
         return TensorRef(first)
 
-    def passing(self, path: str, tree: Any, *, group: Group | None = None) -> None:
-        """Adds a value that is made anew at every save, with the tensors in it."""
+    def passing(
+        self,
+        path: str,
+        tree: Any,
+        *,
+        group: Group | None = None,
+        holders: Callable[[str], Group | None] | None = None,
+    ) -> None:
+        """Adds a value that is made anew at every save, with the tensors in it.
+
+        Args:
+            path: its name.
+            tree: the value.
+            group: the ranks known to hold all of it alike.
+            holders: the same for single tensors in it, by name.
+        """
 
         def emit(name: str, tensor: torch.Tensor) -> TensorRef | None:
-            while self.layouts.resolve(name, group)[0] in self.tensors:
+            ranks = holders(name) if holders is not None else group
+            while self.layouts.resolve(name, ranks)[0] in self.tensors:
                 name += "~"  # the keys 1 and "1" of one dict
-            live = self.layouts.live(name, tensor, group=group)
+            live = self.layouts.live(name, tensor, group=ranks)
             if live is None:
                 return None
             self._add(live)

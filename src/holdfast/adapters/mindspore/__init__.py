@@ -15,6 +15,7 @@ Guide: docs/mindspore.md.
 | `transform` | which source ranks a target rank needs |
 | `extents` | layouts to and from boxes per rank, the words of `core.model` |
 | `tensors`, `ckpt`, `safe`, `checkpoint` | checkpoints in their two formats |
+| `aiturbo`, `front` | MindSpore's own training saves and loads through holdfast when AITURBO=1 |
 | `rank_files` | own slices of a PyTorch job in a file per rank, and a twin's when one is lost; imports torch |
 """
 

@@ -1,0 +1,284 @@
+"""DeepSpeed: a checkpoint engine, assigned in one line.
+
+    engine, *_ = deepspeed.initialize(...)
+    engine.checkpoint_engine = holdfast.adapters.deepspeed.checkpoint_engine(engine, "ckpts/run1")
+    engine.load_checkpoint("ckpts/run1")      # as before: None, {} on a first start
+    ...
+    engine.save_checkpoint("ckpts/run1")      # as before: returns when everything that may change is copied
+
+Every `save_checkpoint` makes a version of holdfast in `<save_dir>/holdfast`: captured in the keepers' memory at once,
+replicated and durable behind it. `load_checkpoint` without a tag brings the newest version back that is complete
+anywhere, from memory first; with a tag the version of that tag, else DeepSpeed's own files. Beside it DeepSpeed's own
+tree (`<tag>/mp_rank_*`, `<tag>/*zero_pp_rank_*`, `latest`) is written in the background, so that DeepSpeed without holdfast
+loads it; `latest` names a tag only when every file of all ranks stands. The call `engine.destroy()`, or `close()` of
+the object, ends it in good order.
+
+ZeRO 0 to 3 of one model-parallel rank know their twins (the module's weights are stored once); with tensor or pipeline
+parallelism every rank keeps its own. MoE checkpoints and NVMe offload write files past the engine and are refused.
+Nothing is unpickled by us; loading DeepSpeed's own files is DeepSpeed's `torch.load`.
+
+Tested with deepspeed 0.19.8 and torch 2.13.0, ZeRO 1, 2 and 3 on CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from holdfast.adapters.door import Checkpointer
+from holdfast.adapters.native_tree import Classes, Native, NativeWriter, copied, live, plain
+from holdfast.base import config as settings
+from holdfast.base.config import Config
+from holdfast.base.errors import UsageError
+from holdfast.core.model import Version
+from holdfast.train import agree
+
+logger = logging.getLogger(__name__)
+
+TESTED = ("0.19.8",)
+# Below the directory that the script gives to DeepSpeed.
+OWN = "holdfast"
+LATEST = "latest"
+_MODULE, _OPTIMIZER = ".module.", ".optimizer."
+_PARTITIONED = 3  # the ZeRO stage at which every rank holds parts of the weights only
+
+
+def checkpoint_engine(
+    engine: Any,
+    save_dir: str | Path,
+    *,
+    durable_every: int = 1,
+    native: bool = True,
+    config: Config | None = None,
+) -> Any:
+    """What is to be assigned to `engine.checkpoint_engine`. Collective: every rank calls it.
+
+    Args:
+        engine: what `deepspeed.initialize` returned.
+        save_dir: the directory that `save_checkpoint` and `load_checkpoint` are given.
+        durable_every: of so many saves one goes to storage; the others stay in memory.
+        native: write DeepSpeed's own files and `latest` too, for every save that goes to storage.
+        config: the settings; default: file and environment.
+
+    Raises:
+        UsageError: MoE or NVMe offload, which write past the engine.
+    """
+    if settings.disabled():
+        logger.warning("%s is set: DeepSpeed saves and loads by itself", settings.DISABLE_VARIABLE)
+        return engine.checkpoint_engine
+    if engine.has_moe_layers or engine.zero_nvme_offload_optimizer():
+        raise UsageError(
+            "checkpoints of MoE layers and of NVMe offload are not written through DeepSpeed's checkpoint engine alone",
+            remedy="keep DeepSpeed's own engine for this job",
+        )
+    return CheckpointEngine(engine, Path(save_dir), durable_every=durable_every, native=native, config=config)
+
+
+class _Files:
+    """What one rank holds of a checkpoint: base name of a file -> its tree. The object that is saved.
+
+    Args:
+        shared: whether all ranks hold the same weights.
+        everyone: all ranks.
+    """
+
+    def __init__(self, shared: tuple[str, ...], everyone: tuple[int, ...], classes: Classes) -> None:
+        self.trees: dict[str, Any] = {}
+        self.tag = ""
+        self._shared = shared
+        self._everyone = everyone
+        self._classes = classes
+
+    def holders(self, path: str) -> tuple[int, ...] | None:
+        """The ranks known to hold the tensor of this name alike."""
+        return self._everyone if any(part in path for part in self._shared) else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tag": self.tag, "files": {name: plain(tree, self._classes) for name, tree in self.trees.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tag = state["tag"]
+        self.trees = {name: live(tree, self._classes) for name, tree in state["files"].items()}
+
+
+class CheckpointEngine:
+    """Takes the place of DeepSpeed's checkpoint engine; see `checkpoint_engine` and DeepSpeed's class of this name.
+
+    Says that it is decoupled, because then `latest` is its own business.
+    """
+
+    def __init__(self, engine: Any, save_dir: Path, *, durable_every: int, native: bool, config: Config | None) -> None:
+        self.name = "holdfast"
+        self._engine = engine
+        self._default: Any = engine.checkpoint_engine
+        self._save_dir = save_dir
+        self._durable_every = durable_every
+        self._group = agree.ranks()
+        self._writes = engine.save_non_zero_checkpoint  # DeepSpeed's own choice of who writes the module
+        self._files = _Files(_shared(engine), tuple(range(self._group.world_size)), _classes())
+        self._timeout_s = (config or settings.load()).close_timeout_s
+        self._native = NativeWriter(self._timeout_s) if native else None
+        self._checkpointer = Checkpointer(save_dir / OWN, config=config, deepspeed=self._files)
+        self._started = False
+        self._saves = 0
+        self._dir = save_dir
+        if native:
+            mine = [Path(name).name for name in self._names(Path("d"), "t") if name.parts[-2:-1] == ("t",)]
+            self._all_names = sorted({n for names in agree.gather_json(self._group, mine) for n in names})
+        # Every rank holds what it needs to go on; DeepSpeed would have one rank save the module for all.
+        engine.save_non_zero_checkpoint = True
+        self._save, self._load = engine.save_checkpoint, engine.load_checkpoint
+        self._get_all_names: Callable[..., list[str]] = engine._get_all_ckpt_names
+        engine.save_checkpoint, engine.load_checkpoint = self._save_checkpoint, self._load_checkpoint
+        engine._get_all_ckpt_names = self._all_ckpt_names
+
+    # What DeepSpeed calls.
+
+    def create(self, info: Any) -> None:
+        """A checkpoint begins."""
+        if not self._started:  # saved without having loaded: a run of its own, whatever lies there
+            self._checkpointer.restore(fresh=True)
+            self._started = True
+        self._files.tag, self._files.trees, self._dir = info.tag, {}, Path(info.save_dir)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Notes a file; it is copied when the last one is known, before DeepSpeed goes on."""
+        self._files.trees[Path(path).name] = state_dict
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """A file: of the version that was brought back, else DeepSpeed's own."""
+        name = Path(path).name
+        if self._files.tag == Path(path).parent.name and name in self._files.trees:
+            return self._files.trees[name]
+        return self._default.load(path, map_location=map_location)
+
+    def commit(self, info: Any) -> bool:  # noqa: ARG002 - DeepSpeed's interface
+        """Everything happens in `save_checkpoint`."""
+        return True
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Directories of DeepSpeed's own tree, if it is written at all."""
+        Path(path).mkdir(parents=True, exist_ok=exist_ok)
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:  # noqa: ARG002 - DeepSpeed's interface
+        """Every rank hands over what it holds; who writes what is holdfast's business."""
+        return True
+
+    def is_decoupled(self) -> bool:
+        """`latest` is not DeepSpeed's to write."""
+        return True
+
+    def preserves_storage_sharing(self) -> bool:
+        """Views are saved as what they show, not as the memory they look into."""
+        return False
+
+    def get_commit_info(self) -> None:
+        """Nothing is left for DeepSpeed to commit."""
+
+    def set_commit_info(self, info: Any) -> None:
+        """Not needed."""
+
+    def cleanup(self) -> None:
+        """`engine.destroy()` was called."""
+        self.close()
+
+    # Ours.
+
+    def flush(self) -> None:
+        """Waits until all that is due for storage is there, DeepSpeed's own files included.
+
+        Raises:
+            LevelNotReached: names what is not.
+        """
+        if self._started:
+            self._checkpointer.flush()
+        if self._native is not None:
+            self._native.flush()
+
+    def close(self) -> None:
+        """The last save is durable, and DeepSpeed's own files of it stand. Every rank calls it; again does nothing.
+
+        Raises:
+            LevelNotReached: says what is missing.
+        """
+        try:
+            if self._native is not None:
+                self._native.flush()
+        finally:
+            self._checkpointer.close()
+
+    def _save_checkpoint(self, save_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> bool:
+        done = bool(self._save(save_dir, tag, *args, **kwargs))
+        self._saves += 1
+        durable = self._saves % self._durable_every == 0
+        self._checkpointer.save(self._engine.global_steps - 1, "durable" if durable else "captured")
+        if durable and self._native is not None:
+            self._native.put(self._own_files(kwargs.get("save_latest", True)))
+        self._files.trees = {}
+        return done
+
+    def _own_files(self, save_latest: bool) -> Native:
+        directory, tag = self._dir, self._files.tag
+        mine = {
+            directory / tag / name: copied(tree)
+            for name, tree in self._files.trees.items()
+            if self._writes or "zero_pp_rank" in name
+        }
+        first = self._group.rank == 0 and save_latest
+        awaited = [directory / tag / name for name in self._all_names] if first else []
+        return Native(mine, awaited, (directory / LATEST, tag) if first else None, time.time() - self._timeout_s)
+
+    def _names(self, directory: Path, tag: str) -> list[Path]:
+        """The files of DeepSpeed's own tree that this rank writes."""
+        names = [self._engine._get_ckpt_name(str(directory), tag)] if self._writes else []
+        if self._engine.save_zero_checkpoint:
+            names.append(self._engine._get_zero_ckpt_name(str(directory), tag))
+        return [Path(name) for name in names]
+
+    def _load_checkpoint(self, load_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if Path(load_dir).resolve() != self._save_dir.resolve():
+            return self._load(load_dir, tag, *args, **kwargs)  # somebody else's, in DeepSpeed's own form
+        version = self._version_of(tag)
+        self._checkpointer.restore(version, fresh=tag is not None and version is None)
+        self._started = True
+        if not self._files.trees:
+            return self._load(load_dir, tag, *args, **kwargs)
+        try:
+            return self._load(load_dir, self._files.tag, *args, **kwargs)
+        finally:
+            self._files.trees = {}
+
+    def _version_of(self, tag: Any) -> Version | None:
+        """The newest durable version of a tag that DeepSpeed named by the step; None if there is none."""
+        step = str(tag or "").removeprefix("global_step")
+        if not step.isdigit():
+            return None
+        found = [version for version in self._checkpointer._storage.versions() if version.step == int(step) - 1]
+        return max(found, default=None)
+
+    def _all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]:
+        """The model files of a tag: those that are held, else those that stand."""
+        held = [name for name in self._files.trees if "model_states" in name] if self._files.tag == tag else []
+        return [str(Path(checkpoints_path, tag, name)) for name in held] or self._get_all_names(checkpoints_path, tag)
+
+
+def _shared(engine: Any) -> tuple[str, ...]:
+    """Parts of names under which all ranks hold the same tensors."""
+    if engine.mp_world_size > 1 or engine.zero_optimization_stage() >= _PARTITIONED or _has_pipeline(engine):
+        return ()
+    return (_MODULE,) if engine.zero_optimization() else (_MODULE, _OPTIMIZER)
+
+
+def _has_pipeline(engine: Any) -> bool:
+    return type(engine).__name__ == "PipelineEngine"
+
+
+def _classes() -> Classes:
+    """DeepSpeed's own objects that lie in its state."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # noqa: PLC0415
+    from deepspeed.utils.tensor_fragment import fragment_address  # noqa: PLC0415
+
+    return {"LossScaler": LossScaler, "DynamicLossScaler": DynamicLossScaler, "fragment_address": fragment_address}

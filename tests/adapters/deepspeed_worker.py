@@ -1,0 +1,70 @@
+"""A DeepSpeed training as its users write it, with one line of holdfast; run by test_deepspeed.py. No test."""
+
+from __future__ import annotations
+
+import argparse
+
+import deepspeed
+import torch
+from torch import nn
+
+import holdfast.adapters.deepspeed as hf
+from holdfast.testing.contracts import telling
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("root")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--stage", type=int)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--native", action="store_true", help="without holdfast, from DeepSpeed's own files")
+    options = parser.parse_args()
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(32, options.width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(options.width, 8))
+    settings = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
+        "zero_optimization": {"stage": options.stage, "stage3_param_persistence_threshold": 0},
+        "steps_per_print": 1000,
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+    if not options.native:
+        engine.checkpoint_engine = hf.checkpoint_engine(engine, options.root)
+    rank = engine.global_rank
+    torch.manual_seed(7 + rank)  # of the dropout
+    engine.load_checkpoint(options.root)
+    telling.start(rank, engine.global_steps)
+    while engine.global_steps < options.steps:
+        step = engine.global_steps
+        source = torch.Generator().manual_seed(1000 * step + rank)
+        x, y = torch.randn(4, 32, generator=source), torch.randn(4, 8, generator=source)
+        loss = (engine(x) - y).pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        if not options.native:
+            engine.save_checkpoint(options.root)
+        telling.step(rank, step, [loss.detach(), *state(engine)])
+    print(f"state {rank} {telling.digest(state(engine))}", flush=True)
+    engine.destroy()
+    torch.distributed.destroy_process_group()
+
+
+def state(engine: deepspeed.DeepSpeedEngine) -> list[torch.Tensor]:
+    """Everything of this rank that training changes."""
+    optimizer = engine.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    found = [torch.tensor(engine.lr_scheduler.get_lr())]
+    found += [getattr(parameter, "ds_tensor", parameter).detach() for parameter in engine.module.parameters()]
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            found += [value for value in inner.state.get(parameter, {}).values() if isinstance(value, torch.Tensor)]
+    found += list(getattr(optimizer, "single_partition_of_fp32_groups", []))
+    found += list(getattr(optimizer, "fp32_partitioned_groups_flat", []))
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""DeepSpeed through the contract of doors: ZeRO 1, 2 and 3 of two ranks on CPU with the real package."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.base.events import Events
+from holdfast.testing.contracts.door import CHECKS, Door, Task, Workshop
+from holdfast.tiers.storage import open_storage
+
+WORKER = Path(__file__).with_name("deepspeed_worker.py")
+SOURCE = str(Path(__file__).parents[2] / "src")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.rival("deepspeed"), pytest.mark.timeout(900)]
+
+
+def door(stage: int) -> Door:
+    def start(task: Task) -> list[str]:
+        width = ["--width", "48"] if task.changed else []
+        ranks = ["--nproc-per-node", str(task.ranks)]
+        return [*TORCHRUN, *ranks, str(WORKER), str(task.checkpoints), *arguments(stage, task.steps), *width]
+
+    return Door(
+        start,
+        steps=6,
+        # Two moments and the master copy are each rank's own and outweigh the module, which both hold (stages 1 and 2).
+        twins=1,
+        refuses="size mismatch|[Ss]hape|does not fit|must match",
+        root=lambda path: path / "holdfast",
+        environment={
+            "DS_ACCELERATOR": "cpu",
+            "PYTHONPATH": os.pathsep.join([SOURCE, os.environ.get("PYTHONPATH", "")]),
+        },
+    )
+
+
+def arguments(stage: int, steps: int) -> list[str]:
+    return ["--stage", str(stage), "--steps", str(steps)]
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3], ids="zero{}".format)
+def stage(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(scope="module")
+def workshop(stage: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    # The first run compiles DeepSpeed's communication operator.
+    with Workshop(tmp_path_factory.mktemp(f"zero{stage}"), timeout_s=400.0) as made:
+        yield made
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+def test_contract(check: object, stage: int, workshop: Workshop) -> None:
+    check(door(stage), workshop)  # type: ignore[operator]
+
+
+def test_deepspeed_alone_loads_what_latest_names(stage: int, workshop: Workshop) -> None:
+    """The same state of every rank, by DeepSpeed's own loader from its own files, without holdfast."""
+    root = workshop.directory("native")
+    ours = workshop.run(door(stage), Task(root, 2, 4))
+    assert (root / "latest").read_text() == "global_step4"
+    plain = Door(
+        lambda task: [
+            *TORCHRUN, "--nproc-per-node", "2", str(WORKER), str(root), *arguments(stage, task.steps), "--native"
+        ],
+        environment=door(stage).environment,
+    )  # fmt: skip
+    theirs = workshop.run(plain, Task(root, 2, 4, plain=True))
+    assert set(theirs.starts.values()) == {4}
+    assert _states(theirs.output) == _states(ours.output) != {}
+
+
+def _states(output: str) -> dict[str, str]:
+    return dict(re.findall(r"state (\d+) (\w+)", output))
+
+
+def test_weights_that_all_ranks_hold_are_stored_once(stage: int, workshop: Workshop) -> None:
+    root = workshop.directory("native") / "holdfast"
+    if not root.is_dir():
+        workshop.run(door(stage), Task(workshop.directory("native"), 2, 4))
+    storage = open_storage(root, Events())
+    manifest = storage.manifest(max(storage.versions()))
+    shared = {bundle.file for bundle in manifest.bundles if bundle.ref.ranks == (0, 1)}
+    assert bool(shared) == (stage < 3)
+    for bundle in manifest.bundles:
+        weights = [e for e in storage.image(manifest.version, bundle).entries if ".module." in e.name]
+        assert stage == 3 or not weights or bundle.file in shared
