@@ -8,7 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.model import BundleRef, Seal, Topology, Version
-from holdfast.core.recovery import Choice, Facts, Lineage, MemoryCopy, Source, Stored, choose_version, explain, fetches
+from holdfast.core.recovery import (
+    Choice,
+    Facts,
+    Lineage,
+    MemoryCopy,
+    Source,
+    Stored,
+    choose_version,
+    explain,
+    fetches,
+    way,
+)
 from holdfast.core.spread import BRANCHES, upstreams
 
 
@@ -64,7 +75,8 @@ def test_a_plan_reads_storage_once_and_says_why() -> None:
     of_all = [fetch for plan in plans for fetch in plan if fetch.ref.bundle_id == "all"]
     assert [fetch.source for fetch in of_all] == [Source.STORAGE] * 4
     assert sum(fetch.via is None for fetch in of_all) == 1
-    said = [explain(plan, topology.nodes) for plan in plans]
+    ways = [{fetch.ref.bundle_id: way(fetch, topology.nodes) for fetch in plan} for plan in plans]
+    said = [explain(found, {"all": 64, "own": 64}) for found in ways]
     assert sum("this node reads them for the others" in text for text in said) >= 1
     assert sum("so that storage is read once" in text for text in said) == 3
 
@@ -80,4 +92,4 @@ def test_what_some_memory_holds_is_not_read_from_storage() -> None:
     assert choice is not None
     (fetch,) = fetches(choice, 0, facts)
     assert (fetch.source, fetch.node, fetch.via) == (Source.PEER, 1, None)
-    assert "memory of b" in explain((fetch,), topology.nodes)
+    assert "memory of b" in way(fetch, topology.nodes)

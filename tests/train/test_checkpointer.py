@@ -157,6 +157,8 @@ def test_training_goes_on_bit_for_bit_after_going_back_to_any_complete_version(m
     report = checkpointer.last_restore
     assert report is not None
     assert set(report.bytes) == {"slot"}, "nothing was read from storage"
+    assert set(report.sources.values()) == {"from the rank's own slot"}
+    assert f"({sum(report.bytes.values())} bytes) from the rank's own slot" in str(report)
     assert checkpointer.events.counters().get("storage_read_bytes", 0) == 0
     again = [trainee.train() for _ in range(2)]
 
@@ -315,6 +317,10 @@ def test_cadence_and_close_make_the_last_step_durable(make: Make, tmp_path: Path
     assert other.fingerprint() == final
     assert following.last_restore is not None
     assert set(following.last_restore.bytes) == {"storage"}
+    assert all(why.startswith("from storage, as no memory holds") for why in following.last_restore.sources.values())
+    (told,) = following.keeper_status()["ranks"].values()
+    assert told["restored"]["version"] == versions[-1]
+    assert told["restored"]["bytes"] == dict(following.last_restore.bytes)
     other.train()
     following.save(7, level="captured").wait()
     following.close()  # what was only captured becomes durable

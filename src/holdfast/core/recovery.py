@@ -148,20 +148,23 @@ def fetches(choice: Choice, rank: int, facts: Facts) -> tuple[Fetch, ...]:
     )
 
 
-def explain(found: Iterable[Fetch], nodes: Sequence[str]) -> str:
-    """Where the bundles of a rank come from and why from there, in one sentence."""
-    ways: dict[str, list[Fetch]] = {}
-    for fetch in sorted(found, key=lambda fetch: fetch.source):
-        if fetch.via is not None:
-            way = f"handed on by {nodes[fetch.via]}, so that storage is read once"
-        elif fetch.source is Source.PEER and fetch.node is not None:
-            way = f"from the memory of {nodes[fetch.node]}, as none is on this node"
-        else:
-            way = _WAYS[fetch.source]
-        ways.setdefault(way, []).append(fetch)
+def explain(ways: Mapping[str, str], num_bytes: Mapping[str, int]) -> str:
+    """Where the bundles of a rank come from and why from there, in one sentence; both by bundle id."""
+    groups: dict[str, list[int]] = {}
+    for bundle_id, text in ways.items():
+        groups.setdefault(text, []).append(num_bytes.get(bundle_id, 0))
     return "; ".join(
-        f"{len(group)} bundles ({sum(fetch.seal.length for fetch in group)} bytes) {way}" for way, group in ways.items()
+        f"{len(sizes)} bundle{'s' * (len(sizes) > 1)} ({sum(sizes)} bytes) {text}" for text, sizes in groups.items()
     )
+
+
+def way(fetch: Fetch, nodes: Sequence[str]) -> str:
+    """Where one bundle comes from and why from there."""
+    if fetch.via is not None:
+        return f"handed on by {nodes[fetch.via]}, so that storage is read once"
+    if fetch.source is Source.PEER and fetch.node is not None:
+        return f"from the memory of {nodes[fetch.node]}, as none is on this node"
+    return _WAYS[fetch.source]
 
 
 _WAYS = {

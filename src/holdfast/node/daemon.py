@@ -248,7 +248,7 @@ class Keeper:
             else:
                 self._finished_s = 0.0
             alone_s = time.monotonic() - self._trainers.last_seen_s
-            if not self._trainers.pids and alone_s >= self._options.linger_s and not busy:
+            if not self._trainers.connected and alone_s >= self._options.linger_s and not busy:
                 logger.info("no trainer for %.0f s", alone_s)
                 return True
         return False
@@ -268,7 +268,7 @@ class Keeper:
             self._events,
             activities=self._activities,
             leader=self._uplink.leader,
-            pids=self._trainers.pids,
+            trainers=self._trainers.connected,
             started_s=self._started_s,
         )
 

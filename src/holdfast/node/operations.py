@@ -39,6 +39,7 @@ from holdfast.node.state import NodeState
 from holdfast.node.trainers import Trainer, Trainers
 from holdfast.node.turnover import Turnover
 from holdfast.node.uplink import Uplink
+from holdfast.tiers.memory import ImagePlace
 from holdfast.tiers.wire import SHARE, Principal
 
 Reply = Message | Answer | None
@@ -190,6 +191,8 @@ class Operations:
         present = source.obtain(trainer.rank, request.version, request.fetches, request.timeout_s)
         with self._parts.state.lock:
             trainer.reading += [item.held for item in present]
+            for item in present:
+                trainer.brought(request.version, item.source, _length(item.place))
             if trainer.connection.ended:  # it went while we fetched
                 self._let_go(trainer)
         return _pack(request.id, present, trainer.known)
@@ -217,6 +220,10 @@ def require_role(role: str, principal: Principal | None, *, has_secret: bool) ->
         raise KeeperError("a keeper of this job proves itself with the job's secret", remedy=SHARE)
 
 
+def _length(place: ImagePlace | PieceOf) -> int:
+    return place.length if isinstance(place, PieceOf) else place.seal.length
+
+
 def _pack(request: int, present: list[Present], known: set[int]) -> Answer:
     """Where the bundles are; a slot that the trainer has not mapped is sent read-only, once."""
     fds: dict[int, tuple[int, int]] = {}
@@ -232,7 +239,7 @@ def _pack(request: int, present: list[Present], known: set[int]) -> Answer:
                 slot_id=slot.slot_id,
                 fd=number,
                 start=slot.header_bytes + place.offset,
-                length=piece.length if piece else place.seal.length,
+                length=_length(place),
                 seal=place.seal,
                 source=item.source,
                 seconds=item.seconds,

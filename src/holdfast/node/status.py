@@ -13,6 +13,7 @@ from holdfast.core.model import Level
 from holdfast.node.activity import Activities
 from holdfast.node.arena import Held
 from holdfast.node.state import NodeState
+from holdfast.node.trainers import Trainer
 
 
 def report(
@@ -21,7 +22,7 @@ def report(
     *,
     activities: Activities,
     leader: int,
-    pids: Mapping[int, int],
+    trainers: Mapping[int, Trainer],
     started_s: float,
 ) -> dict[str, Any]:
     """The status, taken under the state's lock so that it is one moment's."""
@@ -40,7 +41,7 @@ def report(
             "resumed_from": str(state.resumed) if state.resumed else None,
             "nodes": list(assembly.topology.nodes) if assembly else [],
             "coordinator": leader,
-            "ranks": {str(rank): _rank(state, rank, pids) for rank in sorted({*local, *pids})},
+            "ranks": {str(rank): _rank(state, rank, trainers.get(rank)) for rank in sorted({*local, *trainers})},
             "replicas": [_slot(held) | {"rank": held.rank} for held in state.arena if held.replica],
             "newest": {level.name.lower(): _newest(state, level) for level in Level if level is not Level.NONE},
             "suspects": {str(version): why for version, why in (ledger.suspects() if ledger else {}).items()},
@@ -63,9 +64,11 @@ def report(
         }
 
 
-def _rank(state: NodeState, rank: int, pids: Mapping[int, int]) -> dict[str, Any]:
+def _rank(state: NodeState, rank: int, trainer: Trainer | None) -> dict[str, Any]:
+    restored = trainer.restored if trainer else None
     return {
-        "pid": pids.get(rank),
+        "pid": trainer.connection.pid if trainer else None,
+        "restored": {"version": str(restored[0]), "bytes": dict(restored[1])} if restored else None,
         "finished": rank in state.finished,
         "cadence": state.cadences.get(rank, ""),
         "slots": [_slot(held) for held in state.arena.of_rank(rank)],

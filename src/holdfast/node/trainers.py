@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from holdfast.base.errors import InUse
+from holdfast.core.model import Version
+from holdfast.core.recovery import Source
 from holdfast.core.slots import SlotState
 from holdfast.node.arena import Held
 from holdfast.node.messages import Hello, Message
@@ -35,6 +38,7 @@ class Trainer:
         known: slots that it has mapped.
         reading: slots that are pinned because it restores from them, once per bundle.
         job_id: the job that it assembled; empty before.
+        restored: of the version that it came back from, bytes of images and chunks by source.
     """
 
     rank: int
@@ -43,6 +47,13 @@ class Trainer:
     known: set[int] = field(default_factory=set)
     reading: list[Held] = field(default_factory=list)
     job_id: str = ""
+    restored: tuple[Version, Counter[str]] | None = None
+
+    def brought(self, version: Version, source: Source, num_bytes: int) -> None:
+        """Bytes of `version` were made readable for it."""
+        if self.restored is None or self.restored[0] != version:
+            self.restored = (version, Counter())
+        self.restored[1][source.name.lower()] += num_bytes
 
 
 class Trainers:
@@ -127,10 +138,10 @@ class Trainers:
                     self._leave(trainer)
 
     @property
-    def pids(self) -> dict[int, int]:
-        """Rank -> process id of those that are connected."""
+    def connected(self) -> dict[int, Trainer]:
+        """The trainers, by rank."""
         with self._state.lock:
-            return {rank: trainer.connection.pid for rank, trainer in self._trainers.items()}
+            return dict(self._trainers)
 
     def push(self, key: str, message: Message) -> None:
         """To all local trainers."""

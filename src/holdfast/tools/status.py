@@ -130,6 +130,9 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     for rank, found in facts["ranks"].items():
         state = "finished" if found["finished"] else f"process {found['pid']}" if found["pid"] else "away"
         yield f"rank {rank:<4} {state}; " + "; ".join(map(_slot, found["slots"]))
+        if back := found["restored"]:
+            sizes = ", ".join(f"{output.size_text(size)} from {source}" for source, size in back["bytes"].items())
+            yield f"          came back from {back['version']}: {sizes}"
     for slot in facts["replicas"]:
         yield f"replica   of rank {slot['rank']}: {_slot(slot)}"
     for work in facts["activities"]:

@@ -39,6 +39,7 @@ class Loaded:
     """What one attempt brought this rank.
 
     Attributes:
+        ways: where each bundle came from and why from there.
         by_rank: in another layout, what became of state that belongs to single ranks, one line each.
     """
 
@@ -46,6 +47,7 @@ class Loaded:
     tensors: Mapping[str, LiveTensor] = field(default_factory=dict)
     values: dict[Group, Mapping[str, Any]] = field(default_factory=dict)
     located: list[Located] = field(default_factory=list)
+    ways: dict[str, str] = field(default_factory=dict)
     fill_seconds: float = 0.0
     by_rank: tuple[str, ...] = ()
 

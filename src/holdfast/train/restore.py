@@ -16,7 +16,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,6 +59,8 @@ class RestoreReport:
         not_loaded: of a restore that was not strict: entries and values that the version lacks; they are as they were.
         not_used: those of the version that no object takes.
         misfit: those that both have and that differ, with the difference; they are as they were.
+        sources: by bundle, where its bytes came from and why from there.
+        why: the same in one sentence.
         by_rank: after a change of layout, what became of state that belongs to single ranks (random numbers, positions of
             loaders), one line each.
     """
@@ -73,6 +75,8 @@ class RestoreReport:
     not_used: tuple[str, ...] = ()
     misfit: tuple[str, ...] = ()
     by_rank: tuple[str, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
+    why: str = ""
 
     def __str__(self) -> str:
         if self.version is None:
@@ -80,7 +84,7 @@ class RestoreReport:
         sources = ", ".join(f"{self.bytes[name]} bytes from {name}" for name in self.bytes)
         bad = f"; refused: {' | '.join(self.refused)}" if self.refused else ""
         bad += f"; of single ranks: {' | '.join(self.by_rank)}" if self.by_rank else ""
-        return f"resumed from {self.version} in {self.seconds.get('total', 0):.2f} s ({sources}; {self.reason}){bad}"
+        return f"resumed from {self.version} in {self.seconds.get('total', 0):.2f} s ({self.why or sources}; {self.reason}){bad}"
 
 
 class Restorer:
@@ -246,15 +250,27 @@ class Restorer:
         meter = Meter(
             num_bytes, lambda done, seconds: self._say(choice.version, progress_text(done, num_bytes, seconds))
         )
-        return other.load(choice, meter.add)
+        loaded = other.load(choice, meter.add)
+        if loaded is not None:
+            rank, nodes = self._job.group.rank, self._job.topology.nodes
+            facts = verdict.facts_of(None, self._job, self._quarantine)
+            refs = {item.ref.bundle_id: item.ref for item in loaded.located}
+            loaded.ways = {
+                name: recovery.way(recovery.cheapest(ref, choice, rank, facts), nodes) for name, ref in refs.items()
+            }
+        return loaded
 
     def _load(self, choice: Choice) -> Loaded:
         facts = verdict.facts_of(None, self._job, self._quarantine)
         fetches = recovery.fetches(choice, self._job.group.rank, facts)
         num_bytes = sum(fetch.seal.length for fetch in fetches)
-        logger.info("loading %s: %d bundles, %d bytes", choice.version, len(fetches), num_bytes)
+        nodes_of = self._job.topology.nodes
+        planned = {fetch.ref.bundle_id: recovery.way(fetch, nodes_of) for fetch in fetches}
+        sizes = {fetch.ref.bundle_id: fetch.seal.length for fetch in fetches}
+        logger.info("loading %s: %s", choice.version, recovery.explain(planned, sizes))
         loaded = Loaded()
         loaded.located = self._fetcher.obtain(choice.version, fetches, loaded.faults)
+        loaded.ways = _ways(fetches, loaded.located, nodes_of)
         sources = list(_readable(fetches, loaded.located, loaded.faults))
         if loaded.faults:
             return loaded
@@ -329,11 +345,13 @@ class Restorer:
     def _report(self, choice: Choice, reason: str, loaded: Loaded, record: LoadRecord) -> RestoreReport:
         num_bytes: Counter[str] = Counter()
         bundles: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
         seconds: dict[str, float] = {"fill": loaded.fill_seconds}
         for item in loaded.located:
             name = item.source.name.lower()
             num_bytes[name] += len(item.view)
             bundles[name] += 1
+            sizes[item.ref.bundle_id] += len(item.view)
             seconds[name] = max(seconds.get(name, 0.0), item.seconds)
         left_out = left_out_text(record)
         if left_out:
@@ -349,7 +367,23 @@ class Restorer:
             not_used=record.not_used,
             misfit=record.misfit,
             by_rank=loaded.by_rank,
+            sources=loaded.ways,
+            why=recovery.explain(loaded.ways, sizes),
         )
+
+
+def _ways(fetches: Iterable[Fetch], located: Iterable[Located], nodes: Sequence[str]) -> dict[str, str]:
+    """Where each bundle came from, and why; a plan that was not kept is named."""
+    planned = {fetch.ref.bundle_id: fetch for fetch in fetches}
+    found: dict[str, str] = {}
+    for item in located:
+        fetch = planned[item.ref.bundle_id]
+        text = recovery.way(fetch, nodes)
+        handed_on = fetch.via is not None and item.source is recovery.Source.PEER
+        if item.source is not fetch.source and not handed_on:
+            text = f"from {item.source.name.lower()}; the plan was: {text}"
+        found[item.ref.bundle_id] = text
+    return found
 
 
 def _readable(fetches: Iterable[Fetch], located: Iterable[Located], faults: list[Fault]) -> Iterable[Source]:
