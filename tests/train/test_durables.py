@@ -10,12 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import holdfast
-from holdfast.base.errors import HoldfastError, LevelNotReached
+from holdfast.base.errors import HoldfastError, LevelNotReached, UsageError
 from holdfast.base.events import Events
 from holdfast.core.model import Level, Version
 from holdfast.tiers.storage import open_storage
+from holdfast.tools import look
 from node.rig import eventually, start_hurtable
 from train.test_checkpointer import Make, Trainee, kill_keeper, leave, make  # noqa: F401 - the fixture
 
@@ -211,3 +213,33 @@ def test_slow_storage_holds_up_no_save_and_gets_the_state_of_its_step(
     assert following.restore("i000001-s0000000000") == 1
     assert other.fingerprint() == kept
     leave(following)
+
+
+def test_what_is_written_beside_a_save_is_shown_and_comes_back(
+    make: Make,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    checkpointer.pin(Version(1, 1))
+    info = {"tokens": 1 << 60, "best": float("inf"), "note": "warmed up", "epochs": [1, (2, 3)], 7: b"raw"}
+    checkpointer.save(0, info=info).wait()
+    checkpointer.save(1, "durable", info=info).wait()
+    trainee.train()
+    checkpointer.save(2, "durable").wait()
+    for wrong in ({"tensor": torch.zeros(1)}, {"thing": object()}):
+        with pytest.raises(UsageError, match="info"):
+            checkpointer.save(3, info=wrong)
+    with pytest.raises(UsageError, match="saved already"):
+        checkpointer.save(2, info=info)
+    checkpointer.save(3, "durable").wait()  # nothing of the refused ones is left
+    look.inspect_version(str(tmp_path / "job"), "i000001-s0000000001", as_json=False)
+    assert "warmed up" in capsys.readouterr().out
+
+    for step, expected in ((1, info), (3, {})):
+        checkpointer.restore(Version(1, step))
+        assert checkpointer.last_restore is not None
+        assert checkpointer.last_restore.info == expected
+    leave(checkpointer)

@@ -10,7 +10,8 @@ With HOLDFAST_DISABLE=1 the object does nothing: the script trains from the star
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from holdfast.adapters.mindspore.groups import write_group_info
 from holdfast.adapters.mindspore.redundancy import group_info_of_shards
@@ -45,10 +46,17 @@ class Checkpointer(checkpointer.Checkpointer):
         """As in `train.checkpointer`; nothing if everything is switched off."""
         return None if self.off else super().step(step)
 
-    def save(self, step: int, level: Level | str = "captured", *, also_to: Sequence[str] = ()) -> SaveHandle:
+    def save(
+        self,
+        step: int,
+        level: Level | str = "captured",
+        *,
+        also_to: Sequence[str] = (),
+        info: Mapping[str, Any] | None = None,
+    ) -> SaveHandle:
         """As in `train.checkpointer`; a version that is given up at once if everything is switched off."""
         if not self.off:
-            return super().save(step, level, also_to=also_to)
+            return super().save(step, level, also_to=also_to, info=info)
         handle = SaveHandle(
             Version(1, step), as_level(level), client=lambda: None, settle=lambda: None, num_nodes=1, timeout_s=0.0
         )

@@ -202,7 +202,7 @@ class Checkpointer:
         if self.bubbles is not None:
             saver.fence.pace, self.bubbles.on_wait = self.bubbles, saver.fence.nudge
             self.bubbles.attach()
-        self.last_restore = report
+        self.last_restore = dataclasses.replace(report, info=state.info.restored)
         beats.at_step(-1 if report.version is None else report.version.step)
         return 0 if report.version is None else report.version.step + 1
 
@@ -233,7 +233,14 @@ class Checkpointer:
             self._stop(handle)
         return handle
 
-    def save(self, step: int, level: Level | str = "captured", *, also_to: Sequence[str] = ()) -> SaveHandle:
+    def save(
+        self,
+        step: int,
+        level: Level | str = "captured",
+        *,
+        also_to: Sequence[str] = (),
+        info: Mapping[str, Any] | None = None,
+    ) -> SaveHandle:
         """Saves the state as it is now as the state after `step`. Every rank calls it, at the same step.
 
         Returns when everything that may change is copied; `handle.wait()` blocks until `level` is reached.
@@ -243,16 +250,19 @@ class Checkpointer:
             level: `"captured"`, `"replicated"` or `"durable"`; durable makes the version due for storage.
             also_to: more places where the version is wanted, paths or URLs; it is copied there once it is durable, and
                 is durable before. `flush` and `on_durable` speak of all places. Makes the level durable.
+            info: values of the caller's own to keep beside the state (numbers, strings, bytes, lists, tuples, dicts), each
+                rank its own; `holdfast inspect` shows them, `last_restore.info` has them. No tensors.
 
         Raises:
-            UsageError: before `restore`, an unknown level, or a step before the last one saved.
+            UsageError: before `restore`, an unknown level, a step before the last one saved, or info that cannot be kept.
         """
         run = self._running()
         wanted = Level.DURABLE if also_to else as_level(level)
         if run.last is not None and step < run.last.version.step:
             raise UsageError(f"step {step} cannot be saved after step {run.last.version.step}")
         run.at(step)
-        handle = self._save(run, step, wanted)
+        with run.state.info.beside(info, saved=run.last is not None and run.last.version.step == step):
+            handle = self._save(run, step, wanted)
         if also_to:
             run.durables.add(handle, also_to)
         return handle

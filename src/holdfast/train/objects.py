@@ -6,12 +6,15 @@ object has them now. A plain dict is filled in place: its tensors keep their ide
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from holdfast.base.errors import UsageError
+from holdfast.tiers import values
 from holdfast.tiers.values import TensorRef
 from holdfast.train.flatten import flatten
 from holdfast.train.live import LiveTensor
@@ -143,6 +146,63 @@ class DictPart:
             self._seen[name] = tensor
 
         flatten(self._content, self.name, note)
+
+
+class InfoPart:
+    """What a caller wrote beside one save (`Checkpointer.save(info=...)`); a checkpoint need not have it.
+
+    Attributes:
+        value: what the next save gets; nothing if empty.
+        restored: what the version that was restored has; empty if it has nothing.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.value: dict[str, Any] = {}
+        self.restored: dict[str, Any] = {}
+
+    @contextmanager
+    def beside(self, info: Mapping[str, Any] | None, *, saved: bool) -> Iterator[None]:
+        """The save within gets `info`.
+
+        Raises:
+            UsageError: it holds what cannot be saved, or the step is `saved` already, without it.
+        """
+        value = dict(info or {})
+        if value and saved:
+            raise UsageError(
+                "the step is saved already", where=self.name, remedy="give info to the first save of a step"
+            )
+        values.encode({self.name: value})
+        self.value = value
+        try:
+            yield
+        finally:
+            self.value = {}
+
+    def build(self, out: Collector) -> None:
+        """Nothing lasts."""
+
+    def unchanged(self) -> bool:
+        """Nothing lasts that could change."""
+        return True
+
+    def report(self, out: Collector) -> None:
+        """The value, of this rank's own; without tensors."""
+        if self.value:
+            out.value(self.name, self.value)
+
+    def plan(self, loading: Loading) -> None:
+        """Claims it if it is there."""
+        if loading.layouts.resolve(self.name)[0] in loading.values:
+            loading.claim_value(self.name, kind=dict)
+
+    def create(self, loading: Loading) -> None:
+        """Nothing to make."""
+
+    def apply(self, loading: Loading) -> None:
+        """Only notes it: what it means is the caller's."""
+        self.restored = dict(loading.value(self.name)) if loading.has(self.name) else {}
 
 
 class ScalerState:

@@ -61,6 +61,7 @@ class RestoreReport:
         misfit: those that both have and that differ, with the difference; they are as they were.
         sources: by bundle, where its bytes came from and why from there.
         why: the same in one sentence.
+        info: what this rank's caller wrote beside the save.
         by_rank: after a change of layout, what became of state that belongs to single ranks (random numbers, positions of
             loaders), one line each.
     """
@@ -77,6 +78,7 @@ class RestoreReport:
     by_rank: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
     why: str = ""
+    info: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         if self.version is None:

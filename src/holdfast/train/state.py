@@ -33,7 +33,7 @@ from holdfast.core.model import Shard
 from holdfast.train.layout_of import Layouts
 from holdfast.train.live import Gathered, Group, LiveTensor, LoadRecord, SavedTensor
 from holdfast.train.modules import ModelPart
-from holdfast.train.objects import DictPart, ScalerState, Stateful, StatefulPart
+from holdfast.train.objects import DictPart, InfoPart, ScalerState, Stateful, StatefulPart
 from holdfast.train.optimizers import OptimizerPart
 from holdfast.train.parts import Collector, Loading, Part, mismatch, twice
 from holdfast.train.randomness import GeneratorState, ProcessRandomness
@@ -43,6 +43,7 @@ __all__ = ["Gathered", "Group", "LiveTensor", "LoadRecord", "SavedTensor", "Stat
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _RNG = "rng"
+_INFO = "info"
 
 
 class State:
@@ -56,6 +57,9 @@ class State:
         replicated: glob patterns of names (`model.pos_table`, `scheduler`, `ema.*`) that all ranks hold alike although
             nothing shows it.
         allocated: False takes tensors without memory (meta, fake) too: for a plan, not for a save.
+
+    Attributes:
+        info: what a caller writes beside a save.
 
     Raises:
         UsageError: an object of another kind, or a name that cannot be used.
@@ -72,7 +76,8 @@ class State:
     ) -> None:
         self._layouts = Layouts(rank, world_size, replicated, allocated=allocated)
         self._parts = sorted(_parts(objects), key=_order)
-        self._parts.append(StatefulPart(_RNG, ProcessRandomness()))
+        self.info = InfoPart(_INFO)
+        self._parts += [self.info, StatefulPart(_RNG, ProcessRandomness())]
         self._lasting = Collector(self._layouts)
         self._watch: Tensors | None = None
         self._loading: Loading | None = None
@@ -246,8 +251,9 @@ def _order(part: Part) -> int:
 
 def _parts(objects: Mapping[str, Any]) -> Iterator[Part]:
     for name, value in objects.items():
-        if not _NAME.match(name) or name == _RNG:
-            raise UsageError(f"an object cannot be called {name!r}", remedy=f"choose an identifier other than {_RNG!r}")
+        if not _NAME.match(name) or name in (_RNG, _INFO):
+            remedy = f"choose an identifier other than {_RNG!r} and {_INFO!r}"
+            raise UsageError(f"an object cannot be called {name!r}", remedy=remedy)
         yield from _parts_of(name, value)
 
 
