@@ -222,7 +222,9 @@ class OtherLayout:
             used |= int(theirs, 16)
         tied = [names for row in told for names in row[3].items()]
         loading.leftover = tuple(
-            path for number, path in enumerate(catalogue.paths) if not used >> number & 1 and not _is_tied(path, tied)
+            path
+            for number, path in enumerate(catalogue.paths)
+            if not used >> number & 1 and not _is_tied(path, tied) and path != self._state.info.name
         )
         if self._strict:
             missing, misfit = ([name for row in told for name in row[kind]] for kind in (0, 1))
