@@ -35,7 +35,7 @@ from holdfast.train import agree, alive, beats, exposure
 from holdfast.train.assembly import Job, assemble
 from holdfast.train.direct import DirectSaver
 from holdfast.train.durables import Durables, OnDurable
-from holdfast.train.handle import SaveHandle, as_level
+from holdfast.train.handle import SaveHandle, as_level, as_version
 from holdfast.train.link import Link
 from holdfast.train.meetings import MeetingSchedule
 from holdfast.train.pipeline import Bubbles
@@ -156,7 +156,7 @@ class Checkpointer:
         """
         if self._closed:
             raise UsageError("the checkpointer is closed", remedy="build a new one")
-        wanted = _as_version(version)
+        wanted = as_version(version)
         group = agree.ranks()
         run = self._run
         if run is not None:
@@ -287,13 +287,13 @@ class Checkpointer:
         Raises:
             UsageError: no such name. StorageError: the path refuses.
         """
-        named = _as_version(version)
+        named = as_version(version)
         assert named is not None
         self._storage.pin(named)
 
     def unpin(self, version: Version | str) -> None:
         """Takes a pin away; the next commit may remove the version."""
-        named = _as_version(version)
+        named = as_version(version)
         assert named is not None
         self._storage.unpin(named)
 
@@ -492,12 +492,3 @@ def _settings(config: Config | None, overrides: Mapping[str, Any]) -> Config:
     if "every" in given:
         given["overhead"] = ""
     return dataclasses.replace(config, **given)
-
-
-def _as_version(version: Version | str | None) -> Version | None:
-    if version is None or isinstance(version, Version):
-        return version
-    parsed = Version.parse(version)
-    if parsed is None:
-        raise UsageError(f"{version!r} is not a version", remedy="name it as `holdfast ls` does: i000001-s0000000120")
-    return parsed

@@ -153,3 +153,17 @@ def as_level(level: Level | str) -> Level:
     if level not in names:
         raise UsageError(f"{level!r} is no level; there are {', '.join(names)}")
     return names[level]
+
+
+def as_version(version: Version | str | None) -> Version | None:
+    """The version that a caller names.
+
+    Raises:
+        UsageError: no such name.
+    """
+    if version is None or isinstance(version, Version):
+        return version
+    parsed = Version.parse(version)
+    if parsed is None:
+        raise UsageError(f"{version!r} is not a version", remedy="name it as `holdfast ls` does: i000001-s0000000120")
+    return parsed
