@@ -184,3 +184,13 @@ def test_the_saved_layout_is_known_by_its_bundles_however_they_were_cut(nodes: t
     assert not reshard.is_layout(refs, shards[:2])
     assert not reshard.is_layout(refs[:-1], [*shards, Shard("new", "F32", (2,), Extent((0,), (2,)), (1, 3))])
     assert not reshard.is_layout([ref for ref in refs if ref.ranks != (1,)], shards)
+
+
+def test_pieces_come_apart_by_how_often_they_make_up_the_whole() -> None:
+    rows = [Extent((0, 0), (2, 3)), Extent((2, 0), (3, 3))]
+    columns = [Extent((0, 0), (5, 1)), Extent((0, 1), (5, 2))]
+    assert reshard.layers((5, 3), rows) == [[0, 1]]
+    assert reshard.layers((5, 3), [*rows, rows[0]]) == [[0, 1, 2]], "what makes up no whole is an alternative"
+    assert reshard.layers((5, 3), [*rows, *columns, *rows]) == [[0, 1], [2, 3], [4, 5]]
+    assert reshard.layers((), [Extent((), ())] * 3) == [[0], [1], [2]]
+    assert reshard.layers((0, 4), [Extent((0, 0), (0, 4))] * 2) == [[0, 1]]

@@ -213,6 +213,24 @@ def test_tied_weights_come_out_under_both_names(tmp_path: Path, holdfast: Run) -
         assert all(np.array_equal(model[name].numpy(), weight) for name in names - {"up"})
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_what_groups_saved_under_one_name_is_exported_if_it_is_the_same(
+    more: int, tmp_path: Path, holdfast: Run
+) -> None:
+    rows = np.arange(8, dtype=np.float32).reshape(4, 2)
+    writer = Writer(tmp_path / "job")
+    for rank in range(4):
+        first = 2 * (rank // 2)
+        writer.bundle(rank, [("model.norm", rows + more * (rank % 2), ((first, 0), (2, 2)))])
+    writer.commit(4)
+    result = holdfast("export", tmp_path / "job", tmp_path / "out")
+    assert result.returncode == (2 if more else 0), result.stderr
+    if more:
+        assert "model.norm" in result.stderr
+        assert "other bytes" in result.stderr
+        assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["safetensors", "torch"])
 def test_memory_does_not_grow_with_the_state(form: str, tmp_path: Path) -> None:

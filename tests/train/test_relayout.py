@@ -178,6 +178,27 @@ def test_uneven_rows_of_any_number_of_ranks_load_into_one(edges: tuple[int, ...]
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
+@pytest.mark.parametrize("same_everywhere", [True, False])
+def test_what_two_groups_saved_under_one_name_must_be_the_same_to_become_one(same_everywhere: bool) -> None:
+    """As FSDP over a sub-mesh does with a module that the other axis does not know: equal norms, or different experts."""
+    full, ranks = torch.randn(4, 3), []
+    for rank in range(4):
+        row, group = rank // 2, rank % 2
+        box = Extent((2 * row, 0), (2, 3))
+        held = full[2 * row : 2 * row + 2] + (0 if same_everywhere or not group else 1)
+        live = {"model.w": LiveTensor(Shard("model.w", "F32", (4, 3), box, (rank,)), held, late=True)}
+        ranks.append(SimpleNamespace(gather=partial(Gathered, live, {}, 1, 1)))
+    model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(4, 3))})
+    (told,) = load(save(ranks), [State({"model": model}, rank=0, world_size=1)], strict=False)
+    if same_everywhere:
+        good([told])
+        assert torch.equal(model["w"], full)
+    else:
+        assert isinstance(told, MismatchError)
+        assert "saved several times with other bytes" in str(told)
+        assert "model.w" in str(told)
+
+
 # Requests of one rank that loads from storage: beginnings, headers, values, chunks that it reads for all, all its chunks.
 HEADS, LAST = (1, 2, 3), 5
 

@@ -102,6 +102,27 @@ def cover(wanted: Extent, pieces: Sequence[Extent]) -> tuple[Part, ...] | None:
     return None
 
 
+def layers(shape: Sequence[int], pieces: Sequence[Extent]) -> list[list[int]]:
+    """Pieces of a tensor (their numbers) apart by how often they make up the whole of it; one list if they do so once.
+
+    Where several groups saved the same under one name without knowing of each other, each layer is what one of them has.
+    What is left over in the end, and makes up no whole, is in the first list.
+    """
+    whole = Extent((0,) * len(shape), tuple(shape))
+    left = list(range(len(pieces)))
+    found: list[list[int]] = []
+    if sum(piece.num_elements for piece in pieces) < 2 * max(1, whole.num_elements):
+        return [left]  # as nearly always
+    while sum(pieces[number].num_elements for number in left) >= whole.num_elements:
+        parts = cover(whole, [pieces[number] for number in left])
+        if parts is None:
+            break
+        taken = sorted({left[part.piece] for part in parts})
+        found.append(taken)
+        left = sorted(set(left) - set(taken))
+    return [[*found[0], *left], *found[1:]] if found else [left]
+
+
 def blocks(lengths: Sequence[int], first: int, last: int) -> Iterator[tuple[int, Extent]]:
     """Elements `first` to `last` of a row-major box as few boxes: (number of the first element, where it lies).
 

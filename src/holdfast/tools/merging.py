@@ -23,7 +23,7 @@ from typing import Any
 
 import xxhash
 
-from holdfast.base.errors import CorruptError, StorageError, StorageFull, UsageError
+from holdfast.base.errors import CorruptError, MismatchError, StorageError, StorageFull, UsageError
 from holdfast.core import reshard
 from holdfast.core.model import DTYPE_BYTES, Extent, Version
 from holdfast.tiers import values as value_codec
@@ -95,6 +95,7 @@ def content_of(storage: Storage, manifest: Manifest, *, only: str = "") -> Conte
 
     Raises:
         CorruptError: a file is damaged, or parts of a tensor are in no file. UsageError: nothing begins with `only`.
+        MismatchError: groups that did not know of each other saved other bytes under one name.
     """
     pieces: dict[str, list[Piece]] = defaultdict(list)
     found: dict[str, Any] = {}
@@ -110,6 +111,8 @@ def content_of(storage: Storage, manifest: Manifest, *, only: str = "") -> Conte
     for path, names in _by_path(pieces).items():
         digests = {_digest(storage, manifest.version, pieces[name]) for name in names if len(names) > 1}
         renamed.update(_names(path, names, alike=len(digests) <= 1))
+        if path.startswith(only):
+            _check_groups(storage, manifest.version, pieces[names[0]])
     values: dict[str, Any] = {}
     called: dict[str, str] = {}  # tensors of which only another name (tied weights) is exported
     for path, names in _by_path(found).items():
@@ -164,6 +167,22 @@ def _digest(storage: Storage, version: Version, pieces: Sequence[Piece]) -> str:
             storage.read_chunks_into(version, piece.file, chunk, view)
             state.update(view[max(0, entry.start - begin) : entry.end - begin])
     return state.hexdigest()
+
+
+def _check_groups(storage: Storage, version: Version, pieces: Sequence[Piece]) -> None:
+    """What several groups had under one name, each the whole of it, is the same where they cut it alike."""
+    first = pieces[0].entry
+    layers = reshard.layers(first.global_shape, [piece.extent for piece in pieces])
+    cuts: dict[tuple[Extent, ...], set[str]] = defaultdict(set)
+    for layer in layers if len(layers) > 1 else ():
+        found = sorted((pieces[number] for number in layer), key=lambda piece: piece.extent.offsets)
+        cuts[tuple(piece.extent for piece in found)].add(_digest(storage, version, found))
+    if any(len(digests) > 1 for digests in cuts.values()):
+        raise MismatchError(
+            "it was saved several times with other bytes, and an export has one place for it",
+            where=first.name,
+            remedy="give a module that differs from rank to rank a name of its own on each, or leave it out with --only",
+        )
 
 
 def _with_names(tree: Any, renamed: Mapping[str, str | None]) -> Any:

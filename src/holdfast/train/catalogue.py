@@ -4,13 +4,12 @@ Names say what is whose: `rank3/x` is what rank 3 had of its own, `x` what is th
 another layout the ranks are others, so for every path `x` a rank is offered, in this order:
 
 1. what it had of its own under that name, if a rank of its number was saved;
-2. what stands under the plain name;
+2. what stands under the plain name; if several groups had the whole of it, all the same (compared when it is loaded);
 3. what single ranks had, if all that had it had the same: equal values, equal bytes (compared when they are loaded).
 
 Random numbers belong to one rank and are offered to no other. A tensor that was kept under one name and had another as well
-(tied weights) is offered under both, with its optimizer state. Pieces that stand in several bundles (twins of several
-groups, stages of a pipeline) are alternatives; those on this node come first. Pure with regard to training; called by
-`train.relayout`.
+(tied weights) is offered under both, with its optimizer state. Pieces that overlap are alternatives; those on this node
+come first. Pure with regard to training; called by `train.relayout`.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.core import reshard
 from holdfast.core.model import BundleRef, Extent, Seal
 from holdfast.tiers.format import Entry, Image
 from holdfast.tiers.values import TensorRef
@@ -60,7 +60,8 @@ class Offer:
     Attributes:
         saved: entries by the name that this rank would give them.
         places: name -> where the pieces of `saved` are, in the same order.
-        rivals: name -> pieces of every other rank that had an entry of its own; all must hold the same bytes.
+        rivals: name -> pieces of every other rank that had an entry of its own, or of other groups that had the whole
+            under the same name; all must hold the same bytes.
         values: by path, named as this rank would.
         origin: name of a value -> the rank whose own it was.
         ties: name -> another one, whose tensor is tied to it here and was saved besides; among its rivals.
@@ -207,7 +208,8 @@ class Catalogue:
         plain, owned = self._plain.get(path, []), self._owned.get(path, {})
         own = [owned[rank]] if rank in owned else []
         if plain:
-            common = [plain]
+            extents = [place.extent for place in plain]
+            common = [[plain[n] for n in layer] for layer in reshard.layers(plain[0].entry.global_shape, extents)]
         else:
             common = own if self.is_random(path) else [owned[owner] for owner in sorted(owned)]
         for name, rows in ((path, common), (f"rank{rank}/{path}", own or common)):
