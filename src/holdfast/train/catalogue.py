@@ -208,8 +208,8 @@ class Catalogue:
         plain, owned = self._plain.get(path, []), self._owned.get(path, {})
         own = [owned[rank]] if rank in owned else []
         if plain:
-            extents = [place.extent for place in plain]
-            common = [[plain[n] for n in layer] for layer in reshard.layers(plain[0].entry.global_shape, extents)]
+            boxes = [place.extent for place in plain]
+            common = [[plain[n] for n in layer] for layer in reshard.layers(plain[0].entry.global_shape, boxes)]
         else:
             common = own if self.is_random(path) else [owned[owner] for owner in sorted(owned)]
         for name, rows in ((path, common), (f"rank{rank}/{path}", own or common)):
