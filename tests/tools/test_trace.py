@@ -95,6 +95,13 @@ def test_what_a_killed_process_left_is_read_and_other_damage_is_named(tmp_path: 
         read([tmp_path])
 
 
+def test_a_process_that_began_again_goes_on_in_its_track(tmp_path: Path) -> None:
+    for start in (0.0, 5.0):
+        track(tmp_path, "rank 0", [("step", start, start + 1.0)])
+    (one,) = read([tmp_path])
+    assert [round(span.start) for span in one.spans] == [0, 5]
+
+
 def test_no_tracks_is_an_error_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no tracks under") as caught:
         read([tmp_path])

@@ -27,7 +27,7 @@ SHAPE = Shape(width=64, layers=4, context=32)
 def digest(tensors) -> str:
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        found.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 

@@ -153,3 +153,51 @@ def test_the_cadence_is_found_from_what_a_save_may_cost_and_is_the_same_on_all_r
         *before, after = [step for step in end["saved"] if step < 15], [s for s in end["saved"] if 15 <= s < 25]
         assert before == [list(range(15))], "every step, until it was measured"
         assert after == [step for step in range(15, 25) if (step + 1) % every == 0]
+
+
+DRIFT = str(Path(__file__).with_name("drift_job.py"))
+
+
+def drift(home: Path, life: int, steps: int, *, kill: bool) -> list[list[dict]]:
+    """What two ranks said at their beginning and at the end; then both are killed, or close."""
+    tail = ["2", str(home / f"store{life}"), str(home / "ckpt"), str(steps)]
+    workers = [
+        forked.Popen(
+            [sys.executable, DRIFT, str(rank), *tail], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [[json.loads(worker.stdout.readline()) for _ in range(2)] for worker in workers]
+        if not kill:
+            for worker in workers:
+                worker.stdin.write("close\n")
+                worker.stdin.close()
+            assert [worker.wait(60) for worker in workers] == [0, 0]
+        return told
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait(10)
+            worker._close()
+
+
+def test_stages_that_change_in_mid_run_cost_little_and_every_version_is_right(
+    runtime_dir: Path, tmp_path: Path
+) -> None:
+    """A stage becomes three times as slow, then its peer hangs in a wait, then all waits are cut to a third."""
+    before: list[str] = []
+    for life, (first, last) in enumerate([(0, 18), (18, 30)]):
+        told = drift(tmp_path, life, last, kill=life == 0)
+        for rank, (begun, ended) in enumerate(told):
+            assert begun["start"] == first, "the last step before the kill was captured"
+            assert not before or begun["digest"] == before[rank], "the version is what training had"
+            assert not any(ended["given_up"])
+            for row in ended["rows"]:
+                stall = row["save_seconds"] + row["fence_wait_seconds"]
+                assert stall < 0.25, "a change costs a bounded time, here far less than a wait that was mispredicted"
+        before = [ended["digest"] for _, ended in told]
+        for phase in ("slow", "short"):
+            rows = [row for _, ended in told for row in ended["rows"] if row["phase"] == phase and row["step"] % 6 >= 2]
+            copied = sum(row["copy_seconds"] for row in rows)
+            assert sum(row["copy_seconds_in_waits"] for row in rows) >= 0.5 * copied, f"{phase}: learnt anew"

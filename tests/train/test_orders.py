@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+from torch import nn
+from torch.distributed.pipelining import schedules
 
 from holdfast.base.errors import UsageError
+from holdfast.base.events import Events
 from holdfast.core.pipeline import Costs, Kind, gpipe, one_f_one_b, simulate
+from holdfast.train import orders
+from holdfast.train.found import bubbles_of
 from holdfast.train.orders import planned
 
 SCHEDULES = [
@@ -54,3 +61,15 @@ def test_what_torch_refuses_is_refused_with_its_words() -> None:
         planned("NoSuch", num_ranks=2, stages_per_rank=1, num_microbatches=2)
     with pytest.raises(UsageError, match="one stage per rank"):
         planned("GPipe", num_ranks=2, stages_per_rank=2, num_microbatches=2)
+
+
+def test_the_schedule_of_a_model_is_found_unless_there_are_two() -> None:
+    stages = [SimpleNamespace(**{**vars(orders._stage(0, 2, 1)), "submod": nn.Linear(2, 2)}) for _ in range(2)]
+    first, other = (schedules.ScheduleGPipe(stage, 4, loss_fn=nn.functional.mse_loss) for stage in stages)
+    found = bubbles_of([stages[0].submod], Events())
+    assert found is not None
+    assert found._schedule is first
+    assert bubbles_of([nn.Linear(2, 2)], Events()) is None, "a schedule of other models"
+    second = schedules.ScheduleGPipe(stages[0], 8, loss_fn=nn.functional.mse_loss)
+    assert bubbles_of([stages[0].submod], Events()) is None, "nobody can tell which of the two makes the steps"
+    del second, other

@@ -26,6 +26,8 @@ SUFFIX = ".trace.jsonl"
 MAX_BYTES = 32 << 20
 # Lines are gathered and written together, so that a span costs a microsecond and not a system call.
 BATCH_LINES = 512
+# And at least so often, as long as something happens: what a killed process did last is what one wants to see.
+FLUSH_S = 1.0
 
 
 class TraceFile:
@@ -43,6 +45,7 @@ class TraceFile:
         ]
         self._lock = threading.Lock()
         self._left = MAX_BYTES
+        self._written_s = 0.0  # so the first span writes the head
         self._failed = False
 
     def __call__(self, event: Event) -> None:
@@ -59,7 +62,7 @@ class TraceFile:
             row.append(fields)
         with self._lock:
             self._lines.append(json.dumps(row))
-            if len(self._lines) >= BATCH_LINES:
+            if len(self._lines) >= BATCH_LINES or time.monotonic() - self._written_s >= FLUSH_S:
                 self._write()
 
     def close(self) -> None:
@@ -70,6 +73,7 @@ class TraceFile:
     def _write(self) -> None:
         text = "".join(f"{line}\n" for line in self._lines)
         self._lines.clear()
+        self._written_s = time.monotonic()
         if self._failed:
             return
         if len(text) > self._left:

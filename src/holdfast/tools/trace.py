@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ _KINDS = {
     "wait": "bubble",
     "copy": "copy",
     "copy beside": "copy",
+    "copied": "copy",
     "fence": "fence",
     "saved": "save",
     "restored": "recovery",
@@ -77,7 +79,8 @@ def trace(directories: Sequence[str], *, html: str | None, perfetto: str | None,
     page.write_text(_page(tracks, home.name), encoding="utf-8")
     seconds = max((span.end for track in tracks for span in track.spans), default=0.0)
     count = sum(len(track.spans) for track in tracks)
-    summary = {"tracks": [track.name for track in tracks], "spans": count, "seconds": round(seconds, 3)}
+    kinds = Counter(span.kind for track in tracks for span in track.spans)
+    summary = {"tracks": [t.name for t in tracks], "spans": count, "seconds": round(seconds, 3), "kinds": kinds}
     if as_json:
         output.print_json({**summary, "html": str(page), "perfetto": str(events)})
     else:
@@ -122,7 +125,7 @@ def _read_file(path: Path) -> Track:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if number == 1:
+            if isinstance(row, dict) or number == 1:  # a process that runs its script again begins again
                 name, pid, shift = str(row["track"]), int(row["pid"]), float(row["wall"]) - float(row["monotonic"])
             else:
                 spans.append(_span(row, shift))

@@ -31,7 +31,7 @@ from holdfast.core.faults import Phase
 from holdfast.core.model import Level, Shard, Version
 from holdfast.tiers.duplicate import duplicate
 from holdfast.tiers.storage import open_storage
-from holdfast.train import agree, alive, beats, exposure
+from holdfast.train import agree, alive, beats, exposure, found
 from holdfast.train.assembly import Job, assemble
 from holdfast.train.direct import DirectSaver
 from holdfast.train.durables import Durables, OnDurable
@@ -76,7 +76,8 @@ class Checkpointer:
     Args:
         path: directory of the checkpoints, the same on every rank; a path or `file://` URL.
         model, optimizer: one, a list or a dict of them.
-        schedule: of a pipeline (`torch.distributed.pipelining`): copies keep to the waits of its steps.
+        schedule: of a pipeline (`torch.distributed.pipelining`): copies keep to the waits of its steps. Default: the one
+            that trains `model`, if `restore` finds one.
         scheduler, scaler, loader: anything with `state_dict` and `load_state_dict`.
         replicated: glob patterns of names whose plain tensors all ranks hold alike (what DDP or a DTensor says is known).
         every: captured cadence, `10` (steps) or `"30s"`; default: the settings.
@@ -91,7 +92,7 @@ class Checkpointer:
     Attributes:
         last_restore: what the last `restore` did; None before.
         events: what happens here, for observers and tests.
-        bubbles: what is known of the waits of the pipeline; None without `schedule`.
+        bubbles: what is known of the waits of the pipeline; None where there is none.
     """
 
     def __init__(  # noqa: PLR0913 - the public door: every argument is optional and named
@@ -192,6 +193,7 @@ class Checkpointer:
             raise
         link.resumed = (job.incarnation, report.version)
         saver.restart(report.version)
+        self.bubbles = self.bubbles or found.bubbles_of(state.modules, self.events)
         schedule = schedule_of(
             saver, self._config, group, missed=self._missed, events=self.events, bubbles=self.bubbles, link=link
         )

@@ -255,7 +255,7 @@ class Fence:
         self._open_slot(job)
         pace, rate = self.pace, self._rate
         beside = pace.beside([batch.num_bytes / rate for batch in job.batches]) if pace else len(job.batches)
-        spent = 0.0
+        started, spent = time.perf_counter(), 0.0
         for index, batch in enumerate(job.batches):
             inside = index >= beside and pace is not None and pace.turn(batch.num_bytes / rate)
             if job.stop_reason:
@@ -270,6 +270,8 @@ class Fence:
         if job.batches:
             # The newest measurement counts as much as all before: a machine that became busy is believed at once.
             self._rate = (self._rate + job.num_bytes / max(spent, 1e-6)) / 2
+            if pace is None:
+                self._events.emit("copied", seconds=time.perf_counter() - started, size_bytes=job.num_bytes)
         if job.device is not None:
             job.device.wait()
 

@@ -53,7 +53,7 @@ class ModelPart:
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
-        self._module = module
+        self.module = module
         self._lasting: list[tuple[LiveTensor, torch.Tensor]] = []
         self._extra: dict[str, nn.Module] = {}
         self._made_up: dict[str, str] = {}
@@ -63,11 +63,11 @@ class ModelPart:
 
     def build(self, out: Collector) -> None:
         """Adds parameters and persistent buffers; finds out what else `state_dict()` returns."""
-        wrappers = tuple(_wrappers(self._module))
-        state = self._module.state_dict(keep_vars=True)
-        owned = {id(t) for t in (*self._module.parameters(), *self._module.buffers())}
-        extra = {f"{path}.{_EXTRA}".lstrip("."): m for path, m in self._module.named_modules(remove_duplicate=False)}
-        self._watch = Containers(_containers(self._module))
+        wrappers = tuple(_wrappers(self.module))
+        state = self.module.state_dict(keep_vars=True)
+        owned = {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
+        extra = {f"{path}.{_EXTRA}".lstrip("."): m for path, m in self.module.named_modules(remove_duplicate=False)}
+        self._watch = Containers(_containers(self.module))
         self._lasting, self._extra, self._made_up, self._tied = [], {}, {}, {}
         for raw, value in state.items():
             name = f"{self.name}.{_clean(raw, wrappers)}"
@@ -93,7 +93,7 @@ class ModelPart:
         for name, module in self._extra.items():
             out.passing(name, module.get_extra_state())
         if self._made_up:
-            state = self._module.state_dict()
+            state = self.module.state_dict()
             for raw, name in self._made_up.items():
                 out.passing(name, state[raw])
         for name, (ref, group) in self._tied.items():
@@ -119,7 +119,7 @@ class ModelPart:
                 module.set_extra_state(loading.value(name))
         made_up = {raw: loading.value(name) for raw, name in self._made_up.items() if loading.has(name)}
         if made_up:
-            self._module.load_state_dict({**self._module.state_dict(), **made_up})
+            self.module.load_state_dict({**self.module.state_dict(), **made_up})
 
 
 def _refuse_first_fsdp(name: str, module: nn.Module) -> None:

@@ -1,7 +1,8 @@
 """Checkpoints inside the bubbles: the seams of a running pipeline schedule, what was measured there, and the copies' pace.
 
 Attached to a schedule of `torch.distributed.pipelining` it sees every wait for a neighbour (`_wait_batch_p2p`) and every
-forward and backward of a stage, in the trainer's thread, at the cost of two clock readings each. From the waits it learns
+forward and backward of a stage, in the trainer's thread, at the cost of two clock readings each (`train.clock`: on a GPU
+of two events, for there the waits are the device's and the host never stops). From the waits it learns
 the windows of a step (`core.windows`); the copying thread of `train.fence` keeps to them through the gate. From the
 actions it knows what each costs, so that the event model (`core.pipeline`) can be held against what was measured.
 
@@ -15,7 +16,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from holdfast.base.events import Events
 from holdfast.core import bubbles, pipeline
 from holdfast.core.pipeline import Costs, Kind
 from holdfast.core.windows import Waits
+from holdfast.train.clock import clock_of
 from holdfast.train.gate import Gate
 from holdfast.train.orders import orders_of, stages_of
 
@@ -86,6 +87,7 @@ class Bubbles:
         self._schedule = schedule
         self._stages = stages_of(schedule)
         self._events = events
+        self._clock = clock_of(getattr(self._stages[0], "device", None))
         self._gate = Gate()
         self._waits = Waits()
         self.thread: int | None = None  # the one that is inside a step
@@ -159,8 +161,10 @@ class Bubbles:
         return step
 
     def _begin_step(self) -> None:
-        now = time.perf_counter()
         self.thread = threading.get_ident()
+        self._clock.tell(self._began_step, self._clock.mark())
+
+    def _began_step(self, now: float) -> None:
         if self._waits.num_steps > UNLIKE_STEPS:
             self._idle.append(self._idle_now)
             self._periods.append(now - self._began)
@@ -175,11 +179,12 @@ class Bubbles:
         def around(inner: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(inner)
             def action(microbatch: int, *args: Any, **kwargs: Any) -> Any:
-                began = time.perf_counter()
+                began = self._clock.mark()
                 try:
                     return inner(microbatch, *args, **kwargs)
                 finally:
-                    self._acted(stage, kind_of(kwargs), microbatch, began, time.perf_counter())
+                    acted = functools.partial(self._acted, stage, kind_of(kwargs), microbatch)
+                    self._clock.tell(acted, began, self._clock.mark())
 
             return action
 
@@ -198,7 +203,7 @@ class Bubbles:
         """Around a wait of the trainer for its neighbours."""
         if not work:
             return
-        began = time.perf_counter()
+        began = self._clock.mark()
         self._gate.open(self._waits.expected(self._waits.index))
         if self.on_wait is not None:
             self.on_wait()
@@ -206,12 +211,14 @@ class Bubbles:
             inner(work)
         finally:
             self._gate.shut()
-            ended = time.perf_counter()
-            self._waits.ended(ended - began)
-            self._idle_now += ended - began
-            self._between += began - self._last
-            self._last = ended
-            self.spans.append(Seen("wait", began, ended))
+            self._clock.tell(self._has_waited, began, self._clock.mark())
+
+    def _has_waited(self, began: float, ended: float) -> None:
+        self._waits.ended(ended - began)
+        self._idle_now += ended - began
+        self._between += began - self._last
+        self._last = ended
+        self.spans.append(Seen("wait", began, ended))
 
     # --- the copier's side
 

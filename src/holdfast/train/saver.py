@@ -109,6 +109,8 @@ class Saver:
             MemoryRefused: it does not fit; with numbers. UsageError: a value that cannot be saved; names it.
         """
         client = self._link.require()
+        # A save that was given up may still wait for its slot; what is planned here is planned there too.
+        self.fence.idle(2 * self._config.begin_timeout_s)
         self._structure_key = -1
         if self._structure is None:
             gathered = self._state.gather()

@@ -106,6 +106,11 @@ class State:
         """All optimizers, in the order in which they were given."""
         return [part.optimizer for part in self._parts if isinstance(part, OptimizerPart)]
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All models, in the order in which they were given."""
+        return [part.module for part in self._parts if isinstance(part, ModelPart)]
+
     @torch.no_grad()
     def gather(self) -> Gathered:
         """The state now. Fast while nothing but bytes and numbers changed since the last call.
