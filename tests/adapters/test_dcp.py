@@ -15,7 +15,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import holdfast
-from holdfast.adapters.dcp import AsyncStager, StorageReader, StorageWriter
+from holdfast.adapters.dcp import AsyncStager, StorageReader, StorageWriter, items
+from holdfast.adapters.dcp.job import patterns
 from holdfast.base.config import load
 from holdfast.base.errors import LevelNotReached, UsageError, VersionNotFound
 from holdfast.core.model import Level, Version
@@ -189,6 +190,25 @@ def test_from_the_second_save_on_the_stager_copies_straight_into_the_slot(
     state["y"] = torch.ones(3)
     dcp.async_save(state, storage_writer=writer, async_stager=stager).result()
     assert len(copied) == 2
+
+
+def test_several_boxes_of_one_tensor_on_a_rank_are_entries_of_their_own_and_one_tensor_again() -> None:
+    def note(*offsets: int) -> items.Note:
+        return items.Note("w", "shard", "F32", (4, 2), offsets, (2, 2))
+
+    held = items.with_holders({0: (note(0, 0), note(2, 0)), 1: (note(0, 0),)}, ())
+    assert [(n.entry, n.holders) for n in held[0]] == [("w~box:0.0", (0, 1)), ("w~box:2.0", (0,))]
+    assert held[1][0].entry == "w~box:0.0"
+    single = items.with_holders({0: (note(0, 0),), 1: (note(2, 0),)}, ())
+    assert [rows[0].entry for rows in single.values()] == ["w", "w"]
+
+
+def test_plain_tensors_and_values_are_replicated_only_if_that_was_said() -> None:
+    rows = (items.Note("model.w", "tensor", "F32", (2,), (0,), (2,)), items.Note("step", "value"))
+    notes = {0: rows, 1: rows}
+    assert [[n.holders for n in held] for held in items.with_holders(notes, ()).values()] == [[(0,), (0,)], [(), ()]]
+    said = items.with_holders(notes, patterns("model"))
+    assert [[n.holders for n in held] for held in said.values()] == [[(0, 1), (0,)], [(0, 1), ()]]
 
 
 def test_cached_plans_save_the_same(writer: StorageWriter, tmp_path: Path) -> None:

@@ -6,12 +6,15 @@ sees the notes of all ranks and adds the holders (`with_holders`). A plan that D
 
 Who holds the same: ranks with the same box of a sharded tensor (a DTensor says so). Plain tensors and values are
 replicated only if that was declared; otherwise they are those of the lowest rank that has them, as DCP picks one too.
+
+A rank may hold several boxes of one tensor, and a file a name only once: then every box of that tensor is an entry of its own
+name, which tells where it begins (`in_parts`). The reader puts them together again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
@@ -28,6 +31,8 @@ from holdfast.train.live import Gathered, Group, LiveTensor, dtype_name
 
 # Values of ours beside the user's; under the rank that wrote them.
 MAPPING = "dcp.mapping"
+# Between the name of a tensor and where one of its boxes begins.
+BOX = "~box:"
 # Stands for bytes that a planner of the user's own made; they are given to its own planner again and to no other.
 OPAQUE = "dcp.opaque"
 
@@ -39,6 +44,7 @@ class Note:
     Attributes:
         kind: `tensor` (whole), `shard`, or `value`.
         dtype: name as in a safetensors header; empty for values, like the boxes.
+        entry: the name of the entry that it becomes; known with the holders.
         holders: ranks that hold the same, ascending; known when the coordinator has seen all notes. Empty: this rank's is
             not kept, for a lower rank has something under the same name.
     """
@@ -50,6 +56,7 @@ class Note:
     offsets: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
     holders: Group = ()
+    entry: str = ""
 
     @property
     def place(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
@@ -73,29 +80,29 @@ def noted(plan: SavePlan) -> Notes:
     """The items of a plan that DCP has not yet thinned out.
 
     Raises:
-        UsageError: a dtype that cannot be saved, or two boxes of one tensor on one rank.
+        UsageError: a dtype that cannot be saved.
     """
-    found: dict[str, Note] = {}
+    found: dict[object, Note] = {}
     for item in plan.items:
         fqn, data = item.index.fqn, item.tensor_data
-        if fqn in found:
-            raise UsageError(
-                "this rank holds several parts of one tensor",
-                where=fqn,
-                remedy="redistribute it so that each rank holds one box of it",
-            )
         if data is None:
-            found[fqn] = Note(fqn, "value")
-            continue
-        found[fqn] = Note(
-            fqn,
-            "shard" if item.type is WriteItemType.SHARD else "tensor",
-            dtype_name(data.properties.dtype, where=fqn),
-            tuple(data.size),
-            tuple(data.chunk.offsets),
-            tuple(data.chunk.sizes),
-        )
+            note = Note(fqn, "value")
+        else:
+            note = Note(
+                fqn,
+                "shard" if item.type is WriteItemType.SHARD else "tensor",
+                dtype_name(data.properties.dtype, where=fqn),
+                tuple(data.size),
+                tuple(data.chunk.offsets),
+                tuple(data.chunk.sizes),
+            )
+        found[note.place] = note
     return tuple(found.values())
+
+
+def in_parts(fqn: str, offsets: Sequence[int]) -> str:
+    """The name of an entry that is one of several boxes of a tensor on one rank."""
+    return f"{fqn}{BOX}{'.'.join(map(str, offsets))}"
 
 
 def with_holders(notes: Mapping[int, Notes], replicated: Sequence[str]) -> dict[int, Notes]:
@@ -106,7 +113,10 @@ def with_holders(notes: Mapping[int, Notes], replicated: Sequence[str]) -> dict[
         replicated: glob patterns of names whose plain tensors and values are the same on all ranks that have them.
     """
     ranks: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
+    split: set[str] = set()
     for rank in sorted(notes):
+        names = [note.fqn for note in notes[rank]]
+        split |= {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
         for note in notes[rank]:
             ranks.setdefault(note.place, []).append(rank)
 
@@ -116,16 +126,18 @@ def with_holders(notes: Mapping[int, Notes], replicated: Sequence[str]) -> dict[
             return group
         return group[:1] if rank == group[0] else ()
 
-    return {rank: tuple(_held(note, holders(rank, note)) for note in rows) for rank, rows in notes.items()}
+    def named(note: Note) -> str:
+        return in_parts(note.fqn, note.offsets) if note.fqn in split else note.fqn
+
+    return {
+        rank: tuple(replace(note, holders=holders(rank, note), entry=named(note)) for note in rows)
+        for rank, rows in notes.items()
+    }
 
 
 def bare(note: Note) -> Note:
     """The note as a rank makes it, before it is known who holds the same."""
-    return _held(note, ())
-
-
-def _held(note: Note, group: Group) -> Note:
-    return Note(note.fqn, note.kind, note.dtype, note.shape, note.offsets, note.lengths, group)
+    return replace(note, holders=(), entry="")
 
 
 class Contents:
@@ -164,8 +176,8 @@ class Contents:
                 continue
             local = planner.resolve_data(note.item)
             assert isinstance(local, torch.Tensor)
-            shard = Shard(note.fqn, note.dtype, note.shape, Extent(note.offsets, note.lengths), note.holders)
-            tensors[note.fqn] = LiveTensor(shard, local.detach(), late=False)
+            shard = Shard(note.entry, note.dtype, note.shape, Extent(note.offsets, note.lengths), note.holders)
+            tensors[note.entry] = LiveTensor(shard, local.detach(), late=False)
         mine = {note.fqn for note in notes if note.holders[:1] == (rank,)}
         paths = {name: tuple(path) for name, path in (mapping or {}).items() if name in mine}
         values.setdefault((rank,), {})[f"rank{rank}/{MAPPING}"] = paths

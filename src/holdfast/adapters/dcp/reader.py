@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as TorchReader
 from torch.futures import Future
 
-from holdfast.adapters.dcp.items import MAPPING, OPAQUE
+from holdfast.adapters.dcp.items import BOX, MAPPING, OPAQUE
 from holdfast.adapters.dcp.job import number_in
 from holdfast.adapters.dcp.sources import Alone, Together, Wanted, values_of
 from holdfast.adapters.dcp.writer import StorageWriter, stock_place
@@ -44,7 +44,7 @@ from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import MismatchError, UsageError, VersionNotFound
 from holdfast.core.model import Extent, Shard, Version
-from holdfast.train.catalogue import Catalogue
+from holdfast.train.catalogue import Catalogue, Place
 from holdfast.train.flatten import references, unflatten
 from holdfast.train.live import LiveTensor, dtype_name, torch_dtype
 
@@ -151,7 +151,8 @@ class StorageReader(TorchReader):
         assert self._catalogue is not None
         values = _Values(self._catalogue)
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
-        wanted = [_Target(item, self._catalogue, planner) for item in tensors]
+        places = places_by_name(self._catalogue)
+        wanted = [_Target(item, places[item.storage_index.fqn], planner) for item in tensors]
         extra = values.wanted([item.dest_index.fqn for item in plan.items if item.type is LoadItemType.BYTE_IO])
         self._source.read([*[target.wanted for target in wanted], *extra])
         for target in wanted:
@@ -173,10 +174,9 @@ class StorageReader(TorchReader):
 class _Target:
     """One item of DCP's plan: a box of a saved tensor, and the tensor that takes it."""
 
-    def __init__(self, item: ReadItem, catalogue: Catalogue, planner: LoadPlanner) -> None:
+    def __init__(self, item: ReadItem, places: Sequence[Place], planner: LoadPlanner) -> None:
         self._item = item
         fqn = item.storage_index.fqn
-        places = catalogue.places(fqn)
         entry = places[0].entry
         start = item.storage_index.offset if item.storage_index.offset is not None else (0,) * len(item.lengths)
         offsets = tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True))
@@ -245,15 +245,22 @@ class _Values:
         return stream
 
 
+def places_by_name(catalogue: Catalogue) -> dict[str, list[Place]]:
+    """Where the pieces of every tensor are, those of its boxes together."""
+    found: dict[str, list[Place]] = {}
+    for name in catalogue.names():
+        found.setdefault(name.partition(BOX)[0], []).extend(catalogue.places(name))
+    return found
+
+
 def _metadata(catalogue: Catalogue) -> Metadata:
     """DCP's description of a version."""
     values = values_of(catalogue)
     inner = {name for tree in values.values() for name in references(tree)}
     found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    for name in catalogue.names():
+    for name, places in places_by_name(catalogue).items():
         if name in inner:
             continue
-        places = catalogue.places(name)
         entry = places[0].entry
         boxes = dict.fromkeys((place.entry.offsets, place.entry.shape) for place in places)
         found[name] = TensorStorageMetadata(
