@@ -42,3 +42,16 @@ def workshop(
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS.keys())
 def test_the_contract_of_doors(check: Check, workshop: tuple[Door, Workshop]) -> None:
     check(*workshop)
+
+
+def test_a_trainer_that_knows_nothing_of_holdfast_is_kept(tmp_path: Path) -> None:
+    script = str(Path(WORKER).with_name("hf_zero_script.py"))
+
+    def start(task: Task) -> list[str]:
+        ranks = ["--standalone", "--nproc-per-node", str(task.ranks), script, "--steps", str(task.steps)]
+        if task.plain:
+            return [sys.executable, "-m", "torch.distributed.run", *ranks]
+        return [sys.executable, "-m", "holdfast.adapters.run", "--checkpoint-dir", str(task.checkpoints), *ranks]
+
+    with Workshop(tmp_path) as made:
+        CHECKS["killed_in_the_middle_it_goes_on_bit_for_bit"](Door(start, steps=6), made)

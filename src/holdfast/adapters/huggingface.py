@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
 # What the trainer counts beside its state, where this version of it does: else reported losses would begin anew.
-_COUNTED = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
+_COUNTED = ("_tr_loss", "_globalstep_last_logged", "current_flos")
 
 
 def keep(trainer: Any, root: str | os.PathLike[str], *, config: Config | None = None, **options: Any) -> Any:

@@ -15,7 +15,7 @@ from types import CodeType
 
 from holdfast.adapters.zero.frameworks import Finder
 from holdfast.adapters.zero.loop import KeptLoop, say
-from holdfast.adapters.zero.script import HOOK, Loop, find
+from holdfast.adapters.zero.script import HOOK, ITSELF, Loop, find
 from holdfast.base import config
 from holdfast.train import elastic
 from holdfast.train.control import Order
@@ -37,25 +37,20 @@ class Unasked:
         if order.is_module or config.disabled():
             run_script(order)
             return
-        finder = Finder(self._root)
-        finder.install()
-        try:
-            self._run(order)
-        finally:
-            finder.remove()
-
-    def _run(self, order: Order) -> None:
         path = order.arguments[0]
         try:
             found = find(Path(path).read_text(encoding="utf-8"))
         except (OSError, SyntaxError, UnicodeDecodeError, RecursionError):
             found = ""  # Python tells what is wrong with it
-        if isinstance(found, str):
-            if found and order.environment.get("RANK", "0") == "0":
-                say(f"no loop of this script is kept: {found}")
-            run_script(order)
-            return
-        _run_kept(path, found, self._root)
+        if isinstance(found, str) and order.environment.get("RANK", "0") == "0" and found:
+            say(f"no loop of this script is kept: {found}")
+        finder = Finder(self._root)
+        if found != ITSELF:
+            finder.install()
+        try:
+            run_script(order) if isinstance(found, str) else _run_kept(path, found, self._root)
+        finally:
+            finder.remove()
 
 
 class _Loader(SourceFileLoader):

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 HOOK = "__holdfast_kept__"
+# Why a script that calls us by itself is left alone.
+ITSELF = "the script uses holdfast itself"
 
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 _Scope: TypeAlias = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
@@ -47,7 +49,7 @@ def find(source: str) -> Loop | str:
     """
     tree = ast.parse(source)
     if any(name.split(".")[0] == "holdfast" for name in _imported(tree)):
-        return "the script uses holdfast itself"
+        return ITSELF
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, _Function)}
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While) and _trains(node, functions)]
     inner = [loop for loop in loops if not any(other is not loop and other in loops for other in ast.walk(loop))]
