@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
+from holdfast.train.predict import predict_state
 from holdfast.train.state import State
 from state_kit import continues, restore, save
 
@@ -365,3 +366,26 @@ def test_a_gpu_is_read_without_waiting_and_goes_on(options: dict[str, bool]) -> 
 
     saved = continues(make, whole=False)
     assert "rng.cuda.0" in saved.tensors
+
+
+def test_answers_that_are_kept_are_told_apart_by_all_that_decides() -> None:
+    """Two optimizers of one model that differ in one option, or in the default type, are not given one answer."""
+    model = torch.nn.Linear(2, 2)
+
+    def asked(**options: Any) -> set[str] | None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **options)
+        made = predict_state(optimizer)
+        assert made == predict_state(optimizer)
+        return None if made is None else {key for state in made.values() for key in state}
+
+    assert asked() == set()
+    assert asked(momentum=0.9) == {"momentum_buffer"}
+    assert asked() == set()
+    adam = torch.optim.Adam(model.parameters())
+    counts = {state["step"].dtype for state in (predict_state(adam) or {}).values()}
+    torch.set_default_dtype(torch.float64)
+    try:
+        wider = {state["step"].dtype for state in (predict_state(adam) or {}).values()}
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (counts, wider) == ({torch.float32}, {torch.float64})

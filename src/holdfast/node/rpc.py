@@ -161,6 +161,22 @@ def dial(
     Raises:
         KeeperLost: nobody answers. HoldfastError: refused (InUse, Fenced, KeeperError).
     """
+    channel, welcome = _greet(address, hello, timeout_s=timeout_s, security=security)
+    return Caller(channel, welcome, on_push=on_push, on_lost=on_lost)
+
+
+def ring(address: str, hello: Hello, *, timeout_s: float) -> None:
+    """Finds out whether somebody is there, and leaves at once.
+
+    Raises:
+        KeeperLost, HoldfastError: as `dial`.
+    """
+    _greet(address, hello, timeout_s=timeout_s)[0].close()
+
+
+def _greet(
+    address: str, hello: Hello, *, timeout_s: float, security: wire.Security | None = None
+) -> tuple[wire.Channel, Welcome]:
     channel = wire.connect(address, timeout_s=timeout_s, security=security)
     try:
         channel.send(encode(hello), timeout_s=timeout_s)
@@ -177,4 +193,4 @@ def dial(
     except BaseException:
         channel.close()
         raise
-    return Caller(channel, reply, on_push=on_push, on_lost=on_lost)
+    return channel, reply

@@ -1,8 +1,8 @@
 """The keeper's socket: who is let in, one thread that reads each connection, one that writes it.
 
 Nobody can hold up anybody else: a reader only serves its own connection, replies and pushes go through a bounded
-outbox with a writer of its own, and pushes about the same subject replace each other, so a stopped client costs a few
-kilobytes. Before its greeting a connection has 5 s and 1 KiB; of those there are at most 64. Strangers (another user)
+outbox with a writer of its own (from its first message on), and pushes about the same subject replace each other, so a
+stopped client costs a few kilobytes. Before its greeting a connection has 5 s and 1 KiB; of those there are at most 64. Strangers (another user)
 and nonsense are cut off without harm to the rest. Connections of other nodes come through a second door (`Door`), prove
 themselves first, and have 64 places of their own: a flood there costs local clients nothing, and takes the place of
 its own oldest, so that who proves itself at once still gets in. What messages mean is the handler's business.
@@ -57,6 +57,7 @@ class Connection:
         self._changed = threading.Condition()
         self._ended = False
         self.is_remote = self.pid == 0
+        self._may_write = False
         self._writer: threading.Thread | None = None
 
     @property
@@ -79,7 +80,7 @@ class Connection:
                 self.channel.abort()
                 return
             self._outbox.append((encode(message), copies))
-            self._changed.notify()
+            self._call_writer()
 
     def push(self, key: str, message: Message) -> None:
         """Queues a message that replaces an unsent one about the same subject."""
@@ -90,13 +91,21 @@ class Connection:
             self._pushes.move_to_end(key)
             if len(self._pushes) > MAX_OUTBOX:
                 self._pushes.popitem(last=False)
-            self._changed.notify()
+            self._call_writer()
 
     def start(self) -> None:
-        """Starts the writer, once the client is greeted."""
-        writer = threading.Thread(target=self._write, name="holdfast writer", daemon=True)
-        writer.start()
-        self._writer = writer  # not before: a keeper that ends just now would join what was never started
+        """The client is greeted: what is queued may be written."""
+        with self._changed:
+            self._may_write = True
+            self._call_writer()
+
+    def _call_writer(self) -> None:
+        """Wakes the writer; most who only ask whether somebody is there never need one. Under the lock."""
+        self._changed.notify()
+        if self._writer is None and self._may_write and (self._outbox or self._pushes):
+            writer = threading.Thread(target=self._write, name="holdfast writer", daemon=True)
+            writer.start()
+            self._writer = writer  # not before: a keeper that ends just now would join what was never started
 
     def end(self) -> None:
         """Stops the writer and closes the channel; only the reader's thread calls it."""

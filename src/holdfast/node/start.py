@@ -22,7 +22,7 @@ from holdfast.base.errors import KeeperError, KeeperLost, KeeperNotStarted
 from holdfast.node.messages import VIEWER, Hello
 from holdfast.node.network import Network, secret_pipe
 from holdfast.node.places import Place, absolute_root, place_of
-from holdfast.node.rpc import dial
+from holdfast.node.rpc import ring
 from holdfast.tiers.tls import read_secret
 
 START_TIMEOUT_S = 20.0
@@ -66,7 +66,7 @@ def _answers(place: Place) -> bool:
     """Whether a keeper greets there. A connection alone proves nothing: the kernel accepts for a dying process too."""
     hello = Hello(job=place.job, role=VIEWER)
     try:
-        dial(place.address, hello, timeout_s=ANSWER_TIMEOUT_S, on_push=_ignore, on_lost=_ignore).close()
+        ring(place.address, hello, timeout_s=ANSWER_TIMEOUT_S)
     except KeeperLost:
         return False
     return True
@@ -77,10 +77,6 @@ def _holder(place: Place) -> str:
         return place.keeper_lock.read_text().strip() or "?"
     except OSError:
         return "?"
-
-
-def _ignore(_: object) -> None:
-    """We only wanted to know that somebody is there."""
 
 
 def _lock_within(place: Place, deadline: float) -> int:

@@ -1,6 +1,7 @@
 """A thread with a bounded queue of jobs: sealing, persisting, committing, pulling replicas.
 
-The owner creates it, puts jobs, and stops it; stopping lets the job in hand finish and drops the rest. A job that
+The owner creates it, puts jobs, and stops it; stopping lets the job in hand finish and drops the rest. The thread
+begins with the first job: what a job never needs (replicas on one node, say) costs nothing. A job that
 fails must have handled its own errors: whatever still comes out is a bug here, is logged, and told to the owner.
 """
 
@@ -42,6 +43,7 @@ class Worker(Generic[J]):
         niceness: int = 10,
         bound: int = 256,
     ) -> None:
+        self._name = name
         self._work = work
         self._on_fault = on_fault
         self._on_idle = on_idle
@@ -51,8 +53,7 @@ class Worker(Generic[J]):
         self._busy = False
         self._stopping = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     @property
     def idle(self) -> bool:
@@ -76,8 +77,7 @@ class Worker(Generic[J]):
         with self._changed:
             if self._stopping or len(self._jobs) >= self._bound:
                 return False
-            self._jobs.append(job)
-            self._changed.notify()
+            self._add(job)
             return True
 
     def clear(self) -> None:
@@ -91,9 +91,17 @@ class Worker(Generic[J]):
             dropped = list(self._jobs)
             self._jobs.clear()
             if not self._stopping:
-                self._jobs.append(job)
-                self._changed.notify()
+                self._add(job)
             return dropped
+
+    def _add(self, job: J) -> None:
+        """Under the lock."""
+        self._jobs.append(job)
+        self._changed.notify()
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread
 
     def stop(self, timeout_s: float = JOIN_TIMEOUT_S) -> bool:
         """Ends the thread; False if the job in hand did not end in time (the thread dies with the process)."""
@@ -101,8 +109,11 @@ class Worker(Generic[J]):
             self._stopping = True
             self._jobs.clear()
             self._changed.notify()
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+            thread = self._thread
+        if thread is None:
+            return True
+        thread.join(timeout_s)
+        return not thread.is_alive()
 
     def _run(self) -> None:
         # A worker has time; the trainers beside it have not.
@@ -113,8 +124,8 @@ class Worker(Generic[J]):
             try:
                 self._work(job[0])
             except Exception as error:
-                logger.exception("%s failed", self._thread.name)
-                self._on_fault(f"{self._thread.name} failed: {type(error).__name__}: {error}")
+                logger.exception("%s failed", self._name)
+                self._on_fault(f"{self._name} failed: {type(error).__name__}: {error}")
             with self._changed:
                 self._busy = False
             if self._on_idle is not None and self.idle:

@@ -17,6 +17,7 @@ import traceback
 
 import msgspec
 import torch
+from torch import distributed as dist
 
 from holdfast.node import start
 from holdfast.testing.drill import warm
@@ -92,6 +93,10 @@ def live(sandbox: str, line: socket.socket) -> None:
             trainer(setup, journal)
             warm.await_end(setup)  # or the next life would meet the keeper of this one
     start._spawn = spawn
+    store = dist.FileStore(f"{sandbox}/store", 1)  # type: ignore[attr-defined]  # torch does not list it
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    dist.all_gather_object([None], None)
+    dist.destroy_process_group()
 
 
 def main() -> int:

@@ -357,7 +357,9 @@ class Stage:
         root = Path(self._sandbox, "c")
         for manifest in sorted(root.glob("*/manifest.json"))[:1]:
             manifest.with_name(STRANGER).write_text("not yours")
+            self._cast.freeze("k")  # one that lives on may still be writing or retiring
             before.storage = evidence.read_storage(root, num_entries=NUM_ENTRIES)
+            self._cast.thaw("k")
 
     def _late_writer(self) -> None:
         """A keeper of the first incarnation wakes up and commits; nothing may come of it."""

@@ -25,8 +25,10 @@ from holdfast.node.daemon import Keeper, KeeperOptions, become_keeper, clean
 from holdfast.node.places import Place, place_of
 from holdfast.testing.drill.ground import LOG_FORM, Setup
 from holdfast.testing.drill.keeper import options_of
-from holdfast.testing.drill.plan import LAST_LIFE, SOLO, LifePlan, Trial, saves
+from holdfast.testing.drill.plan import LARGE_EVERY, LAST_LIFE, SOLO, LifePlan, Trial, saves
 
+# Jobs of both sizes of model, each with a first life and one that comes back from storage.
+NUMBERS = (0, LARGE_EVERY - 1)
 NUM_LIVES = 2
 HUGE_BYTES = 2 << 20
 LINGER_S = 30.0
@@ -37,10 +39,13 @@ _POLL_S = 0.002
 
 
 def setups(sandbox: str) -> Iterator[Setup]:
-    """The lives: a first one, and one that comes back from storage."""
+    """The lives, those of a job in a directory of their own."""
     lives = (LifePlan(saves(random.Random(0), 4), ends="close"), LAST_LIFE)
-    trial = Trial(0, 0, SOLO, "none", "nobody", lives)
-    return (Setup(trial, life, 0, sandbox) for life in range(NUM_LIVES))
+    for number in NUMBERS:
+        trial = Trial(number, 0, SOLO, "none", "nobody", lives)
+        place = f"{sandbox}/{number}"
+        os.makedirs(place, exist_ok=True)
+        yield from (Setup(trial, life, 0, place) for life in range(NUM_LIVES))
 
 
 def keep(setup: Setup) -> None:
