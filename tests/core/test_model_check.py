@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,8 @@ SOUND = {
     "three ranks, one dies": Bounds(THREE, max_step=2, trainer_deaths=1),
     "three ranks, three slots": Bounds(THREE, num_slots=3, max_step=2, skips=1),
     "two of three ranks on one node": Bounds(NEIGHBOURS, skips=1, max_step=2),
+    "second copies": Bounds(PAIR, replicas=True, max_step=3),
+    "a node does not wait for second copies": Bounds(PAIR, replicas=True, impatience=1, max_step=2),
 }
 
 DEEP = {
@@ -50,6 +53,9 @@ DEEP = {
     "overlap and faults": Bounds(PAIR, overlap=True, skips=1, failures=1, keeper_deaths=1),
     "neighbours": Bounds(NEIGHBOURS, keeper_deaths=1),
     "three ranks and a keeper dies": Bounds(THREE, max_step=2, keeper_deaths=1, skips=1),
+    "a node stops waiting for second copies": Bounds(PAIR, replicas=True, impatience=1),
+    "nodes stop waiting and a trainer dies": Bounds(PAIR, replicas=True, impatience=2, trainer_deaths=1, max_step=2),
+    "a node stops waiting and a keeper dies": Bounds(PAIR, replicas=True, impatience=1, keeper_deaths=1, max_step=2),
     "three slots and a trainer dies": Bounds(THREE, num_slots=3, max_step=2, trainer_deaths=1, skips=1),
 }
 
@@ -143,6 +149,34 @@ def adopted_slots_stay_untold(patch: Patch) -> None:
     patch.setattr(NodeLedger, "adopt", lambda *_, **__: ())
 
 
+def copies_go_without_a_word(patch: Patch) -> None:
+    """What patience was before: whoever has waited long enough overwrites, and others still call it replicated."""
+    original = NodeLedger.give_up_copies
+
+    def give_up(self: NodeLedger, version: Version) -> Decision[bool]:
+        original(self, version)
+        return Decision(self._captured is not None and version < self._captured, "")
+
+    patch.setattr(NodeLedger, "give_up_copies", give_up)
+
+
+def replicas_that_count_go(patch: Patch) -> None:
+    patch.setattr(NodeLedger, "counts", lambda *_: False)
+
+
+def dropped_copies_still_count(patch: Patch) -> None:
+    original = Board._holders
+
+    def holders(self: Board, entry: Any, bundle_id: str) -> set[int]:
+        dropped, entry.dropped = entry.dropped, set()
+        try:
+            return original(self, entry, bundle_id)
+        finally:
+            entry.dropped = dropped
+
+    patch.setattr(Board, "_holders", holders)
+
+
 PLANTED: list[tuple[Callable[[Patch], None], Bounds, str]] = [
     (overwrite_the_oldest, Bounds(PAIR), "S6"),
     (overwrite_the_oldest, Bounds(THREE, num_slots=3), "S6"),
@@ -155,6 +189,9 @@ PLANTED: list[tuple[Callable[[Patch], None], Bounds, str]] = [
     (one_rank_is_enough, Bounds(PAIR), "S13"),
     (giving_up_means_going_past, Bounds(PAIR, overlap=True), "S6"),
     (adopted_slots_stay_untold, Bounds(PAIR, keeper_deaths=1), "V1"),
+    (copies_go_without_a_word, Bounds(PAIR, replicas=True, impatience=1), "S13"),
+    (replicas_that_count_go, Bounds(PAIR, num_slots=3, max_step=4, replicas=True), "S13"),
+    (dropped_copies_still_count, Bounds(PAIR, replicas=True, impatience=1), "S13"),
 ]
 
 
@@ -167,7 +204,7 @@ def test_a_rule_that_is_missing_is_missed(
     assert result.finding is not None, f"nothing found in {result.num_states} states"
     print(f"{result.num_states} states\n{result.finding}")
     assert result.finding.invariant == expected
-    assert len(result.finding.story) <= 16
+    assert len(result.finding.story) <= 20
 
 
 def test_too_wide_bounds_are_refused() -> None:

@@ -357,3 +357,26 @@ def test_messages_of_a_lower_incarnation_have_no_effect(make_rig: MakeRig) -> No
     inventory = old[0].client.inventory(wide=False)
     assert all(copy.version != Version(1, 6) for copy in inventory.copies)
     assert KeeperClient.connect(rig.keeper(0).socket, job=rig.keeper(0).job).incarnation == 2
+
+
+@pytest.mark.slow
+def test_a_version_whose_copy_has_to_go_is_no_longer_called_replicated(make_rig: MakeRig) -> None:
+    """Node 1 gets no replicas any more. When patience ends the copies are given up, and everybody is told before."""
+    rig = make_rig(num_nodes=2)
+    rig.hurtable(1)
+    trainers = rig.start()
+    safe = save_all(trainers, 1)
+    reached(trainers, safe, Level.REPLICATED)
+    rig.hurt(1, "stall@receive")
+    waits = save_all(trainers, 2)
+    reached(trainers, waits, Level.CAPTURED)
+    assert all(trainer.client.level(safe)[0] is Level.REPLICATED for trainer in trainers)
+
+    for trainer in trainers:
+        trainer.client.copied(trainer.version(3), trainer.write(trainer.begin(3, timeout_s=20.0), 3))
+
+    for trainer in trainers:  # a slot was free because the coordinator had said that it counts the copies no more
+        assert trainer.client.level(safe)[0] is Level.CAPTURED
+    assert any("no second copy" in alarm["text"] for alarm in rig.status(0)["alarms"])
+    rig.hurt(1, "")
+    reached(trainers, trainers[0].version(3), Level.REPLICATED)

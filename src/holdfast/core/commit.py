@@ -17,12 +17,12 @@ No fact costs more than the rank, node or bundles that it speaks of: a version o
 from __future__ import annotations
 
 import enum
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from holdfast.core import bundles, takeover, twins
+from holdfast.core import bundles, twins
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
+from holdfast.core.tables import Table, disagreement, new_table
 
 # Versions that the board remembers below the newest captured one. Enough for storage that lags a few saves behind;
 # a bound, because nothing may grow with time (S15).
@@ -103,6 +103,7 @@ class Kind(enum.Enum):
     DURABLE = "durable"
     ABANDONED = "abandoned"
     SUSPECT = "suspect"
+    DROPPED = "dropped"  # by one node: its copies count no more, and from here on it may overwrite them
     AT_WORK = "at work"
     WRITTEN = "written"
     FAILED = "failed"
@@ -120,6 +121,7 @@ class Announcement:
         layout: fingerprint of the job's layout (CAPTURED only); nodes that lack its table are sent it first.
         node, parts: of writing: who, and which parts (none: all of the version).
         bundle: of SUSPECT: in which twins differ.
+        lost: of DROPPED: the version is no longer in two nodes.
         report: of WRITTEN: it is repeated to a new coordinator if the one who wrote is gone by then.
     """
 
@@ -131,6 +133,7 @@ class Announcement:
     parts: tuple[int, ...] = ()
     report: PartReport | None = None
     bundle: str = ""
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,7 @@ class _Entry:
     sealed: dict[int, RankReport] = field(default_factory=dict)
     digests: dict[str, tuple[str, int]] = field(default_factory=dict)
     replicas: dict[str, set[int]] = field(default_factory=dict)
+    dropped: set[int] = field(default_factory=set)
     parts: dict[str, PartReport] = field(default_factory=dict)
     layout: str = ""
     thin: set[str] = field(default_factory=set)
@@ -168,30 +172,6 @@ class _Entry:
         return not self.reached and not self.abandoned
 
 
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """Every bundle of the job under one layout.
-
-    Attributes:
-        lonely: of those that live in one node only, which one.
-        parts: who writes them.
-        flaw: why no version under this layout can be complete; empty if it can.
-    """
-
-    refs: tuple[BundleRef, ...]
-    ids: frozenset[str]
-    lonely: Mapping[str, int]
-    parts: tuple[takeover.Part, ...]
-    flaw: str
-
-
-def _new_table(table: Mapping[str, BundleRef], topology: Topology, flaw: str = "") -> _Table:
-    refs = tuple(table[bundle_id] for bundle_id in sorted(table))
-    homes = {ref.bundle_id: bundles.only_home(ref, topology) for ref in refs}
-    lonely = {bundle_id: home for bundle_id, home in homes.items() if home is not None}
-    return _Table(refs, frozenset(table), lonely, takeover.parts(refs, topology), flaw)
-
-
 class Board:
     """What the coordinator of one incarnation knows and concludes."""
 
@@ -199,10 +179,11 @@ class Board:
         self._topology = topology
         self._layouts: dict[tuple[int, str], RankLayout] = {}
         self._entries: dict[Version, _Entry] = {}
-        self._tables: dict[str, _Table] = {}
+        self._tables: dict[str, Table] = {}
         self._named: dict[tuple[str, ...], str] = {}
         self._high: dict[int, Version] = {}
         self._newest: Version | None = None  # captured
+        self._safest: Version | None = None  # ever called replicated
         self._forgotten: Version | None = None
 
     def register(self, layout: RankLayout) -> None:
@@ -271,7 +252,7 @@ class Board:
             entry = self._entry(fact.version)
             entry.durable_due |= fact.due
             if entry.is_open:
-                self._tables.setdefault(fact.layout, _new_table({r.bundle_id: r for r in fact.table}, self._topology))
+                self._tables.setdefault(fact.layout, new_table({r.bundle_id: r for r in fact.table}, self._topology))
                 actions += self._captured(fact.version, entry, fact.layout, "an earlier coordinator said so")
             else:
                 actions += self._try_persist(fact.version, entry)
@@ -284,6 +265,20 @@ class Board:
             entry.replicas.setdefault(bundle_id, set()).add(node)
             self._thicken(entry, bundle_id)
         return self._try_replicated(version, entry)
+
+    def dropped(self, node: int, version: Version) -> list[Action]:
+        """A node is about to overwrite its copies. Its question and this answer pass in order with all other news, so
+        whoever is told that a version is replicated was told so before a copy was gone, or was told that it is not.
+        """
+        entry = self._entry(version)
+        entry.dropped.add(node)
+        lost = False
+        if Level.CAPTURED in entry.reached:
+            entry.thin = self._thin(entry)
+            lost = bool(entry.thin) and Level.REPLICATED in entry.reached
+            entry.reached -= {Level.REPLICATED} if lost else set()
+        reason = "no second copy any more" if lost else "given up before it had a second copy"
+        return [Announcement(Kind.DROPPED, version, f"{reason}: replication did not keep up", node=node, lost=lost)]
 
     def written(self, report: PartReport) -> list[Action]:
         """A node's bundles and part are in storage."""
@@ -415,8 +410,8 @@ class Board:
         entry.layout, table = layout, self._tables[layout]
         entry.reached.add(Level.CAPTURED)
         self._newest = max(self._newest or version, version)
-        entry.thin = set(table.lonely)
-        for bundle_id in table.lonely:
+        entry.thin = set(table.lonely) if not entry.dropped else set(table.ids)
+        for bundle_id in sorted(entry.thin):
             self._thicken(entry, bundle_id)
         entry.unwritten = set(table.ids).difference(*(part.bundle_ids for part in entry.parts.values()))
         captured = Announcement(Kind.CAPTURED, version, reason, entry.layout)
@@ -441,20 +436,30 @@ class Board:
             table = {ref.bundle_id: ref for layout in layouts.values() for ref in layout.bundles}
             name = bundles.layout_fingerprint(layouts)
             self._named[key] = name
-            self._tables[name] = _new_table(table, self._topology, _disagreement(table, layouts))
+            self._tables[name] = new_table(table, self._topology, disagreement(table, layouts))
         return self._named[key]
 
     def _thicken(self, entry: _Entry, bundle_id: str) -> None:
         """A bundle that lives in one node is safe as soon as another node holds a replica."""
-        if bundle_id in entry.thin:
-            home = self._tables[entry.layout].lonely[bundle_id]
-            if entry.replicas.get(bundle_id, set()) - {home}:
-                entry.thin.discard(bundle_id)
+        if bundle_id in entry.thin and len(self._holders(entry, bundle_id)) > 1:
+            entry.thin.discard(bundle_id)
+
+    def _thin(self, entry: _Entry) -> set[str]:
+        """All bundles that are in fewer than two nodes."""
+        return {name for name in self._tables[entry.layout].ids if len(self._holders(entry, name)) < 2}
+
+    def _holders(self, entry: _Entry, bundle_id: str) -> set[int]:
+        ranks = self._tables[entry.layout].ranks[bundle_id]
+        homes = {self._topology.node_of[rank] for rank in ranks}
+        return (homes | entry.replicas.get(bundle_id, set())) - entry.dropped
 
     def _try_replicated(self, version: Version, entry: _Entry) -> list[Action]:
         if Level.CAPTURED not in entry.reached or Level.REPLICATED in entry.reached or entry.thin:
             return []
+        if self._safest is not None and version < self._safest:
+            return []  # its slots may be overwritten since the newer one is safe
         entry.reached.add(Level.REPLICATED)
+        self._safest = version
         return [Announcement(Kind.REPLICATED, version, "every bundle is sealed in at least two nodes")]
 
     def _try_commit(self, version: Version, entry: _Entry) -> list[Action]:
@@ -479,18 +484,6 @@ class Board:
             self._tables = {name: table for name, table in self._tables.items() if name in live}
             newest = dict(self._layouts.keys())
             self._layouts = {k: v for k, v in self._layouts.items() if k in used or newest[k[0]] == k[1]}
-
-
-def _disagreement(table: Mapping[str, BundleRef], layouts: Mapping[int, RankLayout]) -> str:
-    """What is wrong if a rank lacks a bundle that others share with it, or has it otherwise; else nothing.
-
-    For instance one rank's optimizer has state already and its twin's has not.
-    """
-    listed = Counter((ref.bundle_id, ref.fingerprint) for layout in layouts.values() for ref in layout.bundles)
-    for bundle_id, ref in sorted(table.items()):
-        if listed[bundle_id, ref.fingerprint] != len(ref.ranks):
-            return f"the {len(ref.ranks)} ranks of bundle {bundle_id} do not all have it, or not as the same tensors"
-    return ""
 
 
 def _ids(report: RankReport) -> set[str]:

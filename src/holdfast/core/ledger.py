@@ -34,6 +34,8 @@ class _Local:
     reports: dict[int, RankReport] = field(default_factory=dict)
     sent: bool = False
     replicas: set[str] = field(default_factory=set)
+    dropping: bool = False
+    dropped: bool = False
     parts: dict[str, PartReport] = field(default_factory=dict)
     due: bool = False
     persist_told: bool = False
@@ -54,6 +56,7 @@ class Reports:
         heard: versions that are known to be captured: the newest, and those on their way to storage.
         failures, at_work: of writing to storage; said once, and not again to a new coordinator.
         examined: copies of bundles whose twins differ; said once as well.
+        dropped: versions whose copies here are to count no more; until DROPPED answers they stay as they are.
     """
 
     layouts: tuple[RankLayout, ...] = ()
@@ -66,6 +69,7 @@ class Reports:
     failures: tuple[WriteFailure, ...] = ()
     at_work: tuple[Version, ...] = ()
     examined: tuple[Examined, ...] = ()
+    dropped: tuple[Version, ...] = ()
 
 
 class NodeLedger:
@@ -86,6 +90,7 @@ class NodeLedger:
         self._replicate: dict[str, tuple[tuple[int, int, BundleRef], ...]] = {}
         self._begun: dict[int, tuple[Version, ...]] = {}
         self._resumed = False
+        self._origin: Version | None = None
 
     @property
     def knowledge(self) -> Knowledge:
@@ -96,7 +101,7 @@ class NodeLedger:
     def resume(self, version: Version | None) -> None:
         """Every rank loaded `version` (None: a fresh start); it is protected like a captured one from here on."""
         self._lineage = self._lineage.with_(self.incarnation, version)
-        self._captured = version
+        self._captured = self._origin = version
         self._resumed = True
 
     def register(self, layout: RankLayout) -> None:
@@ -196,6 +201,8 @@ class NodeLedger:
         if news.kind is Kind.PERSIST:
             fresh, local.persist_told = not local.persist_told, True
             return fresh
+        if news.kind is Kind.DROPPED:
+            return self._told_dropped(news)
         level = _LEVELS[news.kind]
         if level in local.reached:
             return False
@@ -208,6 +215,45 @@ class NodeLedger:
             self._captured = news.version
         self._forget(besides=news.version)
         return True
+
+    def _told_dropped(self, news: Announcement) -> bool:
+        local, fresh = self._local(news.version), False
+        if news.node == self.node:
+            fresh, local.dropped = not local.dropped, True
+        if news.lost:  # older ones were free to go since this one was in two nodes
+            for version, other in self._versions.items():
+                if version <= news.version and Level.REPLICATED in other.reached:
+                    other.reached -= {Level.REPLICATED}
+                    fresh = True
+            local.reason = news.reason
+        return fresh
+
+    def awaits_copies(self, version: Version) -> bool:
+        """Whether nothing newer than it is known to be in two nodes, so that the loss of a node would need it."""
+        local = self._versions.get(version)
+        if (local is not None and local.abandoned) or not self._lineage.is_live(version):
+            return False
+        safe = self.newest(Level.REPLICATED) or self._origin
+        return safe is None or version >= safe
+
+    def give_up_copies(self, version: Version) -> Decision[bool]:
+        """Whether copies of a version that is awaited may be overwritten all the same; asked where waiting has to end.
+
+        The coordinator must count them no more before: it may be about to call the version replicated. True once it
+        has said so (DROPPED). The reason is not empty if it has to be asked now (`Reports.dropped`).
+        """
+        if version.incarnation != self.incarnation:
+            return Decision(True, "")  # no coordinator counts its copies
+        if self._captured is None or version >= self._captured:
+            return Decision(False, "")  # rule 4 of the guard keeps it whatever happens
+        local = self._local(version)
+        asked, local.dropping = local.dropping, True
+        return Decision(local.dropped, "" if asked else f"{version} waits too long for its second copy")
+
+    def counts(self, version: Version) -> bool:
+        """Whether the coordinator counts replicas of it here."""
+        local = self._versions.get(version)
+        return local is not None and bool(local.replicas)
 
     def learn_table(self, layout: str, table: Sequence[BundleRef]) -> None:
         """Every bundle of the job under `layout`."""
@@ -286,6 +332,7 @@ class NodeLedger:
             replicas=tuple((v, tuple(sorted(local.replicas))) for v, local in items if local.replicas),
             due=tuple(v for v, local in items if local.due),
             parts=tuple(part for _, local in items for _, part in sorted(local.parts.items())),
+            dropped=tuple(v for v, local in items if local.dropping),
             heard=tuple(self._heard(v, local) for v, local in items if self._is_worth_telling(v, local)),
         )
 

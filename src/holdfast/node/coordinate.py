@@ -45,7 +45,7 @@ class Coordinator:
         self._board = Board(assembly.topology)
         self._diary = Diary()
         self._followers: dict[int, _Follower] = {}
-        self._history: OrderedDict[tuple[Version, Kind], Announcement] = OrderedDict()
+        self._history: OrderedDict[tuple[Version, Kind, int], Announcement] = OrderedDict()
         self._newest: Version | None = None  # captured
         self._absent: set[int] = set()
         self._changed_s = time.monotonic()
@@ -65,6 +65,10 @@ class Coordinator:
         self._carry_out(self._board.sealed(reports.sealed))
         for version, rank, reason in reports.abandoned:
             self._carry_out(self._board.abandoned(version, rank, reason))
+        for (
+            version
+        ) in reports.dropped:  # first: what a new coordinator is told at once must not be counted for a moment
+            self._carry_out(self._board.dropped(node, version))
         for version, bundle_ids in reports.replicas:
             self._carry_out(self._board.replicated(version, node, bundle_ids))
         self._carry_out(self._board.due(reports.due))
@@ -124,7 +128,7 @@ class Coordinator:
         if announcement.kind in OF_WRITING:
             self._pass_on(announcement)
             return
-        self._history[announcement.version, announcement.kind] = announcement
+        self._history[announcement.version, announcement.kind, announcement.node] = announcement
         if announcement.kind is Kind.CAPTURED:
             self._newest = max(self._newest or announcement.version, announcement.version)
         while len(self._history) > MAX_HISTORY:

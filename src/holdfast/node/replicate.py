@@ -2,7 +2,8 @@
 
 One puller per source node, so that a slow one delays nobody else. Newest wins: of versions that wait only the newest
 is pulled. Two replica slots per source rank; the one that holds the newest replicated version is never written, so a
-node that dies in the middle of a transfer costs one version at most. A replica counts when every digest matched.
+node that dies in the middle of a transfer costs one version at most. A replica counts when every digest matched, and
+one that counts is not overwritten before a newer version is replicated, or the coordinator has said DROPPED.
 
 After a restore the version that all resumed from has lost a copy with every node that was lost. `refill` asks what all
 keepers hold, and pulls what this node is to keep a second copy of, without waiting for the next version.
@@ -36,7 +37,13 @@ logger = logging.getLogger(__name__)
 NUM_REPLICA_SLOTS = 2
 # Captured versions whose time is remembered for the lag.
 MAX_WATCHED = 64
+# How long a replica that stands is kept for other nodes that still pull theirs of the same version.
+GRACE_S = 1.0
 _PIN = "receiving"
+
+
+class _NotYet(KeeperLost):
+    """No replica slot may be overwritten yet. Not a fault: the pull is repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,7 @@ class Replicator:
         self._unfilled: Version | None = None
         self._filler: Worker[Version] = Worker("holdfast refill", self._refill, self._fault("refill"))
         self._captured_s: dict[Version, float] = {}
+        self._in_the_way: dict[Version, float] = {}
         self._last = (0, 0.0)
         self._pulled_bytes = 0
         self._stopping = False
@@ -141,6 +149,7 @@ class Replicator:
         """Drops what waits, and what is to be pulled again: the job it is for is over. Under the state's lock."""
         self._failed, self._filled, self._unfilled = {}, None, None
         self._captured_s.clear()
+        self._in_the_way.clear()
         self._filler.clear()
         for puller in self._pullers.values():
             puller.clear()
@@ -196,12 +205,14 @@ class Replicator:
                 size = sum(self._pull_rank(peer, version, rank, refs) for rank, refs in pull.wanted.items())
             finally:
                 peer.close()
+        except _NotYet as error:
+            logger.info("%s waits: %s", version, error.what)
+            self._try_again(home, pull)
+            return
         except HoldfastError as error:
             # The version stays at its level until a pull succeeds.
             state.alarm(f"replica of node {home}", f"no replica of {version}: {error}")
-            with state.lock:
-                if self._pullers[home].is_last:
-                    self._failed[home] = pull
+            self._try_again(home, pull)
             return
         state.calm(f"replica of node {home}")
         state.replicated(version, pull.bundle_ids)
@@ -209,6 +220,11 @@ class Replicator:
         self._last, self._pulled_bytes = (size, seconds), self._pulled_bytes + size
         self._events.emit("node.replicated", version=str(version), home=home, size_bytes=size, seconds=seconds)
         self._events.count("replicated_bytes", size)
+
+    def _try_again(self, home: int, pull: _Pull) -> None:
+        with self._state.lock:
+            if self._pullers[home].is_last:
+                self._failed[home] = pull
 
     def _is_over(self, assembly: Assembly) -> bool:
         now = self._state.assembly
@@ -259,7 +275,7 @@ class Replicator:
         if chosen is not None:
             arena.drop(chosen)  # outgrown
         elif len(held_slots) >= NUM_REPLICA_SLOTS:
-            raise KeeperLost(f"no replica slot of rank {rank} is free: {decision.reason}")
+            raise _NotYet(f"no replica slot of rank {rank} is free: {decision.reason}")
         return None
 
     def _claim(self, held: Held, version: Version) -> Held:
@@ -268,14 +284,29 @@ class Replicator:
         return held
 
     def _protection(self, views: Sequence[SlotView]) -> Knowledge:
-        """Only the newest replicated version is protected; half-replicated newer ones help nobody."""
+        """The newest replicated version is protected, and replicas that count; half-made newer ones help nobody."""
         ledger = self._state.need_ledger()
         newest = ledger.newest(Level.REPLICATED) or self._state.resumed
         sealed = [view.version for view in views if view.version is not None and view.state is SlotState.SEALED]
         if newest not in sealed:
             newest = max(sealed, default=None)
-        useless = frozenset(view.version for view in views if view.version is not None and view.version != newest)
-        return Knowledge(newest, useless | ledger.knowledge.abandoned, ledger.knowledge.lineage)
+        kept = {v for v in sealed if v != newest and self._counted(v)} | ({newest} if newest else set())
+        useless = frozenset(view.version for view in views if view.version is not None and view.version not in kept)
+        return Knowledge(min(kept, default=None), useless | ledger.knowledge.abandoned, ledger.knowledge.lineage)
+
+    def _counted(self, version: Version) -> bool:
+        """Whether a replica that stands must stay: it may be what the last holder is waiting for to call it replicated.
+
+        If that does not come, the coordinator is asked to count it no more. Under the state's lock.
+        """
+        ledger = self._state.need_ledger()
+        if not ledger.counts(version) or not ledger.awaits_copies(version):
+            self._in_the_way.pop(version, None)
+            return False
+        since = self._in_the_way.setdefault(version, time.monotonic())
+        while len(self._in_the_way) > MAX_WATCHED:
+            del self._in_the_way[min(self._in_the_way)]
+        return time.monotonic() - since < GRACE_S or not self._state.may_drop(version)
 
 
 def to_refill(

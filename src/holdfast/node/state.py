@@ -118,22 +118,24 @@ class NodeState:
         """Whether nothing newer than its version is known to be in two nodes, in a job that has two."""
         # Seen as the guard sees it: what all failed its digest is worth nothing and must not lock a slot.
         ledger, version = self.ledger, held.view.version
-        if ledger is None or version is None or len(ledger.topology.nodes) < 2:
-            return False
-        knowledge = ledger.knowledge
-        if version in knowledge.abandoned or not knowledge.lineage.is_live(version):
-            return False
-        safe = ledger.newest(Level.REPLICATED) or self._resumed
-        if safe is not None and version < safe:
+        if ledger is None or version is None or len(ledger.topology.nodes) < 2 or not ledger.awaits_copies(version):
             return False
         if self._patience.lasts(time.monotonic()):
             return True
         self.alarm(
             "replication",
-            f"{knowledge.captured} has no second copy after {self._patience.limit_s:.0f} s; until replication catches "
-            "up the loss of a node may cost everything since the last durable version",
+            f"{ledger.knowledge.captured} has no second copy after {self._patience.limit_s:.0f} s; until replication "
+            "catches up the loss of a node may cost everything since the last durable version",
         )
-        return False
+        return not self.may_drop(version)
+
+    def may_drop(self, version: Version) -> bool:
+        """Whether copies that are awaited may be overwritten; the coordinator is asked the first time."""
+        decision = self.need_ledger().give_up_copies(version)
+        if decision.reason:
+            logger.info("%s: its copies here are to count no more", decision.reason)
+            self.outlets.report(Reports(dropped=(version,)))
+        return decision.value
 
     def need_ledger(self) -> NodeLedger:
         """The ledger.

@@ -2,11 +2,12 @@
 
 `check(Bounds(...))` visits every world that a small job can get into (testing.model_world) and judges each:
 
-  S1   what was called captured is found again when all ranks come back
+  S1   what was called captured is found again when all ranks come back, and with `replicas` what is called replicated
+       is in two nodes at every moment
   S4   dead lineage is never chosen
   S5   no slot is given away while its bytes are being persisted
   S6   the newest complete version has a sealed copy of every shard, at every moment
-  S13  nothing is called captured that is not
+  S13  nothing is called captured, or replicated, that is not
   V1   from every world saves become possible again once all messages have arrived: no slot is locked for ever
 
 The answer is how many worlds there were, and the shortest story that breaks a promise, if there is one. It runs the
@@ -18,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.core.slots import SlotState
+from holdfast.testing import model_copies
 from holdfast.testing.model_state import Bounds, Broken, World
 from holdfast.testing.model_world import Job
 
@@ -138,6 +140,8 @@ class Explorer:
                     world = job.hear(world, node)
                 while any(slot.pins for rank in job.topology.ranks_on(node) for slot in world.slots[rank]):
                     world = job.persisted(world, node)
+            if job.bounds.replicas:
+                world = model_copies.arrive(job, world)
             if world == before:
                 return world
 

@@ -43,6 +43,8 @@ class Bounds:
         keeper_deaths: how often a keeper dies; its trainers hand the slots to the next one.
         overlap: a rank may begin a version while its last one is still on the way to a seal.
         late_home: announcements reach even the coordinator's own node late.
+        replicas: every rank's state is copied to the next node; what nodes say of copies reaches the coordinator late.
+        impatience: how often a node stops waiting for second copies.
     """
 
     node_of: tuple[int, ...] = (0, 1)
@@ -55,6 +57,8 @@ class Bounds:
     keeper_deaths: int = 0
     overlap: bool = False
     late_home: bool = False
+    replicas: bool = False
+    impatience: int = 0
 
 
 class Left(NamedTuple):
@@ -64,10 +68,12 @@ class Left(NamedTuple):
     failures: int
     trainer_deaths: int
     keeper_deaths: int
+    impatience: int
 
 
 class World(NamedTuple):
-    """The job at one moment. Per node: ledgers, inboxes, joined, tables. Per rank: slots, steps, alive.
+    """The job at one moment. Per node: ledgers, inboxes, joined, tables, copies, untold, patient.
+    Per rank: slots, steps, alive.
 
     Attributes:
         ledgers, board: numbers in `Cells`.
@@ -76,6 +82,10 @@ class World(NamedTuple):
         steps: the last step that the rank saved or let go.
         tables: versions whose list of bundles the keeper knows.
         resumed: incarnation and what it came back from, for each.
+        copies: (rank, version) of the replicas that stand.
+        untold: what was said of copies and has not reached the coordinator: ("replicated" or "dropped", version).
+        patient: whether the node waits for second copies.
+        safest: the newest version that is called replicated.
         complete: the newest version that all ranks held sealed at one moment.
         acked: the newest version that some trainer was told to be captured.
         living: versions that descend from no rolled-back step.
@@ -91,6 +101,10 @@ class World(NamedTuple):
     alive: tuple[bool, ...]
     tables: tuple[frozenset[Version], ...]
     resumed: tuple[tuple[int, Version | None], ...]
+    copies: tuple[frozenset[tuple[int, Version]], ...]
+    untold: tuple[tuple[tuple[str, Version], ...], ...]
+    patient: tuple[bool, ...]
+    safest: Version | None
     complete: Version | None
     acked: Version | None
     living: frozenset[Version]

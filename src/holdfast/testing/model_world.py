@@ -20,6 +20,7 @@ from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, RankLayout, Seal, Topology, Version
 from holdfast.core.recovery import Facts, MemoryCopy
 from holdfast.core.slots import SlotState, SlotView
+from holdfast.testing import model_copies
 from holdfast.testing.model_state import Bounds, Broken, Cells, Left, World
 
 Move = tuple[str, Callable[[], World]]
@@ -61,10 +62,14 @@ class Job:
             alive=(True,) * len(self.ranks),
             tables=(frozenset(),) * num_nodes,
             resumed=(),
+            copies=(frozenset(),) * num_nodes,
+            untold=((),) * num_nodes,
+            patient=(True,) * num_nodes,
+            safest=None,
             complete=None,
             acked=None,
             living=frozenset(),
-            left=Left(bounds.skips, bounds.failures, bounds.trainer_deaths, bounds.keeper_deaths),
+            left=Left(bounds.skips, bounds.failures, bounds.trainer_deaths, bounds.keeper_deaths, bounds.impatience),
         )
         return self._begin_incarnation(nothing, None)
 
@@ -84,6 +89,8 @@ class Job:
                 yield f"node {node} joins", partial(self.join, world, node)
             if any(slot.pins for rank in ranks for slot in world.slots[rank]):
                 yield f"node {node} has persisted", partial(self.persisted, world, node)
+            if self.bounds.replicas:
+                yield from model_copies.moves(self, world, node)
             # With its last trainer a keeper's memory dies too: that is a lost node, not a lost keeper.
             if world.left.keeper_deaths and all(world.alive[rank] for rank in ranks):
                 yield f"keeper {node} dies", partial(self.keeper_dies, world, node)
@@ -108,13 +115,14 @@ class Job:
     def save(self, world: World, rank: int, step: int) -> World:
         """The rank begins a version, or gives it up because no slot comes free in time."""
         node, version = self.topology.node_of[rank], Version(self._incarnation(world), step)
-        world, decision = self._ask(world, node, "begin", rank, version, world.slots[rank])
+        world, shown = model_copies.shown(self, world, node, world.slots[rank])
+        world, decision = self.ask(world, node, "begin", rank, version, shown)
         if decision.value is None:
             return self._abandon(world._replace(steps=_put(world.steps, rank, step)), rank, version)
         if world.slots[rank][decision.value].pins:
             raise Broken("S5", f"rank {rank} may overwrite slot {decision.value} while its bytes are being written")
         slot = SlotView(decision.value, SlotState.WRITING, version)
-        return self._checked(self._with_slot(world, rank, slot)._replace(steps=_put(world.steps, rank, step)))
+        return self.checked(self._with_slot(world, rank, slot)._replace(steps=_put(world.steps, rank, step)))
 
     def skip(self, world: World, rank: int, step: int) -> World:
         """The rank leaves the version out and tells nobody."""
@@ -133,7 +141,7 @@ class Job:
         every = self.bounds.durable_every
         durable = every > 0 and version.step % every == 0
         node = self.topology.node_of[rank]
-        world, reports = self._ask(world, node, "seal", rank, version, _seals(rank, version), durable=durable)
+        world, reports = self.ask(world, node, "seal", rank, version, _seals(rank, version), durable=durable)
         return self._report(world, node, Reports(sealed=reports))
 
     def fail(self, world: World, rank: int) -> World:
@@ -148,7 +156,7 @@ class Job:
 
     def _abandon(self, world: World, rank: int, version: Version) -> World:
         node = self.topology.node_of[rank]
-        world, told = self._ask(world, node, "abandon", rank, version, "no luck")
+        world, told = self.ask(world, node, "abandon", rank, version, "no luck")
         return self._report(world, node, Reports(abandoned=(told,))) if told else world
 
     # --- messages
@@ -159,21 +167,22 @@ class Job:
             return world
         for layout in reports.layouts:
             world = world._replace(board=self.cells.call(world.board, "register", layout)[0])
-        world = self._conclude(world, "heard", reports.heard)
-        world = self._conclude(world, "sealed", reports.sealed)
+        world = self.conclude(world, "heard", reports.heard)
+        world = self.conclude(world, "sealed", reports.sealed)
         for fact in reports.abandoned:
-            world = self._conclude(world, "abandoned", *fact)
-        world = self._conclude(world, "due", reports.due)
+            world = self.conclude(world, "abandoned", *fact)
+        world = self.conclude(world, "due", reports.due)
         for part in reports.parts:
-            world = self._conclude(world, "written", part)
+            world = self.conclude(world, "written", part)
         return world
 
-    def _conclude(self, world: World, method: str, *facts: Any) -> World:
+    def conclude(self, world: World, method: str, *facts: Any) -> World:
+        """What the coordinator makes of facts: its board, and what it announces."""
         board, actions = self.cells.call(world.board, method, *facts)
         world = world._replace(board=board)
         for action in actions:
             if isinstance(action, CommitOrder):
-                world = self._conclude(world, "committed", action.version)
+                world = self.conclude(world, "committed", action.version)
             elif action.kind not in OF_WRITING:  # who writes when is not modelled: bytes reach storage or they do not
                 world = self._announce(world, action)
         return world
@@ -181,7 +190,9 @@ class Job:
     def _announce(self, world: World, news: Announcement) -> World:
         if news.kind is Kind.CAPTURED and (world.complete is None or news.version > world.complete):
             raise Broken("S13", f"{news.version} is called captured, and no rank's copy of it need exist")
-        history = (*(old for old in world.history if (old.version, old.kind) != (news.version, news.kind)), news)
+        world = model_copies.announced(self, world, news)
+        same = (news.version, news.kind, news.node)
+        history = (*(old for old in world.history if (old.version, old.kind, old.node) != same), news)
         inboxes = ((*box, news) if here else box for box, here in zip(world.inboxes, world.joined, strict=True))
         world = world._replace(history=history, inboxes=tuple(inboxes))
         return world if self.bounds.late_home or not world.joined[0] else self.hear(world, 0)
@@ -190,7 +201,7 @@ class Job:
         """The node's oldest message arrives."""
         news, *later = world.inboxes[node]
         world = world._replace(inboxes=_put(world.inboxes, node, tuple(later)))
-        world, fresh = self._ask(world, node, "told", news)
+        world, fresh = self.ask(world, node, "told", news)
         if fresh and news.kind is Kind.CAPTURED:
             tables = _put(world.tables, node, world.tables[node] | {news.version})
             world = world._replace(acked=max(world.acked or news.version, news.version), tables=tables)
@@ -199,7 +210,7 @@ class Job:
                 for slot in world.slots[rank]:
                     if slot.version == news.version and slot.state is SlotState.SEALED:
                         world = self._with_slot(world, rank, SlotView(slot.index, slot.state, slot.version, 1))
-        return self._checked(world)
+        return self.checked(world)
 
     def persisted(self, world: World, node: int) -> World:
         """The oldest version that the node was writing is in storage."""
@@ -212,15 +223,20 @@ class Job:
         if version.incarnation != self._incarnation(world):
             return world
         part = PartReport(version, node, f"part-{node}", 1, "d", tuple(f"b{rank}" for rank in ranks))
-        world, _ = self._ask(world, node, "wrote", part)
+        world, _ = self.ask(world, node, "wrote", part)
         return self._report(world, node, Reports(parts=(part,)))
 
     def join(self, world: World, node: int) -> World:
         """The keeper finds the coordinator: tells all it knows, and is told all that was announced."""
         joined = world._replace(joined=_put(world.joined, node, True))
-        joined = joined._replace(inboxes=_put(joined.inboxes, node, world.history))
-        _, reports = self._ask(world, node, "reports")
-        return self._report(joined, node, reports)
+        joined = joined._replace(inboxes=_put(joined.inboxes, node, world.history), untold=_put(world.untold, node, ()))
+        _, reports = self.ask(world, node, "reports")
+        joined = self._report(joined, node, reports)
+        for version in reports.dropped:
+            joined = self.conclude(joined, "dropped", node, version)
+        for version, bundle_ids in reports.replicas:
+            joined = self.conclude(joined, "replicated", version, node, bundle_ids)
+        return joined
 
     # --- deaths
 
@@ -243,11 +259,15 @@ class Job:
             inboxes=_put(world.inboxes, node, ()),
             joined=_put(world.joined, node, False),
             tables=_put(world.tables, node, frozenset()),
+            copies=_put(world.copies, node, frozenset()),
+            untold=_put(world.untold, node, ()),
+            patient=_put(world.patient, node, True),
+            safest=None,  # a death that the level is there to survive: it may have taken a copy
         )
         for rank in ranks:
             for version in sorted(slot.version for slot in world.slots[rank] if slot.version is not None):
                 layout, seals = self._layouts[rank].fingerprint, _seals(rank, version)
-                world, _ = self._ask(world, node, "adopt", rank, version, seals, layout=layout, durable=False)
+                world, _ = self.ask(world, node, "adopt", rank, version, seals, layout=layout, durable=False)
         for rank, version in lost:
             world = self._abandon(world, rank, version)
         if node == 0:  # the coordinator's: its board is lost, every node has to find the next one
@@ -255,7 +275,7 @@ class Job:
             nobody, nothing = (False,) * len(self.nodes), ((),) * len(self.nodes)
             world = world._replace(board=board, history=(), joined=nobody, inboxes=nothing)
             world = self.join(world, 0)
-        return self._checked(world)
+        return self.checked(world)
 
     def recover(self, world: World) -> World:
         """All ranks start anew from what core.recovery chooses in memory."""
@@ -290,6 +310,9 @@ class Job:
             steps=(version.step if version else 0,) * len(self.ranks),
             alive=(True,) * len(self.ranks),
             resumed=(*world.resumed, (number, version)),
+            untold=((),) * len(self.nodes),
+            patient=(True,) * len(self.nodes),
+            safest=None,
             complete=version,
             acked=version,
             living=living,
@@ -310,15 +333,16 @@ class Job:
 
     # --- small things
 
-    def _checked(self, world: World) -> World:
+    def checked(self, world: World) -> World:
         """S6, after every event that can take a copy away."""
         if world.complete is not None:
             lost = [rank for rank in self.ranks if not _holds(world.slots[rank], world.complete)]
             if lost:
                 raise Broken("S6", f"{world.complete} is the newest complete version; rank {lost[0]} lost its copy")
+        model_copies.check(self, world)
         return world
 
-    def _ask(self, world: World, node: int, method: str, *args: Any, **more: Any) -> tuple[World, Any]:
+    def ask(self, world: World, node: int, method: str, *args: Any, **more: Any) -> tuple[World, Any]:
         ledger, answer = self.cells.call(world.ledgers[node], method, *args, **more)
         return world._replace(ledgers=_put(world.ledgers, node, ledger)), answer
 

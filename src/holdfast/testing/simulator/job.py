@@ -122,6 +122,7 @@ class Job:
             self._abandon(keeper, rank, version, "the save before is not finished")
             return
         decision = ledger.begin(rank, version, keeper.views(rank, self.clock.now_s))
+        self._give_up_copies(keeper)
         if decision.value is None:
             if self.clock.now_s >= deadline or "abandoned" in decision.reason:
                 self._abandon(keeper, rank, version, decision.reason)
@@ -134,7 +135,6 @@ class Job:
         held.view = SlotView(decision.value, SlotState.WRITING, version)
         held.seals, held.content = {}, {}
         held.durable = version.step % DURABLE_EVERY == DURABLE_EVERY - 1
-        self.observer.lapsed |= any(k.patience_lapsed for k in self.keepers)
         self.observer.check_kept(self.keepers)
         life = keeper.life
         self.clock.after(self.clock.chance.uniform(0.03, 0.3), lambda: self._seal(attempt, life, rank, version, held))
@@ -202,6 +202,8 @@ class Job:
         self.carry_out(keeper, board.sealed(facts.sealed))
         for fact in facts.abandoned:
             self.carry_out(keeper, board.abandoned(*fact))
+        for version in facts.dropped:
+            self.carry_out(keeper, board.dropped(node, version))
         for version, bundle_ids in facts.replicas:
             self.carry_out(keeper, board.replicated(version, node, bundle_ids))
         self.carry_out(keeper, board.due(facts.due))
@@ -232,6 +234,11 @@ class Job:
         for node in sorted(keeper.desk.followers):
             self._tell(keeper, self.keepers[node], news)
 
+    def _give_up_copies(self, keeper: Keeper) -> None:
+        """Those that the guard would like to overwrite: the coordinator is asked."""
+        asked, keeper.dropping = tuple(keeper.dropping), []
+        self.report(keeper, Reports(dropped=asked))
+
     def _tell(self, desk: Keeper, keeper: Keeper, news: Announcement) -> None:
         assert desk.desk is not None
         table = desk.desk.board.table(news.layout) if news.layout else ()
@@ -249,7 +256,9 @@ class Job:
         self.network.send(desk.node, keeper.node, arrive, lost)
 
     def _hear(self, keeper: Keeper, news: Announcement, table: tuple[BundleRef, ...]) -> None:
-        if news.kind not in OF_WRITING and not keeper.take(news, table, self.clock.now_s):
+        fresh = news.kind in OF_WRITING or keeper.take(news, table, self.clock.now_s)
+        self._give_up_copies(keeper)
+        if not fresh:
             return
         if any(self.alive[rank] for rank in keeper.ranks):
             self.observer.told(news)

@@ -65,7 +65,7 @@ class Keeper:
         self.ledger: NodeLedger | None = None
         self.resumed: Version | None = None
         self.patience = Patience()
-        self.patience_lapsed = False
+        self.dropping: list[Version] = []
         self.follows: tuple[int, int] | None = None  # node and life of the coordinator
         self.desk: Desk | None = None
         self.line = Line(node)
@@ -113,20 +113,12 @@ class Keeper:
         """Versions that nothing newer in two nodes makes superfluous, while there is patience."""
         if self.ledger is None or len(self.topology.nodes) < 2:
             return set()
-        knowledge = self.ledger.knowledge
-        safe = self.ledger.newest(Level.REPLICATED) or self.resumed
-        found: set[Version | None] = {
-            version
-            for version in versions
-            if version is not None
-            and version not in knowledge.abandoned
-            and not (safe is not None and version < safe)
-            and knowledge.lineage.is_live(version)
-        }
-        if found and not self.patience.lasts(now_s):
-            self.patience_lapsed = True
-            return set()
-        return found
+        found = {version for version in versions if version is not None and self.ledger.awaits_copies(version)}
+        if not found or self.patience.lasts(now_s):
+            return {*found}
+        decisions = {version: self.ledger.give_up_copies(version) for version in sorted(found)}
+        self.dropping += [version for version, decision in decisions.items() if decision.reason]
+        return {version for version, decision in decisions.items() if not decision.value}
 
     def find(self, rank: int, version: Version, state: SlotState = SlotState.SEALED) -> Held | None:
         """The slot in which a rank holds a version."""

@@ -28,6 +28,7 @@ class Observer:
         state: (version, bundle) -> digest of the state at the save.
         acked: per level the newest version that was announced since the last recovery.
         spoiled: versions in which a twin's bytes were wrong at the save.
+        thin: the newest version that was called replicated and then, by word of the coordinator, no more.
         living: versions that descend from no rolled-back step.
         lost: nodes whose memory was lost since the last recovery; `renewed`: those whose keeper died.
     """
@@ -44,7 +45,7 @@ class Observer:
     renewed: set[int] = field(default_factory=set)
     flipped: bool = False
     complete: Version | None = None
-    lapsed: bool = False
+    thin: Version | None = None
 
     def saves(self, version: Version, ref: BundleRef) -> str:
         """The digest of a bundle's state at the save."""
@@ -78,6 +79,10 @@ class Observer:
             thin = [r.bundle_id for r in self.table if len(self.nodes_of.get((version, r.bundle_id), set())) < 2]
             if thin:
                 raise Violation("S13", f"{version} is called replicated; {thin[0]} was never in two nodes")
+        if news.kind is Kind.DROPPED and news.lost:
+            self.thin = max(self.thin or version, version)
+            if version >= self.acked.get(Level.REPLICATED, version):
+                self.acked.pop(Level.REPLICATED, None)
         if news.kind is Kind.DURABLE:
             superfluous = version in storage.removed and sum(v > version for v in storage.manifests) >= 2
             if version not in storage.manifests and not superfluous:
@@ -88,6 +93,8 @@ class Observer:
     def told(self, news: Announcement) -> None:
         """A keeper whose trainer lives has heard it: from here on it is acknowledged."""
         level = {Kind.CAPTURED: Level.CAPTURED, Kind.REPLICATED: Level.REPLICATED}.get(news.kind)
+        if level is Level.REPLICATED and self.thin is not None and news.version <= self.thin:
+            return  # it was told late: it is withdrawn
         if level is not None:
             self._ack(level, news.version)
 
@@ -135,7 +142,7 @@ class Observer:
         if newest is not None and known and not self.lost and not self.flipped:
             floors.append((newest, "captured, and no memory was lost"))
         one = len(self.lost | self.renewed) <= 1
-        if one and not self.lapsed and not self.flipped and Level.REPLICATED in self.acked:
+        if one and not self.flipped and Level.REPLICATED in self.acked:
             floors.append((self.acked[Level.REPLICATED], "replicated, and at most one node was lost"))
         if storage.acked is not None and Lineage(dict(storage.resumed)).is_live(storage.acked):
             floors.append((storage.acked, "durable"))
@@ -154,9 +161,7 @@ class Observer:
     def resumes(self, version: Version | None, keepers: Sequence[Keeper]) -> None:
         """A new incarnation trains."""
         self.living = {v for v in self.living if version is not None and v <= version}
-        self.acked, self.lost, self.renewed, self.flipped, self.lapsed = {}, set(), set(), False, False
-        for keeper in keepers:
-            keeper.patience_lapsed = False
+        self.acked, self.lost, self.renewed, self.flipped, self.thin = {}, set(), set(), False, None
         kept = version is not None and self.is_complete(version, keepers) and self._intact(version, keepers)
         self.complete = version if kept else None
         if kept and version is not None:
