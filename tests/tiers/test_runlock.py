@@ -20,7 +20,9 @@ from holdfast.tiers import runlock
 from holdfast.tiers.storage import Storage, open_storage
 
 HOLDER = """
-import os, sys
+import os, socket, sys
+if sys.argv[2] == "elsewhere":
+    socket.gethostname = lambda: "node7"
 from holdfast.base.events import Events
 from holdfast.tiers.storage import open_storage
 store = open_storage(sys.argv[1], Events())
@@ -80,6 +82,27 @@ def test_a_dying_predecessor_is_waited_for(tmp_path: Path) -> None:
         assert 0.2 < time.monotonic() - started < runlock.PREDECESSOR_TIMEOUT_S
         killer.wait(10)
     store.leave()
+
+
+def test_a_dead_machine_is_waited_for_where_a_file_server_keeps_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its lock ends later than anybody waits for a process of this machine; on a local disk nobody waits that long."""
+    root = tmp_path / "root"
+    with holder(root, "elsewhere") as first:
+        second = job(root)
+        with pytest.raises(InUse, match="on node7"):
+            second.occupy("second", timeout_s=0.1)
+        monkeypatch.setattr(runlock, "is_remote", lambda _: True)
+        monkeypatch.setattr(runlock, "REMOTE_LEASE_S", 0.4)
+        with pytest.raises(InUse, match="on node7"):
+            second.occupy("second", timeout_s=0.1)
+        monkeypatch.setattr(runlock, "REMOTE_LEASE_S", 30.0)
+        killer = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -KILL {first.pid}"])
+        second.occupy("second", timeout_s=0.1)
+        killer.wait(10)
+    assert "if that is dead, the file server drops the lock within 30 s" in caplog.text
+    second.leave()
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:

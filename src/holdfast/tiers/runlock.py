@@ -3,7 +3,8 @@
 The process of rank 0 locks `run.lock` (fcntl(2), F_SETLK) before it registers an incarnation, so that a second job is
 refused before it could fence the first. The kernel drops the lock however its process ends, and a forked child (a data
 loader's worker) does not inherit it. Safety does not rest on it: incarnations and create-once files decide. On a file
-system that knows no locks there is none, and that is logged.
+system that knows no locks there is none, and that is logged. A file server keeps the lock of a machine that died until that
+machine's lease is over: where the holder says that it is on another machine, it is waited for so long.
 
 The kernel keeps these locks per process and drops one as soon as the process closes *any* descriptor of the file. So
 a process has one descriptor per file, counted here, and nobody else may open the file. Called by `storage`.
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.base.errors import InUse, StorageError
+from holdfast.tiers.files import is_remote
 from holdfast.tiers.local import translate
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,8 @@ logger = logging.getLogger(__name__)
 LOCK_FILE = "run.lock"
 # A killed process gives its memory back before its locks; one that was told to end saves first.
 PREDECESSOR_TIMEOUT_S = 5.0
+# How long a file server believes in a silent client: 90 s by default (Linux: nfsd(7), nfsv4leasetime), and some margin.
+REMOTE_LEASE_S = 100.0
 # fcntl's own wait knows no deadline.
 POLL_S = 0.05
 
@@ -71,7 +75,7 @@ class RunLock:
 
         Args:
             run_id: written into the file, with process and host, for whoever is refused.
-            timeout_s: how long to wait.
+            timeout_s: how long to wait for a holder on this machine, or where no other machine can reach the root.
 
         Raises:
             InUse: another process has it; says which. StorageError: the file cannot be opened.
@@ -80,11 +84,20 @@ class RunLock:
         if held is not None and held.pid == os.getpid() and self._key == _identity(self._path):
             return
         self.release()  # of a directory that was replaced since
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        patient = False
         while not self._try(run_id):
-            if time.monotonic() >= deadline:
+            waited_s = time.monotonic() - began
+            if waited_s >= timeout_s and not patient and (patient := self._may_be_dead()):
+                logger.warning(
+                    "%s is locked from another machine (%s); if that is dead, the file server drops the lock within %.0f s",
+                    self._path,
+                    _describe(self._words()),
+                    REMOTE_LEASE_S,
+                )
+            if waited_s >= (max(timeout_s, REMOTE_LEASE_S) if patient else timeout_s):
                 raise InUse(
-                    f"another job works on this path: {self._holder()}",
+                    f"another job works on this path: {_describe(self._words())}",
                     where=str(self._path),
                     remedy="stop it, or give this job another path; another run id does not help",
                 )
@@ -142,16 +155,25 @@ class RunLock:
         _held[key] = _Held(fd, os.getpid())
         return True
 
-    def _holder(self) -> str:
-        """Who says in the file that it holds the lock. Not to be asked by a process that has the lock."""
+    def _may_be_dead(self) -> bool:
+        """Whether the kernel of another machine would have to let go of it, on a file system that several reach."""
+        try:
+            words = json.loads(self._words())
+        except (ValueError, RecursionError):
+            return False
+        elsewhere = isinstance(words, dict) and words.get("host") not in (None, socket.gethostname())
+        return elsewhere and is_remote(self._path.parent)
+
+    def _words(self) -> bytes:
+        """What the holder wrote of itself. Not to be asked by a process that has the lock."""
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                return _describe(os.read(fd, _MAX_BYTES))
+                return os.read(fd, _MAX_BYTES)
             finally:
                 os.close(fd)
         except OSError:
-            return "an unknown process"
+            return b""
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
