@@ -230,6 +230,22 @@ def test_every_node_of_a_mesh_writes_about_the_same(nodes: int, per_node: int, s
     assert max(sizes) - min(sizes) <= 2 * largest
 
 
+@CASES
+@given(st.integers(1, 9), st.integers(1, 8), st.integers(1, 400))
+def test_equal_nodes_that_hold_the_same_write_the_same(nodes: int, per_node: int, mib: int) -> None:
+    """DDP over equal nodes: nobody writes a tenth more than the mean, however many pieces of 4 MiB there would be."""
+    assume(mib >= 2 * nodes)
+    world = nodes * per_node
+    topology = Topology(tuple(f"n{i}" for i in range(nodes)), tuple(rank // per_node for rank in range(world)))
+    ranks = tuple(range(world))
+    shard = Shard("w", "F32", (mib * 1024, 256), Extent((0, 0), (mib * 1024, 256)), ranks)
+    written: Counter[int] = Counter()
+    for bundle in bundles.plan_bundles([shard], values_of=(), topology=topology):
+        written[topology.node_of[bundles.representative(bundle)]] += bundle.num_bytes
+    assert sum(written.values()) == mib << 20
+    assert max(written.values()) <= 1.1 * (mib << 20) / nodes
+
+
 # --- lineage
 
 

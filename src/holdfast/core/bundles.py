@@ -18,6 +18,8 @@ from holdfast.core.model import Bundle, BundleRef, Piece, RankLayout, Shard, Top
 # A share below this many bytes is not worth a file of its own; a group is cut finer only as far as the ranks of one
 # node need it to divide the capture among themselves, and a group of a few kilobytes not at all.
 MIN_SHARE_BYTES = 4 << 20
+# Shares may be cut down to this, so that all nodes write the same.
+MIN_EVEN_BYTES = 512 << 10
 # A tensor smaller than this is never cut in two: the header entry would cost more than the balance gains.
 MIN_CUT_BYTES = 256 << 10
 
@@ -31,11 +33,15 @@ def group_shards(shards: Iterable[Shard]) -> dict[tuple[int, ...], list[Shard]]:
 
 
 def num_shares(ranks: Sequence[int], num_bytes: int, topology: Topology) -> int:
-    """Into how many shares a group's bytes are cut: enough for the fullest node to divide them, never more than ranks."""
+    """Into how many shares a group's bytes are cut: enough for the fullest node to divide them, never more than ranks,
+    and as many for every node as for the others, where these have as many members and shares do not get tiny.
+    """
     if num_bytes < MIN_CUT_BYTES:
         return 1
-    per_node = max(Counter(topology.node_of[rank] for rank in ranks).values())
-    return max(1, min(len(ranks), max(per_node, math.ceil(num_bytes / MIN_SHARE_BYTES))))
+    on_node = Counter(topology.node_of[rank] for rank in ranks).values()
+    count = min(len(ranks), max(*on_node, 1, math.ceil(num_bytes / MIN_SHARE_BYTES)))
+    even = math.ceil(count / len(on_node)) * len(on_node)
+    return even if len(set(on_node)) == 1 and num_bytes >= even * MIN_EVEN_BYTES else count
 
 
 def cut(shards: Sequence[Shard], count: int) -> list[tuple[Piece, ...]]:
