@@ -35,6 +35,11 @@ def test_three_faults_and_the_end_is_bit_equal(tmp_path: Path) -> None:
     assert end["equal"]
     assert end["num_tensors"] > 0
     assert end["num_losses"] >= 48 * 4
+    assert end["timeline"]["fault"] >= 1, "the killed rank, as its launcher saw it; a lost node is where its tracks end"
+    assert end["timeline"]["recovery"] >= 4, "four ranks restored after the last fault"
+    tracks = {json.loads(path.read_text().splitlines()[0])["track"] for path in tmp_path.glob("trace/*")}
+    assert tracks >= {*(f"rank {rank}" for rank in range(4)), *(f"keeper node-{letter}" for letter in "abcde")}
+    assert (tmp_path / "timeline.html").stat().st_size > 10_000
 
 
 def test_an_interrupted_demo_cleans_up(tmp_path: Path) -> None:

@@ -71,6 +71,9 @@ OWN_MEMORY = Promise("slot", frozenset({"slot", "node"}), "the memory of its own
 OTHER_NODE = Promise("peer", frozenset({"slot", "node", "peer"}), "the memory of the other node, no read from storage")
 STORAGE = Promise("storage", frozenset({"storage", "node", "peer"}), "storage")
 
+# What the timeline of the demo must show at least.
+SHOWN = frozenset({"step", "save", "copy", "seal", "replicate", "persist", "fault", "recovery"})
+
 QUICK = Plan(steps=48, faults=(10, 20, 34), durable_every=6)
 
 
@@ -106,6 +109,7 @@ class Demo:
         self.facts = Facts(cluster.home / "facts", WORLD_SIZE)
         self.outcomes: list[Outcome] = []
         self.torchrun_s = 0.0
+        self.timeline: dict[str, Any] = {}
         self._shown_at = 0.0
         self._shown_step = -1
 
@@ -126,6 +130,7 @@ class Demo:
         self.lose_everything()
         self.train(self.facts, self.plan.steps)
         wait_until(lambda: not self.cluster.living(), 15, "all processes of the job, its keepers too, have ended")
+        self.draw()
         return compare(self.facts, self.reference)
 
     def start(self, first: str, second: str) -> None:
@@ -148,6 +153,15 @@ class Demo:
             if time.monotonic() > deadline:
                 raise DemoFailure(f"training stands at step {facts.finished_step()} for too long")
             time.sleep(0.02)
+
+    def draw(self) -> None:
+        """All of it on one axis: what was trained, copied, replicated and stored, what was broken, and what came back."""
+        self.timeline = self.cluster.timeline()
+        missing = SHOWN - set(self.timeline["kinds"])
+        if missing:
+            raise DemoFailure(f"the timeline does not show: {', '.join(sorted(missing))}")
+        page = self.cluster.home / "timeline.html" if self.cluster.keep else "kept with --keep DIR"
+        self.say(f"Timeline of {len(self.timeline['tracks'])} processes, {self.timeline['spans']} spans: {page}")
 
     def measure_torchrun(self) -> None:
         """SIGKILL to one rank of plain torchrun, until all ranks have finished a step again. All start anew, from 0."""
@@ -389,6 +403,7 @@ def _run(options: argparse.Namespace, console: Console, started: float) -> int:
                     "equal": not result.differences,
                     "seconds": seconds,
                     "torchrun_seconds": demo.torchrun_s,
+                    "timeline": demo.timeline.get("kinds", {}),
                     **asdict(result),
                 }
             )

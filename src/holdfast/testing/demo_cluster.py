@@ -7,6 +7,7 @@ else on the machine carries it, so nothing else is ever killed.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 MARK = "HF_DEMO_NODE"
 KEEPER_MODULE = "holdfast.node"
@@ -77,6 +79,7 @@ class Cluster:
         command += ["--nproc-per-node", str(RANKS_PER_NODE), "--max-restarts", "4", "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "demo"]
         command += ["--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=4", "--local-addr", f"127.0.0.{place}"]
+        command += ["--trace", str(self.home / "trace")]
         arguments = [*self._arguments(), "--checkpoints", str(self.checkpoints)]
         self._spawn(node, [*command, "-m", "holdfast.testing.demo_train", *arguments])
 
@@ -132,6 +135,19 @@ class Cluster:
         return subprocess.run(
             argv, capture_output=True, text=True, timeout=60, check=False, env=self._environment("commands")
         )
+
+    def timeline(self) -> dict[str, Any]:
+        """Draws what every rank, keeper and launcher did into `timeline.html`; what is in it, by kind.
+
+        Raises:
+            DemoFailure: `holdfast trace` failed.
+        """
+        where = [str(self.home / "trace"), str(self.runtime / "run")]
+        files = ["--html", str(self.home / "timeline.html"), "--perfetto", str(self.home / "timeline.json")]
+        result = self.command("trace", *where, *files, "--json")
+        if result.returncode:
+            raise DemoFailure(f"no timeline: {result.stdout}{result.stderr}")
+        return dict(json.loads(result.stdout))
 
     def close(self) -> None:
         """Kills what is left and removes the directories, except with `--keep`."""
