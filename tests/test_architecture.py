@@ -352,6 +352,18 @@ def test_a_broad_except_records_the_fault_or_says_why() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_bases_take_a_parameter_in_python_3_10_too() -> None:
+    """What a base class is given in brackets is asked for when the module is loaded, and no type checker runs there."""
+    wrong = [
+        f"{label(path)}:{base.lineno} {ast.unparse(base)}"
+        for path in files()
+        for node in ast.walk(tree(path))
+        for base in (node.bases if isinstance(node, ast.ClassDef) else [])
+        if isinstance(base, ast.Subscript) and ast.unparse(base.value) not in {"Generic", "Protocol"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_no_finaliser() -> None:
     wrong = [f"{label(path)}: {name}" for path in files() for name, _ in functions(path) if name.endswith("__del__")]
     assert not wrong, "\n".join(wrong)

@@ -11,7 +11,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
 
 from holdfast.base.errors import HoldfastError
 from holdfast.base.label import label_process
@@ -140,7 +139,7 @@ def _tell(fd: int, **facts: object) -> bool:
     return True
 
 
-class _BoundedLog(logging.StreamHandler[TextIO]):
+class _BoundedLog(logging.StreamHandler):  # type: ignore[type-arg]  # takes a parameter from Python 3.11 on
     """A log file that starts anew when it is full: nothing may grow with time."""
 
     def emit(self, record: logging.LogRecord) -> None:
