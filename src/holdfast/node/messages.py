@@ -48,7 +48,6 @@ class Assembly:
         keep_last: durable versions kept.
         keep_every, keep_every_s: of so many steps, and of so many seconds, one version is kept; 0 for none.
         lineage: what is recorded of incarnations before this one: (incarnation, version it resumed from).
-        storage: whether the root can be written; if not, nothing is persisted until the next incarnation.
     """
 
     incarnation: int
@@ -60,7 +59,6 @@ class Assembly:
     keep_every: int = 0
     keep_every_s: float = 0.0
     lineage: tuple[tuple[int, Version | None], ...] = ()
-    storage: bool = True
 
 
 @dataclass(frozen=True, slots=True)
