@@ -15,11 +15,12 @@ under HOLDFAST_DISABLE. Tested with transformers 5.23.0 and accelerate 1.15.0; f
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -89,9 +90,21 @@ def wrap(accelerator: Any, root: str | os.PathLike[str], **options: Any) -> Chec
     objects.setdefault("optimizer", _one([_bare(each, "optimizer") for each in accelerator._optimizers]))
     objects.setdefault("scheduler", _one([_bare(each, "scheduler") for each in accelerator._schedulers]))
     objects.setdefault("scaler", accelerator.scaler)
+    # Accelerate remembers models as they were before it wrapped them, so that DDP cannot be seen from here.
+    by_ddp = str(getattr(accelerator.distributed_type, "value", "")).startswith("MULTI_")
+    objects["replicated"] = [*options.get("replicated", ()), *(_parameters(objects["model"]) if by_ddp else ())]
     if accelerator._custom_objects:
         objects.setdefault("custom", list(accelerator._custom_objects))
     return Checkpointer(root, **objects)
+
+
+def _parameters(model: Any) -> Iterator[str]:
+    """Names of parameters that DDP keeps equal, as a Checkpointer names them; models without any are not wrapped."""
+    several = isinstance(model, list)
+    for index, each in enumerate(model if several else [model]):
+        prefix = f"model.{index}" if several else "model"
+        if any(parameter.requires_grad for parameter in each.parameters()):
+            yield from (f"{prefix}.{glob.escape(name)}" for name, _ in each.named_parameters())
 
 
 class _Keeping:
