@@ -1,8 +1,9 @@
 """Two ranks train in many ways and kill themselves in many moments. Not a test itself.
 
-rejoin_worker.py OUT CELL...: a cell is `<strategy>:<phase>`. For each: steps without holdfast as the reference, then the
-same steps with it, in which rank 1 (`restore`: then rank 0 too) gets SIGKILL at step KILL_AT in that phase. Every rank
-writes what it trained, and its process id at every start. As a user's script it knows nothing of being run again; only
+rejoin_worker.py OUT CELL...: a cell is `<strategy>:<phase>` or `<strategy>:<phase>:<every>`. For each: steps without
+holdfast as the reference, then the same steps with it, saved every so many (each one), in which rank 1 (`restore`: then
+rank 0 too) gets SIGKILL at step KILL_AT in that phase; `inside` is within the optimizer's step, `caught` one step later,
+while rank 0 is held within it. Every rank writes what it trained, and its process id at every start. As a user's script it knows nothing of being run again; only
 the test's bookkeeping (what is done already) lies in files.
 """
 
@@ -13,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,6 +63,7 @@ class Job:
             self.model = torch.nn.ModuleDict({name: getattr(self.model, name)})
             self.step = self.stage_step
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer.register_step_post_hook(lambda *_: self.at("inside"))  # before anybody else hears of the end
         # Ranks of one TP group drop out the same units, others their own.
         torch.manual_seed(7 if strategy == "tp" else 7 + self.rank)
 
@@ -112,12 +115,23 @@ class Job:
 def victim(cell: str, phase: str, step: int) -> None:
     """Kills this process if it is its turn; once for each cell and rank."""
     kind = cell.split(":")[1]
+    if kind == "caught":
+        hold(cell, phase, step)
+        kind, step = "forward", step - 1
     wanted = [(1, "forward" if kind == "restore" else kind, KILL_AT)] + [(0, "restored", -1)] * (kind == "restore")
     marker = OUT / f"killed-{cell}-{dist.get_rank()}"
     again = phase != "restored" or (OUT / f"killed-{cell}-1").exists()
     if (dist.get_rank(), phase, step) in wanted and again and not marker.exists():
         marker.touch()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hold(cell: str, phase: str, step: int) -> None:
+    """Rank 0 goes nowhere from here, until the job is interrupted."""
+    marker = OUT / f"held-{cell}"
+    if (dist.get_rank(), phase, step) == (0, "inside", KILL_AT) and not marker.exists():
+        marker.touch()
+        threading.Event().wait()
 
 
 def reference(cell: str, rank: int) -> None:
@@ -135,8 +149,9 @@ def train(cell: str, rank: int) -> None:
     now = {"step": -1}
     job = Job(cell.split(":", maxsplit=1)[0], lambda phase: victim(cell, phase, now["step"]))
     inside = cell.startswith("resumable")  # the model stays, its wrapper does not
+    every = int(cell.split(":")[2]) if cell.count(":") == 2 else 1
     checkpointer = holdfast.Checkpointer(
-        OUT / f"root-{cell.replace(':', '-')}", model=job.model, optimizer=job.optimizer, every=1, durable_every=100,
+        OUT / f"root-{cell.replace(':', '-')}", model=job.model, optimizer=job.optimizer, every=every, durable_every=100,
         replicated=("model*", "optimizer*") if inside else (),
     )  # fmt: skip
     go_on = holdfast.resumable(loop) if cell.startswith("resumable") else loop
@@ -147,7 +162,9 @@ def train(cell: str, rank: int) -> None:
 def loop(cell: str, rank: int, job: Job, checkpointer: holdfast.Checkpointer, now: dict[str, int]) -> None:
     if cell.startswith("resumable"):
         job.wrap()
-    start = checkpointer.restore()
+    # A job's steps have rising numbers; by them the agent knows that a failure comes after progress.
+    before = 120 * sys.argv[2:].index(cell)
+    start = max(0, checkpointer.restore() - before)
     victim(cell, "restored", -1)
     rows: dict[int, str] = {}
     for step in range(start, STEPS):
@@ -155,7 +172,7 @@ def loop(cell: str, rank: int, job: Job, checkpointer: holdfast.Checkpointer, no
         job.step()
         rows[step] = job.digest()
         write(OUT / f"trained-{cell}-{rank}-{os.getpid()}-{start}.json", rows)
-        checkpointer.step(step)
+        checkpointer.step(before + step)
         victim(cell, "save", step)
 
 

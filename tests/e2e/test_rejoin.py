@@ -54,6 +54,29 @@ def test_every_strategy_goes_on_bit_for_bit_and_the_survivor_keeps_its_process(
     assert len((tmp_path / "runs-0").read_text().splitlines()) == 1 + 3
 
 
+def starts(out: Path, cell: str) -> list[int]:
+    """The steps at which rank 0 began, first to last."""
+    return sorted({int(path.stem.rsplit("-", 1)[1]) for path in out.glob(f"trained-{cell}-0-*.json")})
+
+
+def test_from_a_twins_live_state_no_step_is_lost_and_never_from_the_middle_of_an_update(
+    tmp_path: Path, runtime_dir: Path
+) -> None:
+    live = ["resumable:backward:3", "ddp:save:100"]
+    saved = ["ddp:inside:3", "ddp:caught:3"]
+    check(tmp_path, live + saved)
+    assert [starts(tmp_path, cell) for cell in live] == [[0, 4], [0, 5]]
+    assert [starts(tmp_path, cell) for cell in saved] == [[0, 3], [0, 3]]
+    journal = next(runtime_dir.glob("run-*/journal.jsonl")).read_text().splitlines()
+    told = [row for row in map(json.loads, journal) if row["event"] == "incident"]
+    assert [row["steps_lost"] for row in told[:2]] == [0, 0]
+    assert all(row["steps_lost"] in (1, 2) for row in told[2:])  # the step that was interrupted was finished, or not
+    assert told[0]["came_back"] == {"0": "what it still held", "1": "a twin's live state"}
+    assert told[2]["came_back"] == {"0": "its own slot", "1": "its own slot"}
+    assert all(row["kept"] == [0] and set(row["seconds"]) >= {"T1", "T2", "T3"} for row in told)
+    assert ["T0" in row["seconds"] for row in told] == [False, False, True, True]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(560)
 def test_every_strategy_in_every_phase(tmp_path: Path, runtime_dir: Path) -> None:

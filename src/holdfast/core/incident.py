@@ -54,7 +54,7 @@ class Incident:
 
     @property
     def total_s(self) -> float:
-        """From the verdict until training went on."""
+        """From the verdict until training was where it had been."""
         return sum(self.seconds.values())
 
 

@@ -35,10 +35,12 @@ from torch.distributed.elastic.utils.api import macros
 from torch.distributed.launcher.api import LaunchConfig
 
 from holdfast.core.faults import Verdict
-from holdfast.core.ladder import Answer, Failure, Fault, Ladder, Limits, Rung
+from holdfast.core.identity import GUARD_S
+from holdfast.core.ladder import Answer, Failure, Fault, Limits, Rung
 from holdfast.train import assignment, leaving, outside, page
-from holdfast.train.account import Account
+from holdfast.train.cases import Cases, step_of
 from holdfast.train.control import Order
+from holdfast.train.identity import Identity
 from holdfast.train.nursery import Nursery
 from holdfast.train.plain import PlainAgent
 from holdfast.train.processes import Doing, Seat, Workers
@@ -53,9 +55,6 @@ START_S = 300.0
 # How long broken groups may stay unexplained before they are made again: a lost node is known by then.
 HOLD_S = 5.0
 HOLD_ALONE_S = 1.0
-# Without any sign of steps, a job that stayed well for so long has made progress.
-PROGRESS_S = 5.0
-RENEWED_S = 600.0
 SPARE_DELAY_S = 1.0
 EXIT_S = 30.0
 HEARD = {"started": Doing.RUNS, "finished": Doing.FINISHED, "raised": Doing.HOLDS, "failed": Doing.RUNS}
@@ -71,10 +70,17 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How long workers may take to save when the job is told to end, and what the ladder allows."""
+    """How long workers may take to save when the job is told to end, what the ladder allows, and who this node is.
+
+    Attributes:
+        name: of the node; empty: several launchers may share it, and none is asked who it is.
+        guard_s: how long a silent launcher of the same name is waited for.
+    """
 
     grace_s: float
     limits: Limits
+    name: str = ""
+    guard_s: float = GUARD_S
 
 
 class Agent(PlainAgent):
@@ -100,15 +106,16 @@ class Agent(PlainAgent):
         super().__init__(spec, config, grace_s=rules.grace_s)
         self._nursery, self._program, self._num_spares = nursery, program, num_spares
         self._watch, self._rules = watch, rules
-        self._ladder = Ladder(rules.limits)
-        self._account = Account()
-        self._best_step = -1
+        self._cases = Cases(rules.limits)
         self._found: dict[int, Verdict] = {}
-        self._began_at: list[int] = []
         self._node = socket.gethostname()
         self._interval_s = spec.monitor_interval
         if program is not None:
             spec.monitor_interval = 0.0  # the wait is ours: it ends when something happens
+        store = getattr(spec.rdzv_handler, "_store", None)  # of the c10d rendezvous; it outlives the rounds
+        self._identity = (
+            Identity(store, rules.name, guard_s=rules.guard_s) if rules.name and store is not None else None
+        )
         self._workers: Workers | None = None
         self._round: Round | None = None
         self._current = Incarnation(0, 0, 0)
@@ -119,6 +126,11 @@ class Agent(PlainAgent):
         self._mended_at = time.monotonic()
 
     # What torchrun's loop calls.
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        if self._identity is not None:
+            self._identity.claim()
+        super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._program is None:
@@ -144,6 +156,8 @@ class Agent(PlainAgent):
             return super()._monitor_workers(worker_group)
         self._wait()
         now = time.monotonic()
+        if self._identity is not None and not self._identity.holds(now):
+            return self._replaced()
         for seat in self._workers.seats.values():
             self._hear(seat)
         self._obey_watch(now)
@@ -180,6 +194,8 @@ class Agent(PlainAgent):
             seat.line.send("end")  # those that finished wait for this word
         if self._workers is not None:
             self._workers.dismiss_spares()
+        if self._identity is not None:
+            self._identity.leave()
         super()._shutdown(death_sig, *args, **kwargs)
 
     def exit_code_after(self, sigval: signal.Signals) -> int:
@@ -201,6 +217,8 @@ class Agent(PlainAgent):
         if messages is None:
             seat.silent = True
         for message in messages or ():
+            if message["number"] == seat.order and message["op"] == "restored":
+                self._cases.restored(self._worker_group.workers[seat.local_rank].global_rank, message)
             if message["number"] != seat.order or message["op"] not in HEARD:
                 continue  # of an incarnation before, or the greeting
             seat.now(HEARD[message["op"]])
@@ -215,33 +233,26 @@ class Agent(PlainAgent):
         if not dead:
             return None
         first = dead[0]
-        step = self._step_of(first)
-        self._best_step = max(map(self._step_of, self._seats()))  # what has to be passed to count as progress
+        readings = self._readings()
+        step = step_of(page.read(first.page))
         for seat in dead:
             self._note_death(seat)
-        failure = self._failures[first.local_rank]
-        rank = self._worker_group.workers[first.local_rank].global_rank
-        error = first.error or self._why(failure.exitcode)
+        code = self._failures[first.local_rank].exitcode
         ranks = [self._worker_group.workers[seat.local_rank].global_rank for seat in dead]
-        found = self._found.pop(rank, None)
-        failed = Failure(Fault.PROCESS, rank, step, found.reason if found else error, self._node)
-        answer = self._ladder.failed(failed)
+        found = self._found.pop(ranks[0], None)
+        error = found.reason if found else first.error or self._why(code)
+        facts = {
+            "ranks": ranks,
+            "nodes": [self._node],
+            "found_by": "; ".join(found.evidence) if found else self._why(code),
+            "found_s": found.found_after_s if found else 0.0,
+        }
+        failed = Failure(Fault.PROCESS, ranks[0], step, error, self._node)
+        answer = self._cases.judge(failed, time.monotonic(), readings, facts)
         if answer.rung is Rung.REPLACE:
             for seat in dead:
                 self._workers.replace(seat.local_rank, self._recoveries + 1)
-        self._account.found(
-            time.monotonic(),
-            {
-                "ranks": ranks,
-                "nodes": [self._node],
-                "first_error": failed.first_error,
-                "found_by": "; ".join(found.evidence) if found else self._why(failure.exitcode),
-                "found_s": found.found_after_s if found else 0.0,
-                "action": answer.rung.value,
-                "why": answer.reason,
-            },
-        )
-        return self._act(answer, f"rank {rank} ended with {self._why(failure.exitcode)}")
+        return self._act(answer, f"rank {ranks[0]} ended with {self._why(code)}")
 
     def _died(self, seat: Seat) -> bool:
         code = seat.proc.poll()
@@ -271,12 +282,8 @@ class Agent(PlainAgent):
     def _why(self, code: int) -> str:
         return self._watch.why_it_ended(code) if self._watch is not None else _exit_text(code)
 
-    def _step_of(self, seat: Seat) -> int:
-        """The newest step that the worker's beats tell of; -1 if they tell nothing."""
-        if seat.page < 0:
-            return -1
-        seen = page.read(seat.page)
-        return seen.beat.step if seen.pid and seen.beat.step else -1
+    def _readings(self) -> list[page.Reading]:
+        return [page.read(seat.page) for seat in self._seats() if seat.page >= 0]
 
     def _obey_watch(self, now: float) -> None:
         """What is stuck gets SIGKILL; what follows is the way of a dead process."""
@@ -299,15 +306,15 @@ class Agent(PlainAgent):
         if not holding or self._round.wanted(self._current.number + 1):
             return None
         if lost is not None:
-            answer = self._ladder.failed(
-                Failure(Fault.NODE, node=f"node of group rank {lost}", first_error="no sign of life")
-            )
+            failure = Failure(Fault.NODE, node=f"node of group rank {lost}", first_error="no sign of life")
+            answer = self._cases.judge(failure, now, self._readings(), {"nodes": [failure.node]})
             return self._act(answer, f"the agent of group rank {lost} is silent and its peers' groups broke")
         first = min(holding, key=lambda seat: seat.since)
         if now - first.since < (HOLD_S if self._round.size > 1 else HOLD_ALONE_S):
             return None
         rank = self._worker_group.workers[first.local_rank].global_rank
-        answer = self._ladder.failed(Failure(Fault.GROUPS, first_error=f"rank {rank}: {first.error}", node=self._node))
+        failure = Failure(Fault.GROUPS, first_error=f"rank {rank}: {first.error}", node=self._node)
+        answer = self._cases.judge(failure, now, self._readings())
         return self._act(answer, f"groups broke, and no process died: {first.error[:200]}")
 
     # What is done.
@@ -320,7 +327,7 @@ class Agent(PlainAgent):
             self._round.propose(self._current.number + 1, reason, older=answer.older)
             return None
         action = {Rung.REPLACE_NODE: "again", Rung.RESTART_ALL: "restart", Rung.STOP: "stop"}[answer.rung]
-        self._round.end(Over(action, self._ladder.summary() if answer.rung is Rung.STOP else reason))
+        self._round.end(Over(action, self._cases.summary if answer.rung is Rung.STOP else reason))
         return self._round.over()
 
     def _leave_round(self, over: Over, worker_group: WorkerGroup) -> RunResult:
@@ -342,6 +349,14 @@ class Agent(PlainAgent):
         failures = {ranks[local_rank]: failure for local_rank, failure in self._failures.items()}
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
+    def _replaced(self) -> RunResult:
+        """Another launcher is this node by now: nothing of ours goes on."""
+        logger.error("another launcher took the place of this one, which was silent for too long; it ends")
+        for seat in self._seats():
+            seat.close(signal.SIGKILL)
+        self._remaining_restarts = 0
+        return RunResult(state=WorkerState.FAILED)
+
     def _go_on(self, newest: Incarnation) -> None:
         logger.warning("incarnation %d: %s", newest.number, newest.reason)
         self._current, self._recoveries = newest, newest.recoveries
@@ -359,16 +374,13 @@ class Agent(PlainAgent):
                 seat = self._workers.replace(worker.local_rank, self._recoveries)
             worker.id = seat.proc.pid
             seat.order = self._serial
-            seat.line.order(self._order(worker))
+            seat.line.order(self._order(worker), self._workers.notes_of(worker.local_rank))
             seat.now(Doing.LEAVES)
             if self._watch is not None:
                 self._watch.started(worker.global_rank, seat.proc.pid, seat.page)
         self._mended_at = time.monotonic()
-        self._began_at = [self._step_of(seat) for seat in self._seats()]
-        if self._account.open:
-            self._account.ordered(
-                self._mended_at, [w.global_rank for w in self._worker_group.workers if w.id in before]
-            )
+        kept = [worker.global_rank for worker in self._worker_group.workers if worker.id in before]
+        self._cases.ordered(self._mended_at, kept)
 
     def _push(self, now: float) -> None:
         """Workers that have not begun their order are helped, then ended. A spare is forked in a quiet moment."""
@@ -385,20 +397,11 @@ class Agent(PlainAgent):
             self._workers.refill()
 
     def _note_progress(self, now: float) -> None:
-        seats = self._seats()
-        all_run = all(seat.doing in (Doing.RUNS, Doing.FINISHED) for seat in seats)
-        steps = [self._step_of(seat) for seat in seats]
-        done = [step - began for step, began in zip(steps, self._began_at, strict=False)]
-        told = self._account.look(now, all_run=all_run, steps=done if max(steps, default=-1) >= 0 else None)
+        all_run = all(seat.doing in (Doing.RUNS, Doing.FINISHED) for seat in self._seats())
+        ranks = [worker.global_rank for worker in self._worker_group.workers]
+        told = self._cases.look(now, dict(zip(ranks, self._readings(), strict=False)), all_run=all_run)
         if told is not None and self._watch is not None:
             self._watch.incident(told)
-        if not all_run:
-            return
-        if max(steps, default=-1) > self._best_step >= 0 or (max(steps) < 0 and now - self._mended_at > PROGRESS_S):
-            self._ladder.progressed()
-        self._best_step = max(self._best_step, *steps)
-        if now - self._mended_at > RENEWED_S:
-            self._ladder.renew()
 
     def _all_finished(self) -> bool:
         assert self._round is not None

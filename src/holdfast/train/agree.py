@@ -33,6 +33,12 @@ class Ranks(Protocol):
     def gather(self, data: bytes) -> list[bytes]:
         """What every rank gave, by rank."""
 
+    def send(self, data: torch.Tensor, to: int) -> None:
+        """Bytes in host memory to one other rank, which MUST receive as many."""
+
+    def receive(self, num_bytes: int, origin: int) -> torch.Tensor:
+        """Bytes from one other rank, in host memory."""
+
 
 class Alone:
     """A job of one rank."""
@@ -43,6 +49,14 @@ class Alone:
     def gather(self, data: bytes) -> list[bytes]:
         """Only ours."""
         return [data]
+
+    def send(self, data: torch.Tensor, to: int) -> None:  # noqa: ARG002 - there is nobody
+        """Nobody is there."""
+        raise AssertionError("a job of one rank has nobody to send to")
+
+    def receive(self, num_bytes: int, origin: int) -> torch.Tensor:  # noqa: ARG002 - there is nobody
+        """Nobody is there."""
+        raise AssertionError("a job of one rank has nobody to receive from")
 
 
 class Group:
@@ -66,6 +80,16 @@ class Group:
         rows = [torch.zeros_like(padded) for _ in range(self.world_size)]
         dist.all_gather(rows, padded)
         return [bytes(row[:size].cpu().numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+    def send(self, data: torch.Tensor, to: int) -> None:
+        """By way of the device of the group."""
+        dist.send(data.to(self._device), to)
+
+    def receive(self, num_bytes: int, origin: int) -> torch.Tensor:
+        """By way of the device of the group."""
+        data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        dist.recv(data, origin)
+        return data.cpu()
 
 
 def ranks() -> Ranks:

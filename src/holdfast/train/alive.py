@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 logger = logging.getLogger(__name__)
@@ -25,14 +26,16 @@ class Abandonable(Protocol):
 
 
 class Wish:
-    """What the agent wants of the next restore.
+    """What the agent wants of the next restore, and who tells it what came of that.
 
     Attributes:
         older: pass over the newest version: with it the job failed at the same place again and again.
+        restored: called with the step (-1: from the beginning) and where most of the state came from.
     """
 
     def __init__(self) -> None:
         self.older = False
+        self.restored: Callable[[int, str], None] = lambda *_: None
 
     def take_older(self) -> bool:
         """Whether the newest version is to be passed over; it is, once."""

@@ -155,7 +155,7 @@ def _named_backups(nodes: tuple[str, ...], names: list[str]) -> tuple[int, ...]:
 
 def _addresses(group: Ranks, topology: Topology, link: Link) -> tuple[str, ...]:
     """Where the keepers find each other; each knows its own address, its port being the kernel's choice."""
-    rows = agree.gather_json(group, [link.require().address, _machine()])
+    rows = agree.gather_json(group, [link.require().address, machine()])
     firsts = [rows[topology.ranks_on(node)[0]] for node in range(len(topology.nodes))]
     deaf = [node for node, (address, _) in enumerate(firsts) if not address.startswith("tcp:")]
     if group.rank == 0 and deaf and len({machine for _, machine in firsts}) > 1:
@@ -167,7 +167,7 @@ def _addresses(group: Ranks, topology: Topology, link: Link) -> tuple[str, ...]:
     return tuple(address for address, _ in firsts)
 
 
-def _machine() -> str:
+def machine() -> str:
     """What no two machines share; containers of one machine do."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -37,37 +37,17 @@ from holdfast.train.direct import DirectSaver
 from holdfast.train.durables import Durables, OnDurable
 from holdfast.train.handle import SaveHandle, as_level, as_version
 from holdfast.train.link import Link
-from holdfast.train.meetings import MeetingSchedule
 from holdfast.train.pipeline import Bubbles
 from holdfast.train.recorder import Recorder
+from holdfast.train.remains import Survivor
 from holdfast.train.restore import Restorer, RestoreReport
+from holdfast.train.run import Run
 from holdfast.train.savers import AnySaver, holder_of, reserved, schedule_of
-from holdfast.train.schedule import Schedule, parse_cadence
+from holdfast.train.schedule import parse_cadence
 from holdfast.train.signals import StopSignal
 from holdfast.train.state import State
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(slots=True)
-class _Run:
-    """What exists between `restore` and `close`."""
-
-    state: State
-    link: Link
-    saver: AnySaver
-    job: Job
-    schedule: Schedule | MeetingSchedule
-    recorder: Recorder
-    durables: Durables
-    step: int = -1  # the newest that was reported
-    state_step: int = -1  # the newest step whose state we were given, by `step` or `save`
-    optimizer_steps: int = 0  # made until then
-    last: SaveHandle | None = None
-
-    def at(self, step: int) -> None:
-        """The objects hold the state after `step` now."""
-        self.state_step, self.optimizer_steps = step, self.saver.fence.num_steps
 
 
 class Checkpointer:
@@ -129,7 +109,7 @@ class Checkpointer:
         self._replicated = tuple(replicated)
         self._on_durable = on_durable
         self._signal = StopSignal(self._config.stop_file)
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self._closed = False
         self.events = Events()
         self.last_restore: RestoreReport | None = None
@@ -161,6 +141,7 @@ class Checkpointer:
         group = agree.ranks()
         run = self._run
         if run is not None:
+            run.survivor.moved()
             run.saver.fence.forget()
             run.link.wait_mended(self._config.close_timeout_s)
         state = run.state if run else agree.together(group, lambda: self._gatherer(group))
@@ -180,33 +161,42 @@ class Checkpointer:
                 strict=self._config.strict if strict is None else strict,
                 timeout_s=self._config.close_timeout_s,
             )
-            if wanted is None and not fresh and alive.wish.take_older():
+            older = wanted is None and not fresh and alive.wish.take_older()
+            if older:
                 restorer.pass_over_newest()
-            report = restorer.run(wanted, fresh=fresh, events=self.events)
+            report = restorer.run(wanted, fresh=fresh, live=not older, events=self.events)
         except BaseException:
             # The objects may hold a mixture now; nothing of it must ever be saved.
+            if run is not None:
+                run.survivor.close()
             if saver is not None:
                 saver.close()
             link.close(finished=False)
             self._storage.leave()
             self._run = None
             raise
-        link.resumed = (job.incarnation, report.version)
-        saver.restart(report.version)
+        link.resumed = (job.incarnation, restorer.recorded)
+        saver.restart(restorer.recorded)
         self.bubbles = self.bubbles or found.bubbles_of(state.modules, self.events)
         schedule = schedule_of(
             saver, self._config, group, missed=self._missed, events=self.events, bubbles=self.bubbles, link=link
         )
         recorder = run.recorder if run else Recorder(self._config.trace_dir, group.rank, self.events, self.bubbles)
         durables = run.durables if run else self._new_durables(group)
-        self._run = _Run(state, link, saver, job, schedule, recorder, durables, optimizer_steps=saver.fence.num_steps)
+        rank, num_ranks = group.rank, group.world_size
+        survivor = run.survivor if run else Survivor(state, job=job.assembly.job_id, rank=rank, world_size=num_ranks)
+        run = Run(
+            state, link, saver, job, schedule, recorder, durables, survivor, optimizer_steps=saver.fence.num_steps
+        )
+        self._run = run
         self._signal.install()
         if self.bubbles is not None:
             saver.fence.pace, self.bubbles.on_wait = self.bubbles, saver.fence.nudge
             self.bubbles.attach()
         self.last_restore = dataclasses.replace(report, info=state.info.restored)
         beats.at_step(-1 if report.version is None else report.version.step)
-        return 0 if report.version is None else report.version.step + 1
+        alive.wish.restored(-1 if report.version is None else report.version.step, report.source)
+        return self._begin(run, report.version, restorer.recorded)
 
     def step(self, step: int) -> SaveHandle | None:
         """`step` is finished: saves if a cadence says so; stops with exit code 0 if SIGTERM was agreed on.
@@ -328,12 +318,15 @@ class Checkpointer:
     def abandon(self) -> None:
         """Leaves without saving, so that another one of this process can take the rank. Calling it again does nothing."""
         if not self._closed:
+            if self._run is not None:
+                self._run.survivor.leave(kept=False)
             self._leave(finished=False)
 
     def interrupted(self) -> None:
         """The job broke off and this process stays: what was saved counts, the next call is `restore`."""
         run, self._run = self._run, None
         if run is not None:
+            run.survivor.leave(kept=True)
             run.saver.close()
             run.link.close(finished=False)
             self._storage.leave()
@@ -358,7 +351,7 @@ class Checkpointer:
 
     # Inside.
 
-    def _running(self) -> _Run:
+    def _running(self) -> Run:
         if self._closed:
             raise UsageError("the checkpointer is closed", remedy="build a new one")
         if self._run is None:
@@ -370,6 +363,17 @@ class Checkpointer:
 
     def _new_link(self, group: agree.Ranks) -> Link:
         return Link(self._root, self._config, rank=group.rank, events=self.events, on_appointment=self._appointed)
+
+    def _begin(self, run: Run, version: Version | None, saved: Version | None) -> int:
+        """The step to go on with, after `version`."""
+        if version is None:
+            return 0
+        if version == saved:
+            run.survivor.note(run.job.version(version.step))
+        else:  # live state that nobody has saved, and the next failure may take the last twin
+            run.at(version.step)
+            self._save(run, version.step, Level.DURABLE)
+        return version.step + 1
 
     def _new_durables(self, group: agree.Ranks) -> Durables:
         """Rank 0 copies to further places; the others only wait for what they saved."""
@@ -391,7 +395,7 @@ class Checkpointer:
         exposure.warn(job.group, job.topology, shards, self.events)
 
     @beats.phase(Phase.SAVING)
-    def _save(self, run: _Run, step: int, level: Level) -> SaveHandle:
+    def _save(self, run: Run, step: int, level: Level) -> SaveHandle:
         durable = level is Level.DURABLE
         if run.last is not None and run.last.version.step == step:
             return self._raise_level(run, run.last, level)
@@ -411,7 +415,7 @@ class Checkpointer:
         run.schedule.saved(step, durable=durable)
         return handle
 
-    def _raise_level(self, run: _Run, handle: SaveHandle, level: Level) -> SaveHandle:
+    def _raise_level(self, run: Run, handle: SaveHandle, level: Level) -> SaveHandle:
         """The version exists already: it is not copied twice, only made due for storage if that is new."""
         if level is Level.DURABLE and handle.level is not Level.DURABLE and not handle.given_up:
             run.saver.settle()  # the keeper must have heard of it
@@ -435,7 +439,7 @@ class Checkpointer:
         self.close()
         raise SystemExit(0)
 
-    def _finish(self, run: _Run) -> None:
+    def _finish(self, run: Run) -> None:
         """The last step, or if training went on since then the last save, is durable."""
         run.saver.settle()
         run.link.wait_mended(self._config.close_timeout_s)
@@ -456,13 +460,14 @@ class Checkpointer:
         if self.bubbles is not None:
             self.bubbles.detach()
         if self._run is not None:
+            self._run.survivor.close()
             self._run.saver.close()
             self._run.durables.close()
             self._run.link.close(finished=finished)
             self._run.recorder.close()
         self._storage.leave()
 
-    def _propose(self, run: _Run, proposals: Sequence[Proposal]) -> None:
+    def _propose(self, run: Run, proposals: Sequence[Proposal]) -> None:
         try:
             for proposal in proposals:
                 run.link.require().propose(proposal)

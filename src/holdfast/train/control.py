@@ -7,6 +7,7 @@ Worker to agent: `STARTED` n (runs order n), `FINISHED` n, `RAISED` n (its group
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 _MAX_PART = 1 << 16
+_MAX_FDS = 4
+_INT = struct.Struct("i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class Order:
         is_module: the first argument is a module's name, as after `python -m`.
         stdout, stderr: files to write to; empty: those of the launcher.
         older: restore the version before the newest: the newest led to the same failure again and again.
+        notes: a descriptor of the seat's page of notes comes with it (`Line.descriptors`).
     """
 
     number: int
@@ -36,13 +40,19 @@ class Order:
     stdout: str = ""
     stderr: str = ""
     older: bool = False
+    notes: bool = False
 
 
 class Line:
-    """One end. `send` may be called by any one thread, `receive` by one other."""
+    """One end. `send` may be called by any one thread, `receive` by one other.
+
+    Attributes:
+        descriptors: those that came with the messages, in their order; whoever takes one closes it.
+    """
 
     def __init__(self, link: socket.socket) -> None:
         self.socket = link
+        self.descriptors: list[int] = []
         self._unread = b""
 
     @property
@@ -52,15 +62,20 @@ class Line:
 
     def send(self, op: str, number: int = 0, **facts: Any) -> bool:
         """Whether the other end is still there."""
+        return self._send(json.dumps({"op": op, "number": number, **facts}).encode() + b"\n")
+
+    def order(self, order: Order, notes: int = -1) -> bool:
+        """Sends an order, with the descriptor `notes` if that is one; whether somebody was there."""
+        facts = {"op": "run", **asdict(order), "notes": notes >= 0}
+        return self._send(json.dumps(facts).encode() + b"\n", *([notes] if notes >= 0 else []))
+
+    def _send(self, data: bytes, *descriptors: int) -> bool:
         try:
-            self.socket.sendall(json.dumps({"op": op, "number": number, **facts}).encode() + b"\n")
+            sent = socket.send_fds(self.socket, [data], descriptors) if descriptors else 0
+            self.socket.sendall(data[sent:])
         except OSError:
             return False
         return True
-
-    def order(self, order: Order) -> bool:
-        """Sends an order; whether somebody was there."""
-        return self.send("run", **asdict(order))
 
     def receive(self, *, wait: bool) -> list[dict[str, Any]] | None:
         """Whole messages that arrived, maybe none; None when the other end is gone.
@@ -69,7 +84,12 @@ class Line:
             wait: block until at least a part of one arrives.
         """
         try:
-            part = self.socket.recv(_MAX_PART, 0 if wait else socket.MSG_DONTWAIT)
+            # Not `socket.recv_fds`: it takes flags and leaves them out.
+            flags = socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT)
+            part, came, _, _ = self.socket.recvmsg(_MAX_PART, socket.CMSG_SPACE(_MAX_FDS * _INT.size), flags)
+            for level, kind, data in came:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    self.descriptors += [number for (number,) in _INT.iter_unpack(data[: len(data) & ~3])]
         except BlockingIOError:
             return []
         except OSError:
@@ -82,6 +102,8 @@ class Line:
     def close(self) -> None:
         """Closes this end."""
         self.socket.close()
+        while self.descriptors:
+            os.close(self.descriptors.pop())
 
 
 def order_of(message: Mapping[str, Any]) -> Order:
@@ -94,6 +116,7 @@ def order_of(message: Mapping[str, Any]) -> Order:
         stdout=message["stdout"],
         stderr=message["stderr"],
         older=bool(message["older"]),
+        notes=bool(message["notes"]),
     )
 
 

@@ -50,6 +50,7 @@ from holdfast.base.config import aliases as config_aliases
 from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.base.label import label_process
 from holdfast.core.cadence import Cadence
+from holdfast.core.identity import GUARD_S
 from holdfast.core.ladder import Limits
 from holdfast.node.start import ensure_keeper
 from holdfast.train import aliases, runner
@@ -111,6 +112,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--watchdog", choices=("on", "off"), default="on", help="find workers that hang; off: only those that end"
+    )
+    group.add_argument(
+        "--guard-time",
+        type=float,
+        default=GUARD_S,
+        metavar="SECONDS",
+        help="how long a launcher waits for a silent one of the same --node-label before it takes its place",
     )
     group.add_argument(
         "--compile-cache",
@@ -178,6 +186,8 @@ def main(argv: Sequence[str] | None = None, *, script: Callable[[Order], None] =
         rules=Rules(
             grace_s=settings.close_timeout_s if given is None else given,
             limits=Limits(failures=args.max_restarts, renewed=not _restarts_are_given(args)),
+            name=settings.node_label,
+            guard_s=args.guard_time,
         ),
     )
     code = 1
@@ -305,6 +315,10 @@ def launch(agent: Agent, spec: WorkerSpec, config: LaunchConfig) -> int:
         return record(_run_agent)(agent, str(spec.entrypoint), config) or 0
     except ChildFailedError as error:
         sys.stderr.write(f"{error}\n")
+        return 1
+    except HoldfastError as error:
+        sys.stderr.write(f"holdfast run: {error}\n")
+        close_rendezvous = False  # it is the others'
         return 1
     except SignalException as error:
         # Another node may still be at work, or this one may come back: the rendezvous stays open.

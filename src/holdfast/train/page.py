@@ -122,19 +122,21 @@ class Reading:
         pid: of the process that wrote it; 0 if nobody did.
         dump_signal: what makes it append its stacks; 0 if nothing does.
         spent_s: per phase.
+        num_steps: steps of this record, the first left out.
     """
 
     def __init__(self, content: bytes) -> None:
         magic, self.pid, self.dump_signal, phase, inside, changes, step, sequence, name = _HEAD.unpack_from(content)
         if magic != MAGIC or phase >= _NUM_PHASES:
             self.pid = self.dump_signal = 0
-            self.beat, self.spent_s = Beat(), dict.fromkeys(Phase, 0.0)
+            self.beat, self.spent_s, self.num_steps = Beat(), dict.fromkeys(Phase, 0.0), 0
             return
         self.spent_s = dict(zip(Phase, struct.unpack_from(f"<{_NUM_PHASES}d", content, _SPENT_AT), strict=True))
         rows = [
             struct.unpack_from(f"<{NUM_BUCKETS}I", content, _HISTOGRAMS_AT + 4 * NUM_BUCKETS * row)
             for row in range(_ROWS)
         ]
+        self.num_steps = sum(rows[-1])
         self.beat = Beat(
             changes=changes,
             step=step,

@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SubprocessContext
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
+from holdfast.train import notes
 from holdfast.train.control import Line, pair
 from holdfast.train.nursery import Child, Nursery
 from holdfast.train.page import make_page
@@ -93,13 +94,19 @@ class Workers(SubprocessContext):
         self._num_spares = num_spares
         self._prefixes: dict[int, str] | None = given.get("log_line_prefixes")
         self._spares: list[tuple[Child, Line, int]] = []
+        self._notes: dict[int, int] = {}
 
     @property
     def seats(self) -> dict[int, Seat]:
         """By local rank."""
         return self.subprocess_handlers  # type: ignore[return-value]  # seats have what torch asks of its handlers
 
+    def notes_of(self, local_rank: int) -> int:
+        """Descriptor of the seat's page of notes; it outlives the processes that have the seat."""
+        return self._notes[local_rank]
+
     def _start(self) -> None:
+        self._notes = {local_rank: notes.make_page() for local_rank in range(self.nprocs)}
         for local_rank in range(self.nprocs):
             self.seats[local_rank] = Seat(local_rank, *self._fork())
 
@@ -145,6 +152,8 @@ class Workers(SubprocessContext):
         super()._close(death_sig, timeout)
         for seat in self.seats.values():
             seat.bury()
+        while self._notes:
+            os.close(self._notes.popitem()[1])
 
     def _fork(self) -> tuple[Child, Line, int]:
         line, theirs = pair()

@@ -35,14 +35,22 @@ from holdfast.train.assembly import Job
 from holdfast.train.fetched import Fault, Fetcher, Holder, Loaded
 from holdfast.train.fill import Source
 from holdfast.train.live import Group, LoadRecord, SavedTensor
+from holdfast.train.livefill import LiveFill
 from holdfast.train.parts import left_out_text
 from holdfast.train.relayout import OtherLayout
+from holdfast.train.remains import remains
 from holdfast.train.state import State
 
 logger = logging.getLogger(__name__)
 
 # A plan that fails on every version there is stops here; each round condemns at least one copy.
 MAX_ROUNDS = 64
+
+
+_SOURCES = {
+    "slot": "its own slot", "node": "its node's memory", "peer": "another node's memory", "storage": "storage",
+    "live": "what it still held", "twin": "a twin's live state", "note": "its own note",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +60,8 @@ class RestoreReport:
     Attributes:
         version: what was loaded; None after a fresh start.
         reason: why this version, and why not the newer ones.
-        bytes: bytes of images by source: `slot` (own), `node`, `peer`, `storage`.
+        bytes: bytes of images by source: `slot` (own), `node`, `peer`, `storage`; after a failure of others also `live`
+            (what this process still held), `twin` (a twin's live state), `note` (what this rank left behind itself).
         bundles: number of bundles by source.
         seconds: by source, until the bundles were present on this node; `fill`: verifying and copying them; `total`.
         refused: copies that failed, one line each, over all ranks.
@@ -80,6 +89,14 @@ class RestoreReport:
     why: str = ""
     info: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def source(self) -> str:
+        """Where most of the bytes came from, in one phrase; for the record of an incident."""
+        if self.version is None:
+            return "nothing: it begins anew"
+        found = {name: count for name, count in self.bytes.items() if name != "note" or len(self.bytes) == 1}
+        return _SOURCES[max(found, key=lambda name: found[name], default="slot")]
+
     def __str__(self) -> str:
         if self.version is None:
             return f"started afresh: {self.reason}"
@@ -95,6 +112,9 @@ class Restorer:
     Args:
         strict: refuse objects that do not fit; if not, load what fits and report the rest.
         timeout_s: how long fetching the bundles may take.
+
+    Attributes:
+        recorded: the saved version that this incarnation descends from.
     """
 
     def __init__(
@@ -107,23 +127,31 @@ class Restorer:
         self._strict = strict
         self._fetcher = Fetcher(client, timeout_s=timeout_s)
         self._findings: verdict.Findings | None = None
+        self.recorded: Version | None = None
         self._quarantine = Quarantine()
         self._attempts: Counter[Version] = Counter()
         self._refused: list[str] = []
 
-    def run(self, wanted: Version | None, *, fresh: bool, events: Events) -> RestoreReport:
+    def run(self, wanted: Version | None, *, fresh: bool, live: bool, events: Events) -> RestoreReport:
         """Loads the newest usable version, or `wanted`, or nothing if there is nothing or `fresh`.
+
+        With `live`, what survivors still hold of a newer step is taken instead, if that is enough for all.
 
         Raises:
             VersionNotFound: versions exist, none can be used; says why for each. CorruptError: every copy was bad.
             MismatchError: the objects are not those that were saved. On every rank the same class.
         """
         started = time.perf_counter()
+        report: RestoreReport | None = None
         if fresh:
             report = RestoreReport(None, "asked for a fresh start; older versions are left to their own lineage")
         else:
-            report = self._newest(wanted)
-        self._resume(report.version)
+            report = self._living() if live and wanted is None else None
+            remains.forget()  # what was not used is about to be overwritten
+            if report is None:
+                report = self._newest(wanted)
+                self.recorded = report.version
+        self._resume(self.recorded)
         report = replace(report, seconds={**report.seconds, "total": time.perf_counter() - started})
         logger.info("%s", report)
         events.emit("restored", version=str(report.version), seconds=report.seconds["total"], reason=report.reason)
@@ -183,6 +211,24 @@ class Restorer:
             return
         self._attempts[found.choice.version] = recovery.MAX_ATTEMPTS
         logger.warning("%s is passed over: with it the job failed at the same place again", found.choice.version)
+
+    def _living(self) -> RestoreReport | None:
+        """From what the survivors hold, where that is newer than all that was saved; None: it is not, or not enough.
+
+        What is recorded is the saved version: the lineage holds what can be found again.
+        """
+        fill = LiveFill(self._job, self._state)
+        offers = fill.offers()
+        if all(offer.live is None for offer in offers):
+            return None
+        found = verdict.decode(agree.share(self._job.group, lambda: self._decide(None)))
+        if found.choice is None and found.exists:
+            return None  # an error, which the usual way tells
+        self.recorded = found.choice.version if found.choice else None
+        filled = fill.run(offers, self.recorded)
+        if filled is None:
+            return None
+        return RestoreReport(filled.version, filled.reason, bytes=filled.bytes, seconds={"fill": filled.seconds})
 
     def _newest(self, wanted: Version | None) -> RestoreReport:
         for _ in range(MAX_ROUNDS):

@@ -27,7 +27,7 @@ from types import FrameType, TracebackType
 
 from holdfast.base.errors import Interrupted
 from holdfast.base.label import label_process
-from holdfast.train import alive, beats, leaving
+from holdfast.train import alive, beats, leaving, notes
 from holdfast.train.control import Line, Order, order_of
 from holdfast.train.stage import Stage
 
@@ -58,6 +58,7 @@ class Runner:
         self._changed = threading.Condition()
         self._order: Order | None = None  # the newest; under _changed
         self._running: Order | None = None  # what the main thread runs; under _changed
+        self._notes = -1  # descriptor of the page that came with the newest order, until it is attached; under _changed
         self._verdict = ""  # "end" or "fail"; under _changed
         self._main = threading.main_thread().ident or 0
 
@@ -66,6 +67,7 @@ class Runner:
         Runner.current = self
         self._sockets.install()
         signal.signal(WAKE, self._wake)
+        alive.wish.restored = self._restored
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]  # torchrun starts Python with -u
         threading.Thread(target=self._hear, name="holdfast-agent", daemon=True).start()
@@ -110,11 +112,12 @@ class Runner:
             self._stage.enter(order)
             signal.signal(WAKE, self._wake)
             self._running = order
-        alive.wish.older = order.older
-        label_process(f"hf rank {order.environment.get('RANK', '')}")
-        beats.attach(self._page)
-        beats.at_step(-1)  # the script begins at its first line; a restore says where it goes on
-        self._line.send("started", order.number)
+        self._started(order)
+
+    def _restored(self, step: int, source: str) -> None:
+        running = self._running
+        if running is not None:
+            self._line.send("restored", running.number, step=step, source=source)
 
     def _execute(self, order: Order) -> None:
         self._script(order)
@@ -154,10 +157,18 @@ class Runner:
             self._sockets.forget()
             os.environ.update(newer.environment)
             self._running = newer
-        alive.wish.older = newer.older
+        self._started(newer)
+
+    def _started(self, order: Order) -> None:
+        alive.wish.older = order.older
+        label_process(f"hf rank {order.environment.get('RANK', '')}")
         beats.attach(self._page)
-        beats.at_step(-1)
-        self._line.send("started", newer.number)
+        beats.at_step(-1)  # the script begins at its first line; a restore says where it goes on
+        with self._changed:
+            fd, self._notes = self._notes, -1
+        if fd >= 0:
+            notes.attach(fd)
+        self._line.send("started", order.number)
 
     @property
     def running(self) -> Order | None:
@@ -180,7 +191,7 @@ class Runner:
             for message in messages or ():
                 with self._changed:
                     if message["op"] == "run":
-                        self._order = order_of(message)
+                        self._take(order_of(message))
                     else:
                         self._verdict = message["op"]
                     self._changed.notify_all()
@@ -190,6 +201,14 @@ class Runner:
                     leaving.abort_device_groups()
                     signal.pthread_kill(self._main, WAKE)
                     self._changed.wait(AGAIN_S)
+
+    def _take(self, order: Order) -> None:
+        """Under the lock."""
+        self._order = order
+        if order.notes and self._line.descriptors:
+            if self._notes >= 0:
+                os.close(self._notes)  # of an order that was never begun
+            self._notes = self._line.descriptors.pop(0)
 
     def _must_leave(self) -> bool:
         running, order = self._running, self._order

@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             json.dumps(
                 {
                     "seeds": len(results), "faults": faults, "recoveries": sum(r.recoveries for r in results),
+                    "live_fills": sum(r.fills for r in results),
                     "events": sum(r.num_events for r in results), "seconds": round(time.monotonic() - began, 1),
                     "violations": [{"seed": r.seed, "what": str(r.violation)} for r in broken],
                 }
@@ -66,7 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, count in sorted(faults.items(), key=lambda item: -item[1]):
         _say(f"{count:8} {name}")
     _say(*(f"seed {result.seed}: {result.violation}" for result in broken))
+    fills = sum(r.fills for r in results)
     totals = f"{sum(r.num_events for r in results)} events, {sum(r.recoveries for r in results)} recoveries"
+    totals += f" ({fills} from live state)"
     verdict = f"{len(broken)} violations" if broken else "no violation"
     _say(f"{len(results)} seeds, {totals}, {time.monotonic() - began:.1f} s: {verdict}")
     return int(bool(broken))

@@ -23,6 +23,7 @@ from holdfast.testing.simulator.clock import Clock, Violation
 from holdfast.testing.simulator.keeper import Desk, Held, Keeper, as_seals
 from holdfast.testing.simulator.network import Network, Storage
 from holdfast.testing.simulator.observer import Observer
+from holdfast.testing.simulator.rejoining import Memories
 
 STEP_S, TICK_S, BEGIN_S, RETRY_S = 0.4, 0.25, 1.0, 0.2
 DURABLE_EVERY, MAX_HISTORY = 5, 128
@@ -46,6 +47,7 @@ class Job:
         slots = chance.choice([2, 2, 3])
         self.keepers = [Keeper(node, self.topology, slots) for node in range(num_nodes)]
         self.observer = Observer(self.table, self.topology.world_size)
+        self.memories, self.every = Memories(self.layouts, self.table), chance.choice([1, 1, 2])
         self.step = 0
         self.alive = dict.fromkeys(self.layouts, True)
         self.hung: set[int] = set()
@@ -97,11 +99,31 @@ class Job:
         if not dead and not apart:
             version = Version(self.incarnation, self.step)
             for rank in self.layouts:
-                self.clock.after(self.clock.chance.uniform(0, 0.15), self._saver(attempt, rank, version))
+                self.clock.after(self.clock.chance.uniform(0, 0.15), self._stepper(attempt, rank, version))
             self.step += 1
         self.clock.after(STEP_S * self.clock.chance.uniform(0.8, 1.2), lambda: self.train(attempt))
 
     split_hurts = False  # whether partitions hold up the trainers too
+
+    def _stepper(self, attempt: int, rank: int, version: Version) -> Callable[[], None]:
+        """The update takes a moment; then the step is noted and saved."""
+        save, memory = self._saver(attempt, rank, version), self.memories.of[rank]
+
+        def goes_on() -> bool:
+            return attempt == self.attempt and self.alive[rank] and not self.recovering and rank not in self.hung
+
+        def update() -> None:
+            if goes_on():
+                memory.update()
+                self.clock.after(self.clock.chance.uniform(0.0, 0.05), noted)
+
+        def noted() -> None:
+            if goes_on():
+                memory.note(version)
+                if version.step % self.every == 0:
+                    save()
+
+        return update
 
     def _saver(self, attempt: int, rank: int, version: Version) -> Callable[[], None]:
         deadline = self.clock.now_s + BEGIN_S
@@ -365,6 +387,7 @@ class Job:
         for rank in keeper.ranks:
             self.alive[rank] = False
             self.hung.discard(rank)
+        self.memories.lose(keeper.ranks)
         keeper.alive = False
         keeper.clear()
         self.observer.lost.add(keeper.node)
@@ -430,7 +453,7 @@ class Job:
             return
         version = choice.version if choice else None
         self.observer.check_choice(version, self.storage, self.keepers)
-        self._resume(attempt, version)
+        self._resume(version, self.memories.agreed(version, Lineage(dict(self.storage.resumed))))
 
     def _bad_copies(self, choice: Choice, facts: Facts) -> set[tuple[Version, str, int | None]]:
         bad: set[tuple[Version, str, int | None]] = set()
@@ -452,7 +475,8 @@ class Job:
                 return held.content.get(bundle_id)
         return None
 
-    def _resume(self, attempt: int, version: Version | None) -> None:
+    def _resume(self, version: Version | None, live: Version | None) -> None:
+        """All hold the state of `live`, if that is one, else of `version`, which the lineage goes on from."""
         number = self.storage.incarnation + 1
         lineage = Lineage(dict(self.storage.resumed))
         self.storage.incarnation = number
@@ -469,7 +493,11 @@ class Job:
             keeper.collect(self.clock.now_s)
         self.observer.resumes(version, self.keepers)
         self.recovering = False
-        self.step = version.step + 1 if version else 0
+        came_to = live or version
+        self.memories.resumed(Version(number, came_to.step) if came_to else None)
+        self.step = came_to.step + 1 if came_to else 0
         self.newest_captured_step = self.newest_durable_step = -1
-        self.clock.say(f"incarnation {number} resumed from {version or 'nothing'}")
+        how = f", and goes on from the live state of {live}" if live else ""
+        self.clock.say(f"incarnation {number} resumed from {version or 'nothing'}{how}")
+        attempt = self.attempt
         self.clock.after(STEP_S, lambda: self.train(attempt))

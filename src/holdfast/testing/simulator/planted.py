@@ -10,15 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from holdfast.core import faults, recovery, slots
+from holdfast.core import faults, livefill, recovery, slots
 from holdfast.core.commit import Announcement, Board, Kind
 from holdfast.core.faults import Watch
 from holdfast.core.ledger import NodeLedger
 from holdfast.core.lineage import Lineage
+from holdfast.core.livefill import Offer
 from holdfast.core.model import Decision, Version
 from holdfast.core.recovery import Quarantine
 from holdfast.core.slots import Knowledge, SlotView
 from holdfast.testing.simulator import persisting
+from holdfast.testing.simulator.rejoining import Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,22 @@ def _quarantine_ignored(original: Any) -> Any:
     return lambda version, table, facts: original(version, table, replace(facts, quarantine=Quarantine()))
 
 
+def _notes_not_awaited(original: Any) -> Any:
+    def agree(offers: Sequence[Offer], **more: Any) -> Any:
+        every = tuple({version for offer in offers for version in offer.notes})
+        return original([replace(offer, notes=every) for offer in offers], **more)
+
+    return agree
+
+
+def _saved_is_not_asked(original: Any) -> Any:
+    return lambda offers, **given: original(offers, **{**given, "newest": None})
+
+
+def _window_not_seen(_: Any) -> Any:
+    return lambda self: Offer(self.noted, tuple(self.notes), "")
+
+
 def _waiters_condemned(_: Any) -> Any:
     return lambda *_args: False
 
@@ -131,6 +149,9 @@ BUGS: dict[str, Bug] = {
     "twins-not-compared": Bug(Board, "_compare_twins", _nothing, ("S16",)),
     "adopted-slots-untold": Bug(NodeLedger, "adopt", _no_reports, ("V1", "S1")),
     "quarantine-ignored": Bug(recovery, "_complete", _quarantine_ignored, ("V2", "S5")),
+    "notes-not-awaited": Bug(livefill, "agree", _notes_not_awaited, ("S3",)),
+    "saved-is-not-asked": Bug(livefill, "agree", _saved_is_not_asked, ("S8", "S4", "S6")),
+    "window-not-seen": Bug(Memory, "offer", _window_not_seen, ("S12",)),
     "retention-keeps-one": Bug(persisting, "to_retire", _retention_keeps_one, ("S11",)),
     "waiters-condemned": Bug(Watch, "_stands", _waiters_condemned, ("V4",)),
     "never-quiet": Bug(Watch, "_is_quiet", _never_quiet, ("V4",)),

@@ -29,6 +29,7 @@ class Result:
     num_events: int
     faults: Counter[str]
     recoveries: int
+    fills: int = 0
     violation: Violation | None = None
     story: list[str] = field(default_factory=list)
 
@@ -77,6 +78,7 @@ class Striker:
         """A trainer dies; all go back. In a recovery: it begins again."""
         rank = self.job.clock.chance.choice(list(self.job.layouts))
         self.job.kill_rank(rank)
+        self.job.memories.of[rank].die()
         self.job.recover(f"rank {rank} died")
         return True
 
@@ -92,6 +94,7 @@ class Striker:
 
         def killed() -> None:
             if attempt == job.attempt:
+                job.memories.of[rank].die()
                 job.recover(f"rank {rank} hung and was killed after {found_s:.2f} s")
 
         job.clock.after(found_s, killed)
@@ -225,7 +228,8 @@ def run(seed: int, *, verbose: bool = False) -> Result:
         violation = found
     done = striker.done if striker else Counter()
     recoveries = job.recoveries if job else 0
-    return Result(seed, clock.digest, clock.num_events, done, recoveries, violation, clock.lines)
+    fills = job.memories.fills if job else 0
+    return Result(seed, clock.digest, clock.num_events, done, recoveries, fills, violation, clock.lines)
 
 
 def _calm(job: Job) -> None:

@@ -1,0 +1,105 @@
+"""What the trainers of the simulated job hold beside their slots: the live state of a step, and notes of the last two.
+
+A step of a rank is an update that takes a moment, then a note. A rank that is interrupted in between holds nothing that
+may be gone on from. Who dies loses the live state; its notes stay on its node, and go with that. The choice is
+core.livefill's; the truth about every rank's memory is kept here beside it, and judged (S3, S10, S12). Called by
+testing.simulator.job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from holdfast.core import livefill
+from holdfast.core.lineage import Lineage
+from holdfast.core.livefill import Offer
+from holdfast.core.model import BundleRef, Version
+from holdfast.testing.simulator.clock import Violation
+
+
+@dataclass(slots=True)
+class Memory:
+    """Of one rank.
+
+    Attributes:
+        truth: the version whose parameters lie here; None: something between two, or nothing.
+        noted: the version of its last note.
+        torn: its update is under way.
+        notes: the two newest, oldest first; they outlive the process, not the node.
+    """
+
+    truth: Version | None = None
+    noted: Version | None = None
+    torn: bool = False
+    notes: list[Version] = field(default_factory=list)
+
+    def update(self) -> None:
+        """The optimizer's step begins."""
+        self.torn, self.truth = True, None
+
+    def note(self, version: Version) -> None:
+        """The step is over and noted."""
+        self.torn, self.truth, self.noted = False, version, version
+        self.notes = [*(v for v in self.notes if v != version), version][-2:]
+
+    def die(self) -> None:
+        """The process ends; its notes stay."""
+        self.truth = self.noted = None
+        self.torn = False
+
+    def offer(self) -> Offer:
+        """As train.remains makes it, from what the process itself can know."""
+        live = None if self.torn else self.noted
+        return Offer(live, tuple(self.notes), "" if live else "it holds nothing whole")
+
+
+class Memories:
+    """Of all ranks."""
+
+    def __init__(self, ranks: Iterable[int], table: Sequence[BundleRef]) -> None:
+        self.of = {rank: Memory() for rank in ranks}
+        self._table = table
+        self.fills = 0
+
+    def lose(self, ranks: Iterable[int]) -> None:
+        """Their node is gone."""
+        for rank in ranks:
+            self.of[rank] = Memory()
+
+    def agreed(self, newest: Version | None, lineage: Lineage) -> Version | None:
+        """The step that all go on from without what was saved, or None."""
+        offers = [self.of[rank].offer() for rank in sorted(self.of)]
+        version = livefill.agree(offers, newest=newest, lineage=lineage).value
+        if version is None:
+            return None
+        live = {rank for rank, offer in enumerate(offers) if offer.live == version}
+        for ref in self._table:
+            for rank in ref.ranks if len(ref.ranks) > 1 else ():
+                giver = rank if rank in live else livefill.giver(ref.ranks, live, rank)
+                if giver is None:
+                    return None  # the vote
+                self._prove(giver, version)
+        self._prove_notes(version, newest, lineage)
+        self.fills += 1
+        return version
+
+    def _prove(self, giver: int, version: Version) -> None:
+        if self.of[giver].truth != version:
+            raise Violation("S12", f"rank {giver} gives what is not the state of {version}")
+
+    def _prove_notes(self, version: Version, newest: Version | None, lineage: Lineage) -> None:
+        for rank, memory in self.of.items():
+            if version not in memory.notes:
+                raise Violation("S3", f"rank {rank} has nothing of its own of {version}, which all go on from")
+        if newest is not None and version < newest:
+            raise Violation("S8", f"{version} is gone on from although {newest} was saved")
+        if not lineage.is_live(version):
+            raise Violation("S4", f"{version} is gone on from, which an incarnation in between had rolled back")
+
+    def resumed(self, version: Version | None) -> None:
+        """All ranks hold `version` of the new incarnation, and have noted it."""
+        for memory in self.of.values():
+            memory.die()
+            if version is not None:
+                memory.note(version)

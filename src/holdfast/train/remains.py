@@ -1,0 +1,138 @@
+"""What this process keeps of the state when the job breaks off, so that nothing need be lost: the live state of one step.
+
+At every step the rank's own small state is noted (`train.notes`). When the job is interrupted and no optimizer step has
+begun since (`train.window`), parameters and optimizer state in this process still are those of that step: their memory
+is held on to, without a copy, until the next restore has used or refused it. A script that runs again builds its
+objects anew, so for that long the state lies in memory twice; what lies on a device is brought to the host.
+
+Must never: call a state live of which a part may have moved. Used by `train.checkpointer` and `train.livefill`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from holdfast.core.livefill import Offer
+from holdfast.core.model import Version
+from holdfast.train import notes
+from holdfast.train.live import LiveTensor
+from holdfast.train.notes import Note, Noter
+from holdfast.train.state import State
+from holdfast.train.window import Window
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Remains:
+    """Of one process; lasts from an interruption to the next restore.
+
+    Attributes:
+        job: whose state it is; empty: there is none.
+        version: the step.
+        late: what optimizers own, by entry name, on the host or where it was.
+        why: why nothing is live.
+    """
+
+    job: str = ""
+    version: Version | None = None
+    late: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    why: str = ""
+
+    def forget(self) -> None:
+        """Lets go of the memory."""
+        self.job, self.version, self.late, self.why = "", None, {}, ""
+
+    def offer(self, job: str, found: Mapping[Version, Note]) -> Offer:
+        """What this rank can offer to `job`, of which it `found` these notes."""
+        if self.job != job:
+            return Offer(None, tuple(sorted(found)), "its process is new")
+        return Offer(self.version, tuple(sorted(found)), self.why)
+
+
+remains = Remains()
+
+
+def notes_of(job: str, rank: int, world_size: int) -> dict[Version, Note]:
+    """The notes that this seat has of this rank of the job."""
+    page = notes.page()
+    found = page.read() if page is not None else {}
+    return {v: note for v, note in found.items() if (note.job, note.rank, note.world_size) == (job, rank, world_size)}
+
+
+class Survivor:
+    """Notes every step and knows at any moment whether the process still holds the state of the last one.
+
+    Args:
+        state: of the rank.
+        job: the job's id.
+    """
+
+    def __init__(self, state: State, *, job: str, rank: int, world_size: int) -> None:
+        self._state = state
+        self._job = job
+        page = notes.page()
+        self._window = Window(state.optimizers if page is not None else ())
+        self._noter = Noter(page, job=job, rank=rank, world_size=world_size) if page is not None else None
+        self._version: Version | None = None
+        self._begun = -1
+        self._late: dict[str, LiveTensor] = {}
+        self._writes: list[int] = []
+
+    def note(self, version: Version) -> None:
+        """The state is that of `version` now. Outside of an optimizer's step."""
+        noter = self._noter
+        if noter is None or not noter.affordable():
+            return
+        gathered = self._state.gather()
+        if not noter.write(version, gathered):
+            logger.info("a failed rank cannot be filled from a twin's live state: %s", noter.refused)
+            return
+        self._late = {name: live for name, live in gathered.tensors.items() if live.late}
+        self._writes = _writes(self._late)
+        self._version, self._begun = version, self._window.begun
+
+    def moved(self) -> None:
+        """The tensors are about to be written by a restore: nothing is live until the next note."""
+        self._version = None
+
+    def leave(self, *, kept: bool) -> None:
+        """The job broke off: what is live is held on to.
+
+        Args:
+            kept: the objects stay, and with them the memory, on whatever device.
+        """
+        if self._noter is None:
+            return
+        why = self._why_not()
+        late = {} if why else {name: live.local for name, live in self._late.items()}
+        if not kept:
+            late = {name: tensor.detach().cpu() for name, tensor in late.items()}
+        remains.job, remains.version, remains.late = self._job, None if why else self._version, late
+        remains.why = why
+        self.close()
+
+    def close(self) -> None:
+        """Removes the hooks and lets go of the tensors."""
+        self._window.close()
+        self._late, self._writes = {}, []
+
+    def _why_not(self) -> str:
+        if self._version is None:
+            return self._noter.refused if self._noter and self._noter.refused else "no step was noted"
+        if self._window.open:
+            return f"interrupted inside the optimizer step after {self._version}"
+        if self._window.begun != self._begun:
+            return f"the optimizer went on after {self._version}"
+        if self._writes != _writes(self._late):
+            return f"parameters were written outside of an optimizer step after {self._version}"
+        return ""
+
+
+def _writes(late: Mapping[str, LiveTensor]) -> list[int]:
+    """The counts of writes that torch keeps per tensor; they do not see fused updates, which the window does."""
+    return [live.local._version for live in late.values()]

@@ -1,0 +1,39 @@
+"""What a checkpointer has between `restore` and `close`. Used by `train.checkpointer` only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.train.assembly import Job
+from holdfast.train.durables import Durables
+from holdfast.train.handle import SaveHandle
+from holdfast.train.link import Link
+from holdfast.train.meetings import MeetingSchedule
+from holdfast.train.recorder import Recorder
+from holdfast.train.remains import Survivor
+from holdfast.train.savers import AnySaver
+from holdfast.train.schedule import Schedule
+from holdfast.train.state import State
+
+
+@dataclass(slots=True)
+class Run:
+    """What exists between `restore` and `close`."""
+
+    state: State
+    link: Link
+    saver: AnySaver
+    job: Job
+    schedule: Schedule | MeetingSchedule
+    recorder: Recorder
+    durables: Durables
+    survivor: Survivor
+    step: int = -1  # the newest that was reported
+    state_step: int = -1  # the newest step whose state we were given, by `step` or `save`
+    optimizer_steps: int = 0  # made until then
+    last: SaveHandle | None = None
+
+    def at(self, step: int) -> None:
+        """The objects hold the state after `step` now."""
+        self.state_step, self.optimizer_steps = step, self.saver.fence.num_steps
+        self.survivor.note(self.job.version(step))

@@ -1,0 +1,69 @@
+"""A node's name in a real store: one launcher has it, and who was silent for too long has lost it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+
+import pytest
+from torch.distributed import TCPStore
+
+from holdfast.base.errors import InUse
+from holdfast.train.identity import Identity
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def claimed(store: TCPStore, *, guard_s: float = 30.0) -> Identity:
+    one = Identity(store, "node1", guard_s=guard_s)
+    one.claim()
+    return one
+
+
+def test_a_second_launcher_is_refused_while_the_first_lives(store: TCPStore) -> None:
+    first, stop = claimed(store), threading.Event()
+
+    def live() -> None:
+        while not stop.wait(0.05):
+            first._beat_at = 0.0
+            assert first.holds(time.monotonic())
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        with pytest.raises(InUse, match="has the name and lives"):
+            claimed(store)
+    finally:
+        stop.set()
+        thread.join()
+    assert first.holds(time.monotonic() + 10)
+
+
+def test_a_silent_one_is_waited_for_and_then_replaced_for_good(store: TCPStore) -> None:
+    first, began = claimed(store), time.monotonic()
+    second = claimed(store, guard_s=0.6)
+    assert time.monotonic() - began >= 0.6
+    assert not first.holds(time.monotonic() + 10)
+    with pytest.raises(InUse, match="took its place"):
+        first.claim()
+    first.leave()
+    assert second.holds(time.monotonic() + 10)
+
+
+def test_who_left_or_is_proven_gone_is_not_waited_for(store: TCPStore) -> None:
+    first, began = claimed(store), time.monotonic()
+    first.leave()
+    second = claimed(store)
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    dead = replace(second._mine, nonce="of another", pid=ended.pid)
+    store.set("holdfast.nodes/node1", json.dumps(asdict(dead)))
+    claimed(store)
+    assert time.monotonic() - began < 5
