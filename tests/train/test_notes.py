@@ -124,6 +124,18 @@ def test_parameters_that_somebody_wrote_to_are_not_live(page: Page) -> None:
     assert "outside of an optimizer step" in remains.remains.why
 
 
+def test_state_that_was_put_elsewhere_is_not_live(page: Page) -> None:
+    job = Job()
+    job.step()
+    job.survivor.note(version(0))
+    job.step()
+    state = job.optimizer.state[job.model.weight]
+    state["exp_avg"] = state["exp_avg"].clone()
+    job.survivor.note(version(1))
+    assert job.left() is None
+    assert "other tensors" in remains.remains.why
+
+
 def test_without_a_launcher_nothing_is_noted_and_nothing_kept() -> None:
     job = Job()
     job.step()

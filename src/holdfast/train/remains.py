@@ -80,6 +80,7 @@ class Survivor:
         self._noter = Noter(page, job=job, rank=rank, world_size=world_size) if page is not None else None
         self._version: Version | None = None
         self._begun = -1
+        self._storages = -1
         self._late: dict[str, LiveTensor] = {}
         self._writes: list[int] = []
 
@@ -88,11 +89,13 @@ class Survivor:
         noter = self._noter
         if noter is None or not noter.affordable():
             return
-        gathered = self._state.gather()
+        gathered = self._state.glance()
         if not noter.write(version, gathered):
             logger.info("a failed rank cannot be filled from a twin's live state: %s", noter.refused)
             return
-        self._late = {name: live for name, live in gathered.tensors.items() if live.late}
+        if gathered.storages != self._storages:
+            self._late = {name: live for name, live in gathered.tensors.items() if live.late}
+            self._storages = gathered.storages
         self._writes = _writes(self._late)
         self._version, self._begun = version, self._window.begun
 
@@ -130,6 +133,8 @@ class Survivor:
             return f"the optimizer went on after {self._version}"
         if self._writes != _writes(self._late):
             return f"parameters were written outside of an optimizer step after {self._version}"
+        if not self._state.still():
+            return f"parameters or optimizer state are other tensors than at {self._version}"
         return ""
 
 
