@@ -25,7 +25,6 @@ import signal
 import socket
 import subprocess
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -35,8 +34,7 @@ from torch.distributed.elastic.utils.api import macros
 from torch.distributed.launcher.api import LaunchConfig
 
 from holdfast.core.faults import Verdict
-from holdfast.core.identity import GUARD_S
-from holdfast.core.ladder import Answer, Failure, Fault, Limits, Rung
+from holdfast.core.ladder import Answer, Failure, Fault, Rung
 from holdfast.train import assignment, leaving, outside, page
 from holdfast.train.cases import Cases, step_of
 from holdfast.train.control import Order
@@ -45,6 +43,7 @@ from holdfast.train.nursery import Nursery
 from holdfast.train.plain import PlainAgent
 from holdfast.train.processes import Doing, Seat, Workers
 from holdfast.train.rounds import Incarnation, Over, Round
+from holdfast.train.rules import Program, Rules
 from holdfast.train.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -58,29 +57,6 @@ HOLD_ALONE_S = 1.0
 SPARE_DELAY_S = 1.0
 EXIT_S = 30.0
 HEARD = {"started": Doing.RUNS, "finished": Doing.FINISHED, "raised": Doing.HOLDS, "failed": Doing.RUNS}
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """What every worker runs: a script or module with its arguments."""
-
-    arguments: tuple[str, ...]
-    is_module: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """How long workers may take to save when the job is told to end, what the ladder allows, and who this node is.
-
-    Attributes:
-        name: of the node; empty: several launchers may share it, and none is asked who it is.
-        guard_s: how long a silent launcher of the same name is waited for.
-    """
-
-    grace_s: float
-    limits: Limits
-    name: str = ""
-    guard_s: float = GUARD_S
 
 
 class Agent(PlainAgent):

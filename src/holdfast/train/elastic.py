@@ -54,10 +54,11 @@ from holdfast.core.identity import GUARD_S
 from holdfast.core.ladder import Limits
 from holdfast.node.start import ensure_keeper
 from holdfast.train import aliases, runner
-from holdfast.train.agent import Agent, Program, Rules
+from holdfast.train.agent import Agent
 from holdfast.train.compile_cache import make_cache
 from holdfast.train.control import Order
 from holdfast.train.nursery import Nursery
+from holdfast.train.rules import Program, Rules
 from holdfast.train.watchdog import directory_of, make_watch
 
 logger = logging.getLogger(__name__)

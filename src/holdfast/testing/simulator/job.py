@@ -170,7 +170,7 @@ class Job:
         digests = {b: self.observer.saves(version, refs[b]) for b in self.layouts[rank].captures}
         if rank in self.poisoned:
             self.poisoned.discard(rank)
-            digests = {b: self._poison(digest, refs[b], version) for b, digest in digests.items()}
+            digests = {b: self._poison(digest, refs[b], version, rank) for b, digest in digests.items()}
         held.seals, held.content = digests, dict(digests)
         held.view = SlotView(held.view.index, SlotState.SEALED, version, held.view.pins)
         self.observer.seals(version, rank, keeper.node, tuple(digests))
@@ -179,12 +179,12 @@ class Job:
         reports = keeper.ledger.seal(rank, version, as_seals(digests), durable=held.durable)
         self.report(keeper, Reports(sealed=reports))
 
-    def _poison(self, digest: str, ref: BundleRef, version: Version) -> str:
+    def _poison(self, digest: str, ref: BundleRef, version: Version, rank: int) -> str:
         nodes = {self.topology.node_of[rank] for rank in ref.ranks}
         if len(nodes) < 2:
             return digest  # only a twin in another node, which captures it too, can tell
         self.observer.spoiled.add(version)
-        return f"{digest}!"
+        return f"{digest}!{rank}"  # no two go wrong in the same way
 
     def _abandon(self, keeper: Keeper, rank: int, version: Version, reason: str) -> None:
         if keeper.ledger is not None:
@@ -209,7 +209,8 @@ class Job:
             if desk.alive and desk.life == life and desk.desk and desk.desk.incarnation == incarnation:
                 self._take_in(desk, keeper.node, reports)
 
-        self.network.send(keeper.node, target, arrive, lambda: self._broken(keeper, mine))
+        # One connection, on which nothing overtakes: the board concludes from a later report what a rank left out.
+        self.network.send(keeper.node, target, arrive, lambda: self._broken(keeper, mine), ordered=True)
 
     def _broken(self, keeper: Keeper, life: int) -> None:
         if keeper.life == life:

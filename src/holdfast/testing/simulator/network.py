@@ -32,8 +32,10 @@ class Network:
         """Whether two nodes can talk."""
         return self.is_open(one, other) and self.is_open(other, one)
 
-    def send(self, source: int, target: int, arrive: Callable[[], None], lost: Callable[[], None]) -> None:
-        """Delivers once or twice, or tells the sender that the link is broken."""
+    def send(
+        self, source: int, target: int, arrive: Callable[[], None], lost: Callable[[], None], *, ordered: bool = False
+    ) -> None:
+        """Delivers once or twice, or tells the sender that the link is broken. `ordered`: after what was sent before."""
         chance = self.clock.chance
         delay = 0.0 if source == target else chance.uniform(0.001, 0.02) * self.slow
 
@@ -47,7 +49,7 @@ class Network:
             self.clock.after(delay, lost)
             return
         at = self.clock.now_s + delay
-        if not self.reorders:
+        if ordered or not self.reorders:
             at = self._last[source, target] = max(at, self._last.get((source, target), 0.0))
         self.clock.after(at - self.clock.now_s, delivered)
         if chance.random() < self.repeats:

@@ -1,0 +1,31 @@
+"""What an agent is told by whoever starts it: what its workers run, how long and how often, and who its node is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.core.identity import GUARD_S
+from holdfast.core.ladder import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What every worker runs: a script or module with its arguments."""
+
+    arguments: tuple[str, ...]
+    is_module: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How long workers may take to save when the job is told to end, what the ladder allows, and who this node is.
+
+    Attributes:
+        name: of the node; empty: several launchers may share it, and none is asked who it is.
+        guard_s: how long a silent launcher of the same name is waited for.
+    """
+
+    grace_s: float
+    limits: Limits
+    name: str = ""
+    guard_s: float = GUARD_S
