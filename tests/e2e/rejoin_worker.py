@@ -1,8 +1,8 @@
 """Two ranks train in many ways and kill themselves in many moments. Not a test itself.
 
-rejoin_worker.py OUT CELL...: a cell is `<strategy>:<phase>` or `<strategy>:<phase>:<every>`. For each: steps without
-holdfast as the reference, then the same steps with it, saved every so many (each one), in which rank 1 (`restore`: then
-rank 0 too) gets SIGKILL at step KILL_AT in that phase; `inside` is within the optimizer's step, `caught` one step later,
+rejoin_worker.py OUT CELL...: a cell is `<strategy>:<phase>[:<every>[:<fault>]]`. For each: steps without holdfast as the
+reference, then the same steps with it, saved every so many (each one), in which rank 1 (`restore`: then rank 0 too)
+meets the fault (`kill`, `stop`, `raise`, `exit`) at step KILL_AT in that phase; `inside` is within the optimizer's step, `caught` one step later,
 while rank 0 is held within it. Every rank writes what it trained, and its process id at every start. As a user's script it knows nothing of being run again; only
 the test's bookkeeping (what is done already) lies in files.
 """
@@ -123,7 +123,16 @@ def victim(cell: str, phase: str, step: int) -> None:
     again = phase != "restored" or (OUT / f"killed-{cell}-1").exists()
     if (dist.get_rank(), phase, step) in wanted and again and not marker.exists():
         marker.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+        strike(cell.split(":")[3] if cell.count(":") == 3 else "kill")
+
+
+def strike(fault: str) -> None:
+    """Here and now."""
+    if fault == "raise":
+        raise ValueError("planted")
+    if fault == "exit":
+        os._exit(3)
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault])
 
 
 def hold(cell: str, phase: str, step: int) -> None:
@@ -149,7 +158,7 @@ def train(cell: str, rank: int) -> None:
     now = {"step": -1}
     job = Job(cell.split(":", maxsplit=1)[0], lambda phase: victim(cell, phase, now["step"]))
     inside = cell.startswith("resumable")  # the model stays, its wrapper does not
-    every = int(cell.split(":")[2]) if cell.count(":") == 2 else 1
+    every = int(cell.split(":")[2]) if cell.count(":") > 1 else 1
     checkpointer = holdfast.Checkpointer(
         OUT / f"root-{cell.replace(':', '-')}", model=job.model, optimizer=job.optimizer, every=every, durable_every=100,
         replicated=("model*", "optimizer*") if inside else (),

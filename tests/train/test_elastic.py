@@ -111,16 +111,16 @@ def job(tmp_path: Path, runtime_dir: Path) -> Iterator[Job]:
     started.end()
 
 
-def survive_kills(job: Job, kills: int) -> None:
-    launcher = job.launch("--standalone", "--nproc-per-node=4", "--max-restarts=20")
+def survive_kills(job: Job, kills: int, *, ranks: int = 4) -> None:
+    launcher = job.launch("--standalone", f"--nproc-per-node={ranks}", "--max-restarts=20")
     seen: set[int] = set()
     chooser = random.Random(7)
-    rows = job.running(4)
+    rows = job.running(ranks)
     for kill in range(1, kills + 1):
-        victim = chooser.randrange(4)
+        victim = chooser.randrange(ranks)
         os.kill(rows[victim][0], signal.SIGKILL)
         # Two failures may follow each other at once; after that the job has to make progress, seconds of it.
-        before, rows = rows, job.recovered(4, kill, steps=10 if kills <= 2 else 350)
+        before, rows = rows, job.recovered(ranks, kill, steps=10 if kills <= 2 else 350)
         seen |= {pid for pid, _, _ in before}
         assert [new[0] == old[0] for new, old in zip(rows, before, strict=True)] == [r != victim for r in range(4)]
         assert rows[victim][0] not in seen
@@ -136,6 +136,29 @@ def test_only_the_killed_process_is_replaced_and_the_others_keep_theirs(job: Job
 @pytest.mark.timeout(600)
 def test_the_job_survives_ten_killed_workers(job: Job) -> None:
     survive_kills(job, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_eight_ranks_survive_killed_workers(job: Job) -> None:
+    survive_kills(job, 3, ranks=8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("count", [10, 50])
+def test_every_restart_by_torchruns_own_path_comes_back(job: Job, count: int) -> None:
+    """Workers that are programs of their own: a failure restarts all of them, by torch's code, over a new store."""
+    flags = ("--standalone", "--nproc-per-node=2", f"--max-restarts={count}", "--no-python", sys.executable)
+    launcher = job.launch(*flags)
+    rows = job.running(2)
+    for kill in range(count):
+        seen = {pid for pid, _, _ in rows}
+        os.kill(rows[kill % 2][0], signal.SIGKILL)
+        rows = job.running(2, since=seen)
+        assert {restarts for _, restarts, _ in rows} == {kill + 1}
+    job.stop()
+    assert launcher.wait(60) == 0, job.logs()
 
 
 @pytest.mark.slow

@@ -114,6 +114,7 @@ def _hang_in() -> None:
     _wrap(torch, "save", Phase.SAVING)
     _wrap(torch, "load", Phase.LOADING)
     _wrap_eval()
+    _wrap_compile()
 
 
 def _stepped(optimizer: Any, *_: Any) -> None:
@@ -172,3 +173,40 @@ def _wrap_eval() -> None:
 
     module: Any = torch.nn.Module
     module.eval = wrapped
+
+
+def _wrap_compile() -> None:
+    """From the first `torch.compile` on, compiling is a phase of its own: it may take long, and is told in incidents."""
+    original = torch.compile
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        _watch_compiler()
+        return original(*args, **kwargs)
+
+    module: Any = torch
+    module.compile = wrapped
+
+
+@functools.cache
+def _watch_compiler() -> None:
+    from torch._dynamo import callback  # noqa: PLC0415 - torch.compile imports it, which takes seconds
+
+    handler = getattr(callback, "callback_handler", None)
+    if handler is None or not hasattr(handler, "register_start_callback"):
+        return  # another torch; compilation is then seen in the stacks of a silent rank
+    before: list[Phase] = []
+
+    def begin(_: Any) -> None:
+        writer = _hooks.mine()
+        if writer is not None:
+            before.append(writer.phase)
+            writer.turn(Phase.COMPILE)
+
+    def end(_: Any) -> None:
+        writer = _hooks.mine()
+        if writer is not None and before:
+            writer.turn(before.pop())
+
+    handler.register_start_callback(begin)
+    handler.register_end_callback(end)
