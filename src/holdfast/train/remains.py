@@ -111,12 +111,14 @@ class Survivor:
         """
         if self._noter is None:
             return
-        why = self._why_not()
-        late = {} if why else {name: live.local for name, live in self._late.items()}
-        if not kept:
-            late = {name: tensor.detach().cpu() for name, tensor in late.items()}
-        remains.job, remains.version, remains.late = self._job, None if why else self._version, late
-        remains.why = why
+        why, late = self._why_not(), {name: live.local for name, live in self._late.items()}
+        if not why and not kept:
+            try:
+                late = {name: tensor.detach().cpu() for name, tensor in late.items()}
+            except RuntimeError as error:  # a device that failed gives nothing back
+                why = f"the state cannot be read: {error}"
+        remains.job, remains.version = self._job, None if why else self._version
+        remains.late, remains.why = {} if why else late, why
         self.close()
 
     def close(self) -> None:
