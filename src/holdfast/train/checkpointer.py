@@ -161,8 +161,7 @@ class Checkpointer:
                 strict=self._config.strict if strict is None else strict,
                 timeout_s=self._config.close_timeout_s,
             )
-            older = wanted is None and not fresh and alive.wish.take_older()
-            if older:
+            if older := wanted is None and not fresh and alive.wish.take_older():
                 restorer.pass_over_newest()
             report = restorer.run(wanted, fresh=fresh, live=not older, events=self.events)
         except BaseException:

@@ -23,7 +23,7 @@ from holdfast.testing.simulator.clock import Clock, Violation
 from holdfast.testing.simulator.keeper import Desk, Held, Keeper, as_seals
 from holdfast.testing.simulator.network import Network, Storage
 from holdfast.testing.simulator.observer import Observer
-from holdfast.testing.simulator.rejoining import Memories
+from holdfast.testing.simulator.rejoining import Memories, stepper
 
 STEP_S, TICK_S, BEGIN_S, RETRY_S = 0.4, 0.25, 1.0, 0.2
 DURABLE_EVERY, MAX_HISTORY = 5, 128
@@ -107,23 +107,12 @@ class Job:
 
     def _stepper(self, attempt: int, rank: int, version: Version) -> Callable[[], None]:
         """The update takes a moment; then the step is noted and saved."""
-        save, memory = self._saver(attempt, rank, version), self.memories.of[rank]
 
         def goes_on() -> bool:
             return attempt == self.attempt and self.alive[rank] and not self.recovering and rank not in self.hung
 
-        def update() -> None:
-            if goes_on():
-                memory.update()
-                self.clock.after(self.clock.chance.uniform(0.0, 0.05), noted)
-
-        def noted() -> None:
-            if goes_on():
-                memory.note(version)
-                if version.step % self.every == 0:
-                    save()
-
-        return update
+        save = self._saver(attempt, rank, version) if version.step % self.every == 0 else lambda: None
+        return stepper(self.clock, self.memories.of[rank], version, goes_on, save)
 
     def _saver(self, attempt: int, rank: int, version: Version) -> Callable[[], None]:
         deadline = self.clock.now_s + BEGIN_S

@@ -8,14 +8,14 @@ testing.simulator.job.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.core import livefill
 from holdfast.core.lineage import Lineage
 from holdfast.core.livefill import Offer
 from holdfast.core.model import BundleRef, Version
-from holdfast.testing.simulator.clock import Violation
+from holdfast.testing.simulator.clock import Clock, Violation
 
 
 @dataclass(slots=True)
@@ -103,3 +103,21 @@ class Memories:
             memory.die()
             if version is not None:
                 memory.note(version)
+
+
+def stepper(
+    clock: Clock, memory: Memory, version: Version, goes_on: Callable[[], bool], save: Callable[[], None]
+) -> Callable[[], None]:
+    """One step of a rank: an update that takes a moment, the note, the save. It breaks off when `goes_on` says so."""
+
+    def update() -> None:
+        if goes_on():
+            memory.update()
+            clock.after(clock.chance.uniform(0.0, 0.05), noted)
+
+    def noted() -> None:
+        if goes_on():
+            memory.note(version)
+            save()
+
+    return update
