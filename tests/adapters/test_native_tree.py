@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from holdfast.adapters import native_tree
 from holdfast.adapters.native_tree import Native, NativeWriter, copied, live, plain
 from holdfast.base.errors import LevelNotReached
 
@@ -60,17 +61,24 @@ def test_a_copy_does_not_change_with_training() -> None:
     assert torch.equal(kept["a"][0], torch.zeros(3))
 
 
-def test_the_tracker_waits_for_the_files_of_all_ranks(tmp_path: Path) -> None:
+def test_the_tracker_waits_for_the_files_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine, others, tracker = tmp_path / "t" / "mine.pt", tmp_path / "t" / "others.pt", tmp_path / "latest"
+    seen: list[tuple[bool, bool]] = []
+
+    def waits(path: Path, since_s: float) -> bool:
+        """Looked at once, the file of the other rank is not there yet; then it comes."""
+        if path == others and not others.exists():
+            seen.append((mine.exists(), tracker.exists()))
+            others.write_bytes(b"x")
+            return False
+        return path.exists() and path.stat().st_mtime >= since_s
+
+    monkeypatch.setattr(native_tree, "_stands", waits)
     writer = NativeWriter(timeout_s=20)
     writer.put(Native({mine: {"a": torch.ones(2)}}, [mine, others], (tracker, "t"), time.time() - 5))
-    deadline = time.monotonic() + 10
-    while not mine.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert torch.load(mine, weights_only=True)["a"].tolist() == [1, 1]
-    assert not tracker.exists()
-    others.write_bytes(b"x")
     writer.flush()
+    assert seen == [(True, False)]
+    assert torch.load(mine, weights_only=True)["a"].tolist() == [1, 1]
     assert tracker.read_text() == "t"
     assert [path.name for path in (tmp_path / "t").iterdir() if path.name.startswith(".")] == []
 

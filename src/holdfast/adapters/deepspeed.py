@@ -17,7 +17,7 @@ ZeRO 0 to 3 of one model-parallel rank know their twins (the module's weights ar
 parallelism every rank keeps its own. MoE checkpoints and NVMe offload write files past the engine and are refused.
 Nothing is unpickled by us; loading DeepSpeed's own files is DeepSpeed's `torch.load`.
 
-Tested with deepspeed 0.19.8 and torch 2.13.0, ZeRO 1, 2 and 3 on CPU.
+Tested with deepspeed 0.19.8 and torch 2.13.0, ZeRO 2 and 3 on CPU.
 """
 
 from __future__ import annotations
