@@ -22,7 +22,7 @@ from holdfast.adapters.lightning import keeper
 from holdfast.testing.contracts import telling
 
 warnings.filterwarnings("ignore")
-LENGTH, ROWS = 32, 48
+LENGTH, ROWS = 32, 56
 
 
 class Text(torch.utils.data.Dataset):
