@@ -280,6 +280,15 @@ class Board:
         reason = "no second copy any more" if lost else "given up before it had a second copy"
         return [Announcement(Kind.DROPPED, version, f"{reason}: replication did not keep up", node=node, lost=lost)]
 
+    def left(self, node: int) -> list[Action]:
+        """A node's keeper is gone, its replicas perhaps with it: one that lives repeats them when it is back."""
+        for entry in self._entries.values():
+            for nodes in entry.replicas.values():
+                nodes.discard(node)
+            if Level.CAPTURED in entry.reached and Level.REPLICATED not in entry.reached:
+                entry.thin = self._thin(entry)
+        return []
+
     def written(self, report: PartReport) -> list[Action]:
         """A node's bundles and part are in storage."""
         entry = self._entry(report.version)

@@ -90,7 +90,9 @@ class Coordinator:
 
     def leave(self, connection: Connection) -> None:
         """A follower's connection ended."""
-        self._followers = {n: f for n, f in self._followers.items() if f.connection is not connection}
+        for node in [n for n, follower in self._followers.items() if follower.connection is connection]:
+            del self._followers[node]
+            self._board.left(node)
         self._changed_s = time.monotonic()
 
     def tick(self) -> None:

@@ -270,6 +270,7 @@ class Job:
                 world, _ = self.ask(world, node, "adopt", rank, version, seals, layout=layout, durable=False)
         for rank, version in lost:
             world = self._abandon(world, rank, version)
+        world = self.conclude(world, "left", node)
         if node == 0:  # the coordinator's: its board is lost, every node has to find the next one
             board = self.cells.add(Board(self.topology))
             nobody, nothing = (False,) * len(self.nodes), ((),) * len(self.nodes)
