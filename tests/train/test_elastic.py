@@ -122,7 +122,7 @@ def survive_kills(job: Job, kills: int, *, ranks: int = 4) -> None:
         # Two failures may follow each other at once; after that the job has to make progress, seconds of it.
         before, rows = rows, job.recovered(ranks, kill, steps=10 if kills <= 2 else 350)
         seen |= {pid for pid, _, _ in before}
-        assert [new[0] == old[0] for new, old in zip(rows, before, strict=True)] == [r != victim for r in range(4)]
+        assert [new[0] == old[0] for new, old in zip(rows, before, strict=True)] == [r != victim for r in range(ranks)]
         assert rows[victim][0] not in seen
     job.stop()
     assert launcher.wait(60) == 0, job.logs()
