@@ -81,7 +81,7 @@ class Campaign:
             for row in rows[1:]:
                 same = self.known.setdefault((rank, row["step"]), row["digest"])
                 assert same == row["digest"], f"step {row['step']} of rank {rank} was another one before"
-        self.finished = max(step for _, step in self.known)
+        self.finished = max([start - 1, *(row["step"] for rows in told for row in rows[1:])])
 
 
 def campaign(home: Path, *, every: int, kills: int, seed: int) -> list[int]:
