@@ -83,6 +83,12 @@ def test_from_a_twins_live_state_no_step_is_lost_and_never_from_the_middle_of_an
     assert ["T0" in row["seconds"] for row in told] == [False, False, True, True]
 
 
+def test_a_wrapper_that_is_made_before_the_restore_spoils_nothing(tmp_path: Path, runtime_dir: Path) -> None:
+    """Rank 1 dies, then rank 0: DDP sends the new rank 0's first parameters into what rank 1 still held."""
+    check(tmp_path, ["resumable:restore:3"])
+    assert starts(tmp_path, "resumable:restore:3") == [0, 4]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(560)
 @pytest.mark.parametrize("fault", ["kill", "raise", "exit", "stop"])

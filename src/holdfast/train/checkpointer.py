@@ -318,14 +318,14 @@ class Checkpointer:
         """Leaves without saving, so that another one of this process can take the rank. Calling it again does nothing."""
         if not self._closed:
             if self._run is not None:
-                self._run.survivor.leave(kept=False)
+                self._run.survivor.leave()
             self._leave(finished=False)
 
     def interrupted(self) -> None:
         """The job broke off and this process stays: what was saved counts, the next call is `restore`."""
         run, self._run = self._run, None
         if run is not None:
-            run.survivor.leave(kept=True)
+            run.survivor.leave()
             run.saver.close()
             run.link.close(finished=False)
             self._storage.leave()

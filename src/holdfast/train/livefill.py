@@ -150,8 +150,7 @@ class LiveFill:
             for name in plan.shards if plan.live else ():
                 target, source = plan.targets[name].local, remains.late[name]
                 num_bytes["live"] += target.nbytes
-                if target.data_ptr() != source.data_ptr():
-                    target.copy_(source)
+                target.copy_(source)
             for name, data in plan.note.small.items():
                 num_bytes["note"] += len(data)
                 _set(plan.targets[name].local, torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else None)

@@ -1,9 +1,8 @@
 """What this process keeps of the state when the job breaks off, so that nothing need be lost: the live state of one step.
 
 At every step the rank's own small state is noted (`train.notes`). When the job is interrupted and no optimizer step has
-begun since (`train.window`), parameters and optimizer state in this process still are those of that step: their memory
-is held on to, without a copy, until the next restore has used or refused it. A script that runs again builds its
-objects anew, so for that long the state lies in memory twice; what lies on a device is brought to the host.
+begun since (`train.window`), parameters and optimizer state in this process still are those of that step: they are copied to
+host memory, until the next restore has used or refused them. For that long the state lies in memory twice.
 
 Must never: call a state live of which a part may have moved. Used by `train.checkpointer` and `train.livefill`.
 """
@@ -34,7 +33,7 @@ class Remains:
     Attributes:
         job: whose state it is; empty: there is none.
         version: the step.
-        late: what optimizers own, by entry name, on the host or where it was.
+        late: what optimizers own, by entry name; copies on the host.
         why: why nothing is live.
     """
 
@@ -103,20 +102,20 @@ class Survivor:
         """The tensors are about to be written by a restore: nothing is live until the next note."""
         self._version = None
 
-    def leave(self, *, kept: bool) -> None:
-        """The job broke off: what is live is held on to.
+    def leave(self) -> None:
+        """The job broke off: what is live is copied.
 
-        Args:
-            kept: the objects stay, and with them the memory, on whatever device.
+        The memory itself is not safe until the restore: whoever wraps the model before it (DDP sends its first rank's
+        parameters to all) writes into it.
         """
         if self._noter is None:
             return
-        why, late = self._why_not(), {name: live.local for name, live in self._late.items()}
-        if not why and not kept:
+        why, late = self._why_not(), {}
+        if not why:
             try:
-                late = {name: tensor.detach().cpu() for name, tensor in late.items()}
-            except RuntimeError as error:  # a device that failed gives nothing back
-                why = f"the state cannot be read: {error}"
+                late = {name: live.local.detach().to("cpu", copy=True) for name, live in self._late.items()}
+            except RuntimeError as error:  # a device that failed, or no memory
+                why = f"the state cannot be copied: {error}"
         remains.job, remains.version = self._job, None if why else self._version
         remains.late, remains.why = {} if why else late, why
         self.close()
