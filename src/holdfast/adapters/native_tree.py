@@ -27,7 +27,7 @@ from holdfast.base.errors import LevelNotReached
 logger = logging.getLogger(__name__)
 
 _KIND, _FACTS = "holdfast.kind", "holdfast.facts"
-_SIZE, _DTYPE = "torch.Size", "torch.dtype"
+_SIZE, _DTYPE, _PAIRS = "torch.Size", "torch.dtype", "pairs"
 LOOK_EVERY_S = 0.05
 # Copies in memory that may wait for the disk; a save that would need one more waits.
 MAX_WAITING = 1
@@ -37,7 +37,9 @@ Classes = Mapping[str, type]
 
 
 def plain(value: Any, classes: Classes) -> Any:
-    """The tree with listed objects as dicts; tensors are detached, enumerations become their values."""
+    """The tree with listed objects, and dicts with other keys than strings and numbers, as dicts of two words; tensors are
+    detached, enumerations become their values.
+    """
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, torch.Size):
@@ -46,6 +48,8 @@ def plain(value: Any, classes: Classes) -> Any:
         return {_KIND: _DTYPE, _FACTS: str(value).removeprefix("torch.")}
     if isinstance(value, enum.Enum):
         return plain(value.value, classes)
+    if isinstance(value, Mapping) and any(type(key) not in (str, int) for key in value):
+        return {_KIND: _PAIRS, _FACTS: [[plain(key, classes), plain(item, classes)] for key, item in value.items()]}
     if isinstance(value, Mapping):
         tree = {key: plain(item, classes) for key, item in value.items()}
         return OrderedDict(tree) if isinstance(value, OrderedDict) else tree
@@ -63,6 +67,8 @@ def live(value: Any, classes: Classes) -> Any:
         name, facts = value.get(_KIND), value.get(_FACTS)
         if name == _SIZE:
             return torch.Size(facts)  # type: ignore[arg-type]  # a list of numbers
+        if name == _PAIRS and isinstance(facts, list):
+            return {live(key, classes): live(item, classes) for key, item in facts}
         if name == _DTYPE:
             found = getattr(torch, str(facts), None)
             return found if isinstance(found, torch.dtype) else value

@@ -1,0 +1,145 @@
+"""A training with Megatron Core as its users write it, with three lines of holdfast; run by test_megatron.py. No test.
+
+Megatron Core puts its buffers on "cuda" and asks tensors whether they are of CUDA. `OnCpu` answers both for a CPU;
+nothing else of Megatron is touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.overrides import TorchFunctionMode
+
+
+class OnCpu(TorchFunctionMode):
+    """What asks for a CUDA device gets the CPU, and tensors of the CPU say that they are of CUDA."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        answer = func(*args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.") if func is torch.Tensor.type and len(args) == 1 else answer
+
+
+torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+import holdfast.adapters.megatron as hf  # noqa: E402
+from holdfast.testing.contracts import telling  # noqa: E402
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--native", action="store_true", help="without holdfast, from Megatron's own files")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.tp)
+    # There is no dropout here, so nothing draws from the generators of CUDA.
+    tensor_parallel.get_cuda_rng_tracker().fork = lambda *_: nullcontext()  # type: ignore[method-assign]
+    torch.manual_seed(1 + parallel_state.get_tensor_model_parallel_rank())
+    config = TransformerConfig(
+        num_layers=2, hidden_size=options.width, num_attention_heads=4, use_cpu_initialization=True,
+        tensor_model_parallel_size=options.tp, hidden_dropout=0.0, attention_dropout=0.0, pipeline_dtype=torch.float32,
+        gradient_accumulation_fusion=False,
+    )  # fmt: skip
+    gpt = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=16)
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = DistributedDataParallel(config, ddp_config, gpt)
+    settings = OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=True)
+    optimizer = get_megatron_optimizer(settings, [model])
+
+    def state(*, loading: bool = False) -> dict[str, object]:
+        weights = gpt.sharded_state_dict()
+        kind = {"distrib_optim_sharding_type": "dp_reshardable"}
+        return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, loading, metadata=kind)}
+
+    save_strategy = load_strategy = None
+    if not options.native:
+        save_strategy, load_strategy = hf.strategies(options.root)
+    start, rank = 0, dist.get_rank()
+    tracker = options.root / TRACKER
+    if tracker.exists():
+        start = int(tracker.read_text())
+        place = str(options.root / f"iter_{start:07d}")
+        prepare(optimizer)
+        loaded = dist_checkpointing.load(state(loading=True), place, sharded_strategy=load_strategy)
+        with torch.no_grad():  # the master copy of fp32 weights is a view of them
+            gpt.load_state_dict(loaded["model"])
+            optimizer.load_state_dict(loaded["optimizer"])
+        print(f"from {rank} {json.dumps(getattr(load_strategy, 'loaded_from', ''))}", flush=True)
+    telling.start(rank, start)
+    for step in range(start, options.steps):
+        source = torch.Generator().manual_seed(100 * step + parallel_state.get_data_parallel_rank())
+        tokens = torch.randint(0, 64, (2, 16), generator=source)
+        positions = torch.arange(16).expand(2, 16)
+        mask = torch.triu(torch.ones(1, 1, 16, 16, dtype=torch.bool), 1)
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = model(tokens, positions, mask, labels=tokens).mean()
+        loss.backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        place = options.root / f"iter_{step + 1:07d}"
+        if rank == 0:
+            place.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        dist_checkpointing.save(state(), str(place), sharded_strategy=save_strategy)
+        if rank == 0:
+            temporary = tracker.with_suffix(".new")
+            temporary.write_text(str(step + 1))
+            os.replace(temporary, tracker)
+        dist.barrier()
+        telling.step(rank, step, [loss.detach(), *tensors(gpt, optimizer)])
+    print(f"state {rank} {telling.digest(tensors(gpt, optimizer))}", flush=True)
+    if hasattr(save_strategy, "close"):
+        save_strategy.close()
+    dist.destroy_process_group()
+
+
+def prepare(optimizer: object) -> None:
+    """Megatron Core 0.16 expects that the state of torch's Adam exists when it loads; that of Apex need not."""
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in one.optimizer.param_groups:
+            for parameter in group["params"]:
+                zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                one.optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+
+
+def tensors(gpt: torch.nn.Module, optimizer: object) -> list[torch.Tensor]:
+    """Everything of this rank that training changes."""
+    found = [parameter.detach() for parameter in gpt.parameters()]
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in one.optimizer.param_groups:
+            for parameter in group["params"]:
+                found.append(parameter.detach())
+                kept = one.optimizer.state[parameter]
+                found += [kept[key] for key in sorted(kept) if isinstance(kept[key], torch.Tensor)]
+    return found
+
+
+if __name__ == "__main__":
+    with OnCpu():
+        main()
