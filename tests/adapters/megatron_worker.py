@@ -59,7 +59,7 @@ def main() -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.tp)
     # There is no dropout here, so nothing draws from the generators of CUDA.
     tensor_parallel.get_cuda_rng_tracker().fork = lambda *_: nullcontext()  # type: ignore[method-assign]
-    torch.manual_seed(1 + parallel_state.get_tensor_model_parallel_rank())
+    torch.manual_seed(1)  # every rank draws whole weights and keeps its part
     config = TransformerConfig(
         num_layers=2, hidden_size=options.width, num_attention_heads=4, use_cpu_initialization=True,
         tensor_model_parallel_size=options.tp, hidden_dropout=0.0, attention_dropout=0.0, pipeline_dtype=torch.float32,
@@ -89,6 +89,7 @@ def main() -> None:
         with torch.no_grad():  # the master copy of fp32 weights is a view of them
             gpt.load_state_dict(loaded["model"])
             optimizer.load_state_dict(loaded["optimizer"])
+        count_on(optimizer, start)
         print(f"from {rank} {json.dumps(getattr(load_strategy, 'loaded_from', ''))}", flush=True)
     telling.start(rank, start)
     for step in range(start, options.steps):
@@ -126,6 +127,13 @@ def prepare(optimizer: object) -> None:
             for parameter in group["params"]:
                 zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
                 one.optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+
+
+def count_on(optimizer: object, steps: int) -> None:
+    """Megatron Core 0.16 does not bring back the step that torch's Adam counts per parameter; Apex's counts per group."""
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for kept in one.optimizer.state.values():
+            kept["step"] = torch.tensor(float(steps))
 
 
 def tensors(gpt: torch.nn.Module, optimizer: object) -> list[torch.Tensor]:
