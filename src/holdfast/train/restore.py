@@ -97,6 +97,10 @@ class RestoreReport:
         found = {name: count for name, count in self.bytes.items() if name != "note" or len(self.bytes) == 1}
         return _SOURCES[max(found, key=lambda name: found[name], default="slot")]
 
+    def tell(self, events: Events) -> None:
+        """To observers and the timeline."""
+        events.emit("restored", version=str(self.version), seconds=self.seconds["total"], reason=self.reason)
+
     def __str__(self) -> str:
         if self.version is None:
             return f"started afresh: {self.reason}"
@@ -132,7 +136,7 @@ class Restorer:
         self._attempts: Counter[Version] = Counter()
         self._refused: list[str] = []
 
-    def run(self, wanted: Version | None, *, fresh: bool, live: bool, events: Events) -> RestoreReport:
+    def run(self, wanted: Version | None, *, fresh: bool, live: bool) -> RestoreReport:
         """Loads the newest usable version, or `wanted`, or nothing if there is nothing or `fresh`.
 
         With `live`, what survivors still hold of a newer step is taken instead, if that is enough for all.
@@ -154,7 +158,6 @@ class Restorer:
         self._resume(self.recorded)
         report = replace(report, seconds={**report.seconds, "total": time.perf_counter() - started})
         logger.info("%s", report)
-        events.emit("restored", version=str(report.version), seconds=report.seconds["total"], reason=report.reason)
         return report
 
     # For who loads piece by piece (`adapters.dcp`).

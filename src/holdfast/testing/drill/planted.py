@@ -24,7 +24,7 @@ from holdfast.core import slots
 from holdfast.core.commit import Announcement, Board, CommitOrder, Kind
 from holdfast.core.ledger import NodeLedger
 from holdfast.core.model import Decision, Version
-from holdfast.node import persist
+from holdfast.node import retire
 from holdfast.node.daemon import Keeper
 from holdfast.node.succession import Succession
 from holdfast.testing.drill import plan
@@ -344,7 +344,7 @@ def _retired_before_commit() -> None:
 
 
 def _newest_retired() -> None:
-    put(persist, "to_retire", lambda durable, **_: tuple(sorted(durable)[2:]))
+    put(retire, "to_retire", lambda durable, **_: tuple(sorted(durable)[2:]))
 
 
 def _strangers_deleted() -> None:
