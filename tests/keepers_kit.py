@@ -10,26 +10,15 @@ from pathlib import Path
 
 import psutil
 
+from holdfast.testing.contracts.workshop import keepers_under
+
 # What `tests/conftest.py` gives everything that is left at the end of the suite.
 GRACE_S = 10.0
 
 
-def keepers(runtime: Path) -> list[psutil.Process]:
-    """Those that live in this runtime directory."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            words = process.cmdline()
-        except psutil.Error:
-            continue
-        if "holdfast.node" in words and str(runtime) in words:
-            found.append(process)
-    return found
-
-
 def end_keepers(runtime: Path, grace_s: float = GRACE_S) -> None:
     """Waits until the keepers of jobs that closed have ended; fails if one stays, and ends it with all that it has."""
-    _, stayed = psutil.wait_procs(keepers(runtime), timeout=grace_s)
+    _, stayed = psutil.wait_procs(keepers_under(runtime), timeout=grace_s)
     for process in stayed:
         process.kill()
     psutil.wait_procs(stayed, timeout=GRACE_S)

@@ -22,8 +22,9 @@ import pytest
 import forked
 from e2e import hsdp_worker
 from holdfast.base.events import Events
+from holdfast.testing.contracts.workshop import keepers_under
 from holdfast.tiers.storage import open_storage
-from keepers_kit import end_keepers, keepers
+from keepers_kit import end_keepers
 
 WORKER = Path(__file__).with_name("hsdp_worker.py")
 NODES = ("a", "a", "b", "b")
@@ -64,7 +65,7 @@ class Cluster:
 
     def keeper(self, node: str) -> psutil.Process:
         """The keeper of a node."""
-        (found,) = (process for process in keepers(self.runtime_dir) if node in process.cmdline())
+        (found,) = (process for process in keepers_under(self.runtime_dir) if node in process.cmdline())
         return found
 
     def facts(self, part: str) -> list[dict[str, Any]]:

@@ -26,9 +26,10 @@ from holdfast.node.client import KeeperClient
 from holdfast.node.places import job_digest, place_of
 from holdfast.node.rpc import dial
 from holdfast.node.start import ensure_keeper
+from holdfast.testing.contracts.workshop import keepers_under
 from holdfast.tiers import wire
 from holdfast.tiers.procs import start_time
-from keepers_kit import end_keepers, keepers
+from keepers_kit import end_keepers
 from node.rig import Rig, eventually
 
 MakeRig = Callable[..., Rig]
@@ -52,7 +53,7 @@ def test_the_keeper_is_up_fast_and_small_and_free_of_torch(make_rig: MakeRig) ->
 def test_jobs_of_tests_wait_for_a_keeper_that_is_about_to_end(runtime_dir: Path, tmp_path: Path) -> None:
     """It was killed in that moment once, and its directory stayed."""
     place = ensure_keeper(str(tmp_path), Config(runtime_dir=str(runtime_dir)))
-    (keeper,) = keepers(runtime_dir)
+    (keeper,) = keepers_under(runtime_dir)
     keeper.suspend()
     keeper.terminate()
     slow = threading.Timer(0.3, keeper.resume)

@@ -80,14 +80,7 @@ class Link:
         """The job goes on without keepers; until `open` none is looked for. `finished`: what this one holds may go."""
         with self._lock:
             self._closed = True
-        client = self.client
-        if client is not None:
-            try:
-                client.goodbye(finished=finished)
-            except HoldfastError as error:
-                logger.warning("the keeper did not take our goodbye: %s", error)
-        if self._client is not None:
-            self._client.close()
+        self._say_goodbye(finished=finished)
         self._client = None
 
     def require(self) -> KeeperClient:
@@ -173,6 +166,11 @@ class Link:
             self._mending.join(JOIN_TIMEOUT_S)
         if self._asking is not None:
             self._asking.join(JOIN_TIMEOUT_S)
+        self._say_goodbye(finished=finished)
+        for slot in self._slots:
+            slot.close()
+
+    def _say_goodbye(self, *, finished: bool) -> None:
         client = self.client
         if client is not None:
             try:
@@ -181,8 +179,6 @@ class Link:
                 logger.warning("the keeper did not take our goodbye: %s", error)
         if self._client is not None:
             self._client.close()
-        for slot in self._slots:
-            slot.close()
 
     def _connect(self) -> KeeperClient:
         place = ensure_keeper(self._root, self._config)

@@ -173,8 +173,8 @@ class Workshop:
 
     def forget_memory(self) -> None:
         """Kills the keepers, with all they hold; the next run has a new runtime directory."""
-        for pid in self._keepers():
-            _kill(pid)
+        for keeper in keepers_under(self._runtimes):
+            _kill(keeper.pid)
         self._lives += 1
 
     def close(self) -> None:
@@ -186,17 +186,6 @@ class Workshop:
         self._running.clear()
         self.forget_memory()
         shutil.rmtree(self._runtimes, ignore_errors=True)
-
-    def _keepers(self) -> list[int]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                words = process.cmdline()
-            except psutil.Error:
-                continue
-            if KEEPER_MODULE in words and any(word.startswith(str(self._runtimes)) for word in words):
-                found.append(process.pid)
-        return found
 
     def _environment(self, door: Startable, task: Task) -> dict[str, str]:
         runtime = self._runtimes / str(self._lives)
@@ -248,3 +237,16 @@ def _kill(pid: int) -> None:
         return  # ended by itself meanwhile
     except psutil.Error as error:
         raise Violation(f"process {pid} cannot be killed: {error}") from error
+
+
+def keepers_under(directory: Path) -> list[psutil.Process]:
+    """The keepers whose runtime directory is this one, or lies in it."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            continue
+        if KEEPER_MODULE in words and any(Path(word).is_relative_to(directory) for word in words):
+            found.append(process)
+    return found
