@@ -4,7 +4,7 @@ The state is a real GPT with AdamW (435 tensors and their step counters, 512 MiB
 Checkpointer is the real one. Everything is divided by a plain copy of the same tensors into pre-faulted memory, taken
 right before or after.
 
-- `stall_ratio`: `save()` with `overlap=False`.            `first_save_ratio`: the first one, over a steady one.
+- `stall_ratio`: `save()` with `overlap=False`.            `first_save_ratio`: the first one, over those right after it.
 - `overlapped_stall_ratio`: `save()` plus the wait at the next optimizer step, with real training in between.
 - `train_seconds_lost_per_save`: wall time from `save()` until the version is durable, minus the steps made meanwhile at
   the speed without a save; stall and slowdown together. With one rank, and with two ranks that share the state.
@@ -36,7 +36,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import holdfast
 
-NUM_FIRSTS = 3
+NUM_FIRSTS = 5
+NUM_AFTER_FIRST = 5  # what a first save is compared with: those of the same job right after it
 NUM_PROVING_SAVES = 4  # the first saves copy at once until it is proven that late copying is safe
 
 
@@ -87,16 +88,16 @@ class Bench:
         firsts = []
         for number in range(NUM_FIRSTS):  # a first save happens once: each of these has a keeper and slots of its own
             with self.checkpointer(f"at-once-{number}", overlap=False) as checkpointer:
-                self.train()  # creates the moments
-                firsts.append(self.stall(checkpointer))
+                saves = []
+                for _ in range(1 + NUM_AFTER_FIRST):
+                    self.train()  # creates the moments
+                    saves.append(self.stall(checkpointer))
+                firsts.append(saves[0] / statistics.median(saves[1:]))
                 if number < NUM_FIRSTS - 1:
                     continue
                 copy = self.plain_copy()
-                for _ in range(2):
-                    self.stall(checkpointer)
                 saves, copies = measure.paired(lambda: self.stall(checkpointer), copy.out, self.rounds)
-        steady = statistics.median(saves)
-        return ratio(saves, copies), statistics.median(firsts) / steady, steady
+        return ratio(saves, copies), statistics.median(firsts), statistics.median(saves)
 
     def stall(self, checkpointer: holdfast.Checkpointer) -> float:
         """Seconds that one save holds up its caller."""

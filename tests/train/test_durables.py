@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 
 import holdfast
-from holdfast.base.errors import HoldfastError, LevelNotReached, UsageError
+from holdfast.base.errors import HoldfastError, LevelNotReached, StorageError, UsageError
 from holdfast.base.events import Events
 from holdfast.core.model import Level, Version
 from holdfast.tiers.storage import open_storage
 from holdfast.tools import look
 from node.rig import eventually, start_hurtable
-from train.test_checkpointer import Make, Trainee, kill_keeper, leave, make  # noqa: F401 - the fixture
+from train.test_checkpointer import Make, Trainee, kill_keeper, leave, make, wait_gone  # noqa: F401 - the fixture
 
 DEADLINE_S = 20.0
 
@@ -243,3 +247,57 @@ def test_what_is_written_beside_a_save_is_shown_and_comes_back(
         assert checkpointer.last_restore is not None
         assert checkpointer.last_restore.info == expected
     leave(checkpointer)
+
+
+@pytest.mark.parametrize("call", ["scandir", "open"], ids=["the list of versions", "the newest manifest"])
+def test_storage_that_cannot_be_read_is_no_fresh_start_and_is_left_as_it_is(
+    make: Make,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+) -> None:
+    """A device that gives errors at the recovery, and later reads again."""
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0, "durable").wait()
+    kept = trainee.fingerprint()
+    keeper = psutil.Process(checkpointer.keeper_status()["pid"])
+    checkpointer.close()
+    wait_gone(keeper)
+    before = files_of(tmp_path / "job")
+    another = Trainee()
+    another.train()
+    untouched = another.fingerprint()
+
+    following = make(another)
+    with monkeypatch.context() as broken, pytest.raises(StorageError, match="Input/output error") as caught:
+        broken.setattr(os, call, failing(getattr(os, call), "scandir" if call == "scandir" else "manifest.json"))
+        following.restore()
+
+    assert str(tmp_path / "job") in caught.value.where
+    assert "check the device" in caught.value.remedy
+    assert another.fingerprint() == untouched
+    assert {name: data for name, data in files_of(tmp_path / "job").items() if name in before} == before
+    with pytest.raises(UsageError, match="restore"):
+        following.save(1)
+    leave(following)
+    again = make(another)
+    assert again.restore() == 1
+    assert another.fingerprint() == kept
+
+
+def failing(real: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A system call that gives EIO for a list of files, or for the file of this name."""
+
+    def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if name == "scandir" or path == name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *args, **kwargs)
+
+    return call
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}

@@ -46,23 +46,22 @@ def num_shares(ranks: Sequence[int], num_bytes: int, topology: Topology) -> int:
 
 def cut(shards: Sequence[Shard], count: int) -> list[tuple[Piece, ...]]:
     """Cuts the shards of one group, laid end to end, into `count` runs of about equal bytes at row boundaries."""
-    total = sum(shard.num_bytes for shard in shards)
+    sizes = [shard.num_bytes for shard in shards]
+    total = sum(sizes)
     shares: list[list[Piece]] = [[] for _ in range(count)]
     begin = 0
-    for shard in shards:
+    for shard, size in zip(shards, sizes, strict=True):
         rows = shard.extent.lengths[0] if shard.extent.lengths else 1
-        edges = _row_edges(shard, begin, total, count)
+        edges = _row_edges(rows, begin, size, total, count)
         for index, (first, last) in edges.items():
             if last > first or (rows == 0 and first == 0):
                 shares[index].append(Piece(shard, first, last - first))
-        begin += shard.num_bytes
+        begin += size
     return [tuple(share) for share in shares]
 
 
-def _row_edges(shard: Shard, begin: int, total: int, count: int) -> dict[int, tuple[int, int]]:
-    """Share index -> (first row, last row) of this shard, which begins at byte `begin` of `total`."""
-    size = shard.num_bytes
-    rows = shard.extent.lengths[0] if shard.extent.lengths else 1
+def _row_edges(rows: int, begin: int, size: int, total: int, count: int) -> dict[int, tuple[int, int]]:
+    """Share index -> (first row, last row) of a shard of `size` bytes, which begins at byte `begin` of `total`."""
     if size < MIN_CUT_BYTES or rows < 2:
         middle = begin + size // 2
         return {min(count - 1, middle * count // max(total, 1)): (0, rows)}

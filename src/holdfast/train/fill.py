@@ -130,8 +130,9 @@ def fill_with(
     with ThreadPoolExecutor(num_threads, thread_name_prefix="holdfast-restore") as pool:
         helpers = [pool.submit(work.run) for _ in range(num_threads - 1)]
         try:
-            for number, source in enumerate(sources):  # the others copy while this one still plans
-                for chunk in _chunks(number, source, copies[number]):
+            for number, source in enumerate(sources):
+                # All of an image at once: a thread that plans holds the lock that those who copy ask for at every step.
+                for chunk in list(_chunks(number, source, copies[number])):
                     work.todo.put(chunk)
         finally:
             for _ in range(num_threads):
@@ -221,7 +222,7 @@ def _plan(chunks: Mapping[int, _Chunk], copy: Copy) -> None:
     """One copy, cut where chunks end."""
     entry, box = copy.entry, copy.box
     target = _narrow(copy.live.local, copy.live.shard.extent, box)
-    whole = box.lengths == entry.shape
+    by_address = box.lengths == entry.shape and _is_plain(target)
     planned = 0
     for index in range(entry.start // CHUNK_BYTES, (entry.end - 1) // CHUNK_BYTES + 1):
         chunk = chunks.get(index)
@@ -229,7 +230,7 @@ def _plan(chunks: Mapping[int, _Chunk], copy: Copy) -> None:
             continue  # no byte of the box lies there, or the count below is short
         begin = index * CHUNK_BYTES
         first, last = max(entry.start, begin), min(entry.end, begin + len(chunk.view))
-        if whole and _is_plain(target):
+        if by_address:
             _plan_moves(chunk, first - begin, target.data_ptr() + first - entry.start, last - first)
             planned += (last - first) // target.element_size()
         else:
