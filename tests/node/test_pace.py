@@ -1,8 +1,8 @@
-"""The pace of replicas: a bound over any time, a short burst, and a gate that cannot hold anything for ever."""
+"""The pace of replicas: a bound over any time, and a short burst."""
 
 from __future__ import annotations
 
-from holdfast.node.pace import BURST_S, MAX_GATE_S, Pace
+from holdfast.node.pace import BURST_S, Pace
 
 
 class Clock:
@@ -40,10 +40,7 @@ def test_a_pause_saves_up_a_short_burst_only() -> None:
     assert clock.now_s - started >= 2.0 - BURST_S - 0.11
 
 
-def test_without_a_bound_nothing_waits_and_a_gate_delays_by_no_more_than_its_limit() -> None:
+def test_without_a_bound_nothing_waits() -> None:
     pace, clock = paced(0)
     pace.wait(1 << 30)
     assert clock.now_s == 100.0
-    pace.gate = lambda: 3600.0
-    pace.wait(1)
-    assert clock.now_s == 100.0 + MAX_GATE_S

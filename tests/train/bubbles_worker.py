@@ -1,7 +1,7 @@
 """One rank of a pipeline whose stages take known times; prints what was measured and what the event model says of it.
 
-`python bubbles_worker.py RANK WORLD STORE SCHEDULE...` runs schedules one after the other on one process group; a name
-with a tilde has a second stage that takes half as long again.
+`python bubbles_worker.py RANK WORLD STORE FORWARD_S SCHEDULE...` runs schedules one after the other on one process group; a
+name with a tilde has a second stage that takes half as long again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from holdfast.base.events import Events
 from holdfast.testing.pipeline_gpt import Sleep
 from holdfast.train.pipeline import Bubbles, Profile, predicted
 
-FORWARD_S = 0.02
 MICROBATCHES = 8
 STEPS = 5
 ONE = ("GPipe", "1F1B")
@@ -34,7 +33,7 @@ class Stage(nn.Module):
         return Sleep.apply(self.scale(value), self.seconds)
 
 
-def build(name: str, rank: int, world: int, uneven: bool):
+def build(name: str, rank: int, world: int, forward_s: float, uneven: bool):
     kind = schedules.get_schedule_class(name)
     count = 1 if name in ONE else 2
     v_shaped = name in ("ZBVZeroBubble", "DualPipeV")
@@ -42,14 +41,14 @@ def build(name: str, rank: int, world: int, uneven: bool):
     device = torch.device("cpu")
     stages = []
     for index in indices:
-        seconds = FORWARD_S / count * (1.5 if uneven and index == 1 else 1.0)
+        seconds = forward_s / count * (1.5 if uneven and index == 1 else 1.0)
         stages.append(PipelineStage(Stage(seconds), index, world * count, device))
     built = kind(stages[0] if count == 1 else stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)
     return built, stages
 
 
-def run(name: str, rank: int, world: int, uneven: bool) -> dict[str, object]:
-    schedule, stages = build(name, rank, world, uneven)
+def run(name: str, rank: int, world: int, forward_s: float, uneven: bool) -> dict[str, object]:
+    schedule, stages = build(name, rank, world, forward_s, uneven)
     watcher = Bubbles(schedule, Events())
     watcher.attach()
     has_first = any(stage.is_first for stage in stages)
@@ -80,9 +79,9 @@ def run(name: str, rank: int, world: int, uneven: bool) -> dict[str, object]:
 
 
 def main() -> None:
-    rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    rank, world, store, forward_s = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    rows = [run(name.rstrip("~"), rank, world, uneven=name.endswith("~")) for name in sys.argv[4:]]
+    rows = [run(name.rstrip("~"), rank, world, forward_s, uneven=name.endswith("~")) for name in sys.argv[5:]]
     print(json.dumps({"rank": rank, "rows": rows, "seam": schedules._wait_batch_p2p.__module__}))
     dist.barrier()
     dist.destroy_process_group()

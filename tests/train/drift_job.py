@@ -1,7 +1,7 @@
 """One rank of a pipeline of known work whose stages change while it trains, saved at every step.
 
-`python drift_job.py RANK WORLD STORE ROOT STEPS` tells where it begins and ends, with digests, and what saving cost and
-where copies ran in every phase of the run.
+`python drift_job.py RANK WORLD STORE ROOT STEPS` tells where it begins and ends, with digests, what saving cost and
+where copies ran in every phase of the run, and what its keeper sent to other nodes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def main() -> None:
         seen.append(row | {key: now.get(key, 0.0) - before.get(key, 0.0) for key in COUNTED})
     assert handle is not None
     handle.wait("captured", 20)
-    print(json.dumps({"rows": seen, "given_up": given_up, "digest": digest(part.submod.parameters())}), flush=True)
+    end = {"rows": seen, "given_up": given_up, "digest": digest(part.submod.parameters())}
+    print(json.dumps(end | {"sent": checkpointer.keeper_status()["replication"]}), flush=True)
     dist.barrier()
     if sys.stdin.readline():  # else it is killed here
         checkpointer.close()

@@ -4,12 +4,13 @@ The waits of a schedule come in the same order at every step, so the n-th wait i
 it is a low quantile of the last few: a window that is believed too long delays the schedule's own work, one that is
 believed too short leaves some idle time unused. Drift shows after a few steps, without asking anybody.
 
-Pure: all times are arguments, in seconds. Called by `train.pipeline`.
+Pure: all times are arguments, in seconds. Called by `train.pipeline`, `train.gate` (copies) and `node.windows` (replicas).
 """
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 from holdfast.core.bubbles import Window
 
@@ -19,6 +20,42 @@ MEMORY = 8
 QUANTILE = 0.25
 # Waits of one step that are told apart; a schedule with more shares the last one. A bound, for nothing may grow (S15).
 MAX_WAITS = 4096
+# Replicas are held back for a step at most, so that all its waits come by, and never longer than this: a third of the
+# shortest patience that saves have with replicas (`core.patience`).
+MAX_HOLD_S = 1.5
+
+
+def has_room(until_s: float | None, now_s: float, seconds: float) -> bool:
+    """Whether what takes so many seconds may begin in a wait that should last until then; None: nobody knows.
+
+    What lasts longer than ever may end at any moment or never; either way one chunk is all it can cost.
+    """
+    return until_s is None or now_s + seconds <= until_s or now_s >= until_s
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a rank shows of its waits.
+
+    Attributes:
+        number: of the wait that is under way, from 1; 0: it computes.
+        until_s: when that wait should end; infinite: nobody knows.
+        period_s: seconds of a step; 0: not known yet.
+    """
+
+    number: int
+    until_s: float
+    period_s: float
+
+
+def may_send(shown: Shown, now_s: float, seconds: float, *, held_s: float) -> bool:
+    """Whether a block that takes so many seconds may be sent, of a transfer that was held back for `held_s` already.
+
+    In a wait with room; and at any time once the waits of a whole step came by, for safety does not depend on them.
+    """
+    if held_s >= min(shown.period_s, MAX_HOLD_S):
+        return True
+    return bool(shown.number) and has_room(shown.until_s, now_s, seconds)
 
 
 class Waits:

@@ -53,6 +53,7 @@ from holdfast.node.trainers import Trainer, Trainers
 from holdfast.node.turnover import Turnover, Works
 from holdfast.node.uplink import Uplink
 from holdfast.node.vault import Vault
+from holdfast.node.windows import Windows
 from holdfast.tiers.budget import Budget
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,9 @@ class Keeper:
         self._trainers = Trainers(self._state, self._forget)
         self._saving = Saving(self._state, self._trainers, self._sealer, self._succession)
         self._uplink = Uplink(self._state, lambda assembly: Coordinator(self._state, self._committer, assembly))
-        self._peers = PeerDesk(self._state, lambda: self._uplink.coordinator, Pace(options.network.bandwidth))
+        self._windows = Windows(self._trainers.shown, self._saving.waits)
+        pace = Pace(options.network.bandwidth)
+        self._peers = PeerDesk(self._state, lambda: self._uplink.coordinator, pace, self._windows)
         self._operations = Operations(
             Parts(
                 state=self._state,
@@ -262,8 +265,12 @@ class Keeper:
         self._server.wake()
 
     def _status(self) -> dict[str, Any]:
-        replication = self._replicator.facts() | {"sent_bytes": self._peers.sent_bytes}
-        return {"replication": replication} | status.report(
+        sent = {
+            "sent_bytes": self._peers.sent_bytes,
+            "sent_shown_bytes": self._windows.shown_bytes,
+            "sent_inside_bytes": self._windows.inside_bytes,
+        }
+        return {"replication": self._replicator.facts() | sent} | status.report(
             self._state,
             self._events,
             activities=self._activities,

@@ -313,6 +313,10 @@ class Cadence(Message, tag="cadence", frozen=True, kw_only=True):
     reason: str
 
 
+class ShowWaits(Message, tag="show-waits", frozen=True):
+    """The descriptor beside this is the page of the rank's waits (node.windows); it replaces the one before."""
+
+
 class Appointed(Message, tag="appointed", frozen=True, kw_only=True):
     """Push: the step that the coordinator named for all ranks."""
 
@@ -419,7 +423,7 @@ class Seals(Message, tag="seals", frozen=True, kw_only=True):
 AnyMessage = (
     Hello | Welcome | Ok | Refusal | Assemble | Resume | Prepare | Slots | Adopt | Register | Begin | Begun | Copied
     | Persist | Abandon | TakeInventory | InventoryReply | Obtain | Obtained | Release | Condemn | AskStatus | StatusReply | AskInside | InsideReply
-    | Goodbye | Progress | Propose | Cadence | Appointed | Alarm | Working | Report | News | Ping | Pull | Bulk | AskSeals | Seals
+    | Goodbye | Progress | Propose | Cadence | ShowWaits | Appointed | Alarm | Working | Report | News | Ping | Pull | Bulk | AskSeals | Seals
     | AskLanding | Landed | PullLanding
 )  # fmt: skip
 

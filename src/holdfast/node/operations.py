@@ -113,6 +113,8 @@ class Operations:
         role = connection.greeted.role
         if isinstance(message, messages.Adopt) and role == RANK:
             return self._parts.reserve.adopt(connection, message, fds)
+        if isinstance(message, messages.ShowWaits) and role == RANK:
+            return self._parts.trainers.show(connection, message, fds)
         operation = self._table[role].get(type(message))
         if operation is None:
             raise KeeperError(f"a {role} may not say {type(message).__name__}")

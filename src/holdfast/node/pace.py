@@ -1,9 +1,8 @@
-"""How fast this node sends replicas: a bound in bytes per second, and a gate that may hold them back for a while.
+"""How fast this node sends replicas: a bound in bytes per second.
 
 One Pace per keeper, shared by all connections that carry replicas; restores do not pass here. Before each block the
-sender asks and waits; nothing is queued, so whoever waits holds no memory but the slot that its pin keeps. The gate is
-for windows in which the accelerator leaves the network idle: it says how long to wait from now. It may delay a block by
-MAX_GATE_S at most, because safety is not to depend on a window that never opens.
+sender asks and waits; nothing is queued, so whoever waits holds no memory but the slot that its pin keeps. When blocks
+leave, beside the waits of the trainers or in them, is another matter (`node.windows`).
 """
 
 from __future__ import annotations
@@ -14,9 +13,6 @@ from collections.abc import Callable
 
 # What may leave at once after a pause; more would be a burst, less would cost throughput.
 BURST_S = 0.05
-MAX_GATE_S = 1.0
-
-Gate = Callable[[], float]
 
 
 class Pace:
@@ -35,7 +31,6 @@ class Pace:
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self.bytes_per_s = bytes_per_s
-        self.gate: Gate | None = None
         self._clock = clock
         self._sleep = sleep
         self._lock = threading.Lock()
@@ -44,8 +39,6 @@ class Pace:
     def wait(self, num_bytes: int) -> None:
         """Returns when `num_bytes` may leave."""
         delay_s = self._delay(num_bytes)
-        if self.gate is not None:
-            delay_s = max(delay_s, min(MAX_GATE_S, self.gate()))
         if delay_s > 0:
             self._sleep(delay_s)
 

@@ -24,6 +24,7 @@ from holdfast.node.pace import Pace
 from holdfast.node.rpc import dial
 from holdfast.node.server import Connection
 from holdfast.node.state import NodeState, greeting
+from holdfast.node.windows import Turns, Windows
 from holdfast.tiers.format import CHUNK_BYTES
 
 logger = logging.getLogger(__name__)
@@ -51,12 +52,17 @@ class PeerDesk:
         state: the keeper's state.
         coordinator: gives the coordinator while this node is it.
         pace: of what is sent as replicas.
+        windows: the waits of local ranks, which replicas keep to.
     """
 
-    def __init__(self, state: NodeState, coordinator: Callable[[], Coordinator | None], pace: Pace) -> None:
+    def __init__(
+        self, state: NodeState, coordinator: Callable[[], Coordinator | None], pace: Pace, windows: Windows
+    ) -> None:
         self.sent_bytes = 0
         self._state = state
         self._pace = pace
+        self._windows = windows
+        self._turns: dict[Connection, Turns] = {}  # a connection carries one version, so one transfer
         self._coordinator = coordinator
         self._sending: dict[Connection, _Sending] = {}
 
@@ -91,6 +97,7 @@ class PeerDesk:
         """A keeper's connection ended."""
         with self._state.lock:
             self._unpin(connection)
+            self._turns.pop(connection, None)
             coordinator = self._coordinator()
             if coordinator is not None:
                 coordinator.leave(connection)
@@ -151,14 +158,19 @@ class PeerDesk:
             if not (0 <= request.start < end <= length) or request.length > CHUNK_BYTES:
                 raise KeeperError(f"bytes {request.start} to {end} are not a piece of bundle {request.bundle_id}")
             held.pins[PIN] += 1
+            turns = None if request.urgent else self._turns.setdefault(connection, self._windows.turns())
 
-        def before(num_bytes: int) -> None:
-            """A block leaves: the line moves, and the pace is kept."""
-            if not request.urgent:
-                self._pace.wait(num_bytes)
+        def moves() -> None:
             sending = self._sending.get(connection)
             if sending is not None:
                 sending.moved_s = time.monotonic()
+
+        def before(num_bytes: int) -> None:
+            """A block leaves: the line moves, and pace and windows are kept."""
+            if turns is not None:
+                self._pace.wait(num_bytes)
+                turns.wait(held.rank, num_bytes, moves)
+            moves()
 
         try:
             connection.channel.send_bulk(
@@ -169,6 +181,8 @@ class PeerDesk:
             )
             self.sent_bytes += request.length
         finally:
+            if turns is not None:
+                turns.sent()
             self._state.unpin(held, PIN)
 
     def _part(self, request: messages.Pull) -> tuple[Held, int, int]:

@@ -117,6 +117,11 @@ class Saving:
         with self._state.lock:
             return [w.trainer.rank for w in self._waiting if now - w.since_s >= w.request.timeout_s / 2]
 
+    def waits(self, rank: int) -> bool:
+        """Whether a save of this rank waits for a slot."""
+        with self._state.lock:
+            return any(waiting.trainer.rank == rank for waiting in self._waiting)
+
     def _give_up(self, waiting: _Waiting) -> None:
         version, rank = waiting.request.version, waiting.trainer.rank
         reason = f"no slot became free within {waiting.request.timeout_s:g} s: {waiting.reason}"

@@ -7,20 +7,23 @@ writing becomes empty, and that is announced.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast.base.errors import InUse
+from holdfast.base.errors import InUse, KeeperError
 from holdfast.core.model import Version
 from holdfast.core.recovery import Source
 from holdfast.core.slots import SlotState
+from holdfast.core.windows import Shown
 from holdfast.node.arena import Held
-from holdfast.node.messages import Hello, Message
+from holdfast.node.messages import Hello, Message, Ok, ShowWaits
 from holdfast.node.server import Connection
 from holdfast.node.state import NodeState
+from holdfast.node.windows import look
 from holdfast.tiers.procs import start_time
 
 # How long a new trainer of a rank waits for the old one to be gone; a killed one frees its memory first.
@@ -39,6 +42,7 @@ class Trainer:
         reading: slots that are pinned because it restores from them, once per bundle.
         job_id: the job that it assembled; empty before.
         restored: of the version that it came back from, bytes of images and chunks by source.
+        page: descriptor of the page that shows its waits; -1: there is none.
     """
 
     rank: int
@@ -48,6 +52,7 @@ class Trainer:
     reading: list[Held] = field(default_factory=list)
     job_id: str = ""
     restored: tuple[Version, Counter[str]] | None = None
+    page: int = -1
 
     def brought(self, version: Version, source: Source, num_bytes: int) -> None:
         """Bytes of `version` were made readable for it."""
@@ -119,6 +124,22 @@ class Trainers:
                     )
                 self._came_or_went.wait(min(left, 0.1))
 
+    def show(self, connection: Connection, request: ShowWaits, fds: list[int]) -> Ok:
+        """A rank shows its waits from now on."""
+        if len(fds) != 1:
+            raise KeeperError(f"one page was announced and {len(fds)} descriptors came")
+        with self._state.lock:
+            trainer = self.of(connection)
+            _let_go(trainer)
+            trainer.page = fds.pop()
+        return Ok(id=request.id)
+
+    def shown(self, rank: int) -> Shown | None:
+        """What a local rank shows of its waits; None if it shows none."""
+        with self._state.lock:
+            trainer = self._trainers.get(rank)
+            return look(trainer.page) if trainer is not None and trainer.page >= 0 else None
+
     def gone(self, connection: Connection) -> None:
         """A trainer's connection ended."""
         with self._came_or_went:
@@ -158,6 +179,7 @@ class Trainers:
             if held.state is SlotState.WRITING and not held.copied and not held.pins and version is not None:
                 held.clear()
                 self._state.abandon(trainer.rank, version, "its process ended before the copy was complete")
+        _let_go(trainer)
         trainer.connection.channel.abort()
         self._came_or_went.notify_all()
         self._state.outlets.changed()
@@ -168,6 +190,13 @@ class Trainers:
         if trainer is None or trainer.connection is not connection:
             raise InUse(f"rank {connection.greeted.rank} is now another process")
         return trainer
+
+
+def _let_go(trainer: Trainer) -> None:
+    """Of its page. Under the lock."""
+    if trainer.page >= 0:
+        os.close(trainer.page)
+        trainer.page = -1
 
 
 def _is_other(old: Trainer, new: Connection) -> bool:

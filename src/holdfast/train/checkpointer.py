@@ -190,8 +190,7 @@ class Checkpointer:
         self._run = run
         self._signal.install()
         if self.bubbles is not None:
-            saver.fence.pace, self.bubbles.on_wait = self.bubbles, saver.fence.nudge
-            self.bubbles.attach()
+            found.keep_to_waits(self.bubbles, saver.fence, link)
         self.last_restore = dataclasses.replace(report, info=state.info.restored)
         beats.at_step(-1 if report.version is None else report.version.step)
         alive.wish.restored(-1 if report.version is None else report.version.step, report.source)

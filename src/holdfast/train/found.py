@@ -17,6 +17,8 @@ from torch import nn
 
 from holdfast.base.errors import UsageError
 from holdfast.base.events import Events
+from holdfast.train.fence import Fence
+from holdfast.train.link import Link
 from holdfast.train.orders import stages_of
 from holdfast.train.pipeline import Bubbles
 
@@ -39,6 +41,13 @@ def bubbles_of(modules: Iterable[nn.Module], events: Events) -> Bubbles | None:
         return None
     logger.info("copies keep to the waits of the job's %s", type(found[0]).__name__)
     return bubbles
+
+
+def keep_to_waits(bubbles: Bubbles, fence: Fence, link: Link) -> None:
+    """From now on copies go in the waits of the schedule, and what the keeper sends of them too."""
+    fence.pace, bubbles.on_wait = bubbles, fence.nudge
+    bubbles.attach()
+    link.show_waits(bubbles.page_fd)
 
 
 def _schedules(modules: Iterable[nn.Module]) -> list[Any]:

@@ -5,6 +5,8 @@ a wait begins and shuts it when the wait ends. A turn is given while the wait th
 has lasted longer than was expected; so a mispredicted wait costs at most the one chunk that had begun. The fence takes
 the gate away: from then on every turn is given, for the step is waiting for the copy itself.
 
+The same waits are shown to the keeper on a page, for what it sends to other nodes (`node.windows`).
+
 Nothing here can block training: the trainer's calls only set values. Called by `train.pipeline` and `train.fence`.
 """
 
@@ -13,15 +15,23 @@ from __future__ import annotations
 import threading
 import time
 
+from holdfast.core.windows import has_room
+from holdfast.node.windows import WindowPage
+
 # So long a turn is waited for. A gate that stays shut longer is steered by nobody (an evaluation, a loop of its own):
 # what is left of the version is then copied beside whatever runs.
 PATIENCE_S = 1.0
 
 
 class Gate:
-    """One per rank; opened by the trainer's thread, passed by the copier's."""
+    """One per rank; opened by the trainer's thread, passed by the copier's.
+
+    Attributes:
+        page: where the keeper sees the same; None: nowhere.
+    """
 
     def __init__(self) -> None:
+        self.page: WindowPage | None = None
         self._changed = threading.Condition()
         self._until: float | None = None  # monotonic; until when the wait under way should last
         self._is_open = False
@@ -33,11 +43,15 @@ class Gate:
             self._is_open = True
             self._until = None if expected_s is None else time.monotonic() + expected_s
             self._changed.notify_all()
+        if self.page is not None:
+            self.page.open(self._until)
 
     def shut(self) -> None:
         """The wait is over."""
         with self._changed:
             self._is_open = False
+        if self.page is not None:
+            self.page.shut()
 
     def hurry(self, wanted: bool) -> None:
         """Whether turns are given at once: the step waits for the copy, or nobody steers the gate."""
@@ -51,17 +65,13 @@ class Gate:
         with self._changed:
             while not self._hurry:
                 now = time.monotonic()
-                if self._is_open and self._has_room(now, seconds):
+                if self._is_open and has_room(self._until, now, seconds):
                     return True
                 if now >= deadline:
                     self._hurry = True
                     return False
                 self._changed.wait(self._next_look(now, deadline))
             return False
-
-    def _has_room(self, now: float, seconds: float) -> bool:
-        # What lasts longer than ever may end at any moment or never; either way one chunk is all it can cost.
-        return self._until is None or now + seconds <= self._until or now >= self._until
 
     def _next_look(self, now: float, deadline: float) -> float:
         """Seconds until something may have changed without a word: the expected end of the wait, or the deadline."""

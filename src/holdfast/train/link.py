@@ -59,6 +59,7 @@ class Link:
         self.assembly: Assembly | None = None
         self.layout: RankLayout | None = None
         self.resumed: tuple[int, Version | None] | None = None
+        self._page: Callable[[], int] = lambda: -1
 
     @property
     def client(self) -> KeeperClient | None:
@@ -142,6 +143,21 @@ class Link:
             except KeeperLost as error:
                 logger.info("the keeper did not hear of the cadence: %s", error)
 
+    def show_waits(self, page: Callable[[], int]) -> None:
+        """The keeper, and each that replaces it, sends replicas in the waits that `page()` shows; -1: it shows none."""
+        self._page = page
+        client = self.client
+        if client is not None:
+            self._show(client)
+
+    def _show(self, client: KeeperClient) -> None:
+        page = self._page()
+        try:
+            if page >= 0:
+                client.show_waits(page)
+        except HoldfastError as error:
+            logger.info("replicas keep to no waits: %s", error)
+
     def mend(self) -> None:
         """Starts to look for a new keeper unless that is under way. Returns at once."""
         with self._lock:
@@ -214,6 +230,7 @@ class Link:
             client.adopt(self._slots)
             if self.resumed is not None:
                 client.resume(*self.resumed)
+            self._show(client)
         except BaseException:
             client.detach()
             raise

@@ -26,7 +26,8 @@ from holdfast.base.events import Events
 from holdfast.core import bubbles, pipeline
 from holdfast.core.pipeline import Costs, Kind
 from holdfast.core.windows import Waits
-from holdfast.train.clock import clock_of
+from holdfast.node.windows import WindowPage
+from holdfast.train.clock import HostClock, clock_of
 from holdfast.train.gate import Gate
 from holdfast.train.orders import orders_of, stages_of
 
@@ -108,6 +109,8 @@ class Bubbles:
         """Begins to watch; a second call does nothing."""
         if self._restore:
             return
+        # On a GPU the waits are the device's, and the host does not know when they begin.
+        self._gate.page = WindowPage() if isinstance(self._clock, HostClock) else None
         self._wrap(self._schedule, "step", self._step)
         for stage in self._stages:
             self._wrap(stage, "forward_one_chunk", self._timed(stage.stage_index, _forward))
@@ -129,6 +132,13 @@ class Bubbles:
             undo()
         self._restore.clear()
         self._gate.hurry(True)
+        page, self._gate.page = self._gate.page, None
+        if page is not None:
+            page.close()
+
+    def page_fd(self) -> int:
+        """Descriptor of the page that shows the waits to the keeper; -1 where there is none."""
+        return -1 if self._gate.page is None else self._gate.page.fd
 
     def profile(self) -> Profile:
         """What was measured so far."""
@@ -169,6 +179,8 @@ class Bubbles:
             self._idle.append(self._idle_now)
             self._periods.append(now - self._began)
             self._endings.append(now - self._last + self._between)
+            if self._gate.page is not None:
+                self._gate.page.step(fmean(self._periods))
         self._between = 0.0
         self._idle_now, self._began, self._last = 0.0, now, now
         self._waits.begin_step()

@@ -1,0 +1,223 @@
+"""Replicas keep to the waits that a trainer shows: inside them, held back for a step at most, and at once without a page."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.core.model import Level
+from holdfast.core.windows import MAX_HOLD_S, Shown, may_send
+from holdfast.node import windows
+from holdfast.node.windows import Turns, WindowPage, Windows
+from node.rig import Rig, Trainer, eventually, reached
+
+MakeRig = Callable[..., Rig]
+MIB = 1 << 20
+
+
+@contextlib.contextmanager
+def page() -> Iterator[WindowPage]:
+    made = WindowPage()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+# --- the decision
+
+
+@given(st.floats(0, 10), st.floats(0, 3), st.floats(0, 1), st.floats(0, 5), st.floats(0, 5))
+def test_a_block_leaves_in_a_wait_with_room_or_when_it_was_held_for_a_step(until, now, seconds, period, held) -> None:
+    shut, opened = Shown(0, until, period), Shown(7, until, period)
+    patient = held < period and held < MAX_HOLD_S
+    assert may_send(shut, now, seconds, held_s=held) is not patient
+    assert may_send(opened, now, seconds, held_s=held) is (not patient or now + seconds <= until or now >= until)
+    assert may_send(Shown(1, math.inf, period), now, seconds, held_s=held), "a wait that nobody knows may be used"
+
+
+# --- the page
+
+
+def test_a_page_shows_what_was_written_and_anything_else_shows_nothing() -> None:
+    with page() as made:
+        assert windows.look(made.fd) == Shown(0, 0.0, 0.0)
+        made.step(0.25)
+        made.open(17.5)
+        assert windows.look(made.fd) == Shown(1, 17.5, 0.25)
+        made.shut()
+        made.open(None)
+        assert windows.look(made.fd) == Shown(2, math.inf, 0.25)
+        kept = os.dup(made.fd)
+    assert windows.look(kept) == Shown(0, 0.0, 0.0), "a page that its writer left holds nothing back"
+    os.ftruncate(kept, 3)
+    assert windows.look(kept) is None
+    os.pwrite(kept, b"\xff" * windows.PAGE_BYTES, 0)
+    assert windows.look(kept) is None
+    os.close(kept)
+    assert windows.look(kept) is None
+
+
+class Clock:
+    """A clock that moves when somebody sleeps; at each look the waits of a step of one second are those of `waits`."""
+
+    def __init__(self, *waits: tuple[float, float]) -> None:
+        self.now_s, self.waits = 0.0, waits
+        self.wanted = False
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def shown(self, rank: int) -> Shown | None:
+        for number, (begin, end) in enumerate(self.waits, 1):
+            if begin <= self.now_s < end:
+                return Shown(number, end, 1.0)
+        return Shown(0, 0.0, 1.0)
+
+    def send(self, num_blocks: int, block_s: float) -> Windows:
+        found = Windows(self.shown, lambda _: self.wanted)
+        turns = Turns(found, clock=self, sleep=self.sleep)
+        for _ in range(num_blocks):
+            turns.wait(0, 1000)
+            self.now_s += block_s
+        turns.sent()
+        return found
+
+
+def test_what_fits_into_the_waits_of_a_step_is_sent_in_them() -> None:
+    clock = Clock((0.3, 0.4), (0.7, 0.8))
+    sent = clock.send(15, 0.01)
+    assert sent.shown_bytes == 15_000
+    assert sent.inside_bytes >= 14_000, "one block may end with its wait"
+    assert 0.75 <= clock.now_s <= 0.8
+
+
+def test_what_does_not_fit_leaves_when_a_step_has_passed() -> None:
+    clock = Clock((0.3, 0.4))
+    sent = clock.send(50, 0.01)
+    assert 8_000 <= sent.inside_bytes <= 10_000
+    assert sent.shown_bytes == 50_000
+    assert clock.now_s <= 1.0 + 51 * 0.01, "held back for a step in all, then as fast as it goes"
+
+
+def test_nothing_is_held_back_while_a_save_waits_for_the_slot() -> None:
+    clock = Clock()
+    clock.wanted = True
+    assert clock.send(10, 0.01).inside_bytes == 0
+    assert clock.now_s <= 0.101
+
+
+# --- real keepers
+
+
+def replicate(trainer: Trainer, step: int) -> float:
+    """Seconds until what `trainer` saved is in two nodes."""
+    began = time.monotonic()
+    reached([trainer], trainer.save(step), Level.REPLICATED)
+    return time.monotonic() - began
+
+
+def sent(rig: Rig) -> tuple[int, int, int]:
+    facts = rig.status(0)["replication"]
+    return facts["sent_bytes"], facts["sent_shown_bytes"], facts["sent_inside_bytes"]
+
+
+def two_nodes(make_rig: MakeRig) -> tuple[Rig, Trainer, Trainer]:
+    rig = make_rig(num_nodes=2, own_bytes=16 * MIB)
+    return rig, *rig.start()
+
+
+def save_both(first: Trainer, second: Trainer, step: int) -> float:
+    second.save(step)
+    return replicate(first, step)
+
+
+def test_replicas_leave_in_the_waits_of_the_trainer(make_rig: MakeRig) -> None:
+    rig, first, second = two_nodes(make_rig)
+    save_both(first, second, 0)
+    assert sent(rig)[1:] == (0, 0), "without a page nothing is counted, and nothing held back"
+    over = threading.Event()
+    with page() as shown:
+        shown.step(1.0)
+
+        def steps() -> None:
+            while not over.wait(0.09):  # it computes
+                shown.open(time.monotonic() + 0.03)
+                over.wait(0.03)
+                shown.shut()
+
+        first.client.show_waits(shown.fd)
+        trainer = threading.Thread(target=steps)
+        trainer.start()
+        try:
+            before = sent(rig)
+            for step in range(1, 6):
+                save_both(first, second, step)
+            moved, watched, inside = (now - then for now, then in zip(sent(rig), before, strict=True))
+        finally:
+            over.set()
+            trainer.join()
+    assert watched == moved >= 5 * 16 * MIB
+    assert inside >= 0.7 * watched, "a quarter, if nothing were held back"
+
+
+def test_a_page_that_stays_shut_costs_a_step_and_one_that_is_no_page_nothing(make_rig: MakeRig) -> None:
+    rig, first, second = two_nodes(make_rig)
+    save_both(first, second, 0)
+    with page() as shown:
+        shown.step(0.4)
+        shown.shut()
+        first.client.show_waits(shown.fd)
+        assert save_both(first, second, 1) >= 0.4, "the blocks were held back"
+        assert sent(rig)[2] == 0
+    assert save_both(first, second, 2) < 0.4, "whoever closed its page holds nothing back"
+    fd = os.memfd_create("no page")
+    first.client.show_waits(fd)
+    os.close(fd)
+    watched = sent(rig)[1]
+    save_both(first, second, 3)
+    assert sent(rig)[1] == watched
+
+
+def test_a_save_that_waits_for_the_slot_ends_the_holding_back(make_rig: MakeRig) -> None:
+    _, first, second = two_nodes(make_rig)
+    save_both(first, second, 0)
+    with page() as shown:
+        save_both(first, second, 1)
+        shown.step(60.0)
+        shown.shut()
+        first.client.show_waits(shown.fd)
+        second.save(2)
+        version = first.save(2)
+        reached([first], version, Level.CAPTURED)
+        began = time.monotonic()
+        first.begin(3, timeout_s=5.0)  # both slots hold what is needed until this version is in two nodes
+        assert time.monotonic() - began < MAX_HOLD_S / 2
+        reached([first], version, Level.REPLICATED)
+
+
+def test_the_page_of_a_trainer_that_went_is_let_go(make_rig: MakeRig) -> None:
+    rig, first, _ = two_nodes(make_rig)
+    keeper = rig.pid_of(rig.keeper(0))
+
+    def pages() -> int:
+        links = Path(f"/proc/{keeper}/fd").iterdir()
+        return sum("holdfast-windows" in os.readlink(link) for link in links)
+
+    with page() as shown:
+        for _ in range(3):
+            first.client.show_waits(shown.fd)
+        assert pages() == 1, "the last one counts"
+        first.client.close()
+        eventually(lambda: pages() == 0)
