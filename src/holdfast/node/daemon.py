@@ -170,6 +170,7 @@ class Keeper:
 
     def stop(self) -> None:
         """Ends `run`; any thread or signal handler."""
+        self._trainers.ending = True
         self._server.stop()
 
     def _works(self, vault: Vault) -> Works:
@@ -191,6 +192,7 @@ class Keeper:
         if hello.job != self._options.place.job:
             raise InUse(f"this keeper belongs to job {self._options.place.job}, not {hello.job[:64]}")
         require_role(hello.role, connection.channel.principal, has_secret=self._door is not None)
+        self._trainers.require_open()
         if hello.role == RANK and hello.rank >= 0:
             self._trainers.attach(connection, hello)
         elif hello.role == KEEPER:
@@ -245,13 +247,14 @@ class Keeper:
                 # What we wrote is worth nothing without the manifest, and the next coordinator asks us about it.
                 now = time.monotonic()
                 self._finished_s = self._finished_s or now
-                if not state.awaits_commit() or now - self._finished_s > COMMIT_WAIT_S:
+                committed = not state.awaits_commit() or now - self._finished_s > COMMIT_WAIT_S
+                if committed and self._trainers.end(finished=True):
                     logger.info("all local ranks finished")
                     return True
             else:
                 self._finished_s = 0.0
             alone_s = time.monotonic() - self._trainers.last_seen_s
-            if not self._trainers.connected and alone_s >= self._options.linger_s and not busy:
+            if alone_s >= self._options.linger_s and not busy and self._trainers.end(finished=False):
                 logger.info("no trainer for %.0f s", alone_s)
                 return True
         return False

@@ -162,7 +162,7 @@ class Operations:
     def _goodbye(self, connection: Connection, request: messages.Goodbye) -> Ok:
         with self._parts.state.lock:
             if request.finished:
-                self._parts.state.finished.add(self._parts.trainers.of(connection).rank)
+                self._parts.state.finished.add(self._parts.trainers.finish(connection))
             self._parts.state.outlets.changed()
         return Ok(id=request.id)
 

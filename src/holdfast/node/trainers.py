@@ -2,7 +2,8 @@
 
 A rank is one living process. A second one is refused by name, after a bounded wait for a dying predecessor; a new
 process of a dead rank takes its place, with the same slots. A trainer that dies leaves what it sealed; what it was
-writing becomes empty, and that is announced.
+writing becomes empty, and that is announced. Once the keeper has decided to end nobody is let in: who comes then looks
+for the next keeper instead of losing this one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast.base.errors import InUse, KeeperError
+from holdfast.base.errors import InUse, KeeperError, KeeperLost
 from holdfast.core.model import Version
 from holdfast.core.recovery import Source
 from holdfast.core.slots import SlotState
@@ -43,6 +44,7 @@ class Trainer:
         job_id: the job that it assembled; empty before.
         restored: of the version that it came back from, bytes of images and chunks by source.
         page: descriptor of the page that shows its waits; -1: there is none.
+        finished: it said goodbye for good.
     """
 
     rank: int
@@ -53,6 +55,7 @@ class Trainer:
     job_id: str = ""
     restored: tuple[Version, Counter[str]] | None = None
     page: int = -1
+    finished: bool = False
 
     def brought(self, version: Version, source: Source, num_bytes: int) -> None:
         """Bytes of `version` were made readable for it."""
@@ -75,13 +78,14 @@ class Trainers:
         self._came_or_went = threading.Condition(state.lock)
         self._trainers: dict[int, Trainer] = {}
         self.last_seen_s = time.monotonic()
+        self.ending = False
         self._reap_at = 0.0
 
     def attach(self, connection: Connection, hello: Hello) -> None:
         """A trainer greets as a rank.
 
         Raises:
-            InUse: another living process is that rank.
+            InUse: another living process is that rank. KeeperLost: the keeper is on its way out.
         """
         deadline = time.monotonic() + PREDECESSOR_TIMEOUT_S
         with self._came_or_went:
@@ -94,10 +98,35 @@ class Trainers:
                         remedy="stop it, or give this run another path or run id",
                     )
                 self._came_or_went.wait(min(left, 0.1))
+            self.require_open()
             if old is not None:
                 self._leave(old)
             connection.hello = hello
             self._trainers[hello.rank] = Trainer(hello.rank, connection, start_time(connection.pid))
+
+    def require_open(self) -> None:
+        """Whether newcomers are let in.
+
+        Raises:
+            KeeperLost: the keeper is on its way out.
+        """
+        if self.ending:
+            raise KeeperLost("this keeper is on its way out", where=f"node {self._state.place.node}")
+
+    def finish(self, connection: Connection) -> int:
+        """A rank said goodbye for good; which one."""
+        trainer = self.of(connection)
+        trainer.finished = True
+        return trainer.rank
+
+    def end(self, *, finished: bool) -> bool:
+        """Lets nobody in from now on, unless somebody is here. Under the lock, so nobody slips in between.
+
+        Args:
+            finished: those that said goodbye for good do not count as being here.
+        """
+        self.ending = not [t for t in self._trainers.values() if not (finished and t.finished)]
+        return self.ending
 
     def join(self, connection: Connection, job_id: str) -> None:
         """A rank says which job it belongs to."""

@@ -197,11 +197,18 @@ class Link:
             self._client.close()
 
     def _connect(self) -> KeeperClient:
-        place = ensure_keeper(self._root, self._config)
-        client = KeeperClient.connect(place.socket, job=place.job, rank=self._rank)
+        try:
+            client = self._greet()
+        except KeeperLost as error:  # it answered, and then its time was over: the job before was its last
+            logger.info("the keeper that was found has ended (%s); the next one is asked", error)
+            client = self._greet()
         client.on_lost(self._lost)
         client.on_appointment(self._on_appointment)
         return client
+
+    def _greet(self) -> KeeperClient:
+        place = ensure_keeper(self._root, self._config)
+        return KeeperClient.connect(place.socket, job=place.job, rank=self._rank)
 
     def _lost(self, reason: str) -> None:
         if self._reported or self._closed:

@@ -1,0 +1,78 @@
+"""A keeper whose job is over meets the ranks of the next one: it serves them or turns them away, never half of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from holdfast.base.errors import KeeperLost
+from holdfast.base.events import Events
+from holdfast.node.client import KeeperClient
+from holdfast.node.daemon import TICK_S
+from holdfast.tiers.procs import start_time
+from holdfast.train.link import Link
+from node.rig import Rig, eventually
+
+MakeRig = Callable[..., Rig]
+
+
+def served(client: KeeperClient, seconds: float = 0.0) -> bool:
+    """Whether the keeper answers twenty times, and for so long."""
+    until = time.monotonic() + seconds
+    while client.answers(5.0) and time.monotonic() < until:
+        time.sleep(0.02)
+    return all(client.answers(5.0) for _ in range(20))
+
+
+def test_a_keeper_does_not_end_under_a_rank_that_it_let_in(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    (trainer,) = rig.start()
+    place, pid = rig.keeper(0), trainer.client.pid
+    newcomer = KeeperClient.connect(place.socket, job=place.job, rank=1)  # the next job has two
+
+    trainer.client.goodbye(finished=True)
+    trainer.client.close()
+
+    assert served(newcomer, 2 * TICK_S), "the keeper ended by its clock"
+    newcomer.close()
+    eventually(lambda: start_time(pid) is None)
+
+
+def test_who_comes_while_it_ends_is_turned_away_or_served(make_rig: MakeRig) -> None:
+    for _ in range(4):
+        rig = make_rig()
+        (trainer,) = rig.start()
+        place, pid = rig.keeper(0), trainer.client.pid
+        trainer.client.goodbye(finished=True)
+        try:
+            newcomer = KeeperClient.connect(place.socket, job=place.job, rank=0)
+        except KeeperLost:
+            pass
+        else:
+            assert served(newcomer)
+            newcomer.close()
+        eventually(lambda pid=pid: start_time(pid) is None)
+
+
+def test_a_rank_that_is_turned_away_finds_the_next_keeper(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig()
+    (trainer,) = rig.start()
+    pid = trainer.client.pid
+    connect = KeeperClient.connect
+
+    def too_late(*args: object, **options: object) -> KeeperClient:
+        """Between the look for a keeper and the greeting the last rank of the job before says goodbye."""
+        monkeypatch.setattr(KeeperClient, "connect", connect)
+        trainer.client.goodbye(finished=True)
+        eventually(lambda: start_time(pid) is None)
+        return connect(*args, **options)
+
+    monkeypatch.setattr(KeeperClient, "connect", too_late)
+    link = Link(rig.root, rig.config_of(0), rank=0, events=Events(), on_appointment=lambda _: None)
+    client = link.open()
+    assert client.pid != pid
+    assert client.answers(5.0)
+    rig.pids.add(client.pid)
+    link.close(finished=True)
