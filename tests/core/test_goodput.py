@@ -54,6 +54,37 @@ def test_steps_that_were_made_before_are_recomputed() -> None:
     assert found.seconds["recomputed"] == 2.0
 
 
+def restored(t: float, step: int) -> dict[str, Any]:
+    return {"event": "restored", "t": t, "step": step}
+
+
+def test_a_run_that_goes_on_counts_its_own_steps() -> None:
+    """128 steps were made before; this run makes 68, eight of them twice."""
+    lines = [
+        {"event": "run", "t": 0.0},
+        restored(3.0, 128),
+        sample(4.0, 128, LOADING=1.0),
+        sample(40.0, 178, LOADING=1.0, STEP=30.0),
+        {**INCIDENT, "t": 44.0},
+        restored(44.0, 170),
+        sample(45.0, 172, STEP=1.0),
+        sample(60.0, 196, STEP=20.0),
+    ]
+    found = goodput(lines)
+    assert found is not None
+    assert (found.steps, found.made, found.again) == (196, 68, 8)
+    lines.append(restored(61.0, 190))
+    found = goodput(lines)
+    assert found is not None
+    assert (found.steps, found.made, found.again) == (196, 68, 8), "nothing was made after it"
+    fresh = goodput([{"event": "run", "t": 0.0}, restored(1.0, 0), sample(4.0, 30, STEP=2.0)])
+    assert fresh is not None
+    assert (fresh.steps, fresh.made, fresh.again) == (30, 30, 0)
+    unsaid = goodput([{"event": "run", "t": 0.0}, sample(10, 10, STEP=10.0), sample(12, 6, STEP=2.0)])
+    assert unsaid is not None
+    assert (unsaid.steps, unsaid.made, unsaid.again) == (10, 10, 6)
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(

@@ -4,7 +4,7 @@ A journal is a sequence of samples (when, newest step, seconds that the ranks ha
 lies between two samples is dealt out as the phases grew in it; what no phase accounts for is start-up before the first
 step and idle afterwards. An incident covers the seconds from the last progress to its end: detection first, then its
 parts. So the parts always sum to the time between the first and the last line. Steps that were made before are
-`recomputed`.
+`recomputed`. A run that goes on from a saved version says so (`restored`): the steps before it are not its own.
 """
 
 from __future__ import annotations
@@ -41,12 +41,16 @@ class Goodput:
     Attributes:
         wall_s: from the first line to the last.
         seconds: per name of ORDER; they sum to `wall_s`.
-        steps: the newest step that was reached.
+        steps: how many are finished, those of runs before included.
+        made: of them, by this run, each counted once.
+        again: made in this run more than once.
     """
 
     wall_s: float
     seconds: Mapping[str, float]
     steps: int
+    made: int
+    again: int
     incidents: tuple[Incident, ...]
     finished: bool
 
@@ -64,6 +68,30 @@ class _Sums:
         self.seconds[name] = self.seconds.get(name, 0.0) + max(0.0, seconds)
 
 
+@dataclass(slots=True)
+class _Lives:
+    """How many steps are finished, and made by whom: `first` by runs before, `num_made` by this one, repeats included."""
+
+    first: int = 0
+    newest: int = 0
+    num_made: int = 0
+    started: bool = False
+    _at: int = 0
+
+    def begin(self, step: int) -> None:
+        """The ranks go on after so many steps."""
+        if not self.started:
+            self.first = self.newest = step
+        self._at = step
+
+    def reach(self, step: int) -> None:
+        """So many steps are finished. A process that began anew and told nothing counts from 0."""
+        if step > 0:
+            self.num_made += step - self._at if step >= self._at else step
+            self._at, self.newest = step, max(self.newest, step)
+            self.started = self.started or step > self.first
+
+
 def goodput(lines: Sequence[Mapping[str, Any]]) -> Goodput | None:
     """The sums of a journal; None if it tells nothing. Lines of unknown kinds are passed over."""
     times = [float(line["t"]) for line in lines if isinstance(line.get("t"), int | float)]
@@ -73,16 +101,29 @@ def goodput(lines: Sequence[Mapping[str, Any]]) -> Goodput | None:
     incidents = [(float(line["t"]), from_facts(line)) for line in lines if line.get("event") == "incident"]
     covered = _cover(incidents, min(times), sums)
     before: Mapping[str, Any] = {"t": min(times), "spent": {}, "step": 0}
-    newest = 0
+    lives = _Lives()
     end = {**(_last_sample(lines) or before), "t": max(times)}
-    for sample in [*(line for line in lines if line.get("event") == "progress"), end]:
+    for sample in [*(line for line in lines if line.get("event") in ("progress", "restored")), end]:
         step = int(sample.get("step", 0))
-        repeated = 0 < step <= newest and step != int(before.get("step", 0))
-        _deal(before, sample, covered, sums, started=newest > 0, repeated=repeated)
-        newest, before = max(newest, step), sample
+        if sample.get("event") == "restored":
+            lives.begin(step)
+            continue
+        repeated = 0 < step <= lives.newest and step != int(before.get("step", 0))
+        _deal(before, sample, covered, sums, started=lives.started, repeated=repeated)
+        if sample is not end:
+            lives.reach(step)
+        before = sample
     finished = any(line.get("event") == "end" and line.get("code") == 0 for line in lines)
     records = tuple(incident for _, incident in incidents)
-    return Goodput(max(times) - min(times), sums.seconds, newest, records, finished)
+    return Goodput(
+        max(times) - min(times),
+        sums.seconds,
+        lives.newest,
+        made=max(0, lives.newest - lives.first),
+        again=max(0, lives.num_made - (lives.newest - lives.first)),
+        incidents=records,
+        finished=finished,
+    )
 
 
 def _cover(incidents: Sequence[tuple[float, Incident]], begin: float, sums: _Sums) -> list[tuple[float, float]]:

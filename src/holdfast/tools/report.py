@@ -80,6 +80,8 @@ def _document(found: Goodput) -> Mapping[str, Any]:
         "goodput": round(found.share, 4),
         "seconds": {name: round(found.seconds.get(name, 0.0), 3) for name in ORDER},
         "steps": found.steps,
+        "steps_made": found.made,
+        "steps_made_again": found.again,
         "finished": found.finished,
         "incidents": [{**asdict(incident), "total_s": incident.total_s} for incident in found.incidents],
     }
@@ -95,5 +97,8 @@ def _show(path: Path, found: Goodput) -> None:
     ]
     print_table(("what", "seconds", "share"), rows)
     state = "ended well" if found.finished else "goes on, or was ended"
-    print(f"{found.wall_s:.1f} s, {found.steps} steps, {len(found.incidents)} incidents; {state}")
+    before = f" after {found.steps - found.made} of runs before" if found.steps > found.made else ""
+    again = f", {found.again} of them again" if found.again else ""
+    steps = f"{found.made} steps{before}{again}"
+    print(f"{found.wall_s:.1f} s, {steps}, {len(found.incidents)} incidents; {state}")
     print(f"goodput {100 * found.share:.1f} %  ({path})")

@@ -55,6 +55,10 @@ class Journal:
         used = {name: seconds for name, seconds in spent.items() if seconds}
         self._write({"event": "progress", "t": round(now_s, 3), "step": step, "spent": used})
 
+    def restored(self, step: int) -> None:
+        """The ranks go on after so many finished steps, whoever made them."""
+        self._write({"event": "restored", "t": round(time.monotonic(), 3), "step": step})
+
     def incident(self, facts: Mapping[str, Any]) -> None:
         """One failure and its end: a box on standard error and a line here."""
         self._incidents += 1

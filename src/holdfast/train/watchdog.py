@@ -132,6 +132,10 @@ class Watchdog:
         """A recovery is over: one box for people, one line for programs."""
         self.journal.incident(facts)
 
+    def restored(self, step: int) -> None:
+        """The ranks go on after so many finished steps."""
+        self.journal.restored(step)
+
     def stacks_of(self, rank: int) -> str:
         """The path of the last stack dump of the rank's process; empty if there is none."""
         worker = self._workers.get(rank)
