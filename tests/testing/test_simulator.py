@@ -14,7 +14,7 @@ from holdfast.testing.simulator.run import MIN_FAULTS, run
 
 FAULTS = {
     "crash", "hang", "keeper death", "coordinator death", "node loss", "partition", "one-way partition", "delay",
-    "duplication", "reorder", "slow storage", "storage outage", "flipped bit", "twins differ", "second fault in recovery",
+    "duplication", "reorder", "slow storage", "storage outage", "flipped bit", "twins differ", "broken groups", "cursed step", "second fault in recovery",
 }  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 QUICK = (
     "overwrite-the-oldest", "abandoned-stays", "pins-ignored", "slot-by-counting", "all-but-one-is-enough",
     "replicated-at-once", "parts-not-awaited", "retention-keeps-one", "waiters-condemned", "heartbeats-believed",
-    "never-quiet", "notes-not-awaited", "window-not-seen",
+    "never-quiet", "notes-not-awaited", "window-not-seen", "never-stops",
 )  # fmt: skip
 
 

@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 {
                     "seeds": len(results), "faults": faults, "recoveries": sum(r.recoveries for r in results),
                     "live_fills": sum(r.fills for r in results),
+                    "answers": sum((r.answers for r in results), Counter[str]()),
                     "events": sum(r.num_events for r in results), "seconds": round(time.monotonic() - began, 1),
                     "violations": [{"seed": r.seed, "what": str(r.violation)} for r in broken],
                 }
@@ -67,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, count in sorted(faults.items(), key=lambda item: -item[1]):
         _say(f"{count:8} {name}")
     _say(*(f"seed {result.seed}: {result.violation}" for result in broken))
+    answers = sum((result.answers for result in results), Counter[str]())
+    _say("answers of the ladder: " + ", ".join(f"{count} {name}" for name, count in answers.most_common()))
     fills = sum(r.fills for r in results)
     totals = f"{sum(r.num_events for r in results)} events, {sum(r.recoveries for r in results)} recoveries"
     totals += f" ({fills} from live state)"

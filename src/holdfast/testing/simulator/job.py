@@ -15,10 +15,11 @@ from holdfast.core import bundles, recovery
 from holdfast.core.commit import OF_WRITING, Announcement, Board, CommitOrder, Kind
 from holdfast.core.ledger import Reports
 from holdfast.core.lineage import Lineage
-from holdfast.core.model import BundleRef, RankLayout, Seal, Topology, Version
-from holdfast.core.recovery import Choice, Facts, MemoryCopy, Quarantine, Stored
+from holdfast.core.model import BundleRef, RankLayout, Topology, Version
+from holdfast.core.recovery import Choice, Quarantine
 from holdfast.core.slots import SlotState, SlotView
-from holdfast.testing.simulator import persisting
+from holdfast.testing.simulator import choosing, persisting
+from holdfast.testing.simulator.climbing import Climb
 from holdfast.testing.simulator.clock import Clock, Violation
 from holdfast.testing.simulator.keeper import Desk, Held, Keeper, as_seals
 from holdfast.testing.simulator.network import Network, Storage
@@ -48,6 +49,7 @@ class Job:
         self.keepers = [Keeper(node, self.topology, slots) for node in range(num_nodes)]
         self.observer = Observer(self.table, self.topology.world_size)
         self.memories, self.every = Memories(self.layouts, self.table), chance.choice([1, 1, 2])
+        self.climb = Climb(recover=self.recover, kill=self.end_process, lose=lambda: self.memories.lose(self.layouts))
         self.step = 0
         self.alive = dict.fromkeys(self.layouts, True)
         self.hung: set[int] = set()
@@ -97,6 +99,9 @@ class Job:
         nodes = range(len(self.keepers))
         apart = any(not self.network.both_ways(a, b) for a in nodes for b in nodes if a < b) and self.split_hurts
         if not dead and not apart:
+            if self.climb.strikes(self.step):
+                return
+            self.climb.made(self.step)
             version = Version(self.incarnation, self.step)
             for rank in self.layouts:
                 self.clock.after(self.clock.chance.uniform(0, 0.15), self._stepper(attempt, rank, version))
@@ -324,6 +329,11 @@ class Job:
 
     # --- deaths and recoveries
 
+    def end_process(self, rank: int) -> None:
+        """A trainer's process ends, with the live state in it."""
+        self.kill_rank(rank)
+        self.memories.of[rank].die()
+
     def kill_rank(self, rank: int) -> None:
         """A trainer dies; its keeper gives up what it was writing."""
         keeper = self.keepers[self.topology.node_of[rank]]
@@ -407,34 +417,17 @@ class Job:
                 raise Violation("V2", "a recovery found no end")
             self.clock.after(0.3, lambda: self._gather(attempt, quarantine, since_s))
             return
-        decision = recovery.choose_version(self._facts(quarantine))
+        decision = recovery.choose_version(choosing.facts(self, quarantine))
         self.clock.after(
             self.clock.chance.uniform(0.1, 0.6), lambda: self._load(attempt, decision.value, quarantine, since_s)
         )
-
-    def _facts(self, quarantine: Quarantine) -> Facts:
-        memory = [
-            MemoryCopy(version, keeper.node, rank, Seal(bundle_id, 1, held.seals[bundle_id]))
-            for keeper in self.keepers
-            for version, rank, bundle_id, held in keeper.copies()
-        ]
-        stored = {
-            version: Stored(
-                version, self.topology.world_size, self.table, {b: Seal(b, 1, d) for b, d in content.items()}
-            )
-            for version, content in self.storage.manifests.items()
-        }
-        tables = {version: table for keeper in self.keepers for version, table in keeper.tables.items()}
-        suspects = frozenset(version for keeper in self.keepers for version in keeper.suspects)
-        lineage = Lineage(dict(self.storage.resumed))
-        return Facts(memory, tables, stored, lineage, self.topology, suspects, quarantine)
 
     def _load(self, attempt: int, choice: Choice | None, quarantine: Quarantine, since_s: float) -> None:
         """Every rank verifies what it was told to load; one NO, and the plan is made again."""
         if attempt != self.attempt:
             return
-        facts = self._facts(quarantine)
-        bad = self._bad_copies(choice, facts) if choice else set()
+        facts = choosing.facts(self, quarantine)
+        bad = choosing.bad_copies(self, choice, facts) if choice else set()
         if bad:
             if len(quarantine.copies | bad) == len(quarantine.copies):
                 raise Violation("V2", f"a copy that failed is tried again: {sorted(bad)[0]}")
@@ -443,27 +436,10 @@ class Job:
             return
         version = choice.version if choice else None
         self.observer.check_choice(version, self.storage, self.keepers)
-        self._resume(version, self.memories.agreed(version, Lineage(dict(self.storage.resumed))))
-
-    def _bad_copies(self, choice: Choice, facts: Facts) -> set[tuple[Version, str, int | None]]:
-        bad: set[tuple[Version, str, int | None]] = set()
-        for rank in self.layouts:
-            for fetch in recovery.fetches(choice, rank, facts):
-                name = fetch.ref.bundle_id
-                found = self._bytes_of(choice.version, name, fetch.node)
-                if found != fetch.seal.digest:
-                    bad.add((choice.version, name, fetch.node))
-                elif found != self.observer.state.get((choice.version, name)):
-                    raise Violation("S5", f"{name} of {choice.version} is loaded; it is not what was saved")
-        return bad
-
-    def _bytes_of(self, version: Version, bundle_id: str, node: int | None) -> str | None:
-        if node is None:
-            return self.storage.manifests.get(version, {}).get(bundle_id)
-        for held_version, _, name, held in self.keepers[node].copies():
-            if held_version == version and name == bundle_id:
-                return held.content.get(bundle_id)
-        return None
+        older = choosing.older(self, version, quarantine) if self.climb.wants_older else version
+        self.climb.came_back(older, version)
+        live = self.memories.agreed(version, Lineage(dict(self.storage.resumed))) if older == version else None
+        self._resume(older, live)
 
     def _resume(self, version: Version | None, live: Version | None) -> None:
         """All hold the state of `live`, if that is one, else of `version`, which the lineage goes on from."""

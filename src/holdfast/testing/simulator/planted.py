@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from holdfast.core import faults, livefill, recovery, slots
+from holdfast.core import faults, ladder, livefill, recovery, slots
 from holdfast.core.commit import Announcement, Board, Kind
 from holdfast.core.faults import Watch
+from holdfast.core.ladder import Answer, Ladder, Rung
 from holdfast.core.ledger import NodeLedger
 from holdfast.core.lineage import Lineage
 from holdfast.core.livefill import Offer
@@ -125,6 +126,14 @@ def _heartbeats_believed(original: Any) -> Any:
     return judge_nodes
 
 
+def _never_the_same_place(_: Any) -> Any:
+    return lambda *_args: False
+
+
+def _always_once_more(_: Any) -> Any:
+    return lambda *_args: Answer(Rung.REPLACE, "once more")
+
+
 def _retention_keeps_one(_: Any) -> Any:
     return lambda durable, **_more: tuple(sorted(durable)[:-1])
 
@@ -155,5 +164,8 @@ BUGS: dict[str, Bug] = {
     "retention-keeps-one": Bug(persisting, "to_retire", _retention_keeps_one, ("S11",)),
     "waiters-condemned": Bug(Watch, "_stands", _waiters_condemned, ("V4",)),
     "never-quiet": Bug(Watch, "_is_quiet", _never_quiet, ("V4",)),
+    "progress-forgotten": Bug(Ladder, "progressed", lambda _: lambda _self: None, ("V4",)),
+    "older-never-tried": Bug(ladder, "_same_place", _never_the_same_place, ("V2",)),
+    "never-stops": Bug(Ladder, "_answer", _always_once_more, ("V2",)),
     "heartbeats-believed": Bug(Watch, "_judge_nodes", _heartbeats_believed, ("V4",)),
 }

@@ -11,8 +11,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from holdfast.core.ladder import Fault
 from holdfast.core.slots import SlotState
 from holdfast.testing.simulator import watching
+from holdfast.testing.simulator.climbing import Curse
 from holdfast.testing.simulator.clock import Clock, Violation
 from holdfast.testing.simulator.job import Job
 
@@ -30,6 +32,7 @@ class Result:
     faults: Counter[str]
     recoveries: int
     fills: int = 0
+    answers: Counter[str] = field(default_factory=Counter)
     violation: Violation | None = None
     story: list[str] = field(default_factory=list)
 
@@ -55,6 +58,8 @@ class Striker:
             ("storage outage", 2, self.outage),
             ("flipped bit", 2, self.flip),
             ("twins differ", 2, self.poison),
+            ("broken groups", 2, self.broken_groups),
+            ("cursed step", 2, self.curse),
         )
 
     def strike(self) -> None:
@@ -77,9 +82,8 @@ class Striker:
     def crash(self) -> bool:
         """A trainer dies; all go back. In a recovery: it begins again."""
         rank = self.job.clock.chance.choice(list(self.job.layouts))
-        self.job.kill_rank(rank)
-        self.job.memories.of[rank].die()
-        self.job.recover(f"rank {rank} died")
+        self.job.end_process(rank)
+        self.job.climb.failed(Fault.PROCESS, f"rank {rank} died", rank=rank, step=self.job.step)
         return True
 
     def hang(self) -> bool:
@@ -95,7 +99,8 @@ class Striker:
         def killed() -> None:
             if attempt == job.attempt:
                 job.memories.of[rank].die()
-                job.recover(f"rank {rank} hung and was killed after {found_s:.2f} s")
+                why = f"rank {rank} hung and was killed after {found_s:.2f} s"
+                job.climb.failed(Fault.PROCESS, why, rank=rank, step=job.step)
 
         job.clock.after(found_s, killed)
         return True
@@ -128,7 +133,7 @@ class Striker:
 
         def replaced() -> None:
             if attempt == job.attempt:
-                job.recover(f"node {keeper.node} was lost")
+                job.climb.failed(Fault.NODE, f"node {keeper.node} was lost")
 
         job.clock.after(found_s, replaced)
         return True
@@ -207,6 +212,22 @@ class Striker:
         self.job.poisoned.add(self.job.clock.chance.choice(list(self.job.layouts)))
         return True
 
+    def broken_groups(self) -> bool:
+        """The groups break and no process dies."""
+        if self.job.recovering:
+            return False
+        self.job.climb.failed(Fault.GROUPS, "groups broke")
+        return True
+
+    def curse(self) -> bool:
+        """From now on one rank dies at one step: because of the newest version, or whatever it comes from."""
+        job, chance = self.job, self.job.clock.chance
+        if job.climb.curse is not None:
+            return False
+        rank = chance.choice(list(job.layouts))
+        job.climb.curse = Curse(rank, job.step + chance.randint(1, 3), curable=chance.random() < 0.5)
+        return True
+
 
 def run(seed: int, *, verbose: bool = False) -> Result:
     """One run from its seed."""
@@ -229,7 +250,8 @@ def run(seed: int, *, verbose: bool = False) -> Result:
     done = striker.done if striker else Counter()
     recoveries = job.recoveries if job else 0
     fills = job.memories.fills if job else 0
-    return Result(seed, clock.digest, clock.num_events, done, recoveries, fills, violation, clock.lines)
+    answers = job.climb.answers if job else Counter()
+    return Result(seed, clock.digest, clock.num_events, done, recoveries, fills, answers, violation, clock.lines)
 
 
 def _calm(job: Job) -> None:
