@@ -10,12 +10,15 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.base.errors import CorruptError, LevelNotReached, VersionNotFound
+from holdfast.base.errors import CorruptError, KeeperError, LevelNotReached, VersionNotFound
 from holdfast.core import takeover
+from holdfast.core.ledger import Reports
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import Level, Version
 from holdfast.core.recovery import Facts, Fetch, Source, Stored, choose_version, fetches
+from holdfast.node import messages
 from holdfast.node.client import Inventory, KeeperClient
+from holdfast.node.rpc import Caller, dial
 from node.rig import Rig, Trainer, eventually, image_of, reached, save_all
 
 MakeRig = Callable[..., Rig]
@@ -380,3 +383,33 @@ def test_a_version_whose_copy_has_to_go_is_no_longer_called_replicated(make_rig:
     assert any("no second copy" in alarm["text"] for alarm in rig.status(0)["alarms"])
     rig.hurt(1, "")
     reached(trainers, trainers[0].version(3), Level.REPLICATED)
+
+
+def test_what_a_node_said_on_a_line_that_it_gave_up_is_not_heard_after_its_next_one(make_rig: MakeRig) -> None:
+    """A frozen coordinator reads it late; the board would take it for newer than what it was told meanwhile."""
+    rig = make_rig(num_nodes=2)
+    rig.next_incarnation()
+    rig.trainer(0).join(rig.assembly())  # the keeper of node 1 has not heard of the job: we speak for it
+    eventually(lambda: rig.status(0)["coordinator"] == 0)
+    hello = messages.Hello(
+        job=rig.keeper(0).job, role=messages.KEEPER, node=1, incarnation=rig.incarnation, job_id=rig.job_id
+    )
+
+    def line() -> Caller:
+        return dial(rig.address(0), hello, timeout_s=5, on_push=lambda _: None, on_lost=lambda _: None)
+
+    def report(*, whole: bool) -> messages.Report:
+        return messages.Report(node=1, incarnation=rig.incarnation, reports=Reports(), whole=whole)
+
+    first, second = line(), line()
+    try:
+        first.call(report(whole=True), timeout_s=5)
+        first.call(report(whole=False), timeout_s=5)
+        second.call(report(whole=True), timeout_s=5)
+        for whole in (False, True):
+            with pytest.raises(KeeperError, match="on a newer connection by now"):
+                first.call(report(whole=whole), timeout_s=5)
+        second.call(report(whole=False), timeout_s=5)
+    finally:
+        first.close()
+        second.close()

@@ -65,6 +65,7 @@ class PeerDesk:
         self._turns: dict[Connection, Turns] = {}  # a connection carries one version, so one transfer
         self._coordinator = coordinator
         self._sending: dict[Connection, _Sending] = {}
+        self._speaks: dict[int, int] = {}  # node -> the number of the connection on which it reports
 
     def attach(self, connection: Connection, hello: Hello) -> None:
         """A keeper greets.
@@ -77,6 +78,7 @@ class PeerDesk:
 
     def leave(self) -> None:
         """The job is over: whoever is being sent its bytes is cut off. Under the state's lock."""
+        self._speaks.clear()
         for connection in tuple(self._sending):
             connection.channel.abort()
             self._unpin(connection)
@@ -111,7 +113,12 @@ class PeerDesk:
             coordinator = self._coordinator()
             if coordinator is None or request.incarnation > self._state.incarnation:
                 raise KeeperError("this keeper does not coordinate that incarnation (yet)")
+            # What a node sent before it gave a connection up may be read after what it said on the next one (we were
+            # frozen, it waits in the socket). The board takes later words for newer facts.
+            if connection.number < self._speaks.get(request.node, 0):
+                raise KeeperError(f"node {request.node} reports on a newer connection by now")
             if request.whole:
+                self._speaks[request.node] = connection.number
                 coordinator.join(request.node, connection)
             coordinator.report(request.node, request.incarnation, request.reports)
         return Ok(id=request.id)

@@ -10,6 +10,7 @@ its own oldest, so that who proves itself at once still gets in. What messages m
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import select
@@ -46,10 +47,15 @@ class Answer:
 
 
 class Connection:
-    """One client as the keeper sees it. `send` and `push` never block."""
+    """One client as the keeper sees it. `send` and `push` never block.
 
-    def __init__(self, channel: wire.Channel) -> None:
+    Attributes:
+        number: counted as they were accepted: of two connections of one client the later has the higher.
+    """
+
+    def __init__(self, channel: wire.Channel, number: int) -> None:
         self.channel = channel
+        self.number = number
         self.pid = wire.peer_pid(channel)
         self.hello: Hello | None = None
         self._outbox: deque[tuple[bytes, list[int]]] = deque()
@@ -181,6 +187,7 @@ class Server:
         self._lock = threading.Lock()
         self._readers: dict[threading.Thread, Connection] = {}
         self._stopping = False
+        self._numbers = itertools.count(1)
 
     def serve(self) -> None:
         """Serves until `stop`; then every connection is flushed and closed and every thread joined."""
@@ -230,7 +237,7 @@ class Server:
         channel = take()
         if channel is None:
             return False
-        connection = Connection(channel)
+        connection = Connection(channel, next(self._numbers))
         with self._lock:
             known = self._readers.values()
             waiting = [c for c in known if c.hello is None and c.is_remote == connection.is_remote]
