@@ -38,9 +38,9 @@ from holdfast.core.ladder import Answer, Failure, Fault, Rung
 from holdfast.train import assignment, leaving, outside, page
 from holdfast.train.cases import Cases, step_of
 from holdfast.train.control import Order
-from holdfast.train.identity import Identity
+from holdfast.train.meeting_agent import MeetingAgent
+from holdfast.train.moving import LOST, Moved
 from holdfast.train.nursery import Nursery
-from holdfast.train.plain import PlainAgent
 from holdfast.train.processes import Doing, Seat, Workers
 from holdfast.train.rounds import Incarnation, Over, Round
 from holdfast.train.rules import Program, Rules
@@ -56,10 +56,11 @@ HOLD_S = 5.0
 HOLD_ALONE_S = 1.0
 SPARE_DELAY_S = 1.0
 EXIT_S = 30.0
-HEARD = {"started": Doing.RUNS, "finished": Doing.FINISHED, "raised": Doing.HOLDS, "failed": Doing.RUNS}
+END_S = 5.0  # of a process that told of its error; the others wait for it
+HEARD = {"started": Doing.RUNS, "finished": Doing.FINISHED, "raised": Doing.HOLDS, "failed": Doing.ENDS}
 
 
-class Agent(PlainAgent):
+class Agent(MeetingAgent):
     """Called by torchrun's loop: start workers, look at them every moment, stop them.
 
     Args:
@@ -79,7 +80,7 @@ class Agent(PlainAgent):
         watch: Watchdog | None,
         rules: Rules,
     ) -> None:
-        super().__init__(spec, config, grace_s=rules.grace_s)
+        super().__init__(spec, config, rules)
         self._nursery, self._program, self._num_spares = nursery, program, num_spares
         self._watch, self._rules = watch, rules
         self._cases = Cases(rules.limits)
@@ -88,10 +89,6 @@ class Agent(PlainAgent):
         self._interval_s = spec.monitor_interval
         if program is not None:
             spec.monitor_interval = 0.0  # the wait is ours: it ends when something happens
-        store = getattr(spec.rdzv_handler, "_store", None)  # of the c10d rendezvous; it outlives the rounds
-        self._identity = (
-            Identity(store, rules.name, guard_s=rules.guard_s) if rules.name and store is not None else None
-        )
         self._workers: Workers | None = None
         self._round: Round | None = None
         self._current = Incarnation(0, 0, 0)
@@ -102,11 +99,6 @@ class Agent(PlainAgent):
         self._mended_at = time.monotonic()
 
     # What torchrun's loop calls.
-
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        if self._identity is not None:
-            self._identity.claim()
-        super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._program is None:
@@ -130,6 +122,16 @@ class Agent(PlainAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._program is None or self._workers is None or self._round is None:
             return super()._monitor_workers(worker_group)
+        try:
+            if self._meeting is not None:
+                self._meeting.require()
+            return self._monitor(worker_group)
+        except LOST as error:
+            return self._store_lost(error, worker_group)
+
+    def _monitor(self, worker_group: WorkerGroup) -> RunResult:
+        assert self._workers is not None
+        assert self._round is not None
         self._wait()
         now = time.monotonic()
         if self._identity is not None and not self._identity.holds(now):
@@ -195,6 +197,8 @@ class Agent(PlainAgent):
         for message in messages or ():
             if message["number"] == seat.order and message["op"] == "restored":
                 self._cases.restored(self._worker_group.workers[seat.local_rank].global_rank, message)
+                if self._watch is not None and seat.local_rank == 0:
+                    self._watch.restored(int(message["step"]) + 1)
             if message["number"] != seat.order or message["op"] not in HEARD:
                 continue  # of an incarnation before, or the greeting
             seat.now(HEARD[message["op"]])
@@ -333,6 +337,19 @@ class Agent(PlainAgent):
         self._remaining_restarts = 0
         return RunResult(state=WorkerState.FAILED)
 
+    def _store_lost(self, error: Exception, worker_group: WorkerGroup) -> RunResult:
+        """The host of the rendezvous store is gone: workers go on as they can until all have met elsewhere."""
+        if self._meeting is None:
+            raise error
+        self._meeting.lost(error)
+        if not isinstance(error, Moved):
+            failure = Failure(Fault.NODE, node="the host of the rendezvous store", first_error="it does not answer")
+            answer = self._cases.judge(failure, time.monotonic(), self._readings(), {"nodes": [failure.node]})
+            if answer.rung is Rung.STOP:
+                return self._leave_round(Over("stop", self._cases.summary), worker_group)
+        self._restart_workers(worker_group)
+        return RunResult(state=WorkerState.HEALTHY)
+
     def _go_on(self, newest: Incarnation) -> None:
         logger.warning("incarnation %d: %s", newest.number, newest.reason)
         self._current, self._recoveries = newest, newest.recoveries
@@ -362,6 +379,9 @@ class Agent(PlainAgent):
         """Workers that have not begun their order are helped, then ended. A spare is forked in a quiet moment."""
         assert self._workers is not None
         waiting = [seat for seat in self._seats() if seat.doing is Doing.LEAVES]
+        for seat in self._seats():
+            if seat.doing is Doing.ENDS and now - seat.since > END_S:
+                seat.proc.send_signal(signal.SIGKILL)
         for seat in waiting:
             if now - seat.since > (KILL_S if seat.began else START_S):
                 logger.error("process %d did not begin its order within %.0f s", seat.proc.pid, now - seat.since)

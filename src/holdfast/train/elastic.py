@@ -57,6 +57,7 @@ from holdfast.train import aliases, runner
 from holdfast.train.agent import Agent
 from holdfast.train.compile_cache import make_cache
 from holdfast.train.control import Order
+from holdfast.train.moving import MovingRendezvous
 from holdfast.train.nursery import Nursery
 from holdfast.train.rules import Program, Rules
 from holdfast.train.watchdog import directory_of, make_watch
@@ -175,7 +176,7 @@ def main(argv: Sequence[str] | None = None, *, script: Callable[[Order], None] =
         start_keeper(args.checkpoint_dir, settings)
     # torchrun's 30 s would cut off a last save to slow storage.
     given = getattr(config, "shutdown_timeout", None) if _is_given(args, "shutdown_timeout") else None
-    spec = _worker_spec(config, entrypoint, entrypoint_args)
+    spec = _worker_spec(config, entrypoint, entrypoint_args, can_move=program is not None)
     watch = make_watch(settings, args)
     agent = Agent(
         spec,
@@ -342,7 +343,7 @@ def _run_agent(agent: Agent, name: str, config: LaunchConfig) -> int:
     return 0
 
 
-def _worker_spec(config: LaunchConfig, entrypoint: Any, args: Sequence[str]) -> WorkerSpec:
+def _worker_spec(config: LaunchConfig, entrypoint: Any, args: Sequence[str], *, can_move: bool) -> WorkerSpec:
     endpoint = RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
@@ -360,9 +361,16 @@ def _worker_spec(config: LaunchConfig, entrypoint: Any, args: Sequence[str]) -> 
         "local_world_size": config.nproc_per_node,
         "entrypoint": entrypoint,
         "args": tuple(args),
-        "rdzv_handler": rendezvous_registry.get_rendezvous_handler(endpoint),
+        "rdzv_handler": MovingRendezvous(endpoint)
+        if can_move and _over_tcp(endpoint)
+        else rendezvous_registry.get_rendezvous_handler(endpoint),
     }
     return WorkerSpec(**values)
+
+
+def _over_tcp(params: RendezvousParameters) -> bool:
+    """Whether several launchers meet in a store that one of them may host."""
+    return params.backend == "c10d" and params.max_nodes > 1 and params.get("store_type", "tcp") == "tcp"
 
 
 def start_keeper(root: str, settings: Config) -> None:

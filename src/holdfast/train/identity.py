@@ -43,6 +43,10 @@ class Identity:
         self._held = False
         self._beat_at = 0.0
 
+    def at(self, store: Store) -> None:
+        """The claim stands in this store from now on; a name that was ours and is free there is still ours."""
+        self._store = PrefixStore(PREFIX, store)
+
     def claim(self) -> None:
         """Waits until the name is ours.
 

@@ -35,6 +35,7 @@ class Doing(enum.Enum):
     RUNS = "runs the script"
     HOLDS = "met a broken group and waits for a word"
     FINISHED = "finished the script"
+    ENDS = "told of an error of its own and ends"
 
 
 @dataclass(slots=True)

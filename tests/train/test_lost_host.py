@@ -1,0 +1,152 @@
+"""The host of the rendezvous store dies or freezes, or a whole node does and wakes up: the job goes on. Real processes.
+
+Every launcher is a node of its own on loopback; the store is hosted by the first, as torchrun has it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+
+from train.test_elastic import Job, kill_tree, wait_for
+
+GUARD_S = 3
+
+
+class Nodes:
+    """Launchers of one rank each.
+
+    Args:
+        endpoint: of the rendezvous; the first launcher hosts it if `hosted`.
+        size: MIN:MAX.
+    """
+
+    def __init__(self, job: Job, endpoint: str, size: str = "2", *, hosted: bool = True) -> None:
+        self.job, self.endpoint, self.size, self.hosted = job, endpoint, size, hosted
+
+    def start(self, node: int) -> subprocess.Popen[str]:
+        conf = f"is_host={int(self.hosted and node == 0)},keep_alive_interval=1,keep_alive_max_attempt=3"
+        return self.job.launch(
+            f"--nnodes={self.size}",
+            "--nproc-per-node=1",
+            "--max-restarts=20",
+            "--rdzv-backend=c10d",
+            "--rdzv-id=lost",
+            f"--rdzv-endpoint={self.endpoint}",
+            f"--rdzv-conf={conf},last_call_timeout=1",
+            f"--local-addr=127.0.0.{node + 1}",
+            f"--node-label=node{node}",
+            f"--guard-time={GUARD_S}",
+        )
+
+
+@pytest.fixture
+def job(tmp_path: Path, runtime_dir: Path) -> Iterator[Job]:
+    started = Job(tmp_path)
+    yield started
+    started.end()
+
+
+def free_port() -> int:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
+
+
+def family(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    return [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
+
+
+def freeze(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The launcher first: it must not see its workers stop."""
+    frozen = family(launcher)
+    for process in frozen:
+        process.suspend()
+    return frozen
+
+
+@pytest.mark.slow
+def test_a_frozen_node_is_replaced_and_neither_it_nor_its_workers_come_back(job: Job) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    nodes = Nodes(job, f"127.0.0.1:{store.port}", hosted=False)
+    first, second = nodes.start(0), nodes.start(1)
+    before = job.running(2)
+    frozen = freeze(second)
+    third = nodes.start(1)
+    after = job.recovered(2, 1)
+    assert after[0][0] == before[0][0], "the node that lives lost its process"
+    assert after[1][0] not in {process.pid for process in frozen}
+    for process in frozen:
+        process.resume()
+    assert second.wait(30) == 1
+    wait_for(lambda: not [p for p in frozen if p.is_running() and p.status() != "zombie"], "the zombies' end", job.logs)
+    assert re.search("took (its place|the place of this one)", job.logs())
+    assert [row[:2] for row in job.recovered(2, 1)] == [row[:2] for row in after], "it disturbed the job"
+    job.stop()
+    assert [first.wait(60), third.wait(60)] == [0, 0], job.logs()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["start", "steps", "recovery"])
+def test_the_host_of_the_store_is_killed_and_comes_back(job: Job, phase: str) -> None:
+    nodes = Nodes(job, f"127.0.0.1:{free_port()}")
+    first, second = nodes.start(0), nodes.start(1)
+    if phase == "start":
+        wait_for(lambda: "hf agent" in names(first), "the launcher", job.logs)
+        before = None
+    else:
+        before = job.running(2)
+        if phase == "recovery":
+            os.kill(before[1][0], signal.SIGKILL)
+    kill_tree(first)
+    first = nodes.start(0)
+    after = job.recovered(2, 1) if before else job.running(2)
+    if phase == "steps":
+        assert after[1][0] == before[1][0], "the node that lives lost its process"
+    job.stop()
+    assert [first.wait(60), second.wait(60)] == [0, 0], job.logs()
+
+
+def names(launcher: subprocess.Popen[str]) -> list[str]:
+    return [Path(f"/proc/{launcher.pid}/comm").read_text().strip()]
+
+
+@pytest.mark.slow
+def test_without_the_host_the_others_go_on_and_it_finds_them_again(job: Job) -> None:
+    """An elastic job: two of three meet at the store of the lowest that lives; who comes later is led there."""
+    nodes = Nodes(job, f"127.0.0.1:{free_port()}", "2:3")
+    launchers = [nodes.start(node) for node in range(3)]
+    before = job.running(3)
+    kill_tree(launchers[0])
+    (job.directory / "rank2").unlink()
+    after = job.recovered(2, 1)
+    assert {row[0] for row in after} == {row[0] for row in before[1:]}, "nodes that live lost their processes"
+    launchers[0] = nodes.start(0)
+    wait_for(lambda: job.ranks(3), "the third node", job.logs)
+    assert {row[0] for row in before[1:]} < {row[0] for row in job.running(3)}
+    job.stop()
+    assert [launcher.wait(60) for launcher in launchers] == [0, 0, 0], job.logs()
+
+
+@pytest.mark.slow
+def test_a_frozen_host_is_left_and_does_not_come_back(job: Job) -> None:
+    """Its store says nothing and refuses nothing; the others leave it, and when it wakes up it is told so."""
+    nodes = Nodes(job, f"127.0.0.1:{free_port()}", "2:3")
+    launchers = [nodes.start(node) for node in range(3)]
+    before = job.running(3)
+    frozen = freeze(launchers[0])
+    (job.directory / "rank2").unlink()
+    after = job.recovered(2, 1)
+    assert {row[0] for row in after} == {row[0] for row in before[1:]}, "nodes that live lost their processes"
+    for process in frozen:
+        process.resume()
+    wait_for(lambda: job.ranks(3), "the third node", job.logs)
+    assert job.running(3)
+    job.stop()
+    assert [launcher.wait(60) for launcher in launchers] == [0, 0, 0], job.logs()
