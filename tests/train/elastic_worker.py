@@ -1,6 +1,6 @@
 """What the launcher's tests launch: all-reduces until told to stop, and reports where it is.
 
-    elastic_worker.py DIRECTORY [--save-on-sigterm] [--ignore-sigterm] [--with-child] [--alone]
+    elastic_worker.py DIRECTORY [--save-on-sigterm] [--ignore-sigterm] [--with-child] [--alone] [--fail-slowly]
 
 Every step rewrites DIRECTORY/rank<N> with process id, restart count and step. The job ends when DIRECTORY/stop exists,
 seen by all ranks in the same step because the sight of it is reduced.
@@ -8,6 +8,7 @@ seen by all ranks in the same step because the sight of it is reduced.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -41,6 +42,9 @@ def main() -> int:
         step += 1
         note(f"rank{rank}", f"{os.getpid()} {os.environ['TORCHELASTIC_RESTART_COUNT']} {step}")
         time.sleep(0.02)
+        if "--fail-slowly" in sys.argv and step == 10:
+            atexit.register(time.sleep, 600)
+            raise ZeroDivisionError("planted")
     leave()
     if child is not None:
         note(f"child{rank}", "alive" if child.poll() is None else f"ended with {child.returncode}")

@@ -240,6 +240,14 @@ def test_a_failing_script_is_restarted_and_then_reported(job: Job) -> None:
     assert "Signal 9 (SIGKILL)" in job.logs()
 
 
+@pytest.mark.slow
+def test_a_script_that_failed_and_does_not_end_is_ended_and_its_own_error_is_told(job: Job) -> None:
+    launcher = job.launch("--standalone", "--max-restarts=0", worker=("--alone", "--fail-slowly"))
+    assert launcher.wait(60) == 1
+    assert "first error: rank 0 on" in job.logs()
+    assert "ZeroDivisionError: planted" in job.logs().split("first error")[1]
+
+
 def test_a_checkpoint_directory_brings_the_keeper_before_the_workers(job: Job, runtime_dir: Path) -> None:
     root = job.directory / "checkpoints"
     launcher = job.launch("--standalone", f"--checkpoint-dir={root}", "--node-label=n1", worker=("--alone",))
