@@ -40,21 +40,15 @@ class Member:
 
 
 class NurseryLine:
-    """The lane's end of the line to its nursery.
+    """A lane's end of the line to its nursery.
 
     Attributes:
         sandbox: where the nursery warms up.
     """
 
-    def __init__(self, ground: Ground, sandbox: str) -> None:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, *_flags(), "-m", "holdfast.testing.drill.nursery", str(theirs.fileno())]
-        self._process = subprocess.Popen(
-            [*command, msgspec.json.encode(ground).decode(), sandbox], pass_fds=(theirs.fileno(), *ground.inherited)
-        )
-        theirs.close()
+    def __init__(self, line: socket.socket, sandbox: str) -> None:
         self.sandbox = sandbox
-        self._line = ours
+        self._line = line
         self._buffer = b""
         self._ended: dict[int, int] = {}
         self._forked: list[int] = []
@@ -80,20 +74,15 @@ class NurseryLine:
         return self._ended.pop(pid)
 
     def close(self) -> None:
-        """Ends the nursery."""
+        """Ends the nursery, once no other process has this end of the line."""
         self._line.close()
-        try:
-            self._process.wait(WAIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
     def _receive(self) -> None:
         self._line.settimeout(100.0)  # importing PyTorch takes many seconds on a busy machine
         data, fds, _, _ = socket.recv_fds(self._line, 1 << 16, 4)
         self._pidfds += fds
         if not data:
-            raise RuntimeError(f"the nursery ended with {self._process.wait()}")
+            raise RuntimeError("the nursery ended")
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             fact = msgspec.json.decode(line, type=dict[str, int])
@@ -101,6 +90,19 @@ class NurseryLine:
                 self._forked.append(fact["forked"])
             else:
                 self._ended[fact["ended"]] = fact["status"]
+
+
+def start_nursery(grounds: Sequence[Ground], sandbox: str) -> tuple[subprocess.Popen[bytes], list[NurseryLine]]:
+    """One process that warms up and then forks itself, so that there is a nursery for every ground."""
+    pairs = [socket.socketpair() for _ in grounds]
+    theirs = [pair[1].fileno() for pair in pairs]
+    facts = [msgspec.json.encode(fact).decode() for fact in (theirs, grounds)]
+    command = [sys.executable, *_flags(), "-m", "holdfast.testing.drill.nursery", *facts, sandbox]
+    inherited = [fd for ground in grounds for fd in ground.inherited]
+    process = subprocess.Popen(command, pass_fds=(*theirs, *inherited))
+    for _, end in pairs:
+        end.close()
+    return process, [NurseryLine(ours, sandbox) for ours, _ in pairs]
 
 
 @dataclass(slots=True)

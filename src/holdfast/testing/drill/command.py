@@ -2,7 +2,7 @@
 
     python -m holdfast.testing.drill crash [--trials N] [--seed S] [--plant NAME|all] [--full-starts N] [--json]
 
-The plan is drawn first (plan.py); two lanes (lane.py), warm processes that fork trainers
+The plan is drawn first (plan.py); lanes (lane.py), warm processes that fork trainers
 and keepers, work it off; the table says per phase and victim what was acknowledged and whether anything of it was
 lost. With `--plant` bugs are planted on purpose (planted.py) and the drill has to find each of them: a checker
 that cannot fail proves nothing. Exit code 0: nothing violated, every planted bug found; 1: otherwise; 2: usage.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
-from typing import IO
 
 import msgspec
 
@@ -72,9 +72,9 @@ class Cell:
 
 @dataclass(slots=True)
 class Lanes:
-    """Warm processes that work off trials. Use `open_lanes`."""
+    """Warm processes that work off trials, one behind each channel. Use `open_lanes`."""
 
-    processes: list[subprocess.Popen[bytes]]
+    channels: list[Channel]
     warm_up: list[Outcome] = field(default_factory=list)
 
     def work(self, trials: Iterable[Trial]) -> Iterator[Outcome]:
@@ -85,24 +85,46 @@ class Lanes:
         """
         waiting = iter(trials)
         with DefaultSelector() as selector:
-            for process in self.processes:
-                if self._give(process, waiting):
-                    selector.register(_out(process), EVENT_READ, process)
+            for channel in self.channels:
+                if channel.give(waiting):
+                    selector.register(channel.socket, EVENT_READ, channel)
             while selector.get_map():
                 for key, _ in selector.select():
-                    process = key.data
-                    yield _read_outcome(process)
-                    if not self._give(process, waiting):
+                    yield msgspec.json.decode(key.data.read(), type=Outcome)
+                    if not key.data.give(waiting):
                         selector.unregister(key.fileobj)
 
-    def _give(self, process: subprocess.Popen[bytes], waiting: Iterator[Trial]) -> bool:
+
+class Channel:
+    """The command's end of the line to a lane."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+        self._lines = end.makefile("rb")
+
+    def give(self, waiting: Iterator[Trial]) -> bool:
+        """Hands the next trial out, if there is one; its outcome is read before the next."""
         trial = next(waiting, None)
         if trial is None:
             return False
-        assert process.stdin is not None  # opened as a pipe
-        process.stdin.write(msgspec.json.encode(trial) + b"\n")
-        process.stdin.flush()
+        self.socket.sendall(msgspec.json.encode(trial) + b"\n")
         return True
+
+    def read(self) -> bytes:
+        """A line from the lane.
+
+        Raises:
+            RuntimeError: it ended.
+        """
+        line = self._lines.readline()
+        if not line:
+            raise RuntimeError("a lane ended")
+        return line
+
+    def close(self) -> None:
+        """Lets the lane end."""
+        self._lines.close()
+        self.socket.close()
 
 
 @contextmanager
@@ -114,47 +136,34 @@ def open_lanes(count: int) -> Iterator[Lanes]:
 
 @contextmanager
 def _lanes_in(directory: str, count: int) -> Iterator[Lanes]:
-    processes = [_start_lane(directory) for _ in range(count)]
-    lanes = Lanes(processes)
+    pairs = [socket.socketpair() for _ in range(count)]
+    process = _start(directory, [theirs.fileno() for _, theirs in pairs])
+    lanes = Lanes([Channel(ours) for ours, _ in pairs])
+    for _, theirs in pairs:
+        theirs.close()
     try:
-        for process in processes:
-            while (line := _out(process).readline()) != b"ready\n":
-                if not line:
-                    raise RuntimeError("a lane ended while it warmed up")
+        for channel in lanes.channels:
+            while (line := channel.read()) != b"ready\n":
                 lanes.warm_up.append(msgspec.json.decode(line, type=Outcome))
         yield lanes
     finally:
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.close()
-        for process in processes:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            _out(process).close()
+        for channel in lanes.channels:
+            channel.close()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
-def _start_lane(directory: str) -> subprocess.Popen[bytes]:
+def _start(directory: str, ends: Sequence[int]) -> subprocess.Popen[bytes]:
+    """The first lane; it forks the others."""
     source = str(Path(holdfast.__file__).parent.parent)
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
     # One thread per library: a process with threads cannot be forked safely.
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "holdfast.testing.drill.lane", directory]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-
-
-def _out(process: subprocess.Popen[bytes]) -> IO[bytes]:
-    assert process.stdout is not None  # opened as a pipe
-    return process.stdout
-
-
-def _read_outcome(process: subprocess.Popen[bytes]) -> Outcome:
-    line = _out(process).readline()
-    if not line:
-        raise RuntimeError(f"a lane ended with {process.wait()}")
-    return msgspec.json.decode(line, type=Outcome)
+    return subprocess.Popen([*command, *map(str, ends)], stdin=subprocess.DEVNULL, pass_fds=ends, env=environment)
 
 
 # --- the two ways to run it ---------------------------------------------------------------------------------------

@@ -162,6 +162,22 @@ def die_with(parent: int) -> None:
         os._exit(70)
 
 
+def multiply(count: int) -> tuple[int, list[int]]:
+    """Forks this process, warm as it is, until there are `count` of it; which die with the first.
+
+    Returns:
+        The number of the process that this is, and in the first the process ids of the others.
+    """
+    first, others = os.getpid(), list[int]()
+    for number in range(1, count):
+        pid = os.fork()
+        if pid == 0:
+            die_with(first)
+            return number, []
+        others.append(pid)
+    return 0, others
+
+
 def enter(sandbox: str, who: str, life: int) -> None:
     """Makes this process one of the drill: its output goes to a log of its own, a signal shows where it hangs."""
     log = os.open(f"{sandbox}/{who}-{life}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

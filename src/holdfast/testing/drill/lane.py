@@ -1,10 +1,11 @@
 """A lane of the crash drill: a warm process that runs trials one after the other and says what it found.
 
 Everything is imported once; a keeper is then a fork away, and a trainer a fork of the nursery. Neither lane nor
-nursery has threads, or forking would not be safe.
+nursery has threads, or forking would not be safe. The first lane and its nursery warm up and measure; then both fork
+those of the other lanes.
 
-Run as `python -m holdfast.testing.drill.lane <directory>`: trials come in as JSON lines on standard input, outcomes go
-out as JSON lines on standard output.
+Run as `python -m holdfast.testing.drill.lane <directory> <descriptor>...`, with a socket for each lane: trials come in
+as JSON lines, outcomes go out as JSON lines.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -23,9 +25,9 @@ import msgspec
 
 from holdfast.testing import invariants, write_order
 from holdfast.testing.drill import warm
-from holdfast.testing.drill.cast import Cast, NurseryLine
+from holdfast.testing.drill.cast import Cast, NurseryLine, start_nursery
 from holdfast.testing.drill.disk import Disk, make_template
-from holdfast.testing.drill.ground import Ground
+from holdfast.testing.drill.ground import Ground, multiply
 from holdfast.testing.drill.outcome import Outcome
 from holdfast.testing.drill.plan import Trial, dry_runs
 from holdfast.testing.drill.record import Measured
@@ -36,20 +38,14 @@ COLLECT_EVERY = 40
 
 
 class Lane:
-    """Runs trials in a directory of its own. Use as a context manager."""
+    """Runs trials in a directory of its own."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, ground: Ground, nursery: NurseryLine, measured: Measured) -> None:
         self._directory = directory
-        self._ground = Ground.make()
-        self._nursery = NurseryLine(self._ground, tempfile.mkdtemp(prefix="w", dir=directory))
-        self._measured = Measured()
+        self._ground = ground
+        self._nursery = nursery
+        self._measured = measured
         self._trials = 0
-
-    def __enter__(self) -> Lane:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._nursery.close()
 
     def warm_up(self) -> list[Outcome]:
         """Is the keeper while the nursery warms up, and measures the phases by trials without a strike."""
@@ -119,17 +115,36 @@ def _logs(sandbox: str) -> list[str]:
 
 
 def main() -> int:
-    """Serves trials until standard input ends."""
-    # Results leave through a descriptor of their own; whatever prints here must not get between them.
-    out = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)
-    with Lane(sys.argv[1]) as lane:
-        for outcome in lane.warm_up():
-            out.write(msgspec.json.encode(outcome) + b"\n")
-        out.write(b"ready\n")
-        for line in sys.stdin.buffer:
-            out.write(msgspec.json.encode(lane.run(msgspec.json.decode(line, type=Trial))) + b"\n")
+    """Serves trials on every socket until it is closed at the other end."""
+    os.dup2(2, 1)  # results leave through the sockets; what prints here is for people
+    directory, channels = sys.argv[1], [socket.socket(fileno=int(fd)) for fd in sys.argv[2:]]
+    grounds = [Ground.make() for _ in channels]
+    process, nurseries = start_nursery(grounds, tempfile.mkdtemp(prefix="w", dir=directory))
+    measured = Measured()
+    for outcome in Lane(directory, grounds[0], nurseries[0], measured).warm_up():
+        channels[0].sendall(msgspec.json.encode(outcome) + b"\n")
+    mine, others = multiply(len(channels))
+    for number, (channel, nursery) in enumerate(zip(channels, nurseries, strict=True)):
+        if number != mine:  # who is alone with an end notices when the other one is closed
+            channel.close()
+            nursery.close()
+    if mine:
+        nurseries[mine].await_ready()
+    serve(Lane(directory, grounds[mine], nurseries[mine], measured), channels[mine])
+    nurseries[mine].close()
+    for pid in others:
+        os.waitpid(pid, 0)
+    if not mine:
+        process.wait()
     return 0
+
+
+def serve(lane: Lane, channel: socket.socket) -> None:
+    """Works off trials until there are no more."""
+    channel.sendall(b"ready\n")
+    with channel, channel.makefile("rb") as lines:
+        for line in lines:
+            channel.sendall(msgspec.json.encode(lane.run(msgspec.json.decode(line, type=Trial))) + b"\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """The nursery of a lane: a warm process with PyTorch in it that forks trainers, a few milliseconds each.
 
-Apart from the lane, because a fork of a process with PyTorch costs ten times that of one without. Reads requests from
+Apart from the lane, because a fork of a process with PyTorch costs ten times that of one without. The first one warms
+up and then forks those of the other lanes. Reads requests from
 a socket, one JSON line each, and answers with process ids; says when a child ended and how. It has no threads: that is
 what makes forking safe. Ends when the lane does.
 
-Run by the lane as `python -m holdfast.testing.drill.nursery <descriptor of the socket> <ground as JSON> <sandbox>`.
+Run by the first lane as `python -m holdfast.testing.drill.nursery <descriptors of the sockets> <grounds> <sandbox>`,
+both in JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import distributed as dist
 from holdfast.node import start
 from holdfast.testing.drill import warm
 from holdfast.testing.drill.crash_points import Journal
-from holdfast.testing.drill.ground import Ground, Setup, die_with
+from holdfast.testing.drill.ground import Ground, Setup, die_with, multiply
 from holdfast.testing.drill.trainer import forked_trainer, trainer
 
 READY = b'{"forked":0}\n'
@@ -103,11 +105,18 @@ def main() -> int:
     """Warms up, says so, and serves."""
     torch.set_num_threads(1)
     die_with(os.getppid())
-    line = socket.socket(fileno=int(sys.argv[1]))
-    live(sys.argv[3], line)
+    lines = [socket.socket(fileno=fd) for fd in msgspec.json.decode(sys.argv[1])]
+    grounds = msgspec.json.decode(sys.argv[2], type=list[Ground])
+    live(sys.argv[3], lines[0])
     warm.settle()
-    line.sendall(READY)
-    Nursery(line, msgspec.json.decode(sys.argv[2], type=Ground)).run()
+    mine, others = multiply(len(lines))
+    for number, line in enumerate(lines):
+        if number != mine:
+            line.close()
+    lines[mine].sendall(READY)
+    Nursery(lines[mine], grounds[mine]).run()
+    for pid in others:
+        os.waitpid(pid, 0)
     return 0
 
 
