@@ -272,9 +272,10 @@ def test_storage_that_cannot_be_read_is_no_fresh_start_and_is_left_as_it_is(
     untouched = another.fingerprint()
 
     following = make(another)
-    with monkeypatch.context() as broken, pytest.raises(StorageError, match="Input/output error") as caught:
+    with monkeypatch.context() as broken:
         broken.setattr(os, call, failing(getattr(os, call), "scandir" if call == "scandir" else "manifest.json"))
-        following.restore()
+        with pytest.raises(StorageError, match="Input/output error") as caught:
+            following.restore()
 
     assert str(tmp_path / "job") in caught.value.where
     assert "check the device" in caught.value.remedy
