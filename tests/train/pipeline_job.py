@@ -1,6 +1,7 @@
 """One rank of a pipeline that trains on real text and saves at every step, inside its bubbles.
 
-`python pipeline_job.py RANK WORLD STORE ROOT STEPS SCHEDULE` prints a line per step and a last one with what it ended at.
+`python pipeline_job.py RANK WORLD STORE ROOT STEPS SCHEDULE [INSIDE]` prints a line per step and a last one with what it
+ended at. There are two stages; INSIDE says how the ranks of one stage divide it: `fsdp` or `tp`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ import sys
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import schedules
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import holdfast
 from holdfast.base.events import Event
@@ -20,13 +26,16 @@ from holdfast.core.model import Version
 from holdfast.testing.gpt import Shape, Text
 from holdfast.testing.pipeline_gpt import loss_of, stage
 
+STAGES = 2
 MICROBATCHES = 4
 SHAPE = Shape(width=64, layers=4, context=32)
 
 
 def digest(tensors) -> str:
+    """Of what this rank holds of them."""
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
@@ -38,12 +47,32 @@ def note(event: Event, cadences: list[int], saved: list[int]) -> None:
         saved.append(Version.parse(event.fields["version"]).step)
 
 
+def divide(model: nn.Module, inside: str, ranks) -> None:
+    """Divides a stage between the ranks of its mesh."""
+    for block in model.blocks:
+        if inside == "tp":
+            parallelize_module(block, ranks, {"expand": ColwiseParallel(), "contract": RowwiseParallel()})
+        else:
+            fully_shard(block, mesh=ranks)
+    if inside == "fsdp":
+        fully_shard(model, mesh=ranks)
+
+
+def stage_of(rank: int, world: int, inside: str) -> PipelineStage:
+    if not inside:
+        return stage(SHAPE, rank, world)
+    mesh = init_device_mesh("cpu", (STAGES, world // STAGES), mesh_dim_names=("pp", inside))
+    part = stage(SHAPE, mesh["pp"].get_local_rank(), STAGES, mesh["pp"].get_group())
+    divide(part.submod, inside, mesh[inside])
+    return part
+
+
 def main() -> None:
-    rank, world, store, root, steps, name = sys.argv[1:]
+    rank, world, store, root, steps, name, *inside = sys.argv[1:]
     rank, world, steps = int(rank), int(world), int(steps)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    part = stage(SHAPE, rank, world)
+    part = stage_of(rank, world, "".join(inside))
     schedule = schedules.get_schedule_class(name)(part, MICROBATCHES, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(part.submod.parameters(), lr=1e-3)
     # Where a settings file says how often, nothing here overrides it.
@@ -60,7 +89,7 @@ def main() -> None:
     for step in range(start, steps):
         inputs, targets = next(text)
         found: list[torch.Tensor] = []
-        if rank == 0:
+        if part.is_first:
             schedule.step(inputs)
         else:
             schedule.step(target=targets, losses=found)

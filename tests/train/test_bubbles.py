@@ -95,21 +95,23 @@ JOB = str(Path(__file__).with_name("pipeline_job.py"))
 
 
 class Job:
-    """A pipeline of two ranks on one path; several lives, one after the other."""
+    """A pipeline of two stages on one path; several lives, one after the other. `inside`: `fsdp` or `tp` in four ranks."""
 
-    def __init__(self, home: Path, schedule: str, steps: int) -> None:
+    def __init__(self, home: Path, schedule: str, steps: int, inside: str = "") -> None:
         home.mkdir(exist_ok=True)
-        self.home, self.schedule, self.steps = home, schedule, steps
+        self.home, self.schedule, self.steps, self.inside = home, schedule, steps, inside
         self.lives = 0
 
     def live(self, *, kill_at: int | None = None, victim: int = 0) -> list[dict]:
         """What the ranks ended with; nothing, if one was killed after it had finished step `kill_at`."""
         self.lives += 1
         store = str(self.home / f"store{self.lives}")
-        command = ["2", store, str(self.home / "ckpt"), str(self.steps), self.schedule]
+        world = 4 if self.inside else 2
+        command = [str(world), store, str(self.home / "ckpt"), str(self.steps), self.schedule]
+        command += [self.inside] if self.inside else []
         workers = [
             forked.Popen([sys.executable, JOB, str(rank), *command], stdout=subprocess.PIPE, text=True)
-            for rank in range(2)
+            for rank in range(world)
         ]
         try:
             if kill_at is not None:
@@ -139,6 +141,23 @@ def test_a_pipeline_killed_in_the_middle_ends_where_an_undisturbed_one_ends(runt
     for end in straight:
         assert end["late"] > 0, "after three proofs the copies go on behind the call"
         assert end["copy"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", ["fsdp", "tp"])
+def test_stages_that_several_ranks_divide_are_copied_in_their_waits_and_come_back(
+    runtime_dir: Path, tmp_path: Path, inside: str
+) -> None:
+    straight = Job(tmp_path / "straight", "1F1B", 12, inside).live()
+    killed = Job(tmp_path / "killed", "1F1B", 12, inside)
+    killed.live(kill_at=8, victim=2)
+    back = killed.live()
+    (start,) = {end["start"] for end in back}
+    assert start >= 7, "the version of the last step may still be on its way"
+    assert [end["weights"] for end in back] == [end["weights"] for end in straight]
+    for end in straight:
+        assert end["late"] > 0
+        assert end["inside"] >= 0.5 * end["copy"] > 0
 
 
 def test_the_cadence_is_found_from_what_a_save_may_cost_and_is_the_same_on_all_ranks(
