@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.bubbles import MAX_EVERY, Load, Window, highest_cadence, place
+from holdfast.core.windows import MEMORY, Waits
 
 windows = st.lists(st.floats(0.0, 0.1), max_size=12).map(lambda rows: [Window(i, s) for i, s in enumerate(rows)])
 
@@ -37,6 +38,14 @@ def test_no_window_that_could_take_the_next_chunk_is_left_empty(count, where) ->
     used = {placed.index: placed.end - placed.first for placed in placement.windows}
     if placement.left < count:
         assert all((used.get(w.index, 0) + 1) * 0.01 > w.seconds * 0.9 - 1e-12 for w in where)
+
+
+def test_what_waits_were_like_is_forgotten_after_some_steps() -> None:
+    waits = Waits()
+    for seconds in [0.01] * 50 + [0.03] * MEMORY:
+        waits.begin_step()
+        waits.ended(seconds)
+    assert waits.expected(0) == 0.03
 
 
 def test_reasons_say_what_fits() -> None:

@@ -80,13 +80,14 @@ def test_no_chunk_is_begun_that_would_outlast_the_wait_but_what_lasts_longer_tha
 
 
 def test_the_fence_and_an_endless_silence_give_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.train.gate.PATIENCE_S", 0.1)
+    monkeypatch.setattr("holdfast.train.gate.PATIENCE_S", 60.0)
     gate = Gate()
     thread, said = turn_of(gate, 0.01)
     gate.hurry(True)
     thread.join(10)
-    assert said == [False]
+    assert said == [False], "the fence does not wait for the end of patience"
     gate.hurry(False)
+    monkeypatch.setattr("holdfast.train.gate.PATIENCE_S", 0.1)
     assert gate.turn(0.01) is False, "nobody steered the gate"
     assert gate.turn(0.01) is False
 
