@@ -24,18 +24,20 @@ class Source(enum.IntEnum):
 
     SLOT = 0  # the rank's own slot
     NODE = 1  # another slot on the rank's node
-    PEER = 2  # a keeper on another node
-    STORAGE = 3  # the durable checkpoint
+    PRELOADED = 2  # what the rank's keeper fetched while the trainers started
+    PEER = 3  # a keeper on another node
+    STORAGE = 4  # the durable checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCopy:
-    """A sealed bundle in some node's memory. `rank`: whose slot holds it; None for a replica."""
+    """A sealed bundle in some node's memory. `rank`: whose slot holds it; None for a replica, or what was preloaded."""
 
     version: Version
     node: int
     rank: int | None
     seal: Seal
+    preloaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,7 @@ def way(fetch: Fetch, nodes: Sequence[str]) -> str:
 _WAYS = {
     Source.SLOT: "from the rank's own slot",
     Source.NODE: "from another slot of this node",
+    Source.PRELOADED: "from the keeper of this node, which fetched them while the trainers started",
     Source.STORAGE: "from storage, as no memory holds them and this node reads them for the others",
 }
 
@@ -233,7 +236,8 @@ def cheapest(ref: BundleRef, choice: Choice, rank: int, facts: Facts) -> Fetch:
     options: list[tuple[Source, int, int | None]] = []
     for copy in choice.holders[ref.bundle_id]:
         if copy.node == home:
-            options.append((Source.SLOT if copy.rank == rank else Source.NODE, 0, copy.node))
+            near = Source.PRELOADED if copy.preloaded else Source.NODE
+            options.append((Source.SLOT if copy.rank == rank else near, 0, copy.node))
         else:
             # Readers spread over the holders, so that no node serves everybody.
             options.append((Source.PEER, (copy.node - home) % len(facts.topology.nodes), copy.node))

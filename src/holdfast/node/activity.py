@@ -1,4 +1,4 @@
-"""What a keeper is in the middle of, when it takes long: writing a version, fetching bundles for a rank.
+"""What a keeper is in the middle of, when it takes long: writing a version, fetching bundles, for a rank or before one asks.
 
 Told to the local trainers every two seconds while it lasts, and shown in the status. Each activity has one owner, which
 counts bytes as they move; nothing waits for anything here but the state's lock.
@@ -18,6 +18,7 @@ from holdfast.node.state import NodeState
 
 WRITING = "writing"
 RESTORING = "restoring"
+PRELOADING = "preloading"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +43,7 @@ class Activities:
         """Around the work; yields what to call with the bytes of each part that is done.
 
         Args:
-            what: WRITING or RESTORING.
+            what: WRITING, RESTORING or PRELOADING.
             version: whose bytes move.
             total_bytes: all that are to move.
             rank: for whom; -1 for all.

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from holdfast.base.errors import MemoryRefused
 from holdfast.core.model import BundleRef, Seal, Version
 from holdfast.core.slots import SlotState, SlotView
 from holdfast.tiers import memory
@@ -41,7 +42,8 @@ class Held:
 
     Attributes:
         rank: whose bundles it is for.
-        replica: a copy for another node's rank, not the snapshot of a local one.
+        replica: a copy that is not the snapshot of a local rank: for another node's, or preloaded.
+        preloaded: fetched before anybody asked (`node.preload`); it exists elsewhere and goes where memory is needed.
         copied: the trainer finished writing; hashing is under way.
         pins: why its bytes are needed, counted.
         condemned: images whose digest failed; not offered any more.
@@ -53,6 +55,7 @@ class Held:
     slot: Slot
     rank: int
     replica: bool = False
+    preloaded: bool = False
     state: SlotState = SlotState.EMPTY
     version: Version | None = None
     durable: bool = False
@@ -108,6 +111,7 @@ class Arena:
         self.budget = budget
         self._numbers = itertools.count(1)
         self._held: dict[int, Held] = {}
+        self.make_room: Callable[[], bool] = lambda: False
 
     def __iter__(self) -> Iterator[Held]:
         return iter(tuple(self._held.values()))
@@ -160,12 +164,25 @@ class Arena:
             MemoryRefused: with the numbers.
         """
         total = memory.slot_bytes(num_bytes)
-        self.budget.reserve(total, what)
+        self.with_room(lambda: self.budget.reserve(total, what))
         try:
             return Slot.create(num_bytes, slot_id=next(self._numbers))
         except BaseException:
             self.budget.release(total)
             raise
+
+    def with_room(self, reserve: Callable[[], None]) -> None:
+        """Reserves; where that is refused once more without what was preloaded, which nobody has a right to.
+
+        Raises:
+            MemoryRefused: there is no room all the same.
+        """
+        try:
+            reserve()
+        except MemoryRefused:
+            if not self.make_room():
+                raise
+            reserve()
 
     def add(self, slot: Slot, rank: int, *, replica: bool = False) -> Held:
         """Makes a slot known; its memory is in the budget already."""

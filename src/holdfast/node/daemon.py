@@ -42,6 +42,7 @@ from holdfast.node.peers import PeerDesk
 from holdfast.node.persist import Committer, Persister
 from holdfast.node.pieces import Pieces
 from holdfast.node.places import Place
+from holdfast.node.preload import Preloader
 from holdfast.node.replicate import Replicator
 from holdfast.node.reserve import Reserve
 from holdfast.node.saving import Saving
@@ -112,6 +113,7 @@ class Keeper:
         self._windows = Windows(self._trainers.shown, self._saving.waits)
         pace = Pace(options.network.bandwidth)
         self._peers = PeerDesk(self._state, lambda: self._uplink.coordinator, pace, self._windows)
+        self._preloader = Preloader(self._state, vault, self._activities, self._peers.survey)
         self._operations = Operations(
             Parts(
                 state=self._state,
@@ -125,6 +127,7 @@ class Keeper:
                 peers=self._peers,
                 uplink=self._uplink,
                 replicator=self._replicator,
+                preloader=self._preloader,
                 status=self._status,
             )
         )
@@ -273,7 +276,9 @@ class Keeper:
             "sent_shown_bytes": self._windows.shown_bytes,
             "sent_inside_bytes": self._windows.inside_bytes,
         }
-        return {"replication": self._replicator.facts() | sent} | status.report(
+        with self._state.lock:
+            preloaded = self._preloader.facts()
+        return {"replication": self._replicator.facts() | sent, "preloaded": preloaded} | status.report(
             self._state,
             self._events,
             activities=self._activities,
@@ -285,6 +290,7 @@ class Keeper:
     # --- the end
 
     def _end(self) -> None:
+        self._preloader.stop()
         self._obtainer.stop()
         self._pieces.stop()
         self._uplink.stop()

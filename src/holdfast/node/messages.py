@@ -104,12 +104,7 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
 
 
 class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
-    """The connection is accepted; who the keeper is, and the address that other nodes find it under.
-
-    Attributes:
-        job_id: whose `incarnation` and `lineage` these are; empty if nobody came yet.
-        lineage: what incarnations resumed from, as far as the keeper was told; storage may not know of the last ones.
-    """
+    """Accepted; who the keeper is, where other nodes find it, and what it was told of which job (if of any)."""
 
     node: str
     pid: int
@@ -231,7 +226,6 @@ class Obtain(Message, tag="obtain", frozen=True, kw_only=True):
 
 class Found(Message, tag="found", frozen=True, kw_only=True):
     """Where one bundle lies now: bytes [start, start + length) of a whole slot, header included.
-
     It is slot `slot_id`; if the client does not have that one mapped, descriptor number `fd` of the frame is it.
     `chunks`: only this run (first, end) of its chunks; a fetch of chunks may be answered by several of these.
     """
@@ -284,6 +278,15 @@ class InsideReply(Message, tag="inside", frozen=True, kw_only=True):
     """A map of plain values."""
 
     inside: msgspec.Raw
+
+
+class Preload(Message, tag="preload", frozen=True, kw_only=True):
+    """The trainers start: rank i on node `node_of[i]`, you are `node`. `addresses` of all keepers, or none of them."""
+
+    node: int
+    node_of: tuple[int, ...]
+    addresses: tuple[str, ...]
+    ranks_per_reader: int
 
 
 class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):
@@ -424,7 +427,7 @@ AnyMessage = (
     Hello | Welcome | Ok | Refusal | Assemble | Resume | Prepare | Slots | Adopt | Register | Begin | Begun | Copied
     | Persist | Abandon | TakeInventory | InventoryReply | Obtain | Obtained | Release | Condemn | AskStatus | StatusReply | AskInside | InsideReply
     | Goodbye | Progress | Propose | Cadence | ShowWaits | Appointed | Alarm | Working | Report | News | Ping | Pull | Bulk | AskSeals | Seals
-    | AskLanding | Landed | PullLanding
+    | AskLanding | Landed | PullLanding | Preload
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -115,7 +115,7 @@ class Obtainer:
             held, place = found
             held.pins[PIN] += 1
             own = held.rank == rank and not held.replica
-            present[bundle_id] = Present(held, place, Source.SLOT if own else Source.NODE, 0.0)
+            present[bundle_id] = Present(held, place, Source.SLOT if own else near(held), 0.0)
         return missing
 
     def _fetch(self, rank: int, version: Version, fetches: Sequence[Fetch], present: dict[str, Present]) -> None:
@@ -220,6 +220,11 @@ class Obtainer:
         held.start(version, layout="", durable=False)
         held.pins[PIN] += 1
         return held
+
+
+def near(held: Held) -> Source:
+    """What a slot of this node is to a rank that it does not belong to."""
+    return Source.PRELOADED if held.preloaded else Source.NODE
 
 
 def _offsets(lengths: Sequence[int]) -> Iterable[int]:

@@ -1,6 +1,7 @@
 """Who may say what to a keeper: roles, and one operation per message. What is not listed is refused.
 
-A rank saves and restores, a keeper reports and pulls, an operator takes a bad copy out of use, a viewer only looks; no
+A rank saves and restores, a keeper reports and pulls, an operator takes a bad copy out of use
+and says that trainers start, a viewer only looks; no
 rank can commit, replicate, or speak for another one. Over TCP the role is the one in the certificate, and ranks do not
 come that way; on the Unix socket of a job with a secret nobody passes for a keeper. Nothing here decides; it unpacks a request,
 asks the part that knows, and packs the reply.
@@ -31,6 +32,7 @@ from holdfast.node.messages import (
 from holdfast.node.obtain import Obtainer, Present
 from holdfast.node.peers import PeerDesk
 from holdfast.node.pieces import Pieces
+from holdfast.node.preload import Preloader
 from holdfast.node.replicate import Replicator
 from holdfast.node.reserve import Reserve
 from holdfast.node.saving import Saving
@@ -61,6 +63,7 @@ class Parts:
     peers: PeerDesk
     uplink: Uplink
     replicator: Replicator
+    preloader: Preloader
     status: Callable[[], dict[str, Any]]
 
 
@@ -100,7 +103,7 @@ class Operations:
             messages.PullLanding: parts.landings.pull,
             messages.Condemn: self._condemn,
         }
-        operating: dict[type, Operation] = {messages.Condemn: self._condemn}
+        operating: dict[type, Operation] = {messages.Condemn: self._condemn, messages.Preload: self._preload}
         self._table = {
             RANK: training | looking,
             KEEPER: keeping | looking,
@@ -127,10 +130,14 @@ class Operations:
 
     def _assemble(self, connection: Connection, request: messages.Assemble) -> Ok:
         """Levels are told from here on and not before: those of another job may bear the same names."""
+        self._parts.preloader.give_way()
         self._parts.turnover.assemble(connection, request.assembly)
         for progress in self._parts.state.progress():
             connection.push(f"progress {progress.version}", progress)
         return Ok(id=request.id)
+
+    def _preload(self, _: Connection, request: messages.Preload) -> Ok:
+        return self._parts.preloader.begin(request)
 
     def _resume(self, _: Connection, request: messages.Resume) -> Ok:
         self._parts.state.resume(request.incarnation, request.version)

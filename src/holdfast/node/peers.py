@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 
 from holdfast.base.errors import Fenced, HoldfastError, KeeperError, VersionNotFound
 from holdfast.core.model import Seal, Version
-from holdfast.core.recovery import MemoryCopy
 from holdfast.node import messages
 from holdfast.node.arena import Held
 from holdfast.node.coordinate import Coordinator
@@ -228,10 +227,12 @@ class PeerDesk:
 
     def inventory(self, *, wide: bool) -> Inventory:
         """What this keeper holds; `wide`: and all that can be reached, asked side by side."""
+        assembly = self._state.assembly
+        return self.survey(assembly, self._state.node) if wide and assembly is not None else self._state.inventory()
+
+    def survey(self, assembly: messages.Assembly, node: int) -> Inventory:
+        """What this keeper, which is `node`, and all others of the job hold."""
         own = self._state.inventory()
-        assembly, node = self._state.assembly, self._state.node
-        if not wide or assembly is None:
-            return own
         found: dict[int, Inventory | str] = {}
         others = [index for index in range(len(assembly.addresses)) if index != node]
         for at in range(0, len(others), MAX_AT_ONCE):
@@ -310,7 +311,7 @@ def _merge(own: Inventory, others: dict[int, Inventory | str]) -> Inventory:
             silent.append((index, found))
             continue
         reachable.append(index)
-        copies += [MemoryCopy(copy.version, index, copy.rank, copy.seal) for copy in found.copies]
+        copies += [replace(copy, node=index) for copy in found.copies]
         tables.update(found.tables)
         suspects.update(found.suspects)
         for version, level in found.levels:

@@ -22,7 +22,7 @@ from holdfast.core.recovery import Fetch, Source
 from holdfast.core.reshard import Runs
 from holdfast.node.activity import RESTORING, Activities
 from holdfast.node.arena import Held, PieceOf
-from holdfast.node.obtain import PIN, Present
+from holdfast.node.obtain import PIN, Present, near
 from holdfast.node.state import NodeState, greeting
 from holdfast.node.transfer import PeerReader, require
 from holdfast.node.vault import Vault
@@ -106,7 +106,7 @@ class Pieces:
             found = arena.find(version, fetch.ref.bundle_id, rank)
             if found is not None and found[1].seal.digest == fetch.seal.digest:
                 own = found[0].rank == rank and not found[0].replica
-                present.append(Present(*found, Source.SLOT if own else Source.NODE, 0.0))
+                present.append(Present(*found, Source.SLOT if own else near(found[0]), 0.0))
                 continue
             left = fetch.chunks
             for held, piece in arena.find_pieces(version, fetch.seal):

@@ -58,9 +58,8 @@ class Reserve:
         small = [held for held in slots if held.slot.num_bytes < request.num_bytes and not held.outgrown]
         missing = max(0, request.num_slots - sum(not held.outgrown and held not in small for held in slots))
         free = sum(held.slot.total_bytes for held in small if held.state is SlotState.EMPTY and not held.pins)
-        arena.budget.check(
-            missing * memory.slot_bytes(request.num_bytes) - free, f"reserving {missing} slots for rank {rank}"
-        )
+        needed = missing * memory.slot_bytes(request.num_bytes) - free
+        arena.with_room(lambda: arena.budget.check(needed, f"reserving {missing} slots for rank {rank}"))
         for held in small:
             held.outgrown = True
         arena.collect(self._state.is_free)

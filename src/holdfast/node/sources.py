@@ -17,6 +17,7 @@ from holdfast.base.errors import CorruptError, HoldfastError, KeeperError, Versi
 from holdfast.core.model import Seal, Version
 from holdfast.core.recovery import Fetch, Source
 from holdfast.node.landing import Landing, Landings
+from holdfast.node.messages import Assembly
 from holdfast.node.state import NodeState, greeting
 from holdfast.node.transfer import PeerReader, require
 from holdfast.node.vault import Vault
@@ -47,10 +48,19 @@ class Sources:
 
     Args:
         stopping: asked before each chunk.
+        assembly: where the keepers are, if the job has not come together here yet.
     """
 
-    def __init__(self, state: NodeState, vault: Vault, landings: Landings, stopping: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        state: NodeState,
+        vault: Vault,
+        landings: Landings,
+        stopping: Callable[[], bool],
+        assembly: Assembly | None = None,
+    ) -> None:
         self._state = state
+        self._assembly = assembly
         self._vault = vault
         self._events = vault.events
         self._landings = landings
@@ -161,7 +171,7 @@ class Sources:
         return self._peers[node]
 
     def _dial(self, node: int) -> PeerReader:
-        assembly = self._state.assembly
+        assembly = self._assembly or self._state.assembly
         if assembly is None or not 0 <= node < len(assembly.addresses):
             raise KeeperError(f"node {node} is not part of the job")
         return PeerReader(

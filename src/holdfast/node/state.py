@@ -108,7 +108,9 @@ class NodeState:
 
     def view(self, held: Held) -> SlotView:
         """A slot as the overwrite guard is to see it: pinned, while the loss of a node would need its version."""
-        return replace(held.view, pins=held.view.pins + 1) if self.awaits_replicas(held) else held.view
+        if held.preloaded or not self.awaits_replicas(held):
+            return held.view
+        return replace(held.view, pins=held.view.pins + 1)
 
     def is_free(self, held: Held) -> bool:
         """Whether the guard lets a slot be overwritten."""
@@ -416,7 +418,9 @@ class NodeState:
         """What this keeper holds, of whichever incarnation."""
         with self.lock:
             copies = [
-                MemoryCopy(held.version, self.node, None if held.replica else held.rank, _short(place.seal))
+                MemoryCopy(
+                    held.version, self.node, None if held.replica else held.rank, _short(place.seal), held.preloaded
+                )
                 for held in self.arena.sealed()
                 if held.version is not None
                 for bundle_id, place in held.images.items()

@@ -42,7 +42,9 @@ def report(
             "nodes": list(assembly.topology.nodes) if assembly else [],
             "coordinator": leader,
             "ranks": {str(rank): _rank(state, rank, trainers.get(rank)) for rank in sorted({*local, *trainers})},
-            "replicas": [_slot(held) | {"rank": held.rank} for held in state.arena if held.replica],
+            "replicas": [
+                _slot(held) | {"rank": held.rank} for held in state.arena if held.replica and not held.preloaded
+            ],
             "newest": {level.name.lower(): _newest(state, level) for level in Level if level is not Level.NONE},
             "suspects": {str(version): why for version, why in (ledger.suspects() if ledger else {}).items()},
             "versions": [

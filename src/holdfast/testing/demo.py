@@ -40,6 +40,7 @@ SOURCE_NAMES = {
     "peer": "other node's memory",
     "slot": "own slot",
     "node": "a rank beside it",
+    "preloaded": "its keeper's memory",
     "storage": "storage",
 }
 RECOVERY_TIMEOUT_S = 120.0

@@ -21,6 +21,7 @@ import xxhash
 
 from holdfast.base.errors import CorruptError
 from holdfast.core.model import NAME_PATTERN, BundleRef, Seal, Version
+from holdfast.core.recovery import Stored
 from holdfast.tiers import format as image_format
 from holdfast.tiers.strict import Record, decode_record, encode_record
 
@@ -273,3 +274,9 @@ def _checked(row: _Bundle, ranks: tuple[int, ...], where: str) -> BundleFile:
 def _check(condition: bool, what: str, where: str) -> None:
     if not condition:
         raise CorruptError(f"the manifest is not valid: {what}", where=where)
+
+
+def stored_of(manifest: Manifest) -> Stored:
+    """A committed version as `core.recovery` judges it."""
+    seals = {file.ref.bundle_id: file.seal for file in manifest.bundles}
+    return Stored(manifest.version, manifest.world_size, tuple(file.ref for file in manifest.bundles), seals)

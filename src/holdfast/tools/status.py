@@ -115,6 +115,9 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     memory, newest = facts["memory"], facts["newest"]
     yield f"process   {facts['pid']}, up {facts['uptime_s']:.0f} s, {output.size_text(facts['resident_bytes'])} resident"
     yield f"memory    {output.size_text(memory['used_bytes'])} of {output.size_text(memory['allowed_bytes'])} allowed"
+    if early := facts["preloaded"]["version"]:
+        sizes = ", ".join(f"{output.size_text(n)} from {source}" for source, n in facts["preloaded"]["bytes"].items())
+        yield f"preloaded {early}: {sizes or 'nothing'} ({facts['preloaded']['reason']})"
     if not facts["root"]:
         yield "waits     for the ranks to come together"
         return

@@ -31,6 +31,7 @@ _KINDS = {
     "fence": "fence",
     "saved": "save",
     "restored": "recovery",
+    "node.preloaded": "recovery",
     "node.sealed": "seal",
     "node.replicated": "replicate",
     "node.refilled": "replicate",

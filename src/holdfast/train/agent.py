@@ -109,8 +109,11 @@ class Agent(MeetingAgent):
             rank=group.group_rank,
             size=group.group_world_size,
             address=group.master_addr,
+            keeper=self._rules.early.address() if self._rules.early is not None else "",
         )
         self._current = self._round.open(self._recoveries)
+        if self._rules.early is not None:
+            self._rules.early.starts(group, self._round.keepers())
         self._recoveries = self._current.recoveries
         if self._workers is None:
             self._workers = self._pcontext = self._new_workers(worker_group)

@@ -57,6 +57,7 @@ from holdfast.train import aliases, runner
 from holdfast.train.agent import Agent
 from holdfast.train.compile_cache import make_cache
 from holdfast.train.control import Order
+from holdfast.train.early import Early
 from holdfast.train.moving import MovingRendezvous
 from holdfast.train.nursery import Nursery
 from holdfast.train.rules import Program, Rules
@@ -172,8 +173,7 @@ def main(argv: Sequence[str] | None = None, *, script: Callable[[Order], None] =
     label_process("hf agent")
     # Before any thread exists; workers come out here with their exit code.
     nursery = Nursery.start(functools.partial(runner.serve, script=script))
-    if args.checkpoint_dir:
-        start_keeper(args.checkpoint_dir, settings)
+    early = start_keeper(args.checkpoint_dir, settings) if args.checkpoint_dir else None
     # torchrun's 30 s would cut off a last save to slow storage.
     given = getattr(config, "shutdown_timeout", None) if _is_given(args, "shutdown_timeout") else None
     spec = _worker_spec(config, entrypoint, entrypoint_args, can_move=program is not None)
@@ -190,6 +190,7 @@ def main(argv: Sequence[str] | None = None, *, script: Callable[[Order], None] =
             limits=Limits(failures=args.max_restarts, renewed=not _restarts_are_given(args)),
             name=settings.node_label,
             guard_s=args.guard_time,
+            early=early,
         ),
     )
     code = 1
@@ -373,12 +374,17 @@ def _over_tcp(params: RendezvousParameters) -> bool:
     return params.backend == "c10d" and params.max_nodes > 1 and params.get("store_type", "tcp") == "tcp"
 
 
-def start_keeper(root: str, settings: Config) -> None:
-    """Starts this node's keeper, so that it is there before the first rank looks; without it training goes on."""
+def start_keeper(root: str, settings: Config) -> Early | None:
+    """Starts this node's keeper, so that it is there before the first rank looks; without it training goes on.
+
+    Returns:
+        What tells it that workers start; None without a keeper.
+    """
     try:
-        ensure_keeper(root, settings)
+        return Early(ensure_keeper(root, settings), settings.ranks_per_reader)
     except HoldfastError as error:
         logger.warning("no keeper yet, the first rank will try again: %s", error)
+        return None
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ MAX_ROUNDS = 64
 
 _SOURCES = {
     "slot": "its own slot", "node": "its node's memory", "peer": "another node's memory", "storage": "storage",
-    "live": "what it still held", "twin": "a twin's live state", "note": "its own note",
+    "preloaded": "its keeper, which fetched it while the trainers started", "live": "what it still held", "twin": "a twin's live state", "note": "its own note",
 }  # fmt: skip
 
 
@@ -60,8 +60,9 @@ class RestoreReport:
     Attributes:
         version: what was loaded; None after a fresh start.
         reason: why this version, and why not the newer ones.
-        bytes: bytes of images by source: `slot` (own), `node`, `peer`, `storage`; after a failure of others also `live`
-            (what this process still held), `twin` (a twin's live state), `note` (what this rank left behind itself).
+        bytes: bytes of images by source: `slot` (own), `node`, `preloaded` (fetched by this node's keeper while the trainers
+            started), `peer`, `storage`; after a failure of others also `live` (what this process still held), `twin`
+            (a twin's live state), `note` (what this rank left behind itself).
         bundles: number of bundles by source.
         seconds: by source, until the bundles were present on this node; `fill`: verifying and copying them; `total`.
         refused: copies that failed, one line each, over all ranks.

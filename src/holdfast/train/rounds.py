@@ -5,7 +5,8 @@ rendezvous raises the incarnation: any agent proposes the next number, after its
 one writer, the agent of group rank 0, opens a fresh store for the workers and publishes its address by compare-and-set.
 So every key that workers write belongs to one incarnation, and late writes of an older one go to a store that is gone.
 
-Agents also leave a beat here every second; who is silent for `LEASE_S` has lost its node. Calls are short; only `open` waits. One thread uses it. Keys: `recoveries/<group rank>`, `now`, `want/<n>`,
+Agents also leave a beat here every second; who is silent for `LEASE_S` has lost its node. Calls are short; only `open` waits. One thread uses it. Keys: `recoveries/<group rank>`,
+`keeper/<group rank>`, `now`, `want/<n>`,
 `done/<n>`, `beat/<group rank>`, `over`.
 """
 
@@ -61,11 +62,13 @@ class Round:
     Args:
         store: of the rendezvous round; every round has its own.
         address: where the agent of group rank 0 can be reached.
+        keeper: where this node's keeper can be reached; empty: nowhere.
     """
 
-    def __init__(self, store: Store, *, rank: int, size: int, address: str) -> None:
+    def __init__(self, store: Store, *, rank: int, size: int, address: str, keeper: str = "") -> None:
         self._store = PrefixStore(PREFIX, store)
         self._rank, self.size, self.address = rank, size, address
+        self._keeper = keeper
         self._workers_store: TCPStore | None = None
         self._known: Incarnation | None = None
         self._raw = ""
@@ -89,6 +92,7 @@ class Round:
             TimeoutError: the leader published none.
         """
         deadline = time.monotonic() + OPEN_TIMEOUT_S
+        self._store.set(f"keeper/{self._rank}", self._keeper)
         self._store.set(f"recoveries/{self._rank}", str(recoveries))
         if self.leads and not self._store.check(["now"]):
             told = [f"recoveries/{rank}" for rank in range(self.size)]
@@ -99,6 +103,10 @@ class Round:
                 raise TimeoutError("the leading agent published no incarnation")
             time.sleep(POLL_S)
         return found
+
+    def keepers(self) -> list[str]:
+        """Where the keepers of all nodes are, once the round is open."""
+        return [self._store.get(f"keeper/{rank}").decode() for rank in range(self.size)]
 
     def newest(self) -> Incarnation | None:
         """The incarnation in force; the leader first grants what was proposed."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from holdfast.core.identity import GUARD_S
 from holdfast.core.ladder import Limits
+from holdfast.train.early import Early
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +24,11 @@ class Rules:
     Attributes:
         name: of the node; empty: several launchers may share it, and none is asked who it is.
         guard_s: how long a silent launcher of the same name is waited for.
+        early: what tells the keeper that workers start; None: there is none yet.
     """
 
     grace_s: float
     limits: Limits
     name: str = ""
     guard_s: float = GUARD_S
+    early: Early | None = None

@@ -17,6 +17,7 @@ from holdfast.core import recovery
 from holdfast.core.model import Version
 from holdfast.core.recovery import Choice, Facts, MemoryCopy, Quarantine, Stored
 from holdfast.node.client import Inventory
+from holdfast.tiers.manifest import stored_of
 from holdfast.tiers.storage import Storage
 from holdfast.train.assembly import Job
 from holdfast.train.fetched import Holder
@@ -71,9 +72,7 @@ def find(client: Holder, storage: Storage) -> Findings:
         except HoldfastError as error:
             unreadable[version] = error
             continue
-        seals = {file.ref.bundle_id: file.seal for file in manifest.bundles}
-        table = tuple(file.ref for file in manifest.bundles)
-        stored[version] = Stored(version, manifest.world_size, table, seals)
+        stored[version] = stored_of(manifest)
     return Findings(inventory, stored, unreadable)
 
 

@@ -28,6 +28,7 @@ from holdfast.node import coordinate, process
 from holdfast.node.coordinate import Coordinator
 from holdfast.node.obtain import Obtainer
 from holdfast.node.peers import PeerDesk
+from holdfast.node.preload import Preloader
 from holdfast.node.replicate import Replicator
 from holdfast.node.saving import Saving
 from holdfast.node.seal import Sealer
@@ -50,6 +51,7 @@ PLACES: dict[str, tuple[type, str]] = {
     "retire": (Storage, "retire"),
     "announce": (Coordinator, "_announce"),
     "obtain": (Obtainer, "obtain"),
+    "preload": (Preloader, "_fetch"),
 }
 SIGNALS = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}
 
