@@ -237,3 +237,19 @@ def test_a_keeper_that_holds_versions_preloads_nothing(make_rig: MakeRig) -> Non
     starts(rig, 0)
     assert rig.status(0)["preloaded"]["reason"] == ""
     assert read_bytes(rig) == 0
+
+
+def test_the_newest_version_stays_in_memory_after_it_is_durable(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    trainers = rig.start()
+    version = save_all(trainers, 7, durable=True)
+    reached(trainers, version, Level.DURABLE)
+    newest = save_all(trainers, 8, durable=True)
+    reached(trainers, newest, Level.DURABLE)
+    trainers[0].client.close()
+
+    (trainer,) = back(rig, newest)
+
+    found, sources = restored(trainer, facts_of(rig, trainer.client.inventory(), with_storage=True))
+    assert (found, set(sources.values())) == (newest, {Source.SLOT})
+    assert read_bytes(rig) == 0
