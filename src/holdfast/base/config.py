@@ -288,6 +288,17 @@ def parse_share(text: str) -> float:
     return share
 
 
+def overridden(config: Config | None, given: Mapping[str, Any]) -> Config:
+    """The settings `config`, or those of file and environment, with what a caller gave; None is nothing given."""
+    if config is None:
+        return load(given)
+    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    values.update((name, str(values[name])) for name in values.keys() & {"every", "durable_every"})
+    if "every" in values:
+        values["overhead"] = ""
+    return dataclasses.replace(config, **values)
+
+
 def parse_seconds(text: str) -> float:
     """Seconds from `"30s"`, `"5m"`, `"2h"` or `"250ms"`.
 

@@ -48,6 +48,11 @@ class Cadence:
         return cls(steps, seconds)
 
     @property
+    def is_set(self) -> bool:
+        """Whether anything is ever due."""
+        return bool(self.steps) or self.needs_agreement
+
+    @property
     def needs_agreement(self) -> bool:
         """Whether ranks could decide differently: a clock is involved."""
         return self.steps is None and self.seconds is not None

@@ -19,11 +19,12 @@ GROWTH = 2
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What one rank brings to a meeting. `save` and `next_step` of rank 0 count."""
+    """What one rank brings to a meeting. `save` and `next_step` of rank 0 count. `memory`: it could save there again."""
 
     stop: bool
     save: bool = False
     next_step: int = 0
+    memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,13 @@ class Outcome:
     save: bool
     stop: bool
     next_step: int
+    memory: bool = False
 
 
 def outcome(words: Sequence[Word]) -> Outcome:
     """The same on every rank, from what each said, by rank."""
     stop = any(word.stop for word in words)
-    return Outcome(words[0].save or stop, stop, words[0].next_step)
+    return Outcome(words[0].save or stop, stop, words[0].next_step, all(word.memory for word in words))
 
 
 def next_step(*, step: int, gap: int, longest: int, elapsed_s: float, wait_s: float) -> int:

@@ -37,6 +37,7 @@ from holdfast.train.direct import DirectSaver
 from holdfast.train.durables import Durables, OnDurable
 from holdfast.train.handle import SaveHandle, as_level, as_version
 from holdfast.train.link import Link
+from holdfast.train.lower import Lower
 from holdfast.train.pipeline import Bubbles
 from holdfast.train.recorder import Recorder
 from holdfast.train.remains import Survivor
@@ -97,7 +98,7 @@ class Checkpointer:
         overrides = {
             "every": every, "durable_every": durable_every, "overlap": overlap, "verify_capture": verify_capture
         }  # fmt: skip
-        self._config = _settings(config, overrides)
+        self._config = settings.overridden(config, overrides)
         parse_cadence("every", self._config.every)
         parse_cadence("durable_every", self._config.durable_every)
         parse_cadence("keep_every", self._config.keep_every)
@@ -140,6 +141,7 @@ class Checkpointer:
         group = agree.ranks()
         run = self._run
         if run is not None:
+            run.lower.close()
             run.survivor.moved()
             run.saver.fence.forget()
             run.link.wait_mended(self._config.close_timeout_s)
@@ -184,9 +186,9 @@ class Checkpointer:
         durables = run.durables if run else self._new_durables(group)
         rank, num_ranks = group.rank, group.world_size
         survivor = run.survivor if run else Survivor(state, job=job.assembly.job_id, rank=rank, world_size=num_ranks)
-        run = Run(
-            state, link, saver, job, schedule, recorder, durables, survivor, optimizer_steps=saver.fence.num_steps
-        )
+        lower = Lower(job, state=state, link=link, storage=self._storage, config=self._config, events=self.events)
+        steps = saver.fence.num_steps
+        run = Run(state, link, saver, job, schedule, recorder, durables, survivor, lower, optimizer_steps=steps)
         self._run = run
         self._signal.install()
         if self.bubbles is not None:
@@ -209,6 +211,7 @@ class Checkpointer:
                 f"step {step} was reported after step {run.step}", remedy="report every finished step once"
             )
         run.step = step
+        run.lower.before(run, step)
         run.recorder.step(step)
         run.at(step)
         beats.at_step(step)
@@ -325,6 +328,7 @@ class Checkpointer:
         run, self._run = self._run, None
         if run is not None:
             run.survivor.leave()
+            run.lower.close()
             run.saver.close()
             run.link.close(finished=False)
             self._storage.leave()
@@ -449,6 +453,8 @@ class Checkpointer:
             self._save(run, run.state_step, Level.DURABLE)
         elif run.last is not None:
             self._raise_level(run, run.last, Level.DURABLE)
+        if run.lower.closing(run):
+            self._save(run, run.state_step, Level.DURABLE)
         if run.last is not None:
             run.last.wait(Level.DURABLE)
 
@@ -459,6 +465,7 @@ class Checkpointer:
             self.bubbles.detach()
         if self._run is not None:
             self._run.survivor.close()
+            self._run.lower.close()
             self._run.saver.close()
             self._run.durables.close()
             self._run.link.close(finished=finished)
@@ -487,13 +494,3 @@ class Checkpointer:
             run.link.require().abandon(version, "this rank was past the step when it was appointed")
         except KeeperLost:
             run.link.skip(version)
-
-
-def _settings(config: Config | None, overrides: Mapping[str, Any]) -> Config:
-    if config is None:
-        return settings.load(overrides)
-    given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
-    given.update((name, str(given[name])) for name in given.keys() & {"every", "durable_every"})
-    if "every" in given:
-        given["overhead"] = ""
-    return dataclasses.replace(config, **given)

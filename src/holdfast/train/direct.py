@@ -61,6 +61,9 @@ class DirectSaver:
 
     Args:
         reason: why there is no level in memory.
+
+    Attributes:
+        keeps_link: keepers are wanted again as soon as they can be had.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class DirectSaver:
         self._job = job
         self._storage = storage
         self._reason = reason
+        self.keeps_link = False
         self._events = events
         # As if all ranks lived on one node: twins then divide the writing, and one copy of everything is written.
         self._topology = Topology(("all",), (0,) * job.group.world_size)
@@ -133,7 +137,8 @@ class DirectSaver:
         self._events.emit("saved", version=str(handle.version), seconds=seconds, given_up=handle.given_up)
         if not handle.given_up:
             # What keepers still hold of earlier runs is older than this; their memory is needed more elsewhere.
-            self._link.forgo(finished=True)
+            if not self.keeps_link:
+                self._link.forgo(finished=True)
             self._post(str(handle.version))
 
     def _save(self, version: Version) -> None:

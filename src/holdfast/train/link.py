@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -30,6 +31,8 @@ MAX_SKIPPED = 16
 JOIN_TIMEOUT_S = 30.0
 # How long one question to a silent keeper waits; it is asked again.
 ASK_S = 1.0
+# A keeper that is silent for so long is as good as none.
+SILENT_S = 10.0
 
 
 class Link:
@@ -54,6 +57,8 @@ class Link:
         self._asking: threading.Thread | None = None
         self._closed = False
         self._reported = False
+        self._unmended = ""
+        self._silent_since_s = 0.0
         self._skipped: deque[Version] = deque(maxlen=MAX_SKIPPED)
         self._slots: tuple[Slot, ...] = ()
         self.assembly: Assembly | None = None
@@ -100,6 +105,15 @@ class Link:
         """Whether the keeper did not answer a save and has not answered since: it is frozen, or starved."""
         return self._asking is not None and self._asking.is_alive()
 
+    @property
+    def trouble(self) -> str:
+        """Why there will be no keeper soon; empty if there is one, or one may just be starting."""
+        if self.client is None:
+            return self._unmended
+        if self.silent and time.monotonic() - self._silent_since_s > SILENT_S:
+            return f"the keeper of this node has not answered for {SILENT_S:g} s"
+        return ""
+
     def heard_nothing(self, client: KeeperClient) -> None:
         """The keeper lives and did not answer in time. Until it does, nobody waits for it again."""
         with self._lock:
@@ -107,6 +121,7 @@ class Link:
                 return
             logger.error("the memory level is lost: the keeper of this node does not answer; training goes on")
             self._events.emit("memory_level_lost", reason="the keeper does not answer", rank=self._rank)
+            self._silent_since_s = time.monotonic()
             self._asking = threading.Thread(target=self._ask, args=(client,), name="holdfast asking", daemon=True)
             self._asking.start()
 
@@ -222,6 +237,7 @@ class Link:
             self._rejoin()
         except Exception as error:  # noqa: BLE001 - the top of the thread: the next save starts another one
             logger.warning("no new keeper yet: %s", error)
+            self._unmended = f"no keeper can be started: {error}"
             self._events.emit("keeper_not_replaced", reason=str(error), rank=self._rank)
 
     def _rejoin(self) -> None:
@@ -242,7 +258,7 @@ class Link:
             client.detach()
             raise
         self._slots = ()
-        self._reported = False
+        self._reported, self._unmended = False, ""
         self._client = client
         logger.warning("the memory level is back: a new keeper (process %d) adopted the slots", client.pid)
         self._events.emit("memory_level_back", rank=self._rank, pid=client.pid)

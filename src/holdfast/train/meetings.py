@@ -23,10 +23,24 @@ class MeetingSchedule:
     """The clockwork of one rank.
 
     Args:
+        could: in a job that had memory: whether this rank could have it again. A save is due at the first meeting then.
         clock: monotonic seconds.
+
+    Attributes:
+        back: all ranks could have memory again; known to all after the same step.
     """
 
-    def __init__(self, config: Config, group: Ranks, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: Config,
+        group: Ranks,
+        *,
+        could: Callable[[], bool] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.back = False
+        self._could = could
+        self._is_overdue = could is not None
         self._cadence = parse_cadence("durable_every", config.durable_every)
         self._group = group
         self._clock = clock
@@ -40,12 +54,18 @@ class MeetingSchedule:
         """What is due now that `step` is finished. Collective at some steps. Call it exactly once per step."""
         now = self._clock()
         due = self._cadence.due(step=step, last_step=self._saved_step, now_s=now, last_s=self._saved_s).value
+        overdue, self._is_overdue = self._is_overdue and self._cadence.is_set, False
         by_steps = due and self._cadence.steps is not None
         if self._group.world_size == 1:
-            return Due(due or stop_wanted, due or stop_wanted, stop_wanted)
+            if self._could is not None and now - self._met_s >= meetings.MAX_GAP_S:
+                self._met_s, self.back = now, self._could()
+            due = due or overdue or stop_wanted
+            return Due(due, due, stop_wanted)
         if step < self._next_step:
             return Due(by_steps, by_steps)
-        found = self._meet(step, now, Word(stop_wanted, due and not by_steps))
+        could = self._could is not None and self._could()
+        found = self._meet(step, now, Word(stop_wanted, (due and not by_steps) or overdue, memory=could))
+        self.back = found.memory
         return Due(by_steps or found.save, by_steps or found.save, found.stop)
 
     def take(self, appointment: Appointment) -> None:
@@ -64,7 +84,7 @@ class MeetingSchedule:
             step=step, gap=gap, longest=self._longest, elapsed_s=now - self._met_s, wait_s=wait_s
         )
         self._longest = max(self._longest, gap)
-        said = json.dumps([word.stop, word.save, following]).encode()
+        said = json.dumps([word.stop, word.save, following, word.memory]).encode()
         found = meetings.outcome([Word(*json.loads(row)) for row in self._group.gather(said)])
         self._met_step, self._met_s, self._next_step = step, now, found.next_step
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from holdfast.train.assembly import Job
 from holdfast.train.durables import Durables
@@ -14,6 +15,19 @@ from holdfast.train.remains import Survivor
 from holdfast.train.savers import AnySaver
 from holdfast.train.schedule import Schedule
 from holdfast.train.state import State
+
+
+class Levels(Protocol):
+    """What goes down to storage alone where memory cannot be had, and up again (`train.lower`)."""
+
+    def before(self, run: Run, step: int) -> None:
+        """`step` is finished, and nothing is due yet."""
+
+    def closing(self, run: Run) -> bool:
+        """Whether the last save has to be made again before it is waited for."""
+
+    def close(self) -> None:
+        """Lets go of what waits."""
 
 
 @dataclass(slots=True)
@@ -28,6 +42,7 @@ class Run:
     recorder: Recorder
     durables: Durables
     survivor: Survivor
+    lower: Levels
     step: int = -1  # the newest that was reported
     state_step: int = -1  # the newest step whose state we were given, by `step` or `save`
     optimizer_steps: int = 0  # made until then

@@ -21,7 +21,7 @@ from typing import Protocol
 from torch.optim import Optimizer
 
 from holdfast.base.config import Config
-from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached
+from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached, MemoryRefused
 from holdfast.base.events import Events
 from holdfast.core.model import Shard, Topology, Version
 from holdfast.node.client import KeeperClient, Slot
@@ -92,6 +92,7 @@ class Saver:
         self._structure_key = self._storages = -1  # of the last save
         self._views: dict[int, SlotView] = {}
         self._reserved = 0
+        self.refused = ""  # the words of the keeper that has too little memory
         self._split_key: object = None
         self._split: Split | None = None
         self._watched: tuple[int, ...] = ()
@@ -121,6 +122,20 @@ class Saver:
             self._views = {id(slot): SlotView(slot, plan) for slot in slots}
         self._register(client, self._structure)
 
+    def fits(self) -> bool:
+        """Whether the keeper has slots for the state as it is now; reserves them."""
+        try:
+            client, gathered = self._link.require(), self._state.gather()
+            structure = self._structure_of(gathered, client)
+            plan = structure.plan(structure.encode(gathered))
+            if plan.num_bytes > self._reserved:
+                self._prepare(client, plan.num_bytes + SPARE_BYTES, gathered)
+        except HoldfastError as error:
+            logger.info("no level in memory yet: %s", error)
+            return False
+        self.refused = ""
+        return True
+
     def restart(self, _: Version | None) -> None:
         """The tensors were written by a restore: whatever was proven before is forgotten."""
         self._trust.forget()
@@ -132,14 +147,14 @@ class Saver:
         try:
             self._save(handle, durable=durable)
         except KeeperLost as error:
-            self._give_up(handle, f"the keeper is lost: {error.what}")
+            self.give_up(handle, f"the keeper is lost: {error.what}")
         except HoldfastError as error:
-            self._give_up(handle, str(error))
+            self.give_up(handle, str(error))
         except Exception as error:  # a fault of ours or of the device must not end the training
             logger.exception("saving %s failed", handle.version)
-            self._give_up(handle, f"{type(error).__name__}: {error}")
+            self.give_up(handle, f"{type(error).__name__}: {error}")
         except BaseException:
-            self._give_up(handle, "the save was interrupted")
+            self.give_up(handle, "the save was interrupted")
             raise
         seconds = time.perf_counter() - started
         self._events.count("save_seconds", seconds)
@@ -227,10 +242,10 @@ class Saver:
             now, late = view.assign(taken.gathered.tensors, self._split_of(view.plan, taken.gathered))
             capture.copy(now.targets, now.sources)
             self._events.count("late_copied_bytes", sum(target.nbytes for target in late.targets))
-            ending = Ending(handle, client, view.plan.spans, self._trust, (), (), self._give_up)
+            ending = Ending(handle, client, view.plan.spans, self._trust, (), (), self.give_up)
             return self._batches(late), ending.copied
 
-        self.fence.start(Job([], None, lambda reason: self._give_up(handle, reason), opening=opened))
+        self.fence.start(Job([], None, lambda reason: self.give_up(handle, reason), opening=opened))
 
     def _copy(self, taken: _Taken, view: SlotView) -> None:
         """Copies in the call what may change, and what has to be compared; queues the rest."""
@@ -242,7 +257,7 @@ class Saver:
         device = self._queue(now, late) if now.device_targets or late.device_targets else None
         capture.copy(now.targets, now.sources)
         watched = [Watched(parts[i].name, sources[i], targets[i]) for i in self._watched]
-        ending = Ending(handle, client, view.plan.spans, self._trust, watched, pledged, self._give_up)
+        ending = Ending(handle, client, view.plan.spans, self._trust, watched, pledged, self.give_up)
         at_fence = ending.at_fence if ending.needs_fence else None
         if late.targets or device is not None:
             job = Job(self._batches(late), device, ending.copied, at_fence)
@@ -318,14 +333,19 @@ class Saver:
     def _prepare(self, client: KeeperClient, num_bytes: int, gathered: Gathered) -> tuple[Slot, ...]:
         self._views.clear()
         self._streams.unpin()
-        slots = client.prepare(num_bytes, self._config.num_slots)
+        try:
+            slots = client.prepare(num_bytes, self._config.num_slots)
+        except MemoryRefused as error:
+            self.refused = str(error)
+            raise
+        self.refused = ""
         self._reserved = min(slot.num_bytes for slot in slots)
         if any(live.local.device.type == "cuda" for live in gathered.tensors.values()):
             for slot in slots:
                 self._streams.pin(slot)
         return slots
 
-    def _give_up(self, handle: SaveHandle, reason: str) -> None:
+    def give_up(self, handle: SaveHandle, reason: str) -> None:
         """The version is not complete and never will be: said in the log, to the handle, and to the keeper."""
         logger.warning("%s is given up: %s", handle.version, reason)
         handle.give_up(reason)
