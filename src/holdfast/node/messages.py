@@ -41,12 +41,10 @@ class Assembly:
 
     Attributes:
         incarnation: registered beside the manifests, or arbitrated above everything the keepers have seen.
-        root: checkpoint URL or absolute path.
-        job_id: from the storage's claim.
+        root, job_id: checkpoint URL or absolute path; from the storage's claim.
         topology: who runs where.
         addresses: of the keepers, per node index (`unix:<path>` or `tcp:<host>:<port>`).
-        keep_last: durable versions kept.
-        keep_every, keep_every_s: of so many steps, and of so many seconds, one version is kept; 0 for none.
+        keep_last, keep_every, keep_every_s: durable versions kept; of so many steps, and seconds, one; 0 for none.
         lineage: what is recorded of incarnations before this one: (incarnation, version it resumed from).
     """
 
@@ -70,8 +68,7 @@ class Inventory:
         tables: every bundle of the job per version, where a keeper knows it.
         suspects: versions whose twins differ, with the reason.
         levels: versions and their level, as far as a keeper knows.
-        reachable: indices of the nodes whose keepers answered.
-        silent: (node index, reason) for those that did not.
+        reachable, silent: indices of the nodes whose keepers answered; (index, reason) of those that did not.
     """
 
     copies: tuple[MemoryCopy, ...]

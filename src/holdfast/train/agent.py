@@ -105,15 +105,11 @@ class Agent(MeetingAgent):
             return dict(super()._start_workers(worker_group))
         group: Any = worker_group  # torch's annotations say that its fields are None or never
         self._round = Round(
-            group.store,
-            rank=group.group_rank,
-            size=group.group_world_size,
-            address=group.master_addr,
-            keeper=self._rules.early.address() if self._rules.early is not None else "",
-        )
+            group.store, rank=group.group_rank, size=group.group_world_size, address=group.master_addr,
+            keeper=self._rules.early.address(),
+        )  # fmt: skip
         self._current = self._round.open(self._recoveries)
-        if self._rules.early is not None:
-            self._rules.early.starts(group, self._round.keepers())
+        self._rules.early.starts(group, self._round.keepers())
         self._recoveries = self._current.recoveries
         if self._workers is None:
             self._workers = self._pcontext = self._new_workers(worker_group)

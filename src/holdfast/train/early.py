@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.base.errors import HoldfastError
+from holdfast.base.errors import HoldfastError, KeeperLost
 from holdfast.node.messages import OPERATOR, AnyMessage, Hello, Message, Preload
 from holdfast.node.places import Place
 from holdfast.node.rpc import Caller, dial
@@ -25,11 +25,11 @@ class Early:
     """What one launcher says to its keeper.
 
     Args:
-        place: of the keeper.
+        place: of the keeper; None: there is none, and nothing is said.
         ranks_per_reader: as the trainers will have it.
     """
 
-    def __init__(self, place: Place, ranks_per_reader: int) -> None:
+    def __init__(self, place: Place | None = None, ranks_per_reader: int = 1) -> None:
         self._place = place
         self._ranks_per_reader = ranks_per_reader
 
@@ -74,6 +74,8 @@ class Early:
             logger.info("nothing is preloaded: %s", error)
 
     def _dial(self) -> Caller:
+        if self._place is None:
+            raise KeeperLost("there is no keeper yet")
         hello = Hello(job=self._place.job, role=OPERATOR)
         return dial(self._place.address, hello, timeout_s=TIMEOUT_S, on_push=_ignore, on_lost=_ignore)
 

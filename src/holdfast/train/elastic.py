@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None, *, script: Callable[[Order], None] =
     label_process("hf agent")
     # Before any thread exists; workers come out here with their exit code.
     nursery = Nursery.start(functools.partial(runner.serve, script=script))
-    early = start_keeper(args.checkpoint_dir, settings) if args.checkpoint_dir else None
+    early = start_keeper(args.checkpoint_dir, settings) if args.checkpoint_dir else Early()
     # torchrun's 30 s would cut off a last save to slow storage.
     given = getattr(config, "shutdown_timeout", None) if _is_given(args, "shutdown_timeout") else None
     spec = _worker_spec(config, entrypoint, entrypoint_args, can_move=program is not None)
@@ -374,17 +374,17 @@ def _over_tcp(params: RendezvousParameters) -> bool:
     return params.backend == "c10d" and params.max_nodes > 1 and params.get("store_type", "tcp") == "tcp"
 
 
-def start_keeper(root: str, settings: Config) -> Early | None:
+def start_keeper(root: str, settings: Config) -> Early:
     """Starts this node's keeper, so that it is there before the first rank looks; without it training goes on.
 
     Returns:
-        What tells it that workers start; None without a keeper.
+        What tells it that workers start.
     """
     try:
         return Early(ensure_keeper(root, settings), settings.ranks_per_reader)
     except HoldfastError as error:
         logger.warning("no keeper yet, the first rank will try again: %s", error)
-        return None
+        return Early()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.core.identity import GUARD_S
 from holdfast.core.ladder import Limits
@@ -24,11 +24,11 @@ class Rules:
     Attributes:
         name: of the node; empty: several launchers may share it, and none is asked who it is.
         guard_s: how long a silent launcher of the same name is waited for.
-        early: what tells the keeper that workers start; None: there is none yet.
+        early: what tells the keeper that workers start.
     """
 
     grace_s: float
     limits: Limits
     name: str = ""
     guard_s: float = GUARD_S
-    early: Early | None = None
+    early: Early = field(default_factory=Early)
