@@ -62,6 +62,8 @@ def cut(shards: Sequence[Shard], count: int) -> list[tuple[Piece, ...]]:
 
 def _row_edges(rows: int, begin: int, size: int, total: int, count: int) -> dict[int, tuple[int, int]]:
     """Share index -> (first row, last row) of a shard of `size` bytes, which begins at byte `begin` of `total`."""
+    if count == 1:
+        return {0: (0, rows)}
     if size < MIN_CUT_BYTES or rows < 2:
         middle = begin + size // 2
         return {min(count - 1, middle * count // max(total, 1)): (0, rows)}
