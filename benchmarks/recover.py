@@ -1,15 +1,24 @@
-"""kill -9 of one rank to the first step that all ranks have finished again, over plain torchrun's time for the same.
+"""From a fault to the first step that all ranks have finished again, over plain torchrun's time for the same.
 
-    python -m benchmarks.recover [--quick] [--json] [--ranks 4] [--mib 64]
+    python -m benchmarks.recover [--quick] [--json] [--ranks 4] [--mib 64] [--rounds 10]
 
-Four jobs run side by side and are hit in turn, so that all meet the same machine: plain torchrun with
+kill -9 of one rank: four jobs run side by side and are hit in turn, so that all meet the same machine: plain torchrun with
 `torch.distributed.checkpoint`; `holdfast run` with an unchanged script; the same with `holdfast.resumable`; and one
 without a spare (`--spares 0`: the replacement is forked after the fault, from a process that has torch imported).
-torchrun gets `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`: without it most of its restarts hang.
+torchrun gets `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`: without it most of its restarts hang. Where the seconds of ours went
+(T1 order, T2 leaving and starting, T3 groups and loading) is told from their journals.
+
+SIGSTOP of one rank: until the watchdog has ended it (torchrun waits for the timeout of the groups, half an hour). The loss
+of a node: two launchers, one of which dies with its ranks; its replacement is started in the same moment. Both with
+their own defaults: torchrun misses a silent launcher after 15 s, holdfast after 3 s.
+
+Ten rounds take about seven minutes on two processors.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -23,14 +32,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+from benchmarks import watchdog
 from benchmarks.measure import Report
 from benchmarks.measure import options as parse_options
+from torch.distributed import TCPStore
 
 WORKER = str(Path(__file__).with_name("recover_train.py"))
 GOALS = {"resumable": "<= 0.15", "rerun": "<= 0.4", "cold": "<= 0.5"}
 WAIT_S = 120.0
 # A job is hit when it has trained for so long: versions exist, spares are there.
 CALM_S = 4.0
+MOST_HANGS, MOST_LOSSES = 5, 3
 
 
 @dataclass
@@ -86,14 +99,32 @@ class Arm:
         self.seconds.append(max(row["t"] for row in self.wait(self.kills)) - killed_at)
         return self.seconds[-1]
 
+    def stop(self) -> float:
+        """SIGSTOP of one rank; seconds until it was ended. Returns when all have finished a step again."""
+        victim = next(row for row in self.wait(self.kills) if row["rank"] == self.ranks // 2)
+        stopped_at = time.time()
+        os.kill(victim["pid"], signal.SIGSTOP)
+        while Path(f"/proc/{victim['pid']}/stat").exists():
+            if time.time() - stopped_at > WAIT_S:
+                raise TimeoutError(f"{self.name}: nobody missed the stopped rank; see {self.home}")
+            time.sleep(0.01)
+        found = time.time() - stopped_at
+        self.kills += 1
+        self.wait(self.kills)
+        return found
+
+    def parts(self) -> dict[str, float]:
+        """Median seconds of each part of the recoveries, from the journal."""
+        rows: dict[str, list[float]] = {}
+        for journal in self.home.glob(f"run/run-{self.name}-*/journal.jsonl"):
+            for line in journal.read_text().splitlines():
+                for part, seconds in json.loads(line).get("seconds", {}).items():
+                    rows.setdefault(part, []).append(seconds)
+        return {part: round(statistics.median(seconds), 3) for part, seconds in sorted(rows.items())}
+
     def end(self) -> None:
         if self.process is not None:
-            self.process.terminate()
-            try:
-                self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+            end(self.process)
         for row in self.first_steps(self.kills):  # torchrun's workers have sessions of their own
             try:
                 os.kill(row["pid"], signal.SIGKILL)
@@ -101,11 +132,93 @@ class Arm:
                 pass
 
 
+@dataclass
+class Nodes:
+    """One job of two launchers, over a store that outlives both."""
+
+    name: str
+    home: Path
+    ranks: int
+    mib: int
+    store: TCPStore
+    launchers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def events(self) -> Path:
+        return self.home / f"nodes-{self.name}.events"
+
+    def launch(self, node: int) -> subprocess.Popen[bytes]:
+        stock = self.name == "torchrun"
+        command = [sys.executable, "-m", "torch.distributed.run" if stock else "holdfast.train.elastic"]
+        command += ["--nnodes=2", f"--nproc-per-node={self.ranks // 2}", "--max-restarts=100", "--rdzv-backend=c10d"]
+        command += [f"--rdzv-id=nodes-{self.name}", f"--rdzv-endpoint=127.0.0.1:{self.store.port}"]
+        command += ["--rdzv-conf=is_host=0", f"--local-addr=127.0.0.{node + 1}"]
+        if not stock:
+            command += [f"--node-label=n{node}", f"--runtime-dir={self.home}/run-nodes"]
+        command += [WORKER, "torchrun" if stock else "rerun"]
+        command += [str(self.events), str(self.home / f"ck-nodes-{self.name}"), str(self.mib)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with open(self.home / f"nodes-{self.name}-{node}.log", "ab") as log:
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+    def await_steps(self, since: float) -> float:
+        """When all ranks had finished a step after that moment."""
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            lines = self.events.read_text().splitlines() if self.events.exists() else []
+            rows = [row for row in map(json.loads, lines) if row["t"] > since]
+            if len({row["rank"] for row in rows}) == self.ranks:
+                return max(min(row["t"] for row in rows if row["rank"] == rank) for rank in range(self.ranks))
+            time.sleep(0.02)
+        raise TimeoutError(f"two nodes of {self.name} did not come back; see {self.home}")
+
+    def run(self, losses: int) -> list[float]:
+        """Starts, loses a node so many times, ends; seconds of every loss."""
+        found = []
+        try:
+            self.launchers = [self.launch(0), self.launch(1)]
+            self.await_steps(0.0)
+            for _ in range(losses):
+                time.sleep(CALM_S)
+                lost_at = time.time()
+                kill_family(self.launchers[1].pid)
+                self.launchers[1].wait()
+                self.launchers[1] = self.launch(1)
+                found.append(self.await_steps(lost_at) - lost_at)
+        finally:
+            for launcher in self.launchers:
+                kill_family(launcher.pid)
+                launcher.wait()
+        return found
+
+
+def kill_family(pid: int) -> None:
+    """kill -9 of a process and all its descendants."""
+    try:
+        victims = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for victim in victims:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.kill()
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def main() -> None:
     parser = parse_options("recover", __doc__ or "")
     parser.set_defaults(mib=64)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rounds", type=int, help="default 10; 2 with --quick")
     options = parser.parse_args()
+    rounds = options.rounds or (2 if options.quick else 10)
     report = Report("recover", options.quick, options.json)
     home = Path(tempfile.mkdtemp(prefix="hfr-"))
     arms = [Arm(name, home, options.ranks, options.mib) for name in ("torchrun", "resumable", "rerun", "cold")]
@@ -114,10 +227,15 @@ def main() -> None:
             arm.start()
         for arm in arms:
             arm.wait(0)
-        for _ in range(3 if options.quick else 10):
+        for _ in range(rounds):
             for arm in arms:
                 time.sleep(CALM_S)
                 arm.hit()
+        parts = {arm.name: arm.parts() for arm in arms}
+        hangs = []
+        for _ in range(min(rounds, MOST_HANGS)):
+            time.sleep(CALM_S)
+            hangs.append(arms[1].stop())
     finally:
         for arm in arms:
             arm.end()
@@ -129,10 +247,27 @@ def main() -> None:
             "seconds": round(statistics.median(arm.seconds), 3),
             "runs": rounded(arm.seconds),
             "ranks": options.ranks,
+            "parts": parts[arm.name],
         }
         report.figure(f"{arm.name}_recovery_ratio", statistics.median(ratios), "", GOALS[arm.name], **more)
+    report.figure("hang_found_seconds", statistics.median(hangs), "s", "<= 3", ranks=options.ranks, runs=rounded(hangs))
+    report.figure(
+        "watchdog_overhead_percent", watchdog.measure(options.quick)["watchdog_overhead_percent"], "%", "<= 0.1"
+    )
+    lost_nodes(report, home, options, min(rounds, MOST_LOSSES))
     report.save()
     shutil.rmtree(home, ignore_errors=True)
+
+
+def lost_nodes(report: Report, home: Path, options: argparse.Namespace, losses: int) -> None:
+    """Two nodes, one of which is lost; one job after the other, for they need the processors to start."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stock, ours = (
+        Nodes(name, home, options.ranks, options.mib, store).run(losses) for name in ("torchrun", "holdfast")
+    )
+    report.figure("torchrun_node_loss_seconds", statistics.median(stock), "s", runs=rounded(stock))
+    ratio = statistics.median(ours) / statistics.median(stock)
+    report.figure("node_loss_recovery_ratio", ratio, "", seconds=round(statistics.median(ours), 3), runs=rounded(ours))
 
 
 def rounded(values: list[float]) -> list[float]:

@@ -17,10 +17,9 @@ from holdfast.train import page
 SIGNS_PER_STEP, STEP_S = 10, 0.1
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    rounds = 20 if parser.parse_args().quick else 200
+def measure(quick: bool) -> dict[str, float]:
+    """The figures."""
+    rounds = 20 if quick else 200
     fd = page.make_page()
     writer = page.Writer(fd)
     costs = []
@@ -37,15 +36,17 @@ def main() -> None:
     writer.close()
     os.close(fd)
     sign = statistics.median(costs)
-    print(
-        json.dumps(
-            {
-                "sign_us": round(1e6 * sign, 3),
-                "read_us": round(1e6 * statistics.median(reads), 1),
-                "watchdog_overhead_percent": round(100 * SIGNS_PER_STEP * sign / STEP_S, 4),
-            }
-        )
-    )
+    return {
+        "sign_us": round(1e6 * sign, 3),
+        "read_us": round(1e6 * statistics.median(reads), 1),
+        "watchdog_overhead_percent": round(100 * SIGNS_PER_STEP * sign / STEP_S, 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    print(json.dumps(measure(parser.parse_args().quick)))
 
 
 if __name__ == "__main__":

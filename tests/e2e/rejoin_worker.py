@@ -1,4 +1,4 @@
-"""Two ranks train in many ways and kill themselves in many moments. Not a test itself.
+"""Two ranks (`hsdp`: four) train in many ways and kill themselves in many moments. Not a test itself.
 
 rejoin_worker.py OUT CELL...: a cell is `<strategy>:<phase>[:<every>[:<fault>]]`. For each: steps without holdfast as the
 reference, then the same steps with it, saved every so many (each one), in which rank 1 (`restore`: then rank 0 too)
@@ -55,6 +55,10 @@ class Job:
         elif strategy == "fsdp":
             fully_shard(self.model.two)
             fully_shard(self.model)
+        elif strategy == "hsdp":
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            fully_shard(self.model.two, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
         elif strategy == "tp":
             plan = {"one": ColwiseParallel(), "two": RowwiseParallel()}
             self.model = parallelize_module(self.model, init_device_mesh("cpu", (2,)), plan)
@@ -199,7 +203,7 @@ def main() -> None:
         pids.write(f"{os.getpid()} {os.environ['TORCHELASTIC_RESTART_COUNT']}\n")
     for cell in sys.argv[2:]:
         for part in (reference, train):
-            if all((OUT / f"done-{part.__name__}-{cell}-{r}").exists() for r in range(2)):
+            if all((OUT / f"done-{part.__name__}-{cell}-{r}").exists() for r in range(dist.get_world_size())):
                 continue
             part(cell, rank)
             (OUT / f"done-{part.__name__}-{cell}-{rank}").touch()

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,24 +15,24 @@ LOOP = Path(__file__).with_name("crash_loop_worker.py")
 STEPS = 8
 
 
-def run(out: Path, *cells: str) -> None:
-    command = [sys.executable, "-m", "holdfast.train.elastic", "--standalone", "--nproc-per-node=2"]
+def run(out: Path, *cells: str, ranks: int = 2) -> None:
+    command = [sys.executable, "-m", "holdfast.train.elastic", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["--max-restarts=200", str(WORKER), str(out), *cells]
     done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
 
 
-def survivors_kept_their_processes(out: Path, cells: list[str]) -> None:
+def survivors_kept_their_processes(out: Path, cells: list[str], ranks: int = 2) -> None:
     """Rank 0 has one process id, unless it was killed too; rank 1 a new one after every kill of it."""
-    for rank in range(2):
+    for rank in range(ranks):
         rows = [line.split() for line in (out / f"runs-{rank}").read_text().splitlines()]
         killed = sum((out / f"killed-{cell}-{rank}").exists() for cell in cells)
         assert len({pid for pid, _ in rows}) == 1 + killed, (rank, rows)
 
 
-def bit_for_bit(out: Path, cell: str) -> None:
+def bit_for_bit(out: Path, cell: str, ranks: int = 2) -> None:
     assert (out / f"killed-{cell}-1").exists(), "nothing was killed"
-    for rank in range(2):
+    for rank in range(ranks):
         expected = json.loads((out / f"reference-{cell}-{rank}.json").read_text())
         runs = [json.loads(path.read_text()) for path in out.glob(f"trained-{cell}-{rank}-*.json")]
         trained = {int(step): digest for rows in runs for step, digest in rows.items()}
@@ -39,11 +40,16 @@ def bit_for_bit(out: Path, cell: str) -> None:
         assert all(rows[step] == expected[int(step)] for rows in runs for step in rows), (cell, rank)
 
 
-def check(tmp_path: Path, cells: list[str]) -> None:
-    run(tmp_path, *cells)
-    survivors_kept_their_processes(tmp_path, cells)
+def check(tmp_path: Path, cells: list[str], ranks: int = 2) -> None:
+    run(tmp_path, *cells, ranks=ranks)
+    survivors_kept_their_processes(tmp_path, cells, ranks)
     for cell in cells:
-        bit_for_bit(tmp_path, cell)
+        bit_for_bit(tmp_path, cell, ranks)
+
+
+def incidents(runtime_dir: Path) -> list[dict[str, Any]]:
+    journal = next(runtime_dir.glob("run-*/journal.jsonl")).read_text().splitlines()
+    return [row for row in map(json.loads, journal) if row["event"] == "incident"]
 
 
 def test_every_strategy_goes_on_bit_for_bit_and_the_survivor_keeps_its_process(
@@ -73,14 +79,25 @@ def test_from_a_twins_live_state_no_step_is_lost_and_never_from_the_middle_of_an
     }
     assert [durable[cell][0].parent.name for cell in live] == ["i000002-s0000000003", "i000002-s0000000124"]
     assert [len(durable[cell]) for cell in saved] == [1, 1]  # that of the end
-    journal = next(runtime_dir.glob("run-*/journal.jsonl")).read_text().splitlines()
-    told = [row for row in map(json.loads, journal) if row["event"] == "incident"]
+    told = incidents(runtime_dir)
     assert [row["steps_lost"] for row in told[:2]] == [0, 0]
     assert all(row["steps_lost"] in (1, 2) for row in told[2:])  # the step that was interrupted was finished, or not
     assert told[0]["came_back"] == {"0": "what it still held", "1": "a twin's live state"}
     assert told[2]["came_back"] == {"0": "its own slot", "1": "its own slot"}
     assert all(row["kept"] == [0] and set(row["seconds"]) >= {"T1", "T2", "T3"} for row in told)
     assert ["T0" in row["seconds"] for row in told] == [False, False, True, True]
+
+
+@pytest.mark.slow
+def test_hybrid_shards_come_from_the_twin_in_the_other_replica(tmp_path: Path, runtime_dir: Path) -> None:
+    """HSDP 2 x 2: rank 1 is killed in forward, in backward, and within an update; rank 3 holds the same."""
+    cells = ["hsdp:backward:3", "hsdp:forward:3", "hsdp:inside:3"]
+    check(tmp_path, cells, ranks=4)
+    assert [starts(tmp_path, cell) for cell in cells] == [[0, 4], [0, 4], [0, 3]]
+    first, _, second = incidents(runtime_dir)
+    assert (first["steps_lost"], first["came_back"]["1"]) == (0, "a twin's live state")
+    assert {first["came_back"][rank] for rank in "023"} == {"what it still held"}
+    assert second["came_back"]["1"] != "a twin's live state"
 
 
 def test_a_wrapper_that_is_made_before_the_restore_spoils_nothing(tmp_path: Path, runtime_dir: Path) -> None:

@@ -118,6 +118,34 @@ def test_a_lost_node_comes_back_from_the_memory_of_the_others(make_rig: MakeRig)
     reached(back, again, Level.REPLICATED)
 
 
+def test_all_go_back_to_what_all_have_and_nothing_that_is_needed_is_removed(make_rig: MakeRig) -> None:
+    """Rank 1 lacks the newest version that rank 0 sealed, and then has nothing at all."""
+    rig = make_rig(num_nodes=2)
+    first, second = trainers = rig.start()
+    stored = save_all(trainers, 1, durable=True)
+    reached(trainers, stored, Level.DURABLE)
+    agreed = save_all(trainers, 2)
+    reached(trainers, agreed, Level.REPLICATED)
+    ahead = first.save(3)
+    eventually(lambda: ahead in {copy.version for copy in first.client.inventory(wide=False).copies})
+
+    for loses_all in (False, True):
+        if loses_all:
+            os.kill(second.client.pid, signal.SIGKILL)
+        for trainer in trainers:
+            trainer.client.close()
+        rig.next_incarnation(agreed)
+        first, second = trainers = [reborn(rig, rank) for rank in range(2)]
+        facts = facts_of(rig, first.client.inventory(), with_storage=True)
+        for trainer in trainers:
+            found, sources = restored(trainer, facts)
+            assert found == agreed, "the version that one rank alone had, or an older one than both had"
+            assert set(sources.values()) == {Source.PEER if loses_all and trainer is second else Source.SLOT}
+            trainer.client.resume(rig.incarnation, agreed)
+        assert stored in rig.storage.versions()
+        rig.storage.verify_bundle(stored, rig.storage.manifest(stored).bundles[0])
+
+
 def test_a_replicated_version_is_kept_until_a_newer_one_is_replicated(make_rig: MakeRig) -> None:
     rig = make_rig(num_nodes=2, own_bytes=1 << 20)
     trainers = rig.start()

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from holdfast.base.config import ALIASES, aliases
 from holdfast.base.errors import UsageError
 from holdfast.train import elastic
 from holdfast.train.aliases import read
-from holdfast.train.compile_cache import CompileCache, pack, unpack
+from holdfast.train.compile_cache import MAX_ARCHIVES, CompileCache, pack, unpack
 from train.test_elastic import Job, kill_tree, wait_for
 
 WORKER = {
@@ -116,6 +117,41 @@ def test_an_archive_travels_and_a_damaged_one_is_passed_over(tmp_path: Path) -> 
     (archive,) = (root / first.key).iterdir()
     archive.write_bytes(archive.read_bytes()[:-1] + b"?")
     assert CompileCache(str(root), tmp_path / "d", {}).fetch() == 0
+
+
+def compiled(cache: CompileCache, name: str, *, age_s: float = 100.0) -> None:
+    file = cache.directory / "inductor" / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(name.encode())
+    os.utime(file, (time.time() - age_s, time.time() - age_s))
+
+
+def test_what_is_compiled_is_in_storage_while_the_job_runs(tmp_path: Path) -> None:
+    """Nobody says that the job is over: the node may be killed at any moment."""
+    first = CompileCache(str(tmp_path / "kept"), tmp_path / "a", {})
+    first.fetch()
+    compiled(first, "kernel.so")
+    compiled(first, "half.so", age_s=0.0)
+    first.start(first_s=0.05)
+
+    def there() -> int:
+        return CompileCache(str(tmp_path / "kept"), tmp_path / str(time.monotonic_ns()), {}).fetch()
+
+    wait_for(there, "an archive", lambda: "")
+    assert there() == 1, "a file that was being written went along"
+    first.close()
+    assert there() == 2
+
+
+def test_many_small_archives_become_one_and_nothing_is_lost(tmp_path: Path) -> None:
+    first = CompileCache(str(tmp_path / "kept"), tmp_path / "a", {})
+    first.fetch()
+    for number in range(MAX_ARCHIVES + 3):
+        compiled(first, f"kernel{number}.so")
+        assert first.keep(settled_s=10.0) == 1
+    assert len(list((tmp_path / "kept" / first.key).iterdir())) <= MAX_ARCHIVES
+    second = CompileCache(str(tmp_path / "kept"), tmp_path / "b", {})
+    assert second.fetch() == MAX_ARCHIVES + 3
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", ""])

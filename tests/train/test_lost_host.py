@@ -93,6 +93,14 @@ def test_a_frozen_node_is_replaced_and_neither_it_nor_its_workers_come_back(job:
 
 
 @pytest.mark.slow
+def test_a_job_that_never_comes_together_ends_with_what_to_do(job: Job) -> None:
+    flags = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
+    lonely = job.launch(*flags, "--rdzv-conf=join_timeout=2,is_host=1", "--local-addr=127.0.0.1")
+    assert lonely.wait(30) == 1
+    assert "the other nodes did not come in time: 2 are needed" in job.logs()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["start", "steps", "recovery"])
 def test_the_host_of_the_store_is_killed_and_comes_back(job: Job, phase: str) -> None:
     nodes = Nodes(job, f"127.0.0.1:{free_port()}")

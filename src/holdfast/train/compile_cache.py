@@ -1,7 +1,8 @@
 """Compiled code that outlives the node it was compiled on: Inductor's, AOT autograd's and Triton's caches, synced to storage.
 
 With `holdfast run --compile-cache URL` the caches of a node lie in one directory, which is filled from URL before the
-first worker starts and brought back to URL when the job ends. What is in it is keyed twice: torch's own caches by graph,
+first worker starts and brought back to URL while the job runs and when it ends: a node that is killed has lost the last
+minutes of compiling at most. What is in it is keyed twice: torch's own caches by graph,
 code and flags (a changed script misses by itself), and the archive by everything that makes compiled code foreign: the
 versions of Python, torch and Triton, the processor, the devices, the flags. Archives are named by their digest; one that
 is torn or damaged is passed over. Without the flag torch keeps its caches where it always does.
@@ -17,6 +18,8 @@ import logging
 import os
 import platform
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path, PurePosixPath
 
@@ -32,6 +35,11 @@ DIRECTORIES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "trito
 # Flags that change what is compiled.
 FLAGS = ("TORCHINDUCTOR_", "TORCH_COMPILE_", "TRITON_", "CXX", "CFLAGS", "CXXFLAGS")
 MAX_ARCHIVES = 8
+# What is new is brought to storage after so long, and again after twice as long each time.
+FIRST_SYNC_S, MOST_SYNC_S = 30.0, 600.0
+# A file that changed a moment ago may not be whole.
+SETTLED_S = 10.0
+JOIN_TIMEOUT_S = 60.0
 MAX_BYTES = 4 << 30
 STAMP = "compile-cache"
 _SUFFIX = ".cache"
@@ -81,6 +89,9 @@ class CompileCache:
         self.key = key(environ)
         self.directory = directory / self.key
         self._known: set[str] = set()
+        self._archives: set[str] = set()  # whose files are all here
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def fetch(self) -> int:
         """Fills the directory and points torch at it; returns how many files came. Before the first worker starts."""
@@ -95,12 +106,30 @@ class CompileCache:
             logger.warning("the compile cache could not be fetched: %s", error)
             return 0
 
+    def start(self, *, first_s: float = FIRST_SYNC_S) -> None:
+        """Brings what is new to storage from now on, in a thread of its own."""
+        self._thread = threading.Thread(target=self._sync, args=(first_s,), name="holdfast compile cache", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """The last worker has ended: everything is brought to storage."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(JOIN_TIMEOUT_S)
+        self.keep()
+
+    def _sync(self, pause_s: float) -> None:
+        while not self._ended.wait(pause_s):
+            self.keep(settled_s=SETTLED_S)
+            pause_s = min(2 * pause_s, MOST_SYNC_S)
+
     def _unpack(self, name: str, archive: bytes) -> int:
         """Writes the files of one archive; none if it is damaged."""
         if f"{hashlib.sha256(archive).hexdigest()[:32]}{_SUFFIX}" != name:
             logger.warning("the compile cache %s is damaged and passed over", name)
             return 0
         count = 0
+        self._archives.add(name)
         for path, content, executable in unpack(archive):
             target = self.directory / path
             self._known.add(path)
@@ -113,21 +142,29 @@ class CompileCache:
                 count += 1
         return count
 
-    def keep(self) -> int:
-        """Brings what is new to storage; returns how many files that are. After the last worker has ended."""
+    def keep(self, *, settled_s: float = 0.0) -> int:
+        """Brings what is new to storage; returns how many files that are. One thread at a time.
+
+        Args:
+            settled_s: files that changed in the last so many seconds are left for later.
+        """
         try:
-            files = {path: file for path, file in self._files() if path not in self._known}
+            latest = time.time() - settled_s
+            found = {path: file for path, file in self._files() if not settled_s or file.stat().st_mtime < latest}
+            files = {path: file for path, file in found.items() if path not in self._known}
             if not files:
                 return 0
             backend = open_backend(self._url)
             backend.prepare()
-            archive = pack(files)
+            # A heap of archives costs every start: now and then one takes the place of all whose files are here.
+            replaced = sorted(self._archives) if len(self._archives) >= MAX_ARCHIVES else []
+            archive = pack(found if replaced else files)
             name = f"{hashlib.sha256(archive).hexdigest()[:32]}{_SUFFIX}"
             backend.put(f"{self.key}/{name}", [memoryview(archive)], stamp=STAMP)
+            if replaced:
+                backend.delete(*(f"{self.key}/{old}" for old in replaced if old != name))
             self._known |= set(files)
-            old = [found for found, _ in backend.listing(self.key) if found.endswith(_SUFFIX) and found != name]
-            if len(old) >= MAX_ARCHIVES:  # a miss costs a compilation, a heap of archives costs every start
-                backend.delete(*(f"{self.key}/{found}" for found in old[: len(old) - MAX_ARCHIVES + 1]))
+            self._archives = self._archives - set(replaced) | {name}
             return len(files)
         except (HoldfastError, OSError) as error:
             logger.warning("the compile cache could not be kept: %s", error)

@@ -41,6 +41,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
+from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 from torch.distributed.run import run as torchrun
@@ -173,6 +174,8 @@ def main(argv: Sequence[str] | None = None, *, script: Callable[[Order], None] =
     label_process("hf agent")
     # Before any thread exists; workers come out here with their exit code.
     nursery = Nursery.start(functools.partial(runner.serve, script=script))
+    if cache is not None:
+        cache.start()
     early = start_keeper(args.checkpoint_dir, settings) if args.checkpoint_dir else Early()
     # torchrun's 30 s would cut off a last save to slow storage.
     given = getattr(config, "shutdown_timeout", None) if _is_given(args, "shutdown_timeout") else None
@@ -202,7 +205,7 @@ def main(argv: Sequence[str] | None = None, *, script: Callable[[Order], None] =
     finally:
         nursery.close()
         if cache is not None:
-            cache.keep()
+            cache.close()
         if watch is not None:
             watch.close(code)
 
@@ -322,6 +325,13 @@ def launch(agent: Agent, spec: WorkerSpec, config: LaunchConfig) -> int:
     except HoldfastError as error:
         sys.stderr.write(f"holdfast run: {error}\n")
         close_rendezvous = False  # it is the others'
+        return 1
+    except RendezvousTimeoutError:
+        sys.stderr.write(
+            f"holdfast run: the other nodes did not come in time: {config.min_nodes} are needed; start them, or give more "
+            "time (--rdzv-conf join_timeout=SECONDS; default: 600)\n"
+        )
+        close_rendezvous = False  # the others may come
         return 1
     except SignalException as error:
         # Another node may still be at work, or this one may come back: the rendezvous stays open.

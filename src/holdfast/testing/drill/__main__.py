@@ -1,4 +1,8 @@
-"""`python -m holdfast.testing.drill`: `crash` kills real processes, `power` cuts file systems off, `sim` strikes clusters in virtual time."""
+"""`python -m holdfast.testing.drill`: four ways to break it.
+
+`crash` kills real processes, `power` cuts file systems off, `soak` strikes one job for long, `sim` strikes clusters in
+virtual time.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,11 @@ import sys
 
 from holdfast.testing.drill.command import main
 from holdfast.testing.drill.power import main as cut
+from holdfast.testing.drill.soak import main as soak
 from holdfast.testing.simulator.__main__ import main as simulate
+
+KINDS = {"sim": simulate, "power": cut, "soak": soak}
 
 if __name__ == "__main__":
     kind, rest = sys.argv[1:2], sys.argv[2:]
-    sys.exit(simulate(rest) if kind == ["sim"] else cut(rest) if kind == ["power"] else main())
+    sys.exit(KINDS[kind[0]](rest) if kind and kind[0] in KINDS else main())
