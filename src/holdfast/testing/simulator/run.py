@@ -258,6 +258,7 @@ def _calm(job: Job) -> None:
     """Faults end; within a bound every level is reached again."""
     clock = job.clock
     clock.say("calm")
+    job.climb.curse = None  # somebody mended the script; a strike now would be one more fault
     clock.run(clock.now_s + 8.0)  # partitions heal, hangs are found, recoveries end
     limit = clock.now_s + 130
     while (job.recovering or job.hung or not all(job.alive.values())) and clock.now_s < limit:
