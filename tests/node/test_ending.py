@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,6 +15,8 @@ from holdfast.base.errors import KeeperLost
 from holdfast.base.events import Events
 from holdfast.node.client import KeeperClient
 from holdfast.node.daemon import TICK_S
+from holdfast.node.messages import RANK, Hello
+from holdfast.node.trainers import Trainers
 from holdfast.tiers.procs import start_time
 from holdfast.train.link import Link
 from node.rig import Rig, eventually
@@ -38,6 +44,24 @@ def test_a_keeper_does_not_end_under_a_rank_that_it_let_in(make_rig: MakeRig) ->
     assert served(newcomer, 2 * TICK_S), "the keeper ended by its clock"
     newcomer.close()
     eventually(lambda: start_time(pid) is None)
+
+
+def test_the_decision_to_end_and_the_greeting_of_a_rank_exclude_each_other() -> None:
+    def client(rank: int) -> Any:
+        hello = Hello(job="", role=RANK, rank=rank)
+        return SimpleNamespace(pid=os.getpid(), ended=False, hello=None, greeted=hello, channel=None)
+
+    trainers = Trainers(SimpleNamespace(lock=threading.RLock(), place=SimpleNamespace(node="n0")), lambda _: None)
+    first, second = client(0), client(1)
+    trainers.attach(first, first.greeted)
+    assert not trainers.end(finished=True), "a rank is here"
+    trainers.finish(first)
+    assert not trainers.end(finished=False)
+    assert trainers.end(finished=True)
+    with pytest.raises(KeeperLost, match="on its way out"):
+        trainers.attach(second, second.greeted)
+    with pytest.raises(KeeperLost, match="on its way out"):
+        trainers.require_open()
 
 
 def test_who_comes_while_it_ends_is_turned_away_or_served(make_rig: MakeRig) -> None:

@@ -31,10 +31,11 @@ class Job:
     """Launchers and workers of one test; everything dies with it."""
 
     directory: Path
+    script: str = WORKER
     launchers: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def launch(self, *flags: str, worker: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "holdfast.train.elastic", *flags, WORKER, str(self.directory), *worker]
+        command = [sys.executable, "-m", "holdfast.train.elastic", *flags, self.script, str(self.directory), *worker]
         log = (self.directory / f"launcher{len(self.launchers)}.log").open("w")
         with log:
             launcher = subprocess.Popen(command, stdout=log, stderr=log, text=True)

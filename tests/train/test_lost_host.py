@@ -32,7 +32,7 @@ class Nodes:
     def __init__(self, job: Job, endpoint: str, size: str = "2", *, hosted: bool = True) -> None:
         self.job, self.endpoint, self.size, self.hosted = job, endpoint, size, hosted
 
-    def start(self, node: int) -> subprocess.Popen[str]:
+    def start(self, node: int, *flags: str) -> subprocess.Popen[str]:
         conf = f"is_host={int(self.hosted and node == 0)},keep_alive_interval=1,keep_alive_max_attempt=3"
         return self.job.launch(
             f"--nnodes={self.size}",
@@ -45,6 +45,7 @@ class Nodes:
             f"--local-addr=127.0.0.{node + 1}",
             f"--node-label=node{node}",
             f"--guard-time={GUARD_S}",
+            *flags,
         )
 
 

@@ -29,6 +29,8 @@ from pathlib import Path
 
 import psutil
 
+from holdfast.testing.contracts.workshop import keepers_under
+
 WORKER = str(Path(__file__).with_name("soak_train.py"))
 RANKS = (0, 1)
 BACK_S = 120.0
@@ -136,7 +138,7 @@ class Soak:
         assert self.launcher is not None
         roles: dict[str, list[psutil.Process]] = {"launcher": [psutil.Process(self.launcher.pid)]}
         roles["rank"] = [psutil.Process(pid) for pid, _ in self.newest().values() if psutil.pid_exists(pid)]
-        roles["keeper"] = self._keepers()
+        roles["keeper"] = keepers_under(self.home / "run")
         return roles
 
     def grown(self) -> dict[str, tuple[int, int]]:
@@ -182,16 +184,8 @@ class Soak:
             self.launcher.kill()
             self.launcher.wait()
         if self.launcher is not None:
-            for keeper in self._keepers():
+            for keeper in keepers_under(self.home / "run"):
                 keeper.kill()
-
-    def _keepers(self) -> list[psutil.Process]:
-        marked, found = f"{self.home}/run", []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if marked in process.cmdline() and "holdfast.node" in process.cmdline():
-                    found.append(process)
-        return found
 
 
 def too_fat(grown: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
