@@ -139,6 +139,20 @@ def share(group: Ranks, make: Callable[[], bytes]) -> bytes:
     return group.gather(made)[0]
 
 
+def same(group: Ranks, what: str, value: Any) -> None:
+    """All ranks give the same plain value.
+
+    Raises:
+        UsageError: they do not; on every rank.
+    """
+    told = gather_json(group, value)
+    if told.count(told[0]) != len(told):
+        different = next(rank for rank, other in enumerate(told) if other != told[0])
+        raise UsageError(
+            f"rank 0 has {what}={told[0]}, rank {different} has {told[different]}", remedy="give it alike on all ranks"
+        )
+
+
 def unanimous(group: Ranks, vote: bool) -> bool:
     """Whether every rank votes yes."""
     return all(data == b"1" for data in group.gather(b"1" if vote else b"0"))

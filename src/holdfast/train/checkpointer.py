@@ -60,12 +60,14 @@ class Checkpointer:
         schedule: of a pipeline (`torch.distributed.pipelining`), for copies in its waits. Default: what `restore` finds.
         scheduler, scaler, loader: anything with `state_dict` and `load_state_dict`.
         replicated: glob patterns of names whose plain tensors all ranks hold alike (what DDP or a DTensor says is known).
+        exclude: glob patterns of names of parameters and buffers that are not saved (`model.base`), alike on all ranks. They
+            stay as the script makes them, so no optimizer may step them; `last_restore.left_out` names them.
         every: captured cadence, `10` (steps) or `"30s"`; default: the settings.
         durable_every: the same for storage.
         overlap: copy behind the next forward and backward, once it is proven safe.
         verify_capture: prove every late copy with a digest taken at the call.
-        on_durable: called as `on_durable(version, error)` for every save at the durable level, once: with None when it is
-            durable, with an error that says what is missing when it was given up or `close_timeout_s` passed. In a thread.
+        on_durable: called in a thread as `on_durable(version, error)`, once for every save at the durable level: with None
+            when it is durable, with an error when it was given up or `close_timeout_s` passed.
         config: the settings; default: file and environment.
         objects: more objects with `state_dict` and `load_state_dict`, by name.
 
@@ -86,6 +88,7 @@ class Checkpointer:
         scaler: Any = None,
         loader: Any = None,
         replicated: Sequence[str] = (),
+        exclude: Sequence[str] = (),
         every: int | str | None = None,
         durable_every: int | str | None = None,
         overlap: bool | None = None,
@@ -99,14 +102,13 @@ class Checkpointer:
             "every": every, "durable_every": durable_every, "overlap": overlap, "verify_capture": verify_capture
         }  # fmt: skip
         self._config = settings.overridden(config, overrides)
-        parse_cadence("every", self._config.every)
-        parse_cadence("durable_every", self._config.durable_every)
-        parse_cadence("keep_every", self._config.keep_every)
+        for name in ("every", "durable_every", "keep_every"):
+            parse_cadence(name, getattr(self._config, name))
         known = {
             "model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "loader": loader, **objects
         }  # fmt: skip
         self._objects = {name: value for name, value in known.items() if value is not None}
-        self._replicated = tuple(replicated)
+        self._replicated, self._exclude = tuple(replicated), tuple(exclude)
         self._on_durable = on_durable
         self._signal = StopSignal(self._config.stop_file)
         self._run: Run | None = None
@@ -145,6 +147,7 @@ class Checkpointer:
             run.survivor.moved()
             run.saver.fence.forget()
             run.link.wait_mended(self._config.close_timeout_s)
+        agree.same(group, "exclude", list(self._exclude))
         state = run.state if run else agree.together(group, lambda: self._gatherer(group))
         link = run.link if run else self._new_link(group)
         saver: AnySaver | None = run.saver if run else None
@@ -241,8 +244,8 @@ class Checkpointer:
         Args:
             step: the step that is finished; restore() of this version returns the one after it.
             level: `"captured"`, `"replicated"` or `"durable"`; durable makes the version due for storage.
-            also_to: more places where the version is wanted, paths or URLs; it is copied there once it is durable, and
-                is durable before. `flush` and `on_durable` speak of all places. Makes the level durable.
+            also_to: more places, paths or URLs, that it is copied to once it is durable, which this makes the level.
+                `flush` and `on_durable` speak of all places.
             info: values of the caller's own to keep beside the state (numbers, strings, bytes, lists, tuples, dicts), each
                 rank its own; `holdfast inspect` shows them, `last_restore.info` has them. No tensors.
 
@@ -361,7 +364,8 @@ class Checkpointer:
         return self._run
 
     def _gatherer(self, group: agree.Ranks) -> State:
-        return State(self._objects, rank=group.rank, world_size=group.world_size, replicated=self._replicated)
+        rank, size = group.rank, group.world_size
+        return State(self._objects, rank=rank, world_size=size, replicated=self._replicated, exclude=self._exclude)
 
     def _new_link(self, group: agree.Ranks) -> Link:
         return Link(self._root, self._config, rank=group.rank, events=self.events, on_appointment=self._appointed)

@@ -43,16 +43,30 @@ class Layouts:
         world_size: number of ranks.
         replicated: glob patterns of names whose plain tensors and values all ranks hold alike; a pattern also covers
             everything below the name it matches.
+        exclude: glob patterns of names of parameters and buffers that are not saved, in the same way.
         allocated: whether tensors must have memory; without it a state can be planned and not saved.
     """
 
-    def __init__(self, rank: int, world_size: int, replicated: Sequence[str], *, allocated: bool = True) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        replicated: Sequence[str],
+        *,
+        exclude: Sequence[str] = (),
+        allocated: bool = True,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.allocated = allocated
         self.everyone: Group = tuple(range(world_size))
-        self._patterns = tuple(p for pattern in replicated for p in (pattern, f"{pattern}.*"))
+        self._patterns = _with_all_below(replicated)
+        self._excluded = _with_all_below(exclude)
         self._layouts: dict[tuple[tuple[int, ...], DeviceMesh, tuple[Placement, ...]], Layout] = {}
+
+    def excludes(self, name: str) -> bool:
+        """Whether a parameter or buffer of this name is not saved."""
+        return any(fnmatchcase(name, pattern) for pattern in self._excluded)
 
     def resolve(self, name: str, group: Group | None = None) -> tuple[str, Group]:
         """Entry name and redundancy group of something whole that this rank holds.
@@ -109,6 +123,10 @@ class Layouts:
         if key not in self._layouts:
             self._layouts[key] = _layout(name, *key)
         return self._layouts[key]
+
+
+def _with_all_below(patterns: Sequence[str]) -> tuple[str, ...]:
+    return tuple(p for pattern in patterns for p in (pattern, f"{pattern}.*"))
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

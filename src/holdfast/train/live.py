@@ -102,14 +102,18 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class LoadRecord:
-    """What a restore that is not strict left out; all empty after a strict one.
+    """What a restore left out; of one that was strict only `left_out` may have something.
 
     Attributes:
         not_loaded: entries and values of the objects that the checkpoint lacks; they keep what they have.
         not_used: entries and values of the checkpoint that no object takes.
         misfit: entries that both have and that differ, each with the difference; they keep what they have.
+        left_out: parameters and buffers that are not saved (`exclude`), and are as the script made them.
+        patterns: by which the save left entries out.
     """
 
     not_loaded: tuple[str, ...]
     not_used: tuple[str, ...]
     misfit: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()

@@ -58,6 +58,7 @@ class ModelPart:
         self._extra: dict[str, nn.Module] = {}
         self._made_up: dict[str, str] = {}
         self._tied: dict[str, tuple[TensorRef, Group | None]] = {}
+        self._excluded: list[tuple[LiveTensor | None, torch.Tensor]] = []
         self._watch = Containers(())
         _refuse_first_fsdp(name, module)
 
@@ -68,7 +69,7 @@ class ModelPart:
         owned = {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
         extra = {f"{path}.{_EXTRA}".lstrip("."): m for path, m in self.module.named_modules(remove_duplicate=False)}
         self._watch = Containers(_containers(self.module))
-        self._lasting, self._extra, self._made_up, self._tied = [], {}, {}, {}
+        self._lasting, self._extra, self._made_up, self._tied, self._excluded = [], {}, {}, {}, []
         for raw, value in state.items():
             name = f"{self.name}.{_clean(raw, wrappers)}"
             if raw in extra:
@@ -77,6 +78,9 @@ class ModelPart:
                 self._made_up[raw] = name
             else:
                 group = _group(raw, value, wrappers, out.layouts.rank)
+                if out.layouts.excludes(name):
+                    self._excluded.append((out.left_out(name, value, group=group), value))
+                    continue
                 ref = out.lasting(name, value, group=group)
                 if ref is None:
                     continue
@@ -104,6 +108,9 @@ class ModelPart:
         for live, tensor in self._lasting:
             if live.shard.name not in loading.targets:
                 loading.claim(live, tensor)
+        for left, tensor in self._excluded:
+            if left is not None:
+                loading.claim_if_there(left, tensor)
         for name in (*self._extra, *self._made_up.values()):
             loading.claim_value(name)
         for name, (_, group) in self._tied.items():

@@ -26,6 +26,8 @@ Templates: TypeAlias = Mapping[str, torch.Tensor]
 
 # How many names an error lists; the rest is a count.
 MAX_NAMES = 20
+# The value of a version that names what was left out of it.
+EXCLUDED = "excluded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,20 @@ class Collector:
         else:
             self.tied[live.shard.name] = first
         return TensorRef(first)
+
+    def left_out(self, name: str, tensor: torch.Tensor, *, group: Group | None = None) -> LiveTensor | None:
+        """A tensor that is not saved, and where it belongs; None where this rank holds nothing of it.
+
+        Raises:
+            UsageError: an optimizer steps it, so leaving it out would lose what was learnt.
+        """
+        if id(tensor) in self._late:
+            raise UsageError(
+                "a parameter that an optimizer steps cannot be left out of checkpoints",
+                where=name,
+                remedy="freeze it (requires_grad_(False), and not in the optimizer), or make the pattern narrower",
+            )
+        return self.layouts.live(name, tensor, group=group)
 
     def passing(
         self,
@@ -144,6 +160,7 @@ class Loading:
         self.targets: dict[str, LiveTensor] = {}
         self.missing: list[str] = []
         self.misfit: list[str] = []
+        self.left_out: list[str] = []
         self.used: set[str] = set()
         self._asked: set[str] = set()
         self._tensors: dict[str, torch.Tensor] = {}
@@ -176,6 +193,13 @@ class Loading:
         self.targets[shard.name] = live
         self._tensors[shard.name] = tensor
         return True
+
+    def claim_if_there(self, live: LiveTensor, tensor: torch.Tensor) -> None:
+        """As `claim`, for what is not saved: an older version may have it all the same."""
+        if live.shard.name in self.saved:
+            self.claim(live, tensor)
+        else:
+            self.left_out.append(live.shard.name)
 
     def claim_value(
         self,
@@ -260,7 +284,14 @@ class Loading:
 
     def record(self) -> LoadRecord:
         """What did not fit."""
-        return LoadRecord(tuple(self.missing), tuple(self.unused()), tuple(self.misfit))
+        found = tuple(self.missing), tuple(self.unused()), tuple(self.misfit)
+        return LoadRecord(*found, tuple(self.left_out), self.patterns)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """By which the save left entries out, as far as the version says."""
+        said = self.values.get(self.layouts.resolve(EXCLUDED)[0])
+        return tuple(map(str, said.get("patterns", ()))) if isinstance(said, dict) else ()
 
     def _claim_new(self, name: str, template: torch.Tensor | None, device: torch.device | None) -> bool:
         saved = self.saved.get(name)
@@ -306,7 +337,7 @@ def left_out_text(record: LoadRecord) -> str:
         ("unexpected in the checkpoint", record.not_used),
         ("different", record.misfit),
     )
-    return "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in kinds if names)
+    return "; ".join(f"{len(names)} {what}: {listed(names)}" for what, names in kinds if names)
 
 
 def mismatch(record: LoadRecord) -> MismatchError | None:
@@ -316,11 +347,13 @@ def mismatch(record: LoadRecord) -> MismatchError | None:
         return None
     return MismatchError(
         f"the checkpoint does not fit these objects; {found}",
-        remedy="build the objects as they were when it was saved, or restore with strict=False",
+        remedy="build the objects as they were when it was saved, or restore with strict=False"
+        + (f"; it was saved with exclude={list(record.patterns)}" if record.patterns else ""),
     )
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def listed(names: tuple[str, ...]) -> str:
+    """The first of them, and how many more there are."""
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return ", ".join(names[:MAX_NAMES]) + more
 

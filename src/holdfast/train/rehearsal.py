@@ -250,7 +250,8 @@ def run_script(path: str, arguments: Sequence[str]) -> Callable[[Told], None]:
         def restore(self: Checkpointer, *_: Any, **__: Any) -> NoReturn:
             rank = dist.get_rank() if dist.is_initialized() else 0
             size = dist.get_world_size() if dist.is_initialized() else 1
-            tell(State(self._objects, rank=rank, world_size=size, replicated=self._replicated, allocated=False))
+            patterns, names = self._replicated, self._exclude
+            tell(State(self._objects, rank=rank, world_size=size, replicated=patterns, exclude=names, allocated=False))
             raise _Seen
 
         Checkpointer.restore = restore  # type: ignore[method-assign]

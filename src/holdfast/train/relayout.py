@@ -41,7 +41,7 @@ from holdfast.train.fill import Copy, Source
 from holdfast.train.flatten import references
 from holdfast.train.heads import Heads
 from holdfast.train.live import Group, LiveTensor, LoadRecord
-from holdfast.train.parts import Loading, mismatch
+from holdfast.train.parts import EXCLUDED, Loading, mismatch
 from holdfast.train.state import State
 
 logger = logging.getLogger(__name__)
@@ -224,12 +224,14 @@ class OtherLayout:
         loading.leftover = tuple(
             path
             for number, path in enumerate(catalogue.paths)
-            if not used >> number & 1 and not _is_tied(path, tied) and path != self._state.info.name
+            if not used >> number & 1 and not _is_tied(path, tied) and path not in (self._state.info.name, EXCLUDED)
         )
         if self._strict:
             missing, misfit = ([name for row in told for name in row[kind]] for kind in (0, 1))
             problem = mismatch(
-                LoadRecord(tuple(dict.fromkeys(missing)), loading.leftover, tuple(dict.fromkeys(misfit)))
+                LoadRecord(
+                    tuple(dict.fromkeys(missing)), loading.leftover, tuple(dict.fromkeys(misfit)), (), loading.patterns
+                )
             )
             if problem is not None:
                 raise problem

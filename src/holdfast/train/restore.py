@@ -36,7 +36,7 @@ from holdfast.train.fetched import Fault, Fetcher, Holder, Loaded
 from holdfast.train.fill import Source
 from holdfast.train.live import Group, LoadRecord, SavedTensor
 from holdfast.train.livefill import LiveFill
-from holdfast.train.parts import left_out_text
+from holdfast.train.parts import left_out_text, listed
 from holdfast.train.relayout import OtherLayout
 from holdfast.train.remains import remains
 from holdfast.train.state import State
@@ -69,6 +69,7 @@ class RestoreReport:
         not_loaded: of a restore that was not strict: entries and values that the version lacks; they are as they were.
         not_used: those of the version that no object takes.
         misfit: those that both have and that differ, with the difference; they are as they were.
+        left_out: parameters and buffers that are not saved (`exclude`): they are as the script made them.
         sources: by bundle, where its bytes came from and why from there.
         why: the same in one sentence.
         info: what this rank's caller wrote beside the save.
@@ -85,6 +86,7 @@ class RestoreReport:
     not_loaded: tuple[str, ...] = ()
     not_used: tuple[str, ...] = ()
     misfit: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     by_rank: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
     why: str = ""
@@ -107,6 +109,7 @@ class RestoreReport:
             return f"started afresh: {self.reason}"
         sources = ", ".join(f"{self.bytes[name]} bytes from {name}" for name in self.bytes)
         bad = f"; refused: {' | '.join(self.refused)}" if self.refused else ""
+        bad += f"; not saved, and as they were made: {listed(self.left_out)}" if self.left_out else ""
         bad += f"; of single ranks: {' | '.join(self.by_rank)}" if self.by_rank else ""
         return f"resumed from {self.version} in {self.seconds.get('total', 0):.2f} s ({self.why or sources}; {self.reason}){bad}"
 
@@ -418,6 +421,7 @@ class Restorer:
             not_loaded=record.not_loaded,
             not_used=record.not_used,
             misfit=record.misfit,
+            left_out=record.left_out,
             by_rank=loaded.by_rank,
             sources=loaded.ways,
             why=recovery.explain(loaded.ways, sizes),

@@ -35,7 +35,7 @@ from holdfast.train.live import Gathered, Group, LiveTensor, LoadRecord, SavedTe
 from holdfast.train.modules import ModelPart
 from holdfast.train.objects import DictPart, InfoPart, ScalerState, Stateful, StatefulPart
 from holdfast.train.optimizers import OptimizerPart
-from holdfast.train.parts import Collector, Loading, Part, mismatch, twice
+from holdfast.train.parts import EXCLUDED, Collector, Loading, Part, mismatch, twice
 from holdfast.train.randomness import GeneratorState, ProcessRandomness
 from holdfast.train.watch import Tensors
 
@@ -56,10 +56,13 @@ class State:
         world_size: number of ranks of the job.
         replicated: glob patterns of names (`model.pos_table`, `scheduler`, `ema.*`) that all ranks hold alike although
             nothing shows it.
+        exclude: glob patterns of names of parameters and buffers (`model.base`) that are not saved; none of them may be
+            an optimizer's. A pattern also covers everything below the name it matches.
         allocated: False takes tensors without memory (meta, fake) too: for a plan, not for a save.
 
     Attributes:
         info: what a caller writes beside a save.
+        excluded: what the version says of entries that were left out of it.
 
     Raises:
         UsageError: an object of another kind, or a name that cannot be used.
@@ -72,12 +75,15 @@ class State:
         rank: int,
         world_size: int,
         replicated: Sequence[str] = (),
+        exclude: Sequence[str] = (),
         allocated: bool = True,
     ) -> None:
-        self._layouts = Layouts(rank, world_size, replicated, allocated=allocated)
+        self._layouts = Layouts(rank, world_size, replicated, exclude=exclude, allocated=allocated)
         self._parts = sorted(_parts(objects), key=_order)
         self.info = InfoPart(_INFO)
-        self._parts += [self.info, StatefulPart(_RNG, ProcessRandomness())]
+        self.excluded = InfoPart(EXCLUDED)
+        self.excluded.value = {"patterns": list(exclude)} if exclude else {}
+        self._parts += [self.info, self.excluded, StatefulPart(_RNG, ProcessRandomness())]
         self._lasting = Collector(self._layouts)
         self._watch: Tensors | None = None
         self._loading: Loading | None = None
@@ -279,8 +285,8 @@ def _order(part: Part) -> int:
 
 def _parts(objects: Mapping[str, Any]) -> Iterator[Part]:
     for name, value in objects.items():
-        if not _NAME.match(name) or name in (_RNG, _INFO):
-            remedy = f"choose an identifier other than {_RNG!r} and {_INFO!r}"
+        if not _NAME.match(name) or name in (_RNG, _INFO, EXCLUDED):
+            remedy = f"choose an identifier other than {_RNG!r}, {_INFO!r} and {EXCLUDED!r}"
             raise UsageError(f"an object cannot be called {name!r}", remedy=remedy)
         yield from _parts_of(name, value)
 
