@@ -253,3 +253,16 @@ def test_the_newest_version_stays_in_memory_after_it_is_durable(make_rig: MakeRi
     found, sources = restored(trainer, facts_of(rig, trainer.client.inventory(), with_storage=True))
     assert (found, set(sources.values())) == (newest, {Source.SLOT})
     assert read_bytes(rig) == 0
+
+
+def test_a_manifest_that_cannot_be_read_leaves_the_version_before(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    trainers = rig.start()
+    older = save_all(trainers, 3, durable=True)
+    reached(trainers, older, Level.DURABLE)
+    newer = save_all(trainers, 7, durable=True)
+    reached(trainers, newer, Level.DURABLE)
+    killed(rig, trainers)
+    (rig.base / "ck" / str(newer) / "manifest.json").write_text("{}")
+    starts(rig, 0)
+    assert preloaded(rig, 0)["version"] == str(older)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.base.errors import HoldfastError, KeeperLost
+from holdfast.base.errors import CorruptError, HoldfastError, KeeperLost, VersionNotFound
 from holdfast.core import preload, recovery
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Topology, Version
@@ -221,10 +221,14 @@ class Preloader:
 
 
 def _newest(storage: Storage, lineage: Lineage) -> Mapping[Version, Stored]:
-    """The newest version that is committed and no dead lineage, if its manifest can be read."""
+    """The newest version that is committed, no dead lineage, and has a manifest that can be read."""
     for version in sorted(storage.versions(), reverse=True):
-        if lineage.is_live(version):
+        if not lineage.is_live(version):
+            continue
+        try:
             return {version: stored_of(storage.manifest(version))}
+        except (CorruptError, VersionNotFound) as error:
+            logger.info("%s is not preloaded: %s", version, error)
     return {}
 
 
