@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import urllib.request
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ FACTS: dict[str, Any] = {
     "ranks": {"0": {"pid": 7, "slots": [{"slot": 1, "sealed_bytes": 9}]}, "1": {"pid": None, "slots": []}},
     "replicas": [{"rank": 5, "slot": 2, "sealed_bytes": 8}],
     "counters": {"storage_read_bytes": 123, "bad name": 1},
+    "run": None,
 }
 
 
@@ -66,6 +68,33 @@ def test_several_keepers_make_one_page() -> None:
     assert text.count("# TYPE holdfast_incarnation gauge") == 1
     assert text.count("\nholdfast_incarnation{") == 2
     assert render([]) == ""
+
+
+JOURNAL = [
+    {"event": "run", "t": 100.0, "wall": 0.0, "ranks": [0]},
+    {"event": "progress", "t": 110.0, "step": 10, "spent": {"STEP": 6.0, "SAVING": 1.0}},
+    {
+        "event": "incident", "t": 116.0, "number": 1, "ranks": [0], "found_s": 2.0,
+        "seconds": {"T0": 0.5, "T1": 0.25, "T2": 1.0, "T3": 1.5},
+    },
+    {"event": "progress", "t": 120.0, "step": 20, "spent": {"STEP": 9.0, "SAVING": 1.0}},
+]  # fmt: skip
+
+
+def test_goodput_and_the_parts_of_recoveries_come_from_the_launchers_journal(tmp_path: Path) -> None:
+    with rig_in(tmp_path) as rig:
+        rig.start()
+        assert rig.status(0)["run"] is None
+        journal = tmp_path / "rt" / "run-default-n0" / "journal.jsonl"
+        journal.parent.mkdir()
+        journal.write_text("".join(json.dumps(line) + "\n" for line in JOURNAL))
+        found = samples(render([rig.status(0) | {"job": "0123"}]))
+        steps = rig.status(0)["run"]["seconds"]["steps"]
+    assert found["holdfast_incidents", ""] == 1
+    assert found["holdfast_detection_seconds", ""] == 2.0
+    assert [found["holdfast_recovery_seconds", f"part=T{n}"] for n in range(5)] == [0.5, 0.25, 1.0, 1.5, 0.0]
+    assert found["holdfast_run_seconds", "what=stalls"] == pytest.approx(1.0)
+    assert found["holdfast_goodput_ratio", ""] == pytest.approx(steps / 20.0)
 
 
 @pytest.fixture

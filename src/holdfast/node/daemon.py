@@ -22,6 +22,8 @@ from holdfast.node.activity import Activities
 from holdfast.node.arena import Arena
 from holdfast.node.coordinate import Coordinator
 from holdfast.node.examine import Examiner
+from holdfast.node.journal import NAME as JOURNAL
+from holdfast.node.journal import RunFacts
 from holdfast.node.landing import LandingDesk, Landings
 from holdfast.node.messages import (
     KEEPER,
@@ -75,6 +77,7 @@ class KeeperOptions:
         network: how it talks to other nodes.
         encryption_key: as in Config, a file by its absolute path.
         metrics_port: as in Config.
+        run_id: as in Config; names the journal of this node's launcher.
     """
 
     place: Place
@@ -84,6 +87,7 @@ class KeeperOptions:
     network: Network = field(default_factory=Network)
     encryption_key: str = ""
     metrics_port: int = 0
+    run_id: str = "default"
 
 
 class Keeper:
@@ -100,6 +104,7 @@ class Keeper:
         self._sealer = Sealer(self._state, self._events)
         self._examiner = Examiner(self._state)
         self._activities = Activities(self._state)
+        self._run_facts = RunFacts(place.runtime / f"run-{options.run_id}-{place.node}" / JOURNAL)
         landings = Landings()
         self._obtainer = Obtainer(self._state, vault, self._activities, landings)
         self._succession = Succession(self._state, self._events, self._write)
@@ -278,7 +283,11 @@ class Keeper:
         }
         with self._state.lock:
             preloaded = self._preloader.facts()
-        return {"replication": self._replicator.facts() | sent, "preloaded": preloaded} | status.report(
+        return {
+            "replication": self._replicator.facts() | sent,
+            "preloaded": preloaded,
+            "run": self._run_facts(),
+        } | status.report(
             self._state,
             self._events,
             activities=self._activities,

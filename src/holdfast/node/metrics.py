@@ -62,6 +62,7 @@ def _families(facts: Facts) -> Iterator[tuple[str, str, str, list[Sample]]]:
     for name, text, value in alone:
         yield f"holdfast_{name}", "gauge", text, [({}, value)]
     yield from _levels(facts)
+    yield from _run(facts["run"])
     ranks = facts["ranks"].items()
     yield (
         "holdfast_rank_up", "gauge", "Whether the rank's process is connected.",
@@ -76,6 +77,29 @@ def _families(facts: Facts) -> Iterator[tuple[str, str, str, list[Sample]]]:
     for name, value in sorted(facts["counters"].items()):
         clean = _NOT_IN_NAMES.sub("_", name)
         yield f"holdfast_{clean}_total", "counter", f"Sum of {clean} of this keeper's life.", [({}, value)]
+
+
+def _run(run: Facts | None) -> Iterator[tuple[str, str, str, list[Sample]]]:
+    """Of the run that this node's launcher writes down."""
+    if run is None:
+        return
+    yield (
+        "holdfast_goodput_ratio",
+        "gauge",
+        "Part of the run's time that went into steps that count.",
+        [({}, run["goodput"])],
+    )
+    spent: list[Sample] = [({"what": name}, seconds) for name, seconds in run["seconds"].items()]
+    yield "holdfast_run_seconds", "gauge", "Where the seconds of the run went; stalls are saves.", spent
+    yield "holdfast_incidents", "gauge", "Failures of the run that were mended.", [({}, run["incidents"])]
+    yield (
+        "holdfast_detection_seconds",
+        "gauge",
+        "From the last progress to the verdict, summed.",
+        [({}, run["detection_s"])],
+    )
+    parts: list[Sample] = [({"part": name}, seconds) for name, seconds in run["recovery_s"].items()]
+    yield "holdfast_recovery_seconds", "gauge", "Recoveries by part, T0 to T4, summed.", parts
 
 
 def _levels(facts: Facts) -> Iterator[tuple[str, str, str, list[Sample]]]:

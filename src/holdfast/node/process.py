@@ -55,6 +55,7 @@ def run(options: argparse.Namespace) -> int:
                 _network(options),
                 encryption_key=options.encryption_key,
                 metrics_port=options.metrics_port,
+                run_id=options.run_id,
             )
         )
     except (HoldfastError, OSError) as error:

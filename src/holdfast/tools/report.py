@@ -6,7 +6,6 @@ it the newest journal there is taken. A job of several nodes has one journal per
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,18 +13,16 @@ from typing import Any
 
 from holdfast.base import config
 from holdfast.base.errors import UsageError
-from holdfast.core.goodput import ORDER, Goodput, goodput
+from holdfast.core.goodput import ORDER, Goodput
 from holdfast.core.incident import box
+from holdfast.node.journal import NAME, newest_run
 from holdfast.tools.output import GOOD, PROBLEM, print_json, print_table
-
-NAME = "journal.jsonl"
-MAX_BYTES = 64 << 20
 
 
 def report(run: str | None, *, as_json: bool) -> int:
     """Prints the sums of the newest run of a journal; returns the exit code."""
     path = _journal(run)
-    found = goodput(_newest_run(_lines(path)))
+    found = newest_run(path)
     if found is None:
         raise UsageError(f"{path} tells of no progress", remedy="look again when the job has made a step")
     if as_json:
@@ -52,26 +49,6 @@ def _journal(run: str | None) -> Path:
             remedy="`holdfast run` writes one, unless --watchdog=off",
         )
     return journals[-1]
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The lines that can be read; a last one that was cut off by a crash is passed over."""
-    with path.open("rb") as file:
-        text = file.read(MAX_BYTES).decode(errors="replace")
-    found = []
-    for line in text.splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict):
-            found.append(entry)
-    return found
-
-
-def _newest_run(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    begins = [index for index, line in enumerate(lines) if line.get("event") == "run"]
-    return lines[begins[-1] :] if begins else lines
 
 
 def _document(found: Goodput) -> Mapping[str, Any]:

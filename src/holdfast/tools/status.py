@@ -125,6 +125,9 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     resumed = facts["resumed_from"] or "nothing, or not yet"
     yield f"job       incarnation {facts['incarnation']} on {len(facts['nodes'])} nodes, resumed from {resumed}"
     yield "safe      " + ", ".join(f"{level} {version or 'none'}" for level, version in newest.items())
+    if run := facts["run"]:
+        back = sum(run["recovery_s"].values())
+        yield f"goodput   {100 * run['goodput']:.1f} % of {run['wall_s']:.0f} s, {run['incidents']} incidents ({back:.1f} s to come back)"
     for reason in sorted({found["cadence"] for found in facts["ranks"].values()} - {""}):
         yield f"cadence   {reason}"
     backed = sorted({slot["rank"] for slot in facts["replicas"]})
