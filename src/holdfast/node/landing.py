@@ -141,7 +141,6 @@ class LandingDesk:
         copy = self._held(version, bundle_id)
         # The arena's lock is not taken while this one is held: sealing ends the landing, and that wakes us.
         moved = self._landings.wait(lambda: copy is not None or news(), WAIT_S)
-        copy = copy or self._held(version, bundle_id)
         copy = self._held(version, bundle_id)
         if copy is not None:
             return Landed(id=request.id, ready=copy.length, moved=moved, seal=None if request.beyond else copy)
