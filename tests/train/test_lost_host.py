@@ -29,15 +29,15 @@ class Nodes:
         size: MIN:MAX.
     """
 
-    def __init__(self, job: Job, endpoint: str, size: str = "2", *, hosted: bool = True) -> None:
-        self.job, self.endpoint, self.size, self.hosted = job, endpoint, size, hosted
+    def __init__(self, job: Job, endpoint: str, size: str = "2", *, hosted: bool = True, restarts: int = 20) -> None:
+        self.job, self.endpoint, self.size, self.hosted, self.restarts = job, endpoint, size, hosted, restarts
 
     def start(self, node: int, *flags: str) -> subprocess.Popen[str]:
         conf = f"is_host={int(self.hosted and node == 0)},keep_alive_interval=1,keep_alive_max_attempt=3"
         return self.job.launch(
             f"--nnodes={self.size}",
             "--nproc-per-node=1",
-            "--max-restarts=20",
+            f"--max-restarts={self.restarts}",
             "--rdzv-backend=c10d",
             "--rdzv-id=lost",
             f"--rdzv-endpoint={self.endpoint}",
@@ -120,6 +120,19 @@ def test_the_host_of_the_store_is_killed_and_comes_back(job: Job, phase: str) ->
         assert after[1][0] == before[1][0], "the node that lives lost its process"
     job.stop()
     assert [first.wait(60), second.wait(60)] == [0, 0], job.logs()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_job_that_stops_is_not_taken_for_one_that_lost_its_host(job: Job, victim: int) -> None:
+    """The host leaves with everybody else: nobody opens a store and waits for others who never come."""
+    nodes = Nodes(job, f"127.0.0.1:{free_port()}", restarts=0)
+    launchers = [nodes.start(0), nodes.start(1)]
+    rows = job.running(2)
+    os.kill(rows[victim][0], signal.SIGKILL)
+    assert [launcher.wait(40) for launcher in launchers] == [1, 1], job.logs()
+    assert "the job stops: first error: rank" in job.logs()
+    assert "is over for us" not in job.logs()
 
 
 def names(launcher: subprocess.Popen[str]) -> list[str]:

@@ -318,6 +318,8 @@ class Agent(MeetingAgent):
             self._all_anew, self._remaining_restarts = True, max(1, self._remaining_restarts)
             return RunResult(state=WorkerState.FAILED)
         logger.error("the job stops: %s", over.reason)
+        if self._round is not None:
+            self._round.leave()
         for seat in self._seats():
             if seat.doing is Doing.HOLDS:  # its error stands; it prints it and ends
                 seat.line.send("fail")

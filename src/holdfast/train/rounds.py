@@ -7,7 +7,7 @@ So every key that workers write belongs to one incarnation, and late writes of a
 
 Agents also leave a beat here every second; who is silent for `LEASE_S` has lost its node. Calls are short; only `open` waits. One thread uses it. Keys: `recoveries/<group rank>`,
 `keeper/<group rank>`, `now`, `want/<n>`,
-`done/<n>`, `beat/<group rank>`, `over`.
+`done/<n>`, `beat/<group rank>`, `over`, `left`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ BEAT_S = 1.0
 LEASE_S = 4.0
 OPEN_TIMEOUT_S = 120.0
 POLL_S = 0.01
+LEAVE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,16 @@ class Round:
         if not self._store.check(["over"]):
             return None
         return Over(**json.loads(self._store.get("over")))
+
+    def leave(self) -> None:
+        """We have read how the round ended. Waits a moment until all have: one of us hosts the store, and goes."""
+        deadline = time.monotonic() + LEAVE_S
+        try:
+            self._store.add("left", 1)
+            while self._store.add("left", 0) < self.size and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+        except DistError as error:
+            logger.info("the store went before all had left: %s", error)
 
     def beat(self, now: float) -> int | None:
         """Leaves our beat and looks at others', once a second: the leader at all, the rest at the leader.
