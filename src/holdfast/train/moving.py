@@ -25,7 +25,11 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -107,7 +111,7 @@ class MovingRendezvous(RendezvousHandler):
         """Goes where the job meets, if the store was lost.
 
         Raises:
-            RendezvousConnectionError: nobody opened a store.
+            RendezvousTimeoutError: nobody opened a store.
         """
         while self._lost_s:
             others = {rank: address for rank, address in self._members.items() if address != self._standby.address}
@@ -127,7 +131,7 @@ class MovingRendezvous(RendezvousHandler):
                 self._begin(decision.value, found[decision.value][1])
                 return
             if waited_s > FIND_S:
-                raise RendezvousConnectionError(f"no rendezvous store was found in {FIND_S:.0f} s: {decision.reason}")
+                raise RendezvousTimeoutError(f"no rendezvous store was found in {FIND_S:.0f} s: {decision.reason}")
             time.sleep(LOOK_S)
 
     # What torchrun's loop calls.
