@@ -340,6 +340,8 @@ def launch(agent: Agent, spec: WorkerSpec, config: LaunchConfig) -> int:
     finally:
         if close_rendezvous:
             spec.rdzv_handler.shutdown()
+        elif isinstance(spec.rdzv_handler, MovingRendezvous):
+            spec.rdzv_handler.leave()
 
 
 def _run_agent(agent: Agent, name: str, config: LaunchConfig) -> int:

@@ -184,8 +184,12 @@ class MovingRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """The job is over, for all."""
-        self._standby.close()
+        self.leave()
         return self._handler.shutdown()
+
+    def leave(self) -> None:
+        """It goes on without this launcher."""
+        self._standby.close()
 
     # Parts.
 
