@@ -160,7 +160,10 @@ TRAINER = textwrap.dedent(
     import sys, time
     sys.path[:0] = {paths!r}
     from pathlib import Path
-    from node.rig import *
+    from holdfast.base.events import Events
+    from holdfast.core.model import Topology
+    from holdfast.tiers.storage import open_storage
+    from node.rig import Rig
     rig = Rig.__new__(Rig)
     rig.__dict__.update(base=Path({base!r}), root={root!r}, labels=("n0",), topology=Topology(("n0",), (0,)),
         per_node=1, own_bytes=4096, config={config!r}, pids=set(), trainers=[], incarnation=1, resumed=None,

@@ -116,7 +116,7 @@ class Persister:
         """Parts are to be written; their slots are pinned already. Under the state's lock."""
         self._again.forget(before=order.version)
         if not self._worker.put(order):
-            self._succession.done(order.version)
+            self._succession.done(order)
 
     @property
     def idle(self) -> bool:
@@ -156,7 +156,7 @@ class Persister:
         finally:
             with state.lock:
                 self._writing = None
-                self._succession.done(version)
+                self._succession.done(order)
 
     def _failed(self, order: Order, error: HoldfastError) -> None:
         state = self._state

@@ -340,14 +340,6 @@ class NodeState:
         if sources:
             self.outlets.replicate(told.version)
 
-    def unpin_version(self, version: Version, why: str) -> None:
-        """Takes off every pin of this kind from the slots that hold `version`."""
-        with self.lock:
-            for held in self.arena:
-                if held.version == version and why in held.pins:
-                    del held.pins[why]
-            self.outlets.changed()
-
     def unpin(self, held: Held, why: str) -> None:
         """An activity no longer needs the slot's bytes."""
         with self.lock:

@@ -18,6 +18,7 @@ from holdfast.core.ledger import Reports
 from holdfast.core.model import Level, Version
 from holdfast.core.slots import SlotState
 from holdfast.core.takeover import Order, Part, Watch
+from holdfast.node.arena import Held
 from holdfast.node.state import NodeState
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class Succession:
         self._events = events
         self._put = put
         self._watch = Watch(-1)
+        self._pinned: dict[Order, list[list[Held]]] = {}  # per order that waits or is carried out
 
     def begin(self) -> None:
         """A new incarnation, or none any more: what was watched is over."""
@@ -94,9 +96,13 @@ class Succession:
         if state.ledger is not None and version.incarnation == state.ledger.incarnation:
             state.outlets.report(Reports(at_work=(version,)))
 
-    def done(self, version: Version) -> None:
-        """Nothing of the version is being written here any more."""
-        self._state.unpin_version(version, WRITING_PIN)
+    def done(self, order: Order) -> None:
+        """The order is carried out, failed or dropped. Slots that another order of the version needs stay pinned."""
+        attempts = self._pinned.get(order, [])
+        for held in attempts.pop() if attempts else ():
+            self._state.unpin(held, WRITING_PIN)
+        if not attempts:
+            self._pinned.pop(order, None)
 
     def yield_slots(self, rank: int) -> bool:
         """Lets go of what is only kept in case somebody fails; True if that freed a slot of this rank."""
@@ -116,17 +122,21 @@ class Succession:
             self._submit(order)
 
     def _submit(self, order: Order) -> None:
-        self._pin(order.version, order.parts, WRITING_PIN)
+        self._pinned.setdefault(order, []).append(self._pin(order.version, order.parts, WRITING_PIN))
         self._put(order)
 
-    def _pin(self, version: Version, parts: Iterable[Part], why: str) -> None:
+    def _pin(self, version: Version, parts: Iterable[Part], why: str) -> list[Held]:
+        """Pins the slots that hold any of these bundles; one pin per order that writes, one for all that is watched."""
         ids = {ref.bundle_id for part in parts for ref in part.refs}
+        pinned = []
         for held in self._state.arena:
             # Replicas of what is not replicated anew are kept anyway, and one slot more would stop replication.
             kept = why is WRITING_PIN or not held.replica
             here = held.version == version and held.state is SlotState.SEALED
             if kept and here and not ids.isdisjoint(held.images):
-                held.pins[why] = 1
+                held.pins[why] = held.pins[why] + 1 if why is WRITING_PIN else 1
+                pinned.append(held)
+        return pinned
 
     def _unpin(self, version: Version | None) -> None:
         for held in self._state.arena:

@@ -98,7 +98,7 @@ def demo(context: typer.Context) -> None:
 
 @app.command(context_settings=PASS_THROUGH)
 def drill(context: typer.Context) -> None:
-    """Crash it on purpose, many times, and check every invariant: `holdfast drill crash`, `power`, `soak`, `sim`."""
+    """Crash it on purpose, many times, and check every invariant: `drill crash`, `faults`, `power`, `soak`, `sim`."""
     launch.become("drill", context.args)
 
 

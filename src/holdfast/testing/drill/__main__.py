@@ -1,7 +1,7 @@
-"""`python -m holdfast.testing.drill`: four ways to break it.
+"""`python -m holdfast.testing.drill`: five ways to break it.
 
-`crash` kills real processes, `power` cuts file systems off, `soak` strikes one job for long, `sim` strikes clusters in
-virtual time.
+`crash` kills real processes, `faults` hurts them in every phase, `power` cuts file systems off, `soak` strikes one job for
+long, `sim` strikes clusters in virtual time.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import sys
 from holdfast.testing.drill.command import main
 from holdfast.testing.drill.power import main as cut
 from holdfast.testing.drill.soak import main as soak
+from holdfast.testing.faults.command import main as hurt
 from holdfast.testing.simulator.__main__ import main as simulate
 
-KINDS = {"sim": simulate, "power": cut, "soak": soak}
+KINDS = {"sim": simulate, "power": cut, "soak": soak, "faults": hurt}
 
 if __name__ == "__main__":
     kind, rest = sys.argv[1:2], sys.argv[2:]

@@ -168,7 +168,7 @@ def _pins_ignored() -> None:
         time.sleep(WINDOW_S)
         return write(self, *args, **kwargs)
 
-    put(Succession, "_pin", always(None))
+    put(Succession, "_pin", always([]))
     put(Storage, "write_bundle", write_bundle)
 
 

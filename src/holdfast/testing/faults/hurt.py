@@ -23,22 +23,30 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast.base.errors import KeeperLost
 from holdfast.core import takeover
-from holdfast.node import coordinate, process
+from holdfast.node import coordinate, persist, process
 from holdfast.node.coordinate import Coordinator
 from holdfast.node.obtain import Obtainer
 from holdfast.node.peers import PeerDesk
+from holdfast.node.persist import Persister
 from holdfast.node.preload import Preloader
 from holdfast.node.replicate import Replicator
 from holdfast.node.saving import Saving
 from holdfast.node.seal import Sealer
+from holdfast.node.uplink import Uplink
+from holdfast.testing.drill.ground import die_with
+from holdfast.testing.faults import planted_keeper
+from holdfast.tiers import wire
 from holdfast.tiers.storage import Storage
+from holdfast.tiers.wire import Channel
 
 SLOW_BYTES_PER_S = 5_000_000
 LOOK_EVERY_S = 0.02
 # Leases end sooner than in production, so that nobody has to wait for them. A wrong takeover would be harmless.
 LEASE_S = 2.5
 ABSENT_S = 1.0
+SILENCE_S = 1.5
 
 PLACES: dict[str, tuple[type, str]] = {
     "begin": (Saving, "begin"),
@@ -87,6 +95,50 @@ class Wounds:
             setattr(os, call, self._at_descriptor(where, getattr(os, call)))
         for call in ("rename", "link", "unlink"):
             setattr(os, call, self._at_name(call, getattr(os, call)))
+        self._open_takeover()
+        self._open_wire()
+
+    def _open_takeover(self) -> None:
+        real = Persister._write_parts
+
+        def write_parts(persister: Persister, order: takeover.Order, *rest: Any) -> None:
+            if order.term:
+                self.strike("takeover")
+            real(persister, order, *rest)
+
+        setattr(Persister, "_write_parts", write_parts)  # noqa: B010  # mypy lets no method be assigned
+
+    def _open_wire(self) -> None:
+        send, connect, flush = Channel.send_bulk, wire.connect, Uplink._flush
+
+        def send_bulk(channel: Channel, body: bytes, view: memoryview, **more: Any) -> None:
+            what, _, at = self._line().partition("@")
+            if at == "wire" and what == "flip":
+                spoiled = bytearray(view)
+                spoiled[len(spoiled) // 2] ^= 0x10
+                view = memoryview(spoiled)
+            if at == "wire" and what == "cut":
+                send(channel, body, view[: len(view) // 2], **more)
+                channel.abort()
+                return
+            send(channel, body, view, **more)
+
+        def reach(address: str, **more: Any) -> Channel:
+            self._require_line(address)
+            return connect(address, **more)
+
+        def flush_line(uplink: Uplink) -> None:
+            if uplink.coordinator is None:
+                self._require_line("the coordinator")
+            flush(uplink)
+
+        setattr(Channel, "send_bulk", send_bulk)  # noqa: B010
+        setattr(Uplink, "_flush", flush_line)  # noqa: B010
+        wire.connect = reach
+
+    def _require_line(self, where: str) -> None:
+        if self._line().endswith("@line"):
+            raise KeeperLost("no keeper can be reached: the line is cut on purpose", where=where)
 
     def _line(self) -> str:
         try:
@@ -124,8 +176,11 @@ class Wounds:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs a keeper that is hurt as the file says; returns its exit status."""
-    control, *rest = arguments
-    takeover.LEASE_S, coordinate.ABSENT_S = LEASE_S, ABSENT_S
+    control, plant, *rest = arguments
+    takeover.LEASE_S, coordinate.ABSENT_S, persist.SILENCE_S = LEASE_S, ABSENT_S, SILENCE_S
+    if plant:
+        planted_keeper.BUGS[plant]()
+    die_with(os.getppid())  # who is killed in the middle of a cell leaves nothing behind
     Wounds(Path(control), rest[rest.index("--root") + 1]).open()
     return process.main(rest)
 

@@ -1,0 +1,1 @@
+"""Faults x phases: `holdfast drill faults` and the tests that run its cells."""

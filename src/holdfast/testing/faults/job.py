@@ -1,0 +1,394 @@
+"""One cell of the matrix, from its first save to the first one after it came back, and the facts of its two lives.
+
+begin: three versions are durable, one more is in two nodes. strike: four saves while something is wrong. heal: nothing
+is wrong any more, who was stopped says what it has to say. come back: all ranks are new processes to the keepers, load,
+are refused as members of the past, and save once more, which has to reach every level (V1, V3). What is observed goes
+to `testing.invariants.judge`; storage is read past holdfast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from holdfast.base.errors import CorruptError, Fenced, HoldfastError
+from holdfast.core import recovery
+from holdfast.core.lineage import Lineage
+from holdfast.core.model import Level, Version
+from holdfast.core.recovery import Choice, Facts, Fetch, Quarantine, Stored
+from holdfast.node import messages
+from holdfast.node.client import Assembly, Located
+from holdfast.node.transfer import PeerReader
+from holdfast.testing import evidence
+from holdfast.testing.faults import strikes
+from holdfast.testing.faults.cells import Cell
+from holdfast.testing.faults.rank import RankProcess
+from holdfast.testing.faults.ranks import Apart, Here, Rank
+from holdfast.testing.faults.rig import Rig, Trainer, image_of, reached, save_all
+from holdfast.testing.invariants import Ack, Course, Life, Resumed, StorageView, Violation, judge
+from holdfast.tiers import format as image_format
+from holdfast.tiers.procs import start_time
+
+# Durable versions before the fault, the one that is only replicated, and those that are saved while something is wrong:
+# the first and the last of these are due for storage.
+NUM_DURABLE = 3
+SAFE = NUM_DURABLE
+FIRST, LAST = SAFE + 1, SAFE + 4
+PATIENCE_S = 6.0
+REACH_S = 20.0
+MAX_BAD_COPIES = 12
+KEEP_LAST = 2
+
+Copy = tuple[Version, str, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a cell.
+
+    Attributes:
+        acknowledged: levels that were named.
+        back: the version that all came back from.
+        why: why that one.
+        violations: (invariant, what).
+    """
+
+    cell: str
+    phase: str
+    group: str
+    plant: str
+    acknowledged: int
+    back: str
+    why: str
+    seconds: float
+    violations: tuple[tuple[str, str], ...]
+
+
+def run(cell: Cell, base: Path, *, plant: str = "") -> Outcome:
+    """Runs a cell in a directory of its own, with a bug planted in its keepers if one is named, and judges it."""
+    started = time.monotonic()
+    rig = Rig(base, num_nodes=cell.num_nodes, plant=plant, begin_timeout_s=0.5)
+    job = Job(rig)
+    try:
+        with job.promised("V1"):
+            job.begin(apart=cell.node if cell.of_trainer else None)
+            job.strike(cell)
+            job.heal(cell)
+            job.come_back(cell)
+        found = judge(job.course)
+    finally:
+        job.close()
+    violations = tuple((violation.invariant, violation.what) for violation in found)
+    seconds = time.monotonic() - started
+    return Outcome(
+        str(cell), cell.phase, cell.group, plant, len(job.life.acks), str(job.back or ""), job.why, seconds, violations
+    )
+
+
+class _Wrong(Exception):
+    """A copy cannot be had, or does not have the bytes of its seal."""
+
+    def __init__(self, copy: Copy) -> None:
+        super().__init__(f"{copy[1]} of {copy[0]} from {copy[2]}")
+        self.copy = copy
+
+
+@dataclass(slots=True)
+class Job:
+    """A job of the rig, and the facts of its lives."""
+
+    rig: Rig
+    life: Life = field(init=False)
+    course: Course = field(init=False)
+    pids: list[int] = field(init=False)
+    ranks: list[Rank] = field(default_factory=list)
+    resumed: list[Resumed] = field(default_factory=list)
+    back: Version | None = None
+    why: str = ""
+    _past: Assembly | None = None
+    _spoiled: frozenset[Version] = frozenset()
+    _undo: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.life = Life(self.rig.topology.world_size)
+        self.course = Course(keep_last=KEEP_LAST, lives=[self.life])
+        self.pids = [self.rig.hurtable(node) for node in range(len(self.rig.labels))]
+
+    @contextlib.contextmanager
+    def promised(self, invariant: str) -> Iterator[None]:
+        """What has to work and does not is a violation, not the end of the drill."""
+        try:
+            yield
+        except (HoldfastError, AssertionError) as error:
+            self.course.lives[-1].faults.append(Violation(invariant, f"{type(error).__name__}: {error}"))
+
+    def begin(self, *, apart: int | None = None) -> None:
+        """Three versions are durable and two are kept, so retention has had something to do; one more is replicated."""
+        rig = self.rig
+        rig.next_incarnation()
+        self._past = rig.assembly()
+        for rank in range(rig.topology.world_size):
+            if rank != apart:
+                trainer = rig.trainer(rank)
+                trainer.join(self._past)
+                trainer.client.resume(rig.incarnation, None)
+                self.ranks.append(Here(trainer))
+            else:
+                self.ranks.append(Apart(RankProcess(rig, rank)))
+        for step in range(SAFE + 1):
+            self._save(step, durable=step < NUM_DURABLE)
+            version = Version(1, step)
+            for level in (Level.REPLICATED, *([Level.DURABLE] if step < NUM_DURABLE else [])):
+                if not self._until(partial(self._ended, version, level), REACH_S):
+                    raise AssertionError(f"{version} never became {level.name.lower()}, and nothing is wrong")
+        self._acknowledge()
+
+    def strike(self, cell: Cell) -> None:
+        """The fault, and saves that go on as well as they can."""
+        if cell.where != "obtain":
+            self._undo = strikes.arm(cell, self.rig, self.pids, self.ranks)
+        for step in range(FIRST, LAST + 1):
+            self._save(step, durable=step in (FIRST, LAST), cell=cell)
+            if cell.where == "socket":
+                self.life.faults += strikes.meanwhile(cell, self.rig)
+            self._until(partial(self._ended, Version(1, step), Level.CAPTURED), 0.4)
+        due = [Version(1, LAST), *([Version(1, FIRST)] if cell.finished else [])]
+        self._until(lambda: all(self._ended(version, Level.DURABLE) for version in due), PATIENCE_S)
+        self._acknowledge()
+        named = {ack.version.step for ack in self.life.acks if ack.level is Level.DURABLE}
+        if cell.finished and FIRST not in named:
+            self.life.faults.append(Violation("V1", f"nobody finished what node {cell.node} could not write"))
+
+    def heal(self, cell: Cell) -> None:
+        """Nothing is wrong any more; then what lies at rest is damaged, if that is the cell."""
+        self._undo()
+        strikes.heal(self.rig, self.pids)
+        for rank in self.ranks:
+            rank.wake()
+        self._until(lambda: self._ended(Version(1, LAST), Level.DURABLE), 0.5)
+        self._acknowledge()
+        for rank in self.ranks:
+            rank.close()
+        self.life.storage = self.look()
+        if cell.where in ("file", "manifest"):
+            self._lose_memory()
+        if cell.where in strikes.AT_REST:
+            spoiled = strikes.at_rest(cell, Path(self.rig.root), self.pids)
+            self._spoiled = frozenset([spoiled]) if spoiled and cell.where != "memory" else frozenset()
+
+    def come_back(self, cell: Cell) -> None:
+        """All ranks load, once more if a keeper is struck while they do; then the job goes on."""
+        # With their trainers gone, keepers that died took their memory along.
+        lost = frozenset(node for node, pid in enumerate(self.pids) if start_time(pid) is None)
+        life = Life(self.rig.topology.world_size, lost_early=lost, spoiled=self._spoiled)
+        self.course.lives.append(life)
+        if cell.where == "obtain":
+            self.rig.hurt(cell.node, f"{cell.what}@obtain")
+            with contextlib.suppress(HoldfastError, AssertionError):
+                self._load(timeout_s=1.0)
+            strikes.heal(self.rig, self.pids)
+        with self.promised("V2"):
+            trainers, self.resumed = self._load(timeout_s=10.0)
+            life.resumed, self.back = self.resumed, self.resumed[0].version
+            try:
+                with self.promised("V1"):
+                    self._go_on(life, trainers)
+            finally:
+                for trainer in trainers:
+                    trainer.client.close()
+                if cell.where != "manifest":  # which is not as it was before, and that is the cell's own doing
+                    life.storage = self.look()
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for rank in self.ranks:
+            rank.close()
+        self.rig.close()
+
+    def look(self) -> StorageView:
+        """The root, read past holdfast. That a version is whole is told by its bundles: the rig's entries are no model's."""
+        view = evidence.read_storage(Path(self.rig.root), num_entries=0)
+        whole = {b.bundle_id for rank in range(self.rig.topology.world_size) for b in self.rig.trainer_bundles(rank)}
+        versions = {}
+        for version, stored in view.versions.items():
+            problems = [text for text in stored.problems if "does not hold the whole state" not in text]
+            names = {name.rpartition("-")[0] for name in stored.files if name.endswith(".safetensors")}
+            if stored.manifest and not names >= whole:
+                problems.append(f"bundles are missing: {sorted(whole - names)}")
+            versions[version] = replace(stored, problems=tuple(problems))
+        return replace(view, versions=versions)
+
+    # --- the first life
+
+    def _save(self, step: int, *, durable: bool, cell: Cell | None = None) -> None:
+        for rank in self.ranks:
+            mine, strike, salt = strikes.saves(cell, rank.rank, step, FIRST) if cell else (step, "", 0)
+            if mine is None:
+                continue
+            self.life.states[Version(1, mine), rank.rank] = self._digest(rank.rank, mine, salt)
+            if salt:
+                self.life.suspects |= {Version(1, mine)}
+            rank.save(mine, durable=durable, strike=strike, salt=salt)
+
+    def _digest(self, rank: int, step: int, salt: int = 0) -> str:
+        return _digest({b.bundle_id: image_of(b, step, salt) for b in self.rig.trainer_bundles(rank)})
+
+    def _acknowledge(self) -> None:
+        for rank in self.ranks:
+            for step in range(10 * LAST + 1):
+                for level in sorted(rank.told(Version(1, step))):
+                    ack = Ack(Version(1, step), level, rank.rank)
+                    if ack not in self.life.acks:
+                        self.life.acks.append(ack)
+
+    def _ended(self, version: Version, level: Level) -> bool:
+        for rank in self.ranks:
+            standing = rank.standing(version)
+            if standing is not None and not (standing[1] or level in standing[0]):
+                return False
+        return True
+
+    def _until(self, fact: Callable[[], bool], timeout_s: float) -> bool:
+        """Waits for what may never come: the fault decides. Whether it came."""
+        deadline = time.monotonic() + timeout_s
+        while not (came := fact()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return came
+
+    def _lose_memory(self) -> None:
+        """Every keeper ends, so that only storage is left."""
+        for node, keeper in enumerate(self.rig.hurt_keepers):
+            keeper.kill()
+            keeper.wait()
+            self.pids[node] = keeper.pid
+
+    # --- the second one
+
+    def _load(self, timeout_s: float) -> tuple[list[Trainer], list[Resumed]]:
+        rig = self.rig
+        rig.incarnation = rig.storage.register_incarnation()  # recorded only when all have loaded
+        back = [rig.trainer(rank) for rank in range(rig.topology.world_size)]
+        try:
+            assembly = rig.assembly()
+            for trainer in back:
+                trainer.join(assembly)
+            bad: set[Copy] = set()
+            for _ in range(MAX_BAD_COPIES):
+                try:
+                    return back, self._load_all(back, self._facts(back[0], bad), timeout_s)
+                except _Wrong as wrong:
+                    bad.add(wrong.copy)
+                    for trainer in back:
+                        trainer.client.release()
+            raise AssertionError(f"nothing good was found: {bad}")
+        except BaseException:
+            for trainer in back:
+                trainer.client.close()
+            raise
+
+    def _load_all(self, back: list[Trainer], facts: Facts, timeout_s: float) -> list[Resumed]:
+        """As train.restore does it: everybody verifies what it got, side by side, and one bad copy begins it anew."""
+        decision = recovery.choose_version(facts)
+        choice = decision.value
+        if choice is None:
+            raise AssertionError(f"nothing to come back from: {decision.reason}")
+        self.why = decision.reason
+        with ThreadPoolExecutor(len(back)) as pool:
+            return list(pool.map(lambda trainer: self._load_rank(trainer, choice, facts, timeout_s), back))
+
+    def _load_rank(self, trainer: Trainer, choice: Choice, facts: Facts, timeout_s: float) -> Resumed:
+        """All at once; if that fails one by one, to know which copy is bad."""
+        client, plan = trainer.client, recovery.fetches(choice, trainer.rank, facts)
+        try:
+            located = client.obtain(choice.version, plan, timeout_s=timeout_s)
+        except HoldfastError:
+            located = tuple(self._load_one(trainer, choice.version, fetch, timeout_s) for fetch in plan)
+        images = {}
+        for fetch, item in zip(plan, located, strict=True):
+            with self._blaming(trainer, choice.version, fetch):
+                image_format.verify(item.view, item.seal, fetch.ref.bundle_id)
+                if item.seal.digest != fetch.seal.digest:
+                    raise CorruptError("the copy is not the one that was agreed on")
+            images[fetch.ref.bundle_id] = bytes(item.view)
+        return Resumed(trainer.rank, self.rig.incarnation, choice.version, _digest(images))
+
+    def _load_one(self, trainer: Trainer, version: Version, fetch: Fetch, timeout_s: float) -> Located:
+        with self._blaming(trainer, version, fetch):
+            (item,) = trainer.client.obtain(version, [fetch], timeout_s=timeout_s)
+        return item
+
+    @contextlib.contextmanager
+    def _blaming(self, trainer: Trainer, version: Version, fetch: Fetch) -> Iterator[None]:
+        """What goes wrong is the copy's fault, unless the keeper is gone."""
+        try:
+            yield
+        except HoldfastError as error:
+            if not trainer.client.alive:
+                raise
+            with contextlib.suppress(HoldfastError):
+                trainer.client.quarantine(version, fetch.ref.bundle_id, node=fetch.node, reason=str(error))
+            raise _Wrong((version, fetch.ref.bundle_id, fetch.node)) from error
+
+    def _facts(self, trainer: Trainer, bad: set[Copy]) -> Facts:
+        rig, inventory = self.rig, trainer.client.inventory()
+        stored = {}
+        for version in rig.storage.versions():
+            with contextlib.suppress(CorruptError):  # then it is not offered
+                files = rig.storage.manifest(version).bundles
+                seals = {file.ref.bundle_id: file.seal for file in files}
+                stored[version] = Stored(version, rig.topology.world_size, tuple(f.ref for f in files), seals)
+        suspects = frozenset(version for version, _ in inventory.suspects)
+        quarantine = Quarantine(frozenset(bad))
+        lineage = Lineage(rig.storage.lineage())
+        return Facts(inventory.copies, dict(inventory.tables), stored, lineage, rig.topology, suspects, quarantine)
+
+    def _go_on(self, life: Life, trainers: list[Trainer]) -> None:
+        """Training goes on: every level is reached again, and the past has no say."""
+        rig = self.rig
+        rig.storage.record_resumed(rig.incarnation, self.back)
+        for trainer in trainers:
+            trainer.client.resume(rig.incarnation, self.back)
+        version = save_all(trainers, 100, durable=True)
+        for trainer in trainers:
+            life.states[version, trainer.rank] = self._digest(trainer.rank, 100)
+        for level in (Level.REPLICATED, Level.DURABLE):
+            reached(trainers, version, level, REACH_S)
+            life.acks += [Ack(version, level, trainer.rank) for trainer in trainers]
+        life.faults += self._from_the_past(trainers)
+
+    def _from_the_past(self, trainers: list[Trainer]) -> list[Violation]:
+        """Whoever speaks for the first incarnation is fenced: a launcher, a trainer, a keeper (S7)."""
+        past, place = self._past, self.rig.keeper(0)
+        found = []
+        if past is None:
+            raise AssertionError("begin comes first")
+
+        def pull() -> None:
+            hello = messages.Hello(
+                job=place.job, role=messages.KEEPER, node=1, incarnation=past.incarnation, job_id=past.job_id
+            )
+            PeerReader(self.rig.address(0), hello, lambda: False).close()
+
+        attempts: dict[str, Callable[[], object]] = {
+            "assembled": lambda: trainers[0].client.assemble(past),
+            "given a slot": lambda: trainers[0].client.begin(Version(1, 999), 4096, durable=False, timeout_s=0.5),
+            "served as a keeper": pull,
+        }
+        for what, attempt in attempts.items():
+            with contextlib.suppress(Fenced):
+                attempt()
+                found.append(Violation("S7", f"a member of incarnation {past.incarnation} was {what}"))
+        return found
+
+
+def _digest(images: dict[str, bytes]) -> str:
+    state = hashlib.sha256()
+    for name in sorted(images):
+        state.update(name.encode() + images[name])
+    return state.hexdigest()

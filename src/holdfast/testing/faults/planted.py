@@ -1,0 +1,120 @@
+"""Which cells find which planted bug, and what it breaks: the matrix on itself.
+
+A bug counts as found if a cell reports one of its invariants broken, and the same cell reports none without it. What is
+planted in keepers stands in planted_keeper.py; those below are planted in the ranks that come back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.core import recovery
+from holdfast.core.recovery import Facts
+from holdfast.testing.drill.planted import put
+from holdfast.testing.faults import planted_keeper
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """A bug.
+
+    Attributes:
+        what: what it does, in a few words.
+        invariants: at least one of these is reported broken.
+        cells: in which it shows; the first that finds it is enough.
+        kind: replication, takeover, commit, loading, retention or fencing.
+    """
+
+    kind: str
+    what: str
+    invariants: tuple[str, ...]
+    cells: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def in_ranks(name: str) -> Iterator[None]:
+    """Plants a bug of the ranks in this process, and takes it out again; nothing if it is one of keepers."""
+    if name not in _IN_RANKS:
+        yield
+        return
+    before = recovery.choose_version
+    _IN_RANKS[name]()
+    try:
+        yield
+    finally:
+        put(recovery, "choose_version", before)
+
+
+def in_keepers(name: str) -> str:
+    """The name, if it is a bug of keepers."""
+    return name if name in planted_keeper.BUGS else ""
+
+
+def _oldest_first() -> None:
+    real = recovery.choose_version
+
+    def choose(facts: Facts, **more: Any) -> Any:
+        oldest = min(facts.stored, default=None)
+        return real(facts, **{**more, "wanted": oldest})
+
+    put(recovery, "choose_version", choose)
+
+
+def _memory_is_not_looked_at() -> None:
+    real = recovery.choose_version
+
+    def choose(facts: Facts, **more: Any) -> Any:
+        return real(Facts((), {}, facts.stored, facts.lineage, facts.topology), **more)
+
+    put(recovery, "choose_version", choose)
+
+
+_IN_RANKS: dict[str, Callable[[], None]] = {
+    "oldest-first": _oldest_first,
+    "memory-is-not-looked-at": _memory_is_not_looked_at,
+}
+
+BUGS: dict[str, Planted] = {
+    "counted-before-it-is-here": Planted(
+        "replication", "a replica counts before its bytes are here", ("S1",), ("kill@send-1",)
+    ),
+    "wire-unchecked": Planted("replication", "what comes from a peer is not proved", ("S1", "S5"), ("flip@wire-1",)),
+    "safest-replica-overwritten": Planted(
+        "replication", "a new replica goes over the newest one that counts", ("S1",), ("kill@send-1",)
+    ),
+    "no-replicas": Planted("replication", "nobody pulls replicas", ("V1",), ("EIO@link-0",)),
+    "replicated-when-captured": Planted(
+        "replication", "replicated is named when the version is captured", ("S1",), ("kill@send-1",)
+    ),
+    "one-replica-is-enough": Planted(
+        "replication", "replicated is named when the first replica stands", ("S1",), ("kill@send-1",)
+    ),
+    "nobody-takes-over": Planted("takeover", "nobody watches a representative", ("V1",), ("ENOSPC@write-1",)),
+    "parts-differ-by-writer": Planted(
+        "takeover", "a successor writes another part than the representative", ("S2", "S7", "V1"), ("stop@part-1",)
+    ),
+    "signs-for-ever": Planted("takeover", "who stalls still gives signs of work", ("V1",), ("stall@write-1",)),
+    "pins-of-another-order": Planted(
+        "takeover", "an order that ends frees slots that another one still writes from", ("S2",), ("stall@takeover-1",)
+    ),
+    "durable-when-ordered": Planted("commit", "durable is named when the commit is ordered", ("S13",), ("EIO@link-0",)),
+    "failed-commit-is-success": Planted("commit", "a commit that failed counts", ("S13",), ("EIO@link-0",)),
+    "unwritten-counts": Planted("commit", "a bundle that could not be written counts", ("S2",), ("EIO@write-1",)),
+    "suspect-is-captured": Planted(
+        "commit", "differing twins are told and not acted on", ("S16",), ("differ@twins-1",)
+    ),
+    "nothing-is-retried": Planted("commit", "what failed is not tried again", ("V1",), ("EIO@storage-0",)),
+    "one-is-kept": Planted("retention", "only the newest version stays", ("S11",), ("EIO@unlink-0",)),
+    "unfinished-counts": Planted("retention", "versions without a commit count as kept", ("S11",), ("EIO@link-0",)),
+    "inventory-of-one": Planted("loading", "only the own keeper is asked", ("S1",), ("lost@node-2",)),
+    "storage-unchecked": Planted("loading", "what storage gives is not proved", ("S5",), ("flip@file-0",)),
+    "oldest-first": Planted("loading", "the oldest version is taken", ("S1",), ("lost@node-1",)),
+    "memory-is-not-looked-at": Planted("loading", "only storage is looked at", ("S1",), ("EIO@link-0",)),
+    "past-assembles": Planted("fencing", "an older incarnation may come together", ("S7",), ("skip@save-1",)),
+    "past-saves": Planted("fencing", "an older incarnation is given slots", ("S7",), ("skip@save-1",)),
+    "past-is-served": Planted("fencing", "keepers of an older incarnation are served", ("S7",), ("skip@save-1",)),
+    "everybody-may-say-everything": Planted("fencing", "roles mean nothing", ("S18",), ("forged@socket-0",)),
+}

@@ -1,0 +1,304 @@
+"""A job without torch: real keepers on "nodes" of one machine, trainers that write bytes into slot views.
+
+The ground of `holdfast drill faults` and of the tests of nodes.
+
+Every rank has a bundle of its own ("rng") and shares one with its twins: rank r of a node twins with rank r of every
+other node. Content is a function of bundle and step, so that twins agree and every byte can be checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.base.config import Config
+from holdfast.base.events import Events
+from holdfast.core.bundles import plan_bundles, rank_layout
+from holdfast.core.model import Bundle, Extent, Level, RankLayout, Shard, Topology, Version
+from holdfast.node.client import Assembly, ImageSpan, KeeperClient, Slot
+from holdfast.node.places import Place, place_of
+from holdfast.node.start import ensure_keeper
+from holdfast.tiers import format as image_format
+from holdfast.tiers.procs import start_time
+from holdfast.tiers.storage import open_storage
+
+TIMEOUT_S = 10.0
+
+
+def start_hurtable(root: str, config: Config, control: Path, *, plant: str = "") -> subprocess.Popen[bytes]:
+    """A keeper that does as `control` says (testing.faults.hurt), once it listens; with a bug planted if one is named."""
+    place = place_of(root, config)
+    place.make()
+    ready, theirs = os.pipe()
+    command = [
+        sys.executable, "-m", "holdfast.testing.faults.hurt", str(control), plant,
+        "--root", root, "--run-id", config.run_id, "--node", place.node, "--runtime-dir", str(place.runtime),
+        "--memory-budget", config.memory_budget, "--linger-s", str(config.linger_s), "--ready-fd", str(theirs),
+    ]  # fmt: skip
+    keeper = subprocess.Popen(command, pass_fds=(theirs,), start_new_session=True)
+    os.close(theirs)
+    with os.fdopen(ready) as said:
+        if json.loads(said.read())["pid"] != keeper.pid:
+            raise AssertionError("another keeper of the node was there first")
+    return keeper
+
+
+class Rig:
+    """A job on `num_nodes` nodes with `per_node` ranks each.
+
+    Args:
+        base: a short directory of the caller's: a socket's path has at most 107 bytes.
+        own_bytes: of the bundle that only one rank holds.
+        plant: a bug for the keepers that `hurtable` starts (testing.faults.planted).
+        config: settings of the keepers; `root` is where the checkpoints go.
+    """
+
+    def __init__(
+        self,
+        base: Path,
+        *,
+        num_nodes: int = 1,
+        per_node: int = 1,
+        own_bytes: int = 4096,
+        plant: str = "",
+        **config: Any,
+    ) -> None:
+        self.base = base
+        self.root = str(config.pop("root", base / "ck"))
+        self.labels = tuple(f"n{index}" for index in range(num_nodes))
+        self.topology = Topology(self.labels, tuple(rank // per_node for rank in range(num_nodes * per_node)))
+        self.per_node = per_node
+        self.own_bytes = own_bytes
+        self.plant = plant
+        self.config: dict[str, Any] = {"memory_budget": "1GiB", "linger_s": 60.0, **config}
+        self.storage = open_storage(self.root, Events())
+        self.hurt_keepers: list[subprocess.Popen[bytes]] = []
+        self.pids: set[int] = set()
+        self.trainers: list[Trainer] = []
+        self.job_id = self.storage.claim()
+        self.incarnation = 0
+        self.resumed: Version | None = None
+
+    def config_of(self, node: int) -> Config:
+        """Settings of the node's keeper."""
+        return Config(runtime_dir=str(self.base / "rt"), node_label=self.labels[node], **self.config)
+
+    def keeper(self, node: int) -> Place:
+        """Where the node's keeper is; it is started if there is none."""
+        place = ensure_keeper(self.root, self.config_of(node))
+        self.pids.add(self.pid_of(place))
+        return place
+
+    def hurtable(self, node: int) -> int:
+        """Starts a keeper of the node that `hurt` reaches, before anyone else starts one; returns its process id."""
+        keeper = start_hurtable(self.root, self.config_of(node), self.base / f"hurt{node}", plant=self.plant)
+        self.hurt_keepers.append(keeper)
+        return keeper.pid
+
+    def hurt(self, node: int, what: str) -> None:
+        """From now on `what` is wrong with the node's keeper; nothing if it is empty. See testing.faults.hurt."""
+        control = self.base / f"hurt{node}"
+        control.with_suffix(".new").write_text(what)
+        control.with_suffix(".new").rename(control)
+
+    def pid_of(self, place: Place) -> int:
+        """Process id of the keeper there."""
+        viewer = KeeperClient.connect(place.socket, job=place.job)
+        try:
+            return viewer.pid
+        finally:
+            viewer.close()
+
+    def address(self, node: int) -> str:
+        """Where other nodes find the keeper."""
+        place = self.keeper(node)
+        viewer = KeeperClient.connect(place.socket, job=place.job)
+        try:
+            return viewer.address
+        finally:
+            viewer.close()
+
+    def status(self, node: int) -> dict[str, Any]:
+        """The status page of the node's keeper."""
+        place = self.keeper(node)
+        viewer = KeeperClient.connect(place.socket, job=place.job)
+        try:
+            return viewer.status()
+        finally:
+            viewer.close()
+
+    def next_incarnation(self, resumed: Version | None = None) -> int:
+        """A new incarnation that resumes from `resumed`."""
+        self.incarnation = self.storage.register_incarnation()
+        self.storage.record_resumed(self.incarnation, resumed)
+        self.resumed = resumed
+        return self.incarnation
+
+    def next_incarnation_open(self) -> int:
+        """A new incarnation; what it resumes from is not known yet."""
+        self.incarnation = self.storage.register_incarnation()
+        return self.incarnation
+
+    def assembly(self) -> Assembly:
+        """What the ranks tell their keepers."""
+        lineage = tuple((n, v) for n, v in self.storage.lineage().items() if n < self.incarnation)
+        addresses = tuple(self.address(node) for node in range(len(self.labels)))
+        return Assembly(self.incarnation, self.root, self.job_id, self.topology, addresses, lineage=lineage)
+
+    def start(self, *, prepare: bool = True) -> list[Trainer]:
+        """Keepers, a new incarnation, and every rank ready to save."""
+        self.next_incarnation()
+        assembly = self.assembly()
+        trainers = [self.trainer(rank) for rank in range(self.topology.world_size)]
+        for trainer in trainers:
+            trainer.join(assembly, prepare=prepare)
+        for trainer in trainers:
+            trainer.client.resume(self.incarnation, None)
+        return trainers
+
+    def trainer_bundles(self, rank: int) -> tuple[Bundle, ...]:
+        """The bundles of a rank."""
+        return bundles_of(self, rank)
+
+    def trainer(self, rank: int) -> Trainer:
+        """A rank, connected to the keeper of its node."""
+        trainer = Trainer(self, rank)
+        self.trainers.append(trainer)
+        return trainer
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for trainer in self.trainers:
+            trainer.client.close()
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                if start_time(pid) is not None:
+                    os.kill(pid, signal.SIGCONT)
+                    os.kill(pid, signal.SIGKILL)
+        for keeper in self.hurt_keepers:
+            keeper.kill()
+            keeper.wait()
+
+
+class Trainer:
+    """One rank, in this process."""
+
+    def __init__(self, rig: Rig, rank: int) -> None:
+        self.rig = rig
+        self.rank = rank
+        self.node = rig.topology.node_of[rank]
+        self.bundles = bundles_of(rig, rank)
+        self.layout = self.layout_of(rig, rank)
+        self.slots: tuple[Slot, ...] = ()
+        self.connect()
+
+    @staticmethod
+    def layout_of(rig: Rig, rank: int) -> RankLayout:
+        """What the rank registers."""
+        return rank_layout(bundles_of(rig, rank), rank, rig.topology)
+
+    @property
+    def num_bytes(self) -> int:
+        """Room that its images need."""
+        return sum(-(-image_format.plan_image(b, 0).length // 4096) * 4096 for b in self.mine)
+
+    @property
+    def mine(self) -> list[Bundle]:
+        """The bundles that it copies; twins on the same node copy the others."""
+        return [bundle for bundle in self.bundles if bundle.bundle_id in self.layout.captures]
+
+    def connect(self) -> None:
+        """A connection to the keeper of its node."""
+        place = self.rig.keeper(self.node)
+        self.client = KeeperClient.connect(place.socket, job=place.job, rank=self.rank)
+
+    def join(self, assembly: Assembly, *, prepare: bool = True) -> None:
+        """Belongs to the job from here on, with two slots if it is to save."""
+        self.client.assemble(assembly)
+        self.client.register(self.layout)
+        if prepare:
+            self.slots = self.client.prepare(self.num_bytes, 2)
+
+    def version(self, step: int) -> Version:
+        """The version of a step in the running incarnation."""
+        return Version(self.rig.incarnation, step)
+
+    def begin(self, step: int, *, durable: bool = False, timeout_s: float = 1.0) -> Slot:
+        """A slot for the step."""
+        return self.client.begin(self.version(step), self.num_bytes, durable=durable, timeout_s=timeout_s)
+
+    def write(self, slot: Slot, step: int, salt: int = 0) -> list[ImageSpan]:
+        """Copies the step's images into the slot."""
+        spans, offset = [], 0
+        refs = {ref.bundle_id: ref for ref in self.layout.bundles}
+        for bundle in self.mine:
+            image = image_of(bundle, step, salt)
+            slot.view[offset : offset + len(image)] = image
+            spans.append(ImageSpan(refs[bundle.bundle_id], offset, len(image)))
+            offset += -(-len(image) // 4096) * 4096
+        return spans
+
+    def save(self, step: int, *, durable: bool = False, salt: int = 0) -> Version:
+        """Saves the step; levels come later."""
+        slot = self.begin(step, durable=durable)
+        self.client.copied(self.version(step), self.write(slot, step, salt))
+        return self.version(step)
+
+
+def save_all(trainers: Sequence[Trainer], step: int, *, durable: bool = False) -> Version:
+    """All ranks save `step`."""
+    for trainer in trainers:
+        trainer.save(step, durable=durable)
+    return trainers[0].version(step)
+
+
+def reached(trainers: Sequence[Trainer], version: Version, level: Level, timeout_s: float = TIMEOUT_S) -> None:
+    """Waits until every rank heard that `version` reached `level`."""
+    for trainer in trainers:
+        if trainer.client.wait(version, level, timeout_s) < level:
+            raise AssertionError(f"rank {trainer.rank} heard of another level of {version}")
+
+
+def bundles_of(rig: Rig, rank: int) -> tuple[Bundle, ...]:
+    """One of its own, and one that it shares with its twins."""
+    twins = tuple(range(rank % rig.per_node, rig.topology.world_size, rig.per_node))
+    rows = rig.own_bytes // 1024
+    shards = [
+        Shard(f"rank{rank}/rng", "F32", (rows, 256), Extent((0, 0), (rows, 256)), (rank,)),
+        Shard("weight", "F32", (rig.per_node, 512), Extent((rank % rig.per_node, 0), (1, 512)), twins),
+    ]
+    return plan_bundles(shards, values_of=[], topology=rig.topology)
+
+
+def image_of(bundle: Bundle, step: int, salt: int = 0) -> bytes:
+    """The image of a bundle at a step."""
+    plan = image_format.plan_image(bundle, 0)
+    seed = sum(bundle.bundle_id.encode()) + step + salt
+    return plan.header + bytes([seed % 251]) * (plan.length - len(plan.header))
+
+
+def eventually(check: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
+    """Polls a fact that only shows from outside (a file, a process, a status page) until it holds."""
+    deadline = time.monotonic() + timeout_s
+    while not check():
+        if time.monotonic() >= deadline:
+            raise AssertionError("it did not happen in time")
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def rig_in(base: Path, **options: Any) -> Iterator[Rig]:
+    """A rig whose processes end with the block."""
+    rig = Rig(base, **options)
+    try:
+        yield rig
+    finally:
+        rig.close()
