@@ -6,11 +6,16 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
+from holdfast.base.events import Events
 from holdfast.core import takeover
-from holdfast.core.model import Level, Version
+from holdfast.core.model import BundleRef, Level, Version
+from holdfast.core.slots import SlotState
+from holdfast.node.arena import Held
+from holdfast.node.succession import Succession
 from node.rig import Rig, Trainer, eventually, image_of, reached, save_all
 
 MakeRig = Callable[..., Rig]
@@ -163,3 +168,37 @@ def test_parts_are_determined_by_the_table(make_rig: MakeRig) -> None:
     assert parts == takeover.parts(reversed(table), rig.topology)
     assert Counter(ref.bundle_id for part in parts for ref in part.refs) == Counter(ref.bundle_id for ref in table)
     assert all(len(set(part.line)) == len(part.line) >= 2 for part in parts)
+
+
+def test_what_is_written_from_stays_until_every_order_that_needs_it_is_done() -> None:
+    """One order of a version ends while another one of it still waits: its slots must not be given to a newer version."""
+    version, queued = Version(1, 4), []
+    own, replica, other = (Held(None, rank, rank > 0, SlotState.SEALED, version) for rank in (0, 1, 2))
+    for held, name in ((own, "mine"), (replica, "theirs"), (other, "nobody's")):
+        held.images = {name: None}
+    state = SimpleNamespace(
+        arena=[own, replica, other],
+        ledger=SimpleNamespace(incarnation=1, standing=lambda _: (frozenset(), "", False)),
+        unpin=lambda held, why: held.unpin(why),
+    )
+    state.arena = _Found(state.arena)
+    succession = Succession(state, Events(), queued.append)
+    orders = [
+        takeover.Order(version, (takeover.Part(index, (0,), (BundleRef(name, (0,), 0, 1, 8, ""),)),), term, "")
+        for index, (name, term) in enumerate((("mine", 0), ("theirs", 1)))
+    ]
+    for order in (*orders, orders[1]):
+        succession.again(order)
+    assert queued == [*orders, orders[1]]
+
+    succession.done(orders[0])
+    assert (own.pins.total(), replica.pins.total(), other.pins.total()) == (0, 2, 0)
+    succession.done(orders[1])
+    assert replica.pins.total() == 1
+    succession.done(orders[1])
+    assert replica.pins.total() == 0
+
+
+class _Found(list):
+    def find(self, version: Version, bundle_id: str) -> object:
+        return next((held for held in self if bundle_id in held.images), None)

@@ -42,14 +42,14 @@ def run_cell(cell: Cell, plant: str = "") -> Outcome:
         return replace(run(cell, base, plant=planted.in_keepers(plant)), plant=plant)
 
 
-def hunt(name: str) -> Outcome | None:
-    """The first cell that finds the planted bug; None if none does."""
+def hunt(name: str) -> tuple[str, str, tuple[str, str] | None]:
+    """The bug, the first cell that finds it, and the violation; no cell and None if it is missed."""
     bug = planted.BUGS[name]
     for cell in bug.cells:
-        outcome = run_cell(CELLS[cell], name)
-        if {invariant for invariant, _ in outcome.violations} & set(bug.invariants):
-            return outcome
-    return None
+        for violation in run_cell(CELLS[cell], name).violations:
+            if violation[0] in bug.invariants:
+                return name, cell, violation
+    return name, "", None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -60,7 +60,9 @@ def main(arguments: Sequence[str]) -> int:
         _say(*(f"{cell!s:<26} {cell.phase:<10} {cell.group}" for cell in chosen))
         return 0
     if options.plant:
-        return _hunt(list(planted.BUGS) if options.plant == "all" else [options.plant], as_json=options.json)
+        return _hunt(
+            list(planted.BUGS) if options.plant == "all" else [options.plant], options.jobs, as_json=options.json
+        )
     if not chosen:
         sys.stderr.write("no cell matches; `holdfast drill faults --list` names them all\n")
         return 2
@@ -88,19 +90,20 @@ def _row(outcome: Outcome) -> str:
     )
 
 
-def _hunt(names: Sequence[str], *, as_json: bool) -> int:
-    missed = 0
-    for name in names:
-        bug, found = planted.BUGS[name], hunt(name)
-        missed += found is None
-        evidence = (
-            next((v for v in found.violations if v[0] in bug.invariants), ("", "")) if found else ("MISSED", bug.what)
-        )
+def _hunt(names: Sequence[str], jobs: int, *, as_json: bool) -> int:
+    """Looks for every bug; those of the ranks one after the other, for all cells of this process have them."""
+    with ThreadPoolExecutor(jobs) as pool:
+        found = list(pool.map(hunt, [name for name in names if planted.in_keepers(name)]))
+    found += [hunt(name) for name in names if not planted.in_keepers(name)]
+    for name, cell, evidence in found:
+        bug = planted.BUGS[name]
         if as_json:
-            row = {"name": name, "kind": bug.kind, "cell": found.cell if found else None, "found_by": evidence}
+            row = {"name": name, "kind": bug.kind, "cell": cell, "found_by": evidence}
             _say(msgspec.json.encode(row).decode())
         else:
-            _say(f"{name:<30} {bug.kind:<12} {found.cell if found else '':<18} {evidence[0]:<6} {evidence[1][:100]}")
+            invariant, what = evidence or ("MISSED", bug.what)
+            _say(f"{name:<30} {bug.kind:<12} {cell:<18} {invariant:<6} {what[:100]}")
+    missed = sum(evidence is None for _, _, evidence in found)
     if not as_json:
         _say("", f"{len(names) - missed} of {len(names)} planted bugs found")
     return int(bool(missed))
