@@ -194,3 +194,37 @@ def test_named_pairs_hold_for_second_copies_and_twins_are_spread() -> None:
     again = backups.place_again(twins, {ref.bundle_id: 0 for ref in twins}, flat)
     assert sorted(Counter(again.values()).values()) == [2, 2, 2]
     assert 0 not in again.values()
+
+
+def layouts(num_nodes: int) -> dict[str, tuple[list[Shard], Topology, int]]:
+    """Shards of one weight and its moment under three strategies, one rank a node (hybrid: two), and the bytes of one node only."""
+    rows, one = 240 * num_nodes, Topology(tuple(f"n{i}" for i in range(num_nodes)), tuple(range(num_nodes)))
+    names, ranks = ("weight", "moment"), tuple(range(num_nodes))
+    two = Topology(one.nodes, tuple(node for node in ranks for _ in range(2)))
+
+    def part(name: str, index: int, count: int, holders: tuple[int, ...]) -> Shard:
+        size = rows // count
+        return Shard(name, "F32", (rows, 1024), Extent((index * size, 0), (size, 1024)), holders)
+
+    return {
+        "data parallel": ([part(name, 0, 1, ranks) for name in names], one, 0),
+        "fully sharded": (
+            [part(name, rank, num_nodes, (rank,)) for name in names for rank in ranks], one, 2 * rows * 4096,
+        ),
+        "hybrid": ([part(name, i, 2, tuple(range(i, 2 * num_nodes, 2))) for name in names for i in (0, 1)], two, 0),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 5])
+def test_what_is_sent_is_what_one_node_alone_holds_under_every_strategy(num_nodes: int) -> None:
+    for name, (shards, topology, unique) in layouts(num_nodes).items():
+        world = range(len(topology.node_of))
+        mine = {r: plan_bundles([s for s in shards if r in s.ranks], values_of=[], topology=topology) for r in world}
+        refs = {ref.bundle_id: ref for r in world for ref in rank_layout(mine[r], r, topology).bundles}
+        placed = backups.place(list(refs.values()), topology)
+        sent = Counter()
+        for bundle_id, node in placed.items():
+            sent[node] += refs[bundle_id].num_bytes
+            assert node not in {topology.node_of[rank] for rank in refs[bundle_id].ranks}
+        assert sum(sent.values()) == unique, name
+        assert all(abs(kept - unique / num_nodes) <= 0.1 * unique / num_nodes for kept in sent.values()), name

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -19,6 +20,7 @@ from holdfast.core.recovery import Facts, Fetch, Source, Stored, choose_version,
 from holdfast.node import messages
 from holdfast.node.client import Inventory, KeeperClient
 from holdfast.node.rpc import Caller, dial
+from holdfast.tiers import format as image_format
 from node.rig import Rig, Trainer, eventually, image_of, reached, save_all
 
 MakeRig = Callable[..., Rig]
@@ -184,6 +186,34 @@ def test_storage_is_the_last_source(make_rig: MakeRig) -> None:
     # What was read once lies in memory again.
     found, sources = restored(back[0], facts_of(rig, back[0].client.inventory(), with_storage=True))
     assert set(sources.values()) == {Source.SLOT}
+
+
+def test_what_comes_back_in_several_turns_leaves_a_slot_for_the_next_save(make_rig: MakeRig) -> None:
+    """One bundle at a time, as after a bad copy: else both slots would hold parts of what was resumed from, for good."""
+    rig = make_rig(num_nodes=2)
+    trainers = rig.start()
+    version = save_all(trainers, 7, durable=True)
+    reached(trainers, version, Level.DURABLE)
+    for trainer in trainers:
+        os.kill(trainer.client.pid, signal.SIGKILL)
+        trainer.client.close()
+    rig.next_incarnation(version)
+    back = [reborn(rig, rank) for rank in range(2)]
+    facts = facts_of(rig, back[0].client.inventory(), with_storage=True)
+    choice = choose_version(facts).value
+    assert choice is not None
+    for trainer in back:
+        for fetch in fetches(choice, trainer.rank, facts):
+            (item,) = trainer.client.obtain(version, [replace(fetch, via=None)], timeout_s=10)
+            image_format.verify(item.view, item.seal, "it came back")
+    for trainer in back:
+        trainer.client.release()
+        trainer.client.resume(rig.incarnation, version)
+
+    following = save_all(back, 8)
+
+    reached(back, following, Level.REPLICATED)
+    assert {copy.version for copy in back[0].client.inventory().copies} == {version, following}
 
 
 def test_a_damaged_file_is_refused_by_name(make_rig: MakeRig) -> None:

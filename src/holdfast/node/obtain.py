@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from holdfast.base.errors import KeeperLost
+from holdfast.base.errors import KeeperLost, MemoryRefused
 from holdfast.core.model import Version
 from holdfast.core.recovery import Fetch, Source
 from holdfast.core.slots import SlotState, choose_slot
@@ -202,19 +202,37 @@ class Obtainer:
             self._state.arena.collect(self._state.is_free)
 
     def _target(self, rank: int, version: Version, num_bytes: int) -> Held:
-        """A slot of the rank that may be written, else memory of its own that goes when the guard allows."""
+        """A slot of the rank that may be written, else memory of its own that goes when the guard allows.
+
+        One slot of the rank at most: what is brought in several turns (a copy was bad, or a part is here already) would
+        else end in all of them, and the guard would keep every one for the version that was resumed from.
+        """
         state = self._state
         with state.lock:
-            fitting = [h for h in state.arena.of_rank(rank) if h.slot.num_bytes >= num_bytes and not h.outgrown]
-            chosen = choose_slot([state.view(h) for h in fitting], state.need_ledger().knowledge)
-            held = state.arena.get(chosen.value) if chosen.value is not None else None
-            if held is not None:
+            own = [held for held in state.arena.of_rank(rank) if not held.outgrown]
+            if not any(held.version == version and held.state is SlotState.SEALED for held in own):
+                held = self._free(own, num_bytes)
+                if held is not None:
+                    return self._claim(held, version)
+        try:
+            slot = state.arena.allocate(num_bytes, f"restoring {version} for rank {rank}")
+        except MemoryRefused:  # coming back is worth more than the next save
+            with state.lock:
+                held = self._free(own, num_bytes)
+                if held is None:
+                    raise
                 return self._claim(held, version)
-        slot = state.arena.allocate(num_bytes, f"restoring {version} for rank {rank}")
         with state.lock:
             held = state.arena.add(slot, rank)
             held.outgrown = True
             return self._claim(held, version)
+
+    def _free(self, own: Sequence[Held], num_bytes: int) -> Held | None:
+        """A slot that the guard lets be overwritten, large enough. Under the state's lock."""
+        state = self._state
+        fitting = [held for held in own if held.slot.num_bytes >= num_bytes]
+        chosen = choose_slot([state.view(held) for held in fitting], state.need_ledger().knowledge)
+        return state.arena.get(chosen.value) if chosen.value is not None else None
 
     def _claim(self, held: Held, version: Version) -> Held:
         held.start(version, layout="", durable=False)

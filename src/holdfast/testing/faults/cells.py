@@ -32,6 +32,8 @@ class Cell:
         node: of trainers, the rank.
         group: of GROUPS.
         finished: others finish what the hurt one should have written: it is durable while the fault lasts.
+        caught_up: what waited for storage becomes durable once the fault is over, without a newer version.
+        lost: the node is lost before the ranks come back: what was called replicated is needed from the others.
         num_nodes: of the job.
     """
 
@@ -40,6 +42,8 @@ class Cell:
     node: int
     group: str
     finished: bool = False
+    caught_up: bool = False
+    lost: bool = False
     num_nodes: int = 2
 
     def __str__(self) -> str:
@@ -80,17 +84,19 @@ _storage = [
         for code in ("ENOSPC", "EIO")
         for where in ("write", "fsync", "rename")
     ),
-    *(Cell("EIO", where, 0, "storage") for where in ("link", "unlink", "storage")),
+    Cell("EIO", "unlink", 0, "storage"),
+    *(Cell("EIO", where, 0, "storage", caught_up=True) for where in ("link", "storage")),
     *(Cell("stall", where, 1, "storage", finished=True) for where in ("write", "fsync")),
-    *(Cell("stall", where, 0, "storage") for where in ("rename", "link")),
+    Cell("stall", "rename", 0, "storage"),
+    Cell("stall", "link", 0, "storage", caught_up=True),
     *(Cell("slow", "storage", node, "storage") for node in (0, 1)),
-    *(Cell("ENOENT", "storage", node, "storage") for node in (0, 1)),
+    *(Cell("ENOENT", "storage", node, "storage", caught_up=True) for node in (0, 1)),
     *(Cell(what, "takeover", 1, "storage", num_nodes=3) for what in ("ENOSPC", "EIO", "stall")),
     *(Cell(what, "file", 0, "storage") for what in ("flip", "cut", "empty", "gone", "stale")),
     *(Cell(what, "manifest", 0, "storage") for what in ("flip", "cut", "gone")),
 ]
 _network = [
-    *(Cell(what, "wire", node, "network") for what in ("flip", "cut") for node in (0, 1)),
+    *(Cell(what, "wire", node, "network", lost=True) for what in ("flip", "cut") for node in (0, 1)),
     *(Cell("cut", "line", node, "network") for node in (0, 1)),
     Cell("stall", "send", 1, "network"),
 ]

@@ -44,6 +44,7 @@ PATIENCE_S = 6.0
 REACH_S = 20.0
 MAX_BAD_COPIES = 12
 KEEP_LAST = 2
+LOG_LINES = 60
 
 Copy = tuple[Version, str, int | None]
 
@@ -57,6 +58,7 @@ class Outcome:
         back: the version that all came back from.
         why: why that one.
         violations: (invariant, what).
+        evidence: the end of the keepers' logs, if something was violated.
     """
 
     cell: str
@@ -68,6 +70,7 @@ class Outcome:
     why: str
     seconds: float
     violations: tuple[tuple[str, str], ...]
+    evidence: tuple[str, ...] = ()
 
 
 def run(cell: Cell, base: Path, *, plant: str = "") -> Outcome:
@@ -86,9 +89,14 @@ def run(cell: Cell, base: Path, *, plant: str = "") -> Outcome:
         job.close()
     violations = tuple((violation.invariant, violation.what) for violation in found)
     seconds = time.monotonic() - started
-    return Outcome(
-        str(cell), cell.phase, cell.group, plant, len(job.life.acks), str(job.back or ""), job.why, seconds, violations
-    )
+    told, back = len(job.life.acks), str(job.back or "")
+    evidence = _logs(base) if violations else ()
+    return Outcome(str(cell), cell.phase, cell.group, plant, told, back, job.why, seconds, violations, evidence)
+
+
+def _logs(base: Path) -> tuple[str, ...]:
+    found = sorted(base.glob("rt/*/*/keeper.log"))
+    return tuple(f"{log.parent.name}: {line}" for log in found for line in log.read_text().splitlines()[-LOG_LINES:])
 
 
 class _Wrong(Exception):
@@ -171,13 +179,19 @@ class Job:
         strikes.heal(self.rig, self.pids)
         for rank in self.ranks:
             rank.wake()
-        self._until(lambda: self._ended(Version(1, LAST), Level.DURABLE), 0.5)
+        done = self._until(partial(self._ended, Version(1, LAST), Level.DURABLE), REACH_S if cell.caught_up else 0.5)
         self._acknowledge()
+        if cell.caught_up and not done:
+            self.life.faults.append(Violation("V1", f"storage serves again, and {Version(1, LAST)} is not durable"))
+        self._settle()
         for rank in self.ranks:
             rank.close()
+        if cell.lost:
+            self._lose(cell.node)
         self.life.storage = self.look()
         if cell.where in ("file", "manifest"):
-            self._lose_memory()
+            for node in range(len(self.pids)):
+                self._lose(node)
         if cell.where in strikes.AT_REST:
             spoiled = strikes.at_rest(cell, Path(self.rig.root), self.pids)
             self._spoiled = frozenset([spoiled]) if spoiled and cell.where != "memory" else frozenset()
@@ -228,7 +242,7 @@ class Job:
 
     def _save(self, step: int, *, durable: bool, cell: Cell | None = None) -> None:
         for rank in self.ranks:
-            mine, strike, salt = strikes.saves(cell, rank.rank, step, FIRST) if cell else (step, "", 0)
+            mine, strike, salt = strikes.saves(cell, rank.rank, step, first=FIRST, last=LAST) if cell else (step, "", 0)
             if mine is None:
                 continue
             self.life.states[Version(1, mine), rank.rank] = self._digest(rank.rank, mine, salt)
@@ -254,19 +268,28 @@ class Job:
                 return False
         return True
 
-    def _until(self, fact: Callable[[], bool], timeout_s: float) -> bool:
+    def _until(self, fact: Callable[[], bool], timeout_s: float, *, every_s: float = 0.02) -> bool:
         """Waits for what may never come: the fault decides. Whether it came."""
         deadline = time.monotonic() + timeout_s
         while not (came := fact()) and time.monotonic() < deadline:
-            time.sleep(0.02)
+            time.sleep(every_s)
         return came
 
-    def _lose_memory(self) -> None:
-        """Every keeper ends, so that only storage is left."""
-        for node, keeper in enumerate(self.rig.hurt_keepers):
-            keeper.kill()
-            keeper.wait()
-            self.pids[node] = keeper.pid
+    def _settle(self) -> None:
+        """Retention runs after the last word: waits until the root does not change for a moment."""
+        seen: list[set[str]] = [set()]
+
+        def quiet() -> bool:
+            names = {str(path) for path in Path(self.rig.root).rglob("*")}
+            same, seen[0] = names == seen[0], names
+            return same
+
+        self._until(quiet, REACH_S, every_s=0.15)
+
+    def _lose(self, node: int) -> None:
+        """A node's keeper ends, and its memory with it."""
+        self.rig.hurt_keepers[node].kill()
+        self.rig.hurt_keepers[node].wait()
 
     # --- the second one
 

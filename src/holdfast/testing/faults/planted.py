@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.core import recovery
@@ -63,6 +63,15 @@ def _oldest_first() -> None:
     put(recovery, "choose_version", choose)
 
 
+def _quarantine_forgotten() -> None:
+    real = recovery.choose_version
+
+    def choose(facts: Facts, **more: Any) -> Any:
+        return real(replace(facts, quarantine=recovery.Quarantine()), **more)
+
+    put(recovery, "choose_version", choose)
+
+
 def _memory_is_not_looked_at() -> None:
     real = recovery.choose_version
 
@@ -74,6 +83,7 @@ def _memory_is_not_looked_at() -> None:
 
 _IN_RANKS: dict[str, Callable[[], None]] = {
     "oldest-first": _oldest_first,
+    "quarantine-forgotten": _quarantine_forgotten,
     "memory-is-not-looked-at": _memory_is_not_looked_at,
 }
 
@@ -102,15 +112,14 @@ BUGS: dict[str, Planted] = {
     ),
     "durable-when-ordered": Planted("commit", "durable is named when the commit is ordered", ("S13",), ("EIO@link-0",)),
     "failed-commit-is-success": Planted("commit", "a commit that failed counts", ("S13",), ("EIO@link-0",)),
-    "unwritten-counts": Planted("commit", "a bundle that could not be written counts", ("S2",), ("EIO@write-1",)),
     "suspect-is-captured": Planted(
         "commit", "differing twins are told and not acted on", ("S16",), ("differ@twins-1",)
     ),
     "nothing-is-retried": Planted("commit", "what failed is not tried again", ("V1",), ("EIO@storage-0",)),
-    "one-is-kept": Planted("retention", "only the newest version stays", ("S11",), ("EIO@unlink-0",)),
+    "one-is-kept": Planted("retention", "only the newest version stays", ("S11",), ("lost@node-1",)),
     "unfinished-counts": Planted("retention", "versions without a commit count as kept", ("S11",), ("EIO@link-0",)),
     "inventory-of-one": Planted("loading", "only the own keeper is asked", ("S1",), ("lost@node-2",)),
-    "storage-unchecked": Planted("loading", "what storage gives is not proved", ("S5",), ("flip@file-0",)),
+    "quarantine-forgotten": Planted("loading", "a copy that was bad is taken again", ("V2",), ("flip@file-0",)),
     "oldest-first": Planted("loading", "the oldest version is taken", ("S1",), ("lost@node-1",)),
     "memory-is-not-looked-at": Planted("loading", "only storage is looked at", ("S1",), ("EIO@link-0",)),
     "past-assembles": Planted("fencing", "an older incarnation may come together", ("S7",), ("skip@save-1",)),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from holdfast.base.errors import HoldfastError, StorageError
+from holdfast.base.errors import StorageError
 from holdfast.core import retention
 from holdfast.core.commit import Action, Announcement, Board, Kind
 from holdfast.core.model import Decision, Version
@@ -27,7 +27,6 @@ from holdfast.node.succession import WRITING_PIN, Succession
 from holdfast.node.transfer import PeerReader
 from holdfast.testing.drill.planted import always, put
 from holdfast.tiers import format as image_format
-from holdfast.tiers.manifest import BundleFile
 from holdfast.tiers.storage import Storage
 
 # --- replication ----------------------------------------------------------------------------------------------------
@@ -173,19 +172,6 @@ def _failed_commit_is_success() -> None:
     put(Storage, "commit", swallow)
 
 
-def _unwritten_counts() -> None:
-    write = Storage.write_bundle
-
-    def swallow(self: Storage, *args: Any, **more: Any) -> BundleFile:
-        try:
-            return write(self, *args, **more)
-        except HoldfastError:
-            return BundleFile.of(args[1], args[2])
-
-    put(Storage, "write_bundle", swallow)
-    put(Storage, "_check_complete", always(None))
-
-
 def _suspect_is_captured() -> None:
     abandon, persist_it = Board._abandon, Board._try_persist
 
@@ -235,11 +221,6 @@ _STORAGES: list[Storage] = []
 def _inventory_of_one() -> None:
     inventory = PeerDesk.inventory
     put(PeerDesk, "inventory", lambda self, **_: inventory(self, wide=False))
-
-
-def _storage_unchecked() -> None:
-    put(image_format, "check_chunk", always(None))
-    put(image_format, "check_digest", always(None))
 
 
 def _past_assembles() -> None:
@@ -297,13 +278,11 @@ BUGS: dict[str, Callable[[], None]] = {
     "pins-of-another-order": _pins_of_another_order,
     "durable-when-ordered": _durable_when_ordered,
     "failed-commit-is-success": _failed_commit_is_success,
-    "unwritten-counts": _unwritten_counts,
     "suspect-is-captured": _suspect_is_captured,
     "nothing-is-retried": _nothing_is_retried,
     "one-is-kept": _one_is_kept,
     "unfinished-counts": _unfinished_counts,
     "inventory-of-one": _inventory_of_one,
-    "storage-unchecked": _storage_unchecked,
     "past-assembles": _past_assembles,
     "past-saves": _past_saves,
     "past-is-served": _past_is_served,

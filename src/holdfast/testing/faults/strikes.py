@@ -56,15 +56,15 @@ def arm(cell: Cell, rig: Rig, pids: list[int], ranks: list[Rank]) -> Step:
     return _nothing
 
 
-def saves(cell: Cell, rank: int, step: int, first: int) -> tuple[int | None, str, int]:
+def saves(cell: Cell, rank: int, step: int, *, first: int, last: int) -> tuple[int | None, str, int]:
     """What a rank saves instead of the step (None: nothing), how it is struck in it, and the salt of its bytes."""
-    strike = f"{cell.what}@{cell.where}" if cell.of_trainer and rank == cell.node and step == first + 1 else ""
     mine = rank == cell.node and step == first + 1
+    strike = f"{cell.what}@{cell.where}" if cell.of_trainer and mine else ""
     if cell.what == "skip" and mine:
         return None, "", 0
     if cell.what == "apart" and rank == cell.node:
         return 10 * step, "", 0
-    return step, strike, SALT if cell.where == "twins" and mine else 0
+    return step, strike, SALT if cell.where == "twins" and rank == cell.node and step == last else 0
 
 
 def meanwhile(cell: Cell, rig: Rig) -> list[Violation]:
