@@ -288,11 +288,13 @@ class TorchCheckpointing:
     def __init__(self, tensors: Tensors, home: Path) -> None:
         from torch_checkpointing import CheckpointManager, CheckpointStagerConfig
         from torch_checkpointing.config import AsyncCheckpointSaverConfig
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
         staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
         saving = AsyncCheckpointSaverConfig(staging_config=staging)
         self.tensors, self.home, self.step = tensors, home, 0
-        self.library = CheckpointManager(CheckpointManager.Config(save=saving))
+        plain = LocalFileSystemStorageConfig(use_direct_io=False)  # direct writes of this size fail with EINVAL here
+        self.library = CheckpointManager(CheckpointManager.Config(save=saving, storage_config=plain))
         self.pending: Any = None
 
     def save(self, step: int) -> None:

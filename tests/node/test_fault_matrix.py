@@ -1,7 +1,7 @@
 """Faults x phases: real keepers and trainers are hurt at every place that bytes and messages pass, and the course is judged.
 
 The cells stand in `holdfast.testing.faults.cells`, what a job lives through in `.job`; `holdfast drill faults` runs the
-same. Six cells run by default; all of them with --slow, and print what came of them with -s. Bugs that are planted on
+same. Four cells and one planted bug run by default; all of them with --slow, and print what came of them with -s. Bugs that are planted on
 purpose show that cells and judge are not blind.
 """
 
@@ -25,11 +25,9 @@ from holdfast.testing.faults.planted_keeper import BUGS as IN_KEEPERS
 from holdfast.testing.faults.rig import Rig
 from holdfast.testing.invariants import Resumed, judge
 
-DEFAULT = {
-    "kill@commit-0", "ENOSPC@write-1", "lost@node-1", "flip@memory-1", "kill@copying-1", "forged@socket-0",
-}  # fmt: skip
+DEFAULT = {"kill@commit-0", "ENOSPC@write-1", "flip@memory-1", "kill@copying-1"}
 CALM = Cell("", "idle", 0, "lifecycle")
-PLANTED_DEFAULT = ("durable-when-ordered", "past-saves")
+PLANTED_DEFAULT = ("past-saves",)
 
 
 def test_there_are_cells_enough_for_every_phase_and_group() -> None:
@@ -121,6 +119,7 @@ def _spoil(job: Job) -> None:
     assert "S7" in reported(one, other), "a manifest has another content than before"
 
 
+@pytest.mark.slow
 def test_the_command_runs_cells_and_says_by_its_exit_code_what_it_found() -> None:
     command = [sys.executable, "-m", "holdfast.testing.drill", "faults", "--cells", "skip@save-1", "--json"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -173,9 +173,9 @@ def test_parts_are_determined_by_the_table(make_rig: MakeRig) -> None:
 def test_what_is_written_from_stays_until_every_order_that_needs_it_is_done() -> None:
     """One order of a version ends while another one of it still waits: its slots must not be given to a newer version."""
     version, queued = Version(1, 4), []
-    own, replica, other = (Held(None, rank, rank > 0, SlotState.SEALED, version) for rank in (0, 1, 2))
+    own, replica, other = (Held(None, rank, rank > 0) for rank in (0, 1, 2))
     for held, name in ((own, "mine"), (replica, "theirs"), (other, "nobody's")):
-        held.images = {name: None}
+        held.state, held.version, held.images = SlotState.SEALED, version, {name: None}
     state = SimpleNamespace(
         arena=[own, replica, other],
         ledger=SimpleNamespace(incarnation=1, standing=lambda _: (frozenset(), "", False)),

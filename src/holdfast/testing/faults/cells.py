@@ -33,7 +33,8 @@ class Cell:
         group: of GROUPS.
         finished: others finish what the hurt one should have written: it is durable while the fault lasts.
         caught_up: what waited for storage becomes durable once the fault is over, without a newer version.
-        lost: the node is lost before the ranks come back: what was called replicated is needed from the others.
+        lost: the node is lost before the ranks come back, and nothing is durable meanwhile: what was called replicated is
+            needed from the others.
         num_nodes: of the job.
     """
 

@@ -4,12 +4,15 @@ What is wrong with it stands in a control file, one line `<what>@<where>`, read 
 when it begins and when it is over:
 
 - what: an errno (`ENOSPC`, `EIO`, ..) that the call fails with; `stop` and `kill`: the keeper ends there by that signal;
-  `stall`: the call waits until the line is gone; `slow`: storage takes SLOW_BYTES_PER_S.
+  `stall`: the call waits until the line is gone; `slow`: storage takes SLOW_BYTES_PER_S. Of bytes to other keepers (at
+  `wire`): `flip` changes one bit of each piece, `cut` ends the connection in the middle of one.
 - where: a system call on the checkpoint directory (`write`, `fsync`, `rename`, `link`, `unlink`), `storage` for all of
-  them, or a step of the protocol in PLACES.
+  them; a step of the protocol in PLACES; `takeover`: it begins to write what another keeper should have written; `wire`;
+  `line`: no other keeper can be reached, and the line to the coordinator is cut.
 
 A line `stop` or `kill` is taken out of the file before it strikes, so that it strikes once. Used by tests and by
-`holdfast drill faults`: python -m holdfast.testing.drill.hurt CONTROL [arguments of a keeper].
+`holdfast drill faults`: python -m holdfast.testing.faults.hurt CONTROL PLANT [arguments of a keeper], where PLANT is
+a bug of testing/faults/planted_keeper.py or empty.
 """
 
 from __future__ import annotations

@@ -162,12 +162,13 @@ class Job:
         if cell.where != "obtain":
             self._undo = strikes.arm(cell, self.rig, self.pids, self.ranks)
         for step in range(FIRST, LAST + 1):
-            self._save(step, durable=step in (FIRST, LAST), cell=cell)
+            self._save(step, durable=step in (FIRST, LAST) and not cell.lost, cell=cell)
             if cell.where == "socket":
                 self.life.faults += strikes.meanwhile(cell, self.rig)
             self._until(partial(self._ended, Version(1, step), Level.CAPTURED), 0.4)
         due = [Version(1, LAST), *([Version(1, FIRST)] if cell.finished else [])]
-        self._until(lambda: all(self._ended(version, Level.DURABLE) for version in due), PATIENCE_S)
+        level = Level.REPLICATED if cell.lost else Level.DURABLE
+        self._until(lambda: all(self._ended(version, level) for version in due), PATIENCE_S / (1 + cell.lost))
         self._acknowledge()
         named = {ack.version.step for ack in self.life.acks if ack.level is Level.DURABLE}
         if cell.finished and FIRST not in named:

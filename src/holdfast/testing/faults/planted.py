@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast.core import recovery
 from holdfast.core.recovery import Facts
-from holdfast.testing.drill.planted import put
+from holdfast.testing.drill.planted import always
 from holdfast.testing.faults import planted_keeper
+from holdfast.tiers import format as image_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,13 @@ def in_ranks(name: str) -> Iterator[None]:
     if name not in _IN_RANKS:
         yield
         return
-    before = recovery.choose_version
-    _IN_RANKS[name]()
+    owner, attribute, bug = _IN_RANKS[name]
+    real = getattr(owner, attribute)
+    setattr(owner, attribute, bug(real))
     try:
         yield
     finally:
-        put(recovery, "choose_version", before)
+        setattr(owner, attribute, real)
 
 
 def in_keepers(name: str) -> str:
@@ -53,38 +55,24 @@ def in_keepers(name: str) -> str:
     return name if name in planted_keeper.BUGS else ""
 
 
-def _oldest_first() -> None:
-    real = recovery.choose_version
-
+def _oldest_first(real: Any) -> Any:
     def choose(facts: Facts, **more: Any) -> Any:
-        oldest = min(facts.stored, default=None)
-        return real(facts, **{**more, "wanted": oldest})
+        return real(facts, **{**more, "wanted": min(facts.stored, default=None)})
 
-    put(recovery, "choose_version", choose)
-
-
-def _quarantine_forgotten() -> None:
-    real = recovery.choose_version
-
-    def choose(facts: Facts, **more: Any) -> Any:
-        return real(replace(facts, quarantine=recovery.Quarantine()), **more)
-
-    put(recovery, "choose_version", choose)
+    return choose
 
 
-def _memory_is_not_looked_at() -> None:
-    real = recovery.choose_version
-
+def _memory_is_not_looked_at(real: Any) -> Any:
     def choose(facts: Facts, **more: Any) -> Any:
         return real(Facts((), {}, facts.stored, facts.lineage, facts.topology), **more)
 
-    put(recovery, "choose_version", choose)
+    return choose
 
 
-_IN_RANKS: dict[str, Callable[[], None]] = {
-    "oldest-first": _oldest_first,
-    "quarantine-forgotten": _quarantine_forgotten,
-    "memory-is-not-looked-at": _memory_is_not_looked_at,
+_IN_RANKS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "oldest-first": (recovery, "choose_version", _oldest_first),
+    "memory-is-not-looked-at": (recovery, "choose_version", _memory_is_not_looked_at),
+    "own-slot-unchecked": (image_format, "verify", lambda _: always(None)),
 }
 
 BUGS: dict[str, Planted] = {
@@ -117,9 +105,11 @@ BUGS: dict[str, Planted] = {
     ),
     "nothing-is-retried": Planted("commit", "what failed is not tried again", ("V1",), ("EIO@storage-0",)),
     "one-is-kept": Planted("retention", "only the newest version stays", ("S11",), ("lost@node-1",)),
-    "unfinished-counts": Planted("retention", "versions without a commit count as kept", ("S11",), ("EIO@link-0",)),
+    "unfinished-counts": Planted(
+        "retention", "versions without a commit count as kept", ("S11", "S13"), ("EIO@link-0",)
+    ),
     "inventory-of-one": Planted("loading", "only the own keeper is asked", ("S1",), ("lost@node-2",)),
-    "quarantine-forgotten": Planted("loading", "a copy that was bad is taken again", ("V2",), ("flip@file-0",)),
+    "own-slot-unchecked": Planted("loading", "what lies in the own slot is not proved", ("S5",), ("flip@memory-1",)),
     "oldest-first": Planted("loading", "the oldest version is taken", ("S1",), ("lost@node-1",)),
     "memory-is-not-looked-at": Planted("loading", "only storage is looked at", ("S1",), ("EIO@link-0",)),
     "past-assembles": Planted("fencing", "an older incarnation may come together", ("S7",), ("skip@save-1",)),
