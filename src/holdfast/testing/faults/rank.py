@@ -128,10 +128,9 @@ def _do(trainer: Trainer, what: dict[str, Any], seen: set[Version]) -> dict[str,
     try:
         slot = trainer.begin(step, durable=what["durable"], timeout_s=0.5)
         spans = trainer.write(slot, step)
-        if strike.endswith("@copying"):
-            slot.view[spans[0].offset + spans[0].length // 2 : spans[-1].offset + spans[-1].length] = bytes(
-                spans[-1].offset + spans[-1].length - spans[0].offset - spans[0].length // 2
-            )
+        if strike.endswith("@copying"):  # struck with half of it in the slot
+            half, end = spans[0].offset + spans[0].length // 2, spans[-1].offset + spans[-1].length
+            slot.view[half:end] = bytes(end - half)
             _strike(strike)
             trainer.write(slot, step)
         trainer.client.copied(trainer.version(step), spans)
