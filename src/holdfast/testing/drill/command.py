@@ -406,7 +406,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="holdfast drill",
         description="Kills processes of real jobs and judges what is left. Other drills, each with its own --help: "
-        "faults, power, sim.",
+        "faults, power, soak, sim.",
     )
     parser.add_argument("drill", choices=["crash"], help="which drill")
     parser.add_argument("--trials", type=int, default=1000, help="how many trials (default 1000)")
