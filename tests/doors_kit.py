@@ -1,0 +1,63 @@
+"""Doors of frameworks in tests: how a worker script is started, and one workshop for all checks of a door."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forked
+from holdfast.testing.contracts.door import Door, Task, Workshop
+
+# Where a launcher starts the source tree's holdfast, also from an environment of a framework.
+SOURCE = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")])}
+TORCHRUN = "torch.distributed.run"
+
+
+def starter(worker: Path, *words: str, launcher: str = TORCHRUN, wide: str = "--wide") -> Callable[[Task], list[str]]:
+    """`WORKER ROOT --steps N [words] [--wide]` on every rank; a plain task always under torchrun."""
+
+    def start(task: Task) -> list[str]:
+        module = TORCHRUN if task.plain else launcher
+        ranks = ["-m", module, "--standalone", "--nproc-per-node", str(task.ranks)]
+        script = [str(worker), str(task.checkpoints), "--steps", str(task.steps), *words]
+        return [sys.executable, "-W", "ignore", *ranks, *script, *(wide.split() if task.changed else [])]
+
+    return start
+
+
+def untouched(script: Path) -> Callable[[Task], list[str]]:
+    """`SCRIPT --steps N`, which knows nothing of holdfast: under `holdfast run`, a plain task under torchrun."""
+
+    def start(task: Task) -> list[str]:
+        ranks = ["--standalone", "--nproc-per-node", str(task.ranks), str(script), "--steps", str(task.steps)]
+        if task.plain:
+            return [sys.executable, "-m", TORCHRUN, *ranks]
+        return [sys.executable, "-m", "holdfast.adapters.run", "--checkpoint-dir", str(task.checkpoints), *ranks]
+
+    return start
+
+
+def warm(*args: Any, **options: Any) -> forked.Popen:
+    """Starts a launcher from a process that has imported torch, and its children too."""
+    return forked.Popen(*args, **options, warm_children=True)
+
+
+def workshops(
+    doors: Mapping[str, Door], *, popen: Callable[..., Any] = subprocess.Popen, timeout_s: float = 150.0
+) -> Any:
+    """A fixture of the module: each door with the workshop that its checks share."""
+
+    @pytest.fixture(scope="module", params=doors)
+    def workshop(
+        request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[tuple[Door, Workshop]]:
+        with Workshop(tmp_path_factory.mktemp(request.param), popen=popen, timeout_s=timeout_s) as made:
+            yield doors[request.param], made
+
+    return workshop
