@@ -1,0 +1,78 @@
+"""Ray Train through the contract of doors, with the real package: a local cluster, two workers, DDP."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from doors_kit import SOURCE, workshops
+from holdfast.base.events import Events
+from holdfast.testing.contracts.door import CHECKS, Check, Door, Task, Workshop
+from holdfast.tiers.storage import open_storage
+
+WORKER = str(Path(__file__).with_name("ray_worker.py"))
+
+pytestmark = [pytest.mark.slow, pytest.mark.rival("ray"), pytest.mark.timeout(600)]
+
+
+def door(*words: str, steps: int = 8) -> Door:
+    def start(task: Task) -> list[str]:
+        wide = ["--wide"] if task.changed else []
+        script = [
+            WORKER,
+            str(task.checkpoints),
+            "--steps",
+            str(task.steps),
+            "--workers",
+            str(task.ranks),
+            *words,
+            *wide,
+        ]
+        return [sys.executable, "-W", "ignore", *script]
+
+    environment = {**SOURCE, "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    root = lambda path: path / "run" / "holdfast"  # noqa: E731
+    return Door(start, steps=steps, twins=2, other_ranks=1, root=root, environment=environment)
+
+
+DOORS = {"ddp": door()}
+workshop = workshops(DOORS)
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS.keys())
+def test_the_contract_of_doors(check: Check, workshop: tuple[Door, Workshop]) -> None:
+    check(*workshop)
+
+
+def test_workers_that_ray_starts_again_go_on_bit_for_bit_and_ray_is_told_of_durable_versions_alone(
+    workshop: tuple[Door, Workshop],
+) -> None:
+    """Worker 1 kills itself with SIGKILL in the middle; Ray makes a new worker group in the same run."""
+    _, made = workshop
+    undisturbed = made.run(door(), Task(made.directory("whole"), 2, 8))
+    killed = made.run(door("--kill", "4", "--durable-every", "2"), Task(made.directory("worker"), 2, 8))
+    assert killed.steps == undisturbed.steps
+    assert set(killed.starts.values()) == {5}  # of the second group
+    root = made.directory("worker") / "run" / "holdfast"
+    told = re.findall(r"holdfast-(i\d+-s\d+)", killed.output)
+    assert len(told) > 1
+    durable = {str(version) for version in open_storage(root, Events()).versions()}
+    pointer = json.loads(re.findall(r"^pointer (.*)$", killed.output, re.MULTILINE)[-1])
+    assert pointer == {"path": str(root), "version": max(durable), "step": 7}
+
+
+def test_a_preemption_that_ray_announces_makes_the_next_step_durable(workshop: tuple[Door, Workshop]) -> None:
+    """The node is really being drained; without the notice nothing would be durable before the end."""
+    _, made = workshop
+    drained = door("--drain", "2", "--durable-every", "100000")
+    told = made.run(drained, Task(made.directory("drained"), 2, 4))
+    noticed = [
+        int(step) for step in re.findall(r"Ray takes a node away .*: step (\d+) is saved to storage", told.output)
+    ]
+    assert noticed
+    versions = open_storage(drained.root(made.directory("drained")), Events()).versions()
+    assert min(noticed) in {version.step for version in versions}
