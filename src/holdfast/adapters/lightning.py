@@ -16,10 +16,14 @@ with a remedy. Nothing happens under HOLDFAST_DISABLE. Tested with lightning 2.6
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch.utils.data
 
 from holdfast.adapters.door import Checkpointer
 from holdfast.base import config as settings
@@ -84,6 +88,7 @@ class Keeping:
         self._root = root
         self._options = options
         self._random: dict[str, Any] | None = None
+        self._iterators: _Iterators | None = None
         self._last = -1
         self.checkpointer: Checkpointer | None = None
 
@@ -111,12 +116,18 @@ class Keeping:
         start = self.checkpointer.restore(fresh=asked_for is not None)
         self._last = start - 1
         progress = trainer.fit_loop.epoch_loop.batch_progress
-        mid_epoch = start > 0 and not progress.is_last_batch
-        # Between epochs the data loader draws random numbers first; within one it has drawn them before the save.
-        self._random = ProcessRandomness().state_dict() if mid_epoch else None
+        if start > 0:
+            random = ProcessRandomness().state_dict()
+            # Between epochs the data loader draws random numbers first; within one it has drawn them before the save.
+            self._random = None if progress.is_last_batch else random
+            if progress.is_last_batch:
+                self._iterators = _Iterators(random)
 
     def first_batch(self) -> None:
         """The data is where it was; random numbers go on where they were."""
+        if self._iterators is not None:
+            self._iterators.leave()
+            self._iterators = None
         if self._random is not None:
             ProcessRandomness().load_state_dict(self._random)
             self._random = None
@@ -136,9 +147,39 @@ class Keeping:
 
     def failed(self, error: BaseException | None) -> None:
         """Lets go; after an error the last whole version is still sent to storage."""
+        self.first_batch()
         if self.checkpointer is not None:
             self.checkpointer.__exit__(type(error) if error else UsageError, error, None)
             self.checkpointer = None
+
+
+class _Iterators:
+    """Every iterator that a data loader makes begins with the same random numbers, until the first batch.
+
+    Resumed at the end of an epoch, a `StatefulDataLoader` makes two: that of the epoch, which is through, and that of the next,
+    where an undisturbed run makes one. Each draws random numbers, so the second would begin with others.
+
+    Args:
+        random: the state that an undisturbed run has when it makes its iterator.
+    """
+
+    def __init__(self, random: dict[str, Any]) -> None:
+        kinds: list[Any] = [torch.utils.data.DataLoader]
+        if "torchdata.stateful_dataloader" in sys.modules:
+            kinds.append(sys.modules["torchdata.stateful_dataloader"].StatefulDataLoader)
+        self._made = [(kind, kind._get_iterator) for kind in kinds]
+        for kind, make in self._made:
+            kind._get_iterator = functools.partialmethod(_made_with, make, random)
+
+    def leave(self) -> None:
+        """Loaders make their iterators as ever."""
+        for kind, make in self._made:
+            kind._get_iterator = make
+
+
+def _made_with(loader: Any, make: Callable[[Any], Any], random: dict[str, Any]) -> Any:
+    ProcessRandomness().load_state_dict(random)
+    return make(loader)
 
 
 class _Loops:
