@@ -1,6 +1,6 @@
 """The script of the DCP door: FSDP2 or DDP, saved by `dcp.save`, loaded by `dcp.load`. Not a test itself.
 
-torchrun dcp_worker.py ROOT --steps N [--ddp] [--stage] [--wide]
+torchrun dcp_worker.py ROOT --steps N [--ddp] [--stage] [--no-random] [--wide]
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ warnings.filterwarnings("ignore")
 class State:
     """Model, optimizer, step and data position, as DCP's own `Stateful`."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer, self.step = model, optimizer, -1
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, random: bool) -> None:
+        self.model, self.optimizer, self.random, self.step = model, optimizer, random, -1
 
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        rng = {f"rank{dist.get_rank()}": torch.get_rng_state()}
-        return {"model": model, "optimizer": optimizer, "step": self.step, "rng": rng}
+        rng = {"rng": {f"rank{dist.get_rank()}": torch.get_rng_state()}} if self.random else {}
+        return {"model": model, "optimizer": optimizer, "step": self.step, **rng}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.step = state["step"]
-        torch.set_rng_state(state["rng"][f"rank{dist.get_rank()}"])
+        if self.random:
+            torch.set_rng_state(state["rng"][f"rank{dist.get_rank()}"])
 
 
 def main() -> None:
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--ddp", action="store_true")
     parser.add_argument("--stage", action="store_true")
+    parser.add_argument("--no-random", action="store_true")  # then any number of ranks may go on
     parser.add_argument("--wide", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -54,7 +56,10 @@ def main() -> None:
     torch.manual_seed(0)
     width = 320 if options.wide else 256
     model: torch.nn.Module = torch.nn.Sequential(
-        torch.nn.Linear(32, width), torch.nn.Dropout(0.1), torch.nn.Linear(width, width), torch.nn.Linear(width, 8)
+        torch.nn.Linear(32, width),
+        torch.nn.Dropout(0.1 * (not options.no_random)),
+        torch.nn.Linear(width, width),
+        torch.nn.Linear(width, 8),
     )
     if options.ddp:
         model = DistributedDataParallel(model)
@@ -64,10 +69,8 @@ def main() -> None:
     torch.manual_seed(100 + rank)
     writer = StorageWriter(options.root, replicated=["*.model", "*.optimizer"] if options.ddp else ())
     reader = StorageReader(writer)
-    state = State(model, optimizer)
+    state = State(model, optimizer, not options.no_random)
     if reader.find() is not None:
-        saved_by = world_size if options.ddp else 0
-        assert saved_by in (0, world_size)
         planner = dcp.DefaultLoadPlanner(allow_partial_load=False)
         dcp.load({"app": state}, storage_reader=reader, planner=planner)
     start = state.step + 1
@@ -77,6 +80,8 @@ def main() -> None:
     future = None
     beside = dist.new_group() if options.stage else None  # DCP plans in its thread while training uses the other one
     for step in range(start, options.steps):
+        if options.no_random:
+            torch.manual_seed(step * 100 + rank)
         loss = model(torch.randn(4, 32)).square().mean()
         loss.backward()
         optimizer.step()

@@ -84,6 +84,7 @@ def test_what_is_saved_is_loaded_bit_for_bit_with_its_plain_values(writer: Stora
         assert reader.loaded == Version(1, 3)
 
 
+@pytest.mark.slow
 def test_a_checkpointer_and_the_commands_read_it(writer: StorageWriter, tmp_path: Path) -> None:
     job = Job()
     saved = tensors(job)
@@ -99,6 +100,7 @@ def test_a_checkpointer_and_the_commands_read_it(writer: StorageWriter, tmp_path
         assert same(other.model.state_dict(), {name: saved[name] for name in other.model.state_dict()})
 
 
+@pytest.mark.slow
 def test_dcp_reads_what_a_checkpointer_saved(tmp_path: Path, runtime_dir: Path) -> None:
     job = Job()
     with holdfast.Checkpointer(tmp_path, model=job.model, optimizer=job.optimizer) as checkpointer:
@@ -117,6 +119,7 @@ def test_a_state_with_objects_of_any_class_is_refused_by_name(writer: StorageWri
         dcp.save({"strange": Path("x"), "fine": torch.ones(3)}, storage_writer=writer)
 
 
+@pytest.mark.slow
 def test_saves_count_on_and_a_number_may_not_go_back(writer: StorageWriter) -> None:
     state = {"x": torch.arange(4.0)}
     for expected in (0, 1):
@@ -132,6 +135,7 @@ def test_saves_count_on_and_a_number_may_not_go_back(writer: StorageWriter) -> N
         dcp.load(loaded, checkpoint_id="99", storage_reader=StorageReader(writer))
 
 
+@pytest.mark.slow
 def test_after_going_back_a_new_incarnation_begins(writer: StorageWriter) -> None:
     state = {"x": torch.arange(4.0)}
     for step in (1, 2):
@@ -144,6 +148,7 @@ def test_after_going_back_a_new_incarnation_begins(writer: StorageWriter) -> Non
     assert manifest.resumed_from == Version(1, 1)
 
 
+@pytest.mark.slow
 def test_a_level_below_durable_returns_early_and_close_makes_it_durable(tmp_path: Path, runtime_dir: Path) -> None:
     writer = StorageWriter(tmp_path, level="captured")
     dcp.save({"x": torch.ones(1000)}, checkpoint_id="5", storage_writer=writer)
@@ -177,6 +182,7 @@ def test_the_stager_keeps_the_state_of_the_call(writer: StorageWriter) -> None:
     stager.close()
 
 
+@pytest.mark.slow
 def test_from_the_second_save_on_the_stager_copies_straight_into_the_slot(
     writer: StorageWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +217,7 @@ def test_plain_tensors_and_values_are_replicated_only_if_that_was_said() -> None
     assert [[n.holders for n in held] for held in said.values()] == [[(0, 1), (0,)], [(0, 1), ()]]
 
 
+@pytest.mark.slow
 def test_cached_plans_save_the_same(writer: StorageWriter, tmp_path: Path) -> None:
     x = torch.zeros(1000)
     for step in range(3):
@@ -238,6 +245,7 @@ def test_damage_is_an_error_and_never_loaded(writer: StorageWriter, tmp_path: Pa
     assert torch.equal(state["x"], torch.ones(1 << 16))
 
 
+@pytest.mark.slow
 def test_an_empty_root_has_nothing_to_load(writer: StorageWriter, tmp_path: Path) -> None:
     assert StorageReader(writer).find() is None
     with pytest.raises(VersionNotFound):
@@ -255,6 +263,7 @@ def test_switched_off_pytorchs_own_files_are_written(tmp_path: Path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["dcp"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_kept_in_memory_is_told(tmp_path: Path, runtime_dir: Path) -> None:
     writer = StorageWriter(tmp_path, config=load({"memory_budget": "1MiB"}))
     with pytest.raises(dcp.CheckpointException) as caught:

@@ -2,47 +2,32 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from doors_kit import SOURCE, starter
 from holdfast.base.events import Events
 from holdfast.testing.contracts.door import CHECKS, Door, Task, Workshop
 from holdfast.tiers.storage import open_storage
 
 WORKER = Path(__file__).with_name("deepspeed_worker.py")
-SOURCE = str(Path(__file__).parents[2] / "src")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.rival("deepspeed"), pytest.mark.timeout(900)]
 
 
-def door(stage: int) -> Door:
-    def start(task: Task) -> list[str]:
-        width = ["--width", "48"] if task.changed else []
-        ranks = ["--nproc-per-node", str(task.ranks)]
-        return [*TORCHRUN, *ranks, str(WORKER), str(task.checkpoints), *arguments(stage, task.steps), *width]
-
+def door(stage: int, *words: str) -> Door:
     return Door(
-        start,
+        starter(WORKER, "--stage", str(stage), *words, wide="--width 48"),
         steps=6,
         # Two moments and the master copy are each rank's own and outweigh the module, which both hold (stages 1 and 2).
         twins=1,
         refuses="size mismatch|[Ss]hape|does not fit|must match",
         root=lambda path: path / "holdfast",
-        environment={
-            "DS_ACCELERATOR": "cpu",
-            "PYTHONPATH": os.pathsep.join([SOURCE, os.environ.get("PYTHONPATH", "")]),
-        },
+        environment={**SOURCE, "DS_ACCELERATOR": "cpu"},
     )
-
-
-def arguments(stage: int, steps: int) -> list[str]:
-    return ["--stage", str(stage), "--steps", str(steps)]
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3], ids="zero{}".format)
@@ -67,13 +52,7 @@ def test_deepspeed_alone_loads_what_latest_names(stage: int, workshop: Workshop)
     root = workshop.directory("native")
     ours = workshop.run(door(stage), Task(root, 2, 4))
     assert (root / "latest").read_text() == "global_step4"
-    plain = Door(
-        lambda task: [
-            *TORCHRUN, "--nproc-per-node", "2", str(WORKER), str(root), *arguments(stage, task.steps), "--native"
-        ],
-        environment=door(stage).environment,
-    )  # fmt: skip
-    theirs = workshop.run(plain, Task(root, 2, 4, plain=True))
+    theirs = workshop.run(door(stage, "--native"), Task(root, 2, 4, plain=True))
     assert set(theirs.starts.values()) == {4}
     assert _states(theirs.output) == _states(ours.output) != {}
 
