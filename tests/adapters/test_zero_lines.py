@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import forked
+from holdfast.adapters.zero.frameworks import Finder
 from holdfast.adapters.zero.objects import Kept, sort_out
 from holdfast.adapters.zero.script import Loop, find
 from holdfast.testing.contracts.door import CHECKS, Check, Door, Task, Workshop
@@ -101,6 +103,37 @@ def test_a_carried_tensor_is_not_sure() -> None:
     names = named(ema=torch.ones(2))
     assert "ema" in str(sort_out(names, ("ema",), names))
     assert "no value" in str(sort_out(names, ("other",), names))
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("deepspeed.runtime.engine", "checkpoint_engine"),
+        ("megatron.core.dist_checkpointing.serialization", "strategies"),
+    ],
+)
+def test_frameworks_that_decide_by_themselves_are_left_alone_and_their_line_is_said(
+    module: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *packages, name = module.split(".")
+    folder = tmp_path.joinpath(*packages)
+    folder.mkdir(parents=True)
+    (folder / f"{name}.py").write_text("class Trainer: pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for loaded in [each for each in sys.modules if each.split(".")[0] == packages[0]]:
+        monkeypatch.delitem(sys.modules, loaded)
+    for says in (True, False):
+        finder = Finder("ckpts/run1", says=says)
+        finder.install()
+        try:
+            kind = importlib.import_module(module).Trainer
+        finally:
+            finder.remove()
+        told = capsys.readouterr().err
+        assert (f'{line}("ckpts/run1")' in told or f'{line}(engine, "ckpts/run1")' in told) is says
+        assert vars(kind).get("__init__") is None, "nothing of it is changed"
+        for loaded in [each for each in sys.modules if each.split(".")[0] == packages[0]]:
+            del sys.modules[loaded]
 
 
 def start(task: Task) -> list[str]:

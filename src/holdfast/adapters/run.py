@@ -42,9 +42,10 @@ class Unasked:
             found = find(Path(path).read_text(encoding="utf-8"))
         except (OSError, SyntaxError, UnicodeDecodeError, RecursionError):
             found = ""  # Python tells what is wrong with it
-        if isinstance(found, str) and order.environment.get("RANK", "0") == "0" and found:
+        says = order.environment.get("RANK", "0") == "0"
+        if isinstance(found, str) and says and found:
             say(f"no loop of this script is kept: {found}")
-        finder = Finder(self._root)
+        finder = Finder(self._root, says=says)
         if found != ITSELF:
             finder.install()
         try:

@@ -1,7 +1,8 @@
 """Trainers of frameworks are kept when they are built: their class is told apart when its module is loaded.
 
 A finder stands before all others and changes nothing about how a module is found; it only adds a few lines behind the
-loading of the two modules it knows. Removed when the script has ended.
+loading of the modules it knows. Frameworks whose scripts decide by themselves when and what they save (DeepSpeed,
+Megatron Core) are left alone, and the one line that they need is said. Removed when the script has ended.
 """
 
 from __future__ import annotations
@@ -34,22 +35,39 @@ _KNOWN["lightning.pytorch.trainer.trainer"] = _keep_lightning
 _KNOWN["pytorch_lightning.trainer.trainer"] = _keep_lightning
 
 
+# Module that every script of the framework loads -> what is said; nothing is done.
+_TOLD: dict[str, str] = {
+    "deepspeed.runtime.engine": "this script uses DeepSpeed and is not kept by itself; its one line is "
+    'engine.checkpoint_engine = holdfast.adapters.deepspeed.checkpoint_engine(engine, "{root}")',
+    "megatron.core.dist_checkpointing.serialization": "this script uses Megatron Core and is not kept by itself; its lines "
+    'begin with save_strategy, load_strategy = holdfast.adapters.megatron.strategies("{root}")',
+}
+
+
 class Finder(importlib.abc.MetaPathFinder):
     """Finds nothing itself.
 
     Args:
         root: directory or URL of the checkpoints.
+        says: whether this process speaks for the job.
     """
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, *, says: bool = True) -> None:
         self._root = root
+        self._says = says
 
     def install(self) -> None:
         """Stands before all other finders; classes that are loaded already are changed at once."""
         sys.meta_path.insert(0, self)
-        for name, keep in _KNOWN.items():
+        for name in (*_KNOWN, *_TOLD):
             if name in sys.modules:
-                _change(sys.modules[name], keep, self._root)
+                self._loaded(name, sys.modules[name])
+
+    def _loaded(self, name: str, module: ModuleType) -> None:
+        if name in _KNOWN:
+            _change(module, _KNOWN[name], self._root)
+        elif self._says:
+            say(_TOLD[name].format(root=self._root))
 
     def remove(self) -> None:
         """Stands there no more."""
@@ -60,8 +78,7 @@ class Finder(importlib.abc.MetaPathFinder):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """What the others find, with our lines behind its loading."""
-        keep = _KNOWN.get(name)
-        if keep is None:
+        if name not in _KNOWN and name not in _TOLD:
             return None
         for finder in sys.meta_path:
             spec = finder.find_spec(name, path, target) if finder is not self and hasattr(finder, "find_spec") else None
@@ -70,7 +87,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
                 def loaded(module: ModuleType, load: Callable[[ModuleType], None] = load) -> None:
                     load(module)
-                    _change(module, keep, self._root)
+                    self._loaded(name, module)
 
                 spec.loader.exec_module = loaded  # type: ignore[method-assign]
                 return spec
