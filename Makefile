@@ -7,7 +7,17 @@ STAMP := $(VENV)/.installed
 # The name of the project's root may hold no test options; give them here: make test PYTEST_ARGS="-k seal".
 PYTEST_ARGS ?=
 
-.PHONY: help venv demo test lint format bench clean
+# Frameworks that holdfast is used through; each is tested in an environment of its own, with the versions of constraints-doors.txt.
+DOORS := huggingface lightning deepspeed megatron torchtitan ray mindspore
+TESTS_huggingface := tests/adapters/test_huggingface.py
+TESTS_mindspore := tests/adapters/test_aiturbo.py
+EXAMPLES_huggingface := huggingface_trainer
+EXAMPLES_lightning := lightning_fit or stateful_loader
+EXAMPLES_deepspeed := deepspeed_zero
+EXAMPLES_ray := ray_train
+
+.PHONY: help venv demo test lint format bench clean doors $(DOORS:%=door-%)
+.PRECIOUS: .venv-%/.installed
 
 help:
 	@echo "make venv    create .venv and install holdfast with its tools (quick the second time)"
@@ -15,6 +25,8 @@ help:
 	@echo "make test    ruff, mypy and the test suite"
 	@echo "make lint    ruff and mypy only"
 	@echo "make bench   the benchmarks in their short form"
+	@echo "make doors   the tests of every framework, each in a .venv-NAME; one of them: make door-NAME"
+	@echo "             ($(DOORS))"
 
 venv: $(STAMP)
 
@@ -43,6 +55,20 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.restore --quick
 	$(BIN)/python -m benchmarks.persist --quick
 	$(BIN)/python -m benchmarks.plan --quick
+
+doors:
+	@failed=; for door in $(DOORS); do $(MAKE) --no-print-directory door-$$door || failed="$$failed $$door"; done; \
+	  test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
+$(DOORS:%=door-%): door-%: .venv-%/.installed
+	.venv-$*/bin/python -m pytest --slow $(or $(TESTS_$*),tests/adapters/test_$*.py) $(PYTEST_ARGS)
+	$(if $(EXAMPLES_$*),.venv-$*/bin/python -m pytest --slow tests/examples/test_doors.py -k "$(EXAMPLES_$*)" $(PYTEST_ARGS))
+
+.venv-%/.installed: pyproject.toml constraints.txt constraints-doors.txt
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --constraint constraints.txt --constraint constraints-doors.txt \
+	  --editable ".[dev,$*]" torchdata
+	touch $@
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache

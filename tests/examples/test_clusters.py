@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+import holdfast
 from holdfast.base.config import ENVIRONMENT, Config
 from holdfast.node.start import ensure_keeper
 from holdfast.train.elastic import build_parser
@@ -21,6 +22,12 @@ from holdfast.train.elastic import build_parser
 RECIPES = Path(__file__).resolve().parents[2] / "examples" / "clusters"
 # Per kind: the paths that its controller requires.
 REQUIRED = {
+    "ConfigMap": ("data",),
+    "RayJob": (
+        "spec.entrypoint",
+        "spec.rayClusterSpec.headGroupSpec.template.spec.containers",
+        "spec.rayClusterSpec.workerGroupSpecs",
+    ),
     "TrainJob": ("spec.runtimeRef.name", "spec.trainer.numNodes"),
     "ClusterTrainingRuntime": ("spec.mlPolicy.torch", "spec.template.spec.replicatedJobs"),
     "JobSet": ("spec.replicatedJobs",),
@@ -32,6 +39,7 @@ def documents() -> list[tuple[str, dict[str, Any]]]:
     return [
         (f"{path.name}: {document['kind']}", document)
         for path in sorted(RECIPES.glob("*.yaml"))
+        if path.name != "skypilot.yaml"
         for document in yaml.safe_load_all(path.read_text())
     ]
 
@@ -43,7 +51,7 @@ def everything(node: Any) -> list[Any]:
 
 @pytest.mark.parametrize(("name", "document"), documents(), ids=lambda value: value if isinstance(value, str) else "")
 def test_a_manifest_has_what_its_kind_requires(name: str, document: dict[str, Any]) -> None:
-    assert re.fullmatch(r"[a-z0-9.-]+/v\d\w*", document["apiVersion"])
+    assert re.fullmatch(r"([a-z0-9.-]+/)?v\d\w*", document["apiVersion"])
     assert re.fullmatch(r"[a-z0-9-]{1,63}", document["metadata"]["name"])
     for path in REQUIRED[document["kind"]]:
         node: Any = document
@@ -61,9 +69,16 @@ def test_a_manifest_has_what_its_kind_requires(name: str, document: dict[str, An
 def test_every_kind_of_recipe_is_there() -> None:
     kinds = {document["kind"] for _, document in documents()}
     assert kinds == set(REQUIRED)
-    (jobset,) = (document for _, document in documents() if document["kind"] == "JobSet")
-    sidecars = [n for n in everything(jobset) if isinstance(n, dict) and n.get("name") == "keeper"]
-    assert [sidecar["restartPolicy"] for sidecar in sidecars] == ["Always"]
+    for kind in ("JobSet", "ClusterTrainingRuntime", "RayJob"):
+        (recipe,) = (document for _, document in documents() if document["kind"] == kind)
+        pods = [n for n in everything(recipe) if isinstance(n, dict) and "initContainers" in n]
+        assert [c["restartPolicy"] for pod in pods for c in pod["initContainers"] if c["name"] == "keeper"] == [
+            "Always"
+        ]
+        assert all(pod["shareProcessNamespace"] for pod in pods), "a keeper knows trainers by their process ids"
+        for pod in pods:  # one keeper is found by the trainers of its own pod only if all of this is the same
+            (keeper,), (trainers,) = pod["initContainers"], pod["containers"]
+            assert (keeper["env"], keeper["volumeMounts"]) == (trainers["env"], trainers["volumeMounts"])
 
 
 def commands() -> list[str]:
@@ -73,7 +88,8 @@ def commands() -> list[str]:
     unit.read(RECIPES / "holdfast-job.service")
     lines = (RECIPES / "slurm.sbatch").read_text().splitlines()
     slurm = " ".join(line for line in lines if not line.startswith("#"))
-    return [text for text in [*found, unit["Service"]["ExecStart"], slurm] if "holdfast" in text and "--" in text]
+    sky = skypilot()["run"].replace("\\\n", " ")
+    return [text for text in [*found, unit["Service"]["ExecStart"], slurm, sky] if "holdfast" in text and "--" in text]
 
 
 def test_every_flag_is_one_that_exists() -> None:
@@ -84,19 +100,57 @@ def test_every_flag_is_one_that_exists() -> None:
             if part.startswith("holdfast run"):
                 launches += 1
                 assert set(re.findall(r"(?<=\s)--[a-z][a-z-]+", part.split("srun")[0])) <= run_flags, part
-    assert launches == 4
+    assert launches == 5
 
 
 def test_keepers_of_their_own_are_programs_that_start_one() -> None:
     programs = [
         text for _, d in documents() for text in everything(d) if isinstance(text, str) and "ensure_keeper" in text
     ]
-    assert len(programs) == 2
+    assert len(programs) == 4
     for text in programs:
         program = ast.parse(text)
         keys = [key.value for n in ast.walk(program) if isinstance(n, ast.Dict) for key in n.keys if key is not None]
         assert set(keys) <= set(Config.__dataclass_fields__)
         assert list(inspect.signature(ensure_keeper).parameters)[:2] == ["root", "config"], "the recipe calls it so"
+
+
+def skypilot() -> dict[str, Any]:
+    return dict(yaml.safe_load((RECIPES / "skypilot.yaml").read_text()))
+
+
+def test_the_skypilot_task_has_its_fields_and_its_scripts_are_scripts() -> None:
+    """Fields of a task, and variables that a node gets: docs.skypilot.co, reference/yaml-spec and running-jobs."""
+    task = skypilot()
+    assert set(task) <= {"name", "num_nodes", "resources", "workdir", "envs", "secrets", "setup", "run", "file_mounts"}
+    assert set(task["resources"]["job_recovery"]) == {"strategy", "max_restarts_on_errors"}
+    for part in ("setup", "run"):
+        checked = subprocess.run(["bash", "-n"], input=task[part], capture_output=True, text=True, timeout=30)
+        assert (checked.returncode, checked.stderr) == (0, "")
+    used = set(re.findall(r"\$\{?([A-Z][A-Z_]+)", task["run"]))
+    told = {f"SKYPILOT_{name}" for name in ("NODE_IPS", "NODE_RANK", "NUM_NODES", "NUM_GPUS_PER_NODE", "TASK_ID")}
+    assert used <= told | set(task["envs"]) | set(task["secrets"]) | {"HOME"} | {"SKYPILOT_NODE_RANK"}
+
+
+def test_the_script_of_the_ray_job_calls_what_exists() -> None:
+    (script,) = (document["data"]["train.py"] for _, document in documents() if document["kind"] == "ConfigMap")
+    program = ast.parse(script)
+    calls = {n.func.id: n for n in ast.walk(program) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    known = set(inspect.signature(holdfast.Checkpointer.__init__).parameters) | {"look_every"}
+    assert {keyword.arg for keyword in calls["keep"].keywords} <= known
+    (settings,) = calls["load"].args
+    assert isinstance(settings, ast.Dict)
+    keys = {key.value for key in settings.keys if isinstance(key, ast.Constant)}
+    assert keys <= set(Config.__dataclass_fields__)
+    kept = {ast.literal_eval(calls["keep"].args[0])}
+    (job,) = (document for _, document in documents() if document["kind"] == "RayJob")
+    kept |= {
+        path
+        for text in everything(job)
+        if isinstance(text, str)
+        for path in re.findall(r'ensure_keeper\("(.*?)"', text)
+    }
+    assert len(kept) == 1, "sidecar and script must mean the same directory"
 
 
 def test_variables_are_ours() -> None:

@@ -15,7 +15,7 @@ import forked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Name -> ranks it is started with here.
-RANKS = {"plain_loop": 1, "fsdp": 2, "tensor_parallel": 2, "accumulation": 1}
+RANKS = {"plain_loop": 1, "fsdp": 2, "tensor_parallel": 2, "accumulation": 1, "pipeline": 2}
 STEPS = 4
 
 
