@@ -30,11 +30,13 @@ from holdfast.testing.contracts import telling
 
 warnings.filterwarnings("ignore")
 LENGTH = 32
+REPORT = ray.train.report
 
 
 def train(config: dict[str, Any]) -> None:
     # Ray hands on what its workers print, later; who kills at a step must hear of it at once.
     sys.stdout = open(f"/proc/{config['driver']}/fd/1", "w")  # noqa: SIM115
+    ray.train.report = checked
     torch.set_num_threads(1)
     rank, workers = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
     text = "".join(topics.topics[name] for name in sorted(topics.topics)).encode()
@@ -74,6 +76,14 @@ def train(config: dict[str, Any]) -> None:
     telling.whole(rank, step, list(model.parameters()))
     checkpointer.close()
     sys.stdout.flush()
+
+
+def checked(metrics: dict[str, Any], checkpoint: Any = None, **options: Any) -> None:
+    """Ray's own report; what a pointer names is durable when Ray hears of it."""
+    if checkpoint is not None:
+        named = json.loads((Path(checkpoint.path) / "holdfast.json").read_text())
+        assert (Path(named["path"]) / named["version"] / "manifest.json").exists(), f"{named} is not durable"
+    REPORT(metrics, checkpoint=checkpoint, **options)
 
 
 def drain() -> None:
