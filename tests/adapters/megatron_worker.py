@@ -34,15 +34,19 @@ torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-valu
 torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
 
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 import holdfast.adapters.megatron as hf  # noqa: E402
 from holdfast.testing.contracts import telling  # noqa: E402
 
+vars(moe_utils).setdefault("te_general_gemm", None)  # 0.16.1 names it only with Transformer Engine
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -51,21 +55,34 @@ def main() -> None:
     parser.add_argument("root", type=Path)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--async-save", action="store_true")
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--native", action="store_true", help="without holdfast, from Megatron's own files")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.tp)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=options.tp, pipeline_model_parallel_size=options.pp,
+        expert_model_parallel_size=options.ep,
+    )  # fmt: skip
     # There is no dropout here, so nothing draws from the generators of CUDA.
     tensor_parallel.get_cuda_rng_tracker().fork = lambda *_: nullcontext()  # type: ignore[method-assign]
     torch.manual_seed(1)  # every rank draws whole weights and keeps its part
     config = TransformerConfig(
         num_layers=2, hidden_size=options.width, num_attention_heads=4, use_cpu_initialization=True,
         tensor_model_parallel_size=options.tp, hidden_dropout=0.0, attention_dropout=0.0, pipeline_dtype=torch.float32,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=False, pipeline_model_parallel_size=options.pp,
+        expert_model_parallel_size=options.ep, num_moe_experts=2 if options.ep > 1 else None,
+        moe_token_dispatcher_type="allgather", add_bias_linear=options.ep == 1,
     )  # fmt: skip
-    gpt = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=16)
+    layers = get_gpt_layer_local_spec(num_experts=2 if options.ep > 1 else None)
+    ends = {
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+    }
+    gpt = GPTModel(config, layers, vocab_size=64, max_sequence_length=16, **ends)
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
     model = DistributedDataParallel(config, ddp_config, gpt)
     settings = OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=True)
@@ -79,7 +96,7 @@ def main() -> None:
     save_strategy = load_strategy = None
     if not options.native:
         save_strategy, load_strategy = hf.strategies(options.root)
-    start, rank = 0, dist.get_rank()
+    start, rank, queue = 0, dist.get_rank(), AsyncCallsQueue()
     tracker = options.root / TRACKER
     if tracker.exists():
         start = int(tracker.read_text())
@@ -99,15 +116,22 @@ def main() -> None:
         mask = torch.triu(torch.ones(1, 1, 16, 16, dtype=torch.bool), 1)
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        loss = model(tokens, positions, mask, labels=tokens).mean()
-        loss.backward()
+        batch = (tokens, positions, mask)
+        loss = step_of_pipeline(model, batch) if options.pp > 1 else model(*batch, labels=tokens).mean()
+        if options.pp == 1:
+            loss.backward()
         model.finish_grad_sync()
         optimizer.step()
         place = options.root / f"iter_{step + 1:07d}"
         if rank == 0:
             place.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        dist_checkpointing.save(state(), str(place), sharded_strategy=save_strategy)
+        request = dist_checkpointing.save(
+            state(), str(place), sharded_strategy=save_strategy, async_sharded_save=options.async_save
+        )
+        if request is not None:  # the tracker names it when it stands, as Megatron-LM has it
+            queue.schedule_async_request(request)
+            queue.maybe_finalize_async_calls(blocking=True)
         if rank == 0:
             temporary = tracker.with_suffix(".new")
             temporary.write_text(str(step + 1))
@@ -115,9 +139,23 @@ def main() -> None:
         dist.barrier()
         telling.step(rank, step, [loss.detach(), *tensors(gpt, optimizer)])
     print(f"state {rank} {telling.digest(tensors(gpt, optimizer))}", flush=True)
+    queue.close()
     if hasattr(save_strategy, "close"):
         save_strategy.close()
     dist.destroy_process_group()
+
+
+def step_of_pipeline(model: Any, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Forward and backward of two micro-batches by Megatron's own schedule; the loss, on the last stage."""
+
+    def forward(_: object, part: Any) -> tuple[torch.Tensor, Any]:
+        return part(*batch, labels=batch[0]), lambda output: (output.mean(), {"loss": output.mean().detach()})
+
+    losses = get_forward_backward_func()(
+        forward_step_func=forward, data_iterator=None, model=[model], num_microbatches=2, seq_length=16,
+        micro_batch_size=2, forward_only=False,
+    )  # fmt: skip
+    return torch.stack([each["loss"] for each in losses]).mean() if losses else torch.zeros(())
 
 
 def prepare(optimizer: object) -> None:
