@@ -129,18 +129,14 @@ class _Kept(CheckpointManager):  # type: ignore[misc]  # TorchTitan is not there
         return handle is not None
 
     def _close(self) -> None:
-        kept, self.holdfast = self.holdfast, None
+        kept, self.holdfast = getattr(self, "holdfast", None), None
         try:
-            if kept is not None:  # the trainer closes after an error too, and then nothing is saved
+            if kept is not None and sys.is_finalizing():  # TorchTitan's finaliser: nobody can be waited for here
+                kept.abandon()
+            elif kept is not None:  # the trainer closes after an error too, and then nothing is saved
                 kept.__exit__(*sys.exc_info())
         finally:
             super()._close()
-
-    def __del__(self) -> None:
-        kept, self.holdfast = getattr(self, "holdfast", None), None
-        if kept is not None:  # never closed: no other rank can be waited for here
-            kept.abandon()
-        super().__del__()
 
 
 def _settings(theirs: Any, own: Config | None) -> Config:
