@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -170,32 +169,6 @@ def located_in(slot: Slot, image: capture.PlacedImage) -> fill.Source:
     memory = slot.view[image.start : image.start + image.plan.length].toreadonly()
     seal = image_format.seal(image.ref.bundle_id, memory)
     return fill.read_sources([Located(image.ref, seal, memory, Source.SLOT, 0.0)])[0]
-
-
-def test_python_around_the_copy_costs_less_than_a_tenth_of_it() -> None:
-    """435 tensors of 256 MiB: everything but the copy itself, as it is done at every save."""
-    tensors = {f"layer{i}.weight": torch.ones(154_300) for i in range(435)}
-    state = gathered(tensors)
-    with slot_of((256 << 20) + (4 << 20)) as slot:
-        structure = structure_of(state)
-        view = SlotView(slot, structure.plan(structure.encode(state)))
-        split = Split(tuple(range(len(view.plan.parts))), ())
-        plain, saves = [], []
-        for _ in range(9):
-            started = time.perf_counter()
-            torch._foreach_copy_(view.targets, [tensors[p.name] for p in view.plan.parts])
-            middle = time.perf_counter()
-            values = structure.encode(state)
-            plan = structure.plan(values)
-            view.write_frames(values)
-            assert plan is view.plan
-            copies, _ = view.assign(state.tensors, split)
-            ready = time.perf_counter()
-            capture.copy(copies.targets, copies.sources)
-            plain.append(middle - started)
-            saves.append(ready - middle)
-        assert statistics.median(saves) < 0.002, f"{statistics.median(saves)} s beside a copy of {min(plain)} s"
-        del view, copies
 
 
 def test_a_large_tensor_is_cut_into_batches_that_make_up_the_whole() -> None:

@@ -191,6 +191,7 @@ def test_a_lost_node_is_replaced_and_keeps_its_ranks(job: Job) -> None:
     assert [node.wait(60) for node in nodes] == [0, 0], job.logs()
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_its_launcher(job: Job) -> None:
     """A worker of a launcher that is gone could neither be replaced nor fenced by anybody."""
     launcher = job.launch("--standalone", "--nproc-per-node=2", worker=("--with-child",))
@@ -214,6 +215,7 @@ def test_sigterm_leaves_time_to_save_and_spares_the_workers_children(job: Job) -
     assert not [pid for pid, _, _ in rows if psutil.pid_exists(pid)]
 
 
+@pytest.mark.slow
 def test_sigterm_to_workers_that_do_not_save_is_not_success(job: Job) -> None:
     launcher = job.launch("--standalone", "--nproc-per-node=2", worker=("--alone",))
     job.running(2)
@@ -221,6 +223,7 @@ def test_sigterm_to_workers_that_do_not_save_is_not_success(job: Job) -> None:
     assert launcher.wait(60) == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_what_does_not_listen(job: Job) -> None:
     launcher = job.launch("--standalone", "--nproc-per-node=1", worker=("--alone", "--ignore-sigterm"))
     ((pid, _, step),) = job.running(1)
@@ -263,9 +266,8 @@ def test_a_checkpoint_directory_brings_the_keeper_before_the_workers(job: Job, r
 
 
 def test_wrong_flags_are_usage_errors(job: Job) -> None:
-    assert job.launch("--no-such-flag").wait(60) == 2
-    assert job.launch("--nnodes=some").wait(60) == 2
-    assert job.launch("--every=often").wait(60) == 2
+    launchers = [job.launch(flag) for flag in ("--no-such-flag", "--nnodes=some", "--every=often")]
+    assert [launcher.wait(60) for launcher in launchers] == [2, 2, 2]
 
 
 def test_every_flag_of_torchrun_is_taken() -> None:

@@ -34,10 +34,6 @@ def stays_flat(tmp_path: Path, count: int) -> None:
     assert steady[-1]["rss"] - rows[WARM_UP - 1]["rss"] < MAY_GROW_BYTES, [row["rss"] >> 20 for row in rows]
 
 
-def test_ten_runs_in_one_process_leave_nothing_behind(tmp_path: Path) -> None:
-    stays_flat(tmp_path, 10)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(560)
 def test_a_hundred_runs_in_one_process_leave_nothing_behind(tmp_path: Path) -> None:
