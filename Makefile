@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # The name of the project's root may hold no test options; give them here: make test PYTEST_ARGS="-k seal".
 PYTEST_ARGS ?=
+# Two files of tests at a time; 0 runs them one after the other.
+PYTEST_JOBS ?= 2
 
 # Frameworks that holdfast is used through; each is tested in an environment of its own, with the versions of constraints-doors.txt.
 DOORS := huggingface lightning deepspeed megatron torchtitan ray mindspore
@@ -44,7 +46,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -88,11 +89,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[LEFTOVERS] = Leftovers()
+    config.stash[LEFT_BEHIND] = []
+    if not _deals_out(config):
+        config.stash[LEFTOVERS] = Leftovers()
 
 
 LEFTOVERS = pytest.StashKey[Leftovers]()
 LEFT_BEHIND = pytest.StashKey[list[str]]()
+
+
+def _deals_out(config: pytest.Config) -> bool:
+    """Whether the tests run in processes of their own (`-n 2`), each with its own marks, and this one only counts."""
+    return bool(getattr(config.option, "numprocesses", None)) and not hasattr(config, "workerinput")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -115,10 +123,25 @@ def _reasons_to_skip(item: pytest.Item, *, slow: bool) -> Iterator[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    forked.close()
-    leftovers = session.config.stash[LEFTOVERS]
-    session.config.stash[LEFT_BEHIND] = leftovers.wait()
-    leftovers.clear()
+    config = session.config
+    if not _deals_out(config):
+        forked.close()
+        leftovers = config.stash[LEFTOVERS]
+        config.stash[LEFT_BEHIND] = leftovers.wait()
+        leftovers.clear()
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left behind"] = config.stash[LEFT_BEHIND]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A process that ran tests has ended, and tells what they left behind."""
+    node.config.stash[LEFT_BEHIND] += getattr(node, "workeroutput", {}).get("left behind", [])
+
+
+@pytest.hookimpl(trylast=True, specname="pytest_sessionfinish")
+def pytest_judge(session: pytest.Session) -> None:
+    """After those that run tests have ended: what they left behind fails the run."""
     if session.config.stash[LEFT_BEHIND] and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
