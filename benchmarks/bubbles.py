@@ -16,7 +16,8 @@ the length of a step hardly varies, and so it is decided what on a shared machin
   plain copy (`overlap=False`) and for `dcp.async_save`, all at every step. The figure is the upper bound of the 95 % bootstrap
   interval of the mean of the middle nine tenths of the pairs; beside it the same of all pairs (`high_all`), and how much
   longer than without the trainer's thread waited for a core (`core_wait`, percent of a step).
-- `copy_time_in_bubbles_percent`: the part of the copying that ran while the rank waited for its neighbour.
+- `copy_time_in_bubbles_percent`: the part of the copying that ran while the rank waited for its neighbour, from the spans of
+  the trace (the newest of them): a copy that outlasts its wait counts as far as the wait went.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +48,11 @@ from torch.distributed.pipelining import schedules
 import holdfast
 from holdfast.testing.gpt import Shape, Text
 from holdfast.testing.pipeline_gpt import loss_of, stage
+from holdfast.train.pipeline import Seen
 
 NAMES = ("bubbles", "known work", "plain copy", "async_save")
 INSIDE = NAMES[:2]
 SLEEP_S = 0.025
-COUNTERS = ("copy_seconds", "copy_seconds_in_waits", "fence_wait_seconds")
 SETTLING, BLOCK = 1, 2
 MICROBATCHES, SEQUENCES = 4, 4
 RESAMPLES = 4000
@@ -161,6 +163,18 @@ class Timed:
         self.seconds += time.perf_counter() - started
 
 
+def inside_waits(spans: Iterable[Seen]) -> tuple[float, float]:
+    """Seconds of copying, and how many of these lay in waits."""
+    waits = [(seen.start, seen.end) for seen in spans if seen.what == "wait"]
+    copies = [(seen.start, seen.end) for seen in spans if seen.what.startswith("copy") and seen.start >= waits[0][0]]
+    starts = [start for start, _ in waits]
+    inside = 0.0
+    for begin, end in copies:
+        for start, over in waits[max(0, bisect(starts, begin) - 1) : bisect(starts, end)]:
+            inside += max(0.0, min(end, over) - max(begin, start))
+    return round(sum(end - begin for begin, end in copies), 6), round(inside, 6)
+
+
 def bounds(values: list[float], *, cut: float) -> tuple[float, float, float]:
     """Mean in percent without the share `cut` at either end, and its 95 % bounds by bootstrap."""
     found = torch.tensor(sorted(values), dtype=torch.float64)
@@ -196,9 +210,9 @@ def worker(options: argparse.Namespace) -> None:
         found = pairs(pipeline, called, options.pairs if name in INSIDE else max(10, options.pairs // 10))
         row: dict[str, Any] = {"name": name, "pairs": [[round(s, 6) for s in pair] for pair in found]}
         if checkpointer:
-            now = checkpointer.events.counters()
-            row["counters"] = {key: round(now[key] - before.get(key, 0.0), 6) for key in COUNTERS if key in now}
-            row["call_seconds"] = round(called.seconds, 6)
+            fence = checkpointer.events.counters().get("fence_wait_seconds", 0.0)
+            row["stalled"] = round(called.seconds + fence - before.get("fence_wait_seconds", 0.0), 6)
+            row["copied"] = inside_waits(checkpointer.bubbles.spans) if checkpointer.bubbles else None
             row["reason"] = checkpointer.bubbles.reason if checkpointer.bubbles else ""
             profile = checkpointer.bubbles.profile() if checkpointer.bubbles else None
             row["idle_share"] = round(profile.idle / profile.period, 4) if profile else 0.0
@@ -272,12 +286,12 @@ def tell(report: Report, runs: Sequence[list[list[dict[str, Any]]]]) -> None:
         more["step_ms"] = 1e3 * statistics.median(plain for _, plain, _ in found) / BLOCK
         told = {key: round(value, 3) for key, value in more.items()} | {"pairs": len(found), "runs": len(of_first)}
         report.figure(f"overhead_percent ({name}, upper 95 %)", high, "%", goal, **told)
-        counted = [row for rank in rows for row in rank if "counters" in row]
+        counted = [row for rank in rows for row in rank if "stalled" in row]
         if not counted:
             continue
         report.figure(f"stall_percent ({name})", max(stall(rank) for rank in rows if rank), "%", goal)
-        copied, inside = (sum(row["counters"].get(key, 0.0) for row in counted) for key in COUNTERS[:2])
         if name in INSIDE:
+            copied, inside = (sum(row["copied"][at] for row in counted) for at in (0, 1))
             share = 100 * inside / copied if copied else None
             report.figure(f"copy_time_in_bubbles_percent ({name})", share, "%", ">= 90", reason=of_first[-1]["reason"])
             report.figure(f"idle_percent ({name}, rank 0)", 100 * of_first[-1]["idle_share"], "%")
@@ -293,7 +307,7 @@ def averaged(rows: Sequence[dict[str, Any]]) -> list[list[float]]:
 
 def stall(rows: Sequence[dict[str, Any]]) -> float:
     """Percent of a rank's plain steps that its own thread spent in the call and at the fence."""
-    spent = sum(row["call_seconds"] + row["counters"].get("fence_wait_seconds", 0.0) for row in rows)
+    spent = sum(row["stalled"] for row in rows)
     untimed = (SETTLING + BLOCK) / BLOCK  # the steps that were not timed saved too
     return 100 * spent / untimed / sum(plain for row in rows for _, plain, _ in row["pairs"])
 

@@ -1,7 +1,8 @@
 """One rank of a pipeline that trains on real text and saves at every step, inside its bubbles.
 
 `python pipeline_job.py RANK WORLD STORE ROOT STEPS SCHEDULE [INSIDE]` prints a line per step and a last one with what it
-ended at. There are two stages; INSIDE says how the ranks of one stage divide it: `fsdp` or `tp`.
+ended at. There are two stages, or two per rank if the schedule is one of several; INSIDE says how the ranks of one stage
+divide it: `fsdp` or `tp`.
 """
 
 from __future__ import annotations
@@ -67,19 +68,27 @@ def stage_of(rank: int, world: int, inside: str) -> PipelineStage:
     return part
 
 
+def stages_of(name: str, rank: int, world: int, inside: str) -> list[PipelineStage]:
+    if not issubclass(schedules.get_schedule_class(name), schedules.PipelineScheduleMulti):
+        return [stage_of(rank, world, inside)]
+    second = 2 * world - 1 - rank if name in ("ZBVZeroBubble", "DualPipeV") else rank + world
+    return [stage(SHAPE, index, 2 * world) for index in (rank, second)]
+
+
 def main() -> None:
     rank, world, store, root, steps, name, *inside = sys.argv[1:]
     rank, world, steps = int(rank), int(world), int(steps)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    part = stage_of(rank, world, "".join(inside))
-    schedule = schedules.get_schedule_class(name)(part, MICROBATCHES, loss_fn=loss_of)
-    optimizer = torch.optim.AdamW(part.submod.parameters(), lr=1e-3)
+    parts = stages_of(name, rank, world, "".join(inside))
+    schedule = schedules.get_schedule_class(name)(parts if len(parts) > 1 else parts[0], MICROBATCHES, loss_fn=loss_of)
+    model = nn.ModuleList(part.submod for part in parts)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     # Where a settings file says how often, nothing here overrides it.
     cadence = {} if "HOLDFAST_CONFIG" in os.environ else {"every": 1, "durable_every": 10}
     text = Text(context=SHAPE.context, batch=2 * MICROBATCHES)
     checkpointer = holdfast.Checkpointer(
-        root, model=part.submod, optimizer=optimizer, schedule=schedule, loader=text, **cadence
+        root, model=model, optimizer=optimizer, schedule=schedule, loader=text, **cadence
     )
     cadences: list[int] = []
     saved: list[int] = []
@@ -89,10 +98,8 @@ def main() -> None:
     for step in range(start, steps):
         inputs, targets = next(text)
         found: list[torch.Tensor] = []
-        if part.is_first:
-            schedule.step(inputs)
-        else:
-            schedule.step(target=targets, losses=found)
+        ends = {"target": targets, "losses": found} if any(part.is_last for part in parts) else {}
+        schedule.step(*([inputs] if any(part.is_first for part in parts) else []), **ends)
         optimizer.step()
         optimizer.zero_grad()
         losses += [float(sum(found))] if found else []
@@ -104,10 +111,11 @@ def main() -> None:
     report = checkpointer.last_restore
     end = {
         "start": start,
-        "weights": digest(part.submod.parameters()),
+        "weights": digest(model.parameters()),
         "last_loss": losses[-1] if losses else None,
         "late": counted.get("late_copied_bytes", 0),
         "copy": counted.get("copy_seconds", 0),
+        "stalled": counted["save_seconds"] + counted.get("fence_wait_seconds", 0.0),
         "inside": counted.get("copy_seconds_in_waits", 0),
         "cadences": cadences,
         "saved": saved,

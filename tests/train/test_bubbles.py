@@ -161,6 +161,22 @@ def test_stages_that_several_ranks_divide_are_copied_in_their_waits_and_come_bac
         assert end["inside"] >= 0.5 * end["copy"] > 0
 
 
+@pytest.mark.slow
+def test_a_schedule_that_hardly_waits_is_saved_beside_the_work_and_comes_back(
+    runtime_dir: Path, tmp_path: Path
+) -> None:
+    straight = Job(tmp_path / "straight", "ZBVZeroBubble", 12).live()
+    killed = Job(tmp_path / "killed", "ZBVZeroBubble", 12)
+    killed.live(kill_at=8, victim=1)
+    back = killed.live()
+    assert back[0]["start"] == back[1]["start"] >= 7, "the version of the last step may still be on its way"
+    assert [end["weights"] for end in back] == [end["weights"] for end in straight]
+    for end in straight:
+        assert end["late"] > 0
+        assert end["saved"] == list(range(12)), "every step was saved"
+        assert end["stalled"] < 12 * 0.1, "a bounded time per step"
+
+
 def test_the_cadence_is_found_from_what_a_save_may_cost_and_is_the_same_on_all_ranks(
     runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,8 @@
 """What a fault costs: a pipeline is killed again and again at random steps; how many finished steps are made again.
 
 Every life must go on bit for bit: what a rank restores, and every step that it makes again, has the digest that the same
-step had in an earlier life. `pytest --slow -s tests/train/test_kills.py` prints the work lost per setting.
+step had in an earlier life. `pytest --slow -s tests/train/test_kills.py` prints the work lost per setting; each takes
+about two minutes.
 """
 
 from __future__ import annotations
@@ -104,14 +105,17 @@ def test_a_kill_costs_at_most_two_steps_where_every_step_is_saved(runtime_dir: P
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(540)
+@pytest.mark.parametrize(("every", "seed"), [(1, 2), (50, 3)])
 def test_fifty_kills_per_setting_lose_a_fraction_of_what_a_checkpoint_every_fifty_steps_loses(
-    runtime_dir: Path, tmp_path: Path
+    runtime_dir: Path, tmp_path: Path, every: int, seed: int
 ) -> None:
-    dense = campaign(tmp_path / "dense", every=1, kills=50, seed=2)
-    sparse = campaign(tmp_path / "sparse", every=50, kills=50, seed=3)
-    means = statistics.fmean(dense), statistics.fmean(sparse)
+    lost = campaign(tmp_path / "job", every=every, kills=50, seed=seed)
+    mean = statistics.fmean(lost)
     print(
-        f"\nsteps lost per kill: {means[0]:.2f} (every step), {means[1]:.2f} (every 50): -{1 - means[0] / means[1]:.1%}"
+        f"\na checkpoint every {every} steps: {sum(lost)} steps lost in {len(lost)} kills, {mean:.2f} each, at most {max(lost)}"
     )
-    assert max(dense) <= 2
-    assert means[0] <= 0.1 * means[1]
+    if every == 1:
+        assert max(lost) <= 2
+    else:
+        assert mean >= 20.0, "so a checkpoint at every step keeps nine tenths of this, and more"
