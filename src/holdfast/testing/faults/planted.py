@@ -62,16 +62,8 @@ def _oldest_first(real: Any) -> Any:
     return choose
 
 
-def _memory_is_not_looked_at(real: Any) -> Any:
-    def choose(facts: Facts, **more: Any) -> Any:
-        return real(Facts((), {}, facts.stored, facts.lineage, facts.topology), **more)
-
-    return choose
-
-
 _IN_RANKS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "oldest-first": (recovery, "choose_version", _oldest_first),
-    "memory-is-not-looked-at": (recovery, "choose_version", _memory_is_not_looked_at),
     "own-slot-unchecked": (image_format, "verify", lambda _: always(None)),
 }
 
@@ -86,9 +78,6 @@ BUGS: dict[str, Planted] = {
     "no-replicas": Planted("replication", "nobody pulls replicas", ("V1",), ("EIO@link-0",)),
     "replicated-when-captured": Planted(
         "replication", "replicated is named when the version is captured", ("S1",), ("kill@send-1",)
-    ),
-    "one-replica-is-enough": Planted(
-        "replication", "replicated is named when the first replica stands", ("S1",), ("kill@send-1",)
     ),
     "nobody-takes-over": Planted("takeover", "nobody watches a representative", ("V1",), ("ENOSPC@write-1",)),
     "parts-differ-by-writer": Planted(
@@ -111,7 +100,6 @@ BUGS: dict[str, Planted] = {
     "inventory-of-one": Planted("loading", "only the own keeper is asked", ("S1",), ("lost@node-2",)),
     "own-slot-unchecked": Planted("loading", "what lies in the own slot is not proved", ("S5",), ("flip@memory-1",)),
     "oldest-first": Planted("loading", "the oldest version is taken", ("S1",), ("lost@node-1",)),
-    "memory-is-not-looked-at": Planted("loading", "only storage is looked at", ("S1",), ("EIO@link-0",)),
     "past-assembles": Planted("fencing", "an older incarnation may come together", ("S7",), ("skip@save-1",)),
     "past-saves": Planted("fencing", "an older incarnation is given slots", ("S7",), ("skip@save-1",)),
     "past-is-served": Planted("fencing", "keepers of an older incarnation are served", ("S7",), ("skip@save-1",)),

@@ -88,16 +88,6 @@ def _replicated_when_captured() -> None:
     put(Board, "_captured", and_replicated)
 
 
-def _one_replica_is_enough() -> None:
-    replicated = Board.replicated
-
-    def enough(self: Board, version: Version, *more: Any) -> list[Action]:
-        self._entry(version).thin.clear()
-        return replicated(self, version, *more)
-
-    put(Board, "replicated", enough)
-
-
 # --- takeover -------------------------------------------------------------------------------------------------------
 
 
@@ -271,7 +261,6 @@ BUGS: dict[str, Callable[[], None]] = {
     "safest-replica-overwritten": _safest_replica_overwritten,
     "no-replicas": _no_replicas,
     "replicated-when-captured": _replicated_when_captured,
-    "one-replica-is-enough": _one_replica_is_enough,
     "nobody-takes-over": _nobody_takes_over,
     "parts-differ-by-writer": _parts_differ_by_writer,
     "signs-for-ever": _signs_for_ever,
