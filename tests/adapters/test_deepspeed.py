@@ -58,7 +58,7 @@ def test_deepspeed_alone_loads_what_latest_names(stage: int, workshop: Workshop)
 
 
 def _states(output: str) -> dict[str, str]:
-    return dict(re.findall(r"state (\d+) (\w+)", output))
+    return dict(re.findall(r"state (\d+) ([0-9a-f]{16})", output))
 
 
 def test_weights_that_all_ranks_hold_are_stored_once(stage: int, workshop: Workshop) -> None:

@@ -68,4 +68,4 @@ def test_a_load_comes_from_holdfast_and_without_it_from_the_same_tree(way: str, 
 
 
 def _states(output: str) -> dict[str, str]:
-    return dict(re.findall(r"state (\d+) (\w+)", output))
+    return dict(re.findall(r"state (\d+) ([0-9a-f]{16})", output))
