@@ -43,7 +43,11 @@ def test_three_faults_and_the_end_is_bit_equal(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_demo_cleans_up(tmp_path: Path) -> None:
-    process = demo("--quick", "--json", "--keep", str(tmp_path))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of a shell in the background ignore it
+    try:
+        process = demo("--quick", "--json", "--keep", str(tmp_path))
+    finally:
+        signal.signal(signal.SIGINT, before)
     deadline = time.monotonic() + 60
     while not (tmp_path / "reference" / "rank0.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -70,7 +70,14 @@ def test_trainers_hear_of_long_work_and_the_status_shows_it(tmp_path: Path, monk
     assert [(a["what"], a["rank"], a["done_bytes"]) for a in shown] == [(WRITING, -1, 0), (RESTORING, 2, 2 << 20)]
     facts = {"pid": 1, "uptime_s": 1.0, "resident_bytes": 1, "memory": {"used_bytes": 0, "allowed_bytes": 1}}
     facts |= {"root": "/ck", "incarnation": 1, "nodes": ["n"], "resumed_from": None, "newest": {}, "ranks": {}}
-    facts |= {"replicas": [], "suspects": {}, "alarms": [], "activities": shown, "preloaded": {"version": ""}}
+    facts |= {
+        "replicas": [],
+        "suspects": {},
+        "alarms": [],
+        "activities": shown,
+        "preloaded": {"version": ""},
+        "run": None,
+    }
     lines = list(status_tool._lines(facts))
     assert lines[-1] == f"restoring {V} for rank 2: 2.0 MiB of 4.0 MiB, 512.0 KiB/s, 4 s left"
     state.arena.close()
