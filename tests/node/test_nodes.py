@@ -166,7 +166,8 @@ def test_a_replicated_version_is_kept_until_a_newer_one_is_replicated(make_rig: 
     assert found >= acknowledged
 
 
-def test_storage_is_the_last_source(make_rig: MakeRig) -> None:
+def with_storage_alone(make_rig: MakeRig) -> tuple[Rig, Version, list[Trainer]]:
+    """Two nodes whose keepers were killed after a version was durable, and the ranks that come after."""
     rig = make_rig(num_nodes=2)
     trainers = rig.start()
     version = save_all(trainers, 7, durable=True)
@@ -175,8 +176,11 @@ def test_storage_is_the_last_source(make_rig: MakeRig) -> None:
         os.kill(trainer.client.pid, signal.SIGKILL)
         trainer.client.close()
     rig.next_incarnation(version)
+    return rig, version, [reborn(rig, rank) for rank in range(2)]
 
-    back = [reborn(rig, rank) for rank in range(2)]
+
+def test_storage_is_the_last_source(make_rig: MakeRig) -> None:
+    rig, version, back = with_storage_alone(make_rig)
 
     facts = facts_of(rig, back[0].client.inventory(), with_storage=True)
     for trainer in back:
@@ -190,15 +194,7 @@ def test_storage_is_the_last_source(make_rig: MakeRig) -> None:
 
 def test_what_comes_back_in_several_turns_leaves_a_slot_for_the_next_save(make_rig: MakeRig) -> None:
     """One bundle at a time, as after a bad copy: else both slots would hold parts of what was resumed from, for good."""
-    rig = make_rig(num_nodes=2)
-    trainers = rig.start()
-    version = save_all(trainers, 7, durable=True)
-    reached(trainers, version, Level.DURABLE)
-    for trainer in trainers:
-        os.kill(trainer.client.pid, signal.SIGKILL)
-        trainer.client.close()
-    rig.next_incarnation(version)
-    back = [reborn(rig, rank) for rank in range(2)]
+    rig, version, back = with_storage_alone(make_rig)
     facts = facts_of(rig, back[0].client.inventory(), with_storage=True)
     choice = choose_version(facts).value
     assert choice is not None

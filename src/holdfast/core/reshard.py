@@ -59,6 +59,8 @@ def is_layout(refs: Iterable[BundleRef], shards: Iterable[Shard]) -> bool:
 
 def overlap(one: Extent, other: Extent) -> Extent | None:
     """The box that both have in common, None if there is no element in it."""
+    if one == other:  # in the layout that was saved all are
+        return None if 0 in one.lengths else one
     offsets, lengths = [], []
     for a, la, b, lb in zip(one.offsets, one.lengths, other.offsets, other.lengths, strict=True):
         first, last = max(a, b), min(a + la, b + lb)

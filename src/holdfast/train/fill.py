@@ -106,16 +106,11 @@ def fill(
             Copy(entry, common, live)
             for entry in source.image.entries
             if (live := tensors.get(entry.name)) is not None
-            and (common := _common(Extent(entry.offsets, entry.shape), live.shard.extent)) is not None
+            and (common := reshard.overlap(Extent(entry.offsets, entry.shape), live.shard.extent)) is not None
         ]
         for source in sources
     ]
     return fill_with(sources, copies, progress)
-
-
-def _common(one: Extent, other: Extent) -> Extent | None:
-    """What two boxes share; mostly they are equal."""
-    return one if one == other else reshard.overlap(one, other)
 
 
 def fill_with(
@@ -226,8 +221,7 @@ def _chunks(number: int, source: Source, copies: Sequence[Copy]) -> Iterator[_Ch
 def _plan(chunks: Mapping[int, _Chunk], copy: Copy) -> None:
     """One copy, cut where chunks end."""
     entry, box = copy.entry, copy.box
-    extent = copy.live.shard.extent
-    target = copy.live.local if box == extent else _narrow(copy.live.local, extent, box)
+    target = _narrow(copy.live.local, copy.live.shard.extent, box)
     by_address = box.lengths == entry.shape and _is_plain(target)
     planned = 0
     for index in range(entry.start // CHUNK_BYTES, (entry.end - 1) // CHUNK_BYTES + 1):
