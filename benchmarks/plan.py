@@ -5,6 +5,8 @@ the interchangeable ranks, and the names of what any lost node takes along. The 
 hybrid sharding and tensor parallelism, with shapes that do not divide evenly. The peak is that of a fresh process
 (its resident memory, interpreter included), so it is taken in one; the seconds are the median of several plans there.
 Told besides: the same for strategies with extreme groups (one of all ranks, or each rank its own).
+
+`answer_seconds`: wall time of `holdfast plan FILE` as a user types it, next to that of an interpreter that does nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -78,6 +81,34 @@ def measured(strategy: str, rounds: int) -> None:
     print(json.dumps({"seconds": statistics.median(seconds), "first": seconds[0], "peak_mib": peak_mib}))
 
 
+FILE = """
+ranks_per_node = 4
+mesh = { dp = 8 }
+[[tensors]]
+name = "w"
+dtype = "F32"
+shape = [4096, 4096]
+[optimizer]
+states = ["exp_avg"]
+"""
+
+
+def answers(rounds: int) -> tuple[list[float], list[float]]:
+    """Wall seconds of the command and of an idle interpreter, in turn."""
+    from benchmarks import measure  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory() as directory:
+        job = Path(directory, "job.toml")
+        job.write_text(FILE, encoding="utf-8")
+        command = [str(Path(sys.executable).with_name("holdfast")), "plan", str(job)]
+        subprocess.run(command, capture_output=True, check=True)  # compiled, and in the page cache
+
+        def once(words: list[str]) -> float:
+            return measure.timed(lambda: subprocess.run(words, capture_output=True, check=True))
+
+        return measure.paired(lambda: once(command), lambda: once([sys.executable, "-c", "pass"]), rounds)
+
+
 def main() -> None:
     from benchmarks import measure  # it loads torch, which must not count into the peak  # noqa: PLC0415
 
@@ -91,6 +122,8 @@ def main() -> None:
         goals = ("", "") if strategy else ("<= 1", "<= 200")
         report.figure(f"plan_seconds{suffix}", found["seconds"], "s", goals[0], ranks=RANKS, tensors=TENSORS)
         report.figure(f"plan_peak_mib{suffix}", found["peak_mib"], "MiB", goals[1])
+    taken, idle = answers(5 if options.quick else 21)
+    report.figure("answer_seconds", statistics.median(taken), "s", "<= 0.5", interpreter_s=statistics.median(idle))
     report.save()
 
 

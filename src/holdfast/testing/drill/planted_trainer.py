@@ -21,7 +21,7 @@ from holdfast.train.objects import StatefulPart
 from holdfast.train.restore import Restorer, RestoreReport
 
 # How long a copy is stretched, so that something can come between its bytes.
-COPY_S = 0.004
+COPY_S = 0.02
 
 
 def apply(name: str) -> None:
