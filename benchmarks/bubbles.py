@@ -18,6 +18,7 @@ the length of a step hardly varies, and so it is decided what on a shared machin
   longer than without the trainer's thread waited for a core (`core_wait`, percent of a step).
 - `copy_time_in_bubbles_percent`: the part of the copying that ran while the rank waited for its neighbour, from the spans of
   the trace (the newest of them): a copy that outlasts its wait counts as far as the wait went.
+- `drag`: seconds of work lost per second of copying beside it; empty if hardly anything was copied there.
 """
 
 from __future__ import annotations
@@ -216,6 +217,7 @@ def worker(options: argparse.Namespace) -> None:
             row["reason"] = checkpointer.bubbles.reason if checkpointer.bubbles else ""
             profile = checkpointer.bubbles.profile() if checkpointer.bubbles else None
             row["idle_share"] = round(profile.idle / profile.period, 4) if profile else 0.0
+            row["drag"] = profile.drag if profile else None
             checkpointer.close()
         rows.append(row)
         dist.barrier()
@@ -295,6 +297,8 @@ def tell(report: Report, runs: Sequence[list[list[dict[str, Any]]]]) -> None:
             share = 100 * inside / copied if copied else None
             report.figure(f"copy_time_in_bubbles_percent ({name})", share, "%", ">= 90", reason=of_first[-1]["reason"])
             report.figure(f"idle_percent ({name}, rank 0)", 100 * of_first[-1]["idle_share"], "%")
+            drags = [row["drag"] for row in counted if row.get("drag") is not None]
+            report.figure(f"drag ({name})", statistics.median(drags) if drags else None, "s/s")
 
 
 def averaged(rows: Sequence[dict[str, Any]]) -> list[list[float]]:

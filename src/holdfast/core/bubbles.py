@@ -106,7 +106,7 @@ class Load:
 
     Attributes:
         call: seconds that `save` itself takes.
-        left: seconds of copying that fit in no wait.
+        left: seconds of work that copying costs which fits in no wait.
         period: seconds of a step.
     """
 

@@ -78,13 +78,13 @@ class Budget:
         return decision.value
 
     def _measured(self) -> tuple[float, float, float]:
-        """Since the last review: seconds that a save stops the step, seconds that no wait hides, seconds of a step."""
+        """Since the last review: seconds that a save stops the step, seconds that copies in no wait cost, seconds of a step."""
         stalled = self._stalled() - self._stalled_before
         if self._num_saves:
             self._call = stalled / self._num_saves
         steps = self._num_steps - self._since
         period = (self._clock() - self._began_s - stalled) / steps
-        return self._call, self._bubbles.left_seconds if self._bubbles else 0.0, period
+        return self._call, self._bubbles.left_cost if self._bubbles else 0.0, period
 
     def _restart(self) -> None:
         self._since, self._num_saves = self._num_steps, 0

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -100,6 +101,8 @@ class MovingRendezvous(RendezvousHandler):
         if self._in_a_row > MOST_MOVES:
             raise error
         self._lost_s, self._round = now, None
+        # On a thread: torch joins the one that gives the signs of life, which may hang in a store that says nothing.
+        threading.Thread(target=self._handler._stop_heartbeats, name="hf old heartbeats", daemon=True).start()
 
     def require(self) -> None:
         """Raises what `num_nodes_waiting` met."""

@@ -24,6 +24,7 @@ from typing import Any
 
 from holdfast.base.events import Events
 from holdfast.core import bubbles, pipeline
+from holdfast.core.drag import Drag
 from holdfast.core.pipeline import Costs, Kind
 from holdfast.core.windows import Waits
 from holdfast.node.windows import WindowPage
@@ -64,6 +65,7 @@ class Profile:
         period: mean from step to step.
         ending: median from the last action to the next step.
         num_steps: steps that were seen.
+        drag: seconds of work lost per second of copying beside it (`core.drag`); None: not known.
     """
 
     costs: dict[tuple[int, Kind], float]
@@ -71,6 +73,7 @@ class Profile:
     period: float
     ending: float
     num_steps: int
+    drag: float | None = None
 
 
 class Bubbles:
@@ -91,6 +94,7 @@ class Bubbles:
         self._clock = clock_of(getattr(self._stages[0], "device", None))
         self._gate = Gate()
         self._waits = Waits()
+        self._drag = Drag()
         self.thread: int | None = None  # the one that is inside a step
         self._restore: list[Callable[[], None]] = []
         self._costs: dict[tuple[int, Kind], deque[float]] = {}
@@ -149,6 +153,7 @@ class Bubbles:
             period=fmean(self._periods) if self._periods else 0.0,
             ending=median(self._endings) if self._endings else 0.0,
             num_steps=self._waits.num_steps,
+            drag=self._drag.share,
         )
 
     def _wrap(self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -209,6 +214,7 @@ class Bubbles:
         # What lies between the last action and this one and is no wait (loss, posting of messages) is work of this one.
         seen.append(ended - self._last + self._between)
         self._last, self._between = ended, 0.0
+        self._drag.acted((stage, kind), began, ended)
         self.spans.append(Seen(f"{stage}{kind.value}{microbatch}", began, ended))
 
     def waited(self, inner: Callable[[Any], None], work: Any) -> None:
@@ -257,10 +263,17 @@ class Bubbles:
 
     def copied(self, started_s: float, seconds: float, *, inside: bool) -> None:
         """A batch was copied."""
+        self._drag.copied(started_s, started_s + seconds)
         self._events.count("copy_seconds", seconds)
         if inside:
             self._events.count("copy_seconds_in_waits", seconds)
         self.spans.append(Seen("copy" if inside else "copy beside", started_s, started_s + seconds))
+
+    @property
+    def left_cost(self) -> float:
+        """Seconds that the last version's copies cost the work beside them: all that fitted into no wait, until it is known better."""
+        drag = self._drag.share
+        return self.left_seconds * (1.0 if drag is None else min(drag, 1.0))
 
     @property
     def reason(self) -> str:
