@@ -15,6 +15,7 @@ from holdfast.core import takeover
 from holdfast.core.model import BundleRef, Level, Version
 from holdfast.core.slots import SlotState
 from holdfast.node.arena import Held
+from holdfast.node.metrics import render
 from holdfast.node.succession import Succession
 from node.rig import Rig, Trainer, eventually, image_of, reached, save_all
 
@@ -62,6 +63,8 @@ def test_a_successor_writes_what_its_representative_cannot(make_rig: MakeRig, wr
     reached(trainers, version, Level.DURABLE)
     proven(rig, version)
     assert takeovers(rig, (0,)) >= 1
+    (line,) = (line for line in render([rig.status(0) | {"job": "j"}]).splitlines() if "takeovers_total{" in line)
+    assert float(line.split()[-1]) >= 1, "Prometheus reads it too"
     assert any(version_alarm["key"] == "storage" for version_alarm in rig.status(1)["alarms"])
     rig.hurt(1, "")
     again = save_all(trainers, 2, durable=True)

@@ -23,6 +23,7 @@ from typing import Any
 
 import rank_files
 import torch
+from safetensors import safe_open
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -70,20 +71,28 @@ def run(strategy: Strategy) -> dict[str, Any]:
     return {"predicted": predicted, "live": rows(live), "warned": warned}
 
 
-def save_and_wait(rank: int, results: Path) -> None:
-    """A real save of the large job on two nodes; keepers stay until everything about them was asked."""
+def collectives() -> int:
+    """How many this rank has begun, in all its groups."""
+    return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
+
+
+def save_and_wait(rank: int, results: Path) -> int:
+    """How many collectives a save was. A real save of the large job on two nodes; keepers stay until everything about them was asked."""
     objects = STRATEGIES["large"].make()
     config = Config(node_label="ab"[rank // 4], runtime_dir=str(results / "r"), every="0", durable_every="0")
     checkpointer = Checkpointer(str(results / "job"), config=config, **objects)
     checkpointer.restore()
     step(objects)
+    before = collectives()
     handle = checkpointer.save(0, "durable")
     handle.wait("replicated", 60)
     handle.wait("durable", 60)
+    called = collectives() - before
     (results / f"status-{rank}.json").write_text(json.dumps(checkpointer.keeper_status()))
     (results / f"saved-{rank}").touch()
     until(results / "asked")
     checkpointer.close()
+    return called
 
 
 def guide_scenario(rank: int, results: Path) -> dict[str, Any]:
@@ -100,8 +109,13 @@ def guide_scenario(rank: int, results: Path) -> dict[str, Any]:
     }
     for number in range(6):
         rank_files.train(model, optimizer, number)
+        before = collectives()
         saved = files.save(number // 4 + 1, number % 4 + 1)
+        found["collectives"] = collectives() - before
         found["saved"].append(str(saved.relative_to(home)))
+    found["slices"] = {f"model.{name}": p.to_local().nbytes for name, p in model.named_parameters()}
+    with safe_open(saved, "pt") as file:
+        found["in_file"] = {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118 - not a dict
     found["expected"] = [rank_files.train(model, optimizer, number) for number in range(6, 9)]
     expected = [p.to_local().clone() for p in model.parameters()]
 
@@ -171,7 +185,7 @@ def main(rank: int, results: Path) -> None:
             torch.manual_seed(0)
             found[name] = run(strategy)
         found["scenario"] = guide_scenario(rank, results)
-        save_and_wait(rank, results)
+        found["collectives"] = {"before": collectives(), "save": save_and_wait(rank, results)}
         (results / f"{rank}.json").write_text(json.dumps(found))
     except BaseException:
         (results / f"{rank}.error").write_text(traceback.format_exc())

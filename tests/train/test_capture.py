@@ -186,7 +186,8 @@ def test_the_step_waits_for_the_copy_and_not_longer_than_its_bound(monkeypatch: 
     parameter = torch.nn.Parameter(torch.ones(1000))
     parameter.grad = torch.ones(1000)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    fence = Fence(timeout_s=0.3, events=Events())
+    events = Events()
+    fence = Fence(timeout_s=0.3, events=events)
     fence.guard([optimizer])
     ends: list[str] = []
     first, second = torch.zeros(1000), torch.zeros(1000)
@@ -208,6 +209,7 @@ def test_the_step_waits_for_the_copy_and_not_longer_than_its_bound(monkeypatch: 
         started = time.monotonic()
         optimizer.step()
         assert 0.25 < time.monotonic() - started < 8.0
+        assert events.counters()["fence_wait_seconds"] > 0.25, "it is reported"
         assert not fence.idle(0.01), "the copy still writes; nobody may have the slot"
         gate.set()
         assert fence.idle(5.0)

@@ -205,6 +205,23 @@ def test_own_slices_are_saved_under_mindspores_names_with_group_information(rank
         assert found["saved"][-1] == f"rank_{rank}/checkpoint_1-3_1.safetensors", "an earlier run's names are not taken"
 
 
+def test_own_slices_are_saved_without_a_collective_and_without_a_byte_more(ranks: list[Rank]) -> None:
+    for found in scenario(ranks):
+        assert found["collectives"] == 0
+        momentum = {
+            name.replace("model.", "optimizer.state.") + ".momentum_buffer": size
+            for name, size in found["slices"].items()
+        }
+        tensors = {name: size for name, size in found["in_file"].items() if not name.startswith("values/")}
+        assert tensors == found["slices"] | momentum
+
+
+def test_a_save_is_no_collective(ranks: list[Rank]) -> None:
+    for found in ranks:
+        assert found["collectives"]["before"] > 0, "they are counted"
+        assert found["collectives"]["save"] == 0
+
+
 def test_a_lost_ranks_files_are_replaced_by_its_twins_and_training_goes_on_bit_for_bit(ranks: list[Rank]) -> None:
     for found in scenario(ranks):
         assert found["recovered"] == [2, 2]
