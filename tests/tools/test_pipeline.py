@@ -27,6 +27,16 @@ def test_the_picture_shows_work_waits_and_copies(capsys: pytest.CaptureFixture[s
     assert "checkpoint every" in told
 
 
+def test_layers_make_stages_and_the_slowest_stage_makes_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten equal layers and a head of four on four stages: 3, 3, 3 and 1 + 4 of a layer."""
+    assert parse("1F1B ranks=4 microbatches=12 layers=10x1ms+4ms").forward == pytest.approx((3e-3, 3e-3, 3e-3, 5e-3))
+    assert pipeline("1F1B ranks=4 microbatches=12 layers=10x1ms+4ms state=1MB", as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["period_seconds"] == pytest.approx(3 * (12 * 5e-3 + 3 * 3e-3))
+    idle = [rank["idle_share"] for rank in told["ranks"]]
+    assert idle[3] < min(idle[:3])
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -35,6 +45,9 @@ def test_the_picture_shows_work_waits_and_copies(capsys: pytest.CaptureFixture[s
         ("1F1B ranks=4 microbatches=8 forward=10ms colour=red", "unknown: colour"),
         ("1F1B ranks=four microbatches=8 forward=10ms", "four"),
         ("1F1B ranks=0 microbatches=8 forward=10ms", "zero"),
+        ("1F1B ranks=4 microbatches=8 layers=3x1ms", "4 stages cannot share 3 layers"),
+        ("1F1B ranks=4 microbatches=8 layers=8x1ms forward=1ms", "layers say what forward"),
+        ("1F1B ranks=4 microbatches=8 layers=eightx1ms", "eight"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_an_example(text: str, named: str) -> None:

@@ -125,6 +125,21 @@ class Timeline:
         return self.ranks[rank].idle / self.period if self.period else 0.0
 
 
+def stages_of(layers: Sequence[float], num_stages: int) -> tuple[float, ...]:
+    """Seconds of each stage, given those of a model's layers in order.
+
+    A stage has neighbouring layers, as many as any other or one more; the first stages have that one.
+
+    Raises:
+        ValueError: more stages than layers.
+    """
+    if num_stages > len(layers):
+        raise ValueError(f"{num_stages} stages cannot share {len(layers)} layers")
+    each, more = divmod(len(layers), num_stages)
+    ends = [each * (stage + 1) + min(stage + 1, more) for stage in range(num_stages)]
+    return tuple(sum(layers[start:end]) for start, end in zip([0, *ends], ends, strict=False))
+
+
 def gpipe(num_stages: int, num_microbatches: int) -> tuple[Order, ...]:
     """All forwards, then all backwards; one stage per rank."""
     return tuple(

@@ -14,30 +14,30 @@ from typing import Any
 from holdfast.base.config import parse_seconds, parse_size
 from holdfast.base.errors import UsageError
 from holdfast.core.bubbles import Load, Placement, Window, highest_cadence, place
-from holdfast.core.pipeline import Action, Costs, Kind, Order, Timeline, gpipe, one_f_one_b, simulate
+from holdfast.core.pipeline import Action, Costs, Kind, Order, Timeline, gpipe, one_f_one_b, simulate, stages_of
 from holdfast.tools import launch, output, timeline
 
 _KNOWN = {"gpipe": gpipe, "1f1b": one_f_one_b}
 _SHARE_OF_INPUT = 0.5  # of a backward that is split: gradients of inputs, then of weights
 COLUMNS = 120
 MAX_LINES = 32
-_KEYS = "ranks stages microbatches forward backward optimizer state rate chunk budget"
+_KEYS = "ranks stages microbatches forward layers backward optimizer state rate chunk budget"
 _REMEDY = (
-    'write "1F1B ranks=4 microbatches=8 forward=10ms state=2GiB"; further: stages (per rank), backward (default twice '
-    "forward), optimizer, rate (bytes per second of the copy, default 10GB), chunk (4MiB), budget (0.005 of a step)"
+    'write "1F1B ranks=4 microbatches=8 forward=10ms state=2GiB"; further: stages (per rank), layers instead '
+    "of forward (30x1ms+4ms: of the model, shared by all stages), backward (default twice forward), optimizer, rate (bytes per second of the copy, default 10GB), chunk (4MiB), budget (0.005 of a step)"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A pipeline as it was described. Seconds and bytes; forward and backward of one stage and micro-batch."""
+    """A pipeline as it was described. Seconds and bytes; forward and backward of each stage, for one micro-batch."""
 
     schedule: str
     ranks: int
     stages: int
     microbatches: int
-    forward: float
-    backward: float
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
     optimizer: float
     state: int
     rate: float
@@ -54,19 +54,22 @@ def parse(text: str) -> Plan:
     schedule, *words = text.split() or [""]
     pairs = {key: value for key, _, value in (word.partition("=") for word in words)}
     unknown = [key for key in pairs if key not in _KEYS.split()]
-    missing = [key for key in ("ranks", "microbatches", "forward") if key not in pairs]
+    missing = [key for key in ("ranks", "microbatches") if key not in pairs]
+    missing += ["forward"] if not pairs.keys() & {"forward", "layers"} else []
     if not schedule or unknown or missing:
         what = f"unknown: {', '.join(unknown)}" if unknown else f"missing: {', '.join(missing) or 'the schedule'}"
         raise UsageError(f"--pipeline {text!r}: {what}", remedy=_REMEDY)
     try:
-        forward = parse_seconds(pairs["forward"])
+        ranks = int(pairs["ranks"])
+        stages = int(pairs.get("stages", 1 if schedule.lower() in _KNOWN else 2))
+        forward = _forward(pairs, max(ranks * stages, 1))
         plan = Plan(
             schedule=schedule,
-            ranks=int(pairs["ranks"]),
-            stages=int(pairs.get("stages", 1 if schedule.lower() in _KNOWN else 2)),
+            ranks=ranks,
+            stages=stages,
             microbatches=int(pairs["microbatches"]),
             forward=forward,
-            backward=parse_seconds(pairs["backward"]) if "backward" in pairs else 2 * forward,
+            backward=tuple(parse_seconds(pairs["backward"]) if "backward" in pairs else 2 * each for each in forward),
             optimizer=parse_seconds(pairs.get("optimizer", "0s")),
             state=parse_size(pairs.get("state", "1GiB")),
             rate=float(parse_size(pairs.get("rate", "10GB"))),
@@ -115,15 +118,25 @@ def orders(plan: Plan) -> tuple[Order, ...]:
     return tuple(tuple(Action(stage, Kind(kind), m) for stage, kind, m in row) for row in json.loads(told))
 
 
+def _forward(pairs: Mapping[str, str], num_stages: int) -> tuple[float, ...]:
+    """Of every stage, from that of one or from those of the layers."""
+    if "layers" not in pairs:
+        return (parse_seconds(pairs["forward"]),) * num_stages
+    if pairs.keys() & {"forward", "backward"}:
+        raise ValueError("layers say what forward and backward would")
+    layers: list[float] = []
+    for term in pairs["layers"].split("+"):
+        count, _, seconds = term.rpartition("x")
+        layers += [parse_seconds(seconds)] * int(count or 1)
+    return stages_of(layers, num_stages)
+
+
 def _costs(plan: Plan) -> Costs:
-    split = plan.backward * _SHARE_OF_INPUT
-    each = {
-        Kind.FORWARD: plan.forward,
-        Kind.BACKWARD: plan.backward,
-        Kind.INPUT: split,
-        Kind.WEIGHT: plan.backward - split,
-    }
-    compute = {(stage, kind): each[kind] for stage in range(plan.ranks * plan.stages) for kind in Kind}
+    compute: dict[tuple[int, Kind], float] = {}
+    for stage, (forward, backward) in enumerate(zip(plan.forward, plan.backward, strict=True)):
+        split = backward * _SHARE_OF_INPUT
+        each = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.INPUT: split, Kind.WEIGHT: backward - split}
+        compute |= {(stage, kind): seconds for kind, seconds in each.items()}
     return Costs(compute, ending=dict.fromkeys(range(plan.ranks), plan.optimizer))
 
 
