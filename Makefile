@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # The name of the project's root may hold no test options; give them here: make test PYTEST_ARGS="-k seal".
 PYTEST_ARGS ?=
-# Two files of tests at a time; 0 runs them one after the other.
+# Two files of tests at a time, in their order, or the longest tests would be left for the end; 0 runs one after the other.
 PYTEST_JOBS ?= 2
 
 # Frameworks that holdfast is used through; each is tested in an environment of its own, with the versions of constraints-doors.txt.
@@ -46,7 +46,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
