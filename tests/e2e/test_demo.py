@@ -27,9 +27,13 @@ def test_three_faults_and_the_end_is_bit_equal(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=280)
     assert process.returncode == 0, out + err
     rank_killed, node_lost, all_lost, end = (json.loads(line) for line in out.splitlines())
-    assert set(rank_killed["restored_from"]) <= {"slot", "node"}
+    # From a twin's live state where the fault found the survivors between two updates.
+    assert set(rank_killed["restored_from"]) <= {"slot", "node"} or set(rank_killed["restored_from"]) <= {
+        "twin",
+        "note",
+    }
     assert "storage" not in node_lost["restored_from"]
-    assert node_lost["restored_from"]["peer"] > 1_000_000
+    assert max(node_lost["restored_from"].get(source, 0) for source in ("peer", "twin")) > 1_000_000
     assert all_lost["restored_from"]["storage"] > 1_000_000
     assert rank_killed["steps_lost"] <= 2
     assert end["equal"]

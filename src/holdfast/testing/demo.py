@@ -42,6 +42,9 @@ SOURCE_NAMES = {
     "node": "a rank beside it",
     "preloaded": "its keeper's memory",
     "storage": "storage",
+    "live": "what it still held",
+    "twin": "a living twin",
+    "note": "its own note",
 }
 RECOVERY_TIMEOUT_S = 120.0
 TRAINING_TIMEOUT_S = 300.0
@@ -58,19 +61,25 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Where state must come from: `source` on every rank that lost something, nothing but `allowed` on any rank.
+    """Where state must come from: one of `sources` on every rank that lost something, nothing but `allowed` on any rank.
 
-    What one rank has fetched lies in its node's memory, where the next one takes it from: `node`.
+    What one rank has fetched lies in its node's memory, where the next one takes it from: `node`. A fault that finds the
+    survivors between two updates costs no step: who is new gets the live state of its twin (`train.livefill`).
     """
 
-    source: str
+    sources: frozenset[str]
     allowed: frozenset[str]
     text: str
 
 
-OWN_MEMORY = Promise("slot", frozenset({"slot", "node"}), "the memory of its own node")
-OTHER_NODE = Promise("peer", frozenset({"slot", "node", "peer"}), "the memory of the other node, no read from storage")
-STORAGE = Promise("storage", frozenset({"storage", "node", "peer"}), "storage")
+LIVE = frozenset({"live", "twin", "note"})
+OWN_MEMORY = Promise(
+    frozenset({"slot", "twin"}), LIVE | {"slot", "node"}, "the memory of its own node, or its twin if that is newer"
+)
+OTHER_NODE = Promise(
+    frozenset({"peer", "twin"}), LIVE | {"slot", "node", "peer"}, "the memory of the other node, no read from storage"
+)
+STORAGE = Promise(frozenset({"storage"}), frozenset({"storage", "node", "peer"}), "storage")
 
 # What the timeline of the demo must show at least.
 SHOWN = frozenset({"step", "save", "copy", "seal", "replicate", "persist", "fault", "recovery"})
@@ -189,7 +198,7 @@ class Demo:
         self.say(f"  step {step + 1:>3} of {self.plan.steps}   loss {facts.mean_loss(step):.3f}")
 
     def kill_one_rank(self) -> None:
-        """Fault 1: the rank comes back from the memory of its own node."""
+        """Fault 1: the rank comes back from the memory of its own node, or takes over what its twin holds."""
         victim = self.facts.last(3, "start")
         if victim is None:
             raise DemoFailure("rank 3 never started")
@@ -262,7 +271,7 @@ class Demo:
             found = bytes_by_source(recoveries[rank][0]["report"])
             if rank in ranks:
                 total.update(found)
-            if (rank in ranks and promised.source not in found) or not set(found) <= promised.allowed:
+            if (rank in ranks and promised.sources.isdisjoint(found)) or not set(found) <= promised.allowed:
                 raise DemoFailure(f"rank {rank} was restored from {found}; promised: {promised.text}")
         outcome = Outcome(
             fault=fault,
