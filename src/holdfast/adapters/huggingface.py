@@ -232,6 +232,9 @@ class _Counts:
         state = self._trainer.state
         kept = {name: value for name, value in vars(state).items() if _is_plain(value)}
         counted = {name: getattr(self._trainer, name) for name in _COUNTED if hasattr(self._trainer, name)}
+        if "_tr_loss" in counted and self._trainer.control.should_log:
+            # The loss of this step is reported right after this save; who goes on from it must not report it again.
+            counted |= {"_tr_loss": torch.zeros_like(counted["_tr_loss"]), "_globalstep_last_logged": state.global_step}
         return {"state": json.dumps(kept, sort_keys=True), **counted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
