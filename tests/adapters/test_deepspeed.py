@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +46,20 @@ def workshop(stage: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[W
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
 def test_contract(check: object, stage: int, workshop: Workshop) -> None:
     check(door(stage), workshop)  # type: ignore[operator]
+
+
+def test_what_only_memory_holds_comes_back_without_a_file_of_deepspeeds_own(stage: int, workshop: Workshop) -> None:
+    """Killed before any of them was written, for all that the next run can see."""
+    task = Task(workshop.directory("bare"), 2, 6)
+    before = workshop.run(door(stage), task, kill_at=3)
+    for tag in task.checkpoints.glob("global_step*"):
+        shutil.rmtree(tag)
+    (task.checkpoints / "latest").unlink(missing_ok=True)
+    after = workshop.run(door(stage), task)
+    assert set(after.starts.values()) <= {3, 4}
+    whole = workshop.run(door(stage), Task(workshop.directory("undisturbed"), 2, 6))
+    assert after.steps.items() <= whole.steps.items()
+    assert before.steps.items() <= whole.steps.items()
 
 
 def test_deepspeed_alone_loads_what_latest_names(stage: int, workshop: Workshop) -> None:

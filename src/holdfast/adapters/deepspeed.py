@@ -23,6 +23,7 @@ Tested with deepspeed 0.19.8 and torch 2.13.0, ZeRO 2 and 3 on CPU.
 from __future__ import annotations
 
 import logging
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -124,7 +125,7 @@ class CheckpointEngine:
         self._checkpointer = Checkpointer(save_dir / OWN, config=config, deepspeed=self._files)
         self._started = False
         self._saves = 0
-        self._dir = save_dir
+        self._dir = self._shown = save_dir
         if native:
             mine = [Path(name).name for name in self._names(Path("d"), "t") if name.parts[-2:-1] == ("t",)]
             self._all_names = sorted({n for names in agree.gather_json(self._group, mine) for n in names})
@@ -247,7 +248,10 @@ class CheckpointEngine:
         if not self._files.trees:
             return self._load(load_dir, tag, *args, **kwargs)
         try:
-            return self._load(load_dir, self._files.tag, *args, **kwargs)
+            with tempfile.TemporaryDirectory(prefix="holdfast-") as place:
+                self._shown = Path(place)
+                path, told = self._load(load_dir, self._files.tag, *args, **kwargs)
+            return (path and str(Path(load_dir, self._files.tag, Path(path).name))), told
         finally:
             self._files.trees = {}
 
@@ -260,9 +264,17 @@ class CheckpointEngine:
         return max(found, default=None)
 
     def _all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]:
-        """The model files of a tag: those that are held, else those that stand."""
+        """The model files of a tag: those that are held, else those that stand.
+
+        DeepSpeed looks whether they exist before it asks us for them, and of what was held in memory only none was written:
+        so it is shown empty ones elsewhere.
+        """
         held = [name for name in self._files.trees if "model_states" in name] if self._files.tag == tag else []
-        return [str(Path(checkpoints_path, tag, name)) for name in held] or self._get_all_names(checkpoints_path, tag)
+        shown = [self._shown / tag / name for name in held]
+        for path in shown:
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+        return [str(path) for path in shown] or self._get_all_names(checkpoints_path, tag)
 
 
 def _shared(engine: Any) -> tuple[str, ...]:
