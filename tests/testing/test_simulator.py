@@ -63,6 +63,7 @@ def test_a_rule_that_is_taken_out_is_missed(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", sorted(set(BUGS) - set(QUICK)))
 def test_a_subtle_rule_that_is_taken_out_is_missed(name: str) -> None:
     assert hunt(name, 0, 400) is not None
