@@ -102,10 +102,6 @@ def _notes_not_awaited(original: Any) -> Any:
     return agree
 
 
-def _saved_is_not_asked(original: Any) -> Any:
-    return lambda offers, **given: original(offers, **{**given, "newest": None})
-
-
 def _window_not_seen(_: Any) -> Any:
     return lambda self: Offer(self.noted, tuple(self.notes), "")
 
@@ -159,7 +155,6 @@ BUGS: dict[str, Bug] = {
     "adopted-slots-untold": Bug(NodeLedger, "adopt", _no_reports, ("V1", "S1")),
     "quarantine-ignored": Bug(recovery, "_complete", _quarantine_ignored, ("V2", "S5")),
     "notes-not-awaited": Bug(livefill, "agree", _notes_not_awaited, ("S3",)),
-    "saved-is-not-asked": Bug(livefill, "agree", _saved_is_not_asked, ("S8", "S4", "S6")),
     "window-not-seen": Bug(Memory, "offer", _window_not_seen, ("S12",)),
     "retention-keeps-one": Bug(persisting, "to_retire", _retention_keeps_one, ("S11",)),
     "waiters-condemned": Bug(Watch, "_stands", _waiters_condemned, ("V4",)),
