@@ -19,8 +19,13 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import settings
 
 import forked
+
+# Property tests have no deadline per example: the machine is shared, and pytest's own limit holds.
+settings.register_profile("shared-machine", deadline=None)
+settings.load_profile("shared-machine")
 
 # Keepers that were told to end need a moment to do so; nothing that is healthy needs longer.
 GRACE_S = 10.0
