@@ -125,7 +125,8 @@ class CheckpointEngine:
         self._checkpointer = Checkpointer(save_dir / OWN, config=config, deepspeed=self._files)
         self._started = False
         self._saves = 0
-        self._dir = self._shown = save_dir
+        self._dir = save_dir
+        self._shown: list[str] = []  # while a version is loaded that memory holds
         if native:
             mine = [Path(name).name for name in self._names(Path("d"), "t") if name.parts[-2:-1] == ("t",)]
             self._all_names = sorted({n for names in agree.gather_json(self._group, mine) for n in names})
@@ -249,11 +250,22 @@ class CheckpointEngine:
             return self._load(load_dir, tag, *args, **kwargs)
         try:
             with tempfile.TemporaryDirectory(prefix="holdfast-") as place:
-                self._shown = Path(place)
+                self._shown = self._stand_ins(Path(place, self._files.tag))
                 path, told = self._load(load_dir, self._files.tag, *args, **kwargs)
             return (path and str(Path(load_dir, self._files.tag, Path(path).name))), told
         finally:
-            self._files.trees = {}
+            self._files.trees, self._shown = {}, []
+
+    def _stand_ins(self, directory: Path) -> list[str]:
+        """Empty files under the names of the model files that are held.
+
+        DeepSpeed looks whether they exist before it asks us for them, and of what only memory held none was written.
+        """
+        directory.mkdir()
+        held = [directory / name for name in self._files.trees if "model_states" in name]
+        for path in held:
+            path.touch()
+        return [str(path) for path in held]
 
     def _version_of(self, tag: Any) -> Version | None:
         """The newest durable version of a tag that DeepSpeed named by the step; None if there is none."""
@@ -264,17 +276,8 @@ class CheckpointEngine:
         return max(found, default=None)
 
     def _all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]:
-        """The model files of a tag: those that are held, else those that stand.
-
-        DeepSpeed looks whether they exist before it asks us for them, and of what was held in memory only none was written:
-        so it is shown empty ones elsewhere.
-        """
-        held = [name for name in self._files.trees if "model_states" in name] if self._files.tag == tag else []
-        shown = [self._shown / tag / name for name in held]
-        for path in shown:
-            path.parent.mkdir(exist_ok=True)
-            path.touch()
-        return [str(path) for path in shown] or self._get_all_names(checkpoints_path, tag)
+        """The model files of a tag: those that are held, else those that stand."""
+        return self._shown or self._get_all_names(checkpoints_path, tag)
 
 
 def _shared(engine: Any) -> tuple[str, ...]:

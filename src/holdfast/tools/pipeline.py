@@ -24,7 +24,8 @@ MAX_LINES = 32
 _KEYS = "ranks stages microbatches forward layers backward optimizer state rate chunk budget"
 _REMEDY = (
     'write "1F1B ranks=4 microbatches=8 forward=10ms state=2GiB"; further: stages (per rank), layers instead '
-    "of forward (30x1ms+4ms: of the model, shared by all stages), backward (default twice forward), optimizer, rate (bytes per second of the copy, default 10GB), chunk (4MiB), budget (0.005 of a step)"
+    "of forward (30x1ms+4ms: of the model, shared by all stages), backward (default twice forward), "
+    "optimizer, rate (bytes per second of the copy, default 10GB), chunk (4MiB), budget (0.005 of a step)"
 )
 
 

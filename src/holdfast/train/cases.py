@@ -115,8 +115,10 @@ class Cases:
             return None
         case.running_s = case.running_s or now
         beats = case.step >= 0 or bool(case.restored) or any(reading.beat.step for reading in readings.values())
-        made = [reading.beat.step > _began(case, rank) for rank, reading in readings.items()]
-        if not (all(made) if beats else now - case.running_s > WITHOUT_BEATS_S):
+        # Where some tell what they came back to, all do: until then a survivor's page shows the steps of before.
+        heard = not case.restored or readings.keys() <= case.restored.keys()
+        made = heard and all(reading.beat.step > _began(case, rank) for rank, reading in readings.items())
+        if not (made if beats else now - case.running_s > WITHOUT_BEATS_S):
             return None
         self._case = None
         parts = {"T1": case.ordered_s - case.found_s, "T2": case.running_s - case.ordered_s}

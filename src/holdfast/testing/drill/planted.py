@@ -101,18 +101,20 @@ def script(text: str) -> tuple[Save, ...]:
 
 
 def _struck(
-    phase: str, victim: str, saves: str, *, shape: str = SOLO, depth: float = 1.0, **changes: Any
+    phase: str, victim: str, saves: str, *, stepped: bool | None = None, depth: float = 1.0
 ) -> Callable[[Dice], Trial]:
     """A strike at a random place in the later passes of this phase.
 
-    It falls up to `depth` of the phase's usual length after its beginning: above 1 for a bug that makes it longer.
+    It is stepped if `stepped`, by the dice if that is None. It falls up to `depth` of the phase's usual length after its
+    beginning: above 1 for a bug that makes it longer.
     """
 
     def trial(dice: Dice) -> Trial:
         actor = "t0" if phase in {"save", "restore"} else "k0"
-        stepped = changes.get("stepped", dice.random() < 0.5)
-        aim = Aim(phase, actor, victim, 0.7 + 0.29 * dice.random(), stepped, depth * dice.random())
-        return Trial(0, 0, shape, phase, victim, (LifePlan(script(saves), aim), LAST_LIFE))
+        drawn = dice.random() < 0.5
+        turn = 0.7 + 0.29 * dice.random()
+        aim = Aim(phase, actor, victim, turn, drawn if stepped is None else stepped, depth * dice.random())
+        return Trial(0, 0, SOLO, phase, victim, (LifePlan(script(saves), aim), LAST_LIFE))
 
     return trial
 
