@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.model import Level
-from holdfast.core.windows import MAX_HOLD_S, Shown, may_send
+from holdfast.core.windows import MAX_HOLD_S, Shown, may_begin
 from holdfast.node import windows
 from holdfast.node.windows import Turns, WindowPage, Windows
 from node.rig import Rig, Trainer, eventually, reached
@@ -39,9 +40,12 @@ def page() -> Iterator[WindowPage]:
 def test_a_block_leaves_in_a_wait_with_room_or_when_it_was_held_for_a_step(until, now, seconds, period, held) -> None:
     shut, opened = Shown(0, until, period), Shown(7, until, period)
     patient = held < period and held < MAX_HOLD_S
-    assert may_send(shut, now, seconds, held_s=held) is not patient
-    assert may_send(opened, now, seconds, held_s=held) is (not patient or now + seconds <= until or now >= until)
-    assert may_send(Shown(1, math.inf, period), now, seconds, held_s=held), "a wait that nobody knows may be used"
+    assert may_begin(shut, now, seconds, held_s=held) is not patient
+    assert may_begin(opened, now, seconds, held_s=held) is (not patient or now + seconds <= until or now >= until)
+    assert may_begin(Shown(1, math.inf, period), now, seconds, held_s=held), "a wait that nobody knows may be used"
+    assert may_begin(Shown(0, 0.0, math.nan), now, seconds, held_s=held) is (held >= MAX_HOLD_S), (
+        "a page may hold anything"
+    )
 
 
 # --- the page
@@ -49,14 +53,14 @@ def test_a_block_leaves_in_a_wait_with_room_or_when_it_was_held_for_a_step(until
 
 def test_a_page_shows_what_was_written_and_anything_else_shows_nothing() -> None:
     with page() as made:
-        assert windows.look(made.fd) == Shown(0, 0.0, 0.0)
+        assert windows.look(made.fds[0]) == Shown(0, 0.0, 0.0)
         made.step(0.25)
         made.open(17.5)
-        assert windows.look(made.fd) == Shown(1, 17.5, 0.25)
+        assert windows.look(made.fds[0]) == Shown(1, 17.5, 0.25)
         made.shut()
         made.open(None)
-        assert windows.look(made.fd) == Shown(2, math.inf, 0.25)
-        kept = os.dup(made.fd)
+        assert windows.look(made.fds[0]) == Shown(2, math.inf, 0.25)
+        kept = os.dup(made.fds[0])
     assert windows.look(kept) == Shown(0, 0.0, 0.0), "a page that its writer left holds nothing back"
     os.ftruncate(kept, 3)
     assert windows.look(kept) is None
@@ -64,6 +68,34 @@ def test_a_page_shows_what_was_written_and_anything_else_shows_nothing() -> None
     assert windows.look(kept) is None
     os.close(kept)
     assert windows.look(kept) is None
+
+
+def rings(bell: int) -> bool:
+    return bool(select.select([bell], [], [], 0)[0])
+
+
+def test_the_bell_rings_while_a_wait_is_under_way_and_when_the_page_is_closed() -> None:
+    with page() as made:
+        assert not rings(made.fds[1])
+        made.shut()
+        assert not rings(made.fds[1])
+        made.open(None)
+        made.open(1.0)
+        assert rings(made.fds[1])
+        made.shut()
+        assert not rings(made.fds[1])
+        kept = os.dup(made.fds[1])
+    assert rings(kept), "whoever sleeps there is woken"
+    os.close(kept)
+
+
+def test_who_sleeps_at_the_bell_is_woken_by_the_next_wait() -> None:
+    with page() as made:
+        sleeper = threading.Thread(target=windows.listen, args=(made.fds[1], 60.0))
+        sleeper.start()
+        made.open(None)
+        sleeper.join(30.0)
+        assert not sleeper.is_alive()
 
 
 class Clock:
@@ -85,13 +117,17 @@ class Clock:
                 return Shown(number, end, 1.0)
         return Shown(0, 0.0, 1.0)
 
+    def listen(self, rank: int, timeout_s: float) -> None:
+        begins = [begin for begin, _ in self.waits if self.now_s <= begin < self.now_s + timeout_s]
+        self.now_s = min([*begins, self.now_s + timeout_s])
+
     def send(self, num_blocks: int, block_s: float) -> Windows:
-        found = Windows(self.shown, lambda _: self.wanted)
+        found = Windows(self.shown, self.listen, lambda _: self.wanted)
         turns = Turns(found, clock=self, sleep=self.sleep)
         for _ in range(num_blocks):
             turns.wait(0, 1000)
             self.now_s += block_s
-        turns.sent()
+        turns.done()
         return found
 
 
@@ -157,7 +193,7 @@ def test_replicas_leave_in_the_waits_of_the_trainer(make_rig: MakeRig) -> None:
                 over.wait(0.03)
                 shown.shut()
 
-        first.client.show_waits(shown.fd)
+        first.client.show_waits(shown.fds)
         trainer = threading.Thread(target=steps)
         trainer.start()
         try:
@@ -172,18 +208,57 @@ def test_replicas_leave_in_the_waits_of_the_trainer(make_rig: MakeRig) -> None:
     assert inside >= 0.5 * watched, "a quarter, if nothing were held back; a busy machine opens windows late"
 
 
+def hashed(rig: Rig) -> tuple[int, int]:
+    facts = rig.status(0)["hashing"]
+    return facts["shown_bytes"], facts["inside_bytes"]
+
+
+def test_a_version_is_hashed_in_the_waits_of_its_trainer(make_rig: MakeRig) -> None:
+    rig = make_rig(num_nodes=1, own_bytes=64 * MIB)
+    (trainer,) = rig.start()
+    reached([trainer], trainer.save(0), Level.CAPTURED)
+    assert hashed(rig) == (0, 0), "without a page nothing is counted, and nothing held back"
+    with page() as shown:
+        shown.step(60.0)
+        shown.shut()
+        trainer.client.show_waits(shown.fds)
+        version = trainer.save(1)
+        for _ in range(5):
+            assert hashed(rig)[1] == 0, "it computes"
+        shown.open(None)
+        reached([trainer], version, Level.CAPTURED)
+        watched, inside = hashed(rig)
+        assert inside == watched >= 64 * MIB, "all of it waited for the wait"
+        shown.shut()
+        version = trainer.save(2)
+    reached([trainer], version, Level.CAPTURED)  # whoever closed its page waits for nothing
+
+
+def test_what_a_dead_trainer_left_is_hashed_at_once(make_rig: MakeRig) -> None:
+    rig = make_rig(num_nodes=1, own_bytes=16 * MIB)
+    (trainer,) = rig.start()
+    with page() as shown:
+        shown.step(60.0)
+        shown.shut()
+        trainer.client.show_waits(shown.fds)
+        trainer.save(0)
+        trainer.client.close()
+        eventually(lambda: rig.status(0)["newest"].get("captured") is not None)
+    assert hashed(rig) == (0, 0)
+
+
 def test_a_page_that_stays_shut_costs_a_step_and_one_that_is_no_page_nothing(make_rig: MakeRig) -> None:
     rig, first, second = two_nodes(make_rig)
     save_both(first, second, 0)
     with page() as shown:
         shown.step(0.4)
         shown.shut()
-        first.client.show_waits(shown.fd)
+        first.client.show_waits(shown.fds)
         assert save_both(first, second, 1) >= 0.4, "the blocks were held back"
         assert sent(rig)[2] == 0
     assert save_both(first, second, 2) < 0.4, "whoever closed its page holds nothing back"
     fd = os.memfd_create("no page")
-    first.client.show_waits(fd)
+    first.client.show_waits((fd, fd))
     os.close(fd)
     watched = sent(rig)[1]
     save_both(first, second, 3)
@@ -197,7 +272,7 @@ def test_a_save_that_waits_for_the_slot_ends_the_holding_back(make_rig: MakeRig)
         save_both(first, second, 1)
         shown.step(60.0)
         shown.shut()
-        first.client.show_waits(shown.fd)
+        first.client.show_waits(shown.fds)
         second.save(2)
         version = first.save(2)
         reached([first], version, Level.CAPTURED)
@@ -217,7 +292,7 @@ def test_the_page_of_a_trainer_that_went_is_let_go(make_rig: MakeRig) -> None:
 
     with page() as shown:
         for _ in range(3):
-            first.client.show_waits(shown.fd)
+            first.client.show_waits(shown.fds)
         assert pages() == 1, "the last one counts"
         first.client.close()
         eventually(lambda: pages() == 0)

@@ -4,7 +4,7 @@ The waits of a schedule come in the same order at every step, so the n-th wait i
 it is a low quantile of the last few: a window that is believed too long delays the schedule's own work, one that is
 believed too short leaves some idle time unused. Drift shows after a few steps, without asking anybody.
 
-Pure: all times are arguments, in seconds. Called by `train.pipeline`, `train.gate` (copies) and `node.windows` (replicas).
+Pure: all times are arguments, in seconds. Called by `train.pipeline`, `train.gate` (copies) and `node.windows` (hashing, replicas).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MEMORY = 8
 QUANTILE = 0.25
 # Waits of one step that are told apart; a schedule with more shares the last one. A bound, for nothing may grow (S15).
 MAX_WAITS = 4096
-# Replicas are held back for a step at most, so that all its waits come by, and never longer than this: a third of the
-# shortest patience that saves have with replicas (`core.patience`).
+# The keeper's work is held back for a step at most, so that all its waits come by, and never longer than this: a third
+# of the shortest patience that saves have with replicas (`core.patience`).
 MAX_HOLD_S = 1.5
 
 
@@ -48,12 +48,17 @@ class Shown:
     period_s: float
 
 
-def may_send(shown: Shown, now_s: float, seconds: float, *, held_s: float) -> bool:
-    """Whether a block that takes so many seconds may be sent, of a transfer that was held back for `held_s` already.
+def patience_s(shown: Shown) -> float:
+    """How long a transfer, or the hashing of a version, is held back in all; a page without a number is no reason for more."""
+    return min(MAX_HOLD_S, shown.period_s)
+
+
+def may_begin(shown: Shown, now_s: float, seconds: float, *, held_s: float) -> bool:
+    """Whether a block that takes so many seconds may begin, of work that was held back for `held_s` already.
 
     In a wait with room; and at any time once the waits of a whole step came by, for safety does not depend on them.
     """
-    if held_s >= min(shown.period_s, MAX_HOLD_S):
+    if held_s >= patience_s(shown):
         return True
     return bool(shown.number) and has_room(shown.until_s, now_s, seconds)
 

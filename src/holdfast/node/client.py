@@ -272,10 +272,10 @@ class KeeperClient:
         """How often this rank saves, in words, for whoever asks the keeper."""
         self._caller.tell(messages.Cadence(reason=reason))
 
-    def show_waits(self, page: int) -> None:
-        """Replicas of what this rank saves are sent in the waits that `page` shows (a descriptor of node.windows)."""
-        _, fds = self._call(messages.ShowWaits(), messages.Ok, CALL_TIMEOUT_S, (page,))
-        wire.close_fds(fds)
+    def show_waits(self, fds: tuple[int, ...]) -> None:
+        """What this rank saves is hashed and sent in the waits that a page shows (its descriptors, of node.windows)."""
+        _, got = self._call(messages.ShowWaits(), messages.Ok, CALL_TIMEOUT_S, fds)
+        wire.close_fds(got)
 
     def level(self, version: Version) -> tuple[Level, str]:
         """The level that was announced for `version`, and the reason."""

@@ -101,7 +101,6 @@ class Keeper:
         place = options.place
         self._state = NodeState(place, Arena(Budget(place.budget, options.memory_budget)))
         vault = Vault(options.root, self._events, encryption_key=options.encryption_key)
-        self._sealer = Sealer(self._state, self._events)
         self._examiner = Examiner(self._state)
         self._activities = Activities(self._state)
         self._run_facts = RunFacts(place.runtime / f"run-{options.run_id}-{place.node}" / JOURNAL)
@@ -113,11 +112,14 @@ class Keeper:
         self._committer = Committer(self._state, vault, self._events)
         self._replicator = Replicator(self._state, self._events, lambda: self._peers.inventory(wide=True))
         self._trainers = Trainers(self._state, self._forget)
+        self._hashing, self._sending = (
+            Windows(self._trainers.shown, self._trainers.listen, self._is_wanted) for _ in range(2)
+        )
+        self._sealer = Sealer(self._state, self._events, self._hashing)
         self._saving = Saving(self._state, self._trainers, self._sealer, self._succession)
         self._uplink = Uplink(self._state, lambda assembly: Coordinator(self._state, self._committer, assembly))
-        self._windows = Windows(self._trainers.shown, self._saving.waits)
         pace = Pace(options.network.bandwidth)
-        self._peers = PeerDesk(self._state, lambda: self._uplink.coordinator, pace, self._windows)
+        self._peers = PeerDesk(self._state, lambda: self._uplink.coordinator, pace, self._sending)
         self._preloader = Preloader(self._state, vault, self._activities, self._peers.survey)
         self._operations = Operations(
             Parts(
@@ -270,6 +272,9 @@ class Keeper:
     def _forget(self, trainer: Trainer) -> None:
         self._operations.forget(trainer)
 
+    def _is_wanted(self, rank: int) -> bool:
+        return self._saving.waits(rank)
+
     def _wake(self) -> None:
         """Something changed that a waiting save may have waited for."""
         self._saving.retry()
@@ -278,13 +283,15 @@ class Keeper:
     def _status(self) -> dict[str, Any]:
         sent = {
             "sent_bytes": self._peers.sent_bytes,
-            "sent_shown_bytes": self._windows.shown_bytes,
-            "sent_inside_bytes": self._windows.inside_bytes,
+            "sent_shown_bytes": self._sending.shown_bytes,
+            "sent_inside_bytes": self._sending.inside_bytes,
         }
+        hashed = {"shown_bytes": self._hashing.shown_bytes, "inside_bytes": self._hashing.inside_bytes}
         with self._state.lock:
             preloaded = self._preloader.facts()
         return {
             "replication": self._replicator.facts() | sent,
+            "hashing": hashed,
             "preloaded": preloaded,
             "run": self._run_facts(),
         } | status.report(

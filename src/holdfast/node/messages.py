@@ -314,7 +314,7 @@ class Cadence(Message, tag="cadence", frozen=True, kw_only=True):
 
 
 class ShowWaits(Message, tag="show-waits", frozen=True):
-    """The descriptor beside this is the page of the rank's waits (node.windows); it replaces the one before."""
+    """The descriptors beside this are the page of the rank's waits and its bell (node.windows); they replace those before."""
 
 
 class Appointed(Message, tag="appointed", frozen=True, kw_only=True):

@@ -188,7 +188,7 @@ class PeerDesk:
             self.sent_bytes += request.length
         finally:
             if turns is not None:
-                turns.sent()
+                turns.done()
             self._state.unpin(held, PIN)
 
     def _part(self, request: messages.Pull) -> tuple[Held, int, int]:

@@ -1,7 +1,8 @@
 """Sealing: hash what the trainer copied, write the header last, then say so. Off the trainer's time.
 
 One worker; xxh3 runs at the speed of memory and releases the GIL. The slot is pinned meanwhile. If the version was
-abandoned before the header was written, no header is written.
+abandoned before the header was written, no header is written. Where the trainer shows its waits, chunks are hashed in
+them (`node.windows`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from holdfast.core.slots import SlotState
 from holdfast.node.arena import Held
 from holdfast.node.messages import ImageSpan
 from holdfast.node.state import NodeState
+from holdfast.node.windows import Windows
 from holdfast.node.worker import Worker
 from holdfast.tiers import format as image_format
 from holdfast.tiers import memory
@@ -36,11 +38,12 @@ class _Job:
 
 
 class Sealer:
-    """Turns copied slots into sealed ones."""
+    """Turns copied slots into sealed ones; in the waits that trainers show, if they do."""
 
-    def __init__(self, state: NodeState, events: Events) -> None:
+    def __init__(self, state: NodeState, events: Events, windows: Windows) -> None:
         self._state = state
         self._events = events
+        self._windows = windows
         self._worker: Worker[_Job] = Worker(
             "holdfast sealer",
             self._seal,
@@ -75,15 +78,15 @@ class Sealer:
         return self._worker.idle
 
     def _seal(self, job: _Job) -> None:
-        held, state = job.held, self._state
+        held, state, turns = job.held, self._state, self._windows.turns()
         started = time.perf_counter()
         try:
             places = {}
             for span in job.images:
                 view = held.slot.view[span.offset : span.offset + span.length]
-                places[span.ref.bundle_id] = ImagePlace(
-                    span.ref, span.offset, image_format.seal(span.ref.bundle_id, view)
-                )
+                seal = image_format.seal(span.ref.bundle_id, view, before=lambda size: turns.wait(held.rank, size))
+                places[span.ref.bundle_id] = ImagePlace(span.ref, span.offset, seal)
+            turns.done()
             with state.lock:
                 if held.state is SlotState.WRITING and held.version == job.version and held.copied:
                     held.images = places

@@ -24,13 +24,15 @@ from holdfast.node.arena import Held
 from holdfast.node.messages import Hello, Message, Ok, ShowWaits
 from holdfast.node.server import Connection
 from holdfast.node.state import NodeState
-from holdfast.node.windows import look
+from holdfast.node.windows import listen, look
 from holdfast.tiers.procs import start_time
 
 # How long a new trainer of a rank waits for the old one to be gone; a killed one frees its memory first.
 PREDECESSOR_TIMEOUT_S = 5.0
 # How often it is asked whether the processes live; the server wakes up far more often.
 REAP_S = 0.2
+# What shows the waits of a rank: a page and its bell.
+PAGE_FDS = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +45,7 @@ class Trainer:
         reading: slots that are pinned because it restores from them, once per bundle.
         job_id: the job that it assembled; empty before.
         restored: of the version that it came back from, bytes of images and chunks by source.
-        page: descriptor of the page that shows its waits; -1: there is none.
+        page: descriptors of the page that shows its waits and of its bell; (): there is none.
         finished: it said goodbye for good.
     """
 
@@ -54,7 +56,7 @@ class Trainer:
     reading: list[Held] = field(default_factory=list)
     job_id: str = ""
     restored: tuple[Version, Counter[str]] | None = None
-    page: int = -1
+    page: tuple[int, ...] = ()
     finished: bool = False
 
     def brought(self, version: Version, source: Source, num_bytes: int) -> None:
@@ -155,19 +157,32 @@ class Trainers:
 
     def show(self, connection: Connection, request: ShowWaits, fds: list[int]) -> Ok:
         """A rank shows its waits from now on."""
-        if len(fds) != 1:
-            raise KeeperError(f"one page was announced and {len(fds)} descriptors came")
+        if len(fds) != PAGE_FDS:
+            raise KeeperError(f"a page and its bell were announced and {len(fds)} descriptors came")
         with self._state.lock:
             trainer = self.of(connection)
             _let_go(trainer)
-            trainer.page = fds.pop()
+            trainer.page = tuple(fds)
+            fds.clear()
         return Ok(id=request.id)
 
     def shown(self, rank: int) -> Shown | None:
         """What a local rank shows of its waits; None if it shows none."""
         with self._state.lock:
             trainer = self._trainers.get(rank)
-            return look(trainer.page) if trainer is not None and trainer.page >= 0 else None
+            return look(trainer.page[0]) if trainer is not None and trainer.page else None
+
+    def listen(self, rank: int, timeout_s: float) -> None:
+        """Sleeps until a wait of a local rank begins, its page is replaced or it goes, but no longer than this."""
+        with self._state.lock:
+            trainer = self._trainers.get(rank)
+            if trainer is None or not trainer.page:
+                return
+            bell = os.dup(trainer.page[1])
+        try:
+            listen(bell, timeout_s)
+        finally:
+            os.close(bell)
 
     def gone(self, connection: Connection) -> None:
         """A trainer's connection ended."""
@@ -223,9 +238,9 @@ class Trainers:
 
 def _let_go(trainer: Trainer) -> None:
     """Of its page. Under the lock."""
-    if trainer.page >= 0:
-        os.close(trainer.page)
-        trainer.page = -1
+    for fd in trainer.page:
+        os.close(fd)
+    trainer.page = ()
 
 
 def _is_other(old: Trainer, new: Connection) -> bool:

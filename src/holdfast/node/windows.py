@@ -1,33 +1,37 @@
-"""The page on which a trainer shows its waits, and the sender of replicas that keeps to them.
+"""The page on which a trainer shows its waits, and the keeper's work on that rank's slots that keeps to them.
 
-A page is a few bytes of shared memory without a name, one per rank of a pipeline. The trainer's thread writes it as a wait begins and
-ends; the keeper looks at it between two blocks of what it sends from that rank's slots. Nobody is woken and nobody waits for a
-lock: a page that was written half misplaces a block and nothing else. The keeper reads it as a file, so that an owner who shortens
-it cannot end the keeper.
+A page is a few bytes of shared memory without a name, one per rank of a pipeline, and beside it a bell: an eventfd that is readable
+while a wait is under way. The trainer's thread writes both as a wait begins and ends. The keeper looks at the page before every
+block that it hashes or sends, and sleeps at the bell while the trainer computes. Nobody waits for a lock: a page that was
+written half misplaces a block and nothing else. The keeper reads it as a file, so that an owner who shortens it cannot end it.
 
-Without a page, and for whatever a trainer waits for, nothing is held back; with one, a transfer is held back for a step in all
-at most (`core.windows.may_send`). Written by `train.gate`, read for `node.peers`.
+Without a page, and for whatever a trainer waits for, nothing is held back; with one, the hashing of a version, or a transfer,
+is held back for a step in all at most (`core.windows.may_begin`). Written by `train.gate`, read for `node.seal` and `node.peers`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
+import select
 import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast.core.windows import Shown, may_send
+from holdfast.core.windows import Shown, may_begin, patience_s
 
 PAGE_BYTES = 64
 MAGIC = 0x48465731
 # magic, whether a wait is under way, its number, until when it should last, seconds of a step
 _LAYOUT = struct.Struct("<IIQdd")
-# How often a shut page is looked at again.
+# How often a wait without room for a block is looked at again.
 LOOK_S = 0.002
-# What a block is expected to take before one was sent.
+# The longest sleep at the bell: other reasons to begin than a wait do not ring it.
+SLEEP_S = 0.05
+# What a block is expected to take before there was one.
 FIRST_BLOCK_S = 0.0005
 
 
@@ -35,13 +39,15 @@ class WindowPage:
     """The trainer's side; its thread alone writes.
 
     Attributes:
-        fd: the page, to be handed to the keeper; -1 once it is closed.
+        fds: the page and the bell, to be handed to the keeper; empty once they are closed.
     """
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("holdfast-windows", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, PAGE_BYTES)
-        self._map = mmap.mmap(self.fd, PAGE_BYTES)
+        page = os.memfd_create("holdfast-windows", os.MFD_CLOEXEC)
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.fds: tuple[int, ...] = (page, self._bell)
+        os.ftruncate(page, PAGE_BYTES)
+        self._map = mmap.mmap(page, PAGE_BYTES)
         self._number = 0
         self._period = 0.0
         self.shut()
@@ -54,18 +60,23 @@ class WindowPage:
         """A wait began that should last until then (monotonic); None: nobody knows."""
         self._number += 1
         _LAYOUT.pack_into(self._map, 0, MAGIC, 1, self._number, math.inf if until_s is None else until_s, self._period)
+        os.eventfd_write(self._bell, 1)
 
     def shut(self) -> None:
         """The wait is over."""
+        with contextlib.suppress(BlockingIOError):  # it does not ring
+            os.eventfd_read(self._bell)
         _LAYOUT.pack_into(self._map, 0, MAGIC, 0, self._number, 0.0, self._period)
 
     def close(self) -> None:
-        """Lets go of the page; whoever reads it still sees a shut one that holds nothing back."""
+        """Lets go of both; whoever reads the page still sees a shut one that holds nothing back, and is woken for it."""
         self._period = 0.0
         self.shut()
+        os.eventfd_write(self._bell, 1)
         self._map.close()
-        os.close(self.fd)
-        self.fd = -1
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = ()
 
 
 def look(fd: int) -> Shown | None:
@@ -80,29 +91,38 @@ def look(fd: int) -> Shown | None:
     return Shown(number if is_open else 0, until_s, period_s) if magic == MAGIC else None
 
 
+def listen(bell: int, timeout_s: float) -> None:
+    """Sleeps until a wait begins, but no longer than this. Whoever closed the descriptor meanwhile has to ring first."""
+    poll = select.poll()
+    poll.register(bell, select.POLLIN)
+    poll.poll(1e3 * timeout_s)
+
+
 @dataclass(slots=True)
 class Windows:
-    """What the sender knows of the waits of local ranks, and what it has sent in them.
+    """What the keeper knows of the waits of local ranks, and what it has done in them.
 
     Attributes:
         shown: what a rank's page shows now; None if it has none.
-        wanted: whether a rank waits for a slot, and so for what is sent from it.
-        shown_bytes: sent for ranks that have a page.
-        inside_bytes: of these, in blocks that began and ended in one wait.
+        listen: sleeps at a rank's bell, so many seconds at most.
+        wanted: whether a rank waits for a slot, and so for what is done with it.
+        shown_bytes: of blocks of ranks that have a page.
+        inside_bytes: of these, of blocks that began and ended in one wait.
     """
 
     shown: Callable[[int], Shown | None]
+    listen: Callable[[int, float], None]
     wanted: Callable[[int], bool]
     shown_bytes: int = 0
     inside_bytes: int = 0
 
     def turns(self) -> Turns:
-        """The turns of one transfer."""
+        """The turns of one transfer, or of one version that is hashed."""
         return Turns(self)
 
 
 class Turns:
-    """One transfer's: how long it was held back so far, and how long its blocks take. One thread at a time.
+    """How long one transfer or version was held back so far, and how long its blocks take. One thread at a time.
 
     Args:
         windows: where to look, and where to count.
@@ -121,26 +141,29 @@ class Turns:
         self._sleep = sleep
         self._held_s = 0.0
         self._block_s = FIRST_BLOCK_S
-        self._leaving: tuple[int, int, int, float] | None = None
+        self._begun: tuple[int, int, int, float] | None = None
 
     def wait(self, rank: int, num_bytes: int, moved: Callable[[], None] = lambda: None) -> None:
-        """Returns when a block from a slot of `rank` may leave; calls `moved` while it holds one back."""
-        self.sent()
+        """Returns when a block of a slot of `rank` may be hashed or sent; calls `moved` while it holds one back."""
+        self.done()
         while (shown := self._windows.shown(rank)) is not None:
             now_s = self._clock()
-            if may_send(shown, now_s, self._block_s, held_s=self._held_s) or self._windows.wanted(rank):
-                self._leaving = (rank, num_bytes, shown.number, now_s)
+            if may_begin(shown, now_s, self._block_s, held_s=self._held_s) or self._windows.wanted(rank):
+                self._begun = (rank, num_bytes, shown.number, now_s)
                 return
             moved()
-            self._sleep(LOOK_S)
+            if shown.number:
+                self._sleep(LOOK_S)
+            else:
+                self._windows.listen(rank, min(SLEEP_S, patience_s(shown) - self._held_s))
             self._held_s += self._clock() - now_s
 
-    def sent(self) -> None:
-        """The block that left last is sent."""
-        if self._leaving is None:
+    def done(self) -> None:
+        """The block that began last is hashed or sent."""
+        if self._begun is None:
             return
-        rank, num_bytes, number, began_s = self._leaving
-        self._leaving = None
+        rank, num_bytes, number, began_s = self._begun
+        self._begun = None
         self._block_s = (self._block_s + self._clock() - began_s) / 2
         shown = self._windows.shown(rank)
         self._windows.shown_bytes += num_bytes

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Annotated, TypeAlias
@@ -346,20 +346,18 @@ def chunks(view: Bytes) -> Iterator[memoryview]:
     return (whole[at : at + CHUNK_BYTES] for at in range(0, len(whole), CHUNK_BYTES))
 
 
-def chunk_digests(view: Bytes) -> tuple[str, ...]:
-    """Digests of all chunks of an image."""
-    return tuple(map(chunk_digest, chunks(view)))
-
-
 def image_digest(chunk_digests: tuple[str, ...]) -> str:
     """Digest of an image from those of its chunks, so that chunks can be hashed and checked in any order."""
     return xxhash.xxh3_128_hexdigest(bytes.fromhex("".join(chunk_digests)))
 
 
-def seal(bundle_id: str, view: Bytes) -> Seal:
-    """The proof of what `view` holds now."""
-    digests = chunk_digests(view)
-    return Seal(bundle_id, memoryview(view).nbytes, image_digest(digests), digests)
+def seal(bundle_id: str, view: Bytes, *, before: Callable[[int], object] = lambda _: None) -> Seal:
+    """The proof of what `view` holds now; `before` is called before each chunk, with its length in bytes."""
+    digests = []
+    for chunk in chunks(view):
+        before(len(chunk))
+        digests.append(chunk_digest(chunk))
+    return Seal(bundle_id, memoryview(view).nbytes, image_digest(tuple(digests)), tuple(digests))
 
 
 def verify(view: Bytes, seal: Seal, where: str) -> None:

@@ -44,10 +44,10 @@ def bubbles_of(modules: Iterable[nn.Module], events: Events) -> Bubbles | None:
 
 
 def keep_to_waits(bubbles: Bubbles, fence: Fence, link: Link) -> None:
-    """From now on copies go in the waits of the schedule, and what the keeper sends of them too."""
+    """From now on copies go in the waits of the schedule, and what the keeper hashes and sends of them too."""
     fence.pace, bubbles.on_wait = bubbles, fence.nudge
     bubbles.attach()
-    link.show_waits(bubbles.page_fd)
+    link.show_waits(bubbles.page_fds)
 
 
 def _schedules(modules: Iterable[nn.Module]) -> list[Any]:

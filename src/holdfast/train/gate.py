@@ -5,7 +5,7 @@ a wait begins and shuts it when the wait ends. A turn is given while the wait th
 has lasted longer than was expected; so a mispredicted wait costs at most the one chunk that had begun. The fence takes
 the gate away: from then on every turn is given, for the step is waiting for the copy itself.
 
-The same waits are shown to the keeper on a page, for what it sends to other nodes (`node.windows`).
+The same waits are shown to the keeper on a page, for what it hashes and sends to other nodes (`node.windows`).
 
 Nothing here can block training: the trainer's calls only set values. Called by `train.pipeline` and `train.fence`.
 """

@@ -64,7 +64,7 @@ class Link:
         self.assembly: Assembly | None = None
         self.layout: RankLayout | None = None
         self.resumed: tuple[int, Version | None] | None = None
-        self._page: Callable[[], int] = lambda: -1
+        self._page: Callable[[], tuple[int, ...]] = tuple
 
     @property
     def client(self) -> KeeperClient | None:
@@ -158,8 +158,8 @@ class Link:
             except KeeperLost as error:
                 logger.info("the keeper did not hear of the cadence: %s", error)
 
-    def show_waits(self, page: Callable[[], int]) -> None:
-        """The keeper, and each that replaces it, sends replicas in the waits that `page()` shows; -1: it shows none."""
+    def show_waits(self, page: Callable[[], tuple[int, ...]]) -> None:
+        """The keeper, and each that replaces it, works in the waits that the page of these descriptors shows; (): none."""
         self._page = page
         client = self.client
         if client is not None:
@@ -168,10 +168,10 @@ class Link:
     def _show(self, client: KeeperClient) -> None:
         page = self._page()
         try:
-            if page >= 0:
+            if page:
                 client.show_waits(page)
         except HoldfastError as error:
-            logger.info("replicas keep to no waits: %s", error)
+            logger.info("the keeper's work keeps to no waits: %s", error)
 
     def mend(self) -> None:
         """Starts to look for a new keeper unless that is under way. Returns at once."""

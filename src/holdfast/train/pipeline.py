@@ -140,9 +140,9 @@ class Bubbles:
         if page is not None:
             page.close()
 
-    def page_fd(self) -> int:
-        """Descriptor of the page that shows the waits to the keeper; -1 where there is none."""
-        return -1 if self._gate.page is None else self._gate.page.fd
+    def page_fds(self) -> tuple[int, ...]:
+        """Descriptors of the page that shows the waits to the keeper; () where there is none."""
+        return () if self._gate.page is None else self._gate.page.fds
 
     def profile(self) -> Profile:
         """What was measured so far."""
