@@ -1,6 +1,6 @@
 """The scripts of the Lightning door: a byte-level GPT, real text, a resumable data loader. Not a test itself.
 
-torchrun lightning_worker.py ROOT --steps N --way ddp|fsdp [--wide]
+torchrun lightning_worker.py ROOT --steps N --way ddp|fsdp|io [--wide]
 """
 
 from __future__ import annotations
@@ -8,17 +8,20 @@ from __future__ import annotations
 import argparse
 import os
 import warnings
+from pathlib import Path
 from pydoc_data import topics
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.adapters.lightning import keeper
+from holdfast.adapters.lightning_io import checkpoint_io
 from holdfast.testing.contracts import telling
 
 warnings.filterwarnings("ignore")
@@ -70,6 +73,13 @@ class Model(LightningModule):
         ]
 
 
+class Draws(Callback):
+    """Random numbers by the step: Lightning's own checkpoints keep none."""
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        torch.manual_seed(100 * trainer.global_step + trainer.global_rank)
+
+
 class Tell(Callback):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         telling.start(trainer.global_rank, trainer.global_step)
@@ -88,21 +98,27 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("root")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--way", choices=("ddp", "fsdp"))
+    parser.add_argument("--way", choices=("ddp", "fsdp", "io"))
     parser.add_argument("--wide", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)
     model = Model(80 if options.wide else 64, options.way == "fsdp")
-    strategy = DDPStrategy() if options.way == "ddp" else ModelParallelStrategy(world_size, 1)
+    strategy = ModelParallelStrategy(world_size, 1) if options.way == "fsdp" else DDPStrategy()
     torch.manual_seed(100 + rank)
+    ways: dict[str, Any] = {"callbacks": [Tell(), keeper(options.root)], "enable_checkpointing": False}
+    last = Path(options.root, "last.ckpt")
+    if options.way == "io":
+        saves = ModelCheckpoint(options.root, save_last=True, every_n_train_steps=1)
+        plugin = checkpoint_io(Path(options.root, "holdfast"))
+        ways = {"callbacks": [Draws(), Tell(), saves], "plugins": [plugin]}
     trainer = Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy, max_steps=options.steps, max_epochs=-1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-        callbacks=[Tell(), keeper(options.root)],
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **ways,
     )  # fmt: skip
-    trainer.fit(model, StatefulDataLoader(Text(rank), batch_size=8, shuffle=True))
+    loader = StatefulDataLoader(Text(rank), batch_size=8, shuffle=options.way != "io")
+    trainer.fit(model, loader, ckpt_path=str(last) if options.way == "io" and last.exists() else None)
     dist.destroy_process_group()
 
 

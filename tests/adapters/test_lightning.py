@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from doors_kit import starter, untouched, workshops
+from holdfast.adapters.lightning_io import checkpoint_io
+from holdfast.base.config import Config
+from holdfast.base.errors import VersionNotFound
+from holdfast.base.events import Events
 from holdfast.testing.contracts.door import CHECKS, Check, Door, Task, Workshop
+from holdfast.tiers.storage import open_storage
 
 WORKER = Path(__file__).with_name("lightning_worker.py")
 
@@ -19,6 +30,8 @@ EPOCH = 7
 DOORS = {
     "ddp": Door(starter(WORKER, "--way", "ddp"), twins=2),
     "fsdp": Door(starter(WORKER, "--way", "fsdp"), twins=1),
+    # Rank 0 alone is given Lightning's checkpoint.
+    "io": Door(starter(WORKER, "--way", "io"), refuses="size mismatch", root=lambda path: path / "holdfast"),
 }
 
 
@@ -44,3 +57,92 @@ def test_a_trainer_that_knows_nothing_of_holdfast_is_kept(tmp_path: Path) -> Non
     door = Door(untouched(WORKER.with_name("lightning_zero_script.py")), steps=6)
     with Workshop(tmp_path) as made:
         CHECKS["killed_in_the_middle_it_goes_on_bit_for_bit"](door, made)
+
+
+def checkpoint(step: int, fill: float) -> dict[str, Any]:
+    """As Lightning hands it over: nested, keys that are numbers, tensors, None, an object of torch."""
+    return {
+        "global_step": step,
+        "state_dict": OrderedDict(weight=torch.full((4, 3), fill)),
+        "optimizer_states": [{"state": {0: {"step": torch.tensor(float(step))}}, "param_groups": [{"lr": 0.1}]}],
+        "callbacks": {"shape": torch.Size((2, 3)), "none": None, "best": float("inf")},
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return type(one) is type(other) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, runtime_dir: Path) -> Iterator[Any]:
+    made = checkpoint_io(tmp_path / "versions", config=Config(runtime_dir=str(runtime_dir), linger_s=1.0))
+    yield made
+    made.teardown()
+
+
+def pins(tmp_path: Path) -> set[str]:
+    return {str(version) for version in open_storage(tmp_path / "versions", Events()).pins()}
+
+
+def test_a_checkpoint_of_lightnings_own_comes_back_as_it_was_and_draws_no_number(plugin: Any, tmp_path: Path) -> None:
+    path = tmp_path / "epoch=0.ckpt"
+    plugin.save_checkpoint(checkpoint(3, 1.5), path)
+    assert path.stat().st_size < 200
+    assert not zipfile.is_zipfile(path)
+    before = torch.get_rng_state()
+    torch.rand(1)
+    drawn = torch.get_rng_state()
+    assert same(plugin.load_checkpoint(path), checkpoint(3, 1.5))
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert not torch.equal(before, drawn)
+
+
+def test_a_name_keeps_its_versions_as_long_as_it_stands(plugin: Any, tmp_path: Path) -> None:
+    """More names than retention keeps: each is pinned; with the name the pin goes."""
+    for step in range(5):
+        plugin.save_checkpoint(checkpoint(step, step), tmp_path / f"{step}.ckpt")
+        plugin.save_checkpoint(checkpoint(step, -step), tmp_path / "last.ckpt")
+    for step in (1, 3):
+        plugin.remove_checkpoint(tmp_path / f"{step}.ckpt")
+        assert not (tmp_path / f"{step}.ckpt").exists()
+    plugin.teardown()
+    named = {path.stem: json.loads(path.read_text())["versions"] for path in tmp_path.glob("*.ckpt")}
+    assert named.keys() == {"0", "2", "4", "last"}
+    assert pins(tmp_path) == {name for names in named.values() for name in names}
+    assert len(named["last"]) == 2, "the one before stays until this one is followed by another"
+    for name in ("0", "2", "4"):
+        assert same(plugin.load_checkpoint(tmp_path / f"{name}.ckpt"), checkpoint(int(name), int(name)))
+    assert same(plugin.load_checkpoint(tmp_path / "last.ckpt"), checkpoint(4, -4))
+
+
+def test_where_only_memory_had_it_the_one_before_of_the_same_name_comes_back(plugin: Any, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    plugin.save_checkpoint(checkpoint(1, 1.0), path)
+    plugin.teardown()
+    (held,) = json.loads(path.read_text())["versions"]
+    lost = {"holdfast": str(tmp_path / "versions"), "versions": ["i000009-s0000000009", held]}
+    path.write_text(json.dumps(lost))
+    assert same(plugin.load_checkpoint(path), checkpoint(1, 1.0))
+    path.write_text(json.dumps({**lost, "versions": lost["versions"][:1]}))
+    with pytest.raises(VersionNotFound, match="neither in memory nor in storage"):
+        plugin.load_checkpoint(path)
+
+
+def test_files_of_lightnings_own_are_loaded_and_switched_off_they_are_written(
+    plugin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "old.ckpt"
+    monkeypatch.setenv("HOLDFAST_DISABLE", "1")
+    plugin.save_checkpoint(checkpoint(2, 2.0), path)
+    assert zipfile.is_zipfile(path)
+    monkeypatch.delenv("HOLDFAST_DISABLE")
+    assert same(plugin.load_checkpoint(path, weights_only=False), checkpoint(2, 2.0))
+    plugin.remove_checkpoint(path)
+    assert not path.exists()
+    assert not (tmp_path / "versions").exists()

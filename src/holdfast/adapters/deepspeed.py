@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from holdfast.adapters.door import Checkpointer
+from holdfast.adapters.door import SaveOnly
 from holdfast.adapters.native_tree import Classes, Native, NativeWriter, copied, live, plain
 from holdfast.base import config as settings
 from holdfast.base.config import Config
@@ -122,7 +122,7 @@ class CheckpointEngine:
         self._files = _Files(_shared(engine), tuple(range(self._group.world_size)), _classes())
         self._timeout_s = (config or settings.load()).close_timeout_s
         self._native = NativeWriter(self._timeout_s) if native else None
-        self._checkpointer = Checkpointer(save_dir / OWN, config=config, deepspeed=self._files)
+        self._checkpointer = SaveOnly(save_dir / OWN, config=config, deepspeed=self._files)
         self._started = False
         self._saves = 0
         self._dir = save_dir

@@ -10,18 +10,21 @@ With HOLDFAST_DISABLE=1 the object does nothing: the script trains from the star
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.adapters.mindspore.groups import write_group_info
 from holdfast.adapters.mindspore.redundancy import group_info_of_shards
 from holdfast.base import config
-from holdfast.base.errors import StorageError
+from holdfast.base.errors import LevelNotReached, StorageError
 from holdfast.core.model import Level, Shard, Version
 from holdfast.train import agree, checkpointer
 from holdfast.train.assembly import Job
 from holdfast.train.handle import SaveHandle, as_level
 from holdfast.train.restore import RestoreReport
+from holdfast.train.run import Run
+from holdfast.train.signals import StopSignal
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +76,28 @@ class Checkpointer(checkpointer.Checkpointer):
         path = config.group_info_file()
         if path:
             agree.together(job.group, lambda: _write(path, job, shards))
+
+
+class SaveOnly(Checkpointer):
+    """For frameworks that save when they like: no step is reported, and the state is there during `save` only.
+
+    SIGTERM keeps the effect that it had, for nobody would ask whether it came; and the end of a job saves nothing again.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
+        super().__init__(path, **options)
+        self._signal = _Unheard()
+
+    def _finish(self, run: Run) -> None:
+        last, run.optimizer_steps = run.last, -1  # it never counts as the state that was saved
+        super()._finish(run)
+        if last is not None and last.given_up:
+            raise LevelNotReached(f"{last.version} is not saved: {last.given_up}", remedy="the save before counts")
+
+
+class _Unheard(StopSignal):
+    def install(self) -> None:
+        """Leaves SIGTERM to whoever has it."""
 
 
 def _write(path: str, job: Job, shards: Sequence[Shard]) -> None:

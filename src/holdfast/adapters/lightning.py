@@ -8,8 +8,8 @@ position of resumable data loaders (`torchdata.stateful_dataloader.StatefulDataL
 numbers. With a data loader that cannot tell its position, an epoch that was broken off begins its data anew, as Lightning
 itself warns.
 
-Why a callback and no `CheckpointIO`: Lightning calls that on rank 0 only, with everything gathered there, and what twins
-hold could not be known. Lightning's own checkpoints go on as they are set; holdfast needs none of them, so
+Lightning calls a `CheckpointIO` on rank 0 only, with everything gathered there; who stays with it: `adapters.lightning_io`.
+Lightning's own checkpoints go on as they are set; holdfast needs none of them, so
 `enable_checkpointing=False` is enough, and `fit(ckpt_path=...)` means that path. `FSDPStrategy` (the first FSDP) is refused,
 with a remedy. Nothing happens under HOLDFAST_DISABLE. Tested with lightning 2.6.6; imported when it is there.
 """

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistSaveShardedStrategy,
 )
 
-from holdfast.adapters.door import Checkpointer
+from holdfast.adapters.door import SaveOnly
 from holdfast.adapters.native_tree import live, plain
 from holdfast.base import config as settings
 from holdfast.base.config import Config
@@ -93,7 +93,7 @@ class Own:
     def __init__(self, root: Path, config: Config | None) -> None:
         self._shards = _Shards()
         self._group = agree.ranks()
-        self._checkpointer = Checkpointer(root / OWN, config=config, megatron=self._shards)
+        self._checkpointer = SaveOnly(root / OWN, config=config, megatron=self._shards)
         self._started = False
         self._known: list[str] = []
 

@@ -156,14 +156,14 @@ class NativeWriter:
 
     def _write(self, native: Native) -> None:
         for path, tree in native.files.items():
-            _durably(path, lambda file, tree=tree: torch.save(tree, file))  # type: ignore[misc]
+            durably(path, lambda file, tree=tree: torch.save(tree, file))  # type: ignore[misc]
         if native.tracker is not None:
             _await(native.awaited, native.since_s, self.timeout_s)
             path, text = native.tracker
-            _durably(path, lambda file: file.write(text.encode()))
+            durably(path, lambda file: file.write(text.encode()))
 
 
-def _durably(path: Path, write: Callable[[Any], object]) -> None:
+def durably(path: Path, write: Callable[[Any], object]) -> None:
     """A file that is whole under its name, or not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

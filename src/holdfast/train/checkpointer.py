@@ -62,8 +62,7 @@ class Checkpointer:
         replicated: glob patterns of names whose plain tensors all ranks hold alike (what DDP or a DTensor says is known).
         exclude: glob patterns of names of parameters and buffers that are not saved (`model.base`), alike on all ranks. They
             stay as the script makes them, so no optimizer may step them; `last_restore.left_out` names them.
-        every: captured cadence, `10` (steps) or `"30s"`; default: the settings.
-        durable_every: the same for storage.
+        every, durable_every: cadence of saves in memory and to storage, `10` (steps) or `"30s"`; default: the settings.
         overlap: copy behind the next forward and backward, once it is proven safe.
         verify_capture: prove every late copy with a digest taken at the call.
         on_durable: called in a thread as `on_durable(version, error)`, once for every save at the durable level: with None
@@ -111,6 +110,7 @@ class Checkpointer:
         self._replicated, self._exclude = tuple(replicated), tuple(exclude)
         self._on_durable = on_durable
         self._signal = StopSignal(self._config.stop_file)
+        self._ranks = agree.ranks  # all of the process group; one door is a job of one rank
         self._run: Run | None = None
         self._closed = False
         self.events = Events()
@@ -140,7 +140,7 @@ class Checkpointer:
         if self._closed:
             raise UsageError("the checkpointer is closed", remedy="build a new one")
         wanted = as_version(version)
-        group = agree.ranks()
+        group = self._ranks()
         run = self._run
         if run is not None:
             run.lower.close()

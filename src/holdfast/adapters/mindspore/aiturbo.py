@@ -34,7 +34,7 @@ import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from holdfast.adapters.door import Checkpointer
+from holdfast.adapters.door import SaveOnly
 from holdfast.base import config as settings
 from holdfast.base.errors import LevelNotReached, MismatchError, StorageError, UsageError, VersionNotFound
 from holdfast.core.model import Version
@@ -132,7 +132,7 @@ class Front:
         self._rank = rank
         self._ckpt = Ckpt()
         _join(rank, world_size)
-        self._checkpointer = Checkpointer(root / OWN, ckpt=self._ckpt)
+        self._checkpointer = SaveOnly(root / OWN, ckpt=self._ckpt)
         self._started = False
 
     def layout(self, stage_layout: Redundancy | None, *, dedup: bool) -> None:
