@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
 import ssl
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.base.errors import ConfigError, Fenced, KeeperError, KeeperLost
+from holdfast.base.events import Events
 from holdfast.core.commit import Announcement, Kind
 from holdfast.core.ledger import Reports
 from holdfast.core.model import Level, Version
@@ -26,6 +30,7 @@ from holdfast.node.network import Network
 from holdfast.node.rpc import Caller, dial
 from holdfast.tiers import tcp, wire
 from holdfast.tiers.tls import MAX_UNPROVED_BYTES, Credentials, read_secret
+from holdfast.train.link import Link
 from node.rig import Rig, Trainer, eventually, image_of, reached, save_all
 from node.test_nodes import facts_of, reborn, restored
 
@@ -107,6 +112,73 @@ def test_a_keeper_in_the_place_of_a_killed_one_listens_on_the_same_port(remote_r
     before = rig.address(1)
     os.kill(rig.pid_of(rig.keeper(1)), signal.SIGKILL)
     eventually(lambda: rig.address(1) == before)
+
+
+STRANGER = """
+import socket, sys
+with socket.socket() as sock:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(("127.0.0.1", int(sys.argv[1])))
+        sock.listen()
+        print("taken", flush=True)
+    except OSError as error:
+        print(error.strerror, flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def stranger(port: int) -> Iterator[str]:
+    """A process that has nothing to do with us tries to get the port, and keeps it; what became of it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STRANGER, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.communicate()
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["the coordinator", "another node"])
+def test_nobody_gets_the_port_of_a_killed_keeper_while_its_ranks_live(remote_rig: MakeRig, lost: int) -> None:
+    rig = remote_rig(num_nodes=2)
+    rig.next_incarnation()
+    assembly = rig.assembly()
+    trainers, links = [rig.trainer(rank) for rank in range(2)], []
+    for trainer in trainers:
+        trainer.client.close()
+        links.append(
+            Link(
+                rig.root, rig.config_of(trainer.node), rank=trainer.rank, events=Events(), on_appointment=lambda _: None
+            )
+        )
+        trainer.client = links[-1].open()
+        trainer.join(assembly)
+        trainer.client.resume(rig.incarnation, None)
+        links[-1].assembly, links[-1].layout, links[-1].resumed = assembly, trainer.layout, (rig.incarnation, None)
+    reached(trainers, save_all(trainers, 0), Level.REPLICATED)
+    port = tcp.parse(assembly.addresses[lost])[1]
+
+    os.kill(trainers[lost].client.pid, signal.SIGKILL)
+    eventually(lambda: not trainers[lost].client.alive)
+    with stranger(port) as became:
+        assert links[lost].wait_mended(20)
+        trainers[lost].client = links[lost].require()
+        rig.pids.add(trainers[lost].client.pid)
+        reached(trainers, save_all(trainers, 1), Level.REPLICATED)  # each pulls from the other, at the old address
+        assert became == os.strerror(errno.EADDRINUSE)
+    for link in links:
+        link.close(finished=True)
+    with stranger(port) as became:
+        assert became == "taken", "who is gone holds nothing"
+
+
+def test_a_port_on_which_another_keeper_listens_is_not_shared() -> None:
+    with tcp.listen("127.0.0.1") as first:
+        port = first.getsockname()[1]
+        with tcp.listen("127.0.0.1", (port, 0)) as second:
+            assert second.getsockname()[1] != port
 
 
 # --- who is not let in

@@ -3,7 +3,8 @@
 Without an address there is none, and keepers of one machine meet at their Unix sockets. With one, every connection is
 under mutual TLS of the job's secret, on loopback too: any user of the machine could come there. An address of all
 interfaces has to be asked for twice. The port is the kernel's choice and told to the ranks, which publish it; a keeper
-that takes the place of a killed one tries the same port first, because the other nodes know that one.
+that takes the place of a killed one tries the same port first, because the other nodes know that one, and the ranks
+of the node hold it meanwhile (`train.link`).
 """
 
 from __future__ import annotations

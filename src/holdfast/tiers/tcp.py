@@ -1,4 +1,8 @@
-"""TCP sockets between nodes: addresses, listening, dialling. Bytes only; what they mean and who sent them is above."""
+"""TCP sockets between nodes: addresses, listening, dialling. Bytes only; what they mean and who sent them is above.
+
+A listener's port may be shared with sockets of the same user that hold it and never listen (socket(7), SO_REUSEPORT):
+no other user's process, and none that does not ask to share, gets it while one of them is open.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +13,28 @@ from holdfast.base.errors import ConfigError
 
 # Incoming connections that the kernel holds while the keeper is busy accepting.
 BACKLOG = 256
+# Long enough for an answer from an address of this machine.
+_KNOCK_S = 1.0
 # A node that vanished says nothing: the kernel asks it every few seconds, and gives it up after about half a minute.
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 
 
 def listen(host: str, ports: Sequence[int] = (0,)) -> socket.socket:
-    """A listening socket on the first of `ports` that is free (0: any).
+    """A listening socket on the first of `ports` on which nobody else listens (0: any).
 
     Raises:
         ConfigError: the address is not one of this machine.
     """
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigError(f"{host!r} is not an address: {error.strerror or error}", where="listen") from error
     failure: OSError | None = None
     for port in ports:
-        sock = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
         try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((where[0], port, *where[2:]))
+            if port and _is_served(host, port):  # shared with a listener it would get some of its connections
+                continue
+            sock = _bind(host, port, socket.SO_REUSEPORT, socket.SO_REUSEADDR)
+        except OSError as error:
+            failure = error
+            continue
+        try:
             sock.listen(BACKLOG)
             sock.setblocking(False)
             return sock
@@ -40,6 +46,41 @@ def listen(host: str, ports: Sequence[int] = (0,)) -> socket.socket:
         where="listen",
         remedy="give an address of this machine",
     ) from failure
+
+
+def hold(host: str, port: int) -> socket.socket:
+    """Keeps the port of a listener for whoever listens there next; it is free again when this is closed.
+
+    Raises:
+        OSError: it is not to be had. ConfigError: `host` is no address.
+    """
+    # Without SO_REUSEADDR, which would let in whoever sets it too as long as nobody listens.
+    return _bind(host, port, socket.SO_REUSEPORT)
+
+
+def _bind(host: str, port: int, *options: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"{host!r} is not an address: {error.strerror or error}", where="listen") from error
+    sock = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
+    try:
+        for option in options:
+            sock.setsockopt(socket.SOL_SOCKET, option, 1)
+        sock.bind((where[0], port, *where[2:]))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _is_served(host: str, port: int) -> bool:
+    """Whether somebody listens there; on an address of all interfaces, on loopback too."""
+    try:
+        socket.create_connection((host, port), timeout=_KNOCK_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def dial(address: str, *, timeout_s: float) -> socket.socket:

@@ -5,24 +5,29 @@ new keeper, which one thread of ours starts or finds, tells about the job, and h
 given up with a reason, and every version given up meanwhile is announced at the next save: the other ranks hold it in a
 slot that the guard would otherwise never release.
 
+Other nodes know their peers' keepers by the ports that were published when the job came together. So every rank holds
+the port of its keeper: whoever replaces it listens there again, whatever else the machine starts meanwhile.
+
 Called by `train.checkpointer`, `train.saver` and `train.restore`.
 """
 
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
 from holdfast.base.config import Config
-from holdfast.base.errors import HoldfastError, KeeperLost
+from holdfast.base.errors import ConfigError, HoldfastError, KeeperLost
 from holdfast.base.events import Events
 from holdfast.core.appointments import Appointment
 from holdfast.core.model import RankLayout, Version
 from holdfast.node.client import Assembly, KeeperClient, Slot
 from holdfast.node.start import ensure_keeper
+from holdfast.tiers import tcp
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +70,7 @@ class Link:
         self.layout: RankLayout | None = None
         self.resumed: tuple[int, Version | None] | None = None
         self._page: Callable[[], tuple[int, ...]] = tuple
+        self._port: tuple[str, socket.socket] | None = None
 
     @property
     def client(self) -> KeeperClient | None:
@@ -87,6 +93,7 @@ class Link:
         with self._lock:
             self._closed = True
         self._say_goodbye(finished=finished)
+        self._let_port_go()
         self._client = None
 
     def require(self) -> KeeperClient:
@@ -200,6 +207,7 @@ class Link:
         self._say_goodbye(finished=finished)
         for slot in self._slots:
             slot.close()
+        self._let_port_go()
 
     def _say_goodbye(self, *, finished: bool) -> None:
         client = self.client
@@ -219,7 +227,23 @@ class Link:
             client = self._greet()
         client.on_lost(self._lost)
         client.on_appointment(self._on_appointment)
+        self._hold_port(client.address)
         return client
+
+    def _hold_port(self, address: str) -> None:
+        if not address.startswith("tcp:") or (self._port is not None and self._port[0] == address):
+            return
+        self._let_port_go()
+        host, port = tcp.parse(address)
+        try:
+            self._port = address, tcp.hold(self._config.listen or host, port)
+        except (OSError, ConfigError) as error:
+            logger.info("port %d is not held for the next keeper of this node: %s", port, error)
+
+    def _let_port_go(self) -> None:
+        if self._port is not None:
+            self._port[1].close()
+            self._port = None
 
     def _greet(self) -> KeeperClient:
         place = ensure_keeper(self._root, self._config)
