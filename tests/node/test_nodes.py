@@ -244,6 +244,22 @@ def test_a_copy_that_is_gone_is_named(make_rig: MakeRig) -> None:
         trainers[0].client.obtain(Version(1, 99), [Fetch(ref, seal, Source.PEER, 1)], timeout_s=5)
 
 
+@pytest.mark.parametrize("chunks", [None, ((0, 1),)], ids=["whole", "chunks"])
+def test_a_copy_that_was_not_agreed_on_is_not_taken_for_it(
+    make_rig: MakeRig, chunks: tuple[tuple[int, int], ...] | None
+) -> None:
+    """Neither that of the rank's own slot nor that of storage, which are the same: another one was agreed on."""
+    rig = make_rig()
+    (trainer,) = rig.start()
+    version = trainer.save(1, durable=True)
+    reached([trainer], version, Level.DURABLE)
+    file = rig.storage.manifest(version).bundles[0]
+    other = replace(file.seal, digest=image_format.chunk_digest(b"other"))
+
+    with pytest.raises(CorruptError, match="agreed on"):
+        trainer.client.obtain(version, [Fetch(file.ref, other, Source.STORAGE, None, chunks)], timeout_s=5)
+
+
 def test_the_next_node_coordinates_when_the_lowest_keeper_is_killed(make_rig: MakeRig) -> None:
     rig = make_rig(num_nodes=2)
     trainers = rig.start()

@@ -23,7 +23,7 @@ from holdfast.core.model import Version
 from holdfast.core.recovery import Fetch, Source
 from holdfast.core.slots import SlotState, choose_slot
 from holdfast.node.activity import RESTORING, Activities
-from holdfast.node.arena import Held, PieceOf
+from holdfast.node.arena import Arena, Held, PieceOf
 from holdfast.node.landing import Landing, Landings
 from holdfast.node.sources import Sources, Spot
 from holdfast.node.state import NodeState
@@ -108,14 +108,12 @@ class Obtainer:
             bundle_id = fetch.ref.bundle_id
             if bundle_id in present:
                 continue
-            found = self._state.arena.find(version, bundle_id, rank)
-            if found is None or found[1].seal.digest != fetch.seal.digest:
+            found = copy_here(self._state.arena, rank, version, fetch)
+            if found is None:
                 missing.append(fetch)
                 continue
-            held, place = found
-            held.pins[PIN] += 1
-            own = held.rank == rank and not held.replica
-            present[bundle_id] = Present(held, place, Source.SLOT if own else near(held), 0.0)
+            found.held.pins[PIN] += 1
+            present[bundle_id] = found
         return missing
 
     def _fetch(self, rank: int, version: Version, fetches: Sequence[Fetch], present: dict[str, Present]) -> None:
@@ -240,9 +238,15 @@ class Obtainer:
         return held
 
 
-def near(held: Held) -> Source:
-    """What a slot of this node is to a rank that it does not belong to."""
-    return Source.PRELOADED if held.preloaded else Source.NODE
+def copy_here(arena: Arena, rank: int, version: Version, fetch: Fetch) -> Present | None:
+    """The whole bundle on this node, if it is the copy that was agreed on. Under the state's lock; nothing is pinned."""
+    found = arena.find(version, fetch.ref.bundle_id, rank)
+    if found is None or found[1].seal.digest != fetch.seal.digest:
+        return None
+    held, place = found
+    if held.rank == rank and not held.replica:
+        return Present(held, place, Source.SLOT, 0.0)
+    return Present(held, place, Source.PRELOADED if held.preloaded else Source.NODE, 0.0)
 
 
 def _offsets(lengths: Sequence[int]) -> Iterable[int]:

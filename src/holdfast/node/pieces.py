@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from holdfast.base.errors import HoldfastError, KeeperError, KeeperLost, UsageError, VersionNotFound
+from holdfast.base.errors import CorruptError, HoldfastError, KeeperError, KeeperLost, UsageError, VersionNotFound
 from holdfast.base.events import Events
 from holdfast.core import reshard
 from holdfast.core.model import Seal, Version
@@ -22,7 +22,7 @@ from holdfast.core.recovery import Fetch, Source
 from holdfast.core.reshard import Runs
 from holdfast.node.activity import RESTORING, Activities
 from holdfast.node.arena import Held, PieceOf
-from holdfast.node.obtain import PIN, Present, near
+from holdfast.node.obtain import PIN, Present, copy_here
 from holdfast.node.state import NodeState, greeting
 from holdfast.node.transfer import PeerReader, require
 from holdfast.node.vault import Vault
@@ -103,10 +103,9 @@ class Pieces:
         missing: list[tuple[Fetch, Runs]] = []
         for fetch in fetches:
             assert fetch.chunks is not None
-            found = arena.find(version, fetch.ref.bundle_id, rank)
-            if found is not None and found[1].seal.digest == fetch.seal.digest:
-                own = found[0].rank == rank and not found[0].replica
-                present.append(Present(*found, Source.SLOT if own else near(found[0]), 0.0))
+            whole = copy_here(arena, rank, version, fetch)
+            if whole is not None:
+                present.append(whole)
                 continue
             left = fetch.chunks
             for held, piece in arena.find_pieces(version, fetch.seal):
@@ -201,6 +200,9 @@ class _Places:
             raise VersionNotFound(f"the manifest of {version} does not list bundle {fetch.ref.bundle_id}")
         if self._stopping():
             raise KeeperLost("this keeper stops, or its job is over")
+        if file.digest != fetch.seal.digest:
+            where = f"{storage.where}/{version}/{file.file}"
+            raise CorruptError("the manifest's copy is not the one that was agreed on", where=where)
         storage.read_chunks_into(version, file, first, view, progress)
         return file.seal
 
