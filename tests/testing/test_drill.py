@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise, product
 
 import pytest
 
-from holdfast.testing.drill import planted
+from holdfast.testing.drill import command, planted
 from holdfast.testing.drill.command import Lanes, Progress, drill, main, open_lanes, run, track_down
 from holdfast.testing.drill.outcome import Outcome
-from holdfast.testing.drill.plan import PHASES, VICTIMS, draw, full_starts, plan
+from holdfast.testing.drill.plan import CELLS, LAST_LIFE, PAIR, PHASES, STRIKES, Aim, LifePlan, Trial, full_starts, plan
+from holdfast.testing.drill.planted import script
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +36,20 @@ def said(outcomes: list[Outcome]) -> str:
 
 
 def test_the_same_seed_gives_the_same_plan_whatever_the_number() -> None:
-    assert plan(50, 3) == plan(200, 3)[:50]
-    assert plan(50, 3) != plan(50, 4)
-    assert plan(50, 3)[17] == draw(17, 3)
+    assert plan(48, 3) == plan(200, 3)[: 48 // STRIKES]
+    assert plan(48, 3) != plan(48, 4)
+    (cut, whole) = (plan(50, 3)[-1], plan(52, 3)[-1])
+    assert cut.number == whole.number == 48
+    assert cut.cells == whole.cells[:2]
+    aims = [life.aim for life in cut.lives if life.aim]
+    assert aims == [life.aim for life in whole.lives if life.aim][:2]
 
 
-def test_every_phase_and_victim_gets_its_turn() -> None:
-    cells = {(trial.phase, trial.victim) for trial in plan(12, 1)}
-    assert cells == {(phase, victim) for phase in PHASES for victim in VICTIMS}
+def test_every_phase_and_victim_gets_its_turn_and_every_phase_follows_every_other() -> None:
+    assert sorted(cell for trial in plan(len(CELLS), 1) for cell in trial.cells) == sorted(CELLS)
+    jobs = plan(1000, 1)
+    pairs = {(one[0], next_[0]) for job in jobs for one, next_ in pairwise(job.cells)}
+    assert pairs == set(product(PHASES, PHASES))
 
 
 @pytest.mark.timeout(300)
@@ -49,16 +57,19 @@ def test_sixty_trials_violate_nothing(lanes: Lanes) -> None:
     seed = 1  # the same plan in every run; other seeds: `holdfast drill crash --seed`
     outcomes = run(lanes, plan(60, seed), Progress(60, "trials", quiet=True))
     assert not any(outcome.violations for outcome in lanes.warm_up), said(lanes.warm_up)
-    assert len(outcomes) == 60, f"seed {seed}"
     assert not any(outcome.violations for outcome in outcomes), f"seed {seed}\n{said(outcomes)}"
-    assert sum(outcome.struck for outcome in outcomes) >= 50, f"seed {seed}: the strikes miss"
+    assert sorted(outcome.number for outcome in outcomes) == list(range(60)), f"seed {seed}"
+    assert sum(outcome.struck for outcome in outcomes) >= 55, f"seed {seed}: the strikes miss"
     assert sum(outcome.acknowledged for outcome in outcomes) >= 120, f"seed {seed}: hardly anything was acknowledged"
 
 
 @pytest.mark.timeout(120)
 def test_slots_whose_images_all_failed_are_free_again(lanes: Lanes) -> None:
     """Every memory copy is damaged, the version comes back from storage, and the saves after that find a slot."""
-    (outcome,) = run(lanes, [draw(134, 11)], Progress(1, "trials", quiet=True))
+    aim = Aim("persist", "k0", "t0", 0.33, True, 0.9)
+    lives = (LifePlan(script("D1 c1 d1 D3 C2"), aim), replace(LAST_LIFE, damage="memory"))
+    trial = Trial(134, 11, PAIR, (("persist", "trainer"),), lives)
+    (outcome,) = run(lanes, [trial], Progress(1, "trials", quiet=True))
     assert outcome.struck
     assert not outcome.violations, said([outcome])
 
@@ -73,13 +84,33 @@ def test_every_planted_bug_is_found(lanes: Lanes) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_the_command_prints_json_and_says_by_its_exit_code_whether_a_bug_was_found() -> None:
-    command = [sys.executable, "-m", "holdfast.testing.drill", "crash", "--plant", "values-forgotten", "--json"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert answer.returncode == 0, answer.stderr
-    (row,) = [json.loads(line) for line in answer.stdout.splitlines()]
+def test_the_command_prints_json_and_says_by_its_exit_code_whether_a_bug_was_found(
+    lanes: Lanes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "open_lanes", lambda _: nullcontext(lanes))
+    assert main(["crash", "--plant", "values-forgotten", "--json"]) == 0
+    (row,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert row["name"] == "values-forgotten"
     assert row["found_by"][0] == "S5"
+
+
+@pytest.mark.timeout(120)
+def test_one_trial_alone_is_its_job_up_to_it(
+    lanes: Lanes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "open_lanes", lambda _: nullcontext(lanes))
+    assert main(["crash", "--only", "5", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["number"] for row in rows] == [4, 5]
+    assert [(row["phase"], row["victim"]) for row in rows] == list(plan(6, 1)[1].cells)
+
+
+@pytest.mark.timeout(120)
+def test_a_job_ends_with_the_trial_that_violates_something(lanes: Lanes) -> None:
+    trial = replace(plan(STRIKES, 1)[0], plant="values-forgotten")
+    outcomes = run(lanes, [trial], Progress(STRIKES, "trials", quiet=True))
+    assert len(outcomes) < STRIKES
+    assert [bool(outcome.violations) for outcome in outcomes] == [False] * (len(outcomes) - 1) + [True]
 
 
 def test_wrong_usage_ends_with_two(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +126,7 @@ def test_wrong_usage_ends_with_two(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_thousand_trials_violate_nothing() -> None:
     outcomes = drill(plan(1000, 1), num_lanes=3, progress=Progress(1000, "trials", quiet=True))
     assert not any(outcome.violations for outcome in outcomes), said(outcomes)
+    assert sum(outcome.struck for outcome in outcomes) >= 950, "the strikes miss"
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from holdfast.testing.drill.disk import JOURNAL_LOST, JOURNAL_WRITTEN, KINDS, wh
 from holdfast.testing.drill.plan import Trial
 
 CUTS = 200
-FOUND = {("ext4", size): [("persist", 1, 0), ("persist", 1, 1), ("commit", 1, 3)] for size in power.SIZES}
+FOUND = {("ext4", large): [("persist", 1, 0), ("persist", 1, 1), ("commit", 1, 3)] for large in power.SIZES}
 
 
 def quiet(total: int) -> Progress:
@@ -31,10 +31,10 @@ def test_the_first_half_of_the_plan_has_every_boundary_once_and_the_whole_plan_b
     assert len({trial.number for trial in trials}) == 12
 
 
-def _place(trial: Trial) -> tuple[int, str, object, int]:
+def _place(trial: Trial) -> tuple[bool, str, object, int]:
     aim = trial.lives[0].aim
     assert aim is not None
-    return trial.number % 8, aim.phase, aim.exact, aim.cut
+    return trial.large, aim.phase, aim.exact, aim.cut
 
 
 def test_without_root_it_says_why_and_ends_with_two(
@@ -66,7 +66,7 @@ def cuttable() -> None:
 @pytest.mark.usefixtures("cuttable")
 def test_two_hundred_cuts_on_two_file_systems_lose_and_tear_nothing() -> None:
     with open_lanes(3) as lanes:
-        places = {(kind, size): power.boundaries(lanes, kind, size, 1) for kind in KINDS for size in power.SIZES}
+        places = {(kind, large): power.boundaries(lanes, kind, large, 1) for kind in KINDS for large in power.SIZES}
         trials = power.plan(places, 1)
         outcomes = run(lanes, trials[:CUTS], quiet(CUTS))
     # persist, commit, retention of three versions: open, write, truncate, fsync, rename, link, unlink, mkdir, rmdir
@@ -85,7 +85,7 @@ def test_two_hundred_cuts_on_two_file_systems_lose_and_tear_nothing() -> None:
 @pytest.mark.usefixtures("cuttable")
 def test_every_planted_bug_is_found() -> None:
     with open_lanes(3) as lanes:
-        trials = power.plan({(kind, 0): power.boundaries(lanes, kind, 0, 1) for kind in KINDS}, 1)
+        trials = power.plan({(kind, False): power.boundaries(lanes, kind, False, 1) for kind in KINDS}, 1)
         quarries = power.hunt(lanes, tuple(power.BUGS), trials, 1, quiet(len(power.BUGS)))
     missed = [f"{quarry.name}: {planted.BUGS[quarry.name].what}" for quarry in quarries if quarry.found_by is None]
     assert not missed, "\n".join(missed)

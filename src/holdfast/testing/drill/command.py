@@ -31,7 +31,7 @@ import msgspec
 import holdfast
 from holdfast.testing.drill import planted
 from holdfast.testing.drill.outcome import Outcome
-from holdfast.testing.drill.plan import PHASES, Trial, draw, full_starts, plan
+from holdfast.testing.drill.plan import PHASES, Trial, full_starts, plan
 
 # One more than processors: a lane waits now and then.
 NUM_LANES = (os.cpu_count() or 1) + 1
@@ -90,7 +90,7 @@ class Lanes:
                     selector.register(channel.socket, EVENT_READ, channel)
             while selector.get_map():
                 for key, _ in selector.select():
-                    yield msgspec.json.decode(key.data.read(), type=Outcome)
+                    yield from msgspec.json.decode(key.data.read(), type=list[Outcome])
                     if not key.data.give(waiting):
                         selector.unregister(key.fileobj)
 
@@ -144,7 +144,7 @@ def _lanes_in(directory: str, count: int) -> Iterator[Lanes]:
     try:
         for channel in lanes.channels:
             while (line := channel.read()) != b"ready\n":
-                lanes.warm_up.append(msgspec.json.decode(line, type=Outcome))
+                lanes.warm_up += msgspec.json.decode(line, type=list[Outcome])
         yield lanes
     finally:
         for channel in lanes.channels:
@@ -389,10 +389,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _say_violations(error.outcome, verbose=True)
             return 1
         return report_hunt(quarries, as_json=options.json)
-    trials = plan(options.trials, options.seed) if options.only is None else [draw(options.only, options.seed)]
-    trials += full_starts(options.full_starts, options.seed)
-    progress = Progress(len(trials), "trials", quiet=options.json)
-    outcomes = drill(trials, num_lanes=options.lanes, progress=progress)
+    jobs = plan(options.trials, options.seed) if options.only is None else plan(options.only + 1, options.seed)[-1:]
+    jobs += full_starts(options.full_starts, options.seed)
+    progress = Progress(sum(len(job.cells) for job in jobs), "trials", quiet=options.json)
+    outcomes = drill(jobs, num_lanes=options.lanes, progress=progress)
     code = report(outcomes, as_json=options.json, verbose=options.only is not None)
     if options.evidence:
         _write_evidence(options.evidence, outcomes)
@@ -411,7 +411,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("drill", choices=["crash"], help="which drill")
     parser.add_argument("--trials", type=int, default=1000, help="how many trials (default 1000)")
     parser.add_argument("--seed", type=int, default=1, help="the same seed gives the same plan (default 1)")
-    parser.add_argument("--only", type=int, metavar="N", help="only trial N of the seed, with its journal and logs")
+    parser.add_argument(
+        "--only",
+        type=int,
+        metavar="N",
+        help="only the job of trial N of the seed, up to that trial, with its journal and logs",
+    )
     parser.add_argument("--full-starts", type=int, default=0, metavar="N", help="also N trials of fresh interpreters")
     parser.add_argument("--plant", choices=["all", *planted.BUGS], metavar="NAME|all", help="plant a bug and find it")
     parser.add_argument("--lanes", type=int, default=NUM_LANES, help="trials at a time (default: processors + 1)")

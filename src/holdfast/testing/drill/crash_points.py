@@ -21,6 +21,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -88,8 +89,8 @@ class Field(Protocol):
     def pid_of(self, name: str) -> int:
         """The process id behind a name."""
 
-    def is_running(self, life: int) -> bool:
-        """Whether that life runs; a keeper outlives its own, and a strike that missed it must not come later."""
+    def orders(self) -> tuple[int, Strike | None]:
+        """Which life runs, and the strike that is planned for it; a keeper outlives several."""
 
 
 class Probe:
@@ -99,28 +100,20 @@ class Probe:
         who: its name in the trial.
         journal: where facts go.
         field: who else there is, and which life runs.
-        strike: what is planned for a phase of this process in the life that it begins in.
         root: the checkpoint directory.
         mode: MEASURE journals how long phases last, RECORD every file operation (for testing/write_order.py).
     """
 
-    def __init__(
-        self, who: str, journal: Journal, field: Field, *, strike: Strike | None, root: str, mode: str
-    ) -> None:
+    def __init__(self, who: str, journal: Journal, field: Field, *, root: str, mode: str) -> None:
         self._who = who
         self._journal = journal
         self._field = field
-        self._strike = strike
         self._root = root
         self._measures = mode == MEASURE
         self._record_files = mode == RECORD
-        self._passes: dict[str, int] = {}
-        self._points: dict[int, int] = {}
+        self._passes: Counter[tuple[int, str]] = Counter()
         self._inside = threading.local()
         self._lock = threading.Lock()
-        self._aim = -1
-        if self._strike is not None:
-            self._aim = int(self._strike.fraction * max(1, self._strike.points))
 
     def watch(self, phases: Mapping[str, Sequence[tuple[Any, str]]], points: Sequence[tuple[Any, str]]) -> None:
         """Wraps what makes up the phases and the points of this process, file operations included."""
@@ -139,36 +132,34 @@ class Probe:
             outer = getattr(inside, "phase", None)
             if outer == phase:
                 return function(*args, **kwargs)
-            former = (outer, getattr(inside, "points", 0), getattr(inside, "armed", False))
+            former = (outer, getattr(inside, "points", 0), getattr(inside, "strike", None))
             inside.phase, inside.points = phase, 0
-            number, began = self._enter(phase), time.perf_counter()
+            (life, number), began = self._enter(phase), time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
                 seconds, points = time.perf_counter() - began, inside.points
-                inside.phase, inside.points, inside.armed = former
+                inside.phase, inside.points, inside.strike = former
                 if self._measures:
-                    self._journal.write(
-                        "phase", **{"phase": phase, "pass": number, "seconds": seconds, "points": points}
-                    )
+                    fact = {"life": life, "phase": phase, "pass": number, "seconds": seconds, "points": points}
+                    self._journal.write("phase", **fact)
 
         return passage
 
-    def _enter(self, phase: str) -> int:
+    def _enter(self, phase: str) -> tuple[int, int]:
+        """Which life runs, and which pass through the phase in it this is; what is planned for that is begun."""
+        life, strike = self._field.orders()
         with self._lock:
-            number = self._passes[phase] = self._passes.get(phase, 0) + 1
-        strike = self._strike
-        fits = strike is not None and strike.phase == phase and strike.occurrence == number
-        if strike is None or not fits or not self._field.is_running(self._journal.life):
-            self._inside.armed = False
-            return number
-        self._inside.armed = strike.stepped
-        if not strike.stepped:
+            self._passes[life, phase] += 1
+            number = self._passes[life, phase]
+        fits = strike is not None and (strike.actor, strike.phase, strike.occurrence) == (self._who, phase, number)
+        self._inside.strike = (life, strike) if fits and strike is not None and strike.stepped else None
+        if fits and strike is not None and not strike.stepped:
             delay_s = strike.fraction * strike.seconds
             self._journal.write("strike", phase=phase, delay_s=delay_s)
             if self._who in strike.victims:
                 kill_after(delay_s)
-        return number
+        return life, number
 
     def _point(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -186,17 +177,20 @@ class Probe:
             return
         number = self._inside.points
         self._inside.points = number + 1
-        if getattr(self._inside, "armed", False) and number == self._aim and self._strike is not None:
-            victims = sorted(self._strike.victims, key=lambda victim: victim == self._who)  # itself last
-            pids = [self._field.pid_of(victim) for victim in victims]
-            # Asked after the ids were read: who is stopped right here and goes on in the next life hits nobody.
-            if self._field.is_running(self._journal.life):
-                self._journal.write("strike", phase=self._strike.phase, point=number, call=name)
-                if self._strike.cut:
-                    cut_power(self._root, self._strike.cut)
-                for pid in pids:
-                    with contextlib.suppress(ProcessLookupError):  # it is dead already, or not yet born
-                        os.kill(pid, signal.SIGKILL)
+        life, strike = getattr(self._inside, "strike", None) or (-1, None)
+        if strike is None or number != int(strike.fraction * max(1, strike.points)):
+            return
+        victims = sorted(strike.victims, key=lambda victim: victim == self._who)  # itself last
+        pids = [self._field.pid_of(victim) for victim in victims]
+        # Asked after the ids were read: who is stopped right here and goes on in the next life hits nobody.
+        if self._field.orders() != (life, strike):
+            return
+        self._journal.write("strike", phase=strike.phase, point=number, call=name)
+        if strike.cut:
+            cut_power(self._root, strike.cut)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # it is dead already, or not yet born
+                os.kill(pid, signal.SIGKILL)
 
     def _file_call(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -16,6 +16,8 @@ import struct
 import sys
 from dataclasses import dataclass
 
+import msgspec
+
 from holdfast.base.config import Config
 from holdfast.testing.drill.crash_points import Journal, Probe, Strike
 from holdfast.testing.drill.plan import LifePlan, Trial
@@ -33,9 +35,13 @@ REFUSED, FAILED = 3, 4
 
 _NUMBER = struct.Struct("<i")
 _PLACES = {f"{kind}{rank}": 2 * rank + (kind == "k") for rank in range(MAX_RANKS) for kind in "tk"}
-# Behind the process ids: the life that runs.
+# Behind the process ids: the life that runs, and the strike planned for it with its length before it.
 _LIFE_AT = len(_PLACES) * _NUMBER.size
-_TABLE_BYTES = _LIFE_AT + _NUMBER.size
+_STRIKE_AT = _LIFE_AT + _NUMBER.size
+_TABLE_BYTES = mmap.PAGESIZE
+_ORDERS = struct.Struct("<ii")
+# Between two lives.
+_NO_LIFE = -1
 _PR_SET_PDEATHSIG = 1
 LOG_FORM = "%(relativeCreated)d %(name)s %(message)s"
 
@@ -48,7 +54,6 @@ class Setup:
         life: number of the life, from 0.
         rank: of a trainer; the node of a keeper.
         sandbox: directory of the trial; `c` in it is the checkpoint root, `r` the runtime directory.
-        strike: what is planned for this life, whoever it concerns.
         wanted: a version that the user orders.
         fresh: the user orders a new start.
     """
@@ -57,7 +62,6 @@ class Setup:
     life: int
     rank: int
     sandbox: str
-    strike: Strike | None = None
     wanted: str = ""
     fresh: bool = False
 
@@ -115,7 +119,9 @@ class Ground:
         answers = tuple(os.pipe() for _ in range(MAX_RANKS))
         table = os.memfd_create("drill")
         os.ftruncate(table, _TABLE_BYTES)
-        return cls(journal_r, journal_w, answers, table)
+        ground = cls(journal_r, journal_w, answers, table)
+        ground.end_life()
+        return ground
 
     @property
     def inherited(self) -> tuple[int, ...]:
@@ -126,13 +132,27 @@ class Ground:
         """Tells every process who is behind a name."""
         os.pwrite(self.table, _NUMBER.pack(pid), _PLACES[name] * _NUMBER.size)
 
-    def enter_life(self, life: int) -> None:
-        """Tells every process which life runs; what was planned for another one is void."""
-        os.pwrite(self.table, _NUMBER.pack(life), _LIFE_AT)
+    def enter_life(self, life: int, strike: Strike | None) -> None:
+        """Tells every process which life runs, and what is planned for it."""
+        plan = msgspec.msgpack.encode(strike) if strike is not None else b""
+        os.pwrite(self.table, _NUMBER.pack(len(plan)) + plan, _STRIKE_AT)
+        os.pwrite(self.table, _NUMBER.pack(life), _LIFE_AT)  # last, for others read while this is written
 
-    def is_running(self, life: int) -> bool:
-        """Whether that life runs."""
-        return bool(_NUMBER.unpack(os.pread(self.table, _NUMBER.size, _LIFE_AT))[0] == life)
+    def cancel_strike(self) -> None:
+        """The life goes on without one."""
+        os.pwrite(self.table, _NUMBER.pack(0), _STRIKE_AT)
+
+    def end_life(self) -> None:
+        """No life runs; what was planned for one is void."""
+        os.pwrite(self.table, _NUMBER.pack(_NO_LIFE), _LIFE_AT)
+
+    def orders(self) -> tuple[int, Strike | None]:
+        """The life that runs, -1 between two, and the strike planned for it."""
+        data = os.pread(self.table, _TABLE_BYTES - _LIFE_AT, _LIFE_AT)
+        life, length = _ORDERS.unpack_from(data)
+        if life == _NO_LIFE or not length:
+            return life, None
+        return life, msgspec.msgpack.decode(data[_ORDERS.size : _ORDERS.size + length], type=Strike)
 
     def pid_of(self, name: str) -> int:
         """The process id behind a name."""
@@ -150,9 +170,7 @@ class Ground:
 
     def probe(self, name: str, setup: Setup) -> Probe:
         """The watcher of one process."""
-        strike = setup.strike if setup.strike is not None and setup.strike.actor == name else None
-        journal = self.journal(name, setup.life)
-        return Probe(name, journal, self, strike=strike, root=setup.root, mode=setup.trial.mode)
+        return Probe(name, self.journal(name, setup.life), self, root=setup.root, mode=setup.trial.mode)
 
 
 def die_with(parent: int) -> None:

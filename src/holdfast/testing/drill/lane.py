@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -59,28 +60,34 @@ class Lane:
         warm.settle()
         outcomes = []
         for trial in dry_runs():
-            outcomes.append(self.run(trial))
+            outcomes += self.run(trial)
             self._measured.runs[trial.shape] += 1
         return outcomes
 
-    def run(self, trial: Trial) -> Outcome:
-        """One trial and the verdict on it."""
-        began = time.monotonic()
+    def run(self, trial: Trial) -> list[Outcome]:
+        """One job and the verdicts on its trials; the one in which something was violated is the last."""
         sandbox = tempfile.mkdtemp(prefix="", dir=self._directory)
         with self._disk_of(trial, sandbox) as disk:
             stage = Stage(trial, sandbox, Cast(self._ground, self._nursery), self._measured, disk)
             stage.run()
         record = stage.record
         found = invariants.judge(record.course) + write_order.check(f"{sandbox}/c", record.history)
-        outcome = Outcome(
-            number=trial.number,
-            phase=trial.phase,
-            victim=trial.victim,
-            plant=trial.plant,
-            struck=record.struck,
-            acknowledged=sum(len(life.acks) for life in record.course.lives),
-            refused=record.refused,
-            seconds=time.monotonic() - began,
+        ends = [*(tally.began for tally in record.tallies[1:]), time.monotonic()]
+        outcomes = [
+            Outcome(
+                number=trial.number + index,
+                phase=phase,
+                victim=victim,
+                plant=trial.plant,
+                struck=tally.struck,
+                acknowledged=tally.acknowledged,
+                refused=tally.refused,
+                seconds=end - tally.began,
+            )
+            for index, (tally, (phase, victim), end) in enumerate(zip(record.tallies, trial.cells, ends, strict=False))
+        ]
+        outcomes[-1] = replace(
+            outcomes[-1],
             violations=tuple((violation.invariant, violation.what) for violation in found),
             evidence=(*record.lines, *_logs(sandbox)) if found else (),
             passes=tuple(record.passes),
@@ -89,7 +96,7 @@ class Lane:
         self._trials += 1
         if self._trials % COLLECT_EVERY == 0:  # the collector is off, for the sake of the children
             gc.collect()
-        return outcome
+        return outcomes
 
     @contextmanager
     def _disk_of(self, trial: Trial, sandbox: str) -> Iterator[Disk | None]:
@@ -121,8 +128,7 @@ def main() -> int:
     grounds = [Ground.make() for _ in channels]
     process, nurseries = start_nursery(grounds, tempfile.mkdtemp(prefix="w", dir=directory))
     measured = Measured()
-    for outcome in Lane(directory, grounds[0], nurseries[0], measured).warm_up():
-        channels[0].sendall(msgspec.json.encode(outcome) + b"\n")
+    channels[0].sendall(msgspec.json.encode(Lane(directory, grounds[0], nurseries[0], measured).warm_up()) + b"\n")
     mine, others = multiply(len(channels))
     for number, (channel, nursery) in enumerate(zip(channels, nurseries, strict=True)):
         if number != mine:  # who is alone with an end notices when the other one is closed
@@ -148,4 +154,4 @@ def serve(lane: Lane, channel: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(main())  # nothing is left to clean up

@@ -27,6 +27,6 @@ class Outcome:
     acknowledged: int
     refused: int
     seconds: float
-    violations: tuple[tuple[str, str], ...]
+    violations: tuple[tuple[str, str], ...] = ()
     evidence: tuple[str, ...] = ()
     passes: tuple[tuple[str, int, int], ...] = ()

@@ -1,7 +1,8 @@
 """What a crash drill will do, drawn from a seed before anything runs: the same seed gives the same plan.
 
-A trial is a job of one or two ranks that lives several times. Each life is a script of saves, and one life holds the
-strike: who dies, in which phase of whom, in which pass through it, and how deep in it. How long a phase lasts is
+A job of one or two ranks lives several times. Each life is a script of saves, and nearly each holds a strike: who dies,
+in which phase of whom, in which pass through it, and how deep in it. A strike and the coming back from it is a trial;
+as many as STRIKES share a job, so that what one leaves behind is what the next one falls upon. How long a phase lasts is
 measured when the drill starts, so an instant is planned as a fraction and not in seconds.
 """
 
@@ -10,15 +11,21 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from holdfast.testing.drill.crash_points import MEASURE, RECORD
 
 PHASES = ("save", "seal", "persist", "commit", "retention", "restore")
 VICTIMS = ("trainer", "keeper")
+CELLS = tuple(product(PHASES, VICTIMS))
+# In one job.
+STRIKES = 4
+# Where a trial without a strike counts.
+NO_STRIKE = (("none", "nobody"),)
 # The phase of a strike that is not aimed at one: anywhere between the start of a trainer and the end of its script.
 ANYTIME = "any time"
 
-# One trial of so many, the last, has a state that is large enough for writes past the page cache.
+# One job of so many has a state that is large enough for writes past the page cache.
 LARGE_EVERY = 8
 
 SOLO, PAIR, TWINS = "solo", "pair", "twins"
@@ -98,10 +105,12 @@ class LifePlan:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One job from its first start to its end.
+    """One job from its first start to its end: one trial, or several that follow one another.
 
     Attributes:
-        phase, victim: the cell of the table that the trial counts in.
+        number: of its first trial.
+        cells: (phase, victim) for each of its trials, one for each strike: where it counts in the table.
+        large: its state is large enough for writes past the page cache.
         overlap: whether captures may overlap with training.
         plant: name of the planted bug, if one is to be found.
         mode: `""`, or what the probes do besides: `measure` the phases, `record` every file operation.
@@ -112,14 +121,14 @@ class Trial:
     number: int
     seed: int
     shape: str
-    phase: str
-    victim: str
+    cells: tuple[tuple[str, str], ...]
     lives: tuple[LifePlan, ...]
     overlap: bool = True
     plant: str = ""
     mode: str = ""
     full_start: bool = False
     disk: str = ""
+    large: bool = False
 
 
 LAST_LIFE = LifePlan(saves=(Save(1, "captured", True), Save(1, "durable", True)), ends="close")
@@ -128,46 +137,61 @@ LAST_LIFE_RETIRING = LifePlan(saves=(Save(1, "durable", True), Save(1, "durable"
 
 
 def plan(num_trials: int, seed: int) -> list[Trial]:
-    """Trials over all phases and victims in turn; trial n is the same whatever the number of trials."""
-    return [draw(number, seed) for number in range(num_trials)]
+    """Jobs with so many strikes, over all phases and victims in turn; trial n is the same whatever their number."""
+    return [draw(first // STRIKES, seed, min(STRIKES, num_trials - first)) for first in range(0, num_trials, STRIKES)]
 
 
-def draw(number: int, seed: int) -> Trial:
-    """Trial `number` of the plan of `seed`."""
-    dice = random.Random(f"{seed}/{number}")
-    cell = number % (len(PHASES) * len(VICTIMS))
-    phase, victim = PHASES[cell % len(PHASES)], VICTIMS[cell // len(PHASES)]
+def draw(job: int, seed: int, num_strikes: int = STRIKES) -> Trial:
+    """The first trials of job `job` in the plan of `seed`."""
+    dice = random.Random(f"{seed}/{job}")
     shape = dice.choices(list(_SHAPE_WEIGHTS), list(_SHAPE_WEIGHTS.values()))[0]
-    aim = _aim(phase, victim, shape, dice)
+    overlap = dice.random() < 0.7
+    record = job % 10 == 1
+    numbers = range(job * STRIKES, job * STRIKES + num_strikes)
+    cells = tuple(_cell(number, seed) for number in numbers)
+    aims = [
+        _aim(phase, victim, shape, random.Random(f"{seed}/{n}/aim"))
+        for n, (phase, victim) in zip(numbers, cells, strict=True)
+    ]
     return Trial(
-        number=number,
+        number=numbers[0],
         seed=seed,
         shape=shape,
-        phase=phase,
-        victim=victim,
-        lives=lives(aim, dice, plain=(record := number % 40 == 7)),
-        overlap=dice.random() < 0.7,
+        cells=cells,
+        lives=lives(aims, dice, plain=record),
+        overlap=overlap,
         mode=RECORD if record else "",
+        large=job % LARGE_EVERY == LARGE_EVERY - 1,
     )
 
 
-def lives(aim: Aim, dice: random.Random, *, plain: bool = False) -> tuple[LifePlan, ...]:
-    """The course of a job with this strike, as a rule one life before it and one after, at times with a twist."""
-    onward = aim.victim.startswith("k") and dice.random() < 0.5
-    script = saves(dice, 5 if aim.phase in {"save", "seal", "persist"} else 6)
-    extra = "" if plain else dice.choices(("", "back", "damage", "stranger", "late"), (80, 4, 6, 4, 6))[0]
-    if aim.phase == "restore":
-        first = LifePlan(script, ends=dice.choice(("kill", "kill all")))
-        spoil = "" if extra != "damage" else ("storage" if first.ends == "kill all" else "memory")
-        return (first, LifePlan(saves(dice, 2), aim, onward=onward, damage=spoil), LAST_LIFE)
-    first = LifePlan(script, aim, onward=onward)
+def _cell(number: int, seed: int) -> tuple[str, str]:
+    """Each once in as many trials as there are cells, in an order of its own: every phase follows every other."""
+    turn, place = divmod(number, len(CELLS))
+    return random.Random(f"{seed}/{turn}/cells").sample(CELLS, len(CELLS))[place]
+
+
+def lives(aims: Sequence[Aim], dice: random.Random, *, plain: bool = False) -> tuple[LifePlan, ...]:
+    """The course of a job with these strikes: a life for each, one that ends in order, and at times a twist."""
+    course: list[LifePlan] = []
+    for aim in aims:
+        onward = aim.victim.startswith("k") and dice.random() < 0.5
+        spoil = dice.choice(("memory", "storage")) if dice.random() < 0.08 and not plain else ""
+        if aim.phase != "restore":
+            script = saves(dice, 5 if aim.phase in {"save", "seal", "persist"} else 6)
+            course.append(LifePlan(script, aim, onward=onward))
+            continue
+        if not course:
+            course.append(LifePlan(saves(dice, 5), ends=dice.choice(("kill", "kill all"))))
+        course.append(LifePlan(saves(dice, 2), aim, onward=onward, damage=spoil))
+    extra = "" if plain else dice.choices(("", "back", "damage", "stranger", "late"), (20, 16, 24, 16, 24))[0]
     if extra == "back":
-        return (first, LifePlan(saves(dice, 2), roll_back=True), LAST_LIFE)
+        return (*course, LifePlan(saves(dice, 2), roll_back=True), LAST_LIFE)
     if extra == "damage":
-        return (first, replace(LAST_LIFE, damage=dice.choice(("memory", "storage"))))
+        return (*course, replace(LAST_LIFE, damage=dice.choice(("memory", "storage"))))
     if extra == "stranger":
-        return (first, replace(LAST_LIFE_RETIRING, stranger=True))
-    return (first, replace(LAST_LIFE, late_writer=extra == "late"))
+        return (*course, replace(LAST_LIFE_RETIRING, stranger=True))
+    return (*course, replace(LAST_LIFE, late_writer=extra == "late"))
 
 
 def saves(dice: random.Random, count: int) -> tuple[Save, ...]:
@@ -198,8 +222,7 @@ def dry_runs(shapes: Sequence[str] = tuple(SHAPES)) -> list[Trial]:
             -1,
             0,
             shape,
-            "none",
-            "nobody",
+            NO_STRIKE,
             (LifePlan(saves(random.Random(shape), 6), ends=ends), LAST_LIFE),
             mode=MEASURE,
         )
@@ -216,5 +239,5 @@ def full_starts(num_trials: int, seed: int) -> list[Trial]:
         victim = VICTIMS[number % len(VICTIMS)]
         aim = Aim(ANYTIME, "t0", f"{victim[0]}0", 0.0, False, dice.random())
         first = LifePlan(saves(dice, 6), aim, onward=dice.random() < 0.5)
-        found.append(Trial(number, seed, SOLO, ANYTIME, victim, (first, LAST_LIFE), full_start=True))
+        found.append(Trial(number, seed, SOLO, ((ANYTIME, victim),), (first, LAST_LIFE), full_start=True))
     return found

@@ -114,7 +114,7 @@ def _struck(
         drawn = dice.random() < 0.5
         turn = 0.7 + 0.29 * dice.random()
         aim = Aim(phase, actor, victim, turn, drawn if stepped is None else stepped, depth * dice.random())
-        return Trial(0, 0, SOLO, phase, victim, (LifePlan(script(saves), aim), LAST_LIFE))
+        return Trial(0, 0, SOLO, ((phase, victim),), (LifePlan(script(saves), aim), LAST_LIFE))
 
     return trial
 
@@ -125,7 +125,7 @@ def _calm(*lives: LifePlan, shape: str = SOLO, mode: str = "") -> Callable[[Dice
     def trial(dice: Dice) -> Trial:
         del dice
         course = lives or (LifePlan(script("D1 D2 D1 D3")), LAST_LIFE)
-        return Trial(0, 0, shape, "none", "nobody", course, mode=mode)
+        return Trial(0, 0, shape, plan.NO_STRIKE, course, mode=mode)
 
     return trial
 

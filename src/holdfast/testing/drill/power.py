@@ -36,14 +36,14 @@ from holdfast.testing.drill.command import (
 from holdfast.testing.drill.crash_points import MEASURE
 from holdfast.testing.drill.disk import JOURNAL_LOST, JOURNAL_WRITTEN, KINDS, why_not
 from holdfast.testing.drill.outcome import Outcome
-from holdfast.testing.drill.plan import LARGE_EVERY, LAST_LIFE, SOLO, Aim, LifePlan, Trial
+from holdfast.testing.drill.plan import LAST_LIFE, NO_STRIKE, SOLO, Aim, LifePlan, Trial
 from holdfast.testing.drill.planted import script
 
 # The third commit is the first after which something is retired. The last save sees to it that this is over before the
 # life ends; nothing is cut in it.
 SAVES = script("D1 D1 D1 D1")
-# Numbers of trials whose state is small, and large.
-SIZES = (0, LARGE_EVERY - 1)
+# Whether the state is large.
+SIZES = (False, True)
 # Trials for one planted bug.
 MAX_TRIALS = 60
 # Bugs of the order of writes, most of which a killed process does not show; and in which phases power is cut for them.
@@ -61,19 +61,19 @@ _HOW = {JOURNAL_LOST: "journal lost", JOURNAL_WRITTEN: "journal written"}
 Boundary = tuple[str, int, int]
 
 
-def boundaries(lanes: Lanes, kind: str, size: int, seed: int) -> list[Boundary]:
+def boundaries(lanes: Lanes, kind: str, large: bool, seed: int) -> list[Boundary]:
     """(phase, pass, number of the point) of every boundary of one job's first three versions.
 
     Args:
         lanes: open lanes.
         kind: of file system.
-        size: one of SIZES; large files are written past the page cache, with other calls.
+        large: large files are written past the page cache, with other calls.
         seed: of the plan.
 
     Raises:
         DrillError: the job without a cut was not clean.
     """
-    calm = Trial(size, seed, SOLO, "none", "nobody", (LifePlan(SAVES), LAST_LIFE), mode=MEASURE, disk=kind)
+    calm = Trial(0, seed, SOLO, NO_STRIKE, (LifePlan(SAVES), LAST_LIFE), mode=MEASURE, disk=kind, large=large)
     (outcome,) = lanes.work([calm])
     if outcome.violations:
         raise DrillError(outcome)
@@ -88,19 +88,20 @@ def boundaries(lanes: Lanes, kind: str, size: int, seed: int) -> list[Boundary]:
     return found
 
 
-def draw(kind: str, how: int, boundary: Boundary, *, number: int, seed: int) -> Trial:
+def draw(kind: str, how: int, boundary: Boundary, *, number: int, seed: int, large: bool) -> Trial:
     """The trial in which the power goes at a boundary."""
     phase, occurrence, point = boundary
     aim = Aim(phase, "k0", "n0", 0.0, True, 0.0, exact=(occurrence, point), cut=how)
-    return Trial(number, seed, SOLO, phase, f"{kind}, {_HOW[how]}", (LifePlan(SAVES, aim), LAST_LIFE), disk=kind)
+    cells = ((phase, f"{kind}, {_HOW[how]}"),)
+    return Trial(number, seed, SOLO, cells, (LifePlan(SAVES, aim), LAST_LIFE), disk=kind, large=large)
 
 
-def plan(places: Mapping[tuple[str, int], Sequence[Boundary]], seed: int) -> list[Trial]:
+def plan(places: Mapping[tuple[str, bool], Sequence[Boundary]], seed: int) -> list[Trial]:
     """Every boundary with both kinds of cut, in an order that the seed shuffles: the first half has every boundary once,
     the second half has it with the other kind of cut.
 
     Args:
-        places: (file system, size) -> its boundaries.
+        places: (file system, whether the state is large) -> its boundaries.
         seed: shuffles.
     """
     first, second = [], []
@@ -111,10 +112,9 @@ def plan(places: Mapping[tuple[str, int], Sequence[Boundary]], seed: int) -> lis
             second.append((place, hows[1], boundary))
     for half in (first, second):
         random.Random(seed).shuffle(half)
-    # The number of a trial says how large its state is.
     return [
-        draw(kind, how, cut, number=LARGE_EVERY * turn + size, seed=seed)
-        for turn, ((kind, size), how, cut) in enumerate([*first, *second])
+        draw(kind, how, cut, number=number, seed=seed, large=large)
+        for number, ((kind, large), how, cut) in enumerate([*first, *second])
     ]
 
 
@@ -132,7 +132,7 @@ def hunt(lanes: Lanes, names: Sequence[str], trials: Sequence[Trial], seed: int,
 def _until_found(quarries: dict[str, Quarry], trials: Sequence[Trial], seed: int) -> Iterator[Trial]:
     drawn = {}
     for name in quarries:
-        fitting = [trial for trial in trials if trial.phase in BUGS[name]]
+        fitting = [trial for trial in trials if trial.cells[0][0] in BUGS[name]]
         drawn[name] = random.Random(f"{seed}/{name}").sample(fitting, min(MAX_TRIALS, len(fitting)))
     for turn, name in product(range(MAX_TRIALS), quarries):
         if quarries[name].found_by is None and turn < len(drawn[name]):
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with open_lanes(options.lanes) as lanes:
             trials = plan(
-                {(kind, size): boundaries(lanes, kind, size, options.seed) for kind in kinds for size in SIZES},
+                {(kind, large): boundaries(lanes, kind, large, options.seed) for kind in kinds for large in SIZES},
                 options.seed,
             )
             if options.plant:

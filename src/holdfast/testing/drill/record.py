@@ -34,7 +34,7 @@ class Measured:
             return Strike(aim.phase, aim.actor, aim.victims, number, True, depth, 0.0, point + 1, aim.cut)
         key = (shape, aim.actor, aim.phase)
         # Scripts differ: with a little less than the usual number the strike comes in nearly every trial.
-        passes = max(1, int(0.7 * self.passes[key] / max(1, self.runs[shape])))
+        passes = max(1, int(0.8 * self.passes[key] / max(1, self.runs[shape])))
         points = int(0.95 * statistics.median(self.points.get(key, [4])))
         return Strike(
             phase=aim.phase,
@@ -56,28 +56,44 @@ class Measured:
             self.passes[key] += 1
 
 
+@dataclass(slots=True)
+class Tally:
+    """What is counted of one trial of a job: its strike's life and those up to the next one; the first has all before it.
+
+    Attributes:
+        began: when, in seconds of the monotonic clock.
+        struck: the planned strike happened.
+        acknowledged: levels that were named.
+        refused: saves and restores that were given up with a reason.
+    """
+
+    began: float
+    struck: bool = False
+    acknowledged: int = 0
+    refused: int = 0
+
+
 class Record:
-    """All facts of one trial.
+    """All facts of one job.
 
     Attributes:
         course: the lives, for the judge.
+        tallies: of its trials, in order; at least one.
         history: file operations and what was called durable, in causal order.
         lines: the journal for a person.
-        struck: the planned strike happened.
         passes: (phase, number, points) of each pass through a phase of keepers in the first life, if they are measured.
-        refused: how many saves and restores were given up with a reason.
     """
 
     def __init__(self, trial: Trial, measured: Measured) -> None:
         self.course = Course(KEEP_LAST)
         self.history: list[FileOp | NamedDurable] = []
         self.lines: list[str] = []
-        self.struck = False
+        self.tallies: list[Tally] = []
         self.passes: list[tuple[str, int, int]] = []
-        self.refused = 0
         self._trial = trial
         self._measured = measured
         self._began = time.monotonic()
+        self._aimed = False
         self._kinds = {
             "resumed": self._resumed,
             "saving": self._saving,
@@ -95,8 +111,20 @@ class Record:
         """The newest life."""
         return self.course.lives[-1]
 
-    def begin(self, life: Life) -> None:
-        """A new life."""
+    @property
+    def struck(self) -> bool:
+        """The strike of the trial under way happened."""
+        return self.tallies[-1].struck
+
+    @struck.setter
+    def struck(self, happened: bool) -> None:
+        self.tallies[-1].struck = happened
+
+    def begin(self, life: Life, *, aimed: bool) -> None:
+        """A new life; one with a strike of its own begins a trial, unless none before it had one."""
+        if not self.tallies or (aimed and self._aimed):
+            self.tallies.append(Tally(time.monotonic()))
+        self._aimed |= aimed
         self.course.lives.append(life)
 
     def note(self, fact: dict[str, Any]) -> None:
@@ -130,12 +158,13 @@ class Record:
         if version is None:
             self.fault("S13", f"{fact['version']!r} was acknowledged, which is no version")
             return
+        self.tallies[-1].acknowledged += 1
         self.life.acks.append(Ack(version, Level(fact["level"]), _rank(fact)))
         if fact["level"] == Level.DURABLE:
             self.history.append(NamedDurable(version))
 
     def _refused(self, _: dict[str, Any]) -> None:
-        self.refused += 1
+        self.tallies[-1].refused += 1
 
     def _failed(self, fact: dict[str, Any]) -> None:
         if not self.struck:  # a process whose peer was killed may meet any error of the collectives

@@ -43,7 +43,7 @@ EARLY = 0.4
 
 
 class Stage:
-    """One trial. `run` leaves no process behind."""
+    """One job and its trials. `run` leaves no process behind."""
 
     def __init__(self, trial: Trial, sandbox: str, cast: Cast, measured: Measured, disk: Disk | None = None) -> None:
         self.record = Record(trial, measured)
@@ -71,13 +71,13 @@ class Stage:
         return self._trial.lives[self._number]
 
     def run(self) -> None:
-        """All lives, then the end."""
+        """All lives, or those up to the first that violates something; then the end."""
         try:
             for number in range(len(self._trial.lives)):
                 self._live(number)
                 if self._may_start_afresh():
                     self._live(number, fresh=True)
-                if self.record.life.faults:
+                if invariants.judge(self.record.course):
                     break
         finally:
             self.record.course.left_behind = tuple(self._finish())
@@ -85,7 +85,8 @@ class Stage:
     def _live(self, number: int, *, fresh: bool = False) -> None:
         before = self.record.course.lives[-1] if self.record.course.lives else None
         self._number = number
-        self._ground.enter_life(number)
+        aim = self._plan.aim
+        self._ground.enter_life(number, self._measured.strike(aim, self._trial.shape) if aim is not None else None)
         self._ground.drain_answers()
         self._done, self._lost, self._renewed = set(), set(), set()
         self._due, self._doomed, self._unfound = [], [], False
@@ -95,7 +96,7 @@ class Stage:
         life.wanted = _oldest_durable(before) if self._plan.roll_back else None
         if before is not None and self._plan.stranger:
             self._put_stranger(before)
-        self.record.begin(life)
+        self.record.begin(life, aimed=aim is not None and not fresh)
         for rank in self._ranks:
             setup = self._setup(rank, wanted=str(life.wanted or ""), fresh=fresh)
             if self._trial.full_start:
@@ -107,10 +108,8 @@ class Stage:
         if self._plan.late_writer and not life.faults:
             self._late_writer()
 
-    def _setup(self, rank: int, *, wanted: str = "", fresh: bool = False, struck: bool = True) -> Setup:
-        aim = self._plan.aim
-        strike = self._measured.strike(aim, self._trial.shape) if aim is not None and struck else None
-        return Setup(self._trial, self._number, rank, self._sandbox, strike, wanted, fresh)
+    def _setup(self, rank: int, *, wanted: str = "", fresh: bool = False) -> Setup:
+        return Setup(self._trial, self._number, rank, self._sandbox, wanted, fresh)
 
     def _may_start_afresh(self) -> bool:
         """Nothing that was acknowledged is left unspoiled: the refusal is right, and so is an operator's new start."""
@@ -118,7 +117,7 @@ class Stage:
         if self.record.life.resumed or not self._unfound:
             return False
         if standing:
-            if not self._plan.aim and not self._plan.roll_back:
+            if not (self._plan.aim and self.record.struck) and not self._plan.roll_back:
                 self.record.fault("S1", f"it refused to come back; {max(standing)} was acknowledged and survived")
             return False
         self.record.life.faults.clear()
@@ -134,7 +133,8 @@ class Stage:
         if newcomer:
             self._renewed.add(node)
             self._lose_early({node})
-        setup = self._setup(node, struck=not newcomer)
+            self._ground.cancel_strike()  # it has come
+        setup = self._setup(node)
         ready, theirs = os.pipe()
         self._cast.fork_keeper(setup, functools.partial(keeper, setup, self._ground, theirs))
         os.close(theirs)
@@ -311,7 +311,7 @@ class Stage:
     def _look(self) -> None:
         """Reads memory and storage of one instant, past the keepers; after an orderly end when they have ended."""
         self._find_keepers()
-        self._ground.enter_life(-1)
+        self._ground.end_life()
         for member in self._doomed:  # SIGKILL is on its way
             self._cast.await_end(member, END_S)
         if self._closed():
@@ -363,7 +363,7 @@ class Stage:
 
     def _late_writer(self) -> None:
         """A keeper of the first incarnation wakes up and commits; nothing may come of it."""
-        setup = self._setup(0, struck=False)
+        setup = self._setup(0)
         member = self._cast.fork_keeper(setup, functools.partial(late_writer.commit_again, setup))
         self._cast.await_end(member, END_S)
         storage = evidence.read_storage(Path(self._sandbox, "c"), num_entries=NUM_ENTRIES)

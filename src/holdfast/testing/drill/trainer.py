@@ -28,7 +28,7 @@ from holdfast.node.places import Place
 from holdfast.testing.drill import planted_trainer
 from holdfast.testing.drill.crash_points import Journal
 from holdfast.testing.drill.ground import FAILED, REFUSED, Ground, Setup, enter
-from holdfast.testing.drill.plan import LARGE_EVERY, SHAPES, TWINS, Save
+from holdfast.testing.drill.plan import SHAPES, TWINS, Save
 from holdfast.testing.evidence import state_digest
 from holdfast.train import capture
 from holdfast.train.capture import SlotView
@@ -89,7 +89,7 @@ class Job:
         self._rank = 0 if setup.trial.shape == TWINS else setup.rank
         self._seed = setup.trial.seed * 1_000_003 + setup.trial.number
         torch.default_generator.manual_seed(self._seed + self._rank)  # torch.manual_seed asks every kind of device
-        width = LARGE_WIDTH if setup.trial.number % LARGE_EVERY == LARGE_EVERY - 1 else WIDTH
+        width = LARGE_WIDTH if setup.trial.large else WIDTH
         self.model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, width))
         self._slopes = [torch.linspace(-1.0, 1.0, p.numel()).view(p.shape) for p in self.model.parameters()]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, foreach=True)

@@ -25,10 +25,9 @@ from holdfast.node.daemon import Keeper, KeeperOptions, become_keeper, clean
 from holdfast.node.places import Place, place_of
 from holdfast.testing.drill.ground import LOG_FORM, Setup
 from holdfast.testing.drill.keeper import options_of
-from holdfast.testing.drill.plan import LARGE_EVERY, LAST_LIFE, SOLO, LifePlan, Trial, saves
+from holdfast.testing.drill.plan import LAST_LIFE, NO_STRIKE, SOLO, LifePlan, Trial, saves
 
-# Jobs of both sizes of model, each with a first life and one that comes back from storage.
-NUMBERS = (0, LARGE_EVERY - 1)
+# Each job has a first life and one that comes back from storage.
 NUM_LIVES = 2
 HUGE_BYTES = 2 << 20
 LINGER_S = 30.0
@@ -39,10 +38,10 @@ _POLL_S = 0.002
 
 
 def setups(sandbox: str) -> Iterator[Setup]:
-    """The lives, those of a job in a directory of their own."""
+    """The lives, those of a job in a directory of its own; one with a small model and one with a large one."""
     lives = (LifePlan(saves(random.Random(0), 4), ends="close"), LAST_LIFE)
-    for number in NUMBERS:
-        trial = Trial(number, 0, SOLO, "none", "nobody", lives)
+    for number, large in enumerate((False, True)):
+        trial = Trial(number, 0, SOLO, NO_STRIKE, lives, large=large)
         place = f"{sandbox}/{number}"
         os.makedirs(place, exist_ok=True)
         yield from (Setup(trial, life, 0, place) for life in range(NUM_LIVES))
