@@ -8,6 +8,8 @@ right before or after.
 - `overlapped_stall_ratio`: `save()` plus the wait at the next optimizer step, with real training in between.
 - `train_seconds_lost_per_save`: wall time from `save()` until the version is durable, minus the steps made meanwhile at
   the speed without a save; stall and slowdown together. With one rank, and with two ranks that share the state.
+- `slow_storage_stall_ratio`: two saves in a row, the first of them durable, while storage takes 5 MB/s (benchmarks.pace), over
+  the same while it takes what it can; interleaved. `slow_storage_stall_over_copy`: the same with slow storage over two copies.
 - The same for `torch.save`, `dcp.save` and `dcp.async_save` (called as documented, and with a stager that is kept).
 """
 
@@ -29,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from benchmarks import measure
+from benchmarks import measure, pace
 from benchmarks.measure import MIB, PlainCopy, Report, ratio, timed
 from torch import distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -38,6 +40,7 @@ import holdfast
 
 NUM_FIRSTS = 5
 NUM_AFTER_FIRST = 5  # what a first save is compared with: those of the same job right after it
+SLOW_BYTES_PER_S = 5_000_000
 NUM_PROVING_SAVES = 4  # the first saves copy at once until it is proven that late copying is safe
 
 
@@ -129,6 +132,36 @@ class Bench:
         fence.remove()
         both = [call + wait for call, wait in zip(calls, waits, strict=True)]
         return ratio(both, copies), ratio(calls, copies), ratio(waits, copies)
+
+    def beside_slow_storage(self) -> tuple[float, float]:
+        """Stall with slow storage over stall with fast storage; the former over plain copies."""
+        line = pace.Line(self.directory / "line")
+        line.bound(0)
+        pace.start_keeper(str(self.directory / "slow-1"), measure.only_on_demand(self.directory), line)
+        self.train()  # creates the moments
+        copy = self.plain_copy()
+        copies: list[float] = []
+        with self.checkpointer("slow", overlap=False) as checkpointer:
+
+            def stalls(bytes_per_s: float) -> float:
+                """Of a durable save, and of the one after it, which comes while the first is being written."""
+                self.train()
+                line.bound(bytes_per_s)
+                started = time.perf_counter()
+                durable = checkpointer.save(self.next_step(), level="durable")
+                seconds = time.perf_counter() - started
+                durable.wait("captured", timeout_s=60)
+                seconds += self.stall(checkpointer)
+                if bytes_per_s:
+                    assert durable.reached < holdfast.Level.DURABLE, "the state is too small for storage to be slow"
+                    copies.append(copy.out() + copy.out())
+                line.bound(0)
+                durable.wait("durable", timeout_s=60)
+                return seconds
+
+            stalls(0)
+            slow, fast = measure.paired(lambda: stalls(SLOW_BYTES_PER_S), lambda: stalls(0), self.rounds)
+        return ratio(slow, fast), ratio(slow, copies)
 
     def lost_by_holdfast(self) -> list[float]:
         """Training seconds lost per durable save."""
@@ -263,6 +296,9 @@ def worker(options: argparse.Namespace) -> None:
         found.append(("overlapped_stall_ratio", both, {"call": call, "fence": wait}))
         for name, value in bench.rival_stalls(1 if options.quick else 7).items():
             found.append((f"stall_ratio:{name}", value, {}))
+    elif options.part == "slow":
+        unchanged, over_copy = bench.beside_slow_storage()
+        found += [("slow_storage_stall_ratio", unchanged, {}), ("slow_storage_stall_over_copy", over_copy, {})]
     else:
         values = bench.lost_by_holdfast()
         found.append(("train_seconds_lost_per_save", statistics.median(values), {"all": values}))
@@ -299,6 +335,8 @@ GOALS = {
     "stall_ratio": "<= 1.1",
     "first_save_ratio": "<= 1.3",
     "overlapped_stall_ratio": "<= 0.3",
+    "slow_storage_stall_ratio": "<= 1.2",
+    "slow_storage_stall_over_copy": "<= 2",
     ("train_seconds_lost_per_save", 1): "<= 0.1",
     ("train_seconds_lost_per_save", 2): "<= 0.3",
 }
@@ -306,7 +344,7 @@ GOALS = {
 
 def main() -> None:
     parser = measure.options("stall", "How long a save holds up training.")
-    parser.add_argument("--part", choices=["stall", "lost"], help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=["stall", "slow", "lost"], help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
@@ -316,8 +354,9 @@ def main() -> None:
     options.dir = Path(temporary)
     report = Report("stall", options.quick, options.json)
     try:
-        for metric, value, more in run_ranks(options, "stall", 1):
-            report.figure(metric, value, "ratio", GOALS.get(metric, ""), **more)
+        for part in ("stall", "slow"):
+            for metric, value, more in run_ranks(options, part, 1):
+                report.figure(metric, value, "ratio", GOALS.get(metric, ""), **more)
         for num_ranks in (1, 2):
             for metric, value, more in run_ranks(options, "lost", num_ranks):
                 report.figure(metric, value, "s", GOALS.get((metric, num_ranks), ""), ranks=num_ranks, **more)

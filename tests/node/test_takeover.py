@@ -86,7 +86,9 @@ def test_a_killed_representative_is_succeeded_and_the_second_one_too(make_rig: M
     left = [trainer for trainer in trainers if trainer.node != first]
     left[0].client.persist(version)
 
-    eventually(lambda: takeovers(rig, (third,)) >= 1)
+    written = rig.base / "ck" / str(version)
+    eventually(lambda: list(written.glob(f"{shared.bundle_id}-*")), timeout_s=20)  # only the third can have
+    assert takeovers(rig, (third,)) >= 1
     rig.hurt(second, "")
     reached(left, version, Level.DURABLE, timeout_s=20)
     proven(rig, version)
