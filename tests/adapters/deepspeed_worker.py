@@ -17,6 +17,7 @@ def main() -> None:
     parser.add_argument("root")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--stage", type=int)
+    parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--native", action="store_true", help="without holdfast, from DeepSpeed's own files")
     options = parser.parse_args()
@@ -28,25 +29,29 @@ def main() -> None:
         "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
         "zero_optimization": {"stage": options.stage, "stage3_param_persistence_threshold": 0},
+        "bf16": {"enabled": options.bf16},
         "steps_per_print": 1000,
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
     if not options.native:
         engine.checkpoint_engine = hf.checkpoint_engine(engine, options.root)
-    rank = engine.global_rank
+    rank, dtype = engine.global_rank, torch.bfloat16 if options.bf16 else torch.float32
+    weights = [parameter.detach() for parameter in engine.module.parameters()] if options.stage == 0 else []
     torch.manual_seed(7 + rank)  # of the dropout
     engine.load_checkpoint(options.root)
     telling.start(rank, engine.global_steps)
+    telling.whole(rank, engine.global_steps, weights)
     while engine.global_steps < options.steps:
         step = engine.global_steps
         source = torch.Generator().manual_seed(1000 * step + rank)
         x, y = torch.randn(4, 32, generator=source), torch.randn(4, 8, generator=source)
-        loss = (engine(x) - y).pow(2).mean()
+        loss = (engine(x.to(dtype)) - y).pow(2).mean()
         engine.backward(loss)
         engine.step()
         if not options.native:
             engine.save_checkpoint(options.root)
         telling.step(rank, step, [loss.detach(), *state(engine)])
+    telling.whole(rank, engine.global_steps, weights)
     print(f"state {rank} {telling.digest(state(engine))}", flush=True)
     engine.destroy()
     torch.distributed.destroy_process_group()

@@ -13,6 +13,7 @@ name, which tells where it begins (`in_parts`). The reader puts them together ag
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -35,6 +36,8 @@ MAPPING = "dcp.mapping"
 BOX = "~box:"
 # Stands for bytes that a planner of the user's own made; they are given to its own planner again and to no other.
 OPAQUE = "dcp.opaque"
+# Stands for an `io.BytesIO`: its bytes, and where it stands in them.
+STREAM = "dcp.stream"
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +207,10 @@ def _value_of(note: Note, planner: SavePlanner, tensors: dict[str, LiveTensor]) 
         tensors[name] = LiveTensor(shard, tensor.detach(), late=False)
         return TensorRef(name)
 
-    return flatten(look_up(note.item.index), note.fqn, emit)
+    value = look_up(note.item.index)
+    if type(value) is io.BytesIO:
+        return {STREAM: (value.getvalue(), value.tell())}
+    return flatten(value, note.fqn, emit)
 
 
 def _look_up(planner: SavePlanner) -> Callable[[MetadataIndex], Any] | None:

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as TorchReader
 from torch.futures import Future
 
-from holdfast.adapters.dcp.items import BOX, MAPPING, OPAQUE
+from holdfast.adapters.dcp.items import BOX, MAPPING, OPAQUE, STREAM
 from holdfast.adapters.dcp.job import number_in
 from holdfast.adapters.dcp.sources import Alone, Together, Wanted, values_of
 from holdfast.adapters.dcp.writer import StorageWriter, stock_place
@@ -239,6 +239,11 @@ class _Values:
                     remedy="load with a planner whose load_bytes understands them",
                 )
             stream.write(tree[OPAQUE])
+        elif isinstance(tree, dict) and tree.keys() == {STREAM}:
+            data, position = tree[STREAM]
+            held = io.BytesIO(data)
+            held.seek(position)
+            torch.save(held, stream)
         else:
             torch.save(unflatten(tree, self._tensors.__getitem__), stream)
         stream.seek(0)

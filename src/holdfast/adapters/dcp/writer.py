@@ -240,6 +240,15 @@ class StorageWriter(TorchWriter):
 
     # For the user.
 
+    def __getstate__(self) -> object:
+        """Copied into no other process: that one would have no place at the keeper."""
+        if self._stock is None:
+            raise UsageError(
+                "the writer belongs to the process that built it",
+                remedy="leave async_checkpointer_type of async_save at its default, a thread",
+            )
+        return vars(self)
+
     def pin(self, version: Version | str) -> None:
         """Keeps a version from ever being removed by retention."""
         named = version if isinstance(version, Version) else Version.parse(version)
