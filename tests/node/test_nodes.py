@@ -382,16 +382,22 @@ def test_of_three_twins_the_minority_is_named_with_the_entry(make_rig: MakeRig) 
 
 
 def test_a_quarantined_copy_is_not_offered_again(make_rig: MakeRig) -> None:
-    rig = make_rig(num_nodes=2)
+    """Neither named nor given: who was told of it before does not get it either."""
+    rig = make_rig(num_nodes=3)
     trainers = rig.start()
     version = save_all(trainers, 1)
     reached(trainers, version, Level.REPLICATED)
     own = next(ref for ref in trainers[1].layout.bundles if ref.ranks == (1,))
+    holders = {c.node: c.seal for c in trainers[0].client.inventory().copies if c.seal.bundle_id == own.bundle_id}
+    (keeps,) = holders.keys() - {1}
+    asker = trainers[3 - 1 - keeps]
 
-    trainers[0].client.quarantine(version, own.bundle_id, node=1, reason="test")
+    asker.client.quarantine(version, own.bundle_id, node=1, reason="test")
 
-    copies = trainers[0].client.inventory().copies
-    assert {c.node for c in copies if c.seal.bundle_id == own.bundle_id} == {0}
+    copies = asker.client.inventory().copies
+    assert {c.node for c in copies if c.seal.bundle_id == own.bundle_id} == {keeps}
+    with pytest.raises(VersionNotFound, match="node 1"):
+        asker.client.obtain(version, [Fetch(own, holders[1], Source.PEER, 1)], timeout_s=5)
 
 
 def test_appointments_reach_every_rank(make_rig: MakeRig) -> None:

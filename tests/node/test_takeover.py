@@ -12,6 +12,7 @@ import pytest
 
 from holdfast.base.events import Events
 from holdfast.core import takeover
+from holdfast.core.commit import Announcement, Kind
 from holdfast.core.model import BundleRef, Level, Version
 from holdfast.core.slots import SlotState
 from holdfast.node.arena import Held
@@ -206,6 +207,37 @@ def test_what_is_written_from_stays_until_every_order_that_needs_it_is_done() ->
     assert replica.pins.total() == 0
 
 
+def test_what_may_have_to_be_taken_over_stays_until_a_save_finds_no_other_slot() -> None:
+    """Another node writes first; this one keeps its own copy meanwhile, and its replica is kept by other rules."""
+    version, queued = Version(1, 4), []
+    own, replica, newer = (Held(None, rank, rank == 1) for rank in (0, 1, 0))
+    for held in (own, replica, newer):
+        held.state, held.version, held.images = SlotState.SEALED, version, {"shared": None}
+    newer.version = Version(1, 5)
+    part = takeover.Part(0, (1, 0), (BundleRef("shared", (0, 1), 0, 1, 8, ""),))
+    ledger = SimpleNamespace(incarnation=1, parts_of=lambda _: (part,))
+    arena = _Found([own, replica, newer])
+    state = SimpleNamespace(node=0, arena=arena, need_ledger=lambda: ledger, unpin=lambda held, why: held.unpin(why))
+    succession = Succession(state, Events(), queued.append)
+    succession.begin()
+
+    def pins() -> list[int]:
+        return [held.pins.total() for held in (own, replica, newer)]
+
+    succession.hear(Announcement(Kind.PERSIST, version, ""))
+    assert (pins(), queued) == ([1, 0, 0], [])
+    succession.hear(Announcement(Kind.DURABLE, version, ""))
+    assert pins() == [0, 0, 0]
+
+    succession.hear(Announcement(Kind.PERSIST, version, ""))
+    assert succession.yield_slots(0), "a save waits"
+    assert pins() == [0, 0, 0]
+    assert not succession.yield_slots(0)
+
+
 class _Found(list):
     def find(self, version: Version, bundle_id: str) -> object:
         return next((held for held in self if bundle_id in held.images), None)
+
+    def of_rank(self, rank: int) -> list[Held]:
+        return [held for held in self if held.rank == rank and not held.replica]
