@@ -131,8 +131,10 @@ def test_a_job_that_stops_is_not_taken_for_one_that_lost_its_host(job: Job, vict
     rows = job.running(2)
     os.kill(rows[victim][0], signal.SIGKILL)
     assert [launcher.wait(40) for launcher in launchers] == [1, 1], job.logs()
-    assert "the job stops: first error: rank" in job.logs()
-    assert "is over for us" not in job.logs()
+    for log in job.directory.glob("launcher*.log"):
+        told = log.read_text()
+        assert f"the job stops: first error: rank {victim} " in told, "a launcher was not told, or says another's error"
+        assert "is over for us" not in told
 
 
 def names(launcher: subprocess.Popen[str]) -> list[str]:
