@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,9 @@ from holdfast.core.ledger import Reports
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import Level, Version
 from holdfast.core.recovery import Facts, Fetch, Source, Stored, choose_version, fetches
+from holdfast.core.slots import SlotState
 from holdfast.node import messages
+from holdfast.node.arena import Arena
 from holdfast.node.client import Inventory, KeeperClient
 from holdfast.node.rpc import Caller, dial
 from holdfast.tiers import format as image_format
@@ -398,6 +401,24 @@ def test_a_quarantined_copy_is_not_offered_again(make_rig: MakeRig) -> None:
     assert {c.node for c in copies if c.seal.bundle_id == own.bundle_id} == {keeps}
     with pytest.raises(VersionNotFound, match="node 1"):
         asker.client.obtain(version, [Fetch(own, holders[1], Source.PEER, 1)], timeout_s=5)
+
+
+def test_of_copies_on_a_node_the_own_is_taken_first_and_a_replica_last() -> None:
+    arena, version, kept = Arena(SimpleNamespace()), Version(1, 4), []
+    for number, (rank, is_replica) in enumerate(((7, True), (1, False), (0, False), (0, True)), 1):
+        held = arena.add(SimpleNamespace(slot_id=number), rank, replica=is_replica)
+        held.state, held.version, held.images = SlotState.SEALED, version, {"shared": number}
+        kept.append(held)
+
+    def taken(rank: int) -> int:
+        found = arena.find(version, "shared", rank)
+        return found[1] if found else 0
+
+    assert [taken(rank) for rank in (0, 1, 7)] == [3, 2, 2]
+    kept[1].condemned.add("shared")
+    kept[2].condemned.add("shared")
+    assert taken(0) == 1
+    assert arena.find(Version(1, 5), "shared", 0) is None
 
 
 def test_appointments_reach_every_rank(make_rig: MakeRig) -> None:
