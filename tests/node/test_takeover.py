@@ -152,8 +152,11 @@ def test_storage_that_fails_for_everybody_is_an_alarm_and_the_newest_version_fol
     eventually(lambda: not any(a["key"] == "unserviceable" for n in (0, 1) for a in rig.status(n)["alarms"]))
 
 
-def test_every_node_writes_its_share_of_one_complete_copy(make_rig: MakeRig) -> None:
-    rig = make_rig(num_nodes=3, per_node=2, own_bytes=2 << 20)
+@pytest.mark.parametrize(
+    "state", [{"per_node": 2, "own_bytes": 2 << 20}, {"shared_rows": 6 << 10}], ids=["of its own", "of what all hold"]
+)
+def test_every_node_writes_its_share_of_one_complete_copy(make_rig: MakeRig, state: dict[str, int]) -> None:
+    rig = make_rig(num_nodes=3, **state)
     trainers = rig.start()
     version = save_all(trainers, 1, durable=True)
     reached(trainers, version, Level.DURABLE)

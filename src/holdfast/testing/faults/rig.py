@@ -57,6 +57,7 @@ class Rig:
     Args:
         base: a short directory of the caller's: a socket's path has at most 107 bytes.
         own_bytes: of the bundle that only one rank holds.
+        shared_rows: of what a rank shares with its twins, 2 KiB each.
         plant: a bug for the keepers that `hurtable` starts (testing.faults.planted).
         config: settings of the keepers; `root` is where the checkpoints go.
     """
@@ -68,6 +69,7 @@ class Rig:
         num_nodes: int = 1,
         per_node: int = 1,
         own_bytes: int = 4096,
+        shared_rows: int = 1,
         plant: str = "",
         **config: Any,
     ) -> None:
@@ -77,6 +79,7 @@ class Rig:
         self.topology = Topology(self.labels, tuple(rank // per_node for rank in range(num_nodes * per_node)))
         self.per_node = per_node
         self.own_bytes = own_bytes
+        self.shared_rows = shared_rows
         self.plant = plant
         self.config: dict[str, Any] = {"memory_budget": "1GiB", "linger_s": 60.0, **config}
         self.storage = open_storage(self.root, Events())
@@ -270,10 +273,10 @@ def reached(trainers: Sequence[Trainer], version: Version, level: Level, timeout
 def bundles_of(rig: Rig, rank: int) -> tuple[Bundle, ...]:
     """One of its own, and one that it shares with its twins."""
     twins = tuple(range(rank % rig.per_node, rig.topology.world_size, rig.per_node))
-    rows = rig.own_bytes // 1024
+    rows, shared, place = rig.own_bytes // 1024, rig.shared_rows, rank % rig.per_node
     shards = [
         Shard(f"rank{rank}/rng", "F32", (rows, 256), Extent((0, 0), (rows, 256)), (rank,)),
-        Shard("weight", "F32", (rig.per_node, 512), Extent((rank % rig.per_node, 0), (1, 512)), twins),
+        Shard("weight", "F32", (rig.per_node * shared, 512), Extent((place * shared, 0), (shared, 512)), twins),
     ]
     return plan_bundles(shards, values_of=[], topology=rig.topology)
 
