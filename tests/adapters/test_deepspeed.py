@@ -68,7 +68,7 @@ def test_what_only_memory_holds_comes_back_without_a_file_of_deepspeeds_own(way:
     (task.checkpoints / "latest").unlink(missing_ok=True)
     after = workshop.run(door(way), task)
     assert set(after.starts.values()) <= {3, 4}
-    whole = workshop.run(door(way), Task(workshop.directory("undisturbed"), 2, 6))
+    whole = workshop.reference or workshop.run(door(way), Task(workshop.directory("whole"), 2, 6))
     assert after.steps.items() <= whole.steps.items()
     assert before.steps.items() <= whole.steps.items()
 
