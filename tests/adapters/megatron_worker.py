@@ -7,6 +7,7 @@ nothing else of Megatron is touched.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import os
@@ -40,14 +41,29 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from torch.distributed.nn.functional import all_gather  # noqa: E402
 
 import holdfast.adapters.megatron as hf  # noqa: E402
 from holdfast.testing.contracts import telling  # noqa: E402
 
 vars(moe_utils).setdefault("te_general_gemm", None)  # 0.16.1 names it only with Transformer Engine
 TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class WholeSequence(DotProductAttention):
+    """Megatron's own attention, for a part of the sequence: Megatron leaves it to Transformer Engine to bring keys and values together."""
+
+    def __init__(self, config: TransformerConfig, **options: Any) -> None:
+        super().__init__(dataclasses.replace(config, context_parallel_size=1), **options)
+
+    def forward(self, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
+        if parallel_state.get_context_parallel_world_size() > 1:
+            group = parallel_state.get_context_parallel_group()
+            key, value = (torch.cat(all_gather(each.contiguous(), group)) for each in (key, value))
+        return super().forward(query, key, value, attention_mask, **options)
 
 
 def main() -> None:
@@ -57,6 +73,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--async-save", action="store_true")
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--native", action="store_true", help="without holdfast, from Megatron's own files")
@@ -65,7 +82,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=options.tp, pipeline_model_parallel_size=options.pp,
-        expert_model_parallel_size=options.ep,
+        expert_model_parallel_size=options.ep, context_parallel_size=options.cp,
     )  # fmt: skip
     # There is no dropout here, so nothing draws from the generators of CUDA.
     tensor_parallel.get_cuda_rng_tracker().fork = lambda *_: nullcontext()  # type: ignore[method-assign]
@@ -75,9 +92,10 @@ def main() -> None:
         tensor_model_parallel_size=options.tp, hidden_dropout=0.0, attention_dropout=0.0, pipeline_dtype=torch.float32,
         gradient_accumulation_fusion=False, pipeline_model_parallel_size=options.pp,
         expert_model_parallel_size=options.ep, num_moe_experts=2 if options.ep > 1 else None,
-        moe_token_dispatcher_type="allgather", add_bias_linear=options.ep == 1,
+        moe_token_dispatcher_type="allgather", add_bias_linear=options.ep == 1, context_parallel_size=options.cp,
     )  # fmt: skip
     layers = get_gpt_layer_local_spec(num_experts=2 if options.ep > 1 else None)
+    layers.submodules.self_attention.submodules.core_attention = WholeSequence
     ends = {
         "pre_process": parallel_state.is_pipeline_first_stage(),
         "post_process": parallel_state.is_pipeline_last_stage(),
@@ -116,8 +134,10 @@ def main() -> None:
         mask = torch.triu(torch.ones(1, 1, 16, 16, dtype=torch.bool), 1)
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        batch = (tokens, positions, mask)
-        loss = step_of_pipeline(model, batch) if options.pp > 1 else model(*batch, labels=tokens).mean()
+        first, length = parallel_state.get_context_parallel_rank() * 16 // options.cp, 16 // options.cp
+        mine = slice(first, first + length)  # of the sequence
+        batch = (tokens[:, mine], positions[:, mine], mask[:, :, mine])
+        loss = step_of_pipeline(model, batch) if options.pp > 1 else model(*batch, labels=batch[0]).mean()
         if options.pp == 1:
             loss.backward()
         model.finish_grad_sync()

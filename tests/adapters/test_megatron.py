@@ -17,11 +17,12 @@ WORKER = Path(__file__).with_name("megatron_worker.py")
 pytestmark = [pytest.mark.slow, pytest.mark.rival("megatron"), pytest.mark.timeout(900)]
 
 
-# Context parallelism needs Transformer Engine, and that a GPU.
+# Context parallelism with an attention of the worker: that of Megatron is Transformer Engine's, which needs a GPU.
 WAYS = {
     "dp2": (),
     "tp2": ("--tp", "2"),
     "pp2": ("--pp", "2"),
+    "cp2": ("--cp", "2"),
     "ep2": ("--ep", "2"),
     "async": ("--async-save",),
 }

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import forked
+from doors_kit import untouched
 from holdfast.adapters.zero.frameworks import Finder
 from holdfast.adapters.zero.objects import Kept, sort_out
 from holdfast.adapters.zero.script import Loop, find
@@ -162,3 +163,52 @@ def test_killed_in_the_middle_and_back_bit_for_bit(tmp_path: Path) -> None:
 def test_the_contract_of_doors(check: Check, tmp_path: Path) -> None:
     with Workshop(tmp_path, popen=popen) as made:
         check(DOOR, made)
+
+
+NESTED = """
+import argparse, json, os
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int)
+epochs = parser.parse_args().steps // 3
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+print("door", json.dumps({"rank": 0, "start": 0}), flush=True)
+for epoch in range(epochs):
+    for batch in range(3):
+        loss = model(torch.randn(8, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print("door", json.dumps({"rank": 0, "step": 3 * epoch + batch, "digest": loss.item().hex()}), flush=True)
+"""
+UNSURE_AT_THE_LOOP = NESTED.replace("for epoch in range(epochs):\n", "batches = iter(range(999))\nif True:\n").replace(
+    "    for batch in range(3):\n",
+    "    for step in range(3 * epochs):\n        next(batches); epoch, batch = divmod(step, 3)\n",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [(NESTED, "loops lie inside each other"), (UNSURE_AT_THE_LOOP, "nobody can be sure what 'batches'")],
+    ids=["seen in the text", "seen when the loop begins"],
+)
+def test_a_script_that_is_not_kept_runs_as_ever_and_is_told_what_that_means(
+    source: str, reason: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    door = Door(untouched(script), ranks=1, steps=6)
+    with Workshop(tmp_path, popen=popen) as made:
+        plain = made.run(door, Task(made.directory("plain"), 1, 6, plain=True))
+        for _ in range(2):  # the second time it begins anew, as was told
+            told = made.run(door, Task(made.directory("not kept"), 1, 6))
+            assert told.steps == plain.steps
+            assert len(told.steps) == 6
+            (line,) = [line for line in told.output.splitlines() if reason in line]
+            assert "nothing of it is saved, and a restart begins it anew" in line
+            assert "holdfast.Checkpointer" in line
+        assert not list(made.directory("not kept").rglob("*manifest*"))

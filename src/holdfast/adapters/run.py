@@ -14,8 +14,8 @@ from pathlib import Path
 from types import CodeType
 
 from holdfast.adapters.zero.frameworks import Finder
-from holdfast.adapters.zero.loop import KeptLoop, say
-from holdfast.adapters.zero.script import HOOK, ITSELF, Loop, find
+from holdfast.adapters.zero.loop import UNKEPT, KeptLoop, say
+from holdfast.adapters.zero.script import HOOK, ITSELF, NO_LOOP, Loop, find
 from holdfast.base import config
 from holdfast.train import elastic
 from holdfast.train.control import Order
@@ -44,7 +44,8 @@ class Unasked:
             found = ""  # Python tells what is wrong with it
         says = order.environment.get("RANK", "0") == "0"
         if isinstance(found, str) and says and found:
-            say(f"no loop of this script is kept: {found}")
+            # Without a loop a framework's Trainer may train, which is kept by itself; with holdfast in it, the script does it.
+            say(f"no loop of this script is kept: {found}" + (f"; {UNKEPT}" if found not in (ITSELF, NO_LOOP) else ""))
         finder = Finder(self._root, says=says)
         if found != ITSELF:
             finder.install()

@@ -20,6 +20,12 @@ from holdfast.train import agree, alive
 
 logger = logging.getLogger(__name__)
 
+# What it means that a loop which trains is not kept, and what to do.
+UNKEPT = (
+    "it runs as under torchrun: nothing of it is saved, and a restart begins it anew; "
+    "holdfast.Checkpointer in the script keeps it"
+)
+
 
 class KeptLoop:
     """What the loop of one script iterates over.
@@ -66,7 +72,7 @@ class KeptLoop:
         reasons = [f"rank {rank}: {reason}" if len(told) > 1 else reason for rank, reason in enumerate(told) if reason]
         if isinstance(found, str) or reasons:
             if group.rank == 0:
-                say(f"this script is not kept, {reasons[0]}")
+                say(f"this script is not kept, {reasons[0]}; {UNKEPT}")
             return None
         carried = _Carried(self._loop.carried, found, names)
         checkpointer = Checkpointer(self._root, main_values=carried, **found.objects)

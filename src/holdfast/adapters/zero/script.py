@@ -21,6 +21,7 @@ from typing import TypeAlias
 HOOK = "__holdfast_kept__"
 # Why a script that calls us by itself is left alone.
 ITSELF = "the script uses holdfast itself"
+NO_LOOP = "no loop with backward() and step() was found"
 
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 _Scope: TypeAlias = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
@@ -54,7 +55,7 @@ def find(source: str) -> Loop | str:
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While) and _trains(node, functions)]
     inner = [loop for loop in loops if not any(other is not loop and other in loops for other in ast.walk(loop))]
     if not loops:
-        return "no loop with backward() and step() was found"
+        return NO_LOOP
     if len(loops) > 1:
         return "loops lie inside each other" if len(inner) == 1 else f"{len(loops)} loops train"
     loop = loops[0]
