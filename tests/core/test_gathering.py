@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.gathering import PATIENCE_S, Answer, host_yields, where
+from holdfast.core.gathering import PATIENCE_S, Answer, host_yields, is_whole, where
 
 END = "end:1"
 ADDRESSES = {rank: f"n{rank}:1" for rank in range(4)}
@@ -35,6 +35,13 @@ def go(me: int, answers: dict[str, str], *, waited_s: float = 0.0) -> str:
 )
 def test_one_launcher(me: int, answers: dict[str, str], waited_s: float, place: str) -> None:
     assert go(me, answers, waited_s=waited_s) == place
+
+
+def test_a_rendezvous_with_a_gap_in_its_ranks_lost_somebody() -> None:
+    assert is_whole([0])
+    assert is_whole([2, 0, 1])
+    assert not is_whole([1, 2])
+    assert not is_whole([0, 2])
 
 
 def test_what_a_host_does_about_another_store() -> None:

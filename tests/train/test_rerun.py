@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,3 +39,12 @@ def stays_flat(tmp_path: Path, count: int) -> None:
 @pytest.mark.timeout(560)
 def test_a_hundred_runs_in_one_process_leave_nothing_behind(tmp_path: Path) -> None:
     stays_flat(tmp_path, 100)
+
+
+def test_an_order_whose_store_is_gone_already_is_left_for_the_next_one(tmp_path: Path) -> None:
+    """As after two failures in one moment: the store of the first recovery gives way to that of the second."""
+    losses = tmp_path / "losses"
+    script = str(Path(__file__).with_name("stale_store_agent.py"))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    subprocess.run([sys.executable, script, str(losses)], env=environment, capture_output=True, timeout=120, check=True)
+    assert len(losses.read_text().splitlines()) == 1

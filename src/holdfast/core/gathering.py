@@ -9,7 +9,7 @@ Pure: the answers are arguments. Called by `train.moving`; the rules of the host
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from holdfast.core.model import Decision
@@ -58,6 +58,11 @@ def where(
     if me >= 0 and (not below or waited_s > PATIENCE_S):
         return Decision(ours, "nobody below us opens a store" if below else "we are the lowest live member")
     return Decision("", f"member {min(live)} is to open its store" if live else "nobody answers")
+
+
+def is_whole(ranks: Collection[int]) -> bool:
+    """Whether a rendezvous gave these ranks and nobody was lost since: they are 0 to n - 1."""
+    return sorted(ranks) == list(range(len(ranks)))
 
 
 def host_yields(other: Answer, mine: str, *, met: bool) -> bool | None:

@@ -198,6 +198,7 @@ class Agent(MeetingAgent):
                 self._cases.restored(self._worker_group.workers[seat.local_rank].global_rank, message)
                 if self._watch is not None and seat.local_rank == 0:
                     self._watch.restored(int(message["step"]) + 1)
+            seat.began |= message["op"] == "started"  # also an order that was replaced: it needs help to leave that
             if message["number"] != seat.order or message["op"] not in HEARD:
                 continue  # of an incarnation before, or the greeting
             seat.now(HEARD[message["op"]])
@@ -404,9 +405,8 @@ class Agent(MeetingAgent):
         assert self._round is not None
         if any(seat.doing is not Doing.FINISHED or seat.order != self._serial for seat in self._seats()):
             return False
-        number = self._current.number
-        self._round.finish(number)
-        return self._round.all_finished(number)
+        self._round.finish(self._current.number)
+        return self._round.all_finished(self._current.number)
 
     def _succeeded(self) -> RunResult:
         assert self._workers is not None

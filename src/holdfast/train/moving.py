@@ -21,6 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -35,7 +36,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from holdfast.core.gathering import where
+from holdfast.core.gathering import is_whole, where
 from holdfast.train.standby import USES, Dialler, Standby
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,9 @@ DEFAULT_PORT = 29400  # torchrun's own for this backend
 # How long the place is looked for; as long as torchrun waits for a rendezvous to come together.
 FIND_S = 600.0
 LOOK_S = 0.2
+# Who waits for another launcher's word after a rendezvous waits so long before the job meets again. It gives no sign of
+# life meanwhile, for a store serves one call at a time.
+WORD_S = 20.0
 # A store that is lost again so soon, so often, is not the reason.
 SETTLED_S, MOST_MOVES = 30.0, 20
 
@@ -140,8 +144,18 @@ class MovingRendezvous(RendezvousHandler):
     # What torchrun's loop calls.
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meets the others."""
-        info = self._handler.next_rendezvous()
+        """Meets the others; again if one of them was lost on the way.
+
+        Torch drops a launcher whose sign of life came late from a rendezvous that is complete already, and leaves the ranks
+        of the others as they are: they would wait for words of a rank that nobody has.
+        """
+        for _ in range(MOST_MOVES):
+            info = self._handler.next_rendezvous()
+            if is_whole(ranks := self._handler._state_holder.state.participants.values()):
+                break
+            logger.warning("a launcher was lost while the job met, ranks %s are left: it meets again", sorted(ranks))
+        else:
+            raise RendezvousTimeoutError(f"{MOST_MOVES} times a launcher was lost while the job met")
         self._rank, self._size, self._round = info.rank, info.world_size, info.store
         self._told, self._number = "", self._round_number()
         info.store.set(f"standby/{info.rank}", self._standby.address)
@@ -199,6 +213,7 @@ class MovingRendezvous(RendezvousHandler):
     def _begin(self, address: str, store: Store) -> None:
         self._address, self._store = address, store
         self._lost_s, self._found_s = 0.0, time.monotonic()
+        store.set_timeout(timedelta(seconds=WORD_S))
         backend = _Backend(store, self._params.run_id, self._look)
         self._handler = create_handler(store, backend, self._params)
 

@@ -27,7 +27,7 @@ from types import FrameType, TracebackType
 
 from holdfast.base.errors import Interrupted
 from holdfast.base.label import label_process
-from holdfast.train import alive, beats, leaving, notes
+from holdfast.train import alive, beats, leaving, notes, reaching
 from holdfast.train.control import Line, Order, order_of
 from holdfast.train.stage import Stage
 
@@ -66,6 +66,7 @@ class Runner:
         """Until the agent says that it is over. Returns the exit code."""
         Runner.current = self
         self._sockets.install()
+        reaching.install()
         signal.signal(WAKE, self._wake)
         alive.wish.restored = self._restored
         for stream in (sys.stdout, sys.stderr):
