@@ -166,7 +166,7 @@ TRAINER = textwrap.dedent(
     from node.rig import Rig
     rig = Rig.__new__(Rig)
     rig.__dict__.update(base=Path({base!r}), root={root!r}, labels=("n0",), topology=Topology(("n0",), (0,)),
-        per_node=1, own_bytes=4096, config={config!r}, pids=set(), trainers=[], incarnation=1, resumed=None,
+        per_node=1, own_bytes=4096, shared_rows=1, config={config!r}, pids=set(), trainers=[], incarnation=1, resumed=None,
         storage=open_storage({root!r}, Events()), job_id={job_id!r})
     trainer = rig.trainer(0)
     trainer.join(rig.assembly())
