@@ -273,3 +273,37 @@ def test_copies_from_a_gpu_hold_the_state_at_the_call_whatever_the_stream_does_n
 def raw(tensor: torch.Tensor) -> bytes:
     flat = tensor.contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_what_several_threads_copy_is_what_one_copies(monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
+    monkeypatch.setattr(capture, "SHARED_BYTES", 0)
+    calls, copy = [], capture.copy
+
+    def counted(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        calls.append(threading.get_ident())
+        copy(targets, sources)
+
+    monkeypatch.setattr(capture, "copy", counted)
+    shapes = [(1000, 7), (3,), (), (0, 4), (50, 50), (17, 1, 5), (20_000,)]
+    sources = [torch.randn(shape) for shape in shapes] + [torch.randn(300, 200).t(), torch.arange(9, dtype=torch.int8)]
+    targets = [torch.full(source.shape, 77, dtype=source.dtype) for source in sources]
+    capture.copy_at_once(targets, sources, num_threads)
+    assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
+    assert (len(calls) > num_threads) is (num_threads > 1)
+
+
+def test_a_copy_that_fails_in_another_thread_fails_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    came = threading.Event()
+
+    def refuses(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            came.set()
+            raise RuntimeError("no")
+        assert came.wait(60.0)
+
+    monkeypatch.setattr(capture, "SHARED_BYTES", 0)
+    monkeypatch.setattr(capture, "copy", refuses)
+    tensors = [torch.ones(100) for _ in range(8)]
+    with pytest.raises(RuntimeError, match="no"):
+        capture.copy_at_once(tensors, [tensor.clone() for tensor in tensors], 2)

@@ -10,7 +10,9 @@ one structure of the state and one size of each group's values. Called by `train
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +29,8 @@ from holdfast.train.live import Gathered, Group, LiveTensor, torch_dtype
 
 # A background copy stops, and takes the interpreter's lock, between batches of this size: at 10 GB/s every 3 ms.
 BATCH_BYTES = 32 << 20
+# What is copied in the call is shared out over threads from so many bytes on, in so many parts for each.
+SHARED_BYTES, SHARES = 32 << 20, 4
 # Where copies keep to the waits of a pipeline, a batch is what a mispredicted wait can cost: 0.2 ms at 10 GB/s.
 PACED_BATCH_BYTES = 2 << 20
 # So many sources that objects made anew (states of random generators) are looked up among all; more are listed anew.
@@ -266,6 +270,29 @@ def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     if targets:
         with torch.no_grad():
             torch._foreach_copy_(targets, sources)
+
+
+def copy_at_once(targets: list[torch.Tensor], sources: list[torch.Tensor], num_threads: int) -> None:
+    """As `copy`, by so many threads if it is much: one core does not fill a memory's bandwidth."""
+    total = sum(target.nbytes for target in targets)
+    if num_threads < 2 or total < SHARED_BYTES:
+        copy(targets, sources)
+        return
+    todo = deque(batches(targets, sources, most=-(-total // (SHARES * num_threads))))
+
+    def work() -> None:
+        while todo:
+            try:
+                batch = todo.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            copy(batch.targets, batch.sources)
+
+    with ThreadPoolExecutor(num_threads - 1, thread_name_prefix="holdfast-copy") as pool:
+        helpers = [pool.submit(work) for _ in range(num_threads - 1)]
+        work()
+    for helper in helpers:
+        helper.result()
 
 
 def batches(

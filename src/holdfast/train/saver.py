@@ -13,6 +13,7 @@ Owns the fence, the side streams and the views of slots. Called by `train.checkp
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from holdfast.train.capture import Batch, Copies, Plan, SlotView, Split, Structu
 from holdfast.train.cuda import DeviceCopy, SideStreams
 from holdfast.train.ending import Ending, Pledged, Watched
 from holdfast.train.fence import Fence, Job, Opened
+from holdfast.train.fill import MAX_THREADS
 from holdfast.train.handle import SaveHandle
 from holdfast.train.link import Link
 from holdfast.train.live import Gathered
@@ -83,6 +85,9 @@ class Saver:
         self._config = config
         self._events = events
         self._rank = rank
+        # Ranks of one node save at the same moment and share its cores.
+        here = len(topology.ranks_on(topology.node_of[rank]))
+        self._num_threads = min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // here))
         optimizers = state.optimizers
         self._trust = Trust(overlap=config.overlap and bool(optimizers))
         self.fence = Fence(timeout_s=config.fence_timeout_s, events=events)
@@ -255,7 +260,7 @@ class Saver:
         parts, sources, targets = view.plan.parts, view.sources, view.targets
         pledged = [Pledged(parts[i].name, digest(sources[i]), targets[i]) for i in self._pledged]
         device = self._queue(now, late) if now.device_targets or late.device_targets else None
-        capture.copy(now.targets, now.sources)
+        capture.copy_at_once(now.targets, now.sources, self._num_threads)
         watched = [Watched(parts[i].name, sources[i], targets[i]) for i in self._watched]
         ending = Ending(handle, client, view.plan.spans, self._trust, watched, pledged, self.give_up)
         at_fence = ending.at_fence if ending.needs_fence else None
