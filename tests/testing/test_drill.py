@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise, product
+from typing import Any
 
 import pytest
 
@@ -83,24 +84,31 @@ def test_every_planted_bug_is_found(lanes: Lanes) -> None:
     assert not missed, "\n".join(missed)
 
 
-@pytest.mark.timeout(120)
-def test_the_command_prints_json_and_says_by_its_exit_code_whether_a_bug_was_found(
-    lanes: Lanes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+Told = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def told(lanes: Lanes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Told:
+    """The rows that the command prints with these options, on lanes that are open already."""
     monkeypatch.setattr(command, "open_lanes", lambda _: nullcontext(lanes))
-    assert main(["crash", "--plant", "values-forgotten", "--json"]) == 0
-    (row,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    def rows(*options: str) -> list[dict[str, Any]]:
+        assert main(["crash", *options, "--json"]) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    return rows
+
+
+@pytest.mark.timeout(120)
+def test_the_command_prints_json_and_says_by_its_exit_code_whether_a_bug_was_found(told: Told) -> None:
+    (row,) = told("--plant", "values-forgotten")
     assert row["name"] == "values-forgotten"
     assert row["found_by"][0] == "S5"
 
 
 @pytest.mark.timeout(120)
-def test_one_trial_alone_is_its_job_up_to_it(
-    lanes: Lanes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "open_lanes", lambda _: nullcontext(lanes))
-    assert main(["crash", "--only", "5", "--json"]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+def test_one_trial_alone_is_its_job_up_to_it(told: Told) -> None:
+    rows = told("--only", "5")
     assert [row["number"] for row in rows] == [4, 5]
     assert [(row["phase"], row["victim"]) for row in rows] == list(plan(6, 1)[1].cells)
 
