@@ -2,11 +2,8 @@
 
 It forks workers from the nursery, tells them what to run, hears what they say and sees them end. A failure is judged by
 `core.ladder`; what is mended in place raises the incarnation (`train.rounds`), at which every agent gives its living
-workers the new order: they leave their broken groups and run the script again in the same process. Deadlines for that:
-
-    at once     the order; the worker's own thread interrupts the script and cuts its groups' sockets
-    0.5 s       the agent cuts them from outside (`pidfd_getfd`): the worker may hold the interpreter's lock
-    60 s        SIGKILL, and it counts as one more failed process
+workers the new order: they leave their broken groups and run the script again in the same process. `train.urging` helps
+them, and ends those that cannot.
 
 A new or lost node is torchrun's business, a new rendezvous; living workers wait for it instead of being ended. The last
 rung, restarting all workers, is torchrun's own way. A worker that finished waits until all ranks of the job have: until
@@ -35,7 +32,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from holdfast.core.faults import Verdict
 from holdfast.core.ladder import Answer, Failure, Fault, Rung
-from holdfast.train import assignment, leaving, outside, page
+from holdfast.train import assignment, leaving, page
 from holdfast.train.cases import Cases, step_of
 from holdfast.train.control import Order
 from holdfast.train.meeting_agent import MeetingAgent
@@ -44,19 +41,16 @@ from holdfast.train.nursery import Nursery
 from holdfast.train.processes import Doing, Seat, Workers
 from holdfast.train.rounds import Incarnation, Over, Round
 from holdfast.train.rules import Program, Rules
+from holdfast.train.urging import urge
 from holdfast.train.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-OUTSIDE_S = 0.5
-KILL_S = 60.0  # a starved machine may need some tens of seconds for what takes one otherwise
-START_S = 300.0
 # How long broken groups may stay unexplained before they are made again: a lost node is known by then.
 HOLD_S = 5.0
 HOLD_ALONE_S = 1.0
 SPARE_DELAY_S = 1.0
 EXIT_S = 30.0
-END_S = 5.0  # of a process that told of its error; the others wait for it
 HEARD = {"started": Doing.RUNS, "finished": Doing.FINISHED, "raised": Doing.HOLDS, "failed": Doing.ENDS}
 
 
@@ -380,18 +374,10 @@ class Agent(MeetingAgent):
     def _push(self, now: float) -> None:
         """Workers that have not begun their order are helped, then ended. A spare is forked in a quiet moment."""
         assert self._workers is not None
-        waiting = [seat for seat in self._seats() if seat.doing is Doing.LEAVES]
         for seat in self._seats():
-            if seat.doing is Doing.ENDS and now - seat.since > END_S:
-                seat.proc.send_signal(signal.SIGKILL)
-        for seat in waiting:
-            if now - seat.since > (KILL_S if seat.began else START_S):
-                logger.error("process %d did not begin its order within %.0f s", seat.proc.pid, now - seat.since)
-                seat.proc.send_signal(signal.SIGKILL)
-            elif seat.began and now - seat.since > OUTSIDE_S and now - seat.cut_at > OUTSIDE_S:
-                seat.cut_at = now
-                outside.cut(seat.proc.pid, seat.proc.pidfd, spared_ports=(self._current.port,))
-        if not waiting and now - self._mended_at > SPARE_DELAY_S:
+            urge(seat, now, store_port=self._current.port)
+        still = any(seat.doing is Doing.LEAVES for seat in self._seats())
+        if not still and now - self._mended_at > SPARE_DELAY_S:
             self._workers.refill()
 
     def _note_progress(self, now: float) -> None:

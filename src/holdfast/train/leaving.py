@@ -2,8 +2,8 @@
 
 When a rank dies, only its neighbours in the ring notice; the others wait for them. `abort` and `destroy` from another
 thread have no effect on a gloo group that waits (torch 2.11 to 2.15), but `shutdown` on its *connected* sockets makes
-the waiting thread raise within milliseconds. Never cut: the listening socket (the process would be terminated) and the
-connection to the rendezvous store.
+the waiting thread raise within milliseconds, unless it waits for a message of which a part has come (`train.urging`).
+Never cut: the listening socket (the process would be terminated) and the connection to the rendezvous store.
 
 Which sockets belong to groups is known because torch opens them while it makes a group: `GroupSockets.install` notes
 which appear then. Sockets of the script itself (storage, logging services) are left alone.

@@ -50,6 +50,7 @@ class Seat:
         silent: its line has ended.
         began: it has run the script at least once.
         cut_at: when its sockets were last cut from outside, monotonic.
+        num_still: at how many such cuts in a row its main thread was asleep or stopped.
     """
 
     local_rank: int
@@ -62,6 +63,7 @@ class Seat:
     error: str = ""
     silent: bool = False
     cut_at: float = 0.0
+    num_still: int = 0
     began: bool = False
 
     def now(self, doing: Doing) -> None:
