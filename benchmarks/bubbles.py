@@ -7,6 +7,9 @@ with all of its own and nothing else. Both ranks' times are averaged, for they e
 Two hundred pairs take minutes in which a machine must be quiet: `--parts FILE` adds a run to FILE and reports on all
 that is in it, so that several short runs make one figure.
 
+`long steps` is the same with four times the text in a step (4,096 bytes instead of 1,024) and so four times the work for the
+same state; a real job has more of it still.
+
 `known work` is the same job whose blocks sleep instead of computing: the processor is as free as beside an accelerator,
 the length of a step hardly varies, and so it is decided what on a shared machine drowns in noise.
 
@@ -36,6 +39,7 @@ import time
 import warnings
 from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,27 +55,28 @@ from holdfast.testing.gpt import Shape, Text
 from holdfast.testing.pipeline_gpt import loss_of, stage
 from holdfast.train.pipeline import Seen
 
-NAMES = ("bubbles", "known work", "plain copy", "async_save")
-INSIDE = NAMES[:2]
+NAMES = ("bubbles", "long steps", "known work", "plain copy", "async_save")
+INSIDE = NAMES[:3]
 SLEEP_S = 0.025
 SETTLING, BLOCK = 1, 2
 MICROBATCHES, SEQUENCES = 4, 4
 RESAMPLES = 4000
 WARM_STEPS = 8
 SHAPE = Shape(width=256, layers=6, context=64, dropout=0.0)
+LONG = replace(SHAPE, context=256)
 
 
 class Pipeline:
     """This rank's stage with its optimizer and text; calling it makes one step."""
 
-    def __init__(self, *, sleep_s: float = 0.0) -> None:
+    def __init__(self, shape: Shape, *, sleep_s: float = 0.0) -> None:
         torch.set_num_threads(1)
         self.rank, world = dist.get_rank(), dist.get_world_size()
-        part = stage(SHAPE, self.rank, world, sleep_s=sleep_s)
+        part = stage(shape, self.rank, world, sleep_s=sleep_s)
         self.model = part.submod
         self.schedule = schedules.Schedule1F1B(part, MICROBATCHES, loss_fn=loss_of)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.text = Text(context=SHAPE.context, batch=SEQUENCES * MICROBATCHES)
+        self.text = Text(context=shape.context, batch=SEQUENCES * MICROBATCHES)
         self.number = 0
         self.sleeps = bool(sleep_s)
 
@@ -192,12 +197,12 @@ def bounds(values: list[float], *, cut: float) -> tuple[float, float, float]:
 def worker(options: argparse.Namespace) -> None:
     """One rank; rank 0 prints its rows as JSON."""
     dist.init_process_group("gloo")
-    pipelines: dict[bool, Pipeline] = {}
+    pipelines: dict[tuple[Shape, float], Pipeline] = {}
     rows: list[dict[str, Any]] = []
     for name in options.only or NAMES:
         home = options.dir / name.replace(" ", "-")
-        sleeps = name == "known work"
-        pipeline = pipelines.get(sleeps) or pipelines.setdefault(sleeps, Pipeline(sleep_s=sleeps * SLEEP_S))
+        kind = (LONG if name == "long steps" else SHAPE, SLEEP_S if name == "known work" else 0.0)
+        pipeline = pipelines.get(kind) or pipelines.setdefault(kind, Pipeline(kind[0], sleep_s=kind[1]))
         checkpointer = None
         if name == "async_save":
             save = async_saver(pipeline, home)
@@ -245,7 +250,7 @@ def main() -> None:
     """Starts two ranks and reports."""
     parser = measure.options("bubbles", __doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=200, help="pairs of blocks for the overhead")
-    parser.add_argument("--only", action="append", choices=NAMES, help="of the three; may stand several times")
+    parser.add_argument("--only", action="append", choices=NAMES, help="of these; may stand several times")
     parser.add_argument("--parts", type=Path, metavar="FILE", help="add this run to FILE and report on all in it")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
