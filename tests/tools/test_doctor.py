@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,32 @@ def test_foreign_files_are_a_problem(holdfast: Run, tmp_path: Path, runtime_dir:
     assert answer.returncode == 1
     assert states(answer.stdout)["path"] == "problem"
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_fresh_file_system_is_as_good_as_empty(tmp_path: Path) -> None:
+    """As the job sees it, which would take it (tiers.registry)."""
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / ".tmp").mkdir()
+    assert (doctor.ownership(tmp_path).state, doctor.ownership(tmp_path).detail) == (
+        doctor.GOOD,
+        f"{tmp_path} is empty",
+    )
+    (tmp_path / "home").mkdir()
+    assert "home/" in doctor.ownership(tmp_path).detail
+
+
+def test_a_path_that_may_not_be_looked_at_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exists = Path.exists
+
+    def refused(self: Path) -> bool:
+        if self.parent == tmp_path / "locked":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return exists(self)
+
+    monkeypatch.setattr(Path, "exists", refused)  # as for anybody but root
+    (found,) = doctor.storage_checks(tmp_path / "locked" / "job")
+    assert (found.state, found.remedy) == (doctor.PROBLEM, "give this user the right to look there")
+    assert "Permission denied" in found.detail
 
 
 def test_a_runtime_directory_open_to_others_is_a_problem(

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tools.conftest import Run
+from holdfast.base.events import Events
+from holdfast.core.model import Version
+from holdfast.tiers.storage import open_storage
+from holdfast.tools import export, look, output
+from tools.conftest import Run, commit
 
 NEWEST = "i000001-s0000000020"
 
@@ -50,6 +55,26 @@ def test_ls_shows_a_damaged_manifest_and_goes_on(holdfast: Run, checkpoint: Path
     assert damaged["state"] == "damaged"
     assert damaged["error"]["code"].startswith("HF30")
     assert good["state"] == "durable"
+
+
+def test_a_version_of_another_job_is_named_and_hides_no_other(holdfast: Run, checkpoint: Path, tmp_path: Path) -> None:
+    """Somebody copied it here by hand: it is left where it is, and not believed."""
+    other = "i000001-s0000000030"
+    storage = open_storage(tmp_path / "other", Events())
+    job = storage.claim()
+    storage.register_incarnation()
+    commit(storage, job, Version(1, 30))
+    shutil.copytree(tmp_path / "other" / other, checkpoint / other)
+
+    answer = holdfast("ls", checkpoint, "--json")
+    assert answer.returncode == 1
+    shown = json.loads(answer.stdout)["versions"]
+    assert [v["state"] for v in shown] == ["durable", "durable", "another job's"]
+    assert (shown[2]["version"], shown[2]["error"]["code"]) == (other, "HF600")
+    answer = holdfast("verify", checkpoint, "--json")
+    assert answer.returncode == 1
+    assert [v["state"] for v in json.loads(answer.stdout)["versions"]] == ["good", "good", "damaged"]
+    assert (checkpoint / other / "manifest.json").exists()
 
 
 def test_inspect_names_entries_and_values(holdfast: Run, checkpoint: Path) -> None:
@@ -108,3 +133,18 @@ def test_wrong_usage_ends_with_two(holdfast: Run, checkpoint: Path) -> None:
     assert holdfast("inspect", checkpoint, "../../etc").returncode == 2
     assert holdfast("ls").returncode == 2
     assert holdfast("frobnicate").returncode == 2
+
+
+def test_what_takes_long_says_how_far_it_is(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    look.verify_versions(str(checkpoint), None, as_json=True)
+    assert capsys.readouterr().err == "", "it took no two seconds"
+    monkeypatch.setattr(output, "QUIET_S", 0.0)
+    look.verify_versions(str(checkpoint), NEWEST, as_json=True)
+    out, err = capsys.readouterr()
+    assert err.startswith(f"verifying {NEWEST}: ")
+    assert "left" in err
+    assert json.loads(out)["healthy"] is True, "standard output has the result and nothing else"
+    export.export(str(checkpoint), str(tmp_path / "out.st"), form="safetensors", version=None, only="", as_json=True)
+    assert capsys.readouterr().err.startswith(f"exporting {NEWEST}: ")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 
+from holdfast.base.errors import HoldfastError
 from holdfast.base.events import Events
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import Version
@@ -36,13 +37,19 @@ class Retirement:
             protected=storage.pins() | self._keep_by_time(storage, version, assembly.keep_every_s),
             lineage=Lineage(dict(assembly.lineage)).with_(assembly.incarnation, resumed_from),
         )
-        for retired in old:
-            storage.retire(retired)
-            self._events.emit("node.retired", version=str(retired))
-        for unfinished in storage.unfinished():
-            if unfinished.incarnation < assembly.incarnation:
-                storage.discard(unfinished)
+        halves = [half for half in storage.unfinished() if half.incarnation < assembly.incarnation]
+        faults: list[HoldfastError] = []
+        for remove, gone in ((storage.retire, old), (storage.discard, halves)):
+            for one in gone:
+                try:
+                    remove(one)
+                except HoldfastError as error:  # a damaged one stays, and keeps no other
+                    faults.append(error)
+                else:
+                    self._events.emit("node.retired", version=str(one))
         storage.sweep(assembly.incarnation)
+        if faults:
+            raise faults[0]
 
     def _keep_by_time(self, storage: Storage, version: Version, every_s: float) -> set[Version]:
         """Marks the version that was just committed if it is the one to be kept of its minutes. The mark is a file, so

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 JOB_FILE = "holdfast.json"
 INCARNATIONS = "incarnations"
 # What a directory may hold before it is ours: a fresh file system's own, and our own half-made start.
-_NOT_FOREIGN = {"lost+found/", f"{TEMPORARY}/"}
+NOT_FOREIGN = frozenset({"lost+found/", f"{TEMPORARY}/"})
 
 _STAMP = re.compile(r"i(\d{6,10})-t\d{6,10}-h([0-9a-f]{12})-p(\d{1,10})(?:\.[0-9a-f]+)?\Z")
 _REGISTERED = re.compile(r"(\d{6,10})\.json\Z")
@@ -66,7 +66,7 @@ def read_job(backend: Backend) -> str:
     try:
         data = backend.read(JOB_FILE, length=MAX_RECORD_BYTES + 1)
     except VersionNotFound:
-        names = {name for name, _ in backend.listing("")} - _NOT_FOREIGN
+        names = {name for name, _ in backend.listing("")} - NOT_FOREIGN
         if names and JOB_FILE not in names:
             what = f"the directory holds files that are not holdfast's ({', '.join(sorted(names)[:3])})"
             raise ForeignDirectory(what, where=root, remedy="choose an empty or a new directory") from None

@@ -35,6 +35,7 @@ from holdfast.tiers import tcp, wire
 from holdfast.tiers.backend import TEMPORARY, Backend
 from holdfast.tiers.budget import allowed_bytes, read_limits
 from holdfast.tiers.local import LocalBackend
+from holdfast.tiers.registry import NOT_FOREIGN
 from holdfast.tiers.tls import Credentials
 from holdfast.tiers.urls import is_bucket, open_backend
 from holdfast.tiers.wire import unix_path
@@ -192,8 +193,12 @@ def network(settings: Config, root: str) -> Check:
 
 def storage_checks(root: Path) -> Iterator[Check]:
     """What a checkpoint path must be able to do."""
-    place = nearest_existing(root)
-    yield ownership(root)
+    try:
+        place, owner = nearest_existing(root), ownership(root)
+    except OSError as error:
+        yield Check("path", PROBLEM, f"{root}: {error.strerror}", "give this user the right to look there")
+        return
+    yield owner
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         yield Check("rights", PROBLEM, f"{place} is not a writable directory", "give this user the right to write")
         return
@@ -214,7 +219,7 @@ def bucket_checks(url: str) -> Iterator[Check]:
     except HoldfastError as error:
         yield Check("bucket", PROBLEM, error.what, error.remedy)
         return
-    if names and MARKER not in names and names != [f"{TEMPORARY}/"]:
+    if MARKER not in names and not NOT_FOREIGN.issuperset(names):
         yield Check("path", PROBLEM, f"{url} holds objects that are not ours ({names[0]})", "choose an empty prefix")
     else:
         yield Check("path", GOOD, f"{url} is {'a checkpoint directory' if MARKER in names else 'empty'}")
@@ -269,10 +274,10 @@ def ownership(root: Path) -> Check:
         return Check("path", GOOD, f"{root} does not exist yet")
     if not root.is_dir():
         return Check("path", PROBLEM, f"{root} is not a directory", "choose another path")
-    names = sorted(entry.name for entry in root.iterdir())
+    names = {f"{entry.name}/" if entry.is_dir() else entry.name for entry in root.iterdir()} - NOT_FOREIGN
     if MARKER in names or not names:
         return Check("path", GOOD, f"{root} is {'a checkpoint directory' if names else 'empty'}")
-    return Check("path", PROBLEM, f"{root} holds files that are not ours ({names[0]})", "choose an empty directory")
+    return Check("path", PROBLEM, f"{root} holds files that are not ours ({min(names)})", "choose an empty directory")
 
 
 def free_space(place: Path) -> Check:

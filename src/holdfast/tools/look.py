@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.base.errors import CorruptError, HoldfastError, StorageError, UsageError, VersionNotFound
+from holdfast.base.errors import CorruptError, HoldfastError, InUse, StorageError, UsageError, VersionNotFound
 from holdfast.base.events import Events
 from holdfast.core.model import Version
 from holdfast.tiers import values
@@ -63,8 +63,8 @@ def _rows(storage: Storage) -> Iterator[Row]:
             yield Row(version, "durable", storage.manifest(version))
         except VersionNotFound:
             continue  # retired while we looked
-        except (CorruptError, StorageError) as error:
-            yield Row(version, "damaged", error=error)
+        except HoldfastError as error:
+            yield Row(version, "another job's" if isinstance(error, InUse) else "damaged", error=error)
 
 
 def _row_cells(row: Row, *, pinned: bool) -> tuple[object, ...]:
@@ -189,7 +189,7 @@ def _verify(storage: Storage, version: Version) -> tuple[Version, Manifest | Non
     """Every problem of a version; of a file the first one, which names its bytes."""
     try:
         manifest = storage.manifest(version)
-    except (CorruptError, StorageError, VersionNotFound) as error:
+    except HoldfastError as error:
         return version, None, [error]
     problems: list[HoldfastError] = []
     progress = output.Progress(f"verifying {version}", math.ceil(manifest.num_bytes))
