@@ -1,16 +1,15 @@
-"""What the beats cost a step: `python -m benchmarks.watchdog [--quick]`.
+"""What the beats cost a step: one sign of progress (a collective entered or left), and one look of the launcher at a page.
 
-Times one sign of progress (a collective entered or left), and one look of the launcher at a page. Prints JSON with
-`watchdog_overhead_percent`: ten signs in a step of 100 ms.
+`watchdog_overhead_percent`: ten signs in a step of 100 ms. Part of benchmarks.recover too.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import time
+
+from benchmarks.measure import Report, options
 
 from holdfast.train import page
 
@@ -44,9 +43,13 @@ def measure(quick: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    print(json.dumps(measure(parser.parse_args().quick)))
+    given = options("watchdog", "What the beats cost a step.").parse_args()
+    report = Report("watchdog", given.quick, given.json)
+    figures = measure(given.quick)
+    report.figure("watchdog_overhead_percent", figures["watchdog_overhead_percent"], "%", "<= 0.1")
+    report.figure("sign_us", figures["sign_us"], "us")
+    report.figure("read_us", figures["read_us"], "us")
+    report.save()
 
 
 if __name__ == "__main__":

@@ -369,6 +369,23 @@ def test_no_finaliser() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_package_asks_for_what_it_says_and_its_tests_for_no_less() -> None:
+    """Any torch from 2.10 on; one pinned only for development; strict types, and no warning that is only shown."""
+    if sys.version_info < (3, 11):
+        pytest.skip("tomllib comes with Python 3.11")
+    import tomllib
+
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project, tools = settings["project"], settings["tool"]
+    assert [needed for needed in project["dependencies"] if needed.startswith("torch")] == ["torch>=2.10"]
+    assert project["requires-python"] == ">=3.10"
+    assert project["scripts"] == {"holdfast": "holdfast.tools.cli:main"}
+    assert "ext-modules" not in tools["setuptools"], "pure Python"
+    assert re.search(r"^torch==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert tools["mypy"]["strict"] is True
+    assert tools["pytest"]["ini_options"]["filterwarnings"] == ["error"]
+
+
 def project_files() -> Iterator[Path]:
     """Every file of the project that is under version control or will be."""
     listing = subprocess.run(
