@@ -10,7 +10,9 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +45,8 @@ def test_a_version_is_captured_when_all_ranks_sealed_it_and_durable_when_committ
 
     reached([first, second], version, Level.DURABLE)
     assert first.client.level(version) == (Level.DURABLE, "the manifest is committed")
+    with pytest.raises(LevelNotReached, match="durable, not replicated"):  # one does not stand for the other
+        first.client.wait(version, Level.REPLICATED, 0.1)
     for file in rig.storage.manifest(version).bundles:
         rig.storage.verify_bundle(version, file)
     by_id = {bundle.bundle_id: bundle for t in (first, second) for bundle in t.bundles}
@@ -304,6 +308,42 @@ def test_a_changed_byte_is_found_when_a_slot_is_adopted(make_rig: MakeRig) -> No
 
     assert {found.step for found, _ in own_copies(trainer)} == {1}
     assert any("differs from its seal" in alarm["text"] for alarm in rig.status(0)["alarms"])
+
+
+@pytest.mark.parametrize(
+    "other", [{"job": "0" * 16}, {"rank": 1}, {"replica": True}], ids=lambda other: next(iter(other))
+)
+def test_a_sealed_slot_that_is_not_this_ranks_own_is_not_adopted(make_rig: MakeRig, other: dict[str, Any]) -> None:
+    """Of another job, of another rank, or a copy that was kept for another node: its bytes are right, and not ours."""
+    rig = make_rig()
+    (trainer,) = rig.start()
+    for step in (1, 2):
+        reached([trainer], trainer.save(step), Level.CAPTURED)
+    os.kill(trainer.client.pid, signal.SIGKILL)
+    eventually(lambda: not trainer.client.alive, 2)
+    slots = trainer.client.detach()
+    for slot in slots:
+        memory.write_header(slot, replace(memory.read_header(slot), **other))
+
+    trainer.connect()
+    trainer.client.assemble(rig.assembly())
+    trainer.client.adopt(slots)
+
+    assert own_copies(trainer) == set()
+
+
+def test_a_slot_that_is_given_out_is_sealed_no_more(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    (trainer,) = rig.start()
+    for step in (1, 2):
+        reached([trainer], trainer.save(step), Level.CAPTURED)
+
+    slot = trainer.begin(3)
+
+    assert memory.read_header(slot) is None, "before the first byte of the next version"
+    trainer.client.copied(Version(1, 3), trainer.write(slot, 3))
+    reached([trainer], Version(1, 3), Level.CAPTURED)
+    assert memory.read_header(slot).version == Version(1, 3)
 
 
 def test_a_slot_of_another_job_or_no_slot_at_all_is_not_adopted(make_rig: MakeRig) -> None:

@@ -121,6 +121,30 @@ def test_a_job_ends_with_the_trial_that_violates_something(lanes: Lanes) -> None
     assert [bool(outcome.violations) for outcome in outcomes] == [False] * (len(outcomes) - 1) + [True]
 
 
+@pytest.mark.parametrize(
+    ("broken", "column"), [("S1", "lost"), ("S11", "lost"), ("S5", "torn"), ("S10", "torn"), ("V5", "other")]
+)
+def test_the_table_counts_what_was_violated_and_the_exit_code_tells(
+    capsys: pytest.CaptureFixture[str], broken: str, column: str
+) -> None:
+    good = [Outcome(number, "seal", "trainer", "", True, 3, 1, 0.5) for number in range(2)]
+    bad = Outcome(2, "commit", "keeper", "", False, 0, 0, 0.5, violations=((broken, "what was seen"),))
+
+    assert command.report(good, as_json=False, verbose=False) == 0
+    capsys.readouterr()
+    assert command.report([*good, bad], as_json=False, verbose=False) == 1
+
+    titles, *rows, blank, trial, what = capsys.readouterr().out.splitlines()
+    cells = {tuple(row.split()[:2]): dict(zip(titles.split()[2:], row.split()[2:], strict=True)) for row in rows[:-1]}
+    counts = {"lost": "0", "torn": "0", "other": "0"}
+    assert cells["seal", "trainer"] == {
+        "trials": "2", "struck": "2", "acknowledged": "6", **counts, "refused": "2", "seconds": "1.0"
+    }  # fmt: skip
+    assert {name: cells["commit", "keeper"][name] for name in counts} == counts | {column: "1"}
+    assert rows[-1].split()[:2] == ["all", "3"]
+    assert (blank, trial, what) == ("", "trial 2 (commit, keeper):", f"  {broken}: what was seen")
+
+
 def test_wrong_usage_ends_with_two(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["crash", "--trials", "-1"], ["crash", "--plant", "no-such-bug"], ["flood"]):
         with pytest.raises(SystemExit) as error:

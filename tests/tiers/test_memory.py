@@ -103,6 +103,23 @@ def test_a_header_without_its_length_reads_as_empty(slot: Slot) -> None:
     assert struct.unpack("<Q", length)[0] > 0
 
 
+def test_the_word_that_seals_a_header_is_written_after_all_the_rest(
+    slot: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    window = Slot.window
+
+    def noted(self: Slot, start: int, length: int) -> memoryview:
+        written.append(start)
+        return window(self, start, length)
+
+    monkeypatch.setattr(Slot, "window", noted)
+    memory.write_header(slot, header())
+
+    assert written.index(64) == len(written) - 1
+    assert len(written) == 3
+
+
 @pytest.mark.parametrize("at", [64, 72, 88, 100, 150])
 def test_a_changed_byte_of_the_header_is_found(slot: Slot, at: int) -> None:
     memory.write_header(slot, header())

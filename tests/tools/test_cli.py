@@ -11,6 +11,7 @@ import pytest
 import typer.main
 from torch.distributed.run import get_args_parser
 
+from holdfast import testing
 from holdfast.base.config import CONFIG_FILE_VARIABLE, DISABLE_VARIABLE, ENVIRONMENT, Config
 from holdfast.tools.cli import app
 from holdfast.train import elastic
@@ -53,6 +54,15 @@ def test_options_stay_few() -> None:
     assert len(Config.__dataclass_fields__) <= 30
     # Beside them HOLDFAST_DISABLE, which is no setting: it must work where none can be read.
     assert len(ENVIRONMENT) + 1 <= 8
+
+
+def test_every_command_but_run_speaks_json() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    silent = {name for name, command in commands.items() if "--json" not in [o for p in command.params for o in p.opts]}
+    assert silent == {"run", "demo", "drill"}, "these are programs of their own, whose arguments are theirs"
+    home = Path(testing.__file__).parent
+    for program in ("demo", "drill/command", "drill/power", "drill/soak", "faults/command", "simulator/__main__"):
+        assert 'add_argument("--json"' in (home / f"{program}.py").read_text(encoding="utf-8"), program
 
 
 @pytest.mark.parametrize(

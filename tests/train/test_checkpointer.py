@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.base import progress
 from holdfast.base.errors import (
     ConfigError,
     CorruptError,
@@ -23,6 +26,11 @@ from holdfast.base.errors import (
     UsageError,
     VersionNotFound,
 )
+from holdfast.base.events import Events
+from holdfast.core.model import Version
+from holdfast.tiers.storage import open_storage
+from holdfast.train import capture
+from holdfast.train import handle as handles
 from holdfast.train.trust import NUM_PROOFS
 
 Make = Callable[..., holdfast.Checkpointer]
@@ -159,6 +167,8 @@ def test_training_goes_on_bit_for_bit_after_going_back_to_any_complete_version(m
     assert set(report.bytes) == {"slot"}, "nothing was read from storage"
     assert set(report.sources.values()) == {"from the rank's own slot"}
     assert f"({sum(report.bytes.values())} bytes) from the rank's own slot" in str(report)
+    assert set(report.seconds) == {"slot", "fill", "total"}, "how long each source took, and all of it"
+    assert 0 < report.seconds["fill"] < report.seconds["total"]
     assert checkpointer.events.counters().get("storage_read_bytes", 0) == 0
     again = [trainee.train() for _ in range(2)]
 
@@ -215,6 +225,83 @@ def test_a_call_does_not_wait_for_the_keeper_and_is_the_state_of_its_moment(make
     assert checkpointer.restore(handle.version) == NUM_PROOFS + 2
     assert trainee.fingerprint() == expected
     assert trainee.loader.position == position
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_step_of_every_optimizer_waits_for_the_copy(
+    make: Make, monkeypatch: pytest.MonkeyPatch, which: int
+) -> None:
+    """The copy never ends while the step of one of two optimizers comes: it waits, as long as the bound allows."""
+    trainee = Trainee()
+    checkpointer = make(trainee, fence_timeout_s=0.5)
+    checkpointer.restore()
+    for step in range(NUM_PROOFS + 1):
+        trainee.train()
+        checkpointer.save(step).wait("captured", 10)
+    trainee.train()
+    gate, copy = threading.Event(), capture.copy
+    monkeypatch.setattr(capture, "copy", lambda *batch: (gate.wait(30.0), copy(*batch)))
+    handle = checkpointer.save(NUM_PROOFS + 1)
+    trainee.optimizers[which].step()
+    gate.set()
+    run: Any = checkpointer._run
+    assert run.saver.fence.idle(30.0)
+    assert "the step goes on" in handle.given_up
+
+
+def test_every_byte_is_copied_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the call while it proves itself, and behind the next step afterwards; never both."""
+    trainee, copied, copy = Trainee(), [0], capture.copy
+
+    def counted(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        copied[0] += sum(target.nbytes for target in targets)
+        copy(targets, sources)
+
+    monkeypatch.setattr(capture, "copy", counted)
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    for step in range(NUM_PROOFS + 2):
+        trainee.train()
+        copied[0] = 0
+        checkpointer.save(step).wait("captured", 10)
+        run: Any = checkpointer._run
+        assert copied[0] == sum(live.local.nbytes for live in run.state.gather().tensors.values())
+    assert checkpointer.events.counters()["late_copied_bytes"] > 0
+
+
+def test_without_overlap_everything_is_copied_in_the_call(make: Make) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee, overlap=False)
+    checkpointer.restore()
+    for step in range(NUM_PROOFS + 2):
+        trainee.train()
+        handle = checkpointer.save(step)
+    assert handle.wait("captured", 10) == holdfast.Level.CAPTURED
+    assert "late_copied_bytes" not in checkpointer.events.counters()
+
+
+@pytest.mark.parametrize("what", ["moved", "restored"])
+def test_tensors_that_moved_or_were_restored_prove_themselves_again(make: Make, what: str) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+
+    def saved_late(step: int) -> float:
+        before = checkpointer.events.counters().get("late_copied_bytes", 0)
+        trainee.train()
+        checkpointer.save(step).wait("captured", 10)
+        return checkpointer.events.counters().get("late_copied_bytes", 0) - before
+
+    late = [saved_late(step) > 0 for step in range(NUM_PROOFS + 2)]
+    assert late == [False] * NUM_PROOFS + [True] * 2
+    if what == "moved":
+        weight = trainee.model[0].weight
+        weight.data = weight.data.clone()
+    else:
+        checkpointer.restore()
+    first = NUM_PROOFS + 2
+    again = [saved_late(step) > 0 for step in range(first, first + NUM_PROOFS + 1)]
+    assert again == [False] * NUM_PROOFS + [True]
 
 
 def test_what_changes_outside_the_step_is_never_copied_late(make: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -315,6 +402,7 @@ def test_cadence_and_close_make_the_last_step_durable(make: Make, tmp_path: Path
     following = make(other)
     assert following.restore() == 7
     assert other.fingerprint() == final
+    assert open_storage(tmp_path / "job", Events()).lineage() == {1: None, 2: Version(1, 6)}, "before training goes on"
     assert following.last_restore is not None
     assert set(following.last_restore.bytes) == {"storage"}
     assert all(why.startswith("from storage, as no memory holds") for why in following.last_restore.sources.values())
@@ -349,6 +437,67 @@ def test_an_exception_in_training_saves_nothing_and_the_last_version_stays(make:
     assert following.restore() == 1
     assert other.fingerprint() == kept[0]
     leave(following)
+
+
+def test_a_state_beyond_the_last_step_is_not_saved_under_its_number(make: Make, tmp_path: Path) -> None:
+    """The job breaks off after an update that no `step` has reported."""
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0)
+    kept = trainee.fingerprint()
+    trainee.train()
+    checkpointer.step(1)
+    trainee.train()
+    checkpointer.close()
+    assert open_storage(tmp_path / "job", Events()).versions() == [Version(1, 0)], "the last that was whole"
+    other = Trainee()
+    following = make(other)
+    assert following.restore() == 1
+    assert other.fingerprint() == kept
+
+
+def test_a_stop_whose_save_fails_is_made_at_the_next_step(make: Make, tmp_path: Path) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.step(0)
+    kill_keeper(checkpointer)
+    os.kill(os.getpid(), signal.SIGTERM)
+    trainee.train()
+    failed = checkpointer.step(1)
+    assert failed is not None
+    assert "keeper" in failed.given_up
+    run: Any = checkpointer._run
+    assert run.link.wait_mended(20)
+    trainee.train()
+    with pytest.raises(SystemExit) as left:
+        checkpointer.step(2)
+    assert left.value.code == 0
+    assert open_storage(tmp_path / "job", Events()).versions() == [Version(1, 2)]
+
+
+def test_long_waits_and_restores_say_how_far_they_are(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    handle = checkpointer.save(0)
+    handle.wait("captured", 10)
+    monkeypatch.setattr(progress, "QUIET_S", 0.0)
+    monkeypatch.setattr(handles, "PROGRESS_S", 0.01)
+    with caplog.at_level(logging.INFO, "holdfast"):
+        with pytest.raises(LevelNotReached):
+            handle.wait("durable", 0.2)
+        assert f"waiting for {handle.version} to be durable" in caplog.text
+        assert "now captured" in caplog.text
+        checkpointer.restore()
+    assert f"verifying and copying {handle.version}: " in caplog.text
+    assert " left" in caplog.text.split("verifying and copying")[1]
 
 
 def test_sigterm_finishes_the_step_saves_and_exits_with_0(make: Make, tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def training(make_optimizer: Callable[[nn.Module], Any], *, dtype: torch.dtype =
         optimizer = make_optimizer(model)
 
         def step() -> None:
-            x = torch.randn(4, 6, dtype=dtype) + random.random() + float(np.random.rand())  # noqa: NPY002
+            # Normal numbers come in pairs, of which the second waits for its turn.
+            x = torch.randn(4, 6, dtype=dtype) + random.gauss(0, 1) + float(np.random.randn())  # noqa: NPY002
 
             def closure() -> torch.Tensor:
                 optimizer.zero_grad()
