@@ -66,6 +66,7 @@ def test_numbers_of_a_case() -> None:
     assert row.lost_s == pytest.approx(51, rel=0.01)
     # 2 % saves, 51 s of lost work and 30 s of recovery in an hour: 2.25 % more.
     assert row.overhead == pytest.approx(0.02 + 81 / 3_600, rel=0.05)
+    assert row.effective == pytest.approx(1 - row.overhead, rel=0.01)
 
 
 def test_extremes() -> None:
@@ -73,6 +74,7 @@ def test_extremes() -> None:
     assert best(Costs(1.0, 0.0, 1.0), least_s=2.0).reason == "as often as possible: nothing ever fails"
     assert weigh(10.0, Costs(1.0, 0.0, 1.0)).overhead == 0.1
     assert weigh(1e6, Costs(1.0, 1.0, 1.0)).overhead == inf
+    assert weigh(1e6, Costs(1.0, 1.0, 1.0)).effective == 0.0
     cheap = best(Costs(1e-6, 1 / DAY, 1.0), least_s=10.0)
     assert (cheap.value.interval_s, "as often as possible" in cheap.reason) == (10.0, True)
 

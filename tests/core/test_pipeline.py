@@ -40,6 +40,21 @@ def test_hops_and_endings_lengthen_the_step() -> None:
     assert slow.ranks[0].idle == plain.ranks[0].idle + 2 * 0.5
 
 
+def test_neighbours_on_one_rank_hand_over_at_once() -> None:
+    """A V: the second rank has the two stages in the middle."""
+    first = tuple(
+        Action(stage, kind, 0)
+        for stage, kind in ((0, Kind.FORWARD), (3, Kind.FORWARD), (3, Kind.BACKWARD), (0, Kind.BACKWARD))
+    )
+    second = tuple(
+        Action(stage, kind, 0)
+        for stage, kind in ((1, Kind.FORWARD), (2, Kind.FORWARD), (2, Kind.BACKWARD), (1, Kind.BACKWARD))
+    )
+    compute = {(stage, kind): 1.0 for stage in range(4) for kind in Kind}
+    timeline = simulate((first, second), Costs(compute, hop=10.0))
+    assert timeline.ranks[0].idle == 2 * (2 * 1.0 + 2 * 10.0), "there and back, twice"
+
+
 def test_the_hop_is_found_from_the_length_of_a_step() -> None:
     truth = Costs(even(3, 1.0, 2.0).compute, hop=0.25, ending={0: 0.5})
     period = simulate(one_f_one_b(3, 6), truth).period
@@ -61,6 +76,9 @@ def test_an_order_that_never_ends_is_refused_by_name() -> None:
     backward_first = (Action(0, Kind.BACKWARD, 0), Action(0, Kind.FORWARD, 0))
     with pytest.raises(ValueError, match=r"never ends: 0B0"):
         simulate((backward_first,), Costs({}))
+    weights_first = tuple(Action(0, kind, 0) for kind in (Kind.FORWARD, Kind.WEIGHT, Kind.INPUT))
+    with pytest.raises(ValueError, match=r"never ends: 0W0"):
+        simulate((weights_first,), Costs({}))
     with pytest.raises(ValueError, match=r"1F0 .* or its stage on two ranks"):
         simulate(((Action(1, Kind.FORWARD, 0),), (Action(1, Kind.FORWARD, 0),)), Costs({}))
 

@@ -77,6 +77,8 @@ def test_trainers_hear_of_long_work_and_the_status_shows_it(tmp_path: Path, monk
         "activities": shown,
         "preloaded": {"version": ""},
         "run": None,
+        "replication": {"behind_versions": 0},
+        "counters": {},
     }
     lines = list(status_tool._lines(facts))
     assert lines[-1] == f"restoring {V} for rank 2: 2.0 MiB of 4.0 MiB, 512.0 KiB/s, 4 s left"

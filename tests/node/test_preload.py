@@ -102,6 +102,29 @@ def test_what_is_preloaded_is_read_once_and_restored_from_memory(make_rig: MakeR
     assert rig.status(0)["ranks"]["0"]["restored"]["bytes"]["preloaded"] >= 64 << 10
 
 
+def test_who_starts_later_reads_its_own_part_of_storage_all_the_same(make_rig: MakeRig) -> None:
+    """What the first one has preloaded is its own part; else the later one would read nothing and the first one all."""
+    rig, _ = saved(make_rig, num_nodes=2, per_node=2, own_bytes=64 << 10)
+    told = []
+    for node in range(2):
+        starts(rig, node)
+        told.append(preloaded(rig, node))
+    assert [set(row["bytes"]) for row in told] == [{"storage"}, {"storage"}]
+
+
+def test_dead_lineage_is_not_preloaded(make_rig: MakeRig) -> None:
+    """The job went back to an older version before it was lost: the newer one is no part of it any more."""
+    rig = make_rig()
+    trainers = rig.start()
+    older, newer = (save_all(trainers, step, durable=True) for step in (3, 7))
+    for version in (older, newer):
+        reached(trainers, version, Level.DURABLE)
+    killed(rig, trainers)
+    rig.next_incarnation(older)
+    starts(rig, 0)
+    assert preloaded(rig, 0)["version"] == str(older)
+
+
 def test_a_new_node_gets_what_another_one_holds_in_memory(make_rig: MakeRig) -> None:
     rig = make_rig(num_nodes=2)
     trainers = rig.start()

@@ -322,10 +322,46 @@ def test_plan_says_how_often_to_save(holdfast: Run, tmp_path: Path) -> None:
     assert advice["best"]["interval_s"] == pytest.approx((2 * 18_000) ** 0.5, rel=0.02)
     assert min(row["overhead"] for row in advice["candidates"]) == advice["best"]["overhead"]
     assert len(advice["candidates"]) == 5
+    assert [row["effective"] for row in advice["candidates"]] == [
+        1 / (1 + row["overhead"]) for row in advice["candidates"]
+    ]
     text = holdfast(*words).stdout
     assert "if a node fails every 10h, a step takes 2s, a save stops training for 1 s" in text
-    assert re.search(r"^\* 9\d steps +3\.1\d min", text, re.MULTILINE)
+    training = f"{advice['best']['effective']:.3%}"
+    assert re.search(rf"^\* 9\d steps +3\.1\d min .* {re.escape(training)}$", text, re.MULTILINE)
     assert holdfast("plan", described(tmp_path), "--mtbf", "0s").returncode == 2
+
+
+def test_plan_says_how_often_after_what_a_run_was_like(holdfast: Run, tmp_path: Path) -> None:
+    """1,000 steps in 2,000 s, and two failures of this node that cost 6 s and 10 s."""
+    journal = tmp_path / "journal.jsonl"
+    rows = [
+        {"event": "run", "t": 0.0},
+        {"event": "progress", "t": 10.0, "step": 1, "spent": {"START": 10.0}},
+        {"event": "progress", "t": 2010.0, "step": 1000, "spent": {"START": 10.0, "STEP": 2000.0}},
+        {
+            "event": "incident",
+            "t": 2020.0,
+            "number": 1,
+            "ranks": [0],
+            "found_s": 1.0,
+            "seconds": {"T1": 3.0, "T3": 2.0},
+        },
+        {"event": "incident", "t": 2040.0, "number": 2, "ranks": [0], "found_s": 4.0, "seconds": {"T1": 6.0}},
+    ]
+    journal.write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    words = ["plan", described(tmp_path), "--mtbf", "10h", "--save-time", "1s", "--like", journal, "--json"]
+    advice = document(holdfast(*words))["cadence"]
+    assert advice["failures_per_s"] == 2 / 36_000, "nothing failed: what is assumed stays"
+    assert advice["recovery_s"] == 30.0
+
+    journal.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    advice = document(holdfast(*words))["cadence"]
+    assert advice["failures_per_s"] == pytest.approx(2 * 2 / 2040), "of each of two nodes"
+    assert advice["recovery_s"] == pytest.approx((6 + 10) / 2)
+    assert advice["save_s"] == 1.0
+    assert "a step takes 2.00" in holdfast(*words[:-1]).stdout
+    assert holdfast(*words[:-2], tmp_path / "none").returncode == 2
 
 
 SCRIPT = """

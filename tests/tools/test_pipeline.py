@@ -16,7 +16,21 @@ def test_the_figures_are_those_of_the_closed_form(capsys: pytest.CaptureFixture[
     assert told["period_seconds"] == pytest.approx((12 + 3) * 0.03)
     assert [rank["idle_share"] for rank in told["ranks"]] == pytest.approx([3 / 15] * 4)
     assert all(rank["left_seconds"] == 0 for rank in told["ranks"])
+    assert all(rank["hidden_seconds"] == pytest.approx(0.01) for rank in told["ranks"]), "bytes over bandwidth"
     assert told["every"] == 1
+
+
+def test_what_fits_into_no_wait_decides_the_cadence_by_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    """One rank never waits: a second of copying in a step of ten, the optimizer's included, is saved every so many steps."""
+    words = "GPipe ranks=1 microbatches=3 forward=1s optimizer=1s state=1GB rate=1GB"
+    cadences = []
+    for budget in (0.06, 0.0011):
+        assert pipeline(f"{words} budget={budget}", as_json=True) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["period_seconds"] == pytest.approx(10.0)
+        assert told["ranks"][0]["left_seconds"] == pytest.approx(1.0)
+        cadences.append(told["every"])
+    assert cadences == [2, 91]
 
 
 def test_the_picture_shows_work_waits_and_copies(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,5 +75,7 @@ def test_other_schedules_are_asked_of_torch(capsys: pytest.CaptureFixture[str]) 
     assert pipeline("Interleaved1F1B ranks=16 microbatches=64 forward=10ms state=8GiB", as_json=True) == 0
     told = json.loads(capsys.readouterr().out)
     assert len(told["ranks"]) == 16
+    # Two stages a rank halve the bubbles (Narayanan et al. 2021).
+    assert [rank["idle_share"] for rank in told["ranks"]] == pytest.approx([7.5 / (64 + 7.5)] * 16, rel=0.02)
     with pytest.raises(UsageError, match="no schedule of the installed torch"):
         pipeline("NoSuch ranks=2 microbatches=4 forward=1ms", as_json=True)

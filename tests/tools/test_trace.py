@@ -6,14 +6,16 @@ import json
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
+import holdfast
 from holdfast.base.errors import CorruptError, UsageError
 from holdfast.base.events import Events
 from holdfast.base.trace import TraceFile
-from holdfast.tools.trace import read, trace
+from holdfast.tools.trace import kind_of, read, trace
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -63,7 +65,16 @@ def test_both_files_are_written_and_the_trace_is_chromes(home: Path, capsys: pyt
     events = json.loads(Path(told["perfetto"]).read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) == 8
-    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
+    copy, wait = (next(event for event in spans if event["name"] == name) for name in ("copy", "wait"))
+    assert (copy["ts"] - wait["ts"], copy["dur"]) == pytest.approx((0.1e6, 0.3e6), abs=2.0), "microseconds"
+    by_lane: dict[tuple[int, int], list[dict]] = {}
+    for event in sorted(spans, key=lambda event: event["ts"]):
+        by_lane.setdefault((event["pid"], event["tid"]), []).append(event)
+    for lane in by_lane.values():
+        ends = [event["ts"] + event["dur"] for event in lane]
+        assert all(end <= after["ts"] + 1.0 for end, after in zip(ends, lane[1:], strict=False)), (
+            "nothing hides another"
+        )
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert "rank 2" in names
     page = Path(told["html"]).read_text()
@@ -71,10 +82,33 @@ def test_both_files_are_written_and_the_trace_is_chromes(home: Path, capsys: pyt
     assert not re.search(r"(src|href)\s*=\s*[\"']?(https?:)?//", page), "the page needs no network"
 
 
+@pytest.mark.parametrize(
+    ("event", "kind"),
+    [
+        ("3B12", "compute"), ("wait", "bubble"), ("copy", "copy"), ("copied", "copy"), ("fence", "fence"), ("saved", "save"),
+        ("step", "step"), ("restored", "recovery"), ("node.sealed", "seal"), ("node.replicated", "replicate"),
+        ("node.refilled", "replicate"), ("node.persisted", "persist"), ("node.committed", "persist"),
+        ("node.takeover", "fault"), ("memory_level_lost", "fault"), ("memory_level_back", "recovery"),
+    ],
+)  # fmt: skip
+def test_every_event_has_its_colour_and_somebody_emits_it(event: str, kind: str) -> None:
+    assert kind_of(event) == kind
+    source = Path(holdfast.__file__).parent
+    told = [
+        path for room in ("node", "train") for path in (source / room).rglob("*.py") if f'"{event}"' in path.read_text()
+    ]
+    assert told or kind == "compute"
+
+
 def test_events_with_seconds_become_spans(tmp_path: Path) -> None:
     events, file = Events(), TraceFile(tmp_path, "keeper a")
     events.subscribe(file)
+    before = time.monotonic()
     events.emit("node.sealed", seconds=0.25, rank=3)
+    head, span = (json.loads(line) for line in file.path.read_text().splitlines())
+    assert head["track"] == "keeper a"
+    assert span[2] - span[1] == pytest.approx(0.25)
+    assert before - 0.001 <= span[2] <= time.monotonic(), "it ended when it was told"
     events.emit("memory_level_lost", reason="why")
     file.close()
     (one,) = read([tmp_path])
@@ -102,6 +136,29 @@ def test_a_process_that_began_again_goes_on_in_its_track(tmp_path: Path) -> None
     assert [round(span.start) for span in one.spans] == [0, 5]
 
 
+def test_a_track_is_private_and_what_cannot_be_written_ends_the_trace_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = track(tmp_path / "new", "rank 0", [("step", 0.0, 1.0)])
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+    (tmp_path / "file").write_text("in the way")
+    path = track(tmp_path / "file", "rank 1", [("step", 0.0, 1.0)] * 2)
+    assert "no trace" in caplog.text
+    link = tmp_path / path.name.replace("rank-1", "rank-2")
+    link.symlink_to(tmp_path / "elsewhere")
+    track(tmp_path, "rank 2", [("step", 0.0, 1.0)])
+    assert not (tmp_path / "elsewhere").exists(), "no link is followed"
+    link.unlink()
+
+    monkeypatch.setattr("holdfast.base.trace.MAX_BYTES", 2000)
+    monkeypatch.setattr("holdfast.base.trace.BATCH_LINES", 4)
+    path = track(tmp_path, "rank 3", [("step", float(n), n + 1.0) for n in range(100)])
+    assert 1000 < path.stat().st_size <= 2000
+    assert caplog.text.count("is full") == 1
+    assert 10 < len(read([tmp_path])[-1].spans) < 100, "what was written is read"
+
+
 def test_no_tracks_is_an_error_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no tracks under") as caught:
         read([tmp_path])
@@ -120,10 +177,10 @@ def test_a_browser_shows_every_track_and_answers_the_pointer(home: Path, tmp_pat
       const s = row.spans[0];
       canvas.dispatchEvent(new PointerEvent('pointermove', {clientX: box.left + x((s[2] + s[3]) / 2), clientY: box.top + row.y + 5}));
       const told = tip.innerText; const before = to - from; zoom(0.5); const after = to - from;
-      document.querySelector('#legend button').click();
+      const lanes = rows.length; document.querySelector('#legend button').click();
       const pixels = new Set(); const image = pen.getImageData(0, 0, canvas.width, canvas.height).data;
       for (let i = 0; i < image.length; i += 4) pixels.add(image[i] << 16 | image[i + 1] << 8 | image[i + 2]);
-      document.body.dataset.seen = JSON.stringify({told, ratio: after / before, colours: pixels.size,
+      document.body.dataset.seen = JSON.stringify({told, ratio: after / before, colours: pixels.size, hidden: lanes - rows.length,
         names: rows.filter(r => r.first).map(r => r.track.name), page: getComputedStyle(document.body).backgroundColor,
         pressed: document.querySelector('#legend button').getAttribute('aria-pressed')});
     }, 50);</script>"""
@@ -144,7 +201,8 @@ def test_a_browser_shows_every_track_and_answers_the_pointer(home: Path, tmp_pat
     assert "rank 2" in seen["names"]
     assert len(seen["names"]) == 4
     assert "0F0" in seen["told"]
-    assert "from" in seen["told"]
+    assert "500.00 ms, from 0.000000 s to 0.500000 s" in seen["told"], "exact times"
+    assert seen["hidden"] > 0, "a kind that is pressed is hidden"
     assert seen["ratio"] == pytest.approx(0.5, rel=0.01)
     assert seen["colours"] > 5
     assert seen["pressed"] == "false"

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,6 +23,7 @@ from holdfast.base.events import Events
 from holdfast.core.model import Level, Version
 from holdfast.tiers.storage import open_storage
 from holdfast.tools import look
+from holdfast.train.durables import Durables
 from node.rig import eventually, start_hurtable
 from train.test_checkpointer import Make, Trainee, kill_keeper, leave, make, wait_gone  # noqa: F401 - the fixture
 
@@ -87,6 +89,18 @@ def test_flush_callbacks_pins_and_further_places(make: Make, tmp_path: Path) -> 
     assert elsewhere.restore() == 2
     assert other.fingerprint() != kept
     leave(elsewhere)
+
+
+def test_a_version_that_is_wanted_elsewhere_again_and_again_goes_to_all_places() -> None:
+    handle = SimpleNamespace(version=Version(1, 4), durable=(False, "on its way"))
+    copied: list[str] = []
+    durables = Durables(None, lambda _, place: copied.append(place), timeout_s=DEADLINE_S)
+    for places in (["a"], [], ["b", "a"]):
+        durables.add(handle, places)
+    handle.durable = (True, "")
+    durables.flush(DEADLINE_S)
+    durables.close()
+    assert copied == ["a", "b"]
 
 
 def test_what_does_not_become_durable_is_said_by_flush_and_by_the_callback(make: Make, tmp_path: Path) -> None:  # noqa: F811

@@ -53,6 +53,11 @@ class Cadence:
     lost_s: float
     overhead: float
 
+    @property
+    def effective(self) -> float:
+        """Which part of all time is work that counts."""
+        return 1 / (1 + self.overhead)
+
 
 def weigh(interval_s: float, costs: Costs) -> Cadence:
     """What saving after every `interval_s` of work means."""

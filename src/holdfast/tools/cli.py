@@ -214,6 +214,10 @@ def plan(  # noqa: PLR0913 - an option is a parameter
     save_time: Annotated[
         str, typer.Option(metavar="TIME", help="How long a save stops training; else what it copies at 5 GB/s.")
     ] = "",
+    like: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="Failures, recovery and step time as this run's journal shows them."),
+    ] = None,
     without_replicas: Annotated[bool, typer.Option("--without-replicas", help="Count on twins alone.")] = False,
     lost_nodes: Annotated[str, typer.Option(metavar="0,4-6", help="What is lost if these nodes die at once?")] = "",
     lost_ranks: Annotated[str, typer.Option(metavar="0,4-6", help="And if all that these ranks hold is lost?")] = "",
@@ -231,6 +235,7 @@ def plan(  # noqa: PLR0913 - an option is a parameter
     holdfast plan job.toml --mesh dp=16
     holdfast plan --from /ckpts/run1 --mesh 8x4 --ranks-per-node 8
     holdfast plan job.toml --lost-nodes 2,3
+    holdfast plan job.toml --like run1            how often to save, after what run1 was like
     holdfast plan train.py --nnodes 2 --ranks-per-node 8 -- --width 4096
     \b
     holdfast plan --pipeline "Interleaved1F1B ranks=16 microbatches=64 forward=10ms state=8GiB"
@@ -258,6 +263,8 @@ def plan(  # noqa: PLR0913 - an option is a parameter
             raise typer.Exit(pipeline_tool.pipeline(pipeline, as_json=json))
         source = plan_tool.Source(file, checkpoint, version, mesh, tuple(arguments or ()), nnodes, job)
         assumed = often.Assumptions(mtbf, step_time, save_time)
+        if like is not None:
+            assumed = often.as_observed(assumed, report_tool.observed(like)[1])
         code = plan_tool.plan(
             source,
             ranks_per_node=ranks_per_node,

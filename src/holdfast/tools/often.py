@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from holdfast.base.config import parse_seconds
 from holdfast.base.errors import UsageError
 from holdfast.core.advice import Cadence, Costs, best, candidates
+from holdfast.core.goodput import Goodput
 from holdfast.core.plan import JobPlan
 from holdfast.tools import output
 
 # What a rank copies into its slot in a second, when nothing else is known; `benchmarks/stall.py` measures it.
 COPY_BYTES_PER_S = 5e9
-# Detection, restart and reload from memory; `holdfast report` tells what it really was.
+# Detection, restart and reload from memory; the journal of a run tells what it really was.
 RECOVERY_S = 30.0
 
 
@@ -25,11 +27,28 @@ class Assumptions:
         mtbf: time between two failures of one node.
         step_time: of one training step.
         save_time: how long a save stops training; empty: what is copied, at COPY_BYTES_PER_S.
+        recovery: from a failure to the first step again.
     """
 
     mtbf: str = "5000h"
     step_time: str = "1s"
     save_time: str = ""
+    recovery: str = f"{RECOVERY_S:g}s"
+
+
+def as_observed(assumptions: Assumptions, found: Goodput) -> Assumptions:
+    """With what a run was seen to be like in place of what is assumed: steps, failures of its node and their recoveries.
+
+    What it did not show (no failure, no step) stays as it is assumed. What a save costs is not in a journal.
+    """
+    steps, incidents = found.made + found.again, found.incidents
+    spent = found.seconds.get("steps", 0.0) + found.seconds.get("recomputed", 0.0)
+    if steps and spent:
+        assumptions = replace(assumptions, step_time=f"{spent / steps:.6f}s")
+    if incidents:
+        back = fmean(incident.found_s + incident.total_s for incident in incidents)
+        assumptions = replace(assumptions, mtbf=f"{found.wall_s / len(incidents):.3f}s", recovery=f"{back:.3f}s")
+    return assumptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +73,7 @@ def advise(costs: JobPlan, assumptions: Assumptions) -> Advice:
     save_s = parse_seconds(assumptions.save_time) if assumptions.save_time else save_s
     if step_s <= 0 or mtbf_s <= 0:
         raise UsageError("a step, and the time between two failures, are longer than nothing")
-    assumed = Costs(save_s, len(costs.topology.nodes) / mtbf_s, RECOVERY_S)
+    assumed = Costs(save_s, len(costs.topology.nodes) / mtbf_s, parse_seconds(assumptions.recovery))
     chosen = best(assumed, least_s=step_s)
     return Advice(assumed, step_s, candidates(assumed, least_s=step_s), chosen.value, chosen.reason)
 
@@ -74,10 +93,11 @@ def print_advice(advice: Advice, assumptions: Assumptions) -> None:
             f"{row.saving:.3%}",
             _text(row.lost_s),
             f"{row.overhead:.3%}",
+            f"{row.effective:.3%}",
         )
         for row in advice.rows
     ]
-    output.print_table(("every", "or", "time for saves", "a failure costs", "overhead"), rows)
+    output.print_table(("every", "or", "time for saves", "a failure costs", "overhead", "training"), rows)
     print(f"* {advice.reason}")
 
 
@@ -94,7 +114,8 @@ def document(advice: Advice) -> dict[str, Any]:
 
 
 def _row(row: Cadence) -> dict[str, Any]:
-    return {"interval_s": row.interval_s, "saving": row.saving, "lost_s": row.lost_s, "overhead": row.overhead}
+    facts = {"interval_s": row.interval_s, "saving": row.saving, "lost_s": row.lost_s, "overhead": row.overhead}
+    return facts | {"effective": row.effective}
 
 
 def _text(seconds: float) -> str:

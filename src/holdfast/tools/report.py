@@ -21,15 +21,25 @@ from holdfast.tools.output import GOOD, PROBLEM, print_json, print_table
 
 def report(run: str | None, *, as_json: bool) -> int:
     """Prints the sums of the newest run of a journal; returns the exit code."""
-    path = _journal(run)
-    found = newest_run(path)
-    if found is None:
-        raise UsageError(f"{path} tells of no progress", remedy="look again when the job has made a step")
+    path, found = observed(run)
     if as_json:
         print_json({"journal": str(path), **_document(found)})
     else:
         _show(path, found)
     return GOOD if found.finished or not found.incidents else PROBLEM
+
+
+def observed(run: str | None) -> tuple[Path, Goodput]:
+    """The journal of a run, and what its newest life sums to.
+
+    Raises:
+        UsageError: there is none, or it tells of no progress.
+    """
+    path = _journal(run)
+    found = newest_run(path)
+    if found is None:
+        raise UsageError(f"{path} tells of no progress", remedy="look again when the job has made a step")
+    return path, found
 
 
 def _journal(run: str | None) -> Path:

@@ -6,6 +6,7 @@ socket at which nobody answers is a problem: the keeper died, or hangs. No keepe
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,22 +39,23 @@ class Answer:
 
 def status(*, runtime_dir: str | None, watch_s: float | None, as_json: bool, prometheus: bool = False) -> int:
     """Shows all keepers, once or every `watch_s` seconds until interrupted; the exit code."""
-    while True:
-        answers = [_ask(place) for place in places(runtime_dir)]
-        notices = list(notice.posted(runtime_path(runtime_dir)))
-        if prometheus:
-            print(render([answer.facts for answer in answers if answer.error is None]), end="")
-        elif as_json:
-            documents = [_document(answer) for answer in answers]
-            output.print_json({"keepers": documents, "durable_only": [_noticed(told) for told in notices]})
-        else:
-            _print_answers(answers, notices, clear=watch_s is not None)
-        if watch_s is None:
-            return output.PROBLEM if any(answer.error for answer in answers) else output.GOOD
-        try:
+    try:
+        while True:
+            answers = [_ask(place) for place in places(runtime_dir)]
+            notices = list(notice.posted(runtime_path(runtime_dir)))
+            if prometheus:
+                print(render([answer.facts for answer in answers if answer.error is None]), end="")
+            elif as_json:
+                documents = [_document(answer) for answer in answers]
+                output.print_json({"keepers": documents, "durable_only": [_noticed(told) for told in notices]})
+            else:
+                _print_answers(answers, notices, clear=watch_s is not None)
+            if watch_s is None:
+                return output.PROBLEM if any(answer.error for answer in answers) else output.GOOD
+            sys.stdout.flush()  # who reads it through a pipe sees each look when it was made
             time.sleep(watch_s)
-        except KeyboardInterrupt:
-            return output.GOOD
+    except KeyboardInterrupt:
+        return output.GOOD
 
 
 def runtime_path(runtime_dir: str | None) -> Path:
@@ -125,6 +127,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     resumed = facts["resumed_from"] or "nothing, or not yet"
     yield f"job       incarnation {facts['incarnation']} on {len(facts['nodes'])} nodes, resumed from {resumed}"
     yield "safe      " + ", ".join(f"{level} {version or 'none'}" for level, version in newest.items())
+    yield from _trailing(facts)
     if run := facts["run"]:
         back = sum(run["recovery_s"].values())
         yield f"goodput   {100 * run['goodput']:.1f} % of {run['wall_s']:.0f} s, {run['incidents']} incidents ({back:.1f} s to come back)"
@@ -149,6 +152,15 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         yield f"SUSPECT   {version}: {reason}"
     for alarm in facts["alarms"]:
         yield f"ALARM     {alarm['text']} ({alarm['age_s']:.0f} s ago)"
+
+
+def _trailing(facts: dict[str, Any]) -> Iterator[str]:
+    """What is behind, and what others had to do; nothing where all is as it should be."""
+    replication, takeovers = facts["replication"], facts["counters"].get("takeovers", 0)
+    if len(facts["nodes"]) > 1 and (count := replication["behind_versions"]):
+        yield f"lag       {count} captured and not in two nodes yet, the oldest for {replication['lag_s']:.1f} s"
+    if takeovers:
+        yield f"takeovers {takeovers:.0f}: this node wrote what others should have written"
 
 
 def _slot(slot: dict[str, Any]) -> str:
