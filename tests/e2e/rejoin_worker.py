@@ -2,9 +2,10 @@
 
 rejoin_worker.py OUT CELL...: a cell is `<strategy>:<phase>[:<every>[:<fault>]]`. For each: steps without holdfast as the
 reference, then the same steps with it, saved every so many (each one), in which rank 1 (`restore`: then rank 0 too)
-meets the fault (`kill`, `stop`, `raise`, `exit`) at step KILL_AT in that phase; `inside` is within the optimizer's step, `caught` one step later,
-while rank 0 is held within it. Every rank writes what it trained, and its process id at every start. As a user's script it knows nothing of being run again; only
-the test's bookkeeping (what is done already) lies in files.
+meets the fault (`kill`, `stop`, `raise`, `exit`) at step KILL_AT in that phase; `inside` is within the optimizer's step,
+`caught` one step later, while rank 0 is held within it, `spoilt` in forward, and what rank 0 then sends to the new process
+arrives with a bit of it changed. Every rank writes what it trained, and its process id at every start. As a user's script it
+knows nothing of being run again; only the test's bookkeeping (what is done already) lies in files.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
+from holdfast.train import agree
 
 STEPS, KILL_AT = 8, 4
 OUT = Path(sys.argv[1])
@@ -41,6 +43,15 @@ class Net(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.two(torch.nn.functional.dropout(self.one(x).relu(), 0.1, self.training))
+
+
+class Spoilt(agree.Group):
+    """The ranks of a job in which what one sends to another arrives with a bit of it changed."""
+
+    def send(self, data: torch.Tensor, to: int) -> None:
+        data[0] ^= 1
+        (OUT / "spoilt").touch()
+        super().send(data, to)
 
 
 class Job:
@@ -122,6 +133,8 @@ def victim(cell: str, phase: str, step: int) -> None:
     if kind == "caught":
         hold(cell, phase, step)
         kind, step = "forward", step - 1
+    if kind == "spoilt":
+        kind = "forward"
     wanted = [(1, "forward" if kind == "restore" else kind, KILL_AT)] + [(0, "restored", -1)] * (kind == "restore")
     marker = OUT / f"killed-{cell}-{dist.get_rank()}"
     again = phase != "restored" or (OUT / f"killed-{cell}-1").exists()
@@ -167,6 +180,8 @@ def train(cell: str, rank: int) -> None:
         OUT / f"root-{cell.replace(':', '-')}", model=job.model, optimizer=job.optimizer, every=every, durable_every=100,
         replicated=("model*", "optimizer*") if inside else (),
     )  # fmt: skip
+    if ":spoilt" in cell:
+        checkpointer._ranks = Spoilt
     go_on = holdfast.resumable(loop) if cell.startswith("resumable") else loop
     go_on(cell, rank, job, checkpointer, now)
     checkpointer.close()

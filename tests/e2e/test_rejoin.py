@@ -47,9 +47,18 @@ def check(tmp_path: Path, cells: list[str], ranks: int = 2) -> None:
         bit_for_bit(tmp_path, cell, ranks)
 
 
+def journal(runtime_dir: Path, event: str) -> list[dict[str, Any]]:
+    lines = next(runtime_dir.glob("run-*/journal.jsonl")).read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["event"] == event]
+
+
 def incidents(runtime_dir: Path) -> list[dict[str, Any]]:
-    journal = next(runtime_dir.glob("run-*/journal.jsonl")).read_text().splitlines()
-    return [row for row in map(json.loads, journal) if row["event"] == "incident"]
+    return journal(runtime_dir, "incident")
+
+
+def restored(runtime_dir: Path) -> list[int]:
+    """How many steps were finished whenever the ranks began anew."""
+    return [row["step"] for row in journal(runtime_dir, "restored")]
 
 
 def test_every_strategy_goes_on_bit_for_bit_and_the_survivor_keeps_its_process(
@@ -69,24 +78,26 @@ def test_from_a_twins_live_state_no_step_is_lost_and_never_from_the_middle_of_an
     tmp_path: Path, runtime_dir: Path
 ) -> None:
     live = ["resumable:backward:3", "ddp:save:100"]
-    saved = ["ddp:inside:3", "ddp:caught:3"]
+    saved = ["ddp:inside:3", "ddp:caught:3", "ddp:spoilt:3"]
     check(tmp_path, live + saved)
     assert [starts(tmp_path, cell) for cell in live] == [[0, 4], [0, 5]]
-    assert [starts(tmp_path, cell) for cell in saved] == [[0, 3], [0, 3]]
+    assert [starts(tmp_path, cell) for cell in saved] == [[0, 3], [0, 3], [0, 3]]
+    assert (tmp_path / "spoilt").exists(), "nothing of it was sent"
     # What the survivors held is in storage at once (the cadence asks for none), and nothing from the middle of an update.
     durable = {
         cell: sorted((tmp_path / f"root-{cell.replace(':', '-')}").glob("i*/manifest.json")) for cell in live + saved
     }
     assert [durable[cell][0].parent.name for cell in live] == ["i000002-s0000000003", "i000002-s0000000124"]
-    assert [len(durable[cell]) for cell in saved] == [1, 1]  # that of the end
+    assert [len(durable[cell]) for cell in saved] == [1, 1, 1]  # that of the end
     told = incidents(runtime_dir)
     assert [row["steps_lost"] for row in told[:2]] == [0, 0]
-    lost = [row["steps_lost"] for row in told[2:]]
+    lost = [row["steps_lost"] for row in told[2:4]]
     assert set(lost) <= {1, 2}, lost  # the step that was interrupted was finished, or not
     assert told[0]["came_back"] == {"0": "what it still held", "1": "a twin's live state"}
     assert told[2]["came_back"] == {"0": "its own slot", "1": "its own slot"}
     assert all(row["kept"] == [0] and set(row["seconds"]) >= {"T1", "T2", "T3"} for row in told)
-    assert ["T0" in row["seconds"] for row in told] == [False, False, True, True]
+    assert ["T0" in row["seconds"] for row in told[:4]] == [False, False, True, True]
+    assert restored(runtime_dir) == [step for cell, at in enumerate((4, 5, 3, 3, 3)) for step in (0, 120 * cell + at)]
 
 
 @pytest.mark.slow

@@ -91,6 +91,34 @@ def test_a_recovery_counts_once_a_step_followed_the_last_restore(tmp_path: Path)
     assert facts.recovery(0, after=6.5) is None
 
 
+def told(directory: Path, *rows: tuple[str, float, int]) -> Facts:
+    """Rank 0 told these: event, time, process or step."""
+    lines = [
+        {"event": event, "time": time, "pid" if event == "start" else "step": number, "loss": 0.0}
+        for event, time, number in rows
+    ]
+    (directory / "rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    facts = Facts(directory, world_size=1)
+    facts.refresh()
+    return facts
+
+
+def test_who_kept_its_process_is_told_by_its_number(tmp_path: Path) -> None:
+    """A script that is run again in the same process starts again, and has kept it."""
+    assert told(tmp_path, ("start", 1.0, 7), ("start", 3.0, 7)).kept(2.0) == (0,)
+    assert told(tmp_path, ("start", 1.0, 7), ("start", 3.0, 8)).kept(2.0) == ()
+    assert told(tmp_path, ("start", 3.0, 8)).kept(2.0) == (), "it was not there"
+
+
+def test_plain_torchrun_is_back_with_the_first_step_after_its_last_start(tmp_path: Path) -> None:
+    facts = told(tmp_path, ("start", 1.0, 7), ("step", 2.0, 0), ("start", 4.0, 8), ("start", 5.0, 9), ("step", 6.5, 0))
+    again = facts.restarted(0, after=3.0)
+    assert again is not None
+    assert again["time"] == 6.5
+    assert facts.restarted(0, after=6.0) is None
+    assert told(tmp_path, ("start", 1.0, 7), ("step", 2.0, 0), ("step", 4.0, 1)).restarted(0, after=3.0) is None
+
+
 def test_waiting_has_a_deadline_and_says_for_what() -> None:
     with pytest.raises(DemoFailure, match="pigs fly"):
         wait_until(lambda: False, 0.05, "pigs fly")

@@ -1,6 +1,6 @@
 """A process that is a worker, and in a thread of it an agent that orders the script again and again. Not a test itself.
 
-rerun_agent.py COUNT LOSSES: prints one JSON line per run: resident bytes, open descriptors, threads, after it.
+rerun_agent.py COUNT LOSSES [SCRIPT]: prints one JSON line per run: resident bytes, open descriptors, threads, after it.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ from holdfast.train.page import make_page
 from holdfast.train.runner import serve
 
 SCRIPT = str(Path(__file__).with_name("rerun_script.py"))
+STARTED_WITH = dict(os.environ)  # what the script changes is not what its launcher has
 
 
 def main() -> None:
     ours, theirs = socket.socketpair()
     line = Line(ours)
-    thread = threading.Thread(target=order_again_and_again, args=(line, int(sys.argv[1]), sys.argv[2]), daemon=True)
+    count, losses, script = int(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else SCRIPT
+    thread = threading.Thread(target=order_again_and_again, args=(line, count, losses, script), daemon=True)
     thread.start()
     code = serve(theirs, make_page())
     assert code == 0, code
 
 
-def order_again_and_again(line: Line, count: int, losses: str) -> None:
+def order_again_and_again(line: Line, count: int, losses: str, script: str) -> None:
     me = psutil.Process()
     told = list(line.receive(wait=True) or [])
     for number in range(1, count + 1):
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         last = number == count
-        line.order(Order(number, environment(store.port), (SCRIPT, losses, "end" if last else "raise")))
+        line.order(Order(number, environment(store.port), (script, losses, "end" if last else "raise")))
         wanted = ("finished" if last else "raised", number)
         while wanted not in [(message["op"], message["number"]) for message in told]:
             told += line.receive(wait=True) or []
@@ -50,7 +52,7 @@ def order_again_and_again(line: Line, count: int, losses: str) -> None:
 def environment(port: int) -> dict[str, str]:
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     return {
-        **os.environ,
+        **STARTED_WITH,
         **ranks,
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),

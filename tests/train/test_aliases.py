@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import forked
 from holdfast.base.config import ALIASES, aliases
 from holdfast.base.errors import UsageError
-from holdfast.train import elastic
+from holdfast.train import compile_cache, elastic
 from holdfast.train.aliases import read
-from holdfast.train.compile_cache import MAX_ARCHIVES, CompileCache, pack, unpack
+from holdfast.train.compile_cache import MAX_ARCHIVES, CompileCache, make_cache, pack, unpack
 from train.test_elastic import Job, kill_tree, wait_for
 
 WORKER = {
@@ -117,6 +118,66 @@ def test_an_archive_travels_and_a_damaged_one_is_passed_over(tmp_path: Path) -> 
     (archive,) = (root / first.key).iterdir()
     archive.write_bytes(archive.read_bytes()[:-1] + b"?")
     assert CompileCache(str(root), tmp_path / "d", {}).fetch() == 0
+
+
+def test_code_that_another_machine_or_version_made_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = compile_cache.key({})
+    assert compile_cache.key({"TORCHINDUCTOR_CACHE_DIR": "/elsewhere", "HOME": "/x"}) == here
+    foreign = {compile_cache.key({name: "1"}) for name in ("TRITON_INTERPRET", "CXX")}
+    for owner, name, value in (
+        (compile_cache, "_devices", lambda: "Model: another"),
+        (compile_cache, "_processor", lambda: "flags: fewer"),
+        (compile_cache.torch, "__version__", "99.0"),
+        (compile_cache.torch.version, "cuda", "99.0"),
+        (compile_cache.platform, "machine", lambda: "another"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            foreign.add(compile_cache.key({}))
+    assert len(foreign | {here}) == 8
+
+
+def test_where_the_caches_lie_is_the_users_word_and_off_is_off(tmp_path: Path) -> None:
+    environ = {"TRITON_CACHE_DIR": "/mine"}
+    cache = make_cache(str(tmp_path / "kept"), tmp_path / "a", environ)
+    assert cache is not None
+    cache.fetch()
+    assert environ == {"TRITON_CACHE_DIR": "/mine", "TORCHINDUCTOR_CACHE_DIR": str(cache.directory / "inductor")}
+    other: dict[str, str] = {}
+    CompileCache(str(tmp_path / "kept"), tmp_path / "a", other).fetch()
+    assert other["TRITON_CACHE_DIR"] == str(cache.directory / "triton")
+    assert make_cache("off", tmp_path, {}) is make_cache(None, tmp_path, {}) is None
+
+
+# A script that has something compiled and waits until that is where the next node would look.
+WAITS_FOR_ITS_ARCHIVE = """
+import os, pathlib, sys, time
+code = pathlib.Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "xy", "kernel.so")
+code.parent.mkdir(parents=True)
+code.write_bytes(b"code")
+os.utime(code, (1, 1))
+while not list(pathlib.Path({kept!r}).glob("*/*.cache")):
+    time.sleep(0.02)
+"""
+AT_ONCE = """
+import sys
+from holdfast.train import compile_cache, elastic
+compile_cache.CompileCache.start.__kwdefaults__["first_s"] = 0.05
+sys.exit(elastic.main({flags!r}))
+"""
+
+
+def test_a_run_brings_what_it_compiles_to_storage_before_it_ends(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WAITS_FOR_ITS_ARCHIVE.format(kept=str(tmp_path / "kept")))
+    flags = ["--standalone", f"--runtime-dir={tmp_path / 'rt'}", f"--compile-cache={tmp_path / 'kept'}", str(script)]
+    environment = {n: v for n, v in os.environ.items() if n not in compile_cache.DIRECTORIES}
+    environment["MS_COMPILER_CACHE_PATH"] = str(tmp_path / "other")
+    command = [sys.executable, "-c", AT_ONCE.format(flags=flags)]
+    done = forked.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not (tmp_path / "other").exists(), "flags win over the variables of another launcher"
+    assert "MS_COMPILER_CACHE_PATH" in done.stderr, "a variable that has a meaning here is told"
 
 
 def compiled(cache: CompileCache, name: str, *, age_s: float = 100.0) -> None:

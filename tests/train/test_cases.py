@@ -6,13 +6,19 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-from holdfast.core.ladder import Failure, Fault, Limits
-from holdfast.train.cases import Cases
+from holdfast.core.faults import Phase
+from holdfast.core.ladder import Failure, Fault, Limits, Rung
+from holdfast.train.cases import PROGRESS_S, RENEWED_S, Cases
 
 
-def page(step: int) -> Any:
-    """Of a worker that has finished so many steps."""
-    return SimpleNamespace(pid=1, beat=SimpleNamespace(step=step), spent_s=Counter(), num_steps=step)
+def page(step: int, **spent: float) -> Any:
+    """Of a worker that has finished so many steps, with seconds by phase."""
+    seconds = Counter({Phase[name]: value for name, value in spent.items()})
+    return SimpleNamespace(pid=1, beat=SimpleNamespace(step=step), spent_s=seconds, num_steps=step)
+
+
+def died(rank: int = 1, step: int = -1) -> Failure:
+    return Failure(Fault.PROCESS, rank=rank, step=step, first_error=f"rank {rank} died")
 
 
 def test_it_is_over_when_every_rank_has_told_where_it_came_back_from() -> None:
@@ -27,3 +33,61 @@ def test_it_is_over_when_every_rank_has_told_where_it_came_back_from() -> None:
     told = cases.look(4.0, {0: page(10), 1: page(10)}, all_run=True)
     assert told is not None
     assert told["came_back"] == {"0": "its own slot", "1": "its own slot"}
+
+
+def test_every_part_of_a_recovery_has_its_seconds() -> None:
+    """Ten steps in five seconds before; found at 100, ordered at 101, running at 103, a step made at 110."""
+    cases = Cases(Limits())
+    before = [page(10, STEP=4.0, COLLECTIVE=0.5, DATA=0.5), page(10, STEP=5.0)]
+    cases.judge(died(), 100.0, before, {"ranks": [1], "found_s": 0.25})
+    assert cases.look(100.5, {}, all_run=False) is None
+    cases.ordered(101.0, [0])
+    for rank in range(2):
+        cases.restored(rank, {"step": 6, "source": "its own slot"})
+    assert cases.look(102.0, {0: page(10), 1: page(7)}, all_run=False) is None
+    assert cases.look(103.0, {0: page(7), 1: page(7)}, all_run=True) is None
+    told = cases.look(110.0, {0: page(8, COMPILE=2.0), 1: page(8, COMPILE=1.5)}, all_run=True)
+    assert told is not None
+    assert told["seconds"] == {"T0": 1.5, "T1": 1.0, "T2": 2.0, "T3": 5.0, "T4": 2.0}
+    assert (told["steps_lost"], told["kept"], told["ranks"], told["found_s"]) == (3, [0], [1], 0.25)
+    assert (told["first_error"], told["action"]) == ("rank 1 died", "replace the process")
+    assert cases.look(111.0, {0: page(9), 1: page(9)}, all_run=True) is None, "it is told once"
+
+
+def test_a_second_failure_belongs_to_the_same_incident() -> None:
+    cases = Cases(Limits())
+    cases.judge(died(1), 0.0, [page(9), page(9)], {"ranks": [1]})
+    cases.ordered(1.0, [0])
+    cases.judge(died(0), 2.0, [page(9), page(0)], {"ranks": [0]})
+    cases.ordered(3.0, [])
+    assert cases.look(4.0, {0: page(0), 1: page(0)}, all_run=True) is None
+    told = cases.look(5.0, {0: page(1), 1: page(1)}, all_run=True)
+    assert told is not None
+    assert (told["ranks"], told["first_error"], told["kept"]) == ([1, 0], "rank 1 died", [])
+    assert told["seconds"]["T1"] == 3.0
+
+
+def mended(cases: Cases, now: float, step: int) -> Rung:
+    """A failure of rank 1 before `step` was finished, and its end without a new step."""
+    rung = cases.judge(died(1, step or -1), now, [page(step)], {}).rung
+    cases.ordered(now, [])
+    return rung
+
+
+def test_a_step_that_was_never_made_before_is_progress_and_health_gives_all_back() -> None:
+    cases = Cases(Limits(failures=4))
+    assert [mended(cases, 0.0, 5), mended(cases, 1.0, 6)] == [Rung.REPLACE, Rung.REPLACE], "a step was made in between"
+    cases.look(2.0, {1: page(6)}, all_run=True)
+    assert [mended(cases, 3.0, 6), mended(cases, 4.0, 6)] == [Rung.REPLACE, Rung.REPLACE]
+    assert mended(cases, 5.0, 6) is Rung.STOP, "four were mended"
+    cases = Cases(Limits(failures=1))
+    assert mended(cases, 0.0, 5) is Rung.REPLACE
+    cases.look(RENEWED_S + 1.0, {1: page(9)}, all_run=True)
+    assert mended(cases, RENEWED_S + 2.0, 9) is Rung.REPLACE
+
+
+def test_of_workers_that_tell_no_steps_running_for_a_while_is_progress() -> None:
+    cases = Cases(Limits(failures=99))
+    assert [mended(cases, float(n), 0) for n in range(3)] == [Rung.REPLACE, Rung.REPLACE, Rung.RESTART_ALL]
+    cases.look(3.0 + PROGRESS_S, {1: page(0)}, all_run=True)
+    assert mended(cases, 9.0, 0) is Rung.REPLACE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -67,3 +68,26 @@ def test_who_left_or_is_proven_gone_is_not_waited_for(store: TCPStore) -> None:
     store.set("holdfast.nodes/node1", json.dumps(asdict(dead)))
     claimed(store)
     assert time.monotonic() - began < 5
+
+
+def left_behind(store: TCPStore, **facts: object) -> None:
+    """Somebody else's claim stands under the name, and nobody renews it."""
+    mine = Identity(store, "node1", guard_s=30.0)._mine
+    store.set("holdfast.nodes/node1", json.dumps(asdict(replace(mine, nonce="of another", **facts))))
+
+
+def test_a_process_number_that_was_given_away_is_another_process(store: TCPStore) -> None:
+    left_behind(store, pid=os.getpid(), started=1)
+    began = time.monotonic()
+    claimed(store)
+    assert time.monotonic() - began < 5
+
+
+def test_what_runs_on_another_machine_is_not_proven_gone_here(store: TCPStore) -> None:
+    """A process that has its number there may live; here that number is nobody's."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    left_behind(store, pid=ended.pid, machine="another one")
+    began = time.monotonic()
+    claimed(store, guard_s=0.6)
+    assert time.monotonic() - began >= 0.6

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import forked
+
 AGENT = str(Path(__file__).with_name("rerun_agent.py"))
 # The allocator and torch's caches level off after some runs; what is held at a broken group counts too.
 WARM_UP = 4
@@ -39,6 +41,48 @@ def stays_flat(tmp_path: Path, count: int) -> None:
 @pytest.mark.timeout(560)
 def test_a_hundred_runs_in_one_process_leave_nothing_behind(tmp_path: Path) -> None:
     stays_flat(tmp_path, 100)
+
+
+# Leaves behind whatever a script may leave: what it was given is what it finds when it is run again.
+UNTIDY = """
+import json, os, random, signal, sys
+import torch
+import own, json.tool
+own.runs += 1
+facts = {
+    "own": own.runs, "torch": torch.rand(1).item(), "cwd": os.getcwd(), "path": sys.path[:2], "argv": sys.argv[:2],
+    "term": str(signal.getsignal(signal.SIGTERM)), "mine": os.environ.get("MINE"), "threads": torch.get_num_threads(),
+    "dtype": str(torch.get_default_dtype()), "grad": torch.is_grad_enabled(), "hook": str(sys.excepthook),
+    "library": id(json.tool),
+}
+with open(sys.argv[1], "a") as file:
+    file.write(json.dumps(facts) + "\\n")
+random.seed(1)
+torch.manual_seed(5)
+torch.set_grad_enabled(False)
+torch.set_default_dtype(torch.float64)
+torch.set_num_threads(3)
+os.environ["MINE"] = "left"
+os.chdir("/")
+sys.path.insert(0, "/nowhere")
+sys.excepthook = print
+signal.signal(signal.SIGTERM, lambda *_: None)
+if sys.argv.pop() == "raise":
+    raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer: as if a rank had died")
+"""
+
+
+def test_a_script_finds_what_it_found_the_first_time(tmp_path: Path) -> None:
+    """Its own modules are made anew; those that were installed stay, for some cannot be loaded twice."""
+    (tmp_path / "own.py").write_text("runs = 0\n")
+    script, told = tmp_path / "script.py", tmp_path / "told"
+    script.write_text(UNTIDY)
+    command = [sys.executable, AGENT, "3", str(told), str(script)]
+    done = forked.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, *others = map(json.loads, told.read_text().splitlines())
+    assert others == [first, first]
+    assert (first["own"], first["path"][0], first["mine"]) == (1, str(tmp_path), None)
 
 
 def test_an_order_whose_store_is_gone_already_is_left_for_the_next_one(tmp_path: Path) -> None:

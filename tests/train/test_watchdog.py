@@ -6,13 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from holdfast.base.errors import UsageError
 from holdfast.core.faults import Phase
 from holdfast.train import beats, page
+from holdfast.train.checkpointer import Checkpointer
 from holdfast.train.handle import SaveHandle
 from holdfast.train.watchdog import where_it_stands
 
@@ -129,6 +134,34 @@ def test_a_long_wait_inside_another_one_keeps_the_patience_of_both() -> None:
     finally:
         beats.detach()
         os.close(fd)
+
+
+def test_whoever_saves_or_loads_has_the_patience_for_it(tmp_path: Path) -> None:
+    """Torch's own files, and every door of ours that may wait for storage."""
+    fd = page.make_page()
+    closed = Checkpointer(tmp_path / "root", model=torch.nn.Linear(1, 1))
+    closed.abandon()
+    seen: dict[str, Phase] = {}
+
+    def told(name: str, work: Callable[[], object]) -> None:
+        before = page.read(fd).spent_s
+        with suppress(UsageError):
+            work()
+        after = page.read(fd).spent_s
+        seen[name] = next(phase for phase in (Phase.SAVING, Phase.LOADING) if after[phase] > before[phase])
+
+    try:
+        beats.attach(fd)
+        told("torch.save", lambda: torch.save({}, tmp_path / "file"))
+        told("torch.load", lambda: torch.load(tmp_path / "file"))
+        told("restore", closed.restore)
+        told("flush", closed.flush)
+        told("close", closed.close)
+    finally:
+        beats.detach()
+        os.close(fd)
+    slow = dict.fromkeys(("torch.save", "flush", "close"), Phase.SAVING)
+    assert seen == slow | dict.fromkeys(("torch.load", "restore"), Phase.LOADING)
 
 
 @pytest.mark.parametrize(

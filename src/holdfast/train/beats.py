@@ -61,8 +61,11 @@ def attach(fd: int) -> None:
     detach()
     first = _hooks.stacks is None and not getattr(Work.wait, "holdfast", False)
     # A description of its own: the position in the file is not the launcher's, and it only appends.
-    _hooks.stacks = os.fdopen(os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), "wb", 0)
-    faulthandler.register(DUMP_SIGNAL, file=_hooks.stacks, all_threads=True, chain=False)
+    stacks = os.fdopen(os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), "wb", 0)
+    faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True, chain=False)
+    if _hooks.stacks is not None:
+        _hooks.stacks.close()
+    _hooks.stacks = stacks
     _hooks.main = threading.main_thread().ident
     _hooks.steps_of = None
     _hooks.writer = Writer(fd, dump_signal=DUMP_SIGNAL)

@@ -66,7 +66,12 @@ from holdfast.train.watchdog import directory_of, make_watch
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_RESTARTS = 3
+
+class _Unsaid(int):
+    """A number that nobody gave, though somebody may give the same one."""
+
+
+DEFAULT_MAX_RESTARTS = _Unsaid(3)
 # A node that sent no keep-alive for interval x attempts seconds is dead, and only then may another take its place.
 # torchrun's 5 x 3 is meant for thousands of nodes that compare-and-set one key; small jobs can ask more often. kill -9
 # of one of two nodes to the first steps with its replacement, 2 + 2 ranks on 2 cores, 2.7 s of it imports: 3.8 s with
@@ -190,7 +195,7 @@ def main(argv: Sequence[str] | None = None, *, script: Callable[[Order], None] =
         watch=watch,
         rules=Rules(
             grace_s=settings.close_timeout_s if given is None else given,
-            limits=Limits(failures=args.max_restarts, renewed=not _restarts_are_given(args)),
+            limits=_limits(args),
             name=settings.node_label,
             guard_s=args.guard_time,
             early=early,
@@ -231,8 +236,9 @@ def _program(args: argparse.Namespace, config: LaunchConfig) -> Program | None:
     return Program((args.training_script, *args.training_script_args), is_module=args.module)
 
 
-def _restarts_are_given(args: argparse.Namespace) -> bool:
-    return args.max_restarts != DEFAULT_MAX_RESTARTS or "PET_MAX_RESTARTS" in os.environ
+def _limits(args: argparse.Namespace) -> Limits:
+    """A number that somebody gave bounds the whole job; ours is given back by health."""
+    return Limits(failures=args.max_restarts, renewed=isinstance(args.max_restarts, _Unsaid))
 
 
 def pass_on_settings(args: argparse.Namespace) -> Config:

@@ -1,0 +1,95 @@
+"""How the agents of a job go from one incarnation to the next: real stores, each agent with a client of its own."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed import TCPStore
+
+from holdfast.train.rounds import BEAT_S, LEASE_S, Over, Round
+
+Make = Callable[[int], list[Round]]
+
+
+@pytest.fixture
+def agents() -> Make:
+    """So many agents of one round."""
+    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def make(size: int) -> list[Round]:
+        stores = [TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False) for _ in range(size)]
+        return [Round(store, rank=rank, size=size, address="here") for rank, store in enumerate(stores)]
+
+    return make
+
+
+def opened(agents: list[Round], *recoveries: int) -> None:
+    """All have the first incarnation."""
+    with ThreadPoolExecutor(len(agents)) as pool:
+        found = list(pool.map(Round.open, agents, recoveries))
+    assert len(set(found)) == 1, "every agent starts its workers with the same"
+    assert found[0].recoveries == max(recoveries), "a new node knows of none"
+
+
+def answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_anybody_asks_one_publishes_and_the_store_of_before_is_gone(agents: Make) -> None:
+    leader, other = agents(2)
+    opened([leader, other], 0, 4)
+    first = leader.newest()
+    assert first is not None
+    assert answers(first.port)
+    other.propose(2, "rank 3 died", older=True)
+    leader.propose(2, "rank 0 was told that its group broke")
+    assert leader.wanted(2)
+    assert other.newest() == first, "nobody but the leader grants it"
+    second = leader.newest()
+    assert second is not None
+    assert other.newest() == second == leader.newest(), "it is granted once"
+    assert (second.number, second.recoveries, second.reason, second.older) == (2, 5, "rank 3 died", True)
+    assert answers(second.port)
+    assert not answers(first.port), "late writes of the incarnation before must not reach anybody"
+
+
+def test_who_has_finished_waits_for_all(agents: Make) -> None:
+    one, two, three = agents(3)
+    for agent in (one, one, two):
+        agent.finish(1)
+        assert not agent.all_finished(1)
+    three.finish(2)
+    assert not three.all_finished(1), "that was another incarnation"
+    three.finish(1)
+    assert [agent.all_finished(1) for agent in (one, two, three)] == [True] * 3
+
+
+def test_the_first_word_ends_the_round_for_all(agents: Make) -> None:
+    one, two = agents(2)
+    assert one.over() is two.over() is None
+    one.end(Over("stop", "first"))
+    two.end(Over("restart", "second"))
+    assert one.over() == two.over() == Over("stop", "first")
+
+
+@pytest.mark.parametrize(("silent", "told"), [(0, [0, 0]), (2, [2, None])])
+def test_an_agent_that_gives_no_sign_of_life_is_missed(silent: int, told: list[int | None], agents: Make) -> None:
+    """The leader looks at all, the others at the leader."""
+    of_all = agents(3)
+    living = [agent for rank, agent in enumerate(of_all) if rank != silent]
+    now = 100.0
+    while now < 100.0 + 2 * LEASE_S:
+        now += BEAT_S
+        assert [agent.beat(now) for agent in of_all] == [None] * 3
+    last = now
+    while now + BEAT_S <= last + LEASE_S:
+        now += BEAT_S
+        assert [agent.beat(now) for agent in living] == [None] * 2, "it is given its time"
+    assert [agent.beat(now + 2 * BEAT_S) for agent in living] == told
