@@ -16,7 +16,7 @@ from holdfast.core.model import Level
 from holdfast.node.metrics import MAX_REQUEST_BYTES, MetricsPort, render
 from node.rig import reached, rig_in, save_all
 
-NASTY = 'a"b\\c\nd</script>'
+NASTY = 'a"b\\nc\nd</script>'  # a backslash before an n is no new line
 FACTS: dict[str, Any] = {
     "node": NASTY,
     "job": "0123",

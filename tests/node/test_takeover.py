@@ -12,7 +12,8 @@ import pytest
 
 from holdfast.base.events import Events
 from holdfast.core import takeover
-from holdfast.core.commit import Announcement, Kind
+from holdfast.core.commit import Announcement, Kind, WriteFailure
+from holdfast.core.ledger import Reports
 from holdfast.core.model import BundleRef, Level, Version
 from holdfast.core.slots import SlotState
 from holdfast.node.arena import Held
@@ -179,6 +180,32 @@ def test_parts_are_determined_by_the_table(make_rig: MakeRig) -> None:
     assert parts == takeover.parts(reversed(table), rig.topology)
     assert Counter(ref.bundle_id for part in parts for ref in part.refs) == Counter(ref.bundle_id for ref in table)
     assert all(len(set(part.line)) == len(part.line) >= 2 for part in parts)
+
+
+def test_who_cannot_write_says_so_and_the_next_in_line_begins_without_waiting_for_silence() -> None:
+    version, told, queued = Version(1, 4), [], []
+    parts = tuple(takeover.Part(index, (1, 0), (BundleRef(f"b{index}", (0, 1), 0, 1, 8, ""),)) for index in (0, 2))
+    ledger = SimpleNamespace(incarnation=1, parts_of=lambda _: parts)
+
+    def succession(node: int) -> Succession:
+        state = SimpleNamespace(
+            node=node,
+            ledger=ledger,
+            need_ledger=lambda: ledger,
+            arena=_Found(),
+            outlets=SimpleNamespace(report=told.append),
+        )
+        made = Succession(state, Events(), queued.append)
+        made.begin()
+        made.hear(Announcement(Kind.PERSIST, version, ""))
+        return made
+
+    first, second = succession(1), succession(0)
+    (order,) = queued
+    first.failed(order, "no space is left", gone=False)
+    assert told == [Reports(failures=(WriteFailure(version, (0, 2), "no space is left"),))]
+    second.hear(Announcement(Kind.FAILED, version, "no space is left", node=1, parts=(0, 2)))
+    assert queued[1:] == [takeover.Order(version, parts, 1, "node 1 is out: no space is left")]
 
 
 def test_what_is_written_from_stays_until_every_order_that_needs_it_is_done() -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -137,6 +138,14 @@ def test_what_fits_into_the_waits_of_a_step_is_sent_in_them() -> None:
     assert sent.shown_bytes == 15_000
     assert sent.inside_bytes >= 14_000, "one block may end with its wait"
     assert 0.75 <= clock.now_s <= 0.8
+
+
+def test_a_block_that_would_outlast_the_wait_is_not_begun_once_it_is_known_how_long_blocks_take() -> None:
+    """Three of 30 ms fit into a wait of 100 ms; the fourth would begin in it and end outside."""
+    clock = Clock((0.3, 0.4), (0.7, 0.8))
+    sent = clock.send(6, 0.03)
+    assert sent.inside_bytes == sent.shown_bytes == 6_000
+    assert clock.now_s == pytest.approx(0.79)
 
 
 def test_what_does_not_fit_leaves_when_a_step_has_passed() -> None:

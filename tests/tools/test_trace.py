@@ -79,7 +79,9 @@ def test_both_files_are_written_and_the_trace_is_chromes(home: Path, capsys: pyt
     assert "rank 2" in names
     page = Path(told["html"]).read_text()
     assert page.count("</script>") == 1, "a name from outside cannot end the script"
-    assert not re.search(r"(src|href)\s*=\s*[\"']?(https?:)?//", page), "the page needs no network"
+    assert not re.search(r"(src|href)\s*=|https?://|@import|url\(|\bfetch\(|XMLHttpRequest", page), (
+        "the page needs no network"
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,6 +159,14 @@ def test_a_track_is_private_and_what_cannot_be_written_ends_the_trace_and_nothin
     assert 1000 < path.stat().st_size <= 2000
     assert caplog.text.count("is full") == 1
     assert 10 < len(read([tmp_path])[-1].spans) < 100, "what was written is read"
+
+
+def test_machines_whose_clocks_began_at_other_times_share_an_axis(tmp_path: Path) -> None:
+    """What a process notes is its own monotonic time; at which wall time that was stands in the head of its file."""
+    for name, monotonic, start in (("rank 0", 1000.0, 1010.0), ("rank 1", 50.0, 63.0)):
+        head = {"track": name, "pid": 1, "monotonic": monotonic, "wall": 5000.0}
+        (tmp_path / f"{name}.trace.jsonl").write_text(f'{json.dumps(head)}\n["step", {start}, {start + 1.0}]\n')
+    assert [(track.name, track.spans[0].start) for track in read([tmp_path])] == [("rank 0", 0.0), ("rank 1", 3.0)]
 
 
 def test_no_tracks_is_an_error_with_the_remedy(tmp_path: Path) -> None:
