@@ -2,8 +2,12 @@
 
 When a rank dies, only its neighbours in the ring notice; the others wait for them. `abort` and `destroy` from another
 thread have no effect on a gloo group that waits (torch 2.11 to 2.15), but `shutdown` on its *connected* sockets makes
-the waiting thread raise within milliseconds, unless it waits for a message of which a part has come (`train.urging`).
-Never cut: the listening socket (the process would be terminated) and the connection to the rendezvous store.
+the waiting thread raise within milliseconds. Never cut: the listening socket (the process would be terminated) and the
+connection to the rendezvous store.
+
+Only reading is shut. Gloo keeps what it could not write and tells nobody who waits for that when the connection ends
+(`train.urging`): of 220 groups that were cut in both directions during small all-reduces five had a rank that never came
+back, of 960 that were cut in this one at most two.
 
 Which sockets belong to groups is known because torch opens them while it makes a group: `GroupSockets.install` notes
 which appear then. Sockets of the script itself (storage, logging services) are left alone.
@@ -108,7 +112,7 @@ def shut(fd: int, *spared_ports: int) -> bool:
                 return False
             if link.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) or link.getpeername()[1] in spared_ports:
                 return False
-            link.shutdown(socket.SHUT_RDWR)
+            link.shutdown(socket.SHUT_RD)  # gloo's own thread sees an end at once, and closes it
             return True
     except OSError:
         return False  # not connected (any more)

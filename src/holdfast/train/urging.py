@@ -8,7 +8,7 @@
 The third line is for a gap in gloo (as of torch 2.13): a pair whose connection ends tells the operations that wait for their
 turn, but not the one whose bytes are on their way (`Pair::signalException` in gloo/transport/tcp/pair.cc looks at
 neither `rx_` nor the unbound buffers in `tx_`). Whoever waits for that one is not woken by anything but its timeout,
-which is half an hour. The larger the messages, the likelier a fault or a cut meets one on its way.
+which is half an hour. Messages between pipeline stages are hit nearly always, small all-reduces now and then.
 
 A worker that is killed here counts as one more failed process and is replaced like one.
 """
