@@ -27,6 +27,7 @@ from holdfast.adapters.dcp import StorageReader, StorageWriter
 
 warnings.filterwarnings("ignore")
 WHOLE = torch.arange(48.0).view(6, 8)  # four ranks split neither side evenly in every layout
+SHARED: dict[str, Placement] = {"whole": Replicate(), "rows": Shard(0)}
 BEHAVIOURS: dict[str, Callable[[StorageWriter, StorageReader], None]] = {}
 
 
@@ -172,6 +173,35 @@ def the_first_fsdp_finds_its_optimizer_by_the_names_of_its_model(writer: Storage
             mine, read = (each.local_shards() for each in (kept[key], found["state"][name][key]))
             assert [shard.metadata.shard_offsets for shard in mine] == [shard.metadata.shard_offsets for shard in read]
             assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(mine, read, strict=True)), name
+
+
+@behaviour
+def cached_plans_save_what_is_there_now_and_a_change_in_what_is_shared_is_said(
+    writer: StorageWriter, reader: StorageReader
+) -> None:
+    def save(state: dict[str, Any], *, cached: bool = True) -> None:
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=cached)
+        dcp.save(state, storage_writer=writer, planner=planner)
+
+    line, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
+    state: dict[str, Any] = {name: zeros(4, 2, device_mesh=line, placements=(way,)) for name, way in SHARED.items()}
+    for count in range(3):
+        for tensor in state.values():
+            tensor.fill_(count)
+        if count == 2 and rank == 1:
+            state["own"] = torch.full((3,), 7.0)  # one rank makes a new plan, and shares what it shared
+        save(state)
+        found = {name: torch.full((4, 2), -1.0) for name in SHARED}
+        dcp.load(found, storage_reader=reader)
+        assert all(torch.equal(tensor, torch.full((4, 2), float(count))) for tensor in found.values()), count
+    own = {"own": torch.zeros(3)}
+    dcp.load(own, storage_reader=reader)
+    assert torch.equal(own["own"], torch.full((3,), 7.0))
+    if rank == 1:
+        del state["whole"]
+    failures = failed(lambda: save(state))
+    assert "share has changed with the plans of others" in str(failures[0][0]), failures
+    save(state, cached=False)
 
 
 @behaviour

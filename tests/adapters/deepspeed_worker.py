@@ -20,6 +20,9 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--native", action="store_true", help="without holdfast, from DeepSpeed's own files")
+    parser.add_argument("--tag", help="what load_checkpoint is given")
+    parser.add_argument("--durable-every", type=int, default=1)
+    parser.add_argument("--no-native", action="store_true", help="DeepSpeed's own files are left away")
     options = parser.parse_args()
     deepspeed.init_distributed("gloo")
     torch.manual_seed(1)
@@ -34,11 +37,13 @@ def main() -> None:
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
     if not options.native:
-        engine.checkpoint_engine = hf.checkpoint_engine(engine, options.root)
+        engine.checkpoint_engine = hf.checkpoint_engine(
+            engine, options.root, durable_every=options.durable_every, native=not options.no_native
+        )
     rank, dtype = engine.global_rank, torch.bfloat16 if options.bf16 else torch.float32
     weights = [parameter.detach() for parameter in engine.module.parameters()] if options.stage == 0 else []
     torch.manual_seed(7 + rank)  # of the dropout
-    engine.load_checkpoint(options.root)
+    engine.load_checkpoint(options.root, tag=options.tag)
     telling.start(rank, engine.global_steps)
     telling.whole(rank, engine.global_steps, weights)
     while engine.global_steps < options.steps:

@@ -1,6 +1,8 @@
 """The scripts of the Hugging Face doors: a tiny GPT-2 or Llama from its configuration, real text. Not a test itself.
 
-torchrun hf_worker.py ROOT --steps N --way trainer|accelerate|fsdp [--wide]
+torchrun hf_worker.py ROOT --steps N --way trainer|accelerate|fsdp [--wide] [--own DIR] [--resume PATH]
+
+--own: the Trainer also saves by itself, every second step. --resume: it is told a path to go on from.
 """
 
 from __future__ import annotations
@@ -82,14 +84,14 @@ def with_trainer(options: argparse.Namespace, rank: int) -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as place:
         arguments = TrainingArguments(
-            output_dir=place, max_steps=100, per_device_train_batch_size=4, gradient_accumulation_steps=2, use_cpu=True,
-            save_strategy="no", report_to=[], disable_tqdm=True, logging_steps=2, seed=3, learning_rate=1e-3,
+            output_dir=options.own or place, max_steps=100, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+            use_cpu=True, save_strategy="steps" if options.own else "no", save_steps=2, report_to=[], disable_tqdm=True, logging_steps=2, seed=3, learning_rate=1e-3,
         )  # fmt: skip
         trainer = Trainer(gpt2(80 if options.wide else 64), arguments, train_dataset=Text())
         trainer = keep(trainer, options.root)
         trainer.add_callback(Tell(rank))
         trainer.add_callback(Until(options.steps))
-        trainer.train()
+        trainer.train(resume_from_checkpoint=options.resume or None)
 
 
 class Until(TrainerCallback):
@@ -144,6 +146,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--way", choices=("trainer", "accelerate", "fsdp"))
     parser.add_argument("--wide", action="store_true")
+    parser.add_argument("--own", default="")
+    parser.add_argument("--resume", default="")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.way == "trainer":

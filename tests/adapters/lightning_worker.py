@@ -1,6 +1,8 @@
 """The scripts of the Lightning door: a byte-level GPT, real text, a resumable data loader. Not a test itself.
 
-torchrun lightning_worker.py ROOT --steps N --way ddp|fsdp|io [--wide]
+torchrun lightning_worker.py ROOT --steps N --way ddp|fsdp|flat|io [--wide] [--own DIR] [--resume PATH]
+
+--own: Lightning also saves by itself, every second step. --resume: `fit` is told a path.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.adapters.lightning import keeper
@@ -73,6 +75,18 @@ class Model(LightningModule):
         ]
 
 
+class OnCpu(FSDPStrategy):
+    """Lightning's strategy with the device named to FSDP. Lightning offers it for devices only: it refuses the class itself
+    elsewhere, and gives FSDP the number of a device, which a CPU has none of.
+    """
+
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        policy = {torch.nn.TransformerEncoderLayer}
+        wrap = torch.distributed.fsdp.wrap.ModuleWrapPolicy(policy)
+        whole = FullyShardedDataParallel(model, device_id=torch.device("cpu"), auto_wrap_policy=wrap, **self.kwargs)
+        return super()._setup_model(whole)
+
+
 class Draws(Callback):
     """Random numbers by the step: Lightning's own checkpoints keep none."""
 
@@ -87,7 +101,8 @@ class Tell(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         state = trainer.optimizers[0].state
-        moments = [state[p][key] for p in module.parameters() for key in sorted(state[p])]
+        mine = [state.get(p, {}) for p in module.parameters()]  # FSDPStrategy leaves some to other ranks
+        moments = [of_one[key] for of_one in mine for key in sorted(of_one)]
         telling.step(trainer.global_rank, trainer.global_step - 1, [module.loss, *module.parameters(), *moments])
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
@@ -98,16 +113,22 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("root")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--way", choices=("ddp", "fsdp", "io"))
+    parser.add_argument("--way", choices=("ddp", "fsdp", "flat", "io"))
     parser.add_argument("--wide", action="store_true")
+    parser.add_argument("--own", default="")
+    parser.add_argument("--resume", default="")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)
     model = Model(80 if options.wide else 64, options.way == "fsdp")
-    strategy = ModelParallelStrategy(world_size, 1) if options.way == "fsdp" else DDPStrategy()
+    strategies = {"fsdp": lambda: ModelParallelStrategy(world_size, 1), "flat": OnCpu}
+    strategy = strategies.get(options.way, DDPStrategy)()
     torch.manual_seed(100 + rank)
     ways: dict[str, Any] = {"callbacks": [Tell(), keeper(options.root)], "enable_checkpointing": False}
+    if options.own:
+        own = ModelCheckpoint(options.own, filename="{step}", save_top_k=-1, every_n_train_steps=2)
+        ways = {"callbacks": [*ways["callbacks"], own]}
     last = Path(options.root, "last.ckpt")
     if options.way == "io":
         saves = ModelCheckpoint(options.root, save_last=True, every_n_train_steps=1)
@@ -118,7 +139,8 @@ def main() -> None:
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **ways,
     )  # fmt: skip
     loader = StatefulDataLoader(Text(rank), batch_size=8, shuffle=options.way != "io")
-    trainer.fit(model, loader, ckpt_path=str(last) if options.way == "io" and last.exists() else None)
+    resume = str(last) if options.way == "io" and last.exists() else options.resume or None
+    trainer.fit(model, loader, ckpt_path=resume)
     dist.destroy_process_group()
 
 

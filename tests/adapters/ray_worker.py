@@ -124,7 +124,8 @@ def main() -> None:
     result = trainer.fit()
     if result.checkpoint is not None:
         pointer = json.loads((Path(result.checkpoint.path) / "holdfast.json").read_text())
-        print("pointer", json.dumps({**pointer, "step": result.metrics["step"]}), flush=True)
+        at = Path(result.checkpoint.path).name
+        print("pointer", json.dumps({**pointer, "step": result.metrics["step"], "at": at}), flush=True)
     ray.shutdown()
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.adapters.mindspore.aiturbo import CheckpointShmManager, Ckpt
+from holdfast.adapters.mindspore.aiturbo import CheckpointShmManager, Ckpt, Front
+from holdfast.base.errors import MismatchError, StorageError
 from holdfast.base.events import Events
 from holdfast.testing.contracts.door import CHECKS, Door, Task, Workshop
 from holdfast.tiers.storage import open_storage
@@ -156,6 +157,44 @@ def test_every_kind_of_array_comes_back_as_it_was() -> None:
         assert found.shape == array.shape
         assert np.array_equal(found, array)
         assert crc == binascii.crc32(found.tobytes())
+
+
+def test_an_interval_keeps_the_oldest_name_of_its_minutes_and_leaves_older_ones(tmp_path: Path) -> None:
+    now = 10_000.0
+    for name, age_s in (("m-1_1.ckpt", 700), ("m-1_2.ckpt", 500), ("m-1_3.ckpt", 400), ("m-1_4.ckpt", 10)):
+        (tmp_path / name).write_text("x")
+        os.utime(tmp_path / name, (now - age_s, now - age_s))
+    manager = CheckpointShmManager()
+    manager.update_ckpoint_filelist(str(tmp_path), "m")
+    manager.keep_one_ckpoint_per_minutes(10, now)
+    assert [Path(path).name for path in manager.ckpoint_filelist] == ["m-1_1.ckpt", "m-1_2.ckpt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m-1_1.ckpt", "m-1_2.ckpt"]
+
+
+@pytest.fixture
+def front(tmp_path: Path, runtime_dir: Path) -> Iterator[Front]:
+    made = Front(tmp_path / "ckpts", 0, 1)
+    made.root.mkdir(exist_ok=True)
+    yield made
+    made.close()
+
+
+def test_a_load_is_of_the_name_that_was_asked_for_with_the_crc_that_was(front: Front) -> None:
+    """One rank, without MindSpore: two checkpoints, each found by its name; the CRC is that of the bytes."""
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    for step, name in ((3, "m-1_3.ckpt"), (4, "m-1_4.ckpt")):
+        front.save(name, step, {"w": [array + step]})
+    old = front.load("m-1_3.ckpt", crc_check=True)
+    assert np.array_equal(old["w"][0], array + 3)
+    assert old["w"][1] == binascii.crc32((array + 3).tobytes())
+    (plain,) = front.load("m-1_4.ckpt", crc_check=False)["w"]
+    assert np.array_equal(plain, array + 4)
+    (front.root / "m-1_3.ckpt").unlink()
+    with pytest.raises(MismatchError, match=r"m-1_3\.ckpt is not the newest"):
+        front.load("m-1_3.ckpt", crc_check=True)
+    (front.root / "m-1_3.ckpt").write_bytes(b"of MindSpore's own")
+    with pytest.raises(StorageError, match="not saved through holdfast"):
+        front.load("m-1_3.ckpt", crc_check=True)
 
 
 def test_names_are_counted_as_mindspore_counts_files(tmp_path: Path) -> None:

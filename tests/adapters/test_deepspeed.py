@@ -73,6 +73,25 @@ def test_what_only_memory_holds_comes_back_without_a_file_of_deepspeeds_own(way:
     assert before.steps.items() <= whole.steps.items()
 
 
+def test_a_tag_means_its_step_and_so_many_saves_go_to_storage_as_were_asked_for(way: str, workshop: Workshop) -> None:
+    """Every third save is durable and has files of DeepSpeed's own; a tag brings back its version, not the newest."""
+    root = workshop.directory("tags")
+    whole = workshop.run(door(way, "--durable-every", "3"), Task(root, 2, 6))
+    versions = open_storage(root / "holdfast", Events()).versions()
+    assert [version.step for version in versions] == [2, 5]
+    assert sorted(path.name for path in root.glob("global_step*") if any(path.iterdir())) == [
+        "global_step3",
+        "global_step6",
+    ]
+    for tag in root.glob("global_step*"):
+        shutil.rmtree(tag)  # so that it is holdfast's
+    back = workshop.run(door(way, "--tag", "global_step3", "--no-native"), Task(root, 2, 5))
+    assert set(back.starts.values()) == {3}
+    assert back.steps == {place: told for place, told in whole.steps.items() if 3 <= place[1] < 5}
+    assert not [path for tag in root.glob("global_step*") for path in tag.iterdir()]
+    assert (root / "latest").read_text() == "global_step6", "left as it was"
+
+
 def test_deepspeed_alone_loads_what_latest_names(way: str, workshop: Workshop) -> None:
     """The same state of every rank, by DeepSpeed's own loader from its own files, without holdfast."""
     root = workshop.directory("native")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from doors_kit import starter, untouched, workshops
-from holdfast.testing.contracts.door import CHECKS, Check, Door, Workshop
+from holdfast.testing.contracts.door import CHECKS, Check, Door, Task, Workshop
 
 WORKER = Path(__file__).with_name("hf_worker.py")
 
@@ -27,6 +27,23 @@ workshop = workshops(DOORS)
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS.keys())
 def test_the_contract_of_doors(check: Check, workshop: tuple[Door, Workshop]) -> None:
     check(*workshop)
+
+
+def test_a_path_that_is_given_is_that_path_and_the_trainers_own_saves_go_on(tmp_path: Path) -> None:
+    """holdfast has step 3 then; the new lineage is what the next run goes on with."""
+    own = tmp_path / "own"
+    saving = Door(starter(WORKER, "--way", "trainer", "--own", str(own)))
+    told = Door(starter(WORKER, "--way", "trainer", "--resume", str(own / "checkpoint-2")))
+    with Workshop(tmp_path) as made:
+        task = made.directory("both")
+        first = made.run(saving, Task(task, 2, 4))
+        assert {path.name for path in own.iterdir()} == {"checkpoint-2", "checkpoint-4"}
+        again = made.run(told, Task(task, 2, 5))
+        assert set(again.starts.values()) == {2}
+        assert sorted(again.steps) == [(rank, step) for rank in (0, 1) for step in (2, 3, 4)]
+        assert {place: digest for place, digest in again.steps.items() if place[1] < 4}.items() <= first.steps.items()
+        last = made.run(DOORS["trainer"], Task(task, 2, 6))
+        assert set(last.starts.values()) == {5}
 
 
 def test_a_trainer_that_knows_nothing_of_holdfast_is_kept(tmp_path: Path) -> None:

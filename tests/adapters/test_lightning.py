@@ -1,4 +1,6 @@
-"""Lightning with DDP and with FSDP2 (ModelParallelStrategy) through the contract of doors, with the real package, on two ranks."""
+"""Lightning with DDP, FSDP2 (ModelParallelStrategy) and the first FSDP (FSDPStrategy) through the contract of doors, with the
+real package, on two ranks.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +32,7 @@ EPOCH = 7
 DOORS = {
     "ddp": Door(starter(WORKER, "--way", "ddp"), twins=2),
     "fsdp": Door(starter(WORKER, "--way", "fsdp"), twins=1),
+    "flat": Door(starter(WORKER, "--way", "flat"), twins=1),
     # Rank 0 alone is given Lightning's checkpoint.
     "io": Door(starter(WORKER, "--way", "io"), refuses="size mismatch", root=lambda path: path / "holdfast"),
 }
@@ -51,6 +54,21 @@ def test_from_the_end_of_an_epoch_the_next_one_is_that_of_an_undisturbed_run(tmp
         after = made.run(DOORS["ddp"], Task(made.directory("broken"), 2, 2 * EPOCH))
     assert set(after.starts.values()) == {EPOCH}
     assert after.steps == {place: told for place, told in undisturbed.steps.items() if place[1] >= EPOCH}
+
+
+def test_a_path_that_fit_is_given_is_that_path_and_lightnings_own_saves_go_on(tmp_path: Path) -> None:
+    """holdfast has step 3 then; the new lineage is what the next run goes on with."""
+    own = tmp_path / "own"
+    saving = Door(starter(WORKER, "--way", "ddp", "--own", str(own)))
+    told = Door(starter(WORKER, "--way", "ddp", "--resume", str(own / "step=2.ckpt")))
+    with Workshop(tmp_path) as made:
+        root = made.directory("both")
+        made.run(saving, Task(root, 2, 4))
+        assert {path.name for path in own.iterdir()} == {"step=2.ckpt", "step=4.ckpt"}
+        again = made.run(told, Task(root, 2, 5))
+        assert sorted(again.steps) == [(rank, step) for rank in (0, 1) for step in (2, 3, 4)]
+        last = made.run(DOORS["ddp"], Task(root, 2, 6))
+        assert set(last.starts.values()) == {5}
 
 
 def test_a_trainer_that_knows_nothing_of_holdfast_is_kept(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from doors_kit import SOURCE, starter
 from holdfast.testing.contracts.door import CHECKS, Door, Task, Workshop
@@ -54,6 +57,29 @@ def workshop(way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wor
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
 def test_contract(check: object, way: str, workshop: Workshop) -> None:
     check(door(way), workshop)  # type: ignore[operator]
+
+
+def test_only_the_iteration_and_the_layout_that_are_held_are_loaded(tmp_path: Path, runtime_dir: Path) -> None:
+    """One rank, without training: all else is Megatron's own to load."""
+    megatron = importlib.import_module("holdfast.adapters.megatron")
+    kind = importlib.import_module("megatron.core.dist_checkpointing.mapping").ShardedTensor
+
+    def parts(data: torch.Tensor, name: str = "w") -> dict[str, Any]:
+        return dict(megatron._parts([{name: kind.from_rank_offsets(name, data)}]))
+
+    own = megatron.Own(tmp_path, None)
+    for iteration in (3, 4):
+        own.save(parts(torch.full((8,), float(iteration))), iteration)
+    own._checkpointer.flush()
+    blank = parts(torch.zeros(8))
+    (name,) = blank
+    for iteration in (4, 3):
+        assert own.load(blank, iteration)
+        assert torch.equal(own.of(name), torch.full((8,), float(iteration)))
+    assert not own.load(blank, 9), "nobody saved it"
+    for other in (parts(torch.zeros(4)), parts(torch.zeros(8).half()), blank | parts(torch.zeros(8), "v")):
+        assert not own.load(other, 4)
+    own.close()
 
 
 def test_a_load_comes_from_holdfast_and_without_it_from_the_same_tree(way: str, workshop: Workshop) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,17 @@ import torch
 
 import forked
 from doors_kit import untouched
+from holdfast.adapters.run import Unasked
 from holdfast.adapters.zero.frameworks import Finder
+from holdfast.adapters.zero.loop import KeptLoop
 from holdfast.adapters.zero.objects import Kept, sort_out
 from holdfast.adapters.zero.script import Loop, find
+from holdfast.base.events import Events
 from holdfast.testing.contracts.door import CHECKS, Check, Door, Task, Workshop
+from holdfast.tiers.storage import open_storage
+from holdfast.train import agree, alive
+from holdfast.train.control import Order
+from ranks_kit import on_all
 
 SCRIPT = str(Path(__file__).with_name("zero_script.py"))
 
@@ -104,6 +112,68 @@ def test_a_carried_tensor_is_not_sure() -> None:
     names = named(ema=torch.ones(2))
     assert "ema" in str(sort_out(names, ("ema",), names))
     assert "no value" in str(sort_out(names, ("other",), names))
+
+
+@pytest.fixture
+def nothing_open() -> Iterator[None]:
+    """As in a process that has just been started: whatever earlier tests left open is not the script's."""
+    alive.abandon_all()
+    yield
+    alive.abandon_all()
+
+
+@pytest.mark.usefixtures("nothing_open")
+def test_what_one_rank_is_not_sure_of_keeps_all_ranks_from_being_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loop = find(PLAIN)
+    assert isinstance(loop, Loop)
+    mine = threading.local()
+    monkeypatch.setattr(agree, "ranks", lambda: mine.rank)
+
+    def begin(rank: agree.Ranks) -> object:
+        mine.rank = rank
+        names = named(data=torch.ones(2) if rank.rank == 0 else iter([1]))
+        return KeptLoop(loop, str(tmp_path / "root"))._begin(lambda: names)
+
+    assert on_all(2, begin) == [None, None]
+    assert "rank 1: nobody can be sure what 'data'" in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+ACCUMULATES = """
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(torch.ones(1, 2)).sum().backward()
+    if step % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+print("through")
+"""
+
+
+@pytest.mark.usefixtures("nothing_open")
+def test_there_is_a_version_only_behind_a_step_of_the_optimizer_and_a_job_that_is_done_ends_at_once(
+    tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOLDFAST_DURABLE_EVERY", "1")
+    script = tmp_path / "train.py"
+    script.write_text(ACCUMULATES)
+    kept = Unasked(str(tmp_path / "root"))
+    kept(Order(1, arguments=(str(script),)))
+    assert "through" in capfd.readouterr().out
+    assert [version.step for version in open_storage(tmp_path / "root", Events()).versions()] == [1, 3]
+    alive.abandon_all()
+    with pytest.raises(SystemExit) as ended:
+        kept(Order(2, arguments=(str(script),)))
+    assert ended.value.code == 0
+    told = capfd.readouterr()
+    assert "all 4 steps are made" in told.err
+    assert "through" not in told.out
 
 
 @pytest.mark.parametrize(

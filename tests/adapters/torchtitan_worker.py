@@ -1,6 +1,8 @@
 """The script of the TorchTitan door: its Trainer with a tiny Llama 3 and bytes of text. Not a test itself.
 
-torchrun torchtitan_worker.py ROOT --steps N --way fsdp|tp|ddp [--wide]
+torchrun torchtitan_worker.py ROOT --steps N --way fsdp|tp|ddp [--wide] [--interval N] [--keep N] [--load-step N] [--plain]
+
+--interval, --keep, --load-step: TorchTitan's `interval`, `keep_latest_k`, `load_step`. --plain: its own manager, without holdfast.
 """
 
 from __future__ import annotations
@@ -168,6 +170,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--way", choices=("fsdp", "tp", "ddp"))
     parser.add_argument("--wide", action="store_true")
+    parser.add_argument("--interval", type=int, default=100)
+    parser.add_argument("--keep", type=int, default=10)
+    parser.add_argument("--load-step", type=int, default=-1)
+    parser.add_argument("--plain", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     metrics.build_device_memory_monitor = NoDevice
@@ -178,6 +184,10 @@ def main() -> None:
         "tp": {"tensor_parallel_degree": world},
         "ddp": {"data_parallel_replicate_degree": world, "data_parallel_shard_degree": 1},
     }[options.way]
+    own = CheckpointManager.Config(
+        enable=True, interval=options.interval, last_save_model_only=False, keep_latest_k=options.keep,
+        load_step=options.load_step, folder=os.path.basename(options.root),
+    )  # fmt: skip
     config = Told.Config(
         model_spec=llama(96 if options.wide else 64),
         dump_folder=os.path.dirname(options.root),
@@ -192,10 +202,7 @@ def main() -> None:
             mixed_precision_param="float32",
         ),
         parallelism=ParallelismConfig(spmd_backend="full_dtensor", **degrees),
-        checkpoint=keep(CheckpointManager.Config(
-            enable=True, interval=100, last_save_model_only=False,
-            folder=os.path.basename(options.root),
-        )),
+        checkpoint=own if options.plain else keep(own),
     )  # fmt: skip
     trainer = config.build()
     for module in trainer.model_parts[0].modules():

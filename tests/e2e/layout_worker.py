@@ -19,7 +19,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -70,6 +70,8 @@ def model_of(layout: str, rank: int, big: int, *, tied: bool = False) -> nn.Modu
     model = Layers(layers | ends)
     if layout == "fsdp":
         return fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    if layout == "first_fsdp":
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     if layout == "hsdp":
         return fully_shard(model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("copies", "shard")))
     if layout == "tp":
@@ -111,6 +113,12 @@ def digest(tensor: torch.Tensor) -> str:
 
 def content(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     found = {}
+    if isinstance(model, FullyShardedDataParallel):  # gathered by PyTorch
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            found = {name: digest(tensor) for name, tensor in model.state_dict().items()}
+            for name, state in FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"].items():
+                found |= {f"{name}.{key}": digest(value) for key, value in state.items()}
+        return found
     for name, parameter in model.named_parameters():
         name = whose(name)
         found[name] = digest(parameter)
@@ -123,7 +131,7 @@ def main() -> None:
     spec: dict[str, Any] = json.loads(sys.argv[1])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    if world > 1:
+    if world > 1 or spec["layout"] == "first_fsdp":
         dist.init_process_group("gloo", init_method=f"file://{spec['rendezvous']}", rank=rank, world_size=world)
     model = model_of(spec["layout"], rank, spec["big"], tied=spec.get("tied", False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -242,6 +242,18 @@ def test_four_to_two_to_six(jobs: Jobs) -> None:
     hop(jobs, second, "fsdp_tp", 6, nodes=2)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_first_fsdp_with_other_numbers_of_ranks(jobs: Jobs) -> None:
+    """Rows of numbers, cut elsewhere; one rank, where FSDP cuts nothing, is told what does not fit."""
+    first = jobs.run("first_fsdp", 4, nodes=2)
+    second = hop(jobs, first, "first_fsdp", 3)
+    hop(jobs, second, "first_fsdp", 2)
+    (alone,) = jobs.run("first_fsdp", 1)
+    assert alone["error"].startswith("MismatchError"), alone
+    assert "model.0.weight (saved with shape (432,), here (36, 12))" in alone["error"]
+
+
 @pytest.mark.timeout(240)
 def test_from_memory_alone(jobs: Jobs) -> None:
     """The trainers die, nothing is in storage; the keepers of the same nodes have it, and more or fewer ranks take it."""

@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.base.errors import HoldfastError
 from holdfast.core.bundles import fingerprint, plan_bundles
 from holdfast.core.model import Topology
+from holdfast.train.live import LiveTensor
 from holdfast.train.state import State
 from state_kit import continues
 
@@ -124,6 +125,55 @@ def hsdp() -> Made:
     return stepping(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
 
 
+CPU = torch.device("cpu")
+
+
+class Counted(nn.Module):
+    """A net with what only `state_dict()` of a module tells apart: a buffer to keep, one to forget, extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.register_buffer("seen", torch.zeros(2) + dist.get_rank())
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        self.calls = 0
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen += 1
+        return self.net(x)
+
+
+def first_fsdp() -> Made:
+    """Flat parameters: parts begin and end anywhere in a weight; some ranks hold nothing of some."""
+    model = Counted()
+    model.net.odd = FullyShardedDataParallel(model.net.odd, device_id=CPU, use_orig_params=True)
+    model = FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True)
+    return stepping(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+
+
+def first_fsdp_hybrid() -> Made:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    hybrid = ShardingStrategy.HYBRID_SHARD
+    model = FullyShardedDataParallel(
+        Net(), device_id=CPU, use_orig_params=True, sharding_strategy=hybrid, device_mesh=mesh
+    )
+    return stepping(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+
+
+def first_fsdp_whole() -> Made:
+    """Nothing is cut, as DDP; each rank still has its own buffers."""
+    strategy = ShardingStrategy.NO_SHARD
+    model = FullyShardedDataParallel(Net(), device_id=CPU, use_orig_params=True, sharding_strategy=strategy)
+    return stepping(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -191,6 +241,7 @@ def loose() -> Made:
 
 SCENARIOS: dict[str, Callable[[], Made]] = {
     "ddp": ddp, "ddp_pairs": ddp_pairs, "zero1": zero1, "fsdp": fsdp, "fsdp_columns": fsdp_columns, "hsdp": hsdp, "tp": tp,
+    "first_fsdp": first_fsdp, "first_fsdp_hybrid": first_fsdp_hybrid, "first_fsdp_whole": first_fsdp_whole,
     "fsdp_tp": fsdp_tp, "fsdp_tp_uneven": fsdp_tp_uneven, "loose": loose,
 }  # fmt: skip
 
@@ -224,7 +275,22 @@ def boxes_hold_what_they_say(objects: Objects, state: State) -> int:
             )
             assert torch.equal(parameter.full_tensor()[box], live.local), raw
             compared += 1
-    return compared
+    return compared + flat_boxes_hold_what_they_say(objects["model"], tensors)
+
+
+def flat_boxes_hold_what_they_say(model: nn.Module, tensors: Mapping[str, LiveTensor]) -> int:
+    """The same for rows of numbers out of parameters that the first FSDP gathers."""
+    if not isinstance(model, FullyShardedDataParallel):
+        return 0
+    with FullyShardedDataParallel.summon_full_params(model):
+        whole = {name.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for name, p in model.named_parameters()}
+    mine = {name: tensors[f"model.{name}"] for name in whole if f"model.{name}" in tensors}
+    for name, live in mine.items():
+        start, length = live.shard.extent.offsets[0], live.shard.extent.lengths[0]
+        flat = live.local.dim() == 1 and whole[name].dim() > 1
+        expected = whole[name].flatten()[start : start + length] if flat else whole[name][start : start + length]
+        assert torch.equal(expected, live.local), name
+    return len(mine)
 
 
 def run(make: Callable[[], Made]) -> dict[str, Any]:
@@ -232,10 +298,14 @@ def run(make: Callable[[], Made]) -> dict[str, Any]:
     torch.manual_seed(0)
     objects, step = make()
     state = State(objects, rank=rank, world_size=WORLD)
+    began = collectives()
     predicted = state.predict()
+    called = collectives() - began
     step()
+    began = collectives()
     actual = {name: live.shard for name, live in state.gather().tensors.items()}
     before = state.gather()
+    called += collectives() - began
     step()
     after = state.gather()
     compared = boxes_hold_what_they_say(objects, state) if "model" in objects else 0
@@ -245,6 +315,7 @@ def run(make: Callable[[], Made]) -> dict[str, Any]:
         "predicted": predicted == actual,
         "steady": (before.structure, before.storages) == (after.structure, after.storages),
         "compared": compared,
+        "collectives": called,
         "shards": {
             n: [s.dtype, s.global_shape, s.extent.offsets, s.extent.lengths, s.ranks] for n, s in saved.shards.items()
         },
@@ -253,6 +324,11 @@ def run(make: Callable[[], Made]) -> dict[str, Any]:
         "late": sorted(n for n, live in after.tensors.items() if live.late),
         "bundles": {b.bundle_id: [b.ranks, fingerprint(b)] for b in bundles},
     }
+
+
+def collectives() -> int:
+    """How many this rank has begun, in all its groups."""
+    return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
 
 
 def digest(tensor: torch.Tensor) -> str:

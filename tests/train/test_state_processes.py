@@ -20,8 +20,8 @@ import forked
 
 HERE = Path(__file__).resolve().parent
 WORLD = 4
-SHARDED = ("fsdp", "fsdp_columns", "fsdp_tp", "fsdp_tp_uneven", "hsdp", "tp")
-ALL = ("ddp", "ddp_pairs", "zero1", "loose", *SHARDED)
+SHARDED = ("fsdp", "fsdp_columns", "fsdp_tp", "fsdp_tp_uneven", "hsdp", "tp", "first_fsdp", "first_fsdp_hybrid")
+ALL = ("ddp", "ddp_pairs", "zero1", "loose", "first_fsdp_whole", *SHARDED)
 
 Rank = dict[str, Any]
 
@@ -86,13 +86,18 @@ def test_twins_hold_the_same_bytes_values_and_bundles(ranks: list[dict[str, Rank
             bundles.setdefault(bundle_id, set()).add(mark)
     assert all(len(digests) == 1 for digests in values.values())
     assert all(len(marks) == 1 for marks in bundles.values())
-    assert twins or kind in ("fsdp_tp_uneven", "loose")
+    assert twins or kind in ("fsdp_tp_uneven", "first_fsdp", "loose")
 
 
 @pytest.mark.parametrize("kind", ALL)
 def test_state_is_predicted_and_stays_the_same_structure(ranks: list[dict[str, Rank]], kind: str) -> None:
     assert [result[kind]["predicted"] for result in ranks] == [True] * WORLD
     assert [result[kind]["steady"] for result in ranks] == [True] * WORLD
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_look_at_the_state_is_no_collective(ranks: list[dict[str, Rank]], kind: str) -> None:
+    assert [result[kind]["collectives"] for result in ranks] == [0] * WORLD
 
 
 @pytest.mark.parametrize("kind", SHARDED)
@@ -141,6 +146,26 @@ def test_sharded_groups_follow_the_mesh(ranks: list[dict[str, Rank]]) -> None:
     assert group_of(ranks, "fsdp_tp", "model.up.weight", 3) == [3]
     assert group_of(ranks, "fsdp_tp", "model.down.bias", 3) == [2, 3]
     assert group_of(ranks, "loose", "rank1/ema.whole", 1) == [1]
+
+
+def test_of_flat_parameters_each_rank_keeps_its_part_under_the_name_of_the_parameter(
+    ranks: list[dict[str, Rank]],
+) -> None:
+    """Of the first FSDP: a weight of 56 numbers is one row; the next replica is the twin; buffers and extra state stay."""
+    parts = entries(ranks, "first_fsdp")["model.net.odd.weight"]
+    assert {tuple(row[1]) for _, row in parts} == {(56,)}
+    assert sum(row[3][0] for _, row in parts) == 56
+    assert len({row[3][0] for _, row in parts}) > 1, "cut in the middle of a row of the weight"
+    assert all(row[4] == [rank] for rank, row in parts)
+    assert {rank for rank, _ in entries(ranks, "first_fsdp")["optimizer.state.net.odd.weight.exp_avg"]} == {
+        rank for rank, _ in parts
+    }
+    assert "rank2/model.seen" in ranks[2]["first_fsdp"]["shards"]
+    assert not [name for name in ranks[2]["first_fsdp"]["shards"] if "scratch" in name]
+    assert '"rank2/model._extra_state"' in "".join(text for _, _, text in ranks[2]["first_fsdp"]["values"])
+    assert group_of(ranks, "first_fsdp_hybrid", "model.norm.bias", 1) == [1, 3]
+    assert group_of(ranks, "first_fsdp_whole", "model.up.weight", 1) == [0, 1, 2, 3]
+    assert ranks[1]["first_fsdp_whole"]["shards"]["model.up.weight"][1] == [8, 6]
 
 
 def test_values_belong_to_the_ranks_that_share_the_parameters(ranks: list[dict[str, Rank]]) -> None:

@@ -1,4 +1,4 @@
-"""Lightning: one callback, for DDP, for `ModelParallelStrategy` (FSDP2, tensor parallel), and for one process.
+"""Lightning: one callback, for DDP, `ModelParallelStrategy` (FSDP2, tensor parallel), `FSDPStrategy`, and one process.
 
     trainer = Trainer(..., callbacks=[keeper("ckpts/run1")])
 
@@ -10,8 +10,7 @@ itself warns.
 
 Lightning calls a `CheckpointIO` on rank 0 only, with everything gathered there; who stays with it: `adapters.lightning_io`.
 Lightning's own checkpoints go on as they are set; holdfast needs none of them, so
-`enable_checkpointing=False` is enough, and `fit(ckpt_path=...)` means that path. `FSDPStrategy` (the first FSDP) is refused,
-with a remedy. Nothing happens under HOLDFAST_DISABLE. Tested with lightning 2.6.6; imported when it is there.
+`enable_checkpointing=False` is enough, and `fit(ckpt_path=...)` means that path. Nothing happens under HOLDFAST_DISABLE. Tested with lightning 2.6.6; imported when it is there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which part of which tensor this rank holds, and who holds the same: from live tensors to shards.
 
-Three sources and no guess. A DTensor says it itself: placements and mesh. A plain tensor is replicated only when that
-is known: its module is wrapped by DistributedDataParallel, or its name is declared. Everything else is this rank's own
-and named `rank<N>/...`, because two ranks that hold different bytes under one name would overwrite each other.
+Four sources and no guess. A DTensor says it itself: placements and mesh. Of what the first FSDP cuts, FSDP says it. Another
+plain tensor is replicated only when that is known: its module is wrapped by DistributedDataParallel, or its name is
+declared. Everything else is this rank's own and named `rank<N>/...`, because two ranks that hold different bytes under one name would overwrite each other.
 
 Pure with regard to training: no collective, no copy, no synchronisation with a device. Called when the structure of
 the state changes and for the few tensors that objects make anew at every save.
@@ -11,6 +11,7 @@ the state changes and for the few tensors that objects make anew at every save.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
@@ -33,6 +34,25 @@ _REPLICATED = "Replicate"
 
 # Global shape, box, group; None: this rank is outside the tensor's mesh and holds nothing of it.
 Layout: TypeAlias = tuple[tuple[int, ...], Extent, Group] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What this rank holds of a plain tensor that something else than a DTensor cuts (`train.flat_parameters`).
+
+    Attributes:
+        shape: of the whole tensor, as its entry has it.
+        extent: what this rank holds; without elements, if nothing.
+        ranks: who else holds the same, and this rank.
+    """
+
+    shape: tuple[int, ...]
+    extent: Extent
+    ranks: Group
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has the shape of this part: the tensor that is cut, or state that is cut with it."""
+        return tuple(tensor.shape) == self.extent.lengths
 
 
 class Layouts:
@@ -89,13 +109,21 @@ class Layouts:
         return ranks if entry == name else None
 
     def live(
-        self, name: str, tensor: torch.Tensor, *, group: Group | None = None, late: bool = False
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        *,
+        group: Group | None = None,
+        late: bool = False,
+        piece: Piece | None = None,
     ) -> LiveTensor | None:
         """The tensor with its place, or None where this rank holds nothing of it.
 
         Raises:
             UsageError: its dtype, kind or placement cannot be saved; names it.
         """
+        if piece is not None:
+            return self._of_piece(name, tensor, piece, late=late)
         _check_kind(name, local_of(tensor), allocated=self.allocated)
         local = local_of(tensor).detach()
         if isinstance(tensor, DTensor):
@@ -117,6 +145,22 @@ class Layouts:
         entry, ranks = self.resolve(name, group)
         extent = Extent((0,) * len(shape), shape)
         return Shard(entry, dtype_name(dtype, where=name), shape, extent, ranks)
+
+    def of_piece(self, name: str, dtype: torch.dtype, piece: Piece) -> Shard:
+        """The shard of a plain tensor that something else than a DTensor cuts."""
+        return Shard(name, dtype_name(dtype, where=name), piece.shape, piece.extent, piece.ranks)
+
+    def _of_piece(self, name: str, tensor: torch.Tensor, piece: Piece, *, late: bool) -> LiveTensor | None:
+        if not piece.fits(tensor):
+            raise UsageError(
+                f"the parameter has shape {tuple(tensor.shape)} where FSDP says {piece.extent.lengths}: it is gathered",
+                where=name,
+                remedy="save between two steps, not after a forward pass without its backward pass",
+            )
+        if not piece.extent.num_elements:
+            return None
+        _check_kind(name, tensor, allocated=self.allocated)
+        return LiveTensor(self.of_piece(name, tensor.dtype, piece), tensor.detach(), late)
 
     def _of_dtensor(self, name: str, tensor: DTensor) -> Layout:
         key = (tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements))

@@ -11,7 +11,6 @@ BatchNorm's differ by rank. So the first rank's buffers bear the plain name and 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +21,15 @@ from torch.distributed import get_process_group_ranks
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from holdfast.base.errors import UsageError
 from holdfast.tiers.values import TensorRef
+from holdfast.train import flat_parameters
+from holdfast.train.flat_parameters import EXTRA
 from holdfast.train.layout_of import mesh_ranks
 from holdfast.train.live import Group, LiveTensor
 from holdfast.train.parts import Collector, Loading
 from holdfast.train.watch import Containers
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-_EXTRA = "_extra_state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class ModelPart:
 
     Args:
         name: what its entries begin with.
-        module: wrapped or not; not wrapped by the first FSDP, whose flat parameters have no names of their own.
+        module: wrapped or not; of one that the first FSDP wraps this rank's parts are taken (`train.flat_parameters`).
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -60,14 +59,14 @@ class ModelPart:
         self._tied: dict[str, tuple[TensorRef, Group | None]] = {}
         self._excluded: list[tuple[LiveTensor | None, torch.Tensor]] = []
         self._watch = Containers(())
-        _refuse_first_fsdp(name, module)
 
     def build(self, out: Collector) -> None:
         """Adds parameters and persistent buffers; finds out what else `state_dict()` returns."""
         wrappers = tuple(_wrappers(self.module))
-        state = self.module.state_dict(keep_vars=True)
+        pieces = flat_parameters.pieces(self.name, self.module, out.layouts.rank)
+        state = self.module.state_dict(keep_vars=True) if pieces is None else flat_parameters.state_of(self.module)
         owned = {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
-        extra = {f"{path}.{_EXTRA}".lstrip("."): m for path, m in self.module.named_modules(remove_duplicate=False)}
+        extra = {f"{path}.{EXTRA}".lstrip("."): m for path, m in self.module.named_modules(remove_duplicate=False)}
         self._watch = Containers(_containers(self.module))
         self._lasting, self._extra, self._made_up, self._tied, self._excluded = [], {}, {}, {}, []
         for raw, value in state.items():
@@ -77,11 +76,11 @@ class ModelPart:
             elif not isinstance(value, torch.Tensor) or id(value) not in owned:
                 self._made_up[raw] = name
             else:
-                group = _group(raw, value, wrappers, out.layouts.rank)
+                group, piece = _group(raw, value, wrappers, out.layouts.rank), (pieces or {}).get(id(value))
                 if out.layouts.excludes(name):
-                    self._excluded.append((out.left_out(name, value, group=group), value))
+                    self._excluded.append((out.left_out(name, value, group=group, piece=piece), value))
                     continue
-                ref = out.lasting(name, value, group=group)
+                ref = out.lasting(name, value, group=group, piece=piece)
                 if ref is None:
                     continue
                 self._lasting.append((out.tensors[ref.name], value))
@@ -127,16 +126,6 @@ class ModelPart:
         made_up = {raw: loading.value(name) for raw, name in self._made_up.items() if loading.has(name)}
         if made_up:
             self.module.load_state_dict({**self.module.state_dict(), **made_up})
-
-
-def _refuse_first_fsdp(name: str, module: nn.Module) -> None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in module.modules()):
-        raise UsageError(
-            "FullyShardedDataParallel flattens parameters; they cannot be saved by name without gathering them",
-            where=name,
-            remedy="wrap the model with torch.distributed.fsdp.fully_shard",
-        )
 
 
 def _wrappers(module: nn.Module) -> Iterator[_Wrapper]:

@@ -82,7 +82,7 @@ class OptimizerPart:
                 loose[key] = None
                 continue
             name, group = self._entry(owner, key), self._follow(owner, value)
-            ref = out.lasting(name, value, group=group, late=True)
+            ref = out.lasting(name, value, group=group, late=True, piece=owner.cut(value))
             if ref is not None and ref.name in (name, out.layouts.resolve(name, group)[0]):
                 self._live[id(parameter), key] = out.tensors[ref.name]
             else:  # memory that has a name already: the parameter itself, or a step count that parameters share
@@ -116,6 +116,8 @@ class OptimizerPart:
         made: list[LiveTensor] = []
         for id_, state in predicted.items():
             owner = self._owners[id_]
+            if owner.piece is not None and not owner.piece.extent.num_elements:
+                continue  # nothing of it is here, so no gradient comes and no state
             for key, tensor in state.items():
                 live = _predicted(layouts, self._entry(owner, key), owner, tensor, self._follow(owner, tensor))
                 if live is None:
@@ -281,7 +283,8 @@ class OptimizerPart:
         tensor = _skeleton(loading, entry, owner, on_device=on_device)
         if tensor is None:
             return None
-        live = loading.layouts.live(self._entry(owner, key), tensor, group=self._follow(owner, tensor), late=True)
+        name, group = self._entry(owner, key), self._follow(owner, tensor)
+        live = loading.layouts.live(name, tensor, group=group, late=True, piece=owner.cut(tensor))
         return loading.tensor(live.shard.name) if live is not None and loading.claim(live, tensor) else None
 
     def _on_device(self, parameter: torch.Tensor, key: str) -> bool:
@@ -377,6 +380,8 @@ def _predicted(
         if like is None:
             return None
         shard = dataclasses.replace(like.shard, dtype=dtype_name(tensor.dtype, where=name))
+    elif piece := owner.cut(tensor):
+        shard = layouts.of_piece(name, tensor.dtype, piece)
     else:
         shard = layouts.whole(name, tensor.dtype, tuple(tensor.shape), group)
     return LiveTensor(shard, tensor, late=True)
@@ -387,7 +392,8 @@ def _skeleton(loading: Loading, entry: str, owner: Owner, *, on_device: bool) ->
     saved = loading.saved[entry]
     dtype = torch_dtype(saved.dtype)
     parameter = owner.tensor.detach()
-    if on_device and tuple(parameter.shape) == saved.global_shape:
+    whole = tuple(parameter.shape) if owner.piece is None else owner.piece.shape
+    if on_device and whole == saved.global_shape:
         return torch.empty_like(parameter, dtype=dtype)
     device = local_of(parameter).device if on_device else torch.device("cpu")
     return loading.memory(entry, device)

@@ -19,7 +19,7 @@ from holdfast.core import reshard
 from holdfast.core.model import Extent, Shard
 from holdfast.tiers.values import TensorRef
 from holdfast.train.flatten import flatten, references, unflatten
-from holdfast.train.layout_of import Layouts, local_of, memory_of
+from holdfast.train.layout_of import Layouts, Piece, local_of, memory_of
 from holdfast.train.live import Group, LiveTensor, LoadRecord, SavedTensor, torch_dtype
 
 Templates: TypeAlias = Mapping[str, torch.Tensor]
@@ -38,11 +38,17 @@ class Owner:
         tensor: the parameter itself.
         fqn: its name in optimizer state: DCP's, without `model.`.
         group: ranks known to hold the same plain tensor, None if it is this rank's own or a DTensor.
+        piece: what this rank holds of it, if something else than a DTensor cuts it.
     """
 
     tensor: torch.Tensor
     fqn: str
     group: Group | None
+    piece: Piece | None = None
+
+    def cut(self, state: torch.Tensor) -> Piece | None:
+        """The same, for a tensor of the optimizer's state that is cut as the parameter is."""
+        return self.piece if self.piece is not None and self.piece.fits(state) else None
 
 
 class Collector:
@@ -59,7 +65,13 @@ class Collector:
         self._by_memory: dict[tuple[Any, ...], str] = {}
 
     def lasting(
-        self, name: str, tensor: torch.Tensor, *, group: Group | None = None, late: bool = False
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        *,
+        group: Group | None = None,
+        late: bool = False,
+        piece: Piece | None = None,
     ) -> TensorRef | None:
         """Adds a tensor that stays the same object from save to save.
 
@@ -68,9 +80,9 @@ class Collector:
         Returns:
             The entry that holds it; None where this rank holds nothing of it.
         """
-        live = self.layouts.live(name, tensor, group=group, late=late or id(tensor) in self._late)
-        known = None if isinstance(tensor, DTensor) else self.layouts.known(name, group)
-        self.owners.setdefault(id(tensor), Owner(tensor, name.removeprefix("model."), known))
+        live = self.layouts.live(name, tensor, group=group, late=late or id(tensor) in self._late, piece=piece)
+        known = None if piece or isinstance(tensor, DTensor) else self.layouts.known(name, group)
+        self.owners.setdefault(id(tensor), Owner(tensor, name.removeprefix("model."), known, piece))
         if live is None:
             return None
         self.sources.append(tensor)
@@ -83,7 +95,9 @@ class Collector:
             self.tied[live.shard.name] = first
         return TensorRef(first)
 
-    def left_out(self, name: str, tensor: torch.Tensor, *, group: Group | None = None) -> LiveTensor | None:
+    def left_out(
+        self, name: str, tensor: torch.Tensor, *, group: Group | None = None, piece: Piece | None = None
+    ) -> LiveTensor | None:
         """A tensor that is not saved, and where it belongs; None where this rank holds nothing of it.
 
         Raises:
@@ -95,7 +109,7 @@ class Collector:
                 where=name,
                 remedy="freeze it (requires_grad_(False), and not in the optimizer), or make the pattern narrower",
             )
-        return self.layouts.live(name, tensor, group=group)
+        return self.layouts.live(name, tensor, group=group, piece=piece)
 
     def passing(
         self,
