@@ -100,7 +100,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
         full = gradient(whose(name), parameter.shape, step)
         if isinstance(parameter, DTensor):
             full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.grad = full
+        parameter.grad = full if parameter.numel() else None  # FSDP leaves none where other ranks hold it all
     optimizer.step()
     optimizer.zero_grad()
 

@@ -116,8 +116,8 @@ class OptimizerPart:
         made: list[LiveTensor] = []
         for id_, state in predicted.items():
             owner = self._owners[id_]
-            if owner.piece is not None and not owner.piece.extent.num_elements:
-                continue  # nothing of it is here, so no gradient comes and no state
+            if owner.is_elsewhere:
+                continue
             for key, tensor in state.items():
                 live = _predicted(layouts, self._entry(owner, key), owner, tensor, self._follow(owner, tensor))
                 if live is None:
@@ -165,7 +165,7 @@ class OptimizerPart:
     def _owned(self) -> list[torch.Tensor]:
         """Parameters whose state this rank keeps, if there is any yet."""
         params = self._params if not self._dealt else [p for g in self._stepper.param_groups for p in g["params"]]
-        return list({id(p): p for p in (*params, *self._state)}.values())
+        return [p for p in {id(p): p for p in (*params, *self._state)}.values() if not self._owners[id(p)].is_elsewhere]
 
     def _follow(self, owner: Owner, value: torch.Tensor) -> Group | None:
         return self._rank if self._dealt else follow(owner, value)

@@ -46,6 +46,11 @@ class Owner:
     group: Group | None
     piece: Piece | None = None
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether other ranks hold all of it: no gradient comes to it here, and no state."""
+        return self.piece is not None and not self.piece.extent.num_elements
+
     def cut(self, state: torch.Tensor) -> Piece | None:
         """The same, for a tensor of the optimizer's state that is cut as the parameter is."""
         return self.piece if self.piece is not None and self.piece.fits(state) else None
