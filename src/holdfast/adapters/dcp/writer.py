@@ -75,6 +75,7 @@ class StorageWriter(TorchWriter):
         self.last: SaveHandle | None = None
         self._patterns = patterns(replicated)
         self._notes: Notes | None = None  # of the last plan that DCP made
+        self._noted: Notes | None = None  # of the last plan that this rank made
         self._all_notes: dict[int, Notes] = {}  # of every rank, on the coordinator
         self._step: int | None = None
         self._staged: Version | None = None
@@ -139,7 +140,10 @@ class StorageWriter(TorchWriter):
         """Notes what this rank has, before DCP leaves out what others have too."""
         if self._stock is not None:
             return self._stock.prepare_local_plan(plan)
-        return dataclasses.replace(plan, storage_data=items.noted(plan)) if plan.usable else plan
+        if not plan.usable:  # as the planner has it in its cache
+            return plan
+        self._noted = items.noted(plan)
+        return dataclasses.replace(plan, storage_data=self._noted)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Coordinator: tells every rank who holds the same."""
@@ -171,11 +175,17 @@ class StorageWriter(TorchWriter):
         """Copies what this rank holds into its slot, or finds that the stager has done so.
 
         Raises:
-            LevelNotReached: this rank gave the version up; says why.
+            LevelNotReached: this rank gave the version up; says why. UsageError: the plan is of another state.
         """
         if self._stock is not None:
             return self._stock.write_data(plan, planner)
         assert self._version is not None
+        if self._noted is not None and [items.bare(note) for note in plan.storage_data] != list(self._noted):
+            # Without what other ranks write too, the plan of the whole job looks the same, and DCP hands out the old ones.
+            raise UsageError(
+                "what this rank has is not what it had, and the planner gave it its old plan",
+                remedy="switch plan caching off for this save",
+            )
         self._notes = plan.storage_data
         if self.last is None or self.last.version != self._version:
             self.capture(plan.storage_data, planner, plan.planner_data, self._version)
