@@ -59,6 +59,7 @@ def test_contract(check: object, way: str, workshop: Workshop) -> None:
     check(door(way), workshop)  # type: ignore[operator]
 
 
+@pytest.mark.filterwarnings("ignore")  # what Megatron does when it is imported
 def test_only_the_iteration_and_the_layout_that_are_held_are_loaded(tmp_path: Path, runtime_dir: Path) -> None:
     """One rank, without training: all else is Megatron's own to load."""
     megatron = importlib.import_module("holdfast.adapters.megatron")

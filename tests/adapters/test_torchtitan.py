@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 from pathlib import Path
 
 import pytest
@@ -33,24 +34,30 @@ def test_the_contract_of_doors(check: Check, workshop: tuple[Door, Workshop]) ->
     check(*workshop)
 
 
+def steps(made: Workshop, number: int, *words: str) -> set[int]:
+    """Runs to that step; where the ranks began."""
+    way = Door(starter(WORKER, "--way", "fsdp", "--keep", "2", *words), environment=SOURCE)
+    return set(made.run(way, Task(made.directory("steps"), 2, number)).starts.values())
+
+
 def test_what_torchtitan_is_told_of_steps_keeps_its_meaning(tmp_path: Path) -> None:
-    """Every second step to storage, two of them kept; a step that is named; a newer checkpoint of TorchTitan's own counts."""
-
-    def run(steps: int, *words: str) -> set[int]:
-        way = Door(starter(WORKER, "--way", "fsdp", "--keep", "2", *words), environment=SOURCE)
-        return set(made.run(way, Task(root, 2, steps)).starts.values())
-
+    """Every second step to storage, two of them kept; a step that is named is gone on from, though it is not the newest."""
     with Workshop(tmp_path) as made:
-        root = made.directory("steps")
-        assert run(6, "--interval", "2") == {0}
-        stored = [version.step for version in open_storage(root / "holdfast", Events()).versions()]
-        assert stored == [3, 5]
-        made.forget_memory()
-        assert run(5, "--load-step", "4") == {4}
-        assert run(8, "--plain", "--interval", "8", "--load-step", "-1") == {0}, "TorchTitan sees no files of its own"
-        assert run(9) == {8}, "which is newer than step 5 of holdfast's"
+        assert steps(made, 6, "--interval", "2") == {0}
+        storage = open_storage(made.directory("steps") / "holdfast", Events())
+        assert [version.step for version in storage.versions()] == [3, 5]
+        assert steps(made, 5, "--load-step", "4") == {4}
 
 
+def test_a_checkpoint_of_torchtitans_own_counts_if_it_is_of_a_later_step(tmp_path: Path) -> None:
+    with Workshop(tmp_path) as made:
+        assert steps(made, 4, "--plain", "--interval", "2") == {0}
+        shutil.rmtree(made.directory("steps") / "step-4")
+        assert steps(made, 3) == {2}, "nothing of holdfast's yet"
+        assert steps(made, 4) == {3}, "holdfast has step 3, TorchTitan step 2"
+
+
+@pytest.mark.filterwarnings("ignore")  # what TorchTitan does when it is imported
 def test_what_would_not_go_on_where_training_was_is_refused() -> None:
     torchtitan = importlib.import_module("holdfast.adapters.torchtitan")
     with pytest.raises(UsageError, match="leaves out the optimizer"):

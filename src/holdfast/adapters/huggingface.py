@@ -132,6 +132,12 @@ class _Keeping:
             file.write(found[1])
         return self._place.name
 
+    def given(self, place: Any) -> Any:
+        """The trainer was told where to go on: there, in a new lineage."""
+        self.leave()
+        self._version = None
+        return place
+
     def owns(self, place: object) -> bool:
         """Whether this is the directory that `place` made."""
         return self._place is not None and place == self._place.name
@@ -149,7 +155,7 @@ class _Keeping:
         }
         self.checkpointer = Checkpointer(self._root, config=self._config, **objects)
         start = self.checkpointer.restore(self._version, fresh=self._version is None)
-        if start != trainer.state.global_step:
+        if self._version is not None and start != trainer.state.global_step:
             raise UsageError(f"the trainer is at step {trainer.state.global_step}, the version at {start}")
         self._random = ProcessRandomness().state_dict()
 
@@ -205,7 +211,8 @@ class _Kept:
     holdfast: _Keeping
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
-        place = self.holdfast.place() if resume_from_checkpoint is None else resume_from_checkpoint
+        kept = self.holdfast
+        place = kept.place() if resume_from_checkpoint is None else kept.given(resume_from_checkpoint)
         return super().train(place, *args, **options)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, place: Any, *args: Any, **options: Any) -> Any:
