@@ -247,7 +247,7 @@ SCENARIOS: dict[str, Callable[[], Made]] = {
 
 
 def refusals() -> Iterator[tuple[str, str]]:
-    """What placements cannot be saved, with the error."""
+    """What cannot be saved, with the error."""
     mesh, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     tensors = {
         "partial": DTensor.from_local(torch.ones(2), mesh, [Partial()]),
@@ -255,12 +255,16 @@ def refusals() -> Iterator[tuple[str, str]]:
             torch.ones(2), square, [_StridedShard(0, split_factor=2), Replicate()], shape=(4,), stride=(1,)
         ),
     }
-    for name, tensor in tensors.items():
-        try:
-            State({"thing": {name: tensor}}, rank=dist.get_rank(), world_size=WORLD).gather()
-            yield name, "nothing"
-        except HoldfastError as error:
-            yield name, f"{type(error).__name__}: {error}"
+    hidden = FullyShardedDataParallel(Net(), device_id=CPU, use_orig_params=False)
+    gathered = FullyShardedDataParallel(Net(), device_id=CPU, use_orig_params=True)
+    things: dict[str, Objects] = {name: {"thing": {name: tensor}} for name, tensor in tensors.items()}
+    with FullyShardedDataParallel.summon_full_params(gathered):
+        for name, objects in {**things, "hidden": {"model": hidden}, "gathered": {"model": gathered}}.items():
+            try:
+                State(objects, rank=dist.get_rank(), world_size=WORLD).gather()
+                yield name, "nothing"
+            except HoldfastError as error:
+                yield name, f"{type(error).__name__}: {error}"
 
 
 def boxes_hold_what_they_say(objects: Objects, state: State) -> int:

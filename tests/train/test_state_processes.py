@@ -189,3 +189,11 @@ def test_what_no_box_describes_is_refused(ranks: list[dict[str, Rank]]) -> None:
     assert refusals["partial"].startswith("UsageError: a DTensor placed as Partial")
     assert "thing.partial" in refusals["partial"]
     assert "are not neighbours" in refusals["gaps"]
+
+
+def test_parameters_that_fsdp_hides_or_has_gathered_are_refused_with_what_to_do(ranks: list[dict[str, Rank]]) -> None:
+    for refusals in (result["refusals"] for result in ranks):
+        assert refusals["hidden"].startswith("UsageError: FullyShardedDataParallel hides the parameters")
+        assert "use_orig_params=True" in refusals["hidden"]
+        assert refusals["gathered"].startswith("UsageError: the parameter has shape")
+        assert "save between two steps" in refusals["gathered"]
