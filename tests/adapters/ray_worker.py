@@ -124,8 +124,7 @@ def main() -> None:
     result = trainer.fit()
     if result.checkpoint is not None:
         pointer = json.loads((Path(result.checkpoint.path) / "holdfast.json").read_text())
-        at = Path(result.checkpoint.path).name
-        print("pointer", json.dumps({**pointer, "step": result.metrics["step"], "at": at}), flush=True)
+        print("pointer", json.dumps({**pointer, "step": result.metrics["step"]}), flush=True)
     ray.shutdown()
 
 
