@@ -39,7 +39,7 @@ def test_the_stuck_are_found_and_the_healthy_are_left_alone(every: float, ways: 
     stage.run("pass", {"seconds": str(30 * every)})
     slow = phase not in ("step", "data")
     for rank, way in enumerate(ways):
-        more = {} if way in ("waits", "steps", "stopped") else {"phase": phase}
+        more = {} if way in ("waits", "steps") else {"phase": phase}
         stage.run("ranks", {"who": str(rank), "way": way, **more})
     limit = max(2.8, 2.4 * every)
     found = verdicts(stage, limit + 1.0)

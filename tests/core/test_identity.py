@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from holdfast.core.identity import Claim, admit, stands
@@ -32,3 +34,4 @@ def test_who_was_replaced_holds_nothing() -> None:
     assert stands(None, OLD)
     assert stands(Claim("old", beat=9), OLD)
     assert not stands(NEW, OLD)
+    assert not stands(NEW, replace(OLD, beat=9)), "however long it was there"
