@@ -174,7 +174,7 @@ def test_a_run_brings_what_it_compiles_to_storage_before_it_ends(tmp_path: Path)
     environment = {n: v for n, v in os.environ.items() if n not in compile_cache.DIRECTORIES}
     environment["MS_COMPILER_CACHE_PATH"] = str(tmp_path / "other")
     command = [sys.executable, "-c", AT_ONCE.format(flags=flags)]
-    done = forked.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = forked.run(command, env=environment, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr[-2000:]
     assert not (tmp_path / "other").exists(), "flags win over the variables of another launcher"
     assert "MS_COMPILER_CACHE_PATH" in done.stderr, "a variable that has a meaning here is told"
