@@ -115,6 +115,8 @@ def test_a_box_tells_all_of_it_and_is_a_box() -> None:
                  "T3 load 0.75", "3.00 in all", "ranks 0, 2 from slot; rank 1 from twin", "replace: one process failed"):  # fmt: skip
         assert part in text
     assert "\x1b" not in text
+    assert "steps lost   0" in box(from_facts({**INCIDENT, "steps_lost": 0})), "that nothing was lost is told too"
+    assert "steps lost" not in box(from_facts({**INCIDENT, "steps_lost": None})), "nobody knows"
 
 
 @settings(max_examples=50, deadline=None)
