@@ -113,6 +113,25 @@ client.close()
     eventually(lambda: start_time(pid) is None)
 
 
+def test_a_second_keeper_of_a_node_leaves_it_to_the_first(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    place = rig.keeper(0)
+    first = rig.pid_of(place)
+    ready, theirs = os.pipe()
+    code = "import sys; from holdfast.node.process import main; sys.exit(main(sys.argv[1:]))"
+    options = ["--root", rig.root, "--run-id", "default", "--node", place.node, "--runtime-dir", str(place.runtime)]
+    second = subprocess.Popen([sys.executable, "-c", code, *options, "--ready-fd", str(theirs)], pass_fds=(theirs,))
+    os.close(theirs)
+    try:
+        with os.fdopen(ready) as said:
+            assert said.readline() == '{"pid": 0}\n'
+        assert second.wait(30) == 0
+    finally:
+        second.kill()
+        second.wait()
+    assert rig.pid_of(place) == first
+
+
 def test_a_stale_socket_and_lock_of_a_killed_keeper_are_taken_over(make_rig: MakeRig) -> None:
     rig = make_rig()
     place = rig.keeper(0)
@@ -222,6 +241,23 @@ def everything(sock: socket.socket) -> bytes:
     except ConnectionResetError:
         pass  # cut off with bytes of ours unread
     return seen
+
+
+def test_a_greeting_above_a_kilobyte_is_not_read(make_rig: MakeRig) -> None:
+    """It is a right one otherwise: who has not said who it is gets no more room than that."""
+    rig = make_rig()
+    place = rig.keeper(0)
+    for length, welcome in ((10, True), (1024, False)):
+        channel = wire.connect(place.address, timeout_s=1)
+        hello = messages.Hello(job=place.job, role=messages.VIEWER, job_id="x" * length)
+        channel.send(messages.encode(hello), timeout_s=1)
+        if welcome:
+            assert isinstance(messages.decode(channel.receive(timeout_s=5)[0]), messages.Welcome)
+        else:
+            with pytest.raises(KeeperLost):
+                channel.receive(timeout_s=5)
+        channel.close()
+    assert rig.status(0)["node"] == "n0"
 
 
 def test_garbage_after_the_greeting_ends_that_connection_only(make_rig: MakeRig) -> None:

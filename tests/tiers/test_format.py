@@ -237,6 +237,7 @@ HOSTILE: dict[str, bytes] = {
     "offsets beyond the file": rewritten(set_in("w", "data_offsets", [8, 1 << 62])),
     "offset of 400 bits": rewritten(set_in("w", "data_offsets", [8, 1 << 400])),
     "shape that is not the bytes": rewritten(set_in("w", "shape", [3])),
+    "more bytes than the shape needs": rewritten(set_in("w", "shape", [1])),
     "dtype that is not the bytes": rewritten(set_in("w", "dtype", "F64")),
     "negative shape": rewritten(set_in("w", "shape", [-2])),
     "shape whose product overflows": rewritten(set_in("w", "shape", [1 << 62] * 60)),

@@ -126,6 +126,14 @@ def test_files_of_another_version_or_job_are_not_taken(store: Storage, tmp_path:
     shutil.copy(root / str(V2) / other.bundles[0].file, root / str(V1) / manifest.bundles[0].file)
     with pytest.raises(CorruptError, match="differs from its seal"):
         verify(store, V1)
+    # A part of the same length, whole in itself, that another version was committed with.
+    part = root / str(V1) / "manifest-0.json"
+    before = part.read_bytes()
+    shutil.copy(root / str(V2) / "manifest-0.json", part)
+    assert len(part.read_bytes()) == len(before)
+    with pytest.raises(CorruptError, match="not the part that was committed"):
+        store.manifest(V1)
+    part.write_bytes(before)
     shutil.copytree(root / str(V2), root / str(Version(1, 30)))
     with pytest.raises(CorruptError, match=f"of version {V2}"):
         store.manifest(Version(1, 30))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -390,7 +392,9 @@ def test_cadence_and_close_make_the_last_step_durable(make: Make, tmp_path: Path
             handles[step] = handle
     assert sorted(handles) == [1, 3, 5]
     assert handles[3].wait(timeout_s=10) == holdfast.Level.DURABLE, "a wait waits for the level that was asked for"
+    assert not others_get_in(tmp_path / "job")
     checkpointer.close()
+    assert others_get_in(tmp_path / "job"), "the process lives, and does not work on the path any more"
     checkpointer.close()
     versions = sorted(path.parent.name for path in (tmp_path / "job").glob("i*/manifest.json"))
     assert versions == ["i000001-s0000000003", "i000001-s0000000006"], "step 6 was saved by close()"
@@ -413,6 +417,14 @@ def test_cadence_and_close_make_the_last_step_durable(make: Make, tmp_path: Path
     following.save(7, level="captured").wait()
     following.close()  # what was only captured becomes durable
     assert (tmp_path / "job" / "i000002-s0000000007" / "manifest.json").exists()
+
+
+def others_get_in(root: Path) -> bool:
+    """Whether another process could take the lock of the path."""
+    code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    return (
+        subprocess.run([sys.executable, "-c", code, str(root / "run.lock")], stderr=subprocess.DEVNULL).returncode == 0
+    )
 
 
 def test_an_exception_in_training_saves_nothing_and_the_last_version_stays(make: Make) -> None:

@@ -6,10 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from holdfast.core.model import Topology, Version
+from holdfast.core.recovery import Fetch, Source
+from holdfast.node.client import Located
+from holdfast.tiers import format as image_format
+from holdfast.train import restore
 from holdfast.train.agree import Ranks
 from holdfast.train.fetched import Fault
 from holdfast.train.restore import Restorer
 from ranks_kit import on_all
+from tiers.samples import random_image, ref_of, sample_bundle
 
 VERSION = Version(1, 3)
 CHOICE: Any = SimpleNamespace(version=VERSION)
@@ -51,3 +56,18 @@ def test_a_version_is_given_up_on_all_ranks_after_three_attempts() -> None:
         return worn_out
 
     assert on_all(3, work) == [[frozenset(), frozenset(), frozenset({VERSION})]] * 3
+
+
+def test_a_copy_that_is_whole_and_not_the_one_agreed_on_is_a_fault() -> None:
+    """The keeper would not hand it out (tests/node/test_nodes.py); whoever does, the rank looks for itself."""
+    made = [sample_bundle(), sample_bundle()]
+    images = [random_image(bundle, seed) for seed, bundle in enumerate(made)]
+    seals = [image_format.seal(bundle.bundle_id, image) for bundle, image in zip(made, images, strict=True)]
+    ref, faults = ref_of(made[0]), list[Fault]()
+    fetch = Fetch(ref, seals[0], Source.PEER, 2)
+    right, wrong = (
+        Located(ref, seal, memoryview(image), Source.PEER, 0.0) for seal, image in zip(seals, images, strict=True)
+    )
+    assert [source.located for source in restore._readable([fetch], [right], faults)] == [right]
+    assert list(restore._readable([fetch], [wrong], faults)) == []
+    assert faults == [Fault(ref.bundle_id, 2, "the copy is not the one that was agreed on")]
