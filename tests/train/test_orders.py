@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from math import inf
 from types import SimpleNamespace
 
 import pytest
@@ -81,15 +80,15 @@ def test_watching_a_step_costs_less_than_a_thousandth_of_it() -> None:
         for _ in range(6):
             watcher.waited(_nothing, [None])
 
-    best = inf
+    costs = []
     for _ in range(20):
         began = time.thread_time()
         for _ in range(20):
             step()
-        best = min(best, (time.thread_time() - began) / 20)
+        costs.append((time.thread_time() - began) / 20)
     watcher.detach()
     assert watcher.profile().num_steps == 400
-    assert best < 0.1e-3
+    assert min(costs[10:]) < 0.1e-3, "and it does not grow with what was seen"
 
 
 def _nothing(*_: object) -> None:
