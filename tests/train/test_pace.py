@@ -234,6 +234,7 @@ def test_the_track_of_a_rank_holds_its_steps_and_what_its_pipeline_saw(tmp_path:
         now = time.perf_counter()
         bubbles.copied(now, 0.001, inside=bool(step))
         recorder.step(step)
+        assert not bubbles.spans, "what is written is not kept"
     events.emit("saved", seconds=0.001)
     bubbles.copied(time.perf_counter(), 0.001, inside=True)
     recorder.close()
