@@ -112,6 +112,7 @@ def test_switched_off_a_trainer_and_an_engine_keep_what_they_have(tmp_path: Path
     assert type(given) is SimpleNamespace
     assert vars(given) == before
     assert deepspeed.checkpoint_engine(engine(has_moe_layers=True), tmp_path / "root") == "its own"
+    assert deepspeed.checkpoint_engine(engine(), tmp_path / "root", native=False) == "its own"
     assert not list(tmp_path.iterdir())
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from doors_kit import SOURCE, workshops
+from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
+from holdfast.core.model import Version
 from holdfast.testing.contracts.door import CHECKS, Check, Door, Task, Workshop
 from holdfast.tiers.storage import open_storage
 
@@ -74,3 +80,35 @@ def test_a_preemption_that_ray_announces_makes_the_next_step_durable(workshop: t
     assert noticed
     versions = open_storage(drained.root(made.directory("drained")), Events()).versions()
     assert min(noticed) in {version.step for version in versions}
+
+
+@pytest.mark.filterwarnings("ignore")  # what Ray does when it is imported
+def test_a_report_uploads_nothing_and_names_what_is_durable_on_rank_0_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a cluster: what Ray's own `report` is called with."""
+    train, door_of_ray = importlib.import_module("ray.train"), importlib.import_module("holdfast.adapters.ray")
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(train, "report", lambda metrics, **options: told.append({"metrics": metrics, **options}))
+    made = object.__new__(door_of_ray.RayCheckpointer)
+    made._place, made._files = str(tmp_path), importlib.import_module("pyarrow.fs").LocalFileSystem()
+    made._root, made._newest, made._told, made._lock = "/ckpts/run1", None, None, threading.Lock()
+
+    def report(rank: int) -> Any:
+        monkeypatch.setattr(train, "get_context", lambda: SimpleNamespace(get_world_rank=lambda: rank))
+        made._report({"loss": 0.5})
+        assert told[-1]["metrics"] == {"loss": 0.5}
+        assert told[-1]["checkpoint_upload_mode"] is train.CheckpointUploadMode.NO_UPLOAD
+        return told[-1]["checkpoint"]
+
+    assert report(0) is None
+    made._is_durable(Version(1, 3), None)
+    made._is_durable(Version(1, 5), LevelNotReached("it is not durable"))
+    made._is_durable(Version(1, 1), None)  # told late
+    pointer = report(0)
+    assert json.loads((Path(pointer.path) / "holdfast.json").read_text()) == {
+        "path": "/ckpts/run1",
+        "version": str(Version(1, 3)),
+    }
+    assert Path(pointer.path).parent == tmp_path
+    assert report(1) is None
