@@ -57,16 +57,18 @@ def test_from_the_end_of_an_epoch_the_next_one_is_that_of_an_undisturbed_run(tmp
 
 
 def test_a_path_that_fit_is_given_is_that_path_and_lightnings_own_saves_go_on(tmp_path: Path) -> None:
-    """holdfast has step 3 then; the new lineage is what the next run goes on with."""
+    """holdfast has step 3 then, and nothing of it is mixed in; the new lineage is what the next run goes on with."""
     own = tmp_path / "own"
     saving = Door(starter(WORKER, "--way", "ddp", "--own", str(own)))
     told = Door(starter(WORKER, "--way", "ddp", "--resume", str(own / "step=2.ckpt")))
     with Workshop(tmp_path) as made:
         root = made.directory("both")
-        made.run(saving, Task(root, 2, 4))
-        assert {path.name for path in own.iterdir()} == {"step=2.ckpt", "step=4.ckpt"}
+        first = made.run(saving, Task(root, 2, 2))
+        assert {path.name for path in own.iterdir()} == {"step=2.ckpt"}
+        assert set(made.run(DOORS["ddp"], Task(root, 2, 4)).starts.values()) == {2}
         again = made.run(told, Task(root, 2, 5))
         assert sorted(again.steps) == [(rank, step) for rank in (0, 1) for step in (2, 3, 4)]
+        assert again.wholes[2] == first.wholes[2]
         last = made.run(DOORS["ddp"], Task(root, 2, 6))
         assert set(last.starts.values()) == {5}
 
