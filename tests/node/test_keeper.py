@@ -377,6 +377,18 @@ def test_too_little_memory_is_refused_with_numbers(make_rig: MakeRig) -> None:
     assert rig.status(0)["memory"]["used_bytes"] < 16 << 20
 
 
+def test_what_one_rank_took_is_not_there_for_the_next(make_rig: MakeRig) -> None:
+    rig = make_rig(per_node=2, memory_budget="16MiB")
+    first, second = rig.start()
+    first.client.prepare(6 << 20, 2)
+
+    with pytest.raises(MemoryRefused, match=r"of 16777216 allowed, 1\d{7} are used here"):
+        second.client.prepare(6 << 20, 2)
+
+    assert 12 << 20 < rig.status(0)["memory"]["used_bytes"] < 16 << 20
+    reached([first, second], save_all([first, second], 1), Level.CAPTURED)
+
+
 def test_growth_takes_new_slots_and_keeps_the_newest_version_until_it_is_replaced(make_rig: MakeRig) -> None:
     rig = make_rig()
     (trainer,) = rig.start()

@@ -231,6 +231,7 @@ HOSTILE: dict[str, bytes] = {
     "no sharding note": rewritten(lambda h: h["__metadata__"].pop("DCP_SHARDING_INFO")),
     "sharding note of other names": rewritten(set_in("__metadata__", "DCP_SHARDING_INFO", '{"v":{"saved_offsets":[0]}}')),
     "overlap": rewritten(set_in("w", "data_offsets", [4, 12])),
+    "overlap up to the end": rewritten(set_in("w", "data_offsets", [4, 12]), payload=12),
     "gap": rewritten(set_in("w", "data_offsets", [12, 20])),
     "negative offset": rewritten(set_in("v", "data_offsets", [-8, 0])),
     "reversed offsets": rewritten(set_in("v", "data_offsets", [8, 0])),
