@@ -25,6 +25,7 @@ def test_report_of_a_run_id_a_directory_and_the_newest(holdfast: Run, runtime_di
     document = json.loads(answer.stdout)
     assert answer.returncode == 1  # an incident, and no good end
     assert document["seconds"]["detection"] == 0.5
+    assert [(row["total_s"], row["seconds"]) for row in document["incidents"]] == [(1.0, {"T1": 1.0})]
     assert abs(sum(document["seconds"].values()) - document["wall_s"]) < 0.01
     journal.write_text(journal.read_text() + "\n" + json.dumps({"event": "end", "t": 113.0, "code": 0}) + "\n")
     answer = holdfast("report", str(journal))

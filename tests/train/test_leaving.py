@@ -33,18 +33,19 @@ class Peer:
         self.door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         self.port: int = self.door.getsockname()[1]
 
-    def dial(self) -> None:
-        self._stack.enter_context(socket.create_connection(("127.0.0.1", self.port)))
+    def dial(self) -> socket.socket:
+        """Our end."""
+        return self._stack.enter_context(socket.create_connection(("127.0.0.1", self.port), timeout=20))
 
     def accept(self) -> socket.socket:
         """Its end of the next connection."""
         link = self.door.accept()[0]
-        link.settimeout(60)
+        link.settimeout(20)
         return self._stack.enter_context(link)
 
 
-def is_open(link: socket.socket) -> bool:
-    """Whether nobody has ended the connection."""
+def waits(link: socket.socket) -> bool:
+    """Whether who reads from it would wait: nobody has ended it."""
     return not select.select([link], [], [], 0)[0]
 
 
@@ -52,30 +53,30 @@ def test_what_was_opened_while_a_group_was_made_is_cut_and_nothing_else(
     open_sockets: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, storage, rank, own = (Peer(open_sockets) for _ in range(4))
-    storage.dial()
+    made: list[socket.socket] = []
+    others = [storage.dial()]
 
     def make() -> None:  # as torch makes a group: a port of its own, the store, its peers
         own.door = open_sockets.enter_context(socket.create_server(("127.0.0.1", 0)))
         own.port = own.door.getsockname()[1]
-        store.dial()
-        rank.dial()
+        others.append(store.dial())
+        made.append(rank.dial())
 
     monkeypatch.setattr(c10d, "_new_process_group_helper", make)
     sockets = leaving.GroupSockets()
     sockets.install()
     c10d._new_process_group_helper()
-    storage.dial()
-    others = [storage.accept(), storage.accept(), store.accept()]
-    of_rank = rank.accept()
+    others.append(storage.dial())
+    assert all(map(waits, [*others, *made]))
     sockets.cut(store.port)
-    assert of_rank.recv(1) == b"", "the peer waits on"
-    assert all(map(is_open, others)), "not a connection between ranks"
+    assert made[0].recv(1) == b"", "who waits for the peer waits on"
+    assert all(map(waits, others)), "not a connection between ranks"
     own.dial()
     own.accept()
     sockets.forget()
-    rank.dial()
+    again = rank.dial()
     assert sockets.cut(store.port) == 0, "the groups are gone"
-    assert is_open(rank.accept())
+    assert waits(again)
 
 
 # Talks to a rank and to the store, and says at the end what became of both. It never asks its Python for anything else.
@@ -95,13 +96,12 @@ def test_a_process_that_cannot_help_itself_is_cut_from_outside(open_sockets: Exi
     rank, store = Peer(open_sockets), Peer(open_sockets)
     with subprocess.Popen([sys.executable, "-IS", "-c", WORKER, str(rank.port), str(store.port)]) as worker:
         try:
-            of_rank, of_store = rank.accept(), store.accept()
+            _, of_store = rank.accept(), store.accept()
             assert of_store.recv(16)
             pidfd = os.pidfd_open(worker.pid)
             num_cut = outside.cut(worker.pid, pidfd, spared_ports=(store.port,))
             os.close(pidfd)
             assert num_cut == 1
-            assert of_rank.recv(1) == b""
             assert of_store.recv(16) == b"left", "it waits on, or lost its store or its own port"
         finally:
             worker.kill()

@@ -139,6 +139,15 @@ def test_state_that_was_put_elsewhere_is_not_live(page: Page) -> None:
     assert "other tensors" in remains.remains.why
 
 
+def test_while_a_restore_writes_nothing_is_live(page: Page) -> None:
+    job = Job()
+    job.step()
+    job.survivor.note(version(0))
+    job.survivor.moved()
+    assert job.left() is None
+    assert remains.remains.late == {}
+
+
 def test_without_a_launcher_nothing_is_noted_and_nothing_kept() -> None:
     job = Job()
     job.step()

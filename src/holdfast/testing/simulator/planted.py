@@ -114,6 +114,10 @@ def _never_quiet(_: Any) -> Any:
     return lambda *_args: False
 
 
+def _always_quiet(_: Any) -> Any:
+    return lambda *_args: True
+
+
 def _heartbeats_believed(original: Any) -> Any:
     def judge_nodes(self: Any, now_s: float, nodes: Any) -> Any:
         found = original(self, now_s, nodes)
@@ -158,6 +162,7 @@ BUGS: dict[str, Bug] = {
     "window-not-seen": Bug(Memory, "offer", _window_not_seen, ("S12",)),
     "retention-keeps-one": Bug(persisting, "to_retire", _retention_keeps_one, ("S11",)),
     "waiters-condemned": Bug(Watch, "_stands", _waiters_condemned, ("V4",)),
+    "always-quiet": Bug(Watch, "_is_quiet", _always_quiet, ("V4",)),
     "never-quiet": Bug(Watch, "_is_quiet", _never_quiet, ("V4",)),
     "progress-forgotten": Bug(Ladder, "progressed", lambda _: lambda _self: None, ("V4",)),
     "older-never-tried": Bug(ladder, "_same_place", _never_the_same_place, ("V2",)),
