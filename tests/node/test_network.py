@@ -265,6 +265,9 @@ def test_the_role_is_the_one_in_the_certificate(remote_rig: MakeRig) -> None:
         with pytest.raises(KeeperError, match="the greeting of a keeper"):
             with caller_to(address, keeper_hello(rig), proof(rig, role=role)):
                 pass
+    with pytest.raises(KeeperError, match="the greeting of a operator"):
+        with caller_to(address, keeper_hello(rig, role=messages.OPERATOR), proof(rig, role=messages.VIEWER)):
+            pass
     with pytest.raises(KeeperError, match="own node"):
         with caller_to(address, keeper_hello(rig, role=messages.RANK, rank=0), proof(rig, role=messages.RANK)):
             pass
@@ -408,6 +411,7 @@ def test_a_flood_of_strangers_delays_nobody_who_is_proved(remote_rig: MakeRig) -
         finally:
             for sock in crowd:
                 sock.close()
+    assert "turned away" not in rig.keeper(0).log.read_text(), "the oldest of the strangers gives up its place"
 
 
 def test_two_thousand_late_reports_of_a_dead_incarnation_have_no_effect(remote_rig: MakeRig) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.pipelining import schedules
 
 from holdfast.base.events import Events
 from holdfast.core.bubbles import UNLIKE_STEPS
+from holdfast.core.pipeline import Kind
 from holdfast.tools.trace import read
 from holdfast.train import orders
 from holdfast.train.agree import Alone
@@ -25,13 +26,13 @@ from holdfast.train.pipeline import Bubbles
 from holdfast.train.recorder import Recorder
 
 
-def nothing(*_: object) -> None:
+def nothing(*_: object, **__: object) -> None:
     pass
 
 
 def watched() -> Bubbles:
     """The first of two ranks of a pipeline whose stages compute nothing."""
-    inner = {"forward_one_chunk": nothing, "backward_one_chunk": nothing}
+    inner = dict.fromkeys(("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"), nothing)
     stage = SimpleNamespace(**{**vars(orders._stage(0, 2, 1)), **inner})
     watcher = Bubbles(schedules.Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss), Events())
     watcher.attach()
@@ -54,6 +55,17 @@ def learn(bubbles: Bubbles, *waits: float) -> None:
 
 
 # --- the schedule
+
+
+def test_gradients_of_inputs_and_of_weights_are_told_apart(bubbles: Bubbles) -> None:
+    stage = bubbles._stages[0]
+    bubbles._begin_step()
+    stage.forward_one_chunk(2)
+    stage.backward_one_chunk(2, full_backward=False)
+    stage.backward_one_chunk(3, full_backward=True)
+    stage.backward_weight_one_chunk(2)
+    assert [seen.what for seen in bubbles.spans] == ["0F2", "0I2", "0B3", "0W2"]
+    assert set(bubbles.profile().costs) == {(0, kind) for kind in Kind}
 
 
 def test_what_fits_into_no_wait_is_copied_at_once_and_counted(bubbles: Bubbles) -> None:
