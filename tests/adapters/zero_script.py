@@ -40,7 +40,7 @@ model = DistributedDataParallel(
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
 torch.manual_seed(100 + rank)
-total, history = 0.0, []
+total, history = 0.0, [1.0]
 
 for step in range(options.steps):
     if not hasattr(say, "told"):  # of this process, unlike everything that is restored
