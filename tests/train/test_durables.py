@@ -109,7 +109,10 @@ def test_what_does_not_become_durable_is_said_by_flush_and_by_the_callback(make:
     checkpointer.restore()
     (tmp_path / "job" / ".tmp").rename(tmp_path / "elsewhere")
     (tmp_path / "job" / ".tmp").write_text("in the way")
-    checkpointer.save(0, "durable")
+    handle = checkpointer.save(0, "durable")
+    assert handle.wait("captured", DEADLINE_S) == Level.CAPTURED
+    with pytest.raises(LevelNotReached, match="captured, not durable"):
+        handle.wait(timeout_s=0.2)  # for the level that was asked for
 
     with pytest.raises(LevelNotReached, match="i000001-s0000000000 is not durable"):
         checkpointer.flush(DEADLINE_S)
