@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,30 @@ def test_verify_names_the_damaged_file_and_its_bytes(holdfast: Run, checkpoint: 
 def test_verify_of_one_good_version_ignores_another_damaged_one(holdfast: Run, checkpoint: Path) -> None:
     flip_one_byte(bundle_files(checkpoint, NEWEST)[0], 5000)
     assert holdfast("verify", checkpoint, "i000001-s0000000010").returncode == 0
+
+
+def test_digests_are_listed_as_other_tools_check_them(holdfast: Run, checkpoint: Path, tmp_path: Path) -> None:
+    """By coreutils, in a copy: all files of the good versions and no other; a changed byte is found."""
+    damaged = bundle_files(checkpoint, NEWEST)[0]
+    flip_one_byte(damaged, 5000)
+    lists = tmp_path / "all.sha256"
+    assert holdfast("verify", checkpoint, "--sha256", lists).returncode == 1
+    good = "i000001-s0000000010"
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint / good, copy / good)
+    names = {line.split("  ")[1] for line in lists.read_text().splitlines()}
+    assert names == {f"{good}/{file.name}" for file in (copy / good).iterdir()}
+
+    def check() -> int:
+        return subprocess.run(["sha256sum", "--check", "--quiet", lists], cwd=copy, capture_output=True).returncode
+
+    assert check() == 0
+    flip_one_byte(bundle_files(copy, good)[0], 5000)
+    assert check() == 1
+    answer = holdfast("verify", checkpoint, good, "--sha256", tmp_path / "nowhere" / "list")
+    assert answer.returncode == 2
+    assert "cannot be written" in answer.stderr
+    assert "remedy" in answer.stderr
 
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify"])

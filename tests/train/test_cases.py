@@ -91,3 +91,24 @@ def test_of_workers_that_tell_no_steps_running_for_a_while_is_progress() -> None
     assert [mended(cases, float(n), 0) for n in range(3)] == [Rung.REPLACE, Rung.REPLACE, Rung.RESTART_ALL]
     cases.look(3.0 + PROGRESS_S, {1: page(0)}, all_run=True)
     assert mended(cases, 9.0, 0) is Rung.REPLACE
+
+
+def test_a_recovery_that_the_end_of_the_job_cuts_short_is_told_as_far_as_it_came() -> None:
+    cases = Cases(Limits())
+    cases.judge(died(), 100.0, [page(9), page(9)], {"ranks": [1]})
+    cases.ordered(101.0, [0])
+    cases.restored(1, {"step": 8, "source": "its own slot"})
+    assert cases.look(103.0, {0: page(9), 1: page(9)}, all_run=True) is None, "no step was made since"
+    told = cases.ended(104.5)
+    assert told is not None
+    assert told["seconds"] == {"T1": 1.0, "T2": 2.0, "T3": 1.5}
+    assert (told["first_error"], told["came_back"]) == ("rank 1 died", {"1": "its own slot"})
+    assert cases.ended(105.0) is None, "it is told once"
+
+
+def test_a_failure_that_stops_the_job_is_told() -> None:
+    cases = Cases(Limits(failures=0))
+    assert cases.judge(died(), 100.0, [page(9)], {"ranks": [1]}).rung is Rung.STOP
+    told = cases.ended(100.0)
+    assert told is not None
+    assert (told["action"], told["seconds"]) == (Rung.STOP.value, {"T1": 0.0})

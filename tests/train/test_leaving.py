@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from holdfast.train import leaving, outside
+from holdfast.train import leaving, outside, runner
 
 
 @pytest.fixture
@@ -129,3 +129,14 @@ def test_groups_of_devices_are_aborted_all_together_and_others_are_not(monkeypat
     assert not groups[1].aborted.is_set()
     for group in groups:
         group.may_end.set()
+
+
+def test_an_error_of_broken_groups_is_known_by_its_type_or_its_words_also_as_a_cause() -> None:
+    assert runner.looks_broken(torch.distributed.DistBackendError("NCCL is not named here")) is True
+    assert runner.looks_broken(torch.distributed.DistStoreError("wait timeout")) is True
+    assert runner.looks_broken(RuntimeError("[../gloo/transport/tcp/pair.cc:544] Connection closed by peer")) is True
+    assert runner.looks_broken(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is False
+    assert runner.looks_broken(ValueError("socket")) is False, "the script's own"
+    follows = ValueError("no batch")
+    follows.__cause__ = torch.distributed.DistNetworkError("no route")
+    assert runner.looks_broken(follows) is True

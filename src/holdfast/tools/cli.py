@@ -7,6 +7,7 @@ once. The list of options is frozen by a test: a new one needs a reason there.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -164,14 +165,22 @@ def inspect(root: Root, version: VersionName = None, json: Json = False) -> None
 
 
 @app.command()
-def verify(root: Root, version: VersionName = None, json: Json = False) -> None:
+def verify(
+    root: Root,
+    version: VersionName = None,
+    sha256: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a list of the good files' SHA-256, for other tools.")
+    ] = None,
+    json: Json = False,
+) -> None:
     """Read every file of a version (of all, by default) and prove its bytes; names the damaged file and bytes.
 
     \b
     holdfast verify /ckpts/run1 && echo all good
+    holdfast verify /ckpts/run1 --sha256 run1.sha256    # then, in a copy: sha256sum --check run1.sha256
     """
     with errors_shown(as_json=json):
-        raise typer.Exit(look.verify_versions(root, version, as_json=json))
+        raise typer.Exit(look.verify_versions(root, version, as_json=json, sha256=sha256))
 
 
 @app.command()

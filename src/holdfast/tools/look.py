@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from holdfast.base.errors import CorruptError, HoldfastError, InUse, StorageError, UsageError, VersionNotFound
@@ -18,7 +19,8 @@ from holdfast.tiers import values
 from holdfast.tiers.format import Entry
 from holdfast.tiers.manifest import BundleFile, Manifest
 from holdfast.tiers.storage import Storage, open_storage
-from holdfast.tools import output
+from holdfast.tiers.urls import open_backend
+from holdfast.tools import output, sums
 
 MAX_VALUE_CHARS = 100
 
@@ -167,13 +169,16 @@ def choose(storage: Storage, text: str | None) -> Version:
     return found[-1]
 
 
-def verify_versions(root: str, version: str | None, *, as_json: bool) -> int:
-    """`holdfast verify`; the exit code."""
+def verify_versions(root: str, version: str | None, *, as_json: bool, sha256: Path | None = None) -> int:
+    """`holdfast verify`; the exit code. `sha256`: where the digests of the good versions' files go."""
     storage = open_storage(root, Events())
     storage.job_id()
     chosen = storage.versions() if version is None else [choose(storage, version)]
     results = [_verify(storage, one) for one in chosen]
     healthy = not any(problems for _, _, problems in results)
+    if sha256 is not None:
+        good = [(one, manifest) for one, manifest, problems in results if manifest is not None and not problems]
+        sums.write(open_backend(root), good, sha256)
     if as_json:
         output.print_json({"root": storage.where, "healthy": healthy, "versions": [_verdict(*r) for r in results]})
     else:

@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.utils.api import macros
 from torch.distributed.launcher.api import LaunchConfig
 
-from holdfast.core.faults import Verdict
+from holdfast.core.faults import Exit, Verdict, first_failure
 from holdfast.core.ladder import Answer, Failure, Fault, Rung
 from holdfast.train import assignment, leaving, page
 from holdfast.train.cases import Cases, step_of
@@ -206,7 +206,9 @@ class Agent(MeetingAgent):
         dead = [seat for seat in self._seats() if self._died(seat)]
         if not dead:
             return None
-        first = dead[0]
+        ends = [(seat.local_rank, Exit(seat.proc.returncode or 0, report=seat.error)) for seat in dead]
+        first = self._workers.seats[first_failure(ends)]
+        dead.sort(key=lambda seat: seat is not first)
         readings = self._readings()
         step = step_of(page.read(first.page))
         for seat in dead:
@@ -313,6 +315,7 @@ class Agent(MeetingAgent):
             self._all_anew, self._remaining_restarts = True, max(1, self._remaining_restarts)
             return RunResult(state=WorkerState.FAILED)
         logger.error("the job stops: %s", over.reason)
+        self._tell(self._cases.ended(time.monotonic()))
         if self._round is not None:
             self._round.leave()
         for seat in self._seats():
@@ -383,9 +386,11 @@ class Agent(MeetingAgent):
     def _note_progress(self, now: float) -> None:
         all_run = all(seat.doing in (Doing.RUNS, Doing.FINISHED) for seat in self._seats())
         ranks = [worker.global_rank for worker in self._worker_group.workers]
-        told = self._cases.look(now, dict(zip(ranks, self._readings(), strict=False)), all_run=all_run)
-        if told is not None and self._watch is not None:
-            self._watch.incident(told)
+        self._tell(self._cases.look(now, dict(zip(ranks, self._readings(), strict=False)), all_run=all_run))
+
+    def _tell(self, incident: dict[str, Any] | None) -> None:
+        if incident is not None and self._watch is not None:
+            self._watch.incident(incident)
 
     def _all_finished(self) -> bool:
         assert self._round is not None
@@ -396,6 +401,7 @@ class Agent(MeetingAgent):
 
     def _succeeded(self) -> RunResult:
         assert self._workers is not None
+        self._tell(self._cases.ended(time.monotonic()))
         self._workers.dismiss_spares()
         for seat in self._seats():
             seat.line.send("end")

@@ -125,10 +125,27 @@ class Cases:
         if beats:
             compiled = max(reading.spent_s[Phase.COMPILE] for reading in readings.values())
             parts |= {"T3": now - case.running_s - compiled} | ({"T4": compiled} if compiled else {})
-        facts = {**case.facts, **_back(case)}
-        if facts.get("steps_lost"):
-            parts["T0"] = facts["steps_lost"] * case.step_s
-        return {**facts, "seconds": {name: round(max(0.0, value), 3) for name, value in sorted(parts.items())}}
+        return _told(case, parts)
+
+    def ended(self, now: float) -> dict[str, Any] | None:
+        """The job ends: the facts of a recovery that has not come to its first step, as far as it came."""
+        case, self._case = self._case, None
+        if case is None:
+            return None
+        parts = {"T1": (case.ordered_s or now) - case.found_s}
+        if case.ordered_s:
+            parts["T2"] = (case.running_s or now) - case.ordered_s
+        if case.running_s:
+            parts["T3"] = now - case.running_s
+        return _told(case, parts)
+
+
+def _told(case: _Case, parts: dict[str, float]) -> dict[str, Any]:
+    """The record of one case; `parts`: seconds by phase."""
+    facts = {**case.facts, **_back(case)}
+    if facts.get("steps_lost"):
+        parts["T0"] = facts["steps_lost"] * case.step_s
+    return {**facts, "seconds": {name: round(max(0.0, value), 3) for name, value in sorted(parts.items())}}
 
 
 def _began(case: _Case, rank: int) -> int:

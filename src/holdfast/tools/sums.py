@@ -1,0 +1,51 @@
+"""SHA-256 of a version's files as other tools check them: `holdfast verify ROOT --sha256 FILE`.
+
+One line per file, digest, two spaces, `<version>/<file>`: what `sha256sum --check` of coreutils reads, in the checkpoint
+directory or in a copy of it. Of an encrypted file it is the digest of what is stored. No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from holdfast.base.errors import UsageError
+from holdfast.core.model import Version
+from holdfast.tiers.backend import Backend
+from holdfast.tiers.format import CHUNK_BYTES
+from holdfast.tiers.manifest import ROOT_NAME, Manifest
+from holdfast.tools import output
+
+
+def write(backend: Backend, versions: Iterable[tuple[Version, Manifest]], target: Path) -> None:
+    """A list of all files of these versions, whole or not at all.
+
+    Raises:
+        UsageError: `target` cannot be written. StorageError, VersionNotFound: a file cannot be read.
+    """
+    lines = [f"{_digest(backend, name)}  {name}\n" for one, manifest in versions for name in _files(one, manifest)]
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    try:
+        unfinished.write_text("".join(lines), encoding="ascii")
+        unfinished.replace(target)
+    except OSError as error:
+        remedy = "name a file in a directory that may be written"
+        raise UsageError(f"the list cannot be written: {error.strerror}", where=str(target), remedy=remedy) from error
+
+
+def _files(version: Version, manifest: Manifest) -> list[str]:
+    return [f"{version}/{name}" for name in sorted({ROOT_NAME, *manifest.parts, *(b.file for b in manifest.bundles)})]
+
+
+def _digest(backend: Backend, name: str) -> str:
+    directory, _, leaf = name.partition("/")
+    progress = output.Progress(f"digesting {name}", dict(backend.listing(directory)).get(leaf, 0))
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    digest, at = hashlib.sha256(), 0
+    while count := backend.read_into(name, buffer, offset=at):
+        digest.update(buffer[:count])
+        progress.add(count)
+        at += count
+    progress.close()
+    return digest.hexdigest()
