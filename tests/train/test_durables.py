@@ -23,7 +23,9 @@ from holdfast.base.events import Events
 from holdfast.core.model import Level, Version
 from holdfast.tiers.storage import open_storage
 from holdfast.tools import look
+from holdfast.train import alive
 from holdfast.train.durables import Durables
+from holdfast.train.restore import Restorer
 from node.rig import eventually, start_hurtable
 from train.test_checkpointer import Make, Trainee, kill_keeper, leave, make, wait_gone  # noqa: F401 - the fixture
 
@@ -322,3 +324,28 @@ def failing(real: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def files_of(directory: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_an_older_version_is_taken_once_and_no_live_state_instead_of_it(
+    make: Make,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the launcher wishes for when the newest version leads to the same failure again and again."""
+    live: list[bool] = []
+    run = Restorer.run
+
+    def noted(self: Restorer, *args: Any, **kwargs: Any) -> Any:
+        live.append(kwargs["live"])
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(Restorer, "run", noted)
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    for step in range(2):
+        trainee.train()
+        checkpointer.save(step, "captured").wait(timeout_s=DEADLINE_S)
+    monkeypatch.setattr(alive.wish, "older", True)
+    assert checkpointer.restore() == 1, "the version of step 0, so the loop goes on with step 1"
+    assert checkpointer.restore() == 1, "and from there on the newest of what is left"
+    assert live == [True, False, True]
