@@ -58,8 +58,11 @@ def test_a_quarter_by_default_and_the_setting_otherwise() -> None:
 def test_reservations_add_up_and_come_back(tmp_path: Path) -> None:
     budget = Budget(tmp_path / "m", "10MiB")
     budget.reserve(6 * MIB, "slots")
-    with pytest.raises(MemoryRefused, match=f"slots needs {5 * MIB} bytes; of {10 * MIB} allowed, {6 * MIB} are used"):
+    with pytest.raises(
+        MemoryRefused, match=f"slots needs {5 * MIB} bytes; of {10 * MIB} allowed, {6 * MIB} are used"
+    ) as refused:
         budget.reserve(5 * MIB, "slots")
+    assert refused.value.remedy == f"set HOLDFAST_MEMORY_BUDGET to {11 * MIB} bytes or more"
     budget.release(3 * MIB)
     budget.reserve(5 * MIB, "slots")
     budget.close()
