@@ -223,16 +223,6 @@ def test_garbage_is_cut_off_without_harm(make_rig: MakeRig, garbage: bytes) -> N
     assert rig.status(0)["node"] == "n0"
 
 
-def test_a_greeting_of_more_than_a_kilobyte_is_not_read(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    place = rig.keeper(0)
-    for size, is_welcome in ((600, True), (1200, False)):
-        body = messages.encode(messages.Hello(job=place.job, role=messages.VIEWER, job_id="x" * size))
-        with raw(place) as sock:
-            sock.sendall(struct.pack(">I", len(body)) + body)
-            assert (b"welcome" in sock.recv(4096)) is is_welcome
-
-
 def everything(sock: socket.socket) -> bytes:
     seen = b""
     try:
