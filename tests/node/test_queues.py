@@ -11,6 +11,7 @@ import pytest
 from holdfast.base.errors import CorruptError, LevelNotReached, StorageFull
 from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Level, Version
+from holdfast.core.slots import Knowledge, SlotState, SlotView, choose_slot
 from holdfast.core.takeover import Order
 from holdfast.node import persist, replicate
 from holdfast.node.client import KeeperClient, VersionLevel
@@ -154,3 +155,19 @@ def test_a_newer_version_takes_the_place_of_one_that_failed() -> None:
     assert again.due() == (newer,)
     for _ in range(9):
         assert not again.failed(newer, CorruptError("it is not held here any more")), "storage is not to blame"
+
+
+@pytest.mark.parametrize("replicated_first", [True, False])
+def test_the_replica_of_the_newest_replicated_version_is_not_written_over(replicated_first: bool) -> None:
+    """A newer one that is whole on this node alone must not take its place: others may lack theirs."""
+    safe, newer = Version(1, 4), Version(1, 5)
+    views = [SlotView(0, SlotState.SEALED, safe), SlotView(1, SlotState.SEALED, newer)]
+    if not replicated_first:
+        views = [SlotView(0, SlotState.SEALED, newer), SlotView(1, SlotState.SEALED, safe)]
+    ledger = SimpleNamespace(newest={Level.REPLICATED: safe}.get, knowledge=Knowledge())
+    replicator = SimpleNamespace(
+        _state=SimpleNamespace(need_ledger=lambda: ledger, resumed=None), _counted=lambda _: False
+    )
+    chosen = choose_slot(views, Replicator._protection(replicator, views)).value
+    assert chosen is not None
+    assert views[chosen].version == newer
