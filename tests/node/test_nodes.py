@@ -19,7 +19,7 @@ from holdfast.core.lineage import Lineage
 from holdfast.core.model import Level, Version
 from holdfast.core.recovery import Facts, Fetch, Source, Stored, choose_version, fetches
 from holdfast.core.slots import SlotState
-from holdfast.node import messages
+from holdfast.node import messages, peers
 from holdfast.node.arena import Arena
 from holdfast.node.client import Inventory, KeeperClient
 from holdfast.node.rpc import Caller, dial
@@ -340,6 +340,18 @@ def test_inventory_names_the_nodes_that_do_not_answer(make_rig: MakeRig) -> None
 
     assert inventory.reachable == (0, 1)
     assert [node for node, _ in inventory.silent] == [2]
+
+
+def test_what_another_keeper_holds_suspects_and_says_counts_in_a_restore() -> None:
+    """One that did not answer is named; a level counts as high as anybody knows it."""
+    first, second = Version(1, 1), Version(1, 2)
+    own = Inventory((), (), (), ((first, Level.CAPTURED),), (0,))
+    other = Inventory((), ((second, ()),), ((second, "twins differ"),), ((first, Level.REPLICATED),), (1,))
+    merged = peers._merge(own, {1: other, 2: "no answer"})
+    assert dict(merged.suspects) == {second: "twins differ"}
+    assert dict(merged.tables) == {second: ()}
+    assert dict(merged.levels) == {first: Level.REPLICATED}
+    assert (sorted(merged.reachable), merged.silent) == ([0, 1], ((2, "no answer"),))
 
 
 def test_twins_that_differ_are_reported_and_the_version_is_suspect(make_rig: MakeRig) -> None:
