@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -17,6 +17,7 @@ from holdfast.core.model import (
     Bundle,
     BundleRef,
     Extent,
+    Piece,
     RankLayout,
     Seal,
     Shard,
@@ -398,3 +399,19 @@ def test_retention_never_removes_what_must_stay(
         assert all((version.step + 1) % keep_every for version in gone)
     left = [version for version in durable if version not in gone]
     assert retention.to_retire(left, **kept, protected=pinned, lineage=lineage) == ()
+
+
+def test_a_fingerprint_tells_everything_apart_that_a_tensor_is() -> None:
+    """But not its content: two layouts of one fingerprint are read into each other without a look."""
+    shard = Shard("w", "F32", (4, 8), Extent((0, 0), (2, 8)), (0,))
+    others = [
+        replace(shard, name="v"),
+        replace(shard, dtype="BF16"),
+        replace(shard, global_shape=(8, 8)),
+        replace(shard, extent=Extent((2, 0), (2, 8))),
+        replace(shard, extent=Extent((0, 0), (2, 4))),
+    ]
+    made = [Bundle("b", (0,), 0, 1, (Piece(one, 0, 2),), has_values=False) for one in (shard, *others, replace(shard))]
+    told = [bundles.fingerprint(one) for one in made]
+    assert len(set(told)) == len(others) + 1
+    assert told[-1] == told[0]
