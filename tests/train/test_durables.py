@@ -349,3 +349,17 @@ def test_an_older_version_is_taken_once_and_no_live_state_instead_of_it(
     assert checkpointer.restore() == 1, "the version of step 0, so the loop goes on with step 1"
     assert checkpointer.restore() == 1, "and from there on the newest of what is left"
     assert live == [True, False, True]
+
+
+def test_memory_for_what_the_first_step_will_make_is_taken_before_it(make: Make) -> None:  # noqa: F811
+    """Moments do not exist yet at the restore; too little memory for them is no surprise of the first save."""
+    trainee = Trainee(width=1 << 16)
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    saver = checkpointer._run.saver
+    before = saver._reserved
+    trainee.train()
+    checkpointer.save(0).wait("captured", timeout_s=DEADLINE_S)
+    assert saver._reserved == before
+    parameters = sum(p.nbytes for p in trainee.model.parameters())
+    assert before > 2 * parameters, "moments count"
