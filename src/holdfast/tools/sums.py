@@ -7,7 +7,7 @@ directory or in a copy of it. Of an encrypted file it is the digest of what is s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from holdfast.base.errors import UsageError
@@ -24,7 +24,7 @@ def write(backend: Backend, versions: Iterable[tuple[Version, Manifest]], target
     Raises:
         UsageError: `target` cannot be written. StorageError, VersionNotFound: a file cannot be read.
     """
-    lines = [f"{_digest(backend, name)}  {name}\n" for one, manifest in versions for name in _files(one, manifest)]
+    lines = [line for version, manifest in versions for line in _lines(backend, version, manifest)]
     unfinished = target.with_name(f".{target.name}.unfinished")
     try:
         unfinished.write_text("".join(lines), encoding="ascii")
@@ -34,18 +34,20 @@ def write(backend: Backend, versions: Iterable[tuple[Version, Manifest]], target
         raise UsageError(f"the list cannot be written: {error.strerror}", where=str(target), remedy=remedy) from error
 
 
-def _files(version: Version, manifest: Manifest) -> list[str]:
-    return [f"{version}/{name}" for name in sorted({ROOT_NAME, *manifest.parts, *(b.file for b in manifest.bundles)})]
-
-
-def _digest(backend: Backend, name: str) -> str:
-    directory, _, leaf = name.partition("/")
-    progress = output.Progress(f"digesting {name}", dict(backend.listing(directory)).get(leaf, 0))
+def _lines(backend: Backend, version: Version, manifest: Manifest) -> Iterator[str]:
+    names = sorted({ROOT_NAME, *manifest.parts, *(bundle.file for bundle in manifest.bundles)})
+    sizes = dict(backend.listing(str(version)))
+    progress = output.Progress(f"digesting {version}", sum(sizes.get(name, 0) for name in names))
     buffer = memoryview(bytearray(CHUNK_BYTES))
+    for name in names:
+        yield f"{_digest(backend, f'{version}/{name}', buffer, progress)}  {version}/{name}\n"
+    progress.close()
+
+
+def _digest(backend: Backend, name: str, buffer: memoryview, progress: output.Progress) -> str:
     digest, at = hashlib.sha256(), 0
     while count := backend.read_into(name, buffer, offset=at):
         digest.update(buffer[:count])
         progress.add(count)
         at += count
-    progress.close()
     return digest.hexdigest()

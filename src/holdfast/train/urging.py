@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import logging
 import signal
-from pathlib import Path
 
-from holdfast.train import outside
+from holdfast.train import outside, vitals
 from holdfast.train.processes import Doing, Seat
 
 logger = logging.getLogger(__name__)
@@ -58,9 +57,5 @@ def urge(seat: Seat, now: float, *, store_port: int) -> None:
 
 
 def is_still(pid: int) -> bool:
-    """Whether the process's main thread sleeps or is stopped (`S` or `T` in proc_pid_stat(5))."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return False  # it ended
-    return stat.rpartition(b")")[2].split()[:1] in ([b"S"], [b"T"])
+    """Whether the process's main thread sleeps or is stopped."""
+    return vitals.state(pid) in ("S", "T")

@@ -54,6 +54,14 @@ def vitals(pid: int) -> Vitals | None:
     )
 
 
+def state(pid: int) -> str:
+    """The letter of its main thread's state alone (proc_pid_stat(5)); empty if it is gone."""
+    try:
+        return _stat(pid)[0]
+    except (OSError, ValueError, IndexError):
+        return ""
+
+
 def oom_kills() -> int:
     """How often the kernel killed somebody of this cgroup for want of memory; 0 where that is not told."""
     try:
