@@ -189,6 +189,31 @@ def test_a_manifest_that_replaces_is_found_and_one_with_the_same_bytes_is_not() 
     assert broken([*written(FILE), *written(MANIFEST, call="rename"), NamedDurable(A)]) == {"S7"}
 
 
+def test_writing_a_durable_file_again_while_the_version_is_committed_again_violates_nothing() -> None:
+    again = [op for op in written(FILE) if op.call != "mkdir"]
+    renamed = again[:4]
+    commit_again = [replace(op, replaces=op.call == "rename") for op in written(MANIFEST, call="rename")[:3]]
+    assert renamed[-1].call == "rename"
+    taken = [FileOp("link", MANIFEST, source=f"{ROOT}/.tmp/manifest.json", failed=True)]
+    replaced = [FileOp("rename", MANIFEST, source=f"{ROOT}/.tmp/manifest.json", replaces=True)]
+    rest = [*commit_again, *taken, *replaced, FileOp("fsync", f"{ROOT}/{A}"), NamedDurable(A)]
+    assert write_order.check(ROOT, [*COMMIT, *renamed, *rest]) == []
+    # The first writing of it was never made durable: then its name may be lost.
+    never_synced = [op for op in COMMIT if op != FileOp("fsync", f"{ROOT}/{A}")][:-1]
+    assert "S2" in broken([*never_synced, *renamed, *rest])
+
+
+def test_a_removal_whose_record_died_with_its_writer_is_known_from_the_name_that_is_absent() -> None:
+    newer = [replace(op, path=op.path.replace(str(A), str(B))) for op in COMMIT if isinstance(op, FileOp)]
+    gone = FileOp("unlink", MANIFEST, failed=True, absent=True)
+    rest = [FileOp("fsync", f"{ROOT}/{A}"), FileOp("unlink", FILE)]
+    assert write_order.check(ROOT, [*COMMIT, *newer, gone, *rest]) == []
+    # Not durably gone yet, or never looked for.
+    assert broken([*COMMIT, *newer, gone, rest[1]]) == {"S11"}
+    assert broken([*COMMIT, *newer, *rest]) == {"S11"}
+    assert broken([*COMMIT, *newer, replace(gone, absent=False), *rest]) == {"S11"}
+
+
 def test_retention_removes_the_manifest_first_durably_and_only_after_a_newer_commit() -> None:
     newer = [
         replace(op, path=op.path.replace(str(A), str(B)), source=op.source)

@@ -28,6 +28,7 @@ class FileOp:
         call: open (with the intent to write), pwrite, ftruncate, fsync, rename, link, unlink, rmdir or mkdir.
         source: the other name of rename and link.
         failed: the call reported an error.
+        absent: the error was that there is no such name.
         replaces: the rename replaced a file.
     """
 
@@ -35,6 +36,7 @@ class FileOp:
     path: str
     source: str = ""
     failed: bool = False
+    absent: bool = False
     replaces: bool = False
 
 
@@ -87,11 +89,13 @@ def check(root: str, history: Iterable[FileOp | NamedDurable]) -> list[Violation
 
 
 def _apply(disk: _Disk, op: FileOp) -> None:
+    directory = os.path.dirname(op.path)
     if op.failed:
         if op.call in {"pwrite", "ftruncate", "fsync"}:
             disk.spoiled.add(op.path)
+        if op.call == "unlink" and op.absent:
+            _found_gone(disk, op.path, directory)
         return
-    directory = os.path.dirname(op.path)
     if op.call in {"open", "mkdir"}:
         if op.path not in disk.standing[directory]:
             disk.names[directory].add(op.path)
@@ -130,7 +134,9 @@ def _appear(disk: _Disk, op: FileOp, directory: str) -> None:
         _commit(disk, directory)
         if op.call == "rename" and not op.replaces:
             disk.blame("S7", f"{name} was made by rename, which would replace another writer's")
-    disk.names[directory].add(op.path)
+    # A file that takes the place of a durable one: after a power cut one of the two is there, and both are whole.
+    if op.path not in disk.standing[directory]:
+        disk.names[directory].add(op.path)
     disk.removed[directory].discard(op.path)
 
 
@@ -158,6 +164,14 @@ def _remove(disk: _Disk, path: str, directory: str) -> None:
             disk.blame("S11", f"{version} was removed before a newer version was committed")
     elif manifest in disk.standing[directory] | disk.names[directory] | disk.removed[directory]:
         disk.blame("S11", f"a file of {version} was removed before its manifest was durably gone")
+
+
+def _found_gone(disk: _Disk, path: str, directory: str) -> None:
+    """Somebody removed it and was killed before that was on record: it is gone, and not yet durably."""
+    for names in (disk.standing[directory], disk.names[directory]):
+        if path in names:
+            names.discard(path)
+            disk.removed[directory].add(path)
 
 
 def _committed(disk: _Disk) -> list[Version]:

@@ -199,14 +199,16 @@ class Probe:
                 return function(*args, **kwargs)
             subject = _subject(name, args, kwargs) if self._record_files else None
             self._pass(name)
-            failed = True
+            error: BaseException | None = None
             try:
-                result = function(*args, **kwargs)
-                failed = False
-                return result
+                return function(*args, **kwargs)
+            except BaseException as raised:
+                error = raised
+                raise
             finally:
                 if subject is not None:
-                    self._journal.write("file", call=name, failed=failed, **subject)
+                    absent = isinstance(error, FileNotFoundError)
+                    self._journal.write("file", call=name, failed=error is not None, absent=absent, **subject)
                 self._pass(name)
 
         return call

@@ -179,8 +179,10 @@ class Record:
             self.passes.append((fact["phase"], fact["pass"], fact["points"]))
 
     def _file(self, fact: dict[str, Any]) -> None:
-        replaces = fact.get("replaces", False)
-        self.history.append(FileOp(fact["call"], fact["path"], fact.get("source", ""), fact["failed"], replaces))
+        facts = {
+            name: fact[name] for name in ("call", "path", "source", "failed", "absent", "replaces") if name in fact
+        }
+        self.history.append(FileOp(**facts))
 
 
 def _rank(fact: dict[str, Any]) -> int:
