@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from holdfast.train.rounds import LEASE_S
+from holdfast.core.faults import LOST_S
 from train.test_elastic import Job, wait_for
 from train.test_lost_host import Nodes
 
 APART = str(Path(__file__).with_name("apart_worker.py"))
 # Long enough for every limit that might be meant: the watchdog's for steps, the agents' lease, torch's keep-alive.
-LONG_S = 2 * LEASE_S
+LONG_S = 1.5 * LOST_S
 
 
 @pytest.fixture

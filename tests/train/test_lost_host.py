@@ -173,3 +173,30 @@ def test_a_frozen_host_is_left_and_does_not_come_back(job: Job) -> None:
     assert job.recovered(3, 2, steps=3)
     job.stop()
     assert [launcher.wait(60) for launcher in launchers] == [0, 0, 0], job.logs()
+
+
+@pytest.mark.slow
+def test_a_frozen_node_is_left_by_the_others_and_taken_in_again(job: Job) -> None:
+    """It closes no connection, so no group breaks: what tells is that it is silent and that work stands still."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    nodes = Nodes(job, f"127.0.0.1:{store.port}", "2:3", hosted=False)
+    launchers = [nodes.start(node) for node in range(3)]
+    before = job.running(3)
+    rank_of = {
+        launcher.pid: rank for launcher in launchers for rank, row in enumerate(before) if is_child(row[0], launcher)
+    }
+    frozen = freeze(launchers[1])
+    (job.directory / "rank2").unlink()
+    after = job.recovered(2, 1)
+    living = {row[0] for rank, row in enumerate(before) if rank != rank_of[launchers[1].pid]}
+    assert {row[0] for row in after} == living, "nodes that live lost their processes"
+    assert re.search(r"node \d is lost: it is silent, and work has stopped", job.logs())
+    for process in frozen:
+        process.resume()
+    assert job.recovered(3, 2, steps=3)
+    job.stop()
+    assert [launcher.wait(60) for launcher in launchers] == [0, 0, 0], job.logs()
+
+
+def is_child(pid: int, launcher: subprocess.Popen[str]) -> bool:
+    return pid in {process.pid for process in family(launcher)}

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import TCPStore
 
-from holdfast.train.rounds import BEAT_S, LEASE_S, Over, Round
+from holdfast.train.rounds import BEAT_S, Over, Round
 
 Make = Callable[[int], list[Round]]
 
@@ -21,7 +21,10 @@ def agents() -> Make:
 
     def make(size: int) -> list[Round]:
         stores = [TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False) for _ in range(size)]
-        return [Round(store, rank=rank, size=size, address="here") for rank, store in enumerate(stores)]
+        return [
+            Round(store, rank=rank, size=size, address="here", ranks=range(3 * rank, 3 * rank + 2))
+            for rank, store in enumerate(stores)
+        ]
 
     return make
 
@@ -79,17 +82,28 @@ def test_the_first_word_ends_the_round_for_all(agents: Make) -> None:
     assert one.over() == two.over() == Over("stop", "first")
 
 
-@pytest.mark.parametrize(("silent", "told"), [(0, [0, 0]), (2, [2, None])])
-def test_an_agent_that_gives_no_sign_of_life_is_missed(silent: int, told: list[int | None], agents: Make) -> None:
+@pytest.mark.parametrize(("silent", "told"), [(0, [{0: 5.0}, {0: 5.0}]), (2, [{2: 5.0}, {}])])
+def test_an_agent_that_gives_no_sign_of_life_is_missed(silent: int, told: list[dict[int, float]], agents: Make) -> None:
     """The leader looks at all, the others at the leader."""
     of_all = agents(3)
     living = [agent for rank, agent in enumerate(of_all) if rank != silent]
-    now = 100.0
-    while now < 100.0 + 2 * LEASE_S:
-        now += BEAT_S
-        assert [agent.beat(now) for agent in of_all] == [None] * 3
-    last = now
-    while now + BEAT_S <= last + LEASE_S:
-        now += BEAT_S
-        assert [agent.beat(now) for agent in living] == [None] * 2, "it is given its time"
-    assert [agent.beat(now + 2 * BEAT_S) for agent in living] == told
+
+    def looks(second: float) -> list[dict[int, float]]:
+        return [agent.beat(100.0 + second * BEAT_S) for agent in living]
+
+    assert looks(0) == [{}, {}], "who never gave a sign is not missed"
+    for second in range(1, 8):
+        of_all[silent].beat(100.0 + second * BEAT_S)
+        assert looks(second) == [{}, {}]
+    assert [looks(8), looks(9)] == [[{}, {}]] * 2, "it is given its time"
+    assert [looks(second) for second in (10, 11, 12)][-1] == told
+    assert looks(12.5)[0] == {silent: 5.5}, "also between two beats"
+    of_all[silent].beat(113.0)
+    assert looks(13) == [{}, {}]
+
+
+def test_everybody_knows_whose_ranks_an_agent_has(agents: Make) -> None:
+    one, two = agents(2)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda agent: agent.open(0), (one, two)))
+    assert one.ranks_of(1) == two.ranks_of(1) == (3, 4)

@@ -29,7 +29,9 @@ BUSY_FACTOR, BUSY_FLOOR_S = 3.0, 30.0
 DEVICE_FACTOR, DEVICE_FLOOR_S = 10.0, 120.0
 # All stand in a collective and nobody is missing: another node's rank may be, and its own node is to say so first.
 TOGETHER_FACTOR = 3.0
-LEASE_S, LEASES = 1.0, 3
+# A node of which nothing is heard for so long, while ranks elsewhere stand still for as long, is lost: longer than a
+# virtual machine stands still when it is moved.
+LOST_S = 8.0
 # Below these a process is quiet: it does not compute, it wakes at most as often as a wait with a timeout does.
 QUIET_SHARE, QUIET_WAKES_HZ, QUIET_READ_BYTES = 0.02, 1.5, 64 << 10
 # A watcher that was to wake 20 times a second and wakes this late did not run either.
@@ -271,9 +273,9 @@ class Watch:
 
     def _judge_nodes(self, now_s: float, nodes: Mapping[int, tuple[float, tuple[int, ...]]]) -> list[Verdict]:
         found = []
-        stuck = [rank for rank in self._tracks if self.silence_s(rank, now_s) > LEASE_S * LEASES and self._stands(rank)]
+        stuck = [rank for rank in self._tracks if self.silence_s(rank, now_s) > LOST_S and self._stands(rank)]
         for node, (silent_s, ranks) in sorted(nodes.items()):
-            if silent_s <= LEASE_S * LEASES:
+            if silent_s <= LOST_S:
                 continue
             if stuck:
                 evidence = (f"nothing was heard of it for {silent_s:.1f} s", f"{_waiting(stuck)} in a collective")

@@ -20,8 +20,8 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -49,8 +49,9 @@ logger = logging.getLogger(__name__)
 # How long broken groups may stay unexplained before they are made again: a lost node is known by then.
 HOLD_S = 5.0
 HOLD_ALONE_S = 1.0
+# Broken groups and a node of which nothing was heard for so long: it is lost. (Without broken groups: core.faults.LOST_S.)
+LOST_AND_BROKEN_S = 4.0
 SPARE_DELAY_S = 1.0
-EXIT_S = 30.0
 HEARD = {"started": Doing.RUNS, "finished": Doing.FINISHED, "raised": Doing.HOLDS, "failed": Doing.ENDS}
 
 
@@ -100,7 +101,7 @@ class Agent(MeetingAgent):
         group: Any = worker_group  # torch's annotations say that its fields are None or never
         self._round = Round(
             group.store, rank=group.group_rank, size=group.group_world_size, address=group.master_addr,
-            keeper=self._rules.early.address(),
+            keeper=self._rules.early.address(), ranks=[worker.global_rank for worker in group.workers],
         )  # fmt: skip
         self._current = self._round.open(self._recoveries)
         self._rules.early.starts(group, self._round.keepers())
@@ -131,8 +132,9 @@ class Agent(MeetingAgent):
             return self._replaced()
         for seat in self._workers.seats.values():
             self._hear(seat)
-        self._obey_watch(now)
-        over = self._round.over() or self._look() or self._look_at_groups(now)
+        silent = self._round.beat(now)
+        lost = self._obey_watch(now, silent)
+        over = self._round.over() or lost or self._look() or self._look_at_groups(now, silent)
         if over is not None:
             return self._leave_round(over, worker_group)
         newest = self._round.newest()
@@ -261,30 +263,43 @@ class Agent(MeetingAgent):
     def _readings(self) -> list[page.Reading]:
         return [page.read(seat.page) for seat in self._seats() if seat.page >= 0]
 
-    def _obey_watch(self, now: float) -> None:
-        """What is stuck gets SIGKILL; what follows is the way of a dead process."""
+    def _obey_watch(self, now: float, silent: Mapping[int, float]) -> Over | None:
+        """What is stuck gets SIGKILL; what follows is the way of a dead process. A lost node is left behind."""
+        assert self._round is not None
         if self._watch is None or any(seat.doing is Doing.LEAVES for seat in self._seats()):
-            return
+            return None
         mine = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
-        for verdict in self._watch.poll(now):
+        nodes = {self._round.ranks_of(node): (node, seconds) for node, seconds in silent.items()}
+        lost: Verdict | None = None
+        for verdict in self._watch.poll(now, {node: (seconds, ranks) for ranks, (node, seconds) in nodes.items()}):
             for rank in verdict.ranks:
                 if verdict.kind in ("restart_rank", "replace_node", "stop") and rank in mine:
                     self._found[rank] = verdict
                     self._workers_of()[mine[rank]].proc.send_signal(signal.SIGKILL)
-            if verdict.kind == "restart_all" and self._round is not None:
+            if verdict.kind == "restart_all":
                 self._round.propose(self._current.number + 1, verdict.reason)
+            if verdict.kind == "replace_node" and verdict.ranks in nodes:
+                lost = verdict
+        if lost is None or self._round.wanted(self._current.number + 1):
+            return None
+        return self._node_lost(now, *nodes[lost.ranks], lost.reason)
 
-    def _look_at_groups(self, now: float) -> Over | None:
+    def _node_lost(self, now: float, node: int, silent_s: float, what: str) -> Over | None:
+        assert self._round is not None
+        failure = Failure(Fault.NODE, node=f"node of group rank {node}", first_error=what)
+        facts = {"ranks": self._round.ranks_of(node), "nodes": [failure.node], "found_by": what, "found_s": silent_s}
+        return self._act(self._cases.judge(failure, now, self._readings(), facts), what)
+
+    def _look_at_groups(self, now: float, silent: Mapping[int, float]) -> Over | None:
         """Workers that hold an error of broken groups, and a node that is silent: two kinds of evidence."""
         assert self._round is not None
-        lost = self._round.beat(now)
         holding = [seat for seat in self._seats() if seat.doing is Doing.HOLDS and seat.order == self._serial]
         if not holding or self._round.wanted(self._current.number + 1):
             return None
-        if lost is not None:
-            failure = Failure(Fault.NODE, node=f"node of group rank {lost}", first_error="no sign of life")
-            answer = self._cases.judge(failure, now, self._readings(), {"nodes": [failure.node]})
-            return self._act(answer, f"the agent of group rank {lost} is silent and its peers' groups broke")
+        lost = [node for node, seconds in silent.items() if seconds > LOST_AND_BROKEN_S]
+        if lost:
+            what = f"node {lost[0]} is lost: it is silent, and the groups of its peers broke"
+            return self._node_lost(now, lost[0], silent[lost[0]], what)
         first = min(holding, key=lambda seat: seat.since)
         if now - first.since < (HOLD_S if self._round.size > 1 else HOLD_ALONE_S):
             return None
@@ -321,7 +336,7 @@ class Agent(MeetingAgent):
         for seat in self._seats():
             if seat.doing is Doing.HOLDS:  # its error stands; it prints it and ends
                 seat.line.send("fail")
-                _await_end(seat)
+                seat.await_end()
                 self._note_death(seat)
         self._remaining_restarts = 0
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
@@ -406,7 +421,7 @@ class Agent(MeetingAgent):
         for seat in self._seats():
             seat.line.send("end")
         for seat in self._seats():
-            _await_end(seat)
+            seat.await_end()
             if seat.proc.returncode:
                 logger.warning(
                     "process %d finished and then ended with %s", seat.proc.pid, _exit_text(seat.proc.returncode)
@@ -476,16 +491,6 @@ class Agent(MeetingAgent):
 
     def _spared(self) -> set[int]:
         return {seat.proc.pid for seat in self._seats() if seat.doing is Doing.FINISHED}
-
-
-def _await_end(seat: Seat) -> None:
-    """Gives a worker that was told to end a moment for it."""
-    try:
-        seat.proc.wait(EXIT_S)
-    except subprocess.TimeoutExpired:
-        logger.warning("process %d does not end by itself", seat.proc.pid)
-        seat.close(signal.SIGKILL)
-        seat.proc.wait(EXIT_S)
 
 
 def _exit_text(code: int) -> str:

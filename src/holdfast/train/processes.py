@@ -11,6 +11,7 @@ import enum
 import logging
 import os
 import signal
+import subprocess
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ from holdfast.train.nursery import Child, Nursery
 from holdfast.train.page import make_page
 
 logger = logging.getLogger(__name__)
+
+EXIT_S = 30.0
 
 
 class Doing(enum.Enum):
@@ -77,6 +80,15 @@ class Seat:
             os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
         except ProcessLookupError:
             pass  # the group is gone
+
+    def await_end(self) -> None:
+        """Gives a worker that was told to end a moment for it."""
+        try:
+            self.proc.wait(EXIT_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("process %d does not end by itself", self.proc.pid)
+            self.close(signal.SIGKILL)
+            self.proc.wait(EXIT_S)
 
     def bury(self) -> None:
         """The process is dead: whatever it started dies too, and the line is closed."""

@@ -5,9 +5,9 @@ rendezvous raises the incarnation: any agent proposes the next number, after its
 one writer, the agent of group rank 0, opens a fresh store for the workers and publishes its address by compare-and-set.
 So every key that workers write belongs to one incarnation, and late writes of an older one go to a store that is gone.
 
-Agents also leave a beat here every second; who is silent for `LEASE_S` has lost its node. Calls are short; only `open` waits. One thread uses it. Keys: `recoveries/<group rank>`,
-`keeper/<group rank>`, `now`, `want/<n>`,
-`done/<n>`, `beat/<group rank>`, `over`, `left`.
+Agents also leave a beat here every second; what it means that one is silent is `agent`'s and core.faults' business.
+Calls are short; only `open` waits. One thread uses it. Keys: `recoveries/<group rank>`, `keeper/<group rank>`,
+`ranks/<group rank>`, `now`, `want/<n>`, `done/<n>`, `beat/<group rank>`, `over`, `left`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -25,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "holdfast"
 BEAT_S = 1.0
-LEASE_S = 4.0
 OPEN_TIMEOUT_S = 120.0
 POLL_S = 0.01
 LEAVE_S = 5.0
@@ -65,12 +65,15 @@ class Round:
         store: of the rendezvous round; every round has its own.
         address: where the agent of group rank 0 can be reached.
         keeper: where this node's keeper can be reached; empty: nowhere.
+        ranks: which ranks of the job this agent has.
     """
 
-    def __init__(self, store: Store, *, rank: int, size: int, address: str, keeper: str = "") -> None:
+    def __init__(
+        self, store: Store, *, rank: int, size: int, address: str, keeper: str = "", ranks: Sequence[int] = ()
+    ) -> None:
         self._store = PrefixStore(PREFIX, store)
         self._rank, self.size, self.address = rank, size, address
-        self._keeper = keeper
+        self._keeper, self._ranks = keeper, list(ranks)
         self._workers_store: TCPStore | None = None
         self._known: Incarnation | None = None
         self._raw = ""
@@ -95,6 +98,7 @@ class Round:
         """
         deadline = time.monotonic() + OPEN_TIMEOUT_S
         self._store.set(f"keeper/{self._rank}", self._keeper)
+        self._store.set(f"ranks/{self._rank}", json.dumps(self._ranks))
         self._store.set(f"recoveries/{self._rank}", str(recoveries))
         if self.leads and not self._store.check(["now"]):
             told = [f"recoveries/{rank}" for rank in range(self.size)]
@@ -109,6 +113,10 @@ class Round:
     def keepers(self) -> list[str]:
         """Where the keepers of all nodes are, once the round is open."""
         return [self._store.get(f"keeper/{rank}").decode() for rank in range(self.size)]
+
+    def ranks_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the agent of this group rank, once the round is open."""
+        return tuple(json.loads(self._store.get(f"ranks/{rank}")))
 
     def newest(self) -> Incarnation | None:
         """The incarnation in force; the leader first grants what was proposed."""
@@ -160,25 +168,21 @@ class Round:
         except DistError as error:
             logger.info("the store went before all had left: %s", error)
 
-    def beat(self, now: float) -> int | None:
+    def beat(self, now: float) -> dict[int, float]:
         """Leaves our beat and looks at others', once a second: the leader at all, the rest at the leader.
 
         Returns:
-            The group rank of an agent that is silent for too long, or None.
+            Group rank -> seconds since a beat of it was new, of those that ever had one and missed one.
         """
-        if self.size == 1 or now - self._beat_at < BEAT_S:
-            return None
-        self._beat, self._beat_at = self._beat + 1, now
-        self._store.set(f"beat/{self._rank}", str(self._beat))
-        for rank in range(1, self.size) if self.leads else (0,):
-            key = f"beat/{rank}"
-            text = self._store.get(key) if self._store.check([key]) else b""
-            before = self._seen.get(rank)
-            if before is None or before[0] != text:
-                self._seen[rank] = (text, now)
-            elif text and now - before[1] > LEASE_S:
-                return rank
-        return None
+        if self.size > 1 and now - self._beat_at >= BEAT_S:
+            self._beat, self._beat_at = self._beat + 1, now
+            self._store.set(f"beat/{self._rank}", str(self._beat))
+            for rank in range(1, self.size) if self.leads else (0,):
+                key = f"beat/{rank}"
+                text = self._store.get(key) if self._store.check([key]) else b""
+                if text and self._seen.get(rank, (b"", 0.0))[0] != text:
+                    self._seen[rank] = (text, now)
+        return {rank: now - at for rank, (_, at) in self._seen.items() if now - at > 2 * BEAT_S}
 
     def close(self) -> None:
         """The workers' store of this round is gone."""

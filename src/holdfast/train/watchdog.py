@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,6 @@ class Watchdog:
         self.journal = Journal(directory)
         self._watch = Watch(world_size)
         self._workers: dict[int, _Worker] = {}
-        self._nodes: dict[int, tuple[float, tuple[int, ...]]] = {}
         self._num_stacks = 0
         self._oom_kills = oom_kills()
 
@@ -102,22 +102,24 @@ class Watchdog:
             self.gone(rank)
         self.journal.close(code)
 
-    def heard(self, node: int, ranks: tuple[int, ...]) -> None:
-        """Another node gave a sign of life, and has these ranks."""
-        self._nodes[node] = (time.monotonic(), ranks)
-
     def why_it_ended(self, code: int) -> str:
         """A phrase for a worker's exit; negative codes are signals."""
         kills = oom_kills()
         out_of_memory, self._oom_kills = kills > self._oom_kills and code == -signal.SIGKILL, kills
         return cause(Exit(code, out_of_memory))
 
-    def poll(self, now: float) -> list[Verdict]:
-        """What is to be done now; every order is given once."""
+    def poll(
+        self, now: float, silent_nodes: Mapping[int, tuple[float, tuple[int, ...]]] | None = None
+    ) -> list[Verdict]:
+        """What is to be done now; every order is given once.
+
+        Args:
+            now: monotonic.
+            silent_nodes: other nodes of which nothing is heard: (for how many seconds, their ranks).
+        """
         sights = [self._look(rank, worker, now) for rank, worker in self._workers.items()]
-        silent = {node: (now - heard_s, ranks) for node, (heard_s, ranks) in self._nodes.items()}
         orders = []
-        for verdict in self._watch.look(now, sights, silent):
+        for verdict in self._watch.look(now, sights, silent_nodes):
             if verdict.kind is Kind.LOOK:
                 self._ask(verdict.rank)
             elif verdict.kind is Kind.WAIT:
