@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from holdfast.core.faults import Beat, Kind, Phase, Sight, Verdict, Watch, limit_s
+from holdfast.core.faults import LOST_S, Beat, Kind, Phase, Sight, Verdict, Watch, limit_s
 from holdfast.core.model import Topology
 from holdfast.testing.simulator.clock import Violation
 
@@ -50,10 +50,10 @@ def find_lost_node(chance: random.Random, lost: int, topology: Topology) -> floa
     watch = Watch(topology.world_size)
     sights = {rank: _sight(rank, 0.1, "waits") for rank in ranks}
     now, silent_since = 0.0, 0.0
-    going_on = chance.uniform(0, 5)  # at first only its heartbeats are lost
+    going_on = chance.uniform(0, 2 * LOST_S)  # at first only its heartbeats are lost
     for rank in ranks:
         watch.started(rank, now)
-    while now < going_on + 10:
+    while now < going_on + LOST_S + 2.0:
         now += LOOK_S
         if now < going_on:
             sights = {r: replace(s, beat=replace(s.beat, changes=s.beat.changes + 1)) for r, s in sights.items()}
