@@ -3,7 +3,7 @@
 python ray_worker.py ROOT --steps N [--workers N] [--wide] [--kill STEP] [--drain STEP]
 
 --kill: worker 1 kills itself with SIGKILL behind that step, the first time. --drain: Ray is told that the node will be taken away
-when that step is made, and training goes on until the notice has come.
+when that step is made, and training goes on until the notice has come and for one step more.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def train(config: dict[str, Any]) -> None:
     start = checkpointer.restore()
     telling.start(rank, start)
     telling.whole(rank, start, list(model.parameters()))
-    step = start
-    while step < config["steps"] or (config["drain"] >= 0 and checkpointer.notice is None):
+    step, warned = start, 0
+    while step < config["steps"] or (config["drain"] >= 0 and warned < 2):
         at = (step % 100 * workers + rank) * LENGTH
         row = torch.tensor(list(text[at : at + LENGTH + 1]))
         loss = torch.nn.functional.cross_entropy(model(row[:-1]), row[1:])
@@ -65,6 +65,7 @@ def train(config: dict[str, Any]) -> None:
         optimizer.step()
         optimizer.zero_grad()
         checkpointer.step(step, {"step": step, "loss": loss.item()})
+        warned += checkpointer.notice is not None
         moments = [optimizer.state[p][key] for p in model.parameters() for key in sorted(optimizer.state[p])]
         telling.step(rank, step, [loss.detach(), *model.parameters(), *moments])
         if rank == 1 and step == config["kill"] and not Path(config["marker"]).exists():

@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.planner import SavePlan
 
 from doors_kit import SOURCE
 from holdfast.adapters.dcp import StorageReader, StorageWriter
+from holdfast.adapters.dcp.items import Note, Notes
 from holdfast.base.errors import UsageError
+from holdfast.train.live import Group
 
 WORKER = Path(__file__).with_name("dcp_behaviours_worker.py")
 
@@ -96,6 +99,44 @@ def test_a_writer_is_not_sent_to_another_process(writer: StorageWriter) -> None:
     """As `async_save` would with `AsyncCheckpointerType.PROCESS`."""
     with pytest.raises(UsageError, match="leave async_checkpointer_type"):
         pickle.dumps(writer)
+
+
+def whole(*names: str) -> Notes:
+    """What a rank notes that has all of these sharded tensors, as other ranks may too."""
+    return tuple(Note(name, "shard", "F32", (4,), (0,), (4,)) for name in names)
+
+
+def test_a_cached_plan_is_told_from_a_new_one_and_a_change_in_what_it_shares_is_refused(writer: StorageWriter) -> None:
+    """The coordinator's part: a planner that has a plan in its cache sends none."""
+
+    def holders(*ranks: Notes | None) -> list[dict[str, Group] | None]:
+        plans = [SavePlan([], usable=False) if rows is None else SavePlan([], storage_data=rows) for rows in ranks]
+        planned = writer.prepare_global_plan(plans)
+        return [{note.fqn: note.holders for note in plan.storage_data} if plan.usable else None for plan in planned]
+
+    assert holders(whole("a"), whole("a")) == [{"a": (0, 1)}, {"a": (0, 1)}]
+    assert holders(None, None) == [None, None]
+    assert holders(None, whole("a", "new")) == [None, {"a": (0, 1), "new": (1,)}]
+    with pytest.raises(UsageError, match=r"what ranks \[0\] share has changed"):
+        holders(None, whole("new"))
+    assert holders(whole("a"), whole("new")) == [{"a": (0,)}, {"new": (1,)}]
+
+
+def test_an_old_plan_is_not_written_for_what_a_rank_has_now(writer: StorageWriter) -> None:
+    """As the planner's cache hands it out when the plan of the whole job looks the same."""
+
+    def plan(**state: torch.Tensor) -> tuple[SavePlan, dcp.DefaultSavePlanner]:
+        planner = dcp.DefaultSavePlanner()
+        planner.set_up_planner(state, is_coordinator=True)
+        return writer.prepare_local_plan(planner.create_local_plan()), planner
+
+    writer.reset()
+    writer.set_up_storage_writer(True)
+    before, _ = plan(old=torch.zeros(3))
+    (before,) = writer.prepare_global_plan([before])
+    _, planner = plan(new=torch.zeros(3))
+    with pytest.raises(UsageError, match="the planner gave it its old plan"):
+        writer.write_data(before, planner)
 
 
 @pytest.mark.slow

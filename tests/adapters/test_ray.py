@@ -70,7 +70,7 @@ def test_workers_that_ray_starts_again_go_on_bit_for_bit_and_ray_is_told_of_dura
 
 
 def test_a_preemption_that_ray_announces_makes_the_next_step_durable(workshop: tuple[Door, Workshop]) -> None:
-    """The node is really being drained; without the notice nothing would be durable before the end."""
+    """The node is really being drained; without the notice nothing would be durable but the last step, one later."""
     _, made = workshop
     drained = door("--drain", "2", "--durable-every", "100000")
     told = made.run(drained, Task(made.directory("drained"), 2, 4))

@@ -32,6 +32,13 @@ def test_the_slowest_stage_sets_the_pace_and_the_others_wait_for_it() -> None:
     assert timeline.period >= 10 * 6.0
 
 
+def test_a_step_is_as_long_as_that_of_the_slowest_rank() -> None:
+    """Forwards alone: nothing comes back, so the first rank runs ahead of the others at every step."""
+    orders = tuple((Action(rank, Kind.FORWARD, 0),) for rank in range(3))
+    timeline = simulate(orders, Costs({(rank, Kind.FORWARD): 1.0 + rank for rank in range(3)}))
+    assert timeline.period == 3.0
+
+
 def test_hops_and_endings_lengthen_the_step() -> None:
     plain = simulate(gpipe(2, 2), even(2, 1.0, 1.0))
     slow = simulate(gpipe(2, 2), Costs(even(2, 1.0, 1.0).compute, hop=0.5, ending={0: 2.0, 1: 2.0}))

@@ -53,7 +53,7 @@ def test_predicted_idle_time_is_within_a_tenth_of_the_measured(tmp_path: Path) -
 
 def turn_of(gate: Gate, seconds: float) -> tuple[threading.Thread, list[bool]]:
     said: list[bool] = []
-    thread = threading.Thread(target=lambda: said.append(gate.turn(seconds)))
+    thread = threading.Thread(target=lambda: said.append(gate.turn(seconds)), daemon=True)
     thread.start()
     return thread, said
 
@@ -83,13 +83,17 @@ def test_the_fence_and_an_endless_silence_give_every_turn(monkeypatch: pytest.Mo
     monkeypatch.setattr("holdfast.train.gate.PATIENCE_S", 60.0)
     gate = Gate()
     thread, said = turn_of(gate, 0.01)
+    while not gate._changed._waiters:  # until it sleeps
+        time.sleep(0.001)
     gate.hurry(True)
     thread.join(10)
     assert said == [False], "the fence does not wait for the end of patience"
     gate.hurry(False)
-    monkeypatch.setattr("holdfast.train.gate.PATIENCE_S", 0.1)
-    assert gate.turn(0.01) is False, "nobody steered the gate"
-    assert gate.turn(0.01) is False
+    for patience_s, why in ((0.1, "nobody steered the gate"), (60.0, "nor is what is left held back once more")):
+        monkeypatch.setattr("holdfast.train.gate.PATIENCE_S", patience_s)
+        thread, said = turn_of(gate, 0.01)
+        thread.join(10)
+        assert said == [False], why
 
 
 JOB = str(Path(__file__).with_name("pipeline_job.py"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from types import SimpleNamespace
 
@@ -65,30 +66,61 @@ def test_what_torch_refuses_is_refused_with_its_words() -> None:
         planned("GPipe", num_ranks=2, stages_per_rank=2, num_microbatches=2)
 
 
-def test_watching_a_step_costs_less_than_a_thousandth_of_it() -> None:
-    """Four micro-batches on two ranks: eight actions and six waits, in a step of a tenth of a second."""
-    inner = {"forward_one_chunk": _nothing, "backward_one_chunk": _nothing}
-    stage = SimpleNamespace(**{**vars(orders._stage(0, 2, 1)), **inner})
-    watcher = Bubbles(schedules.Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss), Events())
-    watcher.attach()
+class Watched:
+    """A pipeline of two ranks, on the first of them: four micro-batches that compute nothing, and some waits."""
 
-    def step() -> None:
-        watcher._begin_step()
+    def __init__(self) -> None:
+        inner = {"forward_one_chunk": _nothing, "backward_one_chunk": _nothing}
+        self.stage = SimpleNamespace(**{**vars(orders._stage(0, 2, 1)), **inner})
+        self.watcher = Bubbles(schedules.Schedule1F1B(self.stage, 4, loss_fn=nn.functional.mse_loss), Events())
+        self.watcher.attach()
+
+    def step(self, num_waits: int = 6) -> None:
+        self.watcher._begin_step()
         for number in range(4):
-            stage.forward_one_chunk(number)
-            stage.backward_one_chunk(number)
-        for _ in range(6):
-            watcher.waited(_nothing, [None])
+            self.stage.forward_one_chunk(number)
+            self.stage.backward_one_chunk(number)
+        for _ in range(num_waits):
+            self.watcher.waited(_nothing, [None])
 
+
+def test_watching_a_step_costs_less_than_a_thousandth_of_it() -> None:
+    """Eight actions and six waits, in a step of a tenth of a second."""
+    watched = Watched()
     costs = []
     for _ in range(20):
         began = time.thread_time()
         for _ in range(20):
-            step()
+            watched.step()
         costs.append((time.thread_time() - began) / 20)
-    watcher.detach()
-    assert watcher.profile().num_steps == 400
+    watched.watcher.detach()
+    assert watched.watcher.profile().num_steps == 400
     assert min(costs[10:]) < 0.1e-3, "and it does not grow with what was seen"
+
+
+def test_what_a_wait_costs_does_not_grow_with_the_waits_of_a_step_or_the_steps_that_were_seen() -> None:
+    few, many = calls_of_a_step(6, after=40), calls_of_a_step(60, after=40)
+    assert many <= 10 * few
+    assert calls_of_a_step(6, after=200) == few
+
+
+def calls_of_a_step(num_waits: int, *, after: int) -> int:
+    """Calls of functions in a step with so many waits, when so many steps were seen."""
+    watched, count = Watched(), 0
+
+    def note(_: object, event: str, __: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    for _ in range(after):
+        watched.step(num_waits)
+    sys.setprofile(note)
+    try:
+        watched.step(num_waits)
+    finally:
+        sys.setprofile(None)
+    watched.watcher.detach()
+    return count
 
 
 def _nothing(*_: object) -> None:
