@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,9 +33,11 @@ def test_arguments_are_stronger_than_the_environment_that_than_the_file_and_that
 
 @pytest.mark.parametrize("variable", ENVIRONMENT)
 def test_every_variable_sets_its_field(variable: str) -> None:
-    text = {"HOLDFAST_EVERY": "10,30s", "HOLDFAST_DURABLE_EVERY": "20", "HOLDFAST_MEMORY_BUDGET": "2GiB"}.get(
-        variable, "x"
-    )
+    texts = {
+        "HOLDFAST_EVERY": "10,30s", "HOLDFAST_DURABLE_EVERY": "20", "HOLDFAST_MEMORY_BUDGET": "2GiB",
+        "HOLDFAST_LOG_LEVEL": "debug",
+    }  # fmt: skip
+    text = texts.get(variable, "x")
     assert load(environ={variable: text}) == Config(**{ENVIRONMENT[variable]: text})
 
 
@@ -56,11 +62,51 @@ def test_a_wrong_line_of_the_file_is_named_with_its_place(file: Path, line: str,
     assert caught.value.where == f"{file}: {line.split(maxsplit=1)[0]}"
 
 
-@pytest.mark.parametrize("wrong", [{"num_slots": 1}, {"keep_last": 1}, {"run_id": "../x"}, {"memory_budget": "much"}])
-def test_values_out_of_range_are_refused_with_what_is_allowed(wrong: dict[str, object]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(wrong, environ={})
-    assert caught.value.remedy
+# Setting -> the last values that are allowed, and the first on either side that are not.
+BOUNDS: dict[str, tuple[list[object], list[object]]] = {
+    "num_slots": ([2, 3], [1, 4]),
+    "keep_last": ([2], [1, 0, -1]),
+    "ranks_per_reader": ([1], [0]),
+    "metrics_port": ([0, 65535], [-1, 65536]),
+    **{
+        name: ([0.001], [0.0, -1.0, float("nan")])
+        for name in ("fence_timeout_s", "begin_timeout_s", "linger_s", "close_timeout_s")
+    },
+    "run_id": (["a" * 128, "A-1_b.c"], ["", "a" * 129, "../x", "a b"]),
+    **{name: (["", "a" * 128], ["a" * 129, "../x", "a b"]) for name in ("node_label", "rack_label", "backup_node")},
+    "memory_budget": (["", "4GiB"], ["much", "-1", "4 bytes"]),
+    "replicate_bandwidth": (["", "500MB"], ["fast", "-1"]),
+    "overhead": (["", "0.5%", "99%"], ["0%", "100%", "-1%", "nan%", "little"]),
+    "log_level": (["debug", "CRITICAL"], ["", "loud", "7"]),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_values_out_of_range_are_refused_with_what_is_allowed(name: str, tmp_path: Path) -> None:
+    """As an argument, in the file, in the environment where it has a variable, and where a Config is made by hand."""
+    variable = next((v for v, field in ENVIRONMENT.items() if field == name), None)
+    path = tmp_path / "settings.toml"
+    allowed, refused = BOUNDS[name]
+    for value in [*allowed, *refused]:
+        path.write_text(f"{name} = {json.dumps(value).replace('NaN', 'nan')}\n")
+        ways: list[Callable[[], Config]] = [
+            partial(load, {name: value}, environ={}),
+            partial(load, environ={CONFIG_FILE_VARIABLE: str(path)}),
+            partial(Config, **{name: value}),  # type: ignore[arg-type]
+            *([partial(load, environ={variable: str(value)})] if variable else []),
+        ]
+        for way in ways:
+            if value in allowed:
+                assert getattr(way(), name) == value
+            else:
+                with pytest.raises(ConfigError) as caught:
+                    way()
+                assert caught.value.remedy, value
+
+
+def test_every_number_has_its_bounds() -> None:
+    numbers = {field.name for field in dataclasses.fields(Config) if type(field.default) in (int, float)}
+    assert numbers <= BOUNDS.keys()
 
 
 def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:

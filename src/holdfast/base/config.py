@@ -49,6 +49,8 @@ ALIASES = (
     "MS_COMPILER_CACHE_ENABLE", "MS_COMPILER_CACHE_PATH",
 )  # fmt: skip
 
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\Z", re.IGNORECASE)
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)\Z")
 _TIME_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -97,7 +99,7 @@ class Config:
         stop_file: JSON file that asks the job to stop as SIGTERM does, with `{"stop": true}`; `""` is none.
         strict: restore refuses missing, unexpected and misshaped entries.
         trace_dir: where ranks and keepers write what they did and when, for `holdfast trace`; `""` writes nothing.
-        log_level: level of the keeper's log.
+        log_level: level of the keeper's log: DEBUG, INFO, WARNING, ERROR or CRITICAL, in either case.
     """
 
     every: str = "1"
@@ -142,6 +144,7 @@ class Config:
         for name in ("node_label", "rack_label", "backup_node"):
             text = getattr(self, name)
             _require(bool(re.fullmatch(r"[A-Za-z0-9._-]{0,128}", text)), name, text, "a plain name")
+        _require(self.log_level.upper() in LOG_LEVELS, "log_level", self.log_level, f"one of {', '.join(LOG_LEVELS)}")
         for name in ("memory_budget", "replicate_bandwidth"):
             parse_size(getattr(self, name) or "0")
         parse_share(self.overhead or "1%")
