@@ -442,10 +442,12 @@ def test_storage_that_fails_costs_the_durable_level_only_and_says_so(make_rig: M
     eventually(lambda: rig.status(0)["alarms"] == [])
 
 
-def test_a_commit_that_fails_is_tried_again(make_rig: MakeRig) -> None:
+def test_a_commit_that_fails_is_tried_again_and_nothing_goes_before_it(make_rig: MakeRig) -> None:
     rig = make_rig()
     (trainer,) = rig.start()
     root = Path(rig.root)
+    half = root / str(Version(0, 7))  # of an incarnation before: the next commit removes it
+    half.mkdir()
     in_the_way = root / str(Version(1, 1)) / "manifest.json"
     in_the_way.parent.mkdir()
     in_the_way.mkdir()  # bundles and parts can be written beside it
@@ -454,9 +456,11 @@ def test_a_commit_that_fails_is_tried_again(make_rig: MakeRig) -> None:
 
     eventually(lambda: any("is not durable" in alarm for alarm in trainer.client.alarms))
     assert trainer.client.level(version)[0] is Level.CAPTURED
+    assert half.exists(), "it went before there was anything newer"
     in_the_way.rmdir()
     reached([trainer], version, Level.DURABLE)
     rig.storage.manifest(version)
+    eventually(lambda: not half.exists())
 
 
 def test_a_higher_incarnation_fences_the_commit_of_a_lower_one(make_rig: MakeRig) -> None:

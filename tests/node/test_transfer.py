@@ -21,11 +21,12 @@ import msgspec
 import psutil
 import pytest
 
-from holdfast.base.errors import HoldfastError, KeeperError, KeeperLost
+from holdfast.base.errors import CorruptError, HoldfastError, KeeperError, KeeperLost
 from holdfast.core.model import Level, Version
 from holdfast.core.recovery import choose_version
 from holdfast.node import messages
 from holdfast.node.transfer import PIECE_BYTES, PeerReader
+from holdfast.tiers import format as image_format
 from holdfast.tiers import wire
 from holdfast.tiers.wire import Channel
 from node.rig import Rig, Trainer, eventually, reached, save_all
@@ -247,6 +248,24 @@ def test_a_damaged_transfer_is_repeated_until_it_is_right(make_rig: MakeRig, bas
 def test_several_pieces_are_asked_for_ahead_and_arrive_in_order(make_rig: MakeRig) -> None:
     source = Source(make_rig(own_bytes=5 * PIECE_BYTES + 8192))
     assert source.pull(source.rig.keeper(0).address) == source.images[source.version]
+
+
+def test_chunks_from_the_middle_are_proved_where_they_arrive(make_rig: MakeRig, base: Path) -> None:
+    """For what is read in pieces nobody compares the digest of the whole."""
+    source = Source(make_rig(own_bytes=image_format.CHUNK_BYTES + (64 << 10)))
+    right = source.images[source.version][image_format.CHUNK_BYTES :]
+    target = bytearray(len(right))
+    with Proxy(source.rig.keeper(0).socket, base / "p") as proxy:
+        reader = source.reader(f"unix:{proxy.path}")
+        try:
+            seal = reader.seals(source.version, (source.own.bundle_id,))[source.own.bundle_id]
+            reader.read_chunks_into(source.version, seal, 1, memoryview(target), lambda _: None)
+            assert target == right
+            proxy.damage = damage_of("flip", random.Random(7), b"")
+            with pytest.raises(CorruptError, match="chunk 1 of image"):
+                reader.read_chunks_into(source.version, seal, 1, memoryview(target), lambda _: None)
+        finally:
+            reader.close()
 
 
 # --- streams that end or lie

@@ -295,6 +295,32 @@ def test_hostile_images_are_refused_in_little_memory(case: str) -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize(
+    ("claimed", "length"),
+    [
+        (1 << 63, 100),
+        (1 << 63, 1 << 64),
+        (image_format.MAX_HEADER_BYTES + 1, 1 << 30),
+        (4096, 4096 + 7),
+        (image_format.MAX_HEADER_BYTES, image_format.MAX_HEADER_BYTES + 7),
+    ],
+)
+def test_a_length_that_no_header_has_is_refused_before_anything_is_read(claimed: int, length: int) -> None:
+    """So that a reader of a file never asks for so many bytes (tiers/storage.py)."""
+    with pytest.raises(CorruptError, match="the header claims"):
+        image_format.header_length(struct.pack("<Q", claimed), length, "here")
+
+
+def test_more_tensors_than_are_allowed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a header that is sound else. (A million names do not fit into one, with all that belongs to each.)"""
+    image = rewritten(lambda _: None)
+    monkeypatch.setattr(image_format, "MAX_TENSORS", 3)  # the two, and the metadata
+    image_format.read_image(image, "here")
+    monkeypatch.setattr(image_format, "MAX_TENSORS", 2)
+    with pytest.raises(CorruptError, match="too many tensors"):
+        image_format.read_image(image, "here")
+
+
 def test_the_largest_header_that_is_allowed_is_read_in_bounded_memory() -> None:
     b = bundle("b", *(piece(f"{i}", "U8", (1,)) for i in range(100_000)))
     image = random_image(b)

@@ -147,6 +147,22 @@ def test_a_fill_cuts_at_steps_and_chunks_and_names_the_bad_chunk() -> None:
         del view, sources
 
 
+def test_every_chunk_that_is_here_is_proved_although_the_image_is_not_and_nothing_of_it_is_copied() -> None:
+    """As in another layout, where a rank gets only those chunks that hold a box of its own."""
+    with slot_of(40 << 20) as slot:
+        view = save_into(slot, gathered({"w": torch.randn(5 << 20)}))
+        (image,) = view.plan.images
+        whole = located_in(slot, image)
+        assert len(whole.chunks) == 3
+        for index, chunk in whole.chunks:
+            part = fill.Source(whole.located, whole.image, ((index, chunk),), whole=False)
+            assert fill.fill_with([part], [[]]) == {}
+            slot.view[image.start + index * image_format.CHUNK_BYTES + 5000] ^= 1
+            (fault,) = fill.fill_with([part], [[]]).values()
+            assert f"chunk {index} of image" in fault
+        del view, whole, part, chunk
+
+
 def test_pieces_of_rows_and_lazily_conjugated_memory_are_filled_as_values_not_as_bytes() -> None:
     rows, numbers = torch.randn(900, 1000), torch.randn(50, dtype=torch.complex64)
     target, other = torch.zeros(900, 1000), torch.zeros(50, dtype=torch.complex64)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server.api import WorkerState
 
 from holdfast.base.errors import InUse
+from holdfast.train.agent import Agent
 from holdfast.train.identity import Identity
 
 
@@ -68,6 +73,17 @@ def test_who_left_or_is_proven_gone_is_not_waited_for(store: TCPStore) -> None:
     store.set("holdfast.nodes/node1", json.dumps(asdict(dead)))
     claimed(store)
     assert time.monotonic() - began < 5
+
+
+def test_a_launcher_that_was_replaced_ends_its_workers_and_does_not_begin_again() -> None:
+    signals: list[int] = []
+    agent: Any = object.__new__(Agent)
+    agent._program, agent._round, agent._meeting, agent._remaining_restarts = object(), object(), None, 5
+    agent._wait = lambda: None
+    agent._workers = SimpleNamespace(seats={0: SimpleNamespace(close=signals.append)})
+    agent._identity = SimpleNamespace(holds=lambda _: False)
+    assert agent._monitor_workers(None).state is WorkerState.FAILED
+    assert (signals, agent._remaining_restarts) == ([signal.SIGKILL], 0)
 
 
 def left_behind(store: TCPStore, **facts: object) -> None:

@@ -58,6 +58,21 @@ def test_a_version_is_given_up_on_all_ranks_after_three_attempts() -> None:
     assert on_all(3, work) == [[frozenset(), frozenset(), frozenset({VERSION})]] * 3
 
 
+def test_attempts_are_counted_for_each_version() -> None:
+    older = Version(1, 2)
+
+    def work(group: Ranks) -> list[frozenset[Version]]:
+        restorer = restorer_of(group, [])
+        worn_out = []
+        for attempt, version in enumerate((VERSION, VERSION, older, older, VERSION)):
+            choice: Any = SimpleNamespace(version=version)
+            restorer._all_good(choice, [Fault(f"g{attempt}", None, "damaged")] if group.rank == 0 else [])
+            worn_out.append(restorer._quarantine.versions)
+        return worn_out
+
+    assert on_all(2, work) == [[frozenset()] * 4 + [frozenset({VERSION})]] * 2
+
+
 def test_a_copy_that_is_whole_and_not_the_one_agreed_on_is_a_fault() -> None:
     """The keeper would not hand it out (tests/node/test_nodes.py); whoever does, the rank looks for itself."""
     made = [sample_bundle(), sample_bundle()]

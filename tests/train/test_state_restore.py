@@ -87,6 +87,19 @@ def test_other_options_of_the_same_class_are_refused() -> None:
     )
 
 
+def test_a_checkpoint_that_lacks_one_variable_or_has_it_under_another_name_is_refused_by_name() -> None:
+    given, saved = objects(steps=0), save(state_of(objects()))
+    names = set(saved.shards)
+    assert {"model.0.weight", "model.1.bias", "optimizer.state.1.bias.exp_avg"} <= names
+    for name in names:
+        lacking = {other: shard for other, shard in saved.shards.items() if other != name}
+        assert f"1 missing in the checkpoint: {name}" in refusal(given, replace(saved, shards=lacking))
+        message = refusal(given, replace(saved, shards={**lacking, f"{name}s": saved.shards[name]}))
+        missing, _, unexpected = message.partition("unexpected in the checkpoint")
+        assert f"1 missing in the checkpoint: {name};" in missing
+        assert f"{name}s" in unexpected
+
+
 def test_objects_that_only_one_side_has() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(objects()["optimizer"], 3)
     extra = {"t": torch.ones(2)}
