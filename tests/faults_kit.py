@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from holdfast.core.faults import Beat, Exit, Phase, Sight, Watch, first_failure
+from holdfast.core.faults import Beat, Exit, Phase, Sight, Watch, cause, first_failure
 from scenario_kit import Args, Lines, numbers
 
 LOOK_EVERY_S = 0.05
@@ -90,8 +90,8 @@ class Watching:
         """`exit rank=1 code=-9 memory`."""
         self.workers.pop(int(args["rank"]), None)
         ended = Exit(int(args["code"]), "memory" in args, args.get("report", ""))
-        verdict = self.watch.exited(int(args["rank"]), ended)
-        return [f"{verdict.kind.value}: {verdict.reason}" if verdict else "nothing: it ended well"]
+        self.watch.gone(int(args["rank"]))
+        return [f"rank {args['rank']} {cause(ended)}" if ended.code else "nothing: it ended well"]
 
     def do_first(self, args: Args) -> Lines:
         """`first 0=1:Connection_reset_by_peer 1=-9`: whose end came first of all."""

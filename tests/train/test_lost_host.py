@@ -198,5 +198,22 @@ def test_a_frozen_node_is_left_by_the_others_and_taken_in_again(job: Job) -> Non
     assert [launcher.wait(60) for launcher in launchers] == [0, 0, 0], job.logs()
 
 
+@pytest.mark.slow
+def test_a_node_that_only_stood_still_is_met_again_where_no_other_comes(job: Job) -> None:
+    """A job that cannot do without it waits for it, or for a replacement, and goes on with all its processes."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    nodes = Nodes(job, f"127.0.0.1:{store.port}", hosted=False)
+    launchers = [nodes.start(0), nodes.start(1)]
+    before = job.running(2)
+    frozen = freeze(launchers[1])
+    wait_for(lambda: "is lost: it is silent" in job.logs(), "the verdict", job.logs)
+    for process in frozen:
+        process.resume()
+    after = job.recovered(2, 1)
+    assert {row[0] for row in after} == {row[0] for row in before}, "somebody lost its process"
+    job.stop()
+    assert [launcher.wait(60) for launcher in launchers] == [0, 0], job.logs()
+
+
 def is_child(pid: int, launcher: subprocess.Popen[str]) -> bool:
     return pid in {process.pid for process in family(launcher)}

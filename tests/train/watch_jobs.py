@@ -132,7 +132,7 @@ class Job:
                 {
                     "kind": verdict.kind.value, "rank": verdict.rank, "reason": verdict.reason,
                     "evidence": verdict.evidence, "after_s": round(verdict.found_after_s, 2),
-                    "stacks": self.watchdog.stacks_of(verdict.rank),
+                    "stacks": max(map(str, self.watchdog.directory.glob(f"stacks-rank{verdict.rank}-*.txt")), default=""),
                     "p99_s": page.read(self.pages[verdict.rank]).beat.step_p99_s,
                 }
             )  # fmt: skip
@@ -161,14 +161,16 @@ def main() -> None:
     deadline = time.monotonic() + 60
     faulty = [job for job in jobs if job.name not in ("healthy", "unheard", "evaluation")]
     started = False
-    while time.monotonic() < deadline and not (len(faulty) == len(jobs) and all(job.said for job in faulty)):
+    try:
+        while time.monotonic() < deadline and not (len(faulty) == len(jobs) and all(job.said for job in faulty)):
+            for job in jobs:
+                job.poll(time.monotonic())
+            if not started and all(job.steps()[0] >= FAULT_AFTER_STEP for job in jobs):
+                started, deadline = True, time.monotonic() + seconds
+            time.sleep(0.05)
+    finally:
         for job in jobs:
-            job.poll(time.monotonic())
-        if not started and all(job.steps()[0] >= FAULT_AFTER_STEP for job in jobs):
-            started, deadline = True, time.monotonic() + seconds
-        time.sleep(0.05)
-    for job in jobs:
-        job.end()
+            job.end()
 
 
 if __name__ == "__main__":

@@ -215,13 +215,6 @@ class Watch:
         """The rank has no process here any more."""
         self._tracks.pop(rank, None)
 
-    def exited(self, rank: int, exit_: Exit) -> Verdict | None:
-        """The process of the rank ended. None: it ended well."""
-        self.gone(rank)
-        if exit_.code == 0:
-            return None
-        return Verdict(Kind.RESTART_RANK, (rank,), f"rank {rank} {cause(exit_)}", ("its process ended",))
-
     def look(
         self,
         now_s: float,

@@ -228,11 +228,6 @@ class Server:
         except OSError:
             pass  # the server has ended
 
-    def connections(self) -> list[Connection]:
-        """All greeted connections."""
-        with self._lock:
-            return [connection for connection in self._readers.values() if connection.hello is not None]
-
     def _accept(self, take: Callable[[], wire.Channel | None]) -> bool:
         channel = take()
         if channel is None:

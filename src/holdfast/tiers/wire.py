@@ -115,10 +115,6 @@ class Channel:
         self._aborted = False
         self._send_lock = threading.Lock()
 
-    @property
-    def aborted(self) -> bool:
-        return self._aborted
-
     def secure(self, security: Security, *, server: bool, timeout_s: float) -> None:
         """Proves both ends to each other; before this nothing may be sent or received on a TCP connection.
 

@@ -42,7 +42,6 @@ class _Worker:
     since_s: float = 0.0
     asked: bool = False
     stands: Phase | None = None
-    stacks: str = ""
     sight: Sight = field(default_factory=lambda: Sight(-1, Beat()))
 
 
@@ -138,11 +137,6 @@ class Watchdog:
         """The ranks go on after so many finished steps."""
         self.journal.restored(step)
 
-    def stacks_of(self, rank: int) -> str:
-        """The path of the last stack dump of the rank's process; empty if there is none."""
-        worker = self._workers.get(rank)
-        return worker.stacks if worker else ""
-
     def _workers_read(self) -> dict[int, int]:
         return {rank: worker.page_fd for rank, worker in self._workers.items() if worker.page_fd >= 0}
 
@@ -197,9 +191,10 @@ class Watchdog:
             self.directory.mkdir(mode=0o700, exist_ok=True)
             path = self.directory / f"stacks-rank{rank}-{worker.pid}-{self._num_stacks}.txt"
             path.write_text(text, encoding="utf-8")
-            worker.stacks = str(path)
         except OSError as error:
             logger.warning("the stacks of rank %d could not be written: %s", rank, error)
+        else:
+            logger.info("the stacks of rank %d, which makes no progress, are in %s", rank, path)
 
 
 def where_it_stands(dump: str) -> Phase | None:
