@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,16 +28,16 @@ from node.rig import Rig, Trainer, rig_in
 from tiers.samples import JOB_LAYOUT, bundle, piece, random_image, ref_of
 
 NUM_NODES = 8
-ONCE, TWICE, DEAD, FLIPPED, TORN = (Version(1, step) for step in range(10, 60, 10))
+ONCE, TWICE, DEAD, AGREED, FLIPPED, TORN = (Version(1, step) for step in range(10, 70, 10))
 TIMEOUT_S = 30.0
 
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    """Eight nodes of one rank, with nothing in memory, and five versions in storage."""
+    """Eight nodes of one rank, with nothing in memory, and six versions in storage."""
     with rig_in(tmp_path_factory.mktemp("once"), num_nodes=NUM_NODES) as made:
         made.next_incarnation()
-        for seed, version in enumerate((ONCE, TWICE, DEAD, FLIPPED, TORN)):
+        for seed, version in enumerate((ONCE, TWICE, DEAD, AGREED, FLIPPED, TORN)):
             write(made, version, seed)
         assembly = made.assembly()
         for rank in range(NUM_NODES):
@@ -132,6 +133,17 @@ def test_a_reader_that_died_costs_a_second_read_and_nothing_else(rig: Rig) -> No
     assert sum(counters(rig, "relay_fallbacks", others).values()) >= 1
     for rank in others:
         rig.trainers[rank].client.release()
+
+
+def test_what_is_handed_on_is_what_was_agreed_on_or_nothing(rig: Rig) -> None:
+    plan = plans(rig, AGREED)
+    living = [rank for rank in range(NUM_NODES) if rig.trainers[rank].client.alive]
+    rank, fetch = next((r, f) for r in living for f in plan[r] if f.ref.bundle_id == "shared-1" and f.via in living)
+    assert fetch.via is not None
+    rig.trainers[fetch.via].client.obtain(AGREED, plan[fetch.via], timeout_s=TIMEOUT_S)
+    other = replace(fetch, seal=replace(fetch.seal, digest=image_format.chunk_digest(b"other")))
+    with pytest.raises(CorruptError, match="agreed on"):
+        rig.trainers[rank].client.obtain(AGREED, [other], timeout_s=TIMEOUT_S)
 
 
 def test_a_byte_that_flips_in_the_reader_is_found_on_the_next_hop(rig: Rig) -> None:

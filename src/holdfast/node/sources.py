@@ -123,10 +123,8 @@ class Sources:
             raise VersionNotFound(f"the manifest of {version} does not list bundle {bundle_id}")
         where = f"{storage.where}/{version}/{file.file}"
         image_format.check_length(len(view), file.seal, where)
-        if file.digest != spot.fetch.seal.digest:
-            raise CorruptError("the manifest's copy is not the one that was agreed on", where=where)
+        self._known(spot, file.seal, where)
         proof = _Proof(view, file.seal, where, lambda count: self._proved(spot, count))
-        self._known(spot, file.seal)
         proof.done = spot.landing.ready if spot.landing is not None else 0  # what a failed relay already brought
         storage.read_bundle_into(version, file, view, proof.arrived)
         image_format.check_digest(tuple(proof.digests), file.seal, where)
@@ -137,7 +135,7 @@ class Sources:
             version,
             spot.fetch.ref.bundle_id,
             view,
-            lambda seal: self._known(spot, seal),
+            lambda seal: self._known(spot, seal, f"node {node}"),
             lambda count: self._proved(spot, count),
         )
         self._events.count("relay_received_bytes", len(view))
@@ -154,9 +152,9 @@ class Sources:
             raise type(error)(what, where=error.where, remedy=error.remedy) from error
         return seal
 
-    def _known(self, spot: Spot, seal: Seal) -> None:
+    def _known(self, spot: Spot, seal: Seal, where: str) -> None:
         if seal.digest != spot.fetch.seal.digest:
-            raise CorruptError(f"bundle {seal.bundle_id} there is not the one that was agreed on")
+            raise CorruptError(f"bundle {seal.bundle_id} there is not the one that was agreed on", where=where)
         if spot.landing is not None:
             self._landings.known(spot.landing, seal)
 
