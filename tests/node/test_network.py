@@ -28,7 +28,7 @@ from holdfast.node import messages
 from holdfast.node.client import Located
 from holdfast.node.network import Network
 from holdfast.node.rpc import Caller, dial
-from holdfast.tiers import tcp, wire
+from holdfast.tiers import tcp, tls, wire
 from holdfast.tiers.tls import MAX_UNPROVED_BYTES, Credentials, read_secret
 from holdfast.train.link import Link
 from node.rig import Rig, Trainer, eventually, image_of, reached, save_all
@@ -233,10 +233,19 @@ def test_the_secret_is_in_no_argument_environment_or_log(remote_rig: MakeRig) ->
         assert SECRET.hex().encode() not in text.read_bytes()
 
 
+def misnamed(rig: Rig) -> Credentials:
+    """Signed by this job's authority, in the name of another job."""
+    made = proof(rig)
+    root, own = tls._issue(SECRET, rig.keeper(0).job, f"holdfast:{messages.KEEPER}:{'0' * 16}:n9")
+    made._contexts = {server: tls._context(server, root, own) for server in (True, False)}
+    return made
+
+
 def strangers(rig: Rig) -> dict[str, wire.Security]:
     return {
         "another secret": proof(rig, secret=bytes(32)),
         "the same secret in another job": proof(rig, job="0" * 16),
+        "another job's name": misnamed(rig),
     }
 
 

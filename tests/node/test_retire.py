@@ -50,3 +50,16 @@ def test_a_damaged_version_stays_and_keeps_no_other(tmp_path: Path) -> None:
 
     assert store.versions() == [Version(1, 1), Version(1, 4), Version(1, 5)]
     assert tree(root / str(Version(1, 1))) == damaged
+
+
+def test_what_is_pinned_is_not_even_tried(tmp_path: Path) -> None:
+    """Storage would refuse to remove it, and every commit from then on would be told as a fault of retention."""
+    store = new_store(tmp_path / "root")
+    for step in range(1, 5):
+        save(store, Version(1, step))
+    store.pin(Version(1, 1))
+
+    assembly = Assembly(1, str(tmp_path / "root"), store.job_id(), Topology(("n",), (0,)), ())
+    Retirement(Events()).after(store, Version(1, 4), assembly, None)
+
+    assert store.versions() == [Version(1, 1), Version(1, 3), Version(1, 4)]

@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
 import forked
+from holdfast.core.commit import Announcement, Kind
+from holdfast.core.model import Version
 from holdfast.testing.simulator.__main__ import hunt, simulate
+from holdfast.testing.simulator.clock import Clock, Violation
+from holdfast.testing.simulator.network import Storage
+from holdfast.testing.simulator.observer import Observer
 from holdfast.testing.simulator.planted import BUGS
 from holdfast.testing.simulator.run import MIN_FAULTS, run
 
@@ -68,6 +74,25 @@ def test_a_rule_that_is_taken_out_is_missed(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(set(BUGS) - set(QUICK)))
 def test_a_subtle_rule_that_is_taken_out_is_missed(name: str) -> None:
     assert hunt(name, 0, 400) is not None
+
+
+def test_twins_that_differ_are_judged_when_called_captured_when_committed_and_when_chosen() -> None:
+    """Each by itself: in a run the next of them would tell what the one before had let through."""
+    version = Version(1, 4)
+    observer = Observer((), 1, sealed={version: {0}}, living={version})
+    storage = Storage(Clock(0))
+    judges = (
+        partial(observer.check_news, Announcement(Kind.CAPTURED, version, ""), storage),
+        partial(observer.check_manifest, version, {}),
+        partial(observer.check_choice, version, storage, []),
+    )
+    for judge in judges:
+        judge()
+    observer.spoiled.add(version)
+    for judge in judges:
+        with pytest.raises(Violation) as found:
+            judge()
+        assert found.value.invariant == "S16"
 
 
 def test_a_failure_is_told_again_from_its_seed() -> None:

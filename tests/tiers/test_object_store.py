@@ -403,6 +403,20 @@ def test_google_and_azure_are_opened_by_the_same_door(url: str, monkeypatch: pyt
     assert open_storage(url, Events()).where == url
 
 
+def test_requests_are_bounded_by_what_was_asked_for_and_made_again_by_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a stand-in for obstore's door: how long a stalled request takes is not asserted where a machine may be slow."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(object_store, "from_url", lambda _, **options: asked.append(options))
+    object_store.open_bucket("s3://bucket/prefix", timeout_s=0.5)
+    object_store.open_bucket("s3://bucket/prefix")
+    assert [options["client_options"]["timeout"] for options in asked] == [
+        "0.5s", f"{object_store.REQUEST_TIMEOUT_S}s"
+    ]  # fmt: skip
+    assert all(options["retry_config"] == {"max_retries": 0} for options in asked)
+
+
 def test_a_signature_never_reaches_a_message() -> None:
     words = object_store._words(ValueError("PUT https://a.blob.core.windows.net/c/x?sig=SECRET&se=1 in 3ms"))
     assert "SECRET" not in words

@@ -18,9 +18,10 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.run import get_args_parser
 
-from holdfast.base.config import load
+from holdfast.base.config import Config, load
 from holdfast.base.errors import ConfigError
 from holdfast.train import elastic
+from holdfast.train.early import Early
 
 WORKER = str(Path(__file__).with_name("elastic_worker.py"))
 RECOVERY_S = 60.0
@@ -214,8 +215,11 @@ def test_a_lost_node_is_replaced_and_keeps_its_ranks(job: Job) -> None:
 
 
 @pytest.mark.slow
-def test_no_worker_outlives_its_launcher(job: Job) -> None:
-    """A worker of a launcher that is gone could neither be replaced nor fenced by anybody."""
+@pytest.mark.parametrize("also", ["", "the nursery is killed", "the workers are frozen"])
+def test_no_worker_outlives_its_launcher(job: Job, also: str) -> None:
+    """A worker of a launcher that is gone could neither be replaced nor fenced by anybody. It ends by itself, without the
+    nursery too; and the nursery ends what cannot.
+    """
     launcher = job.launch("--standalone", "--nproc-per-node=2", worker=("--with-child",))
     rows = job.running(2)
     family = psutil.Process(launcher.pid).children(recursive=True)
@@ -223,6 +227,12 @@ def test_no_worker_outlives_its_launcher(job: Job) -> None:
     names = {process.pid: Path(f"/proc/{process.pid}/comm").read_text().strip() for process in family}
     assert [names[pid] for pid, _, _ in rows] == ["hf rank 0", "hf rank 1"], "an operator could not tell them apart"
     assert "hf nursery" in names.values()
+    launcher.send_signal(signal.SIGSTOP)  # it must not see what becomes of the others
+    for process in family:
+        if also == "the nursery is killed" and names[process.pid] == "hf nursery":
+            process.kill()
+        if also == "the workers are frozen" and process.pid in {pid for pid, _, _ in rows}:
+            process.suspend()
     launcher.kill()
     wait_for(lambda: not [p for p in family if p.is_running() and p.status() != "zombie"], "their end", job.logs)
 
@@ -309,6 +319,14 @@ def test_our_flags_are_passed_on_to_the_workers(monkeypatch: pytest.MonkeyPatch)
     settings = elastic.pass_on_settings(args)
     assert (settings.every, settings.node_label, settings.run_id) == ("5", "n7", "job-42")
     assert os.environ["HOLDFAST_EVERY"] == "5"
+
+
+def test_an_agent_goes_by_the_flags_and_settings_of_its_launcher() -> None:
+    args = elastic.build_parser().parse_args(["--guard-time", "7", "--max-restarts", "5", "train.py"])
+    config, early = elastic._launch_config(args)[0], Early()
+    rules = elastic._rules(args, Config(node_label="n7", close_timeout_s=77.0), config, early)
+    assert (rules.guard_s, rules.limits.failures, rules.name, rules.grace_s) == (7.0, 5, "n7", 77.0)
+    assert rules.early is early
 
 
 def test_flags_without_a_variable_reach_the_workers_beside_the_users_settings(

@@ -182,8 +182,6 @@ def main(argv: Sequence[str] | None = None, *, script: Callable[[Order], None] =
     if cache is not None:
         cache.start()
     early = start_keeper(args.checkpoint_dir, settings) if args.checkpoint_dir else Early()
-    # torchrun's 30 s would cut off a last save to slow storage.
-    given = getattr(config, "shutdown_timeout", None) if _is_given(args, "shutdown_timeout") else None
     spec = _worker_spec(config, entrypoint, entrypoint_args, can_move=program is not None)
     watch = make_watch(settings, args)
     agent = Agent(
@@ -193,13 +191,7 @@ def main(argv: Sequence[str] | None = None, *, script: Callable[[Order], None] =
         program=program,
         num_spares=args.spares,
         watch=watch,
-        rules=Rules(
-            grace_s=settings.close_timeout_s if given is None else given,
-            limits=_limits(args),
-            name=settings.node_label,
-            guard_s=args.guard_time,
-            early=early,
-        ),
+        rules=_rules(args, settings, config, early),
     )
     code = 1
     try:
@@ -234,6 +226,18 @@ def _program(args: argparse.Namespace, config: LaunchConfig) -> Program | None:
     if foreign or getattr(args, "use_env", True) is False:
         return None
     return Program((args.training_script, *args.training_script_args), is_module=args.module)
+
+
+def _rules(args: argparse.Namespace, settings: Config, config: LaunchConfig, early: Early) -> Rules:
+    # torchrun's 30 s would cut off a last save to slow storage.
+    given = getattr(config, "shutdown_timeout", None) if _is_given(args, "shutdown_timeout") else None
+    return Rules(
+        grace_s=settings.close_timeout_s if given is None else given,
+        limits=_limits(args),
+        name=settings.node_label,
+        guard_s=args.guard_time,
+        early=early,
+    )
 
 
 def _limits(args: argparse.Namespace) -> Limits:
