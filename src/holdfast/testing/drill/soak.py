@@ -167,7 +167,11 @@ class Soak:
         }
         steps = 1 + max(int(step) for step, _ in rows[0])
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        subprocess.run([*command, WORKER, str(self.home), str(steps)], check=True, capture_output=True)
+        told = subprocess.run(
+            [*command, WORKER, str(self.home), str(steps)], capture_output=True, text=True, check=False
+        )
+        if told.returncode:
+            raise SoakFailure(f"the yardstick ended with {told.returncode}: {told.stderr[-4000:]}")
         for rank in RANKS:
             expected = dict(line.split() for line in (self.home / f"reference-{rank}").read_text().splitlines())
             wrong = [step for step, digest in rows[rank] if expected[step] != digest]

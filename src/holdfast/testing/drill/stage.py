@@ -93,7 +93,7 @@ class Stage:
         self._dead_before = {m.pid for m in self._cast.members.values() if m.status is not None}
         life = Life(len(self._ranks))
         life.spoiled = (before.spoiled if before else frozenset()) | self._damage()
-        life.wanted = _oldest_durable(before) if self._plan.roll_back else None
+        life.wanted = self._to_go_back_to(before) if self._plan.roll_back else None
         if before is not None and self._plan.stranger:
             self._put_stranger(before)
         self.record.begin(life, aimed=aim is not None and not fresh)
@@ -107,6 +107,11 @@ class Stage:
         self._look()
         if self._plan.late_writer and not life.faults:
             self._late_writer()
+
+    def _to_go_back_to(self, before: Life | None) -> Version | None:
+        """The oldest durable version; the newest, where a living keeper may still be removing the others."""
+        durable = before.storage.committed if before and before.storage else ()
+        return (max if list(self._cast.alive("k")) else min)(durable, default=None)
 
     def _setup(self, rank: int, *, wanted: str = "", fresh: bool = False) -> Setup:
         return Setup(self._trial, self._number, rank, self._sandbox, wanted, fresh)
@@ -392,7 +397,3 @@ class Stage:
                 if version.incarnation < newest and not stored.manifest and set(stored.files) - {STRANGER}
             ]
         return left
-
-
-def _oldest_durable(life: Life | None) -> Version | None:
-    return min(life.storage.committed, default=None) if life and life.storage else None

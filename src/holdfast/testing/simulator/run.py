@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from holdfast.core.faults import LOST_S
 from holdfast.core.ladder import Fault
 from holdfast.core.slots import SlotState
 from holdfast.testing.simulator import watching
@@ -259,7 +260,7 @@ def _calm(job: Job) -> None:
     clock = job.clock
     clock.say("calm")
     job.climb.curse = None  # somebody mended the script; a strike now would be one more fault
-    clock.run(clock.now_s + 8.0)  # partitions heal, hangs are found, recoveries end
+    clock.run(clock.now_s + LOST_S + 2.0)  # partitions heal, hangs and lost nodes are found, recoveries end
     limit = clock.now_s + 130
     while (job.recovering or job.hung or not all(job.alive.values())) and clock.now_s < limit:
         clock.run(clock.now_s + 1.0)

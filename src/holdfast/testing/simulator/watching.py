@@ -63,7 +63,7 @@ def find_lost_node(chance: random.Random, lost: int, topology: Topology) -> floa
             if verdict.kind is Kind.REPLACE_NODE:
                 if now < going_on:
                     raise Violation("V4", "a lost heartbeat alone interrupted steps that go on")
-                return now
+                return now - going_on
             _judge((verdict,), -1)
     raise Violation("V4", f"node {lost} was lost for {now:.1f} s and nobody said so")
 
