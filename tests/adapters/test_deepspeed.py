@@ -67,7 +67,8 @@ def test_what_only_memory_holds_comes_back_without_a_file_of_deepspeeds_own(way:
         shutil.rmtree(tag)
     (task.checkpoints / "latest").unlink(missing_ok=True)
     after = workshop.run(door(way), task)
-    assert set(after.starts.values()) <= {3, 4}
+    last = max(step for _, step in before.steps)  # 3, or more if the kill came late
+    assert set(after.starts.values()) <= {last, last + 1}
     whole = workshop.reference or workshop.run(door(way), Task(workshop.directory("whole"), 2, 6))
     assert after.steps.items() <= whole.steps.items()
     assert before.steps.items() <= whole.steps.items()
