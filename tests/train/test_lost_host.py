@@ -158,6 +158,14 @@ def test_without_the_host_the_others_go_on_and_it_finds_them_again(job: Job) -> 
     assert [launcher.wait(60) for launcher in launchers] == [0, 0, 0], job.logs()
 
 
+def all_three_meet_again(job: Job, frozen: list[psutil.Process], launchers: list[subprocess.Popen[str]]) -> None:
+    for process in frozen:
+        process.resume()
+    assert job.recovered(3, 2, steps=3)
+    job.stop()
+    assert [launcher.wait(60) for launcher in launchers] == [0, 0, 0], job.logs()
+
+
 @pytest.mark.slow
 def test_a_frozen_host_is_left_and_does_not_come_back(job: Job) -> None:
     """Its store says nothing and refuses nothing; the others leave it, and when it wakes up it is told so."""
@@ -168,11 +176,7 @@ def test_a_frozen_host_is_left_and_does_not_come_back(job: Job) -> None:
     (job.directory / "rank2").unlink()
     after = job.recovered(2, 1)
     assert {row[0] for row in after} == {row[0] for row in before[1:]}, "nodes that live lost their processes"
-    for process in frozen:
-        process.resume()
-    assert job.recovered(3, 2, steps=3)
-    job.stop()
-    assert [launcher.wait(60) for launcher in launchers] == [0, 0, 0], job.logs()
+    all_three_meet_again(job, frozen, launchers)
 
 
 @pytest.mark.slow
@@ -182,20 +186,13 @@ def test_a_frozen_node_is_left_by_the_others_and_taken_in_again(job: Job) -> Non
     nodes = Nodes(job, f"127.0.0.1:{store.port}", "2:3", hosted=False)
     launchers = [nodes.start(node) for node in range(3)]
     before = job.running(3)
-    rank_of = {
-        launcher.pid: rank for launcher in launchers for rank, row in enumerate(before) if is_child(row[0], launcher)
-    }
+    living = {row[0] for row in before if not is_child(row[0], launchers[1])}
     frozen = freeze(launchers[1])
     (job.directory / "rank2").unlink()
     after = job.recovered(2, 1)
-    living = {row[0] for rank, row in enumerate(before) if rank != rank_of[launchers[1].pid]}
     assert {row[0] for row in after} == living, "nodes that live lost their processes"
     assert re.search(r"node \d is lost: it is silent, and work has stopped", job.logs())
-    for process in frozen:
-        process.resume()
-    assert job.recovered(3, 2, steps=3)
-    job.stop()
-    assert [launcher.wait(60) for launcher in launchers] == [0, 0, 0], job.logs()
+    all_three_meet_again(job, frozen, launchers)
 
 
 @pytest.mark.slow

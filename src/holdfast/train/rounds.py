@@ -80,6 +80,7 @@ class Round:
         self._beat = 0
         self._beat_at = 0.0
         self._seen: dict[int, tuple[bytes, float]] = {}
+        self._ranks_of: dict[int, tuple[int, ...]] = {}
         self._done: set[int] = set()
 
     @property
@@ -116,7 +117,9 @@ class Round:
 
     def ranks_of(self, rank: int) -> tuple[int, ...]:
         """The ranks of the agent of this group rank, once the round is open."""
-        return tuple(json.loads(self._store.get(f"ranks/{rank}")))
+        if rank not in self._ranks_of:
+            self._ranks_of[rank] = tuple(json.loads(self._store.get(f"ranks/{rank}")))
+        return self._ranks_of[rank]
 
     def newest(self) -> Incarnation | None:
         """The incarnation in force; the leader first grants what was proposed."""
