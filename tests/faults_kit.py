@@ -9,10 +9,12 @@ from holdfast.core.faults import Beat, Exit, Phase, Sight, Watch, cause, first_f
 from scenario_kit import Args, Lines, numbers
 
 LOOK_EVERY_S = 0.05
+MOVING = 0.3  # processor seconds of threads that move a collective's bytes, in each second
 # What a second of each way of being costs: (processor seconds, wakes, bytes read, kernel's letter).
 WAYS = {
     "steps": (0.5, 50, 0, "S"),
     "waits": (0.0, 0, 0, "S"),  # in a collective, for others
+    "moves": (0.0, 0, 0, "S"),  # in a collective, and its bytes are moving
     "hangs": (0.0, 0, 0, "S"),  # on a lock
     "spins": (1.0, 0, 0, "R"),
     "reads": (0.01, 0, 1 << 20, "S"),
@@ -37,7 +39,8 @@ class Watching:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.watch = Watch()
+        self.watch, self.world_size = Watch(), 0
+        self.stuck: dict[int, tuple[int, ...]] = {}
         self.workers: dict[int, Worker] = {}
         self.silent: dict[int, float] = {}
         self.node_ranks: dict[int, tuple[int, ...]] = {}
@@ -48,7 +51,7 @@ class Watching:
 
     def do_job(self, args: Args) -> None:
         ranks = numbers(args["ranks"])
-        self.watch = Watch(int(args.get("world", len(ranks))))
+        self.watch, self.world_size = Watch(), int(args.get("world", len(ranks)))
         for rank in ranks:
             self._start(rank, float(args.get("every", "0.1")))
 
@@ -63,11 +66,11 @@ class Watching:
             worker.way = args.get("way", worker.way)
             worker.every_s = float(args.get("every", worker.every_s))
             worker.stack = Phase[args["stack"].upper()] if "stack" in args else None
-            beat, inside = worker.sight.beat, worker.way == "waits"
+            beat, inside = worker.sight.beat, worker.way in ("waits", "moves")
             phase = Phase[args["phase"].upper()] if "phase" in args else Phase.COLLECTIVE if inside else beat.phase
             entered = beat.sequence + 1 if inside else beat.sequence
             name = args.get("collective", "all_reduce") if inside else beat.collective
-            changes = beat.changes + (worker.way in ("waits", "steps") or "phase" in args)
+            changes = beat.changes + (worker.way in ("waits", "moves", "steps") or "phase" in args)
             worker.sight = replace(
                 worker.sight,
                 beat=replace(beat, changes=changes, phase=phase, collective=name, sequence=entered, inside=inside),
@@ -79,8 +82,10 @@ class Watching:
             self._start(rank, 0.1)
 
     def do_node(self, args: Args) -> None:
-        """`node silent=1 ranks=4-7`, `node heard=1`."""
-        if "heard" in args:
+        """`node silent=1 ranks=4-7`, `node heard=1`, `node stuck=1 ranks=4-7`, `node stuck=1`: it says so, and no more."""
+        if "stuck" in args:
+            self.stuck[int(args["stuck"])] = tuple(numbers(args["ranks"]) if "ranks" in args else ())
+        elif "heard" in args:
             self.silent.pop(int(args["heard"]))
         else:
             self.silent[int(args["silent"])] = self.now_s
@@ -111,7 +116,11 @@ class Watching:
             for worker in self.workers.values():
                 self._live(worker, step)
             silent = {node: (self.now_s - since, self.node_ranks[node]) for node, since in self.silent.items()}
-            for verdict in self.watch.look(self.now_s, [w.sight for w in self.workers.values()], silent):
+            elsewhere = [rank for ranks in self.stuck.values() for rank in ranks]
+            sights = [worker.sight for worker in self.workers.values()]
+            for verdict in self.watch.look(
+                self.now_s, sights, silent, world_size=self.world_size, stuck_elsewhere=elsewhere
+            ):
                 lines.append(f"{self.now_s:6.2f} {verdict.kind.value}: {verdict.reason}")
                 lines += [f"         {fact}" for fact in verdict.evidence if verdict.kind.value != "wait"]
             step = LOOK_EVERY_S
@@ -122,6 +131,7 @@ class Watching:
         sight = replace(
             worker.sight,
             busy_s=worker.sight.busy_s + busy * seconds,
+            spent_s=worker.sight.spent_s + (busy + MOVING * (worker.way == "moves")) * seconds,
             wakes=worker.sight.wakes + round(wakes * seconds),
             read_bytes=worker.sight.read_bytes + round(read * seconds),
             starved_s=worker.sight.starved_s + (0.97 * seconds if worker.way == "starved" else 0.0),

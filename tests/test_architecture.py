@@ -48,6 +48,9 @@ MAX_PARAMETERS = 7
 # Of a command every option is a parameter.
 MANY_PARAMETERS = {"train/checkpointer.py: Checkpointer.__init__", "tools/cli.py: plan"}
 
+# What only tests give: a clock of theirs, in the place of a device's.
+FOR_TESTS_ALONE = {"train/clock.py: DeviceClock.__init__ event"}
+
 FORBIDDEN_IN_CORE = {
     "asyncio", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "queue", "random", "secrets", "select",
     "shutil", "signal", "socket", "subprocess", "sys", "tempfile", "threading", "time", "uuid",
@@ -225,6 +228,41 @@ def test_core_is_pure() -> None:
                 wrong.append(f"{label(path)}:{found.line} imports {found.target}")
         wrong += [f"{label(path)}:{c.lineno} calls {n}" for n, c in calls(path) if n in {"open", "print", "input"}]
     assert not wrong, "\n".join(wrong)
+
+
+def test_what_a_rule_can_be_told_is_told_by_the_product() -> None:
+    """A rule whose evidence no caller brings is proved by simulation and never holds."""
+    told = {(called, word) for path in files() if room(path) != "testing" for called, word in _words(path)}
+    wrong = []
+    for path in files():
+        for name, function in functions(path) if room(path) in {"core", "tiers", "node", "train"} else ():
+            called = name.split(".")[-2 if name.endswith("__init__") else -1]
+            for place, parameter in _optional(function):
+                where = f"{label(path)}: {name} {parameter}"
+                if not {(called, parameter), (called, place), (called, "*")} & told and where not in FOR_TESTS_ALONE:
+                    wrong.append(where)
+    assert not wrong, "\n".join(wrong)
+
+
+def _words(path: Path) -> Iterator[tuple[str, str | int]]:
+    """The names, and for what has none the places, of what each call in a file gives."""
+    for name, call in calls(path):
+        called = name.rsplit(".", 1)[-1]
+        for word in call.keywords:
+            yield called, word.arg or "*"
+        for place, given in enumerate(call.args):
+            yield called, "*" if isinstance(given, ast.Starred) else place
+
+
+def _optional(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[int, str]]:
+    """Place and name of each parameter without which a function goes by nothing: its default is empty or no."""
+    known = function.args
+    by_place = [p.arg for p in (*known.posonlyargs, *known.args) if p.arg not in {"self", "cls"}]
+    defaults = dict(zip(reversed(by_place), reversed(known.defaults), strict=False))
+    defaults |= {p.arg: value for p, value in zip(known.kwonlyargs, known.kw_defaults, strict=True) if value}
+    for name, value in defaults.items():
+        if not name.startswith("_") and ast.unparse(value) in {"None", "False", "()", "''", "0"}:
+            yield by_place.index(name) if name in by_place else -1, name
 
 
 def test_no_torch_below_the_trainer() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from faults_kit import Watching
 from holdfast.core.faults import FLOORS_S, Beat, Kind, Phase, Watch, limit_s
 
-HEALTHY = ("steps", "waits", "reads", "traced", "device", "starved", "unheard")
+HEALTHY = ("steps", "waits", "moves", "reads", "traced", "device", "starved", "unheard")
 STUCK = ("hangs", "stopped")
 
 
@@ -17,8 +17,8 @@ def verdicts(stage: Watching, seconds: float) -> list[tuple[Kind, int]]:
     found: list[tuple[Kind, int]] = []
     look = stage.watch.look
 
-    def listening(*args: object) -> object:
-        answer = look(*args)  # type: ignore[arg-type]
+    def listening(*args: object, **more: object) -> object:
+        answer = look(*args, **more)  # type: ignore[arg-type]
         found.extend((v.kind, v.ranks[0]) for v in answer if len(v.ranks) == 1)
         return answer
 
@@ -39,7 +39,7 @@ def test_the_stuck_are_found_and_the_healthy_are_left_alone(every: float, ways: 
     stage.run("pass", {"seconds": str(30 * every)})
     slow = phase not in ("step", "data")
     for rank, way in enumerate(ways):
-        more = {} if way in ("waits", "steps") else {"phase": phase}
+        more = {} if way in ("waits", "moves", "steps") else {"phase": phase}
         stage.run("ranks", {"who": str(rank), "way": way, **more})
     limit = max(2.8, 2.4 * every)
     found = verdicts(stage, limit + 1.0)
@@ -47,6 +47,28 @@ def test_the_stuck_are_found_and_the_healthy_are_left_alone(every: float, ways: 
     expected = {r for r, way in enumerate(ways) if way == "stopped" or (way == "hangs" and not slow)}
     assert condemned == expected
     assert not [kind for kind, _ in found if kind in (Kind.STOP, Kind.RESTART_ALL, Kind.REPLACE_NODE)]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    ways=st.lists(st.sampled_from(HEALTHY), min_size=1, max_size=3)
+    | st.lists(st.just("waits"), min_size=1, max_size=3),
+    elsewhere=st.integers(0, 2),
+    told=st.integers(0, 2),
+)
+def test_all_are_interrupted_only_if_each_stands_and_nobody_moves_bytes(
+    ways: list[str], elsewhere: int, told: int
+) -> None:
+    """Ranks on other nodes count as standing only when their launcher says so."""
+    stage, here = Watching(), len(ways)
+    stage.run("job", {"ranks": f"0-{here - 1}", "world": str(here + elsewhere)})
+    if elsewhere and told:
+        stage.run("node", {"stuck": "1", "ranks": f"{here}-{here + min(told, elsewhere) - 1}"})
+    stage.run("pass", {"seconds": "3"})
+    for rank, way in enumerate(ways):
+        stage.run("ranks", {"who": str(rank), "way": way})
+    said = any("restart_all" in line for line in stage.run("pass", {"seconds": "12"}))
+    assert said == (set(ways) == {"waits"} and told >= elsewhere)
 
 
 @given(st.floats(0, 100), st.integers(0, 40), st.sampled_from(list(Phase)))
@@ -63,7 +85,7 @@ def test_a_replaced_rank_starts_with_a_clean_record() -> None:
     stage.run("pass", {"seconds": "2"})
     stage.run("ranks", {"who": "0", "way": "stopped"})
     assert verdicts(stage, 4)[-1] == (Kind.RESTART_RANK, 0)
-    stage.watch = Watch(1)
+    stage.watch = Watch()
     stage.watch.started(0, stage.now_s)
     stage.workers[0].sight = type(stage.workers[0].sight)(0, Beat())
     stage.workers[0].way = "hangs"

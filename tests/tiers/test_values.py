@@ -125,7 +125,7 @@ Point = namedtuple("Point", "x")
 )  # fmt: skip
 def test_other_types_are_refused_by_place_and_name(value: Any) -> None:
     with pytest.raises(UsageError) as caught:
-        encode({"lr_lambdas": [value]}, where="scheduler")
+        encode({"scheduler": {"lr_lambdas": [value]}})
     assert caught.value.where == "scheduler.lr_lambdas[0]"
     assert type(value).__name__ in caught.value.what
     assert "state_dict" in caught.value.remedy
@@ -134,7 +134,7 @@ def test_other_types_are_refused_by_place_and_name(value: Any) -> None:
 @pytest.mark.parametrize("key", [True, None, 1.5, (1,), b"x"])
 def test_other_keys_are_refused_by_place(key: Any) -> None:
     with pytest.raises(UsageError, match=r"keys are strings or whole numbers \[loader.a\]"):
-        encode({"a": {key: 1}}, where="loader")
+        encode({"loader": {"a": {key: 1}}})
 
 
 def nested(depth: int) -> list[Any]:

@@ -1,9 +1,10 @@
 """What the launcher's tests launch: all-reduces until told to stop, and reports where it is.
 
     elastic_worker.py DIRECTORY [--save-on-sigterm] [--ignore-sigterm] [--with-child] [--alone] [--fail-slowly]
+                      [--cross once|always]
 
 Every step rewrites DIRECTORY/rank<N> with process id, restart count and step. The job ends when DIRECTORY/stop exists,
-seen by all ranks in the same step because the sight of it is reduced.
+seen by all ranks in the same step because the sight of it is reduced. Ranks that cross enter two groups in different orders.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def main() -> int:
         if "--fail-slowly" in sys.argv and step == 10:
             atexit.register(time.sleep, 600)
             raise ZeroDivisionError("planted")
+        if "--cross" in sys.argv and step == 20:
+            cross(rank)
     leave()
     if child is not None:
         note(f"child{rank}", "alive" if child.poll() is None else f"ended with {child.returncode}")
@@ -55,6 +58,16 @@ def main() -> int:
 
 def alone(flag: bool) -> bool:
     return flag
+
+
+def cross(rank):
+    import torch
+    import torch.distributed as dist
+
+    groups = [dist.new_group() for _ in range(2)]
+    if "always" in sys.argv or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        for group in groups if rank else reversed(groups):
+            dist.all_reduce(torch.ones(1), group=group)
 
 
 def together():

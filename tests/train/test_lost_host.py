@@ -27,10 +27,21 @@ class Nodes:
     Args:
         endpoint: of the rendezvous; the first launcher hosts it if `hosted`.
         size: MIN:MAX.
+        worker: what each is told.
     """
 
-    def __init__(self, job: Job, endpoint: str, size: str = "2", *, hosted: bool = True, restarts: int = 20) -> None:
+    def __init__(
+        self,
+        job: Job,
+        endpoint: str,
+        size: str = "2",
+        *,
+        hosted: bool = True,
+        restarts: int = 20,
+        worker: tuple[str, ...] = (),
+    ) -> None:
         self.job, self.endpoint, self.size, self.hosted, self.restarts = job, endpoint, size, hosted, restarts
+        self.worker = worker
 
     def start(self, node: int, *flags: str) -> subprocess.Popen[str]:
         conf = f"is_host={int(self.hosted and node == 0)},keep_alive_interval=1,keep_alive_max_attempt=3"
@@ -46,6 +57,7 @@ class Nodes:
             f"--node-label=node{node}",
             f"--guard-time={GUARD_S}",
             *flags,
+            worker=self.worker,
         )
 
 

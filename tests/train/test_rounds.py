@@ -102,6 +102,19 @@ def test_an_agent_that_gives_no_sign_of_life_is_missed(silent: int, told: list[d
     assert looks(13) == [{}, {}]
 
 
+def test_who_says_that_all_of_his_ranks_stand_is_believed_while_his_beats_are_new(agents: Make) -> None:
+    one, two = agents(2)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda agent: agent.open(0), (one, two)))
+    for second, stuck, told in ((0, False, []), (1, True, [3, 4]), (2, False, []), (3, True, [3, 4])):
+        two.beat(100.0 + second * BEAT_S, stuck=stuck)
+        one.beat(100.0 + second * BEAT_S)
+        assert one.stuck_elsewhere(100.0 + second * BEAT_S) == told
+    assert two.stuck_elsewhere(103.0) == [], "the other never said so"
+    assert one.stuck_elsewhere(103.0 + 2 * BEAT_S) == [3, 4]
+    assert one.stuck_elsewhere(103.1 + 2 * BEAT_S) == [], "nothing new was heard"
+
+
 def test_everybody_knows_whose_ranks_an_agent_has(agents: Make) -> None:
     one, two = agents(2)
     with ThreadPoolExecutor() as pool:

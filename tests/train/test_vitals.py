@@ -48,6 +48,17 @@ def test_a_worker_whose_children_compute_or_read_is_seen_at_work() -> None:
         assert becomes(pid, lambda seen: seen.read_bytes > 1 << 20)
 
 
+def test_what_its_other_threads_compute_is_told_apart() -> None:
+    """The main thread sleeps in a collective while others move its bytes."""
+    spin = (
+        "import threading\nthreading.Thread(target=exec, args=['while True: pass']).start()\nthreading.Event().wait()"
+    )
+    with worker(spin) as pid:
+        idle = becomes(pid, lambda seen: seen.state == "S" and seen.spent_s > 0.1)
+        later = becomes(pid, lambda seen: seen.spent_s > idle.spent_s + 0.5)
+        assert later.busy_s - idle.busy_s < 0.1
+
+
 def test_time_that_it_waits_for_a_processor_is_told() -> None:
     one_core = f"import os; os.sched_setaffinity(0, [{min(os.sched_getaffinity(0))}])\nwhile True: pass"
     with worker(one_core) as pid, worker(one_core):

@@ -107,7 +107,7 @@ class Job:
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
         store = tempfile.mktemp(prefix=f"store-{name}-", dir=directory)
-        self.watchdog = Watchdog(directory / name, 2)
+        self.watchdog = Watchdog(directory / name)
         self.pages = [page.make_page() for _ in range(2)]
         self.pids = [self._fork(rank, store) for rank in range(2)]
         self.said: list[dict[str, object]] = []
@@ -127,7 +127,7 @@ class Job:
         os._exit(1)
 
     def poll(self, now: float) -> None:
-        for verdict in self.watchdog.poll(now):
+        for verdict in self.watchdog.poll(now, world_size=2):
             self.said.append(
                 {
                     "kind": verdict.kind.value, "rank": verdict.rank, "reason": verdict.reason,

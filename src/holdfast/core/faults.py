@@ -27,8 +27,9 @@ ENOUGH_SAMPLES = 8
 BUSY_FACTOR, BUSY_FLOOR_S = 3.0, 30.0
 # In a wait for a device a process cannot be killed; its device and number are not to be used again.
 DEVICE_FACTOR, DEVICE_FLOOR_S = 10.0, 120.0
-# All stand in a collective and nobody is missing: another node's rank may be, and its own node is to say so first.
-TOGETHER_FACTOR = 3.0
+# All stand in collectives, nobody is missing, and no thread of theirs computes: what one of them sent may be on its way.
+# Where threads compute, bytes may be moving; or it waits for a device by spinning, which looks the same.
+TOGETHER_FACTOR, MOVING_FACTOR, MOVING_FLOOR_S = 3.0, 10.0, 120.0
 # A node of which nothing is heard for so long, while ranks elsewhere stand still for as long, is lost: longer than a
 # virtual machine stands still when it is moved.
 LOST_S = 8.0
@@ -111,6 +112,7 @@ class Sight:
     Attributes:
         state: the kernel's letter: R running, S sleeping, D waiting for a device, T stopped, t held by a debugger.
         busy_s: processor seconds of its main thread and its children, ever.
+        spent_s: processor seconds of all its threads, ever: a collective that moves bytes spends some.
         starved_s: seconds that it was ready and got no processor, ever.
         wakes: how often its main thread went to sleep by itself, ever.
         read_bytes: what it and its children read, ever.
@@ -121,6 +123,7 @@ class Sight:
     beat: Beat
     state: str = "S"
     busy_s: float = 0.0
+    spent_s: float = 0.0
     starved_s: float = 0.0
     wakes: int = 0
     read_bytes: int = 0
@@ -196,12 +199,12 @@ class _Track:
 class Watch:
     """The workers of one node, and the nodes beside it.
 
-    Args:
-        world_size: ranks of the job; when all are seen here, nobody else can be the one that is missing.
+    Attributes:
+        stuck: whether at the last look all ranks here stood in collectives, for three limits. Others are to know it.
     """
 
-    def __init__(self, world_size: int | None = None) -> None:
-        self._world_size = world_size
+    def __init__(self) -> None:
+        self.stuck = False
         self._tracks: dict[int, _Track] = {}
         self._looked_at_s: float | None = None
         self._said: frozenset[tuple[Kind, tuple[int, ...]]] = frozenset()
@@ -220,6 +223,9 @@ class Watch:
         now_s: float,
         sights: Iterable[Sight],
         silent_nodes: Mapping[int, tuple[float, tuple[int, ...]]] | None = None,
+        *,
+        world_size: int | None = None,
+        stuck_elsewhere: Sequence[int] = (),
     ) -> tuple[Verdict, ...]:
         """Judges everything anew.
 
@@ -227,12 +233,16 @@ class Watch:
             now_s: monotonic.
             sights: every worker here that has not ended.
             silent_nodes: other nodes: (seconds since last heard, their ranks).
+            world_size: ranks of the job, if known.
+            stuck_elsewhere: ranks of the nodes whose own watches are `stuck`.
         """
         late = 0.0 if self._looked_at_s is None else max(0.0, now_s - self._looked_at_s - LATE_S)
         self._looked_at_s = now_s
         for sight in sights:
             self._take(sight, now_s, late)
         verdicts = [*self._judge_nodes(now_s, silent_nodes or {}), *self._judge_ranks(now_s)]
+        if self.stuck and {*self._tracks, *stuck_elsewhere} == set(range(world_size or 0)):
+            verdicts.append(self._judge_all(now_s, stuck_elsewhere))
         return self._news(verdicts)
 
     def silence_s(self, rank: int, now_s: float) -> float:
@@ -293,8 +303,12 @@ class Watch:
                 found += [verdict] if verdict else []
                 waiting += [rank] if verdict is None else []
         culprits = [rank for verdict in found if verdict.kind is Kind.RESTART_RANK for rank in verdict.ranks]
-        if waiting and not culprits:
-            found += self._judge_waiting(waiting, now_s)
+        self.stuck = False
+        if waiting and not culprits:  # for somebody who is not among them
+            found.append(
+                Verdict(Kind.WAIT, tuple(waiting), f"{_waiting(waiting)} in a collective for others", (self._where(),))
+            )
+            self.stuck = len(waiting) == len(self._tracks) and self._longest(now_s) > self._together_s(now_s)
         return found
 
     def _judge(self, rank: int, now_s: float, silence: float, limit: float) -> Verdict | None:
@@ -338,16 +352,27 @@ class Watch:
             return self._condemn(rank, now_s, silence, limit, f"it computes, and {_waiting(waiting)} for it")
         return self._wait(rank, "it computes, reads or wakes: slow, not stuck")
 
-    def _judge_waiting(self, waiting: Sequence[int], now_s: float) -> list[Verdict]:
-        """All that are stuck wait for somebody who is not among them."""
-        longest = max(self.silence_s(rank, now_s) for rank in waiting)
-        limit = max(self.limit_s(rank) for rank in waiting)
-        all_here = self._world_size is not None and set(waiting) == set(range(self._world_size))
-        where = "; ".join(f"rank {r} in {_place(self._tracks[r].sight.beat)}" for r in waiting)
-        if not all_here or longest <= TOGETHER_FACTOR * limit:
-            return [Verdict(Kind.WAIT, tuple(waiting), f"{_waiting(waiting)} in a collective for others", (where,))]
+    def _judge_all(self, now_s: float, elsewhere: Sequence[int]) -> Verdict:
+        """All wait for each other."""
+        longest = self._longest(now_s)
         reason = f"all ranks wait in collectives for {longest:.1f} s and none is missing"
-        return [Verdict(Kind.RESTART_ALL, tuple(waiting), reason, (where,), found_after_s=longest)]
+        others = (f"{_waiting(elsewhere)} on other nodes, as their launchers say",) if elsewhere else ()
+        ranks = (*self._tracks, *elsewhere)
+        return Verdict(Kind.RESTART_ALL, ranks, reason, (self._where(), *others), found_after_s=longest)
+
+    def _where(self) -> str:
+        return "; ".join(f"rank {r} in {_place(track.sight.beat)}" for r, track in sorted(self._tracks.items()))
+
+    def _together_s(self, now_s: float) -> float:
+        """How long all may stand in collectives."""
+        limit = max(self.limit_s(rank) for rank in self._tracks)
+        for rank, track in self._tracks.items():
+            if track.sight.spent_s - track.start.spent_s > _noise(self.silence_s(rank, now_s)):
+                return max(MOVING_FACTOR * limit, MOVING_FLOOR_S)
+        return TOGETHER_FACTOR * limit
+
+    def _longest(self, now_s: float) -> float:
+        return max(self.silence_s(rank, now_s) for rank in self._tracks)
 
     def _condemn(self, rank: int, now_s: float, silence: float, limit: float, second: str) -> Verdict:
         beat = self._tracks[rank].sight.beat
@@ -376,9 +401,14 @@ class Watch:
     def _is_quiet(self, rank: int, silence: float) -> bool:
         track = self._tracks[rank]
         now, then = track.sight, track.start
-        computed = now.busy_s - then.busy_s > max(0.1, QUIET_SHARE * silence)
+        computed = now.busy_s - then.busy_s > _noise(silence)
         woke = now.wakes - then.wakes > 3 + QUIET_WAKES_HZ * silence
         return not (computed or woke or now.read_bytes - then.read_bytes > QUIET_READ_BYTES)
+
+
+def _noise(silence: float) -> float:
+    """Processor seconds that are no computing."""
+    return max(0.1, QUIET_SHARE * silence)
 
 
 def limit_s(beat: Beat, phase: Phase) -> float:

@@ -206,7 +206,7 @@ class Persister:
         storage = self._vault.open()
         if assembly is not None:
             storage.require_job(assembly.job_id)  # else what follows would stand in somebody else's directory
-        stamp = make_stamp(version.incarnation)
+        stamp = make_stamp(version.incarnation, order.term)
         for part in order.parts:
             files = []
             for ref in part.refs:

@@ -47,22 +47,20 @@ class TensorRef:
     name: str
 
 
-def encode(value: Any, *, where: str = "") -> bytes:
+def encode(value: Any) -> bytes:
     """The bytes of a value.
 
     Args:
         value: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict with string or integer keys,
             OrderedDict, Counter, NumPy scalars, TensorRef, nested at most MAX_DEPTH deep.
-        where: what the value is called in an error, for example `"scheduler"`.
 
     Raises:
         UsageError: any other type; names the place, for example `scheduler.lr_lambdas[0]`.
     """
-    text = _dump(_to_json(value, (where,) if where else ()))
+    text = _dump(_to_json(value, ()))
     if len(text) > MAX_BYTES:
         raise UsageError(
             f"{len(text)} bytes of values; at most {MAX_BYTES} are stored",
-            where=where,
             remedy="keep long lists of numbers in a tensor",
         )
     return text.encode()

@@ -132,7 +132,7 @@ class Agent(MeetingAgent):
             return self._replaced()
         for seat in self._workers.seats.values():
             self._hear(seat)
-        silent = self._round.beat(now)
+        silent = self._round.beat(now, stuck=self._watch is not None and self._watch.stuck)
         lost = self._obey_watch(now, silent)
         over = self._round.over() or lost or self._look() or self._look_at_groups(now, silent)
         if over is not None:
@@ -219,12 +219,8 @@ class Agent(MeetingAgent):
         ranks = [self._worker_group.workers[seat.local_rank].global_rank for seat in dead]
         found = self._found.pop(ranks[0], None)
         error = found.reason if found else first.error or self._why(code)
-        facts = {
-            "ranks": ranks,
-            "nodes": [self._node],
-            "found_by": "; ".join(found.evidence) if found else self._why(code),
-            "found_s": found.found_after_s if found else 0.0,
-        }
+        by, after_s = ("; ".join(found.evidence), found.found_after_s) if found else (self._why(code), 0.0)
+        facts = {"ranks": ranks, "nodes": [self._node], "found_by": by, "found_s": after_s}
         failed = Failure(Fault.PROCESS, ranks[0], step, error, self._node)
         answer = self._cases.judge(failed, time.monotonic(), readings, facts)
         if answer.rung is Rung.REPLACE:
@@ -264,25 +260,30 @@ class Agent(MeetingAgent):
         return [page.read(seat.page) for seat in self._seats() if seat.page >= 0]
 
     def _obey_watch(self, now: float, silent: Mapping[int, float]) -> Over | None:
-        """What is stuck gets SIGKILL; what follows is the way of a dead process. A lost node is left behind."""
+        """What is stuck gets SIGKILL; what follows is the way of a dead process. Of all that, all are interrupted."""
         assert self._round is not None
         if self._watch is None or any(seat.doing is Doing.LEAVES for seat in self._seats()):
             return None
         mine = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
         nodes = {self._round.ranks_of(node): (node, seconds) for node, seconds in silent.items()}
-        lost: Verdict | None = None
-        for verdict in self._watch.poll(now, {node: (seconds, ranks) for ranks, (node, seconds) in nodes.items()}):
+        silent_nodes = {node: (seconds, ranks) for ranks, (node, seconds) in nodes.items()}
+        size, elsewhere = self._worker_group.workers[0].world_size, self._round.stuck_elsewhere(now)
+        of_many: Verdict | None = None
+        for verdict in self._watch.poll(now, silent_nodes, world_size=size, stuck_elsewhere=elsewhere):
             for rank in verdict.ranks:
                 if verdict.kind in ("restart_rank", "replace_node", "stop") and rank in mine:
                     self._found[rank] = verdict
                     self._workers_of()[mine[rank]].proc.send_signal(signal.SIGKILL)
-            if verdict.kind == "restart_all":
-                self._round.propose(self._current.number + 1, verdict.reason)
-            if verdict.kind == "replace_node" and verdict.ranks in nodes:
-                lost = verdict
-        if lost is None or self._round.wanted(self._current.number + 1):
+            if verdict.kind == "restart_all" or (verdict.ranks in nodes and verdict.kind == "replace_node"):
+                of_many = verdict
+        if of_many is None or self._round.wanted(self._current.number + 1):
             return None
-        return self._node_lost(now, *nodes[lost.ranks], lost.reason)
+        if of_many.ranks in nodes:
+            return self._node_lost(now, *nodes[of_many.ranks], of_many.reason)
+        by = "; ".join(of_many.evidence)
+        failure = Failure(Fault.GROUPS, first_error=f"{of_many.reason}: {by}", node=self._node)
+        facts = {"ranks": of_many.ranks, "nodes": [self._node], "found_by": by, "found_s": of_many.found_after_s}
+        return self._act(self._cases.judge(failure, now, self._readings(), facts), of_many.reason)
 
     def _node_lost(self, now: float, node: int, silent_s: float, what: str) -> Over | None:
         assert self._round is not None

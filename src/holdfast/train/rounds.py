@@ -5,7 +5,8 @@ rendezvous raises the incarnation: any agent proposes the next number, after its
 one writer, the agent of group rank 0, opens a fresh store for the workers and publishes its address by compare-and-set.
 So every key that workers write belongs to one incarnation, and late writes of an older one go to a store that is gone.
 
-Agents also leave a beat here every second; what it means that one is silent is `agent`'s and core.faults' business.
+Agents also leave a beat here every second, and in it whether all their ranks stand in collectives; what it means that one
+is silent, or that all stand, is `agent`'s and core.faults' business.
 Calls are short; only `open` waits. One thread uses it. Keys: `recoveries/<group rank>`, `keeper/<group rank>`,
 `ranks/<group rank>`, `now`, `want/<n>`, `done/<n>`, `beat/<group rank>`, `over`, `left`.
 """
@@ -29,6 +30,7 @@ BEAT_S = 1.0
 OPEN_TIMEOUT_S = 120.0
 POLL_S = 0.01
 LEAVE_S = 5.0
+STUCK = " stuck"  # behind a beat
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,21 +173,32 @@ class Round:
         except DistError as error:
             logger.info("the store went before all had left: %s", error)
 
-    def beat(self, now: float) -> dict[int, float]:
+    def beat(self, now: float, *, stuck: bool = False) -> dict[int, float]:
         """Leaves our beat and looks at others', once a second: the leader at all, the rest at the leader.
+
+        Args:
+            now: monotonic.
+            stuck: whether all ranks of this agent stand in collectives for long.
 
         Returns:
             Group rank -> seconds since a beat of it was new, of those that ever had one and missed one.
         """
         if self.size > 1 and now - self._beat_at >= BEAT_S:
             self._beat, self._beat_at = self._beat + 1, now
-            self._store.set(f"beat/{self._rank}", str(self._beat))
+            self._store.set(f"beat/{self._rank}", f"{self._beat}{STUCK if stuck else ''}")
             for rank in range(1, self.size) if self.leads else (0,):
                 key = f"beat/{rank}"
                 text = self._store.get(key) if self._store.check([key]) else b""
                 if text and self._seen.get(rank, (b"", 0.0))[0] != text:
                     self._seen[rank] = (text, now)
         return {rank: now - at for rank, (_, at) in self._seen.items() if now - at > 2 * BEAT_S}
+
+    def stuck_elsewhere(self, now: float) -> list[int]:
+        """Ranks of the agents that said in a beat which is still new that all of theirs stand in collectives."""
+        said = [
+            rank for rank, (text, at) in self._seen.items() if text.endswith(STUCK.encode()) and now - at <= 2 * BEAT_S
+        ]
+        return [number for rank in said for number in self.ranks_of(rank)]
 
     def close(self) -> None:
         """The workers' store of this round is gone."""

@@ -1,7 +1,7 @@
 """What the kernel says of a worker: running or stopped, computing, starved, waking, reading. No word of the worker's own.
 
 Everything is of its main thread, where training runs, plus the processor time and bytes of its direct children (data
-loaders, compilers). Read only when a worker has been silent for a while: about 50 microseconds a look. No torch.
+loaders, compilers); `spent_s` is of all its threads. Read only when a worker has been silent for a while: about 50 microseconds a look. No torch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ class Vitals:
 
     state: str = "S"
     busy_s: float = 0.0
+    spent_s: float = 0.0
     starved_s: float = 0.0
     wakes: int = 0
     read_bytes: int = 0
@@ -28,7 +29,7 @@ class Vitals:
 def vitals(pid: int) -> Vitals | None:
     """The worker's; None if it is gone."""
     try:
-        state, _, _ = _stat(pid)
+        state, *spent = _stat(pid)
         run_ns, wait_ns, _ = _read(f"/proc/{pid}/task/{pid}/schedstat").split()
         status = dict(
             line.split(":\t", 1) for line in _read(f"/proc/{pid}/task/{pid}/status").splitlines() if ":\t" in line
@@ -47,6 +48,7 @@ def vitals(pid: int) -> Vitals | None:
     return Vitals(
         state=state,
         busy_s=busy,
+        spent_s=sum(spent) / _TICKS_HZ,
         starved_s=int(wait_ns) / 1e9,
         wakes=int(status.get("voluntary_ctxt_switches", "0")),
         read_bytes=moved,

@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,13 +62,12 @@ class Watchdog:
 
     Args:
         directory: for stack dumps and the journal; created when needed.
-        world_size: ranks of the whole job, if known.
     """
 
-    def __init__(self, directory: Path, world_size: int | None = None) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.journal = Journal(directory)
-        self._watch = Watch(world_size)
+        self._watch = Watch()
         self._workers: dict[int, _Worker] = {}
         self._num_stacks = 0
         self._oom_kills = oom_kills()
@@ -107,18 +106,31 @@ class Watchdog:
         out_of_memory, self._oom_kills = kills > self._oom_kills and code == -signal.SIGKILL, kills
         return cause(Exit(code, out_of_memory))
 
+    @property
+    def stuck(self) -> bool:
+        """Whether all workers here have stood in collectives for long, at the last look."""
+        return self._watch.stuck
+
     def poll(
-        self, now: float, silent_nodes: Mapping[int, tuple[float, tuple[int, ...]]] | None = None
+        self,
+        now: float,
+        silent_nodes: Mapping[int, tuple[float, tuple[int, ...]]] | None = None,
+        *,
+        world_size: int | None = None,
+        stuck_elsewhere: Sequence[int] = (),
     ) -> list[Verdict]:
         """What is to be done now; every order is given once.
 
         Args:
             now: monotonic.
             silent_nodes: other nodes of which nothing is heard: (for how many seconds, their ranks).
+            world_size: ranks of the job, if known.
+            stuck_elsewhere: ranks of nodes whose watchdogs are `stuck`.
         """
         sights = [self._look(rank, worker, now) for rank, worker in self._workers.items()]
         orders = []
-        for verdict in self._watch.look(now, sights, silent_nodes):
+        looked = self._watch.look(now, sights, silent_nodes, world_size=world_size, stuck_elsewhere=stuck_elsewhere)
+        for verdict in looked:
             if verdict.kind is Kind.LOOK:
                 self._ask(verdict.rank)
             elif verdict.kind is Kind.WAIT:
@@ -157,6 +169,7 @@ class Watchdog:
             reading.beat,
             state=seen.state,
             busy_s=seen.busy_s,
+            spent_s=seen.spent_s,
             starved_s=seen.starved_s,
             wakes=seen.wakes,
             read_bytes=seen.read_bytes,

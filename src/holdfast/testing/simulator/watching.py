@@ -28,7 +28,7 @@ def find_hang(chance: random.Random, culprit: int, topology: Topology) -> float:
         if rank != culprit and chance.random() < 0.3:
             ways[rank] = chance.choice(EXCUSES)
     ways[culprit] = "stopped" if stopped else "hangs"
-    watch = Watch(topology.world_size)
+    watch = Watch()
     sights = {rank: _sight(rank, step_s, ways[rank]) for rank in ranks}
     for rank in ranks:
         watch.started(rank, 0.0)
@@ -37,7 +37,7 @@ def find_hang(chance: random.Random, culprit: int, topology: Topology) -> float:
     while now < limit + 2.0:
         now += LOOK_S
         sights = {rank: _live(sight, ways[rank]) for rank, sight in sights.items()}
-        found = _judge(watch.look(now, sights.values()), culprit)
+        found = _judge(watch.look(now, sights.values(), world_size=topology.world_size), culprit)
         if found:
             return now
     raise Violation("V4", f"rank {culprit} {ways[culprit]} for {now:.1f} s, its limit is {limit:.1f} s")
@@ -47,7 +47,7 @@ def find_lost_node(chance: random.Random, lost: int, topology: Topology) -> floa
     """Seconds until another node's watch says that the lost one is to be replaced; never while steps go on."""
     home = chance.choice([node for node in range(len(topology.nodes)) if node != lost])
     ranks = topology.ranks_on(home)
-    watch = Watch(topology.world_size)
+    watch = Watch()
     sights = {rank: _sight(rank, 0.1, "waits") for rank in ranks}
     now, silent_since = 0.0, 0.0
     going_on = chance.uniform(0, 2 * LOST_S)  # at first only its heartbeats are lost
@@ -59,7 +59,7 @@ def find_lost_node(chance: random.Random, lost: int, topology: Topology) -> floa
             sights = {r: replace(s, beat=replace(s.beat, changes=s.beat.changes + 1)) for r, s in sights.items()}
         sights = {rank: _live(sight, "waits") for rank, sight in sights.items()}
         silent = {lost: (now - silent_since, topology.ranks_on(lost))}
-        for verdict in watch.look(now, sights.values(), silent):
+        for verdict in watch.look(now, sights.values(), silent, world_size=topology.world_size):
             if verdict.kind is Kind.REPLACE_NODE:
                 if now < going_on:
                     raise Violation("V4", "a lost heartbeat alone interrupted steps that go on")
