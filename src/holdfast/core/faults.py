@@ -77,7 +77,6 @@ class Kind(str, enum.Enum):
     RESTART_RANK = "restart_rank"
     REPLACE_NODE = "replace_node"
     RESTART_ALL = "restart_all"
-    STOP = "stop"
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,7 +271,7 @@ class Agent(MeetingAgent):
         of_many: Verdict | None = None
         for verdict in self._watch.poll(now, silent_nodes, world_size=size, stuck_elsewhere=elsewhere):
             for rank in verdict.ranks:
-                if verdict.kind in ("restart_rank", "replace_node", "stop") and rank in mine:
+                if verdict.kind in ("restart_rank", "replace_node") and rank in mine:
                     self._found[rank] = verdict
                     self._workers_of()[mine[rank]].proc.send_signal(signal.SIGKILL)
             if verdict.kind == "restart_all" or (verdict.ranks in nodes and verdict.kind == "replace_node"):

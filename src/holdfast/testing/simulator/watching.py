@@ -91,7 +91,7 @@ def _live(sight: Sight, way: str) -> Sight:
 def _judge(verdicts: tuple[Verdict, ...], culprit: int) -> bool:
     """Whether the culprit is condemned; somebody else must not be."""
     for verdict in verdicts:
-        if verdict.kind in (Kind.RESTART_RANK, Kind.RESTART_ALL, Kind.STOP):
+        if verdict.kind in (Kind.RESTART_RANK, Kind.RESTART_ALL):
             wrong = [rank for rank in verdict.ranks if rank != culprit]
             if wrong:
                 raise Violation("V4", f"rank {wrong[0]} is healthy and condemned: {verdict.reason}")
