@@ -90,13 +90,11 @@ class Role:
     """What a placement means to groups: which ranks along the axis hold the same, and where.
 
     Attributes:
-        at: coordinates that hold the same bytes, evenly spaced; empty where each coordinate holds other bytes.
-        cuts: each coordinate holds another part, whose size may differ.
+        at: coordinates that hold the same bytes, evenly spaced; empty where each holds another part, whose size may differ.
         owns: each coordinate holds bytes of its own under a name of its own.
     """
 
     at: range = range(0)
-    cuts: bool = False
     owns: bool = False
 
 
@@ -267,7 +265,7 @@ def _role(placed: Placement, size: int) -> Role:
         return Role(at=range(placed.at[0], placed.at[-1] + 1, step))
     if placed.kind is Kind.REPLICATE or size == 1:
         return Role(at=range(size))
-    return Role(owns=True) if placed.kind is Kind.OWN else Role(cuts=True)
+    return Role(owns=placed.kind is Kind.OWN)
 
 
 def _misplaced(placed: Placement, size: int, num_dims: int) -> str:

@@ -34,14 +34,8 @@ class _Piece(msgspec.Struct, frozen=True, array_like=True):
     lengths: tuple[int, ...]
 
 
-class _Slot(msgspec.Struct, frozen=True):
-    rank: int
-    replica: bool
-    bytes: int
-
-
 class _Inside(msgspec.Struct, frozen=True):
-    """One keeper's answer; docs/spec/keeper.md, section 6."""
+    """Of one keeper's answer what is needed here; docs/spec/keeper.md, section 6."""
 
     root: str
     incarnation: int
@@ -49,7 +43,6 @@ class _Inside(msgspec.Struct, frozen=True):
     node_of: tuple[int, ...]
     bundles: tuple[_Bundle, ...]
     entries: dict[str, tuple[_Piece, ...]]
-    slots: tuple[_Slot, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +54,12 @@ class LiveJob:
         incarnation: its recovery.
         topology: who runs where.
         shards: every different part of every tensor.
-        host_bytes: memory of all slots by node label, of the nodes that were asked.
     """
 
     root: str
     incarnation: int
     topology: Topology
     shards: tuple[Shard, ...]
-    host_bytes: dict[str, int]
 
 
 def live_job(root: str | None) -> LiveJob:
@@ -93,7 +84,6 @@ def live_job(root: str | None) -> LiveJob:
         newest,
         Topology(first.nodes, first.node_of),
         tuple(_shards([answer for _, answer in here])),
-        {label: sum(slot.bytes for slot in answer.slots) for label, answer in here},
     )
 
 
