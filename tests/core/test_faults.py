@@ -49,10 +49,10 @@ def test_the_stuck_are_found_and_the_healthy_are_left_alone(every: float, ways: 
     assert not [kind for kind, _ in found if kind in (Kind.RESTART_ALL, Kind.REPLACE_NODE)]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     ways=st.lists(st.sampled_from(HEALTHY), min_size=1, max_size=3)
-    | st.lists(st.just("waits"), min_size=1, max_size=3),
+    | st.lists(st.sampled_from(["waits", "waits", "moves"]), min_size=1, max_size=3),
     elsewhere=st.integers(0, 2),
     told=st.integers(0, 2),
 )
