@@ -86,8 +86,8 @@ class Beat:
     Attributes:
         changes: grows with every sign of progress; 0 means that it never wrote.
         step: optimizer steps that it finished.
-        collective: the one that it stands in or stood in last, with its group; empty if none is known.
-        sequence: how many collectives of that group it has entered.
+        collective: the one that it stands in or stood in last; empty if none is known.
+        sequence: how many collectives it has entered, of whatever group.
         inside: whether it has not left it yet.
         p99_s, samples: per phase, what passed between two signs of progress.
         step_p99_s: what a whole step takes.
