@@ -260,7 +260,7 @@ class Agent(MeetingAgent):
         return [page.read(seat.page) for seat in self._seats() if seat.page >= 0]
 
     def _obey_watch(self, now: float, silent: Mapping[int, float]) -> Over | None:
-        """What is stuck gets SIGKILL; what follows is the way of a dead process. Of all that, all are interrupted."""
+        """What is stuck gets SIGKILL, and goes the way of a dead process. A lost node is left; who all wait, meet anew."""
         assert self._round is not None
         if self._watch is None or any(seat.doing is Doing.LEAVES for seat in self._seats()):
             return None
