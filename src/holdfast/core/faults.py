@@ -304,9 +304,8 @@ class Watch:
         culprits = [rank for verdict in found if verdict.kind is Kind.RESTART_RANK for rank in verdict.ranks]
         self.stuck = False
         if waiting and not culprits:  # for somebody who is not among them
-            found.append(
-                Verdict(Kind.WAIT, tuple(waiting), f"{_waiting(waiting)} in a collective for others", (self._where(),))
-            )
+            reason, where = f"{_waiting(waiting)} in a collective for others", self._where(waiting)
+            found.append(Verdict(Kind.WAIT, tuple(waiting), reason, (where,)))
             self.stuck = len(waiting) == len(self._tracks) and self._longest(now_s) > self._together_s(now_s)
         return found
 
@@ -357,10 +356,12 @@ class Watch:
         reason = f"all ranks wait in collectives for {longest:.1f} s and none is missing"
         others = (f"{_waiting(elsewhere)} on other nodes, as their launchers say",) if elsewhere else ()
         ranks = (*self._tracks, *elsewhere)
-        return Verdict(Kind.RESTART_ALL, ranks, reason, (self._where(), *others), found_after_s=longest)
+        return Verdict(
+            Kind.RESTART_ALL, ranks, reason, (self._where(sorted(self._tracks)), *others), found_after_s=longest
+        )
 
-    def _where(self) -> str:
-        return "; ".join(f"rank {r} in {_place(track.sight.beat)}" for r, track in sorted(self._tracks.items()))
+    def _where(self, ranks: Iterable[int]) -> str:
+        return "; ".join(f"rank {rank} in {_place(self._tracks[rank].sight.beat)}" for rank in ranks)
 
     def _together_s(self, now_s: float) -> float:
         """How long all may stand in collectives."""

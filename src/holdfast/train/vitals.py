@@ -1,7 +1,8 @@
 """What the kernel says of a worker: running or stopped, computing, starved, waking, reading. No word of the worker's own.
 
 Everything is of its main thread, where training runs, plus the processor time and bytes of its direct children (data
-loaders, compilers); `spent_s` is of all its threads. Read only when a worker has been silent for a while: about 50 microseconds a look. No torch.
+loaders, compilers); `spent_s` is of all its threads. Read only when a worker has been silent for a while: about 50
+microseconds a look. No torch.
 """
 
 from __future__ import annotations
