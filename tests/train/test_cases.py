@@ -21,6 +21,12 @@ def died(rank: int = 1, step: int = -1) -> Failure:
     return Failure(Fault.PROCESS, rank=rank, step=step, first_error=f"rank {rank} died")
 
 
+def over(cases: Cases, now: float, readings: dict[int, Any]) -> dict[str, Any] | None:
+    """What is told of a recovery that is over at `now`: at the look after that."""
+    assert cases.look(now, readings, all_run=True) is None
+    return cases.look(now + 0.5, readings, all_run=True)
+
+
 def test_it_is_over_when_every_rank_has_told_where_it_came_back_from() -> None:
     """The survivor's page shows the steps of before the fault until it trains again: that is no step made since."""
     cases = Cases(Limits())
@@ -30,9 +36,25 @@ def test_it_is_over_when_every_rank_has_told_where_it_came_back_from() -> None:
     assert cases.look(2.0, {0: page(9), 1: page(10)}, all_run=True) is None
     cases.restored(0, {"step": 8, "source": "its own slot"})
     assert cases.look(3.0, {0: page(9), 1: page(10)}, all_run=True) is None, "it has not made a step yet"
-    told = cases.look(4.0, {0: page(10), 1: page(10)}, all_run=True)
+    told = over(cases, 4.0, {0: page(10), 1: page(10)})
     assert told is not None
     assert told["came_back"] == {"0": "its own slot", "1": "its own slot"}
+
+
+def test_what_a_page_shows_before_its_word_is_heard_ends_nothing() -> None:
+    """The ranks tell where they came back from and show it at once; a look may fall in between."""
+    cases = Cases(Limits())
+    cases.judge(died(), 0.0, [page(9), page(9)], {"ranks": [1]})
+    cases.ordered(1.0, [0])
+    shown = {0: page(7), 1: page(7)}
+    assert cases.look(2.0, shown, all_run=True) is None
+    for rank in range(2):
+        cases.restored(rank, {"step": 6, "source": "its own slot"})
+    assert cases.look(2.5, shown, all_run=True) is None, "it is where it came back to, no step made since"
+    assert cases.look(3.0, {0: page(8), 1: page(8)}, all_run=True) is None
+    told = cases.look(3.5, {0: page(8), 1: page(8)}, all_run=True)
+    assert told is not None
+    assert (told["steps_lost"], told["seconds"]["T3"]) == (2, 1.0)
 
 
 def test_every_part_of_a_recovery_has_its_seconds() -> None:
@@ -46,7 +68,7 @@ def test_every_part_of_a_recovery_has_its_seconds() -> None:
         cases.restored(rank, {"step": 6, "source": "its own slot"})
     assert cases.look(102.0, {0: page(10), 1: page(7)}, all_run=False) is None
     assert cases.look(103.0, {0: page(7), 1: page(7)}, all_run=True) is None
-    told = cases.look(110.0, {0: page(8, COMPILE=2.0), 1: page(8, COMPILE=1.5)}, all_run=True)
+    told = over(cases, 110.0, {0: page(8, COMPILE=2.0), 1: page(8, COMPILE=1.5)})
     assert told is not None
     assert told["seconds"] == {"T0": 1.5, "T1": 1.0, "T2": 2.0, "T3": 5.0, "T4": 2.0}
     assert (told["steps_lost"], told["kept"], told["ranks"], told["found_s"]) == (3, [0], [1], 0.25)
@@ -61,7 +83,7 @@ def test_a_second_failure_belongs_to_the_same_incident() -> None:
     cases.judge(died(0), 2.0, [page(9), page(0)], {"ranks": [0]})
     cases.ordered(3.0, [])
     assert cases.look(4.0, {0: page(0), 1: page(0)}, all_run=True) is None
-    told = cases.look(5.0, {0: page(1), 1: page(1)}, all_run=True)
+    told = over(cases, 5.0, {0: page(1), 1: page(1)})
     assert told is not None
     assert (told["ranks"], told["first_error"], told["kept"]) == ([1, 0], "rank 1 died", [])
     assert told["seconds"]["T1"] == 3.0

@@ -121,6 +121,18 @@ def test_a_page_tells_what_was_written_and_nothing_else() -> None:
         os.close(fd)
 
 
+def test_the_number_of_a_finished_step_is_shown_at_once_and_is_no_sign_of_progress() -> None:
+    fd = page.make_page()
+    try:
+        writer = page.Writer(fd)
+        changes = page.read(fd).beat.changes
+        writer.at_step(243)
+        assert (page.read(fd).beat.step, page.read(fd).beat.changes) == (244, changes)
+        writer.close()
+    finally:
+        os.close(fd)
+
+
 def test_a_long_wait_inside_another_one_keeps_the_patience_of_both() -> None:
     """`close()` waits for storage by `wait()`: neither may end the other's phase."""
     fd = page.make_page()

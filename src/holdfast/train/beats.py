@@ -103,7 +103,7 @@ def phase(name: Phase) -> Iterator[None]:
 
 
 def at_step(step: int) -> None:
-    """The step that is finished has this number; without it steps are counted from the start of the process."""
+    """The step that is finished has this number; without it steps are counted from the start of the script."""
     writer = _hooks.mine()
     if writer is not None:
         writer.at_step(step)

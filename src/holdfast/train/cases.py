@@ -30,6 +30,7 @@ class _Case:
 
     Attributes:
         step: the newest step of before; step_s: what one took.
+        over_s: when all seemed to be over at the last look; 0 if it did not.
         restored: per rank what it told: step, source.
     """
 
@@ -39,6 +40,7 @@ class _Case:
     step_s: float
     ordered_s: float = 0.0
     running_s: float = 0.0
+    over_s: float = 0.0
     restored: dict[int, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -86,7 +88,7 @@ class Cases:
         self._ordered_s = now
         if self._case is not None:
             self._case.facts["kept"] = kept
-            self._case.ordered_s, self._case.running_s = now, 0.0
+            self._case.ordered_s, self._case.running_s, self._case.over_s = now, 0.0, 0.0
             self._case.restored.clear()
 
     def restored(self, rank: int, told: Mapping[str, Any]) -> None:
@@ -111,20 +113,22 @@ class Cases:
         case = self._case
         if case is None or not all_run or not case.ordered_s:
             if case is not None:
-                case.running_s = 0.0
+                case.running_s = case.over_s = 0.0
             return None
         case.running_s = case.running_s or now
         beats = case.step >= 0 or bool(case.restored) or any(reading.beat.step for reading in readings.values())
         # Where some tell what they came back to, all do: until then a survivor's page shows the steps of before.
         heard = not case.restored or readings.keys() <= case.restored.keys()
         made = heard and all(reading.beat.step > _began(case, rank) for rank, reading in readings.items())
-        if not (made if beats else now - case.running_s > WITHOUT_BEATS_S):
+        over = made if beats else now - case.running_s > WITHOUT_BEATS_S
+        if not (over and case.over_s):  # who shows a step has told of its restore before: by the next look it is heard
+            case.over_s = now if over else 0.0
             return None
         self._case = None
         parts = {"T1": case.ordered_s - case.found_s, "T2": case.running_s - case.ordered_s}
         if beats:
             compiled = max(reading.spent_s[Phase.COMPILE] for reading in readings.values())
-            parts |= {"T3": now - case.running_s - compiled} | ({"T4": compiled} if compiled else {})
+            parts |= {"T3": case.over_s - case.running_s - compiled} | ({"T4": compiled} if compiled else {})
         return _told(case, parts)
 
     def ended(self, now: float) -> dict[str, Any] | None:
@@ -136,7 +140,7 @@ class Cases:
         if case.ordered_s:
             parts["T2"] = (case.running_s or now) - case.ordered_s
         if case.running_s:
-            parts["T3"] = now - case.running_s
+            parts["T3"] = (case.over_s or now) - case.running_s
         return _told(case, parts)
 
 

@@ -197,8 +197,8 @@ class Checkpointer:
         if self.bubbles is not None:
             found.keep_to_waits(self.bubbles, saver.fence, link)
         self.last_restore = dataclasses.replace(report, info=state.info.restored)
-        beats.at_step(-1 if report.version is None else report.version.step)
-        alive.wish.restored(-1 if report.version is None else report.version.step, report.source)
+        alive.wish.restored(last := -1 if report.version is None else report.version.step, report.source)
+        beats.at_step(last)  # shown when it is told, not before
         return self._begin(run, report.version, restorer.recorded)
 
     def step(self, step: int) -> SaveHandle | None:

@@ -57,7 +57,7 @@ class Writer:
         self._collective, self._inside = b"", 0
         self.phase = Phase.START
         self._at_s, self._stepped_at_s = time.monotonic(), 0.0
-        self.write()
+        self._progressed()
 
     def close(self) -> None:
         """Leaves the page as it is."""
@@ -65,9 +65,11 @@ class Writer:
         self._spent.release()
         self._map.close()
 
-    def write(self) -> None:
-        """A sign of progress."""
+    def _progressed(self) -> None:
         self._changes += 1
+        self._write()
+
+    def _write(self) -> None:
         head = (MAGIC, os.getpid(), self._signal, self.phase, self._inside, self._changes, self._step, self._sequence)
         _HEAD.pack_into(self._map, 0, *head, self._collective)
 
@@ -79,7 +81,7 @@ class Writer:
         self._count(self.phase, passed)
         self._spent[self.phase] += passed
         self.phase = phase
-        self.write()
+        self._progressed()
 
     def stepped(self) -> None:
         """A step is finished. The first one of a process is not counted: it makes buffers and compiles."""
@@ -99,8 +101,9 @@ class Writer:
         return before
 
     def at_step(self, step: int) -> None:
-        """The number of the step that was finished last, for the reader; no sign of progress by itself."""
+        """The number of the step that was finished last, shown at once; no sign of progress by itself."""
         self._step = step + 1
+        self._write()
 
     def leave(self, before: Phase) -> None:
         """The collective is over. Who waits for many without an optimizer has started all the same."""
