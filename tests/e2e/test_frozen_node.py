@@ -15,8 +15,7 @@ from holdfast.core.model import Version
 from holdfast.testing.contracts.workshop import keepers_under
 from holdfast.testing.drill import soak
 from holdfast.tiers.storage import open_storage
-from train.test_elastic import Job, wait_for
-from train.test_lost_host import Nodes, family
+from launch_kit import Job, Nodes, family, wait_for
 
 
 @pytest.fixture

@@ -1,10 +1,12 @@
 """What the launcher's tests launch: all-reduces until told to stop, and reports where it is.
 
     elastic_worker.py DIRECTORY [--save-on-sigterm] [--ignore-sigterm] [--with-child] [--alone] [--fail-slowly]
-                      [--cross once|always]
+                      [--cross once|always] [--huge]
 
 Every step rewrites DIRECTORY/rank<N> with process id, restart count and step. The job ends when DIRECTORY/stop exists,
-seen by all ranks in the same step because the sight of it is reduced. Ranks that cross enter two groups in different orders.
+seen by all ranks in the same step because the sight of it is reduced. Ranks that cross enter two groups in different
+orders. One huge message, 2 GiB by a single processor, takes longer than ranks may wait for each other without a byte
+that moves; DIRECTORY/huge<N> tells the seconds, and the job ends.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ def main() -> int:
     if "--ignore-sigterm" in sys.argv:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     note(f"label{rank}", os.environ.get("HOLDFAST_NODE_LABEL", ""))
+    if "--huge" in sys.argv:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # also of the threads that move the bytes
     child = None
     if "--with-child" in sys.argv:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -48,6 +52,9 @@ def main() -> int:
             raise ZeroDivisionError("planted")
         if "--cross" in sys.argv and step == 20:
             cross(rank)
+        if "--huge" in sys.argv and step == 20:
+            note(f"huge{rank}", str(huge()))
+            note("stop", "")
     leave()
     if child is not None:
         note(f"child{rank}", "alive" if child.poll() is None else f"ended with {child.returncode}")
@@ -68,6 +75,16 @@ def cross(rank):
     if "always" in sys.argv or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         for group in groups if rank else reversed(groups):
             dist.all_reduce(torch.ones(1), group=group)
+
+
+def huge():
+    import torch
+    import torch.distributed as dist
+
+    message = torch.ones(2**30, dtype=torch.float16)
+    began = time.monotonic()
+    dist.all_reduce(message)
+    return time.monotonic() - began
 
 
 def together():

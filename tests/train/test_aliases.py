@@ -17,7 +17,7 @@ from holdfast.base.errors import UsageError
 from holdfast.train import compile_cache, elastic
 from holdfast.train.aliases import read
 from holdfast.train.compile_cache import MAX_ARCHIVES, CompileCache, make_cache, pack, unpack
-from train.test_elastic import Job, kill_tree, wait_for
+from launch_kit import Job, kill_tree, wait_for
 
 WORKER = {
     "MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "8", "MS_NODE_ID": "3", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": "8118",

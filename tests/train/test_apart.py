@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,11 @@ import pytest
 from torch.distributed import TCPStore
 
 from holdfast.core.faults import LOST_S
-from train.test_elastic import Job, wait_for
-from train.test_lost_host import Nodes
+from launch_kit import Job, Nodes, wait_for
 
 APART = str(Path(__file__).with_name("apart_worker.py"))
 # Long enough for every limit that might be meant: the watchdog's for steps, the agents' lease, torch's keep-alive.
 LONG_S = 1.5 * LOST_S
-
-
-@pytest.fixture
-def job(tmp_path: Path, runtime_dir: Path) -> Iterator[Job]:
-    started = Job(tmp_path)
-    yield started
-    started.end()
 
 
 def pids(job: Job, rank: int) -> list[int]:

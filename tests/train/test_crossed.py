@@ -1,21 +1,15 @@
-"""Ranks that wait for each other in collectives, and nobody is missing: all are interrupted, on one node and on two."""
+"""Ranks that wait for each other in collectives, and nobody is missing: all are interrupted, on one node and on two.
+
+Unless bytes move between them: that may take its time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
+import psutil
 import pytest
 
-from train.test_elastic import Job
-from train.test_lost_host import Nodes, free_port
-
-
-@pytest.fixture
-def job(tmp_path: Path, runtime_dir: Path) -> Iterator[Job]:
-    started = Job(tmp_path)
-    yield started
-    started.end()
+from holdfast.core.faults import FLOORS_S, TOGETHER_FACTOR, Phase
+from launch_kit import Job, Nodes, free_port
 
 
 def launch(job: Job, num_nodes: int, how_often: str, *flags: str) -> list[int]:
@@ -46,3 +40,16 @@ def test_ranks_that_wait_for_each_other_are_interrupted(job: Job, num_nodes: int
 def test_ranks_that_do_so_every_time_stop_the_job(job: Job, num_nodes: int) -> None:
     assert launch(job, num_nodes, "always", "--max-restarts=1") == [1] * num_nodes, job.logs()
     assert "the job stops: first error: no single rank" in job.logs()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(
+    psutil.virtual_memory().available < 12 << 30, reason="four ranks reduce 2 GiB each: needs 12 GiB of memory"
+)
+def test_one_huge_message_is_no_alarm(job: Job) -> None:
+    launcher = job.launch("--standalone", "--nproc-per-node=4", worker=("--huge",))
+    assert launcher.wait(150) == 0, job.logs()
+    took = [float((job.directory / f"huge{rank}").read_text()) for rank in range(4)]
+    assert min(took) > TOGETHER_FACTOR * FLOORS_S[Phase.COLLECTIVE][0], "too short to tell anything"
+    assert [row[1] for row in job.ranks(4) or ()] == [0] * 4, job.logs()

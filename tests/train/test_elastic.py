@@ -8,9 +8,7 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -22,95 +20,7 @@ from holdfast.base.config import Config, load
 from holdfast.base.errors import ConfigError
 from holdfast.train import elastic
 from holdfast.train.early import Early
-
-WORKER = str(Path(__file__).with_name("elastic_worker.py"))
-RECOVERY_S = 60.0
-
-
-@dataclass
-class Job:
-    """Launchers and workers of one test; everything dies with it."""
-
-    directory: Path
-    script: str = WORKER
-    launchers: list[subprocess.Popen[str]] = field(default_factory=list)
-
-    def launch(self, *flags: str, worker: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "holdfast.train.elastic", *flags, self.script, str(self.directory), *worker]
-        log = (self.directory / f"launcher{len(self.launchers)}.log").open("w")
-        with log:
-            launcher = subprocess.Popen(command, stdout=log, stderr=log, text=True)
-        self.launchers.append(launcher)
-        return launcher
-
-    def ranks(self, world_size: int) -> list[tuple[int, int, int]] | None:
-        """(process id, restart count, step) of every rank, or None if one has not reported."""
-        try:
-            rows = [(self.directory / f"rank{rank}").read_text().split() for rank in range(world_size)]
-        except FileNotFoundError:
-            return None
-        return [(int(pid), int(restarts), int(step)) for pid, restarts, step in rows]
-
-    def running(self, world_size: int, *, since: set[int] = frozenset()) -> list[tuple[int, int, int]]:  # type: ignore[assignment]
-        """Waits until all ranks have made steps in processes that are not in `since`."""
-
-        def progressed() -> list[tuple[int, int, int]] | None:
-            rows = self.ranks(world_size)
-            good = rows is not None and all(pid not in since and step >= 3 for pid, _, step in rows)
-            return rows if good else None
-
-        return wait_for(progressed, f"steps of {world_size} ranks", self.logs)
-
-    def recovered(self, world_size: int, restarts: int, *, steps: int = 10) -> list[tuple[int, int, int]]:
-        """Waits until all ranks have made steps after so many recoveries, for long enough to count as progress."""
-
-        def there() -> list[tuple[int, int, int]] | None:
-            rows = self.ranks(world_size)
-            good = rows is not None and all(count >= restarts and step >= steps for _, count, step in rows)
-            return rows if good else None
-
-        return wait_for(there, f"recovery {restarts} of {world_size} ranks", self.logs)
-
-    def stop(self) -> None:
-        (self.directory / "stop").touch()
-
-    def logs(self) -> str:
-        return "\n".join(path.read_text()[-3000:] for path in sorted(self.directory.glob("launcher*.log")))
-
-    def end(self) -> None:
-        for launcher in self.launchers:
-            kill_tree(launcher)
-
-
-def wait_for(condition: Callable[[], object], what: str, logs: Callable[[], str]) -> object:
-    deadline = time.monotonic() + RECOVERY_S
-    while time.monotonic() < deadline:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"waited {RECOVERY_S} s for {what}\n{logs()}")
-
-
-def kill_tree(launcher: subprocess.Popen[str]) -> None:
-    """SIGKILL to a launcher and all its workers: what the loss of a node looks like."""
-    try:
-        victims = [launcher, *psutil.Process(launcher.pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        victims = [launcher]
-    for victim in victims:
-        try:
-            os.kill(victim.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # ended by itself
-    launcher.wait()
-
-
-@pytest.fixture
-def job(tmp_path: Path, runtime_dir: Path) -> Iterator[Job]:
-    started = Job(tmp_path)
-    yield started
-    started.end()
+from launch_kit import Job, kill_tree, wait_for
 
 
 def living(processes: list[psutil.Process]) -> Iterator[psutil.Process]:

@@ -9,71 +9,13 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from train.test_elastic import Job, kill_tree, wait_for
-
-GUARD_S = 3
-
-
-class Nodes:
-    """Launchers of one rank each.
-
-    Args:
-        endpoint: of the rendezvous; the first launcher hosts it if `hosted`.
-        size: MIN:MAX.
-        worker: what each is told.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        endpoint: str,
-        size: str = "2",
-        *,
-        hosted: bool = True,
-        restarts: int = 20,
-        worker: tuple[str, ...] = (),
-    ) -> None:
-        self.job, self.endpoint, self.size, self.hosted, self.restarts = job, endpoint, size, hosted, restarts
-        self.worker = worker
-
-    def start(self, node: int, *flags: str) -> subprocess.Popen[str]:
-        conf = f"is_host={int(self.hosted and node == 0)},keep_alive_interval=1,keep_alive_max_attempt=3"
-        return self.job.launch(
-            f"--nnodes={self.size}",
-            "--nproc-per-node=1",
-            f"--max-restarts={self.restarts}",
-            "--rdzv-backend=c10d",
-            "--rdzv-id=lost",
-            f"--rdzv-endpoint={self.endpoint}",
-            f"--rdzv-conf={conf},last_call_timeout=1",
-            f"--local-addr=127.0.0.{node + 1}",
-            f"--node-label=node{node}",
-            f"--guard-time={GUARD_S}",
-            *flags,
-            worker=self.worker,
-        )
-
-
-@pytest.fixture
-def job(tmp_path: Path, runtime_dir: Path) -> Iterator[Job]:
-    started = Job(tmp_path)
-    yield started
-    started.end()
-
-
-def free_port() -> int:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
-
-
-def family(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
-    return [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
+from launch_kit import Job, Nodes, family, free_port, kill_tree, wait_for
 
 
 def freeze(launcher: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -15,7 +15,7 @@ import pytest
 from holdfast.train import urging
 from holdfast.train.control import Line
 from holdfast.train.processes import Doing, Seat
-from train.test_elastic import Job, wait_for
+from launch_kit import Job, wait_for
 
 SLEEPS = "import time; print(flush=True); time.sleep(1000)"
 COMPUTES = "print(flush=True)\nwhile True: pass"

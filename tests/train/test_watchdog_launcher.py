@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from train.test_elastic import Job, wait_for
+from launch_kit import Job, wait_for
 
 WATCHED_S = 5.0
 
