@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -165,6 +166,8 @@ class Job:
             self._save(step, durable=step in (FIRST, LAST) and not cell.lost, cell=cell)
             if cell.where == "socket":
                 self.life.faults += strikes.meanwhile(cell, self.rig)
+            if cell.finished and step == FIRST:  # the next save's bytes may take the place of what nobody wrote yet
+                self._until(partial(self._ended, Version(1, FIRST), Level.DURABLE), PATIENCE_S)
             self._until(partial(self._ended, Version(1, step), Level.CAPTURED), 0.4)
         due = [Version(1, LAST), *([Version(1, FIRST)] if cell.finished else [])]
         level = Level.REPLICATED if cell.lost else Level.DURABLE
@@ -228,7 +231,8 @@ class Job:
 
     def look(self) -> StorageView:
         """The root, read past holdfast. That a version is whole is told by its bundles: the rig's entries are no model's."""
-        view = evidence.read_storage(Path(self.rig.root), num_entries=0)
+        with self.rig.still():
+            view = evidence.read_storage(Path(self.rig.root), num_entries=0)
         whole = {b.bundle_id for rank in range(self.rig.topology.world_size) for b in self.rig.trainer_bundles(rank)}
         versions = {}
         for version, stored in view.versions.items():
@@ -281,7 +285,8 @@ class Job:
         seen: list[set[str]] = [set()]
 
         def quiet() -> bool:
-            names = {str(path) for path in Path(self.rig.root).rglob("*")}
+            walked = os.walk(self.rig.root)  # which passes over what is removed meanwhile
+            names = {os.path.join(top, name) for top, below, files in walked for name in (*below, *files)}
             same, seen[0] = names == seen[0], names
             return same
 

@@ -51,6 +51,15 @@ def start_hurtable(root: str, config: Config, control: Path, *, plant: str = "")
     return keeper
 
 
+def _is_stopped(pid: int) -> bool:
+    """Whether every thread of it is (proc_pid_stat(5)), or it is gone."""
+    try:
+        stats = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:
+        return False  # a thread ended meanwhile
+    return all(stat[stat.rindex(")") + 2] in "tTZX" for stat in stats)
+
+
 class Rig:
     """A job on `num_nodes` nodes with `per_node` ranks each.
 
@@ -111,6 +120,26 @@ class Rig:
         control = self.base / f"hurt{node}"
         control.with_suffix(".new").write_text(what)
         control.with_suffix(".new").rename(control)
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """All threads of all keepers are stopped meanwhile: retention removes nothing between two looks at the root."""
+        pids = {
+            pid for pid in (*self.pids, *(keeper.pid for keeper in self.hurt_keepers)) if start_time(pid) is not None
+        }
+        deadline = time.monotonic() + TIMEOUT_S
+        try:
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            while not all(map(_is_stopped, pids)):
+                if time.monotonic() > deadline:
+                    raise AssertionError("a keeper does not stop")
+                time.sleep(0.001)
+            yield
+        finally:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
     def pid_of(self, place: Place) -> int:
         """Process id of the keeper there."""
