@@ -52,6 +52,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    train(options)
+    # After DDP is gone: as the last owner of the group it would join the group's threads with the interpreter locked, and one
+    # of them may wait for that lock to drop the last tensor.
+    dist.destroy_process_group()
+
+
+def train(options: argparse.Namespace) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     width = 320 if options.wide else 256
@@ -100,7 +107,6 @@ def main() -> None:
         future.result()
     telling.whole(rank, options.steps, whole)
     writer.close()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -50,7 +50,6 @@ class Phase(enum.IntEnum):
     EVALUATION = 5
     SAVING = 6
     LOADING = 7
-    ENDING = 8
 
 
 # Seconds without progress: (at least, while there are not enough samples to learn from).
@@ -64,7 +63,6 @@ FLOORS_S: Mapping[Phase, tuple[float, float]] = {
     # Beyond the ten minutes that holdfast itself gives a last save or a restore (close_timeout_s).
     Phase.SAVING: (900.0, 900.0),
     Phase.LOADING: (1800.0, 1800.0),
-    Phase.ENDING: (300.0, 300.0),
 }
 QUICK = (Phase.STEP, Phase.COLLECTIVE, Phase.DATA)
 

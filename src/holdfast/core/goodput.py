@@ -25,11 +25,9 @@ NAMES: Mapping[str, str] = {
     "EVALUATION": "evaluation",
     "SAVING": "stalls",
     "LOADING": "reload",
-    "ENDING": "ending",
 }
 ORDER = (
     "steps", "data", "evaluation", "stalls", "start-up", "compile", "detection", "restart", "reload", "recomputed", "idle",
-    "ending",
 )  # fmt: skip
 REPEATED = ("steps", "data", "stalls")
 
