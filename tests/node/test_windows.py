@@ -194,12 +194,13 @@ def test_replicas_leave_in_the_waits_of_the_trainer(make_rig: MakeRig) -> None:
     assert sent(rig)[1:] == (0, 0), "without a page nothing is counted, and nothing held back"
     over = threading.Event()
     with page() as shown:
-        shown.step(1.0)
+        shown.step(4.0)
+        shown.shut()  # which tells it
 
         def steps() -> None:
-            while not over.wait(0.09):  # it computes
-                shown.open(time.monotonic() + 0.03)
-                over.wait(0.03)
+            while not over.wait(0.36):  # it computes
+                shown.open(time.monotonic() + 0.12)
+                over.wait(0.12)
                 shown.shut()
 
         first.client.show_waits(shown.fds)
