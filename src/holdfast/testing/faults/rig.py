@@ -29,6 +29,7 @@ from holdfast.node.start import ensure_keeper
 from holdfast.tiers import format as image_format
 from holdfast.tiers.procs import start_time
 from holdfast.tiers.storage import open_storage
+from holdfast.train.vitals import state
 
 TIMEOUT_S = 10.0
 
@@ -52,12 +53,12 @@ def start_hurtable(root: str, config: Config, control: Path, *, plant: str = "")
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether every thread of it is (proc_pid_stat(5)), or it is gone."""
+    """Whether every thread of it is, or it is gone."""
     try:
-        stats = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/stat")]
+        threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
-        return False  # a thread ended meanwhile
-    return all(stat[stat.rindex(")") + 2] in "tTZX" for stat in stats)
+        return True
+    return all(state(int(thread)) in "tTZX" for thread in threads)
 
 
 class Rig:
@@ -113,6 +114,7 @@ class Rig:
         """Starts a keeper of the node that `hurt` reaches, before anyone else starts one; returns its process id."""
         keeper = start_hurtable(self.root, self.config_of(node), self.base / f"hurt{node}", plant=self.plant)
         self.hurt_keepers.append(keeper)
+        self.pids.add(keeper.pid)
         return keeper.pid
 
     def hurt(self, node: int, what: str) -> None:
@@ -124,9 +126,7 @@ class Rig:
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
         """All threads of all keepers are stopped meanwhile: retention removes nothing between two looks at the root."""
-        pids = {
-            pid for pid in (*self.pids, *(keeper.pid for keeper in self.hurt_keepers)) if start_time(pid) is not None
-        }
+        pids = [pid for pid in self.pids if start_time(pid) is not None]
         deadline = time.monotonic() + TIMEOUT_S
         try:
             for pid in pids:
