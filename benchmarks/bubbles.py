@@ -10,6 +10,9 @@ that is in it, so that several short runs make one figure.
 `long steps` is the same with four times the text in a step (4,096 bytes instead of 1,024) and so four times the work for the
 same state; a real job has more of it still.
 
+Each stage is bound to a processor of its own where there are enough, as launchers bind ranks; else the kernel moves them onto
+one another now and then, with checkpoints and without, and their steps vary more.
+
 `known work` is the same job whose blocks sleep instead of computing: the processor is as free as beside an accelerator,
 the length of a step hardly varies, and so it is decided what on a shared machine drowns in noise.
 
@@ -194,8 +197,16 @@ def bounds(values: list[float], *, cut: float) -> tuple[float, float, float]:
     return float(middle(found)), low, high
 
 
+def bind() -> None:
+    """This rank, and all threads that it will have, to a processor of its own, if each rank can have one."""
+    cores, rank = sorted(os.sched_getaffinity(0)), int(os.environ["LOCAL_RANK"])
+    if len(cores) >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        os.sched_setaffinity(0, {cores[rank]})
+
+
 def worker(options: argparse.Namespace) -> None:
     """One rank; rank 0 prints its rows as JSON."""
+    bind()
     dist.init_process_group("gloo")
     pipelines: dict[tuple[Shape, float], Pipeline] = {}
     rows: list[dict[str, Any]] = []

@@ -113,6 +113,47 @@ client.close()
     eventually(lambda: start_time(pid) is None)
 
 
+def test_it_may_run_wherever_any_of_its_trainers_may(base: Path) -> None:
+    """A launcher bound each rank to a processor: the work for both is not done on that of the first."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        pytest.skip("needs two processors")
+    code = f"""
+import os, sys
+os.sched_setaffinity(0, {{int(sys.argv[1])}})
+sys.path[:0] = {sys.path!r}
+from holdfast.base.config import Config
+from holdfast.node.client import KeeperClient
+from holdfast.node.start import ensure_keeper
+place = ensure_keeper({str(base / "ck")!r}, Config(runtime_dir={str(base / "rt")!r}, node_label="n0", linger_s=20))
+client = KeeperClient.connect(place.socket, job=place.job, rank=int(sys.argv[2]))
+print(client.pid, flush=True)
+sys.stdin.read()
+client.close()
+"""
+    found = []
+    with contextlib.ExitStack() as ranks:
+        for rank, core in enumerate(cores):
+            command = [sys.executable, "-c", code, str(core), str(rank)]
+            process = ranks.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            assert process.stdin is not None
+            ranks.callback(process.stdin.close)
+            assert process.stdout is not None
+            keeper = int(process.stdout.readline())
+            found.append(_cores_of_threads(keeper))
+    os.kill(keeper, signal.SIGTERM)
+    eventually(lambda: start_time(keeper) is None)
+    assert found == [{frozenset(cores[:1])}, {frozenset(cores)}]
+
+
+def _cores_of_threads(pid: int) -> set[frozenset[int]]:
+    found = set()
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(ProcessLookupError):  # one that answered a connection has ended since
+            found.add(frozenset(os.sched_getaffinity(int(thread))))
+    return found
+
+
 def test_a_second_keeper_of_a_node_leaves_it_to_the_first(make_rig: MakeRig) -> None:
     rig = make_rig()
     place = rig.keeper(0)

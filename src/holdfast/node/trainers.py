@@ -20,6 +20,7 @@ from holdfast.core.model import Version
 from holdfast.core.recovery import Source
 from holdfast.core.slots import SlotState
 from holdfast.core.windows import Shown
+from holdfast.node import cores
 from holdfast.node.arena import Held
 from holdfast.node.messages import Hello, Message, Ok, ShowWaits
 from holdfast.node.server import Connection
@@ -105,6 +106,7 @@ class Trainers:
                 self._leave(old)
             connection.hello = hello
             self._trainers[hello.rank] = Trainer(hello.rank, connection, start_time(connection.pid))
+        cores.share(connection.pid)
 
     def require_open(self) -> None:
         """Whether newcomers are let in.

@@ -30,7 +30,7 @@ class ProcessRandomness:
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             state["numpy"] = numpy.random.get_state(legacy=False)
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             state["cuda"] = {str(i): gen.get_state() for i, gen in enumerate(torch.cuda.default_generators)}
         return state
 
