@@ -5,6 +5,8 @@ Who kills them in that moment leaves their directories behind, for a keeper clea
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 from pathlib import Path
 
@@ -25,3 +27,12 @@ def end_keepers(runtime: Path, grace_s: float = GRACE_S) -> None:
     if stayed:
         shutil.rmtree(runtime, ignore_errors=True)
         raise AssertionError(f"keepers stayed although nobody needs them: {[process.pid for process in stayed]}")
+
+
+def open_files(pid: int) -> list[str]:
+    """What the descriptors of a process stand for; without those that it closes while we look."""
+    found = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(link))
+    return found

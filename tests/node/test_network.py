@@ -31,6 +31,7 @@ from holdfast.node.rpc import Caller, dial
 from holdfast.tiers import tcp, tls, wire
 from holdfast.tiers.tls import MAX_UNPROVED_BYTES, Credentials, read_secret
 from holdfast.train.link import Link
+from keepers_kit import open_files
 from node.rig import Rig, Trainer, eventually, image_of, reached, save_all
 from node.test_nodes import facts_of, reborn, restored
 
@@ -197,7 +198,7 @@ def test_without_a_secret_nothing_listens_and_all_interfaces_are_asked_for_twice
 def test_a_keeper_without_an_address_has_no_tcp_socket(make_rig: MakeRig) -> None:
     rig = make_rig()
     pid = rig.pid_of(rig.keeper(0))
-    inodes = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    inodes = open_files(pid)
     lines = [
         line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
     ]

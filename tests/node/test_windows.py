@@ -9,7 +9,6 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,6 +18,7 @@ from holdfast.core.model import Level
 from holdfast.core.windows import MAX_HOLD_S, Shown, may_begin
 from holdfast.node import windows
 from holdfast.node.windows import Turns, WindowPage, Windows
+from keepers_kit import open_files
 from node.rig import Rig, Trainer, eventually, reached
 
 MakeRig = Callable[..., Rig]
@@ -301,8 +301,7 @@ def test_the_page_of_a_trainer_that_went_is_let_go(make_rig: MakeRig) -> None:
     keeper = rig.pid_of(rig.keeper(0))
 
     def pages() -> int:
-        links = Path(f"/proc/{keeper}/fd").iterdir()
-        return sum("holdfast-windows" in os.readlink(link) for link in links)
+        return sum("holdfast-windows" in file for file in open_files(keeper))
 
     with page() as shown:
         for _ in range(3):
