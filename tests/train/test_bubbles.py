@@ -29,7 +29,7 @@ def run(tmp_path: Path, world: int, *names: str, forward_s: float = 0.02) -> lis
         )
         for rank in range(world)
     ]
-    told = [json.loads(worker.communicate(timeout=100)[0]) for worker in workers]
+    told = [json.loads(worker.communicate(timeout=240)[0]) for worker in workers]
     assert all(told_one["seam"] == "torch.distributed.pipelining.schedules" for told_one in told)
     return [{"rank": one["rank"], **row} for one in told for row in one["rows"]]
 
@@ -44,7 +44,8 @@ def test_waits_and_actions_of_a_pipeline_are_seen_and_nothing_is_left_in_it(tmp_
 
 @pytest.mark.slow
 def test_predicted_idle_time_is_within_a_tenth_of_the_measured(tmp_path: Path) -> None:
-    rows = run(tmp_path, 4, *ALL, "GPipe~", "1F1B~")
+    # Long beside the milliseconds that four ranks on two slow processors add to an action.
+    rows = run(tmp_path, 4, *ALL, "GPipe~", "1F1B~", forward_s=0.04)
     ratios = {(row["schedule"], row["rank"]): row["predicted"] / row["measured"] for row in rows}
     off = {key: round(ratio, 3) for key, ratio in ratios.items() if not 0.9 <= ratio <= 1.1}
     assert len(ratios) == 4 * 9
@@ -125,7 +126,7 @@ class Job:
                     if json.loads(line).get("step") == kill_at:
                         break
                 return []
-            return [json.loads(worker.communicate(timeout=100)[0].splitlines()[-1]) for worker in workers]
+            return [json.loads(worker.communicate(timeout=240)[0].splitlines()[-1]) for worker in workers]
         finally:
             for worker in workers:
                 worker.kill()
