@@ -71,11 +71,7 @@ def test_jobs_of_tests_wait_for_a_keeper_that_is_about_to_end(runtime_dir: Path,
 def test_no_thread_of_it_interrupts_a_trainer_by_waking_up(make_rig: MakeRig) -> None:
     rig = make_rig()
     pid = rig.pid_of(rig.keeper(0))
-    policies = set()
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        with contextlib.suppress(ProcessLookupError):  # one that answered a connection has ended since
-            policies.add(os.sched_getscheduler(int(thread)))
-    assert policies == {os.SCHED_BATCH}
+    assert of_threads(pid, os.sched_getscheduler) == {os.SCHED_BATCH}
 
 
 def test_it_is_detached_from_whoever_started_it(make_rig: MakeRig) -> None:
@@ -140,17 +136,18 @@ client.close()
             ranks.callback(process.stdin.close)
             assert process.stdout is not None
             keeper = int(process.stdout.readline())
-            found.append(_cores_of_threads(keeper))
+            found.append(of_threads(keeper, lambda thread: frozenset(os.sched_getaffinity(thread))))
     os.kill(keeper, signal.SIGTERM)
     eventually(lambda: start_time(keeper) is None)
     assert found == [{frozenset(cores[:1])}, {frozenset(cores)}]
 
 
-def _cores_of_threads(pid: int) -> set[frozenset[int]]:
+def of_threads(pid: int, ask: Callable[[int], object]) -> set[object]:
+    """What the kernel says of each thread of a process."""
     found = set()
     for thread in os.listdir(f"/proc/{pid}/task"):
         with contextlib.suppress(ProcessLookupError):  # one that answered a connection has ended since
-            found.add(frozenset(os.sched_getaffinity(int(thread))))
+            found.add(ask(int(thread)))
     return found
 
 

@@ -29,7 +29,7 @@ def run(tmp_path: Path, world: int, *names: str, forward_s: float = 0.02) -> lis
         )
         for rank in range(world)
     ]
-    told = [json.loads(worker.communicate(timeout=240)[0]) for worker in workers]
+    told = [json.loads(worker.communicate(timeout=100)[0]) for worker in workers]
     assert all(told_one["seam"] == "torch.distributed.pipelining.schedules" for told_one in told)
     return [{"rank": one["rank"], **row} for one in told for row in one["rows"]]
 
@@ -126,7 +126,7 @@ class Job:
                     if json.loads(line).get("step") == kill_at:
                         break
                 return []
-            return [json.loads(worker.communicate(timeout=240)[0].splitlines()[-1]) for worker in workers]
+            return [json.loads(worker.communicate(timeout=100)[0].splitlines()[-1]) for worker in workers]
         finally:
             for worker in workers:
                 worker.kill()

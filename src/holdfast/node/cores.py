@@ -15,7 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 def share(pid: int) -> None:
-    """Lets every thread of this process run wherever process `pid` may; nothing, if that is of another pid namespace."""
+    """Lets every thread of this process run wherever process `pid` may; nothing, if that is of another pid namespace.
+
+    One call at a time: of two, each would set what it read before the other's.
+    """
     if pid <= 0:
         return
     try:

@@ -106,7 +106,7 @@ class Trainers:
                 self._leave(old)
             connection.hello = hello
             self._trainers[hello.rank] = Trainer(hello.rank, connection, start_time(connection.pid))
-        cores.share(connection.pid)
+            cores.share(connection.pid)
 
     def require_open(self) -> None:
         """Whether newcomers are let in.
