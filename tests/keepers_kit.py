@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -35,4 +36,13 @@ def open_files(pid: int) -> list[str]:
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
             found.append(os.readlink(link))
+    return found
+
+
+def of_threads(pid: int, ask: Callable[[int], object]) -> set[object]:
+    """What the kernel says of each thread of a process."""
+    found = set()
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(ProcessLookupError):  # one that answered a connection has ended since
+            found.add(ask(int(thread)))
     return found

@@ -29,7 +29,7 @@ from holdfast.node.start import ensure_keeper
 from holdfast.testing.contracts.workshop import keepers_under
 from holdfast.tiers import wire
 from holdfast.tiers.procs import start_time
-from keepers_kit import end_keepers
+from keepers_kit import end_keepers, of_threads
 from node.rig import Rig, eventually
 
 MakeRig = Callable[..., Rig]
@@ -140,15 +140,6 @@ client.close()
     os.kill(keeper, signal.SIGTERM)
     eventually(lambda: start_time(keeper) is None)
     assert found == [{frozenset(cores[:1])}, {frozenset(cores)}]
-
-
-def of_threads(pid: int, ask: Callable[[int], object]) -> set[object]:
-    """What the kernel says of each thread of a process."""
-    found = set()
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        with contextlib.suppress(ProcessLookupError):  # one that answered a connection has ended since
-            found.add(ask(int(thread)))
-    return found
 
 
 def test_a_second_keeper_of_a_node_leaves_it_to_the_first(make_rig: MakeRig) -> None:

@@ -18,7 +18,7 @@ from holdfast.core.model import Level
 from holdfast.core.windows import MAX_HOLD_S, Shown, may_begin
 from holdfast.node import windows
 from holdfast.node.windows import Turns, WindowPage, Windows
-from keepers_kit import open_files
+from keepers_kit import of_threads, open_files
 from node.rig import Rig, Trainer, eventually, reached
 
 MakeRig = Callable[..., Rig]
@@ -105,6 +105,7 @@ class Clock:
     def __init__(self, *waits: tuple[float, float]) -> None:
         self.now_s, self.waits = 0.0, waits
         self.wanted = False
+        self.stays: list[int | None] = []
 
     def __call__(self) -> float:
         return self.now_s
@@ -123,7 +124,7 @@ class Clock:
         self.now_s = min([*begins, self.now_s + timeout_s])
 
     def send(self, num_blocks: int, block_s: float) -> Windows:
-        found = Windows(self.shown, self.listen, lambda _: self.wanted)
+        found = Windows(self.shown, self.listen, lambda _: self.wanted, self.stays.append)
         turns = Turns(found, clock=self, sleep=self.sleep)
         for _ in range(num_blocks):
             turns.wait(0, 1000)
@@ -138,6 +139,7 @@ def test_what_fits_into_the_waits_of_a_step_is_sent_in_them() -> None:
     assert sent.shown_bytes == 15_000
     assert sent.inside_bytes >= 14_000, "one block may end with its wait"
     assert 0.75 <= clock.now_s <= 0.8
+    assert clock.stays == [0, None] * 15, "each on the processors of the rank that waits"
 
 
 def test_a_block_that_would_outlast_the_wait_is_not_begun_once_it_is_known_how_long_blocks_take() -> None:
@@ -160,6 +162,7 @@ def test_nothing_is_held_back_while_a_save_waits_for_the_slot() -> None:
     clock = Clock()
     clock.wanted = True
     assert clock.send(10, 0.01).inside_bytes == 0
+    assert not clock.stays, "the rank computes, and its processors are no better than others"
     assert clock.now_s <= 0.101
 
 
@@ -246,6 +249,39 @@ def test_a_version_is_hashed_in_the_waits_of_its_trainer(make_rig: MakeRig) -> N
         assert inside == watched >= 64 * MIB, "all of it waited for the wait"
         version = trainer.save(step + 1)
     reached([trainer], version, Level.CAPTURED)  # whoever closed its page waits for nothing
+
+
+def test_in_a_wait_it_is_hashed_on_the_processors_of_the_rank_that_waits(make_rig: MakeRig) -> None:
+    every = os.sched_getaffinity(0)
+    if len(every) < 2:
+        pytest.skip("needs two processors")
+    rig = make_rig(num_nodes=1, own_bytes=64 * MIB)
+    (trainer,) = rig.start()
+    keeper, mine = rig.pid_of(rig.keeper(0)), frozenset({max(every)})
+    used: set[object] = set()
+    with page() as shown, contextlib.ExitStack() as bound:
+        shown.step(60.0)
+        shown.open(None)
+        trainer.client.show_waits(shown.fds)
+        bound.callback(os.sched_setaffinity, 0, every)
+        os.sched_setaffinity(0, mine)
+        version = trainer.save(0)
+        while trainer.client.level(version)[0] is Level.NONE:
+            used |= processors(keeper)
+        assert mine in used
+        eventually(lambda: processors(keeper) == {frozenset(every)})
+        shown.shut()
+        used.clear()
+        version = trainer.save(1)
+        while trainer.client.level(version)[0] is Level.NONE:
+            used |= processors(keeper)
+        assert mine not in used, (
+            "it computes: it was held back long enough, and its processors are no better than others"
+        )
+
+
+def processors(pid: int) -> set[object]:
+    return of_threads(pid, lambda thread: frozenset(os.sched_getaffinity(thread)))
 
 
 def test_what_a_dead_trainer_left_is_hashed_at_once(make_rig: MakeRig) -> None:

@@ -1,4 +1,4 @@
-"""The processors that the keeper may use: those of every trainer it has served.
+"""The processors that the keeper uses: those of every trainer it has served; of one alone for work in that one's wait.
 
 Launchers bind ranks to processors, and a keeper inherits what it was started with: the binding of whichever rank came first.
 It would do the work of all ranks on the processors of that one, and hold it up. So every trainer that attaches widens it.
@@ -31,6 +31,16 @@ def share(pid: int) -> None:
                     os.sched_setaffinity(thread, wanted)
     except OSError as error:  # it is gone, or a cpuset keeps us from all of its processors
         logger.info("the keeper stays on its processors: %s", error.strerror)
+
+
+def stay(pid: int | None) -> None:
+    """Keeps the calling thread on those processors of this process that process `pid` may use; None: on any of this one's.
+
+    For work that is done while that process waits: elsewhere it would take a processor from a process that does not.
+    """
+    with contextlib.suppress(OSError):  # it is gone, or has none that we may use: then where we are
+        every = os.sched_getaffinity(os.getpid())  # of the main thread, which stays nowhere
+        os.sched_setaffinity(0, every & os.sched_getaffinity(pid) if pid else every)
 
 
 def _narrower(wanted: set[int]) -> list[int]:

@@ -112,8 +112,9 @@ class Keeper:
         self._committer = Committer(self._state, vault, self._events)
         self._replicator = Replicator(self._state, self._events, lambda: self._peers.inventory(wide=True))
         self._trainers = Trainers(self._state, self._forget)
+        trainers = self._trainers
         self._hashing, self._sending = (
-            Windows(self._trainers.shown, self._trainers.listen, self._is_wanted) for _ in range(2)
+            Windows(trainers.shown, trainers.listen, self._is_wanted, trainers.stay) for _ in range(2)
         )
         self._sealer = Sealer(self._state, self._events, self._hashing)
         self._saving = Saving(self._state, self._trainers, self._sealer, self._succession)

@@ -186,6 +186,12 @@ class Trainers:
         finally:
             os.close(bell)
 
+    def stay(self, rank: int | None) -> None:
+        """Keeps the calling thread on the processors of a local rank; None, or one that is gone: on all of the keeper's."""
+        with self._state.lock:
+            trainer = None if rank is None else self._trainers.get(rank)
+        cores.stay(trainer.connection.pid if trainer is not None else None)
+
     def gone(self, connection: Connection) -> None:
         """A trainer's connection ended."""
         with self._came_or_went:

@@ -5,6 +5,8 @@ while a wait is under way. The trainer's thread writes both as a wait begins and
 block that it hashes or sends, and sleeps at the bell while the trainer computes. Nobody waits for a lock: a page that was
 written half misplaces a block and nothing else. The keeper reads it as a file, so that an owner who shortens it cannot end it.
 
+What is done in a rank's wait is done on that rank's processors: they have nothing to do then, and those of the others have.
+
 Without a page, and for whatever a trainer waits for, nothing is held back; with one, the hashing of a version, or a transfer,
 is held back for a step in all at most (`core.windows.may_begin`). Written by `train.gate`, read for `node.seal` and `node.peers`.
 """
@@ -106,6 +108,7 @@ class Windows:
         shown: what a rank's page shows now; None if it has none.
         listen: sleeps at a rank's bell, so many seconds at most.
         wanted: whether a rank waits for a slot, and so for what is done with it.
+        stay: keeps the calling thread on the processors of a rank; None: no longer.
         shown_bytes: of blocks of ranks that have a page.
         inside_bytes: of these, of blocks that began and ended in one wait.
     """
@@ -113,6 +116,7 @@ class Windows:
     shown: Callable[[int], Shown | None]
     listen: Callable[[int, float], None]
     wanted: Callable[[int], bool]
+    stay: Callable[[int | None], None]
     shown_bytes: int = 0
     inside_bytes: int = 0
 
@@ -150,6 +154,8 @@ class Turns:
             now_s = self._clock()
             if may_begin(shown, now_s, self._block_s, held_s=self._held_s) or self._windows.wanted(rank):
                 self._begun = (rank, num_bytes, shown.number, now_s)
+                if shown.number:
+                    self._windows.stay(rank)
                 return
             moved()
             if shown.number:
@@ -164,6 +170,8 @@ class Turns:
             return
         rank, num_bytes, number, began_s = self._begun
         self._begun = None
+        if number:
+            self._windows.stay(None)
         self._block_s = (self._block_s + self._clock() - began_s) / 2
         shown = self._windows.shown(rank)
         self._windows.shown_bytes += num_bytes
