@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,9 @@ def run(name: str, rank: int, world: int, forward_s: float, uneven: bool) -> dic
     watcher.attach()
     has_first = any(stage.is_first for stage in stages)
     has_last = any(stage.is_last for stage in stages)
-    for _ in range(STEPS):
+    for number in range(STEPS):
+        if rank == 0 and number == STEPS // 2:
+            time.sleep(2 * forward_s)  # what lies between steps differs: now and then one is logged, or evaluated
         batch = (torch.ones(MICROBATCHES, 8),) if has_first else ()
         target = {"target": torch.zeros(MICROBATCHES, 8)} if has_last else {}
         schedule.step(*batch, **target)
@@ -68,6 +71,7 @@ def run(name: str, rank: int, world: int, forward_s: float, uneven: bool) -> dic
         "measured": mine.idle,
         "predicted": model.ranks[rank].idle,
         "period": mine.period,
+        "parts": sum(mine.costs[a.stage, a.kind] for a in watcher.orders[rank]) + mine.idle + mine.ending,
         "steps": mine.num_steps,
         "actions": [seen.what for seen in watcher.spans if seen.what not in ("wait", "copy")][
             -len(watcher.orders[rank]) :

@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from holdfast.base.events import Events
@@ -63,7 +63,7 @@ class Profile:
         costs: mean of each (stage, kind) of this rank, with what the schedule does around it.
         idle: mean of the waits of a step.
         period: mean from step to step.
-        ending: median from the last action to the next step.
+        ending: mean from the last action to the next step.
         num_steps: steps that were seen.
         drag: seconds of work lost per second of copying beside it (`core.drag`); None: not known.
     """
@@ -147,11 +147,11 @@ class Bubbles:
     def profile(self) -> Profile:
         """What was measured so far."""
         return Profile(
-            # Means: what a step takes is the sum of its actions, the slow ones included.
+            # Means: what a step takes is the sum of its parts, the slow ones included.
             {key: fmean(seen) for key, seen in self._costs.items()},
             idle=fmean(self._idle) if self._idle else 0.0,
             period=fmean(self._periods) if self._periods else 0.0,
-            ending=median(self._endings) if self._endings else 0.0,
+            ending=fmean(self._endings) if self._endings else 0.0,
             num_steps=self._waits.num_steps,
             drag=self._drag.share,
         )
@@ -290,7 +290,8 @@ def predicted(bubbles_of: Bubbles, profiles: Sequence[Profile]) -> pipeline.Time
     """
     compute = {key: seconds for profile in profiles for key, seconds in profile.costs.items()}
     costs = Costs(compute, ending={rank: profile.ending for rank, profile in enumerate(profiles)})
-    period = max(profile.period for profile in profiles)
+    # All take equally long from step to step; over a few steps one is ahead or behind by more than it was before.
+    period = fmean(profile.period for profile in profiles)
     return pipeline.simulate(bubbles_of.orders, pipeline.fit_hop(bubbles_of.orders, costs, period=period))
 
 
