@@ -48,7 +48,7 @@ import time
 import warnings
 from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +173,7 @@ def block(pipeline: Pipeline, before: Callable[[], None] | None) -> Spent:
     dist.barrier()
     spent = Spent()
     for number in range(SETTLING + BLOCK):
-        started, waited = time.perf_counter(), core_wait()
+        waited, started = core_wait(), time.perf_counter()
         if before is not None:
             before()
         pipeline()
@@ -193,7 +193,7 @@ def pairs(pipeline: Pipeline, save: Callable[[], None], number: int) -> list[lis
         with_first = drawn.random() < 0.5
         one, two = (block(pipeline, save if saves else None) for saves in (with_first, not with_first))
         busy, plain = (one, two) if with_first else (two, one)
-        more = [getattr(busy, name) - getattr(plain, name) for name in Spent.__slots__]
+        more = [with_ - without for with_, without in zip(astuple(busy), astuple(plain), strict=True)]
         found.append([round(seconds, 6) for seconds in (plain.whole, *more)])
     return found
 
@@ -337,16 +337,15 @@ def tell(report: Report, runs: Sequence[list[list[dict[str, Any]]]]) -> None:
         ]
         if not found:
             continue
-        plain = sum(whole for whole, *_ in found)
+        plain, whole, first, others, core = zip(*found, strict=True)
         goal = "<= 1.0" if name in INSIDE else ""
         known = {"pairs": len(found), "runs": len(of_first)}
-        extra = {"core_wait": 100 * sum(row[4] for row in found) / plain}
-        extra["step_ms"] = 1e3 * statistics.median(whole for whole, *_ in found) / BLOCK
-        overhead(report, f"{name}, upper 95 %", [more / whole for whole, more, *_ in found], goal, extra | known)
+        extra = {"core_wait": 100 * sum(core) / sum(plain), "step_ms": 1e3 * statistics.median(plain) / BLOCK}
+        overhead(report, f"{name}, upper 95 %", shares(whole, plain), goal, extra | known)
         if name in INSIDE:
-            after = {"after_percent": 100 * sum(row[3] for row in found) / plain}
+            after = {"after_percent": 100 * sum(others) / sum(plain)}
             title = f"{name}, in its part of a step, upper 95 %"
-            overhead(report, title, [first / whole for whole, _, first, *_ in found], goal, after | known)
+            overhead(report, title, shares(first, plain), goal, after | known)
         counted = [row for rank in rows for row in rank if "stalled" in row]
         if not counted:
             continue
@@ -360,9 +359,14 @@ def tell(report: Report, runs: Sequence[list[list[dict[str, Any]]]]) -> None:
             report.figure(f"drag ({name})", statistics.median(drags) if drags else None, "s/s")
 
 
-def overhead(report: Report, title: str, shares: list[float], goal: str, more: dict[str, float]) -> None:
-    """One figure of paired differences over plain blocks."""
-    (middle, low, high), (every, _, high_all) = bounds(shares, cut=0.05), bounds(shares, cut=0.0)
+def shares(more: Sequence[float], plain: Sequence[float]) -> list[float]:
+    """Paired differences over plain blocks."""
+    return [seconds / whole for seconds, whole in zip(more, plain, strict=True)]
+
+
+def overhead(report: Report, title: str, values: list[float], goal: str, more: dict[str, float]) -> None:
+    """One figure of the shares of all pairs."""
+    (middle, low, high), (every, _, high_all) = bounds(values, cut=0.05), bounds(values, cut=0.0)
     told = {"mean": middle, "low": low, "mean_all": every, "high_all": high_all, **more}
     report.figure(
         f"overhead_percent ({title})", high, "%", goal, **{key: round(value, 3) for key, value in told.items()}

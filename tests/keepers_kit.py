@@ -46,3 +46,8 @@ def of_threads(pid: int, ask: Callable[[int], object]) -> set[object]:
         with contextlib.suppress(ProcessLookupError):  # one that answered a connection has ended since
             found.add(ask(int(thread)))
     return found
+
+
+def processors_of_threads(pid: int) -> set[object]:
+    """The sets of processors that threads of a process may use."""
+    return of_threads(pid, lambda thread: frozenset(os.sched_getaffinity(thread)))

@@ -29,7 +29,7 @@ from holdfast.node.start import ensure_keeper
 from holdfast.testing.contracts.workshop import keepers_under
 from holdfast.tiers import wire
 from holdfast.tiers.procs import start_time
-from keepers_kit import end_keepers, of_threads
+from keepers_kit import end_keepers, of_threads, processors_of_threads
 from node.rig import Rig, eventually
 
 MakeRig = Callable[..., Rig]
@@ -136,7 +136,7 @@ client.close()
             ranks.callback(process.stdin.close)
             assert process.stdout is not None
             keeper = int(process.stdout.readline())
-            found.append(of_threads(keeper, lambda thread: frozenset(os.sched_getaffinity(thread))))
+            found.append(processors_of_threads(keeper))
     os.kill(keeper, signal.SIGTERM)
     eventually(lambda: start_time(keeper) is None)
     assert found == [{frozenset(cores[:1])}, {frozenset(cores)}]

@@ -18,7 +18,7 @@ from holdfast.core.model import Level
 from holdfast.core.windows import MAX_HOLD_S, Shown, may_begin
 from holdfast.node import windows
 from holdfast.node.windows import Turns, WindowPage, Windows
-from keepers_kit import of_threads, open_files
+from keepers_kit import open_files, processors_of_threads
 from node.rig import Rig, Trainer, eventually, reached
 
 MakeRig = Callable[..., Rig]
@@ -106,6 +106,7 @@ class Clock:
         self.now_s, self.waits = 0.0, waits
         self.wanted = False
         self.stays: list[int | None] = []
+        self.beside: list[int | None] = []  # of every block
 
     def __call__(self) -> float:
         return self.now_s
@@ -128,6 +129,7 @@ class Clock:
         turns = Turns(found, clock=self, sleep=self.sleep)
         for _ in range(num_blocks):
             turns.wait(0, 1000)
+            self.beside.append(self.stays[-1] if self.stays else None)
             self.now_s += block_s
         turns.done()
         return found
@@ -139,7 +141,8 @@ def test_what_fits_into_the_waits_of_a_step_is_sent_in_them() -> None:
     assert sent.shown_bytes == 15_000
     assert sent.inside_bytes >= 14_000, "one block may end with its wait"
     assert 0.75 <= clock.now_s <= 0.8
-    assert clock.stays == [0, None] * 15, "each on the processors of the rank that waits"
+    assert clock.beside == [0] * 15, "each on the processors of the rank that waits"
+    assert clock.stays == [0, None], "moved there once, and away when no block follows"
 
 
 def test_a_block_that_would_outlast_the_wait_is_not_begun_once_it_is_known_how_long_blocks_take() -> None:
@@ -155,6 +158,8 @@ def test_what_does_not_fit_leaves_when_a_step_has_passed() -> None:
     sent = clock.send(50, 0.01)
     assert 8_000 <= sent.inside_bytes <= 10_000
     assert sent.shown_bytes == 50_000
+    assert set(clock.beside[:8]) == {0}
+    assert set(clock.beside[10:]) == {None}, "the rank computes"
     assert clock.now_s <= 1.0 + 51 * 0.01, "held back for a step in all, then as fast as it goes"
 
 
@@ -164,6 +169,17 @@ def test_nothing_is_held_back_while_a_save_waits_for_the_slot() -> None:
     assert clock.send(10, 0.01).inside_bytes == 0
     assert not clock.stays, "the rank computes, and its processors are no better than others"
     assert clock.now_s <= 0.101
+
+
+def test_who_shows_no_waits_any_more_is_served_on_any_processor() -> None:
+    showing = [Shown(1, math.inf, 1.0)]
+    stays: list[int | None] = []
+    turns = Turns(Windows(lambda _: showing[0] if showing else None, lambda *_: None, lambda _: False, stays.append))
+    turns.wait(0, 1000)
+    assert stays == [0]
+    showing.clear()
+    turns.wait(0, 1000)
+    assert stays == [0, None]
 
 
 # --- real keepers
@@ -267,21 +283,17 @@ def test_in_a_wait_it_is_hashed_on_the_processors_of_the_rank_that_waits(make_ri
         os.sched_setaffinity(0, mine)
         version = trainer.save(0)
         while trainer.client.level(version)[0] is Level.NONE:
-            used |= processors(keeper)
+            used |= processors_of_threads(keeper)
         assert mine in used
-        eventually(lambda: processors(keeper) == {frozenset(every)})
+        eventually(lambda: processors_of_threads(keeper) == {frozenset(every)})
         shown.shut()
         used.clear()
         version = trainer.save(1)
         while trainer.client.level(version)[0] is Level.NONE:
-            used |= processors(keeper)
+            used |= processors_of_threads(keeper)
         assert mine not in used, (
             "it computes: it was held back long enough, and its processors are no better than others"
         )
-
-
-def processors(pid: int) -> set[object]:
-    return of_threads(pid, lambda thread: frozenset(os.sched_getaffinity(thread)))
 
 
 def test_what_a_dead_trainer_left_is_hashed_at_once(make_rig: MakeRig) -> None:

@@ -146,16 +146,16 @@ class Turns:
         self._held_s = 0.0
         self._block_s = FIRST_BLOCK_S
         self._begun: tuple[int, int, int, float] | None = None
+        self._beside: int | None = None  # the rank on whose processors the thread is kept
 
     def wait(self, rank: int, num_bytes: int, moved: Callable[[], None] = lambda: None) -> None:
         """Returns when a block of a slot of `rank` may be hashed or sent; calls `moved` while it holds one back."""
-        self.done()
+        self._count()
         while (shown := self._windows.shown(rank)) is not None:
             now_s = self._clock()
             if may_begin(shown, now_s, self._block_s, held_s=self._held_s) or self._windows.wanted(rank):
                 self._begun = (rank, num_bytes, shown.number, now_s)
-                if shown.number:
-                    self._windows.stay(rank)
+                self._stay(rank if shown.number else None)
                 return
             moved()
             if shown.number:
@@ -163,15 +163,25 @@ class Turns:
             else:
                 self._windows.listen(rank, min(SLEEP_S, patience_s(shown) - self._held_s))
             self._held_s += self._clock() - now_s
+        self._stay(None)  # it shows its waits no more
 
     def done(self) -> None:
-        """The block that began last is hashed or sent."""
+        """The block that began last is hashed or sent, and none follows now."""
+        self._count()
+        self._stay(None)
+
+    def _stay(self, rank: int | None) -> None:
+        """As `Windows.stay`; blocks follow one another in a wait, and most of them find the thread where it should be."""
+        if rank != self._beside:
+            self._beside = rank
+            self._windows.stay(rank)
+
+    def _count(self) -> None:
+        """What is known of the block that began last, now that it is hashed or sent."""
         if self._begun is None:
             return
         rank, num_bytes, number, began_s = self._begun
         self._begun = None
-        if number:
-            self._windows.stay(None)
         self._block_s = (self._block_s + self._clock() - began_s) / 2
         shown = self._windows.shown(rank)
         self._windows.shown_bytes += num_bytes
