@@ -271,29 +271,41 @@ def test_in_a_wait_it_is_hashed_on_the_processors_of_the_rank_that_waits(make_ri
     every = os.sched_getaffinity(0)
     if len(every) < 2:
         pytest.skip("needs two processors")
-    rig = make_rig(num_nodes=1, own_bytes=64 * MIB)
+    rig = make_rig(num_nodes=1, own_bytes=256 * MIB)
     (trainer,) = rig.start()
     keeper, mine = rig.pid_of(rig.keeper(0)), frozenset({max(every)})
-    used: set[object] = set()
     with page() as shown, contextlib.ExitStack() as bound:
         shown.step(60.0)
         shown.open(None)
         trainer.client.show_waits(shown.fds)
         bound.callback(os.sched_setaffinity, 0, every)
         os.sched_setaffinity(0, mine)
-        version = trainer.save(0)
-        while trainer.client.level(version)[0] is Level.NONE:
-            used |= processors_of_threads(keeper)
-        assert mine in used
+        assert mine in while_hashed(trainer, 0, keeper, every - mine)
         eventually(lambda: processors_of_threads(keeper) == {frozenset(every)})
         shown.shut()
-        used.clear()
-        version = trainer.save(1)
-        while trainer.client.level(version)[0] is Level.NONE:
-            used |= processors_of_threads(keeper)
-        assert mine not in used, (
+        assert mine not in while_hashed(trainer, 1, keeper, every - mine), (
             "it computes: it was held back long enough, and its processors are no better than others"
         )
+
+
+def while_hashed(trainer: Trainer, step: int, keeper: int, from_: set[int]) -> set[object]:
+    """Processors of the keeper's threads until a version is hashed, seen from others than those on which it is."""
+    used: set[object] = set()
+    looks, hashed = threading.Event(), threading.Event()
+
+    def look() -> None:
+        os.sched_setaffinity(0, from_)
+        looks.set()
+        while not hashed.is_set():
+            used.update(processors_of_threads(keeper))
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    looks.wait()
+    reached([trainer], trainer.save(step), Level.CAPTURED)
+    hashed.set()
+    looker.join()
+    return used
 
 
 def test_what_a_dead_trainer_left_is_hashed_at_once(make_rig: MakeRig) -> None:
