@@ -220,7 +220,7 @@ def popen(*args: object, **options: object) -> forked.Popen:
 
 
 # Steps are quick here: so many that some are left when the kill comes, on a loaded machine too.
-DOOR = Door(start, twins=2, steps=24)
+DOOR = Door(start, twins=2, steps=40)
 
 
 def test_killed_in_the_middle_and_back_bit_for_bit(tmp_path: Path) -> None:

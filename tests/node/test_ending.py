@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +23,10 @@ from holdfast.base.errors import KeeperLost
 from holdfast.base.events import Events
 from holdfast.node.client import KeeperClient
 from holdfast.node.daemon import TICK_S
-from holdfast.node.messages import RANK, Hello
+from holdfast.node.messages import RANK, Cadence, Hello, encode
+from holdfast.node.server import Connection
 from holdfast.node.trainers import Trainers
+from holdfast.tiers import wire
 from holdfast.tiers.procs import start_time
 from holdfast.train.link import Link
 from node.rig import Rig, eventually
@@ -62,6 +72,92 @@ def test_the_decision_to_end_and_the_greeting_of_a_rank_exclude_each_other() -> 
         trainers.attach(second, second.greeted)
     with pytest.raises(KeeperLost, match="on its way out"):
         trainers.require_open()
+
+
+SPEAKS = """
+import os, signal, socket, sys
+held = socket.socket(socket.AF_UNIX)
+held.connect(sys.argv[1])
+child = os.fork()
+if not child:
+    signal.pause()
+held.sendall(bytes.fromhex(sys.argv[2]))
+print(child, flush=True)
+signal.pause()
+"""
+
+
+@contextlib.contextmanager
+def speaker(listener: socket.socket, said: bytes) -> Iterator[tuple[Connection, subprocess.Popen[str]]]:
+    """A process that has sent this, as the keeper sees it; a child of it holds the other end too."""
+    frame = struct.pack(">I", len(said)) + said
+    command = [sys.executable, "-c", SPEAKS, listener.getsockname(), frame.hex()]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    channel = wire.accept(listener)
+    assert channel is not None
+    connection = Connection(channel, 1)
+    try:
+        yield connection, process
+    finally:
+        os.kill(child, signal.SIGKILL)
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        connection.end()
+
+
+def test_what_a_trainer_said_last_is_heard_before_it_counts_as_gone(tmp_path: Path) -> None:
+    trainers = Trainers(SimpleNamespace(lock=threading.RLock()), lambda _: None)
+    said, hello = encode(Cadence(reason="every step")), Hello(job="", role=RANK, rank=3)
+    with wire.listen(tmp_path / "s") as listener, speaker(listener, said) as (connection, process):
+        trainers.attach(connection, hello)
+        process.kill()
+        process.wait()
+
+        trainers.reap()
+
+        assert list(trainers.connected) == [3]
+        assert connection.channel.receive(timeout_s=5) == (said, [])
+        with pytest.raises(KeeperLost, match="closed"):  # although the child holds it
+            connection.channel.receive(timeout_s=5)
+
+
+def test_the_next_process_of_a_rank_is_let_in_when_all_is_heard_that_the_one_before_said(tmp_path: Path) -> None:
+    state = SimpleNamespace(
+        lock=threading.RLock(),
+        arena=SimpleNamespace(of_rank=lambda _: []),
+        outlets=SimpleNamespace(changed=lambda: None),
+    )
+    trainers = Trainers(state, lambda _: None)
+    said, hello = encode(Cadence(reason="every step")), Hello(job="", role=RANK, rank=3)
+    successor: Any = SimpleNamespace(pid=os.getpid(), hello=None)
+    here: list[object] = []
+
+    def read(connection: Connection) -> None:
+        """As the keeper's thread of that connection, which is slow: it begins when the connection is cut off."""
+        hangs_up = select.poll()
+        hangs_up.register(connection.channel._sock, 0)  # nothing but the end
+        hangs_up.poll(20_000)
+        here.append(trainers.connected[3].connection)
+        with contextlib.suppress(KeeperLost):
+            while True:
+                here.append(connection.channel.receive(timeout_s=5))
+        trainers.gone(connection)
+
+    with wire.listen(tmp_path / "s") as listener, speaker(listener, said) as (connection, process):
+        trainers.attach(connection, hello)
+        process.kill()
+        process.wait()
+        reader = threading.Thread(target=read, args=(connection,))
+        reader.start()
+
+        trainers.attach(successor, hello)
+
+        reader.join()
+        assert here == [connection, (said, [])]
+        assert trainers.connected[3].connection is successor
 
 
 def test_who_comes_while_it_ends_is_turned_away_or_served(make_rig: MakeRig) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.model import Level
 from holdfast.core.windows import MAX_HOLD_S, Shown, may_begin
-from holdfast.node import windows
+from holdfast.node import cores, windows
 from holdfast.node.windows import Turns, WindowPage, Windows
 from keepers_kit import open_files, processors_of_threads
 from node.rig import Rig, Trainer, eventually, reached
@@ -180,6 +180,22 @@ def test_who_shows_no_waits_any_more_is_served_on_any_processor() -> None:
     showing.clear()
     turns.wait(0, 1000)
     assert stays == [0, None]
+
+
+def test_a_thread_that_returns_to_all_processors_gets_those_of_who_attaches_meanwhile_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    main, mine = {0}, {0}
+
+    def set_mine(_: int, wanted: set[int]) -> None:
+        mine.clear()
+        mine.update(wanted)
+        main.add(1)  # a rank that is bound to it attaches just now
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(main))
+    monkeypatch.setattr(os, "sched_setaffinity", set_mine)
+    cores.stay(None)
+    assert mine == {0, 1}
 
 
 # --- real keepers

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from holdfast.testing.contracts import workshop
 from holdfast.testing.contracts.door import CHECKS, Door, Task, Workshop, violations
+from holdfast.testing.contracts.workshop import Told
 
 FAKE = Path(__file__).with_name("door_fake.py")
 
@@ -35,20 +39,34 @@ def fake(bug: str = "") -> Door:
 
 
 def test_a_door_that_does_what_it_must_passes(tmp_path: Path) -> None:
-    with Workshop(tmp_path, timeout_s=60) as workshop:
-        assert violations(fake(), workshop) == {}
+    with Workshop(tmp_path, timeout_s=60) as made:
+        assert violations(fake(), made) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("bug", "check"), PLANTED.items(), ids=lambda text: text.replace(" ", "_"))
 def test_every_planted_bug_is_found(bug: str, check: str, tmp_path: Path) -> None:
-    with Workshop(tmp_path, timeout_s=60) as workshop:
+    with Workshop(tmp_path, timeout_s=60) as made:
         door = fake(bug)
-        workshop.reference = workshop.run(fake(), Task(workshop.directory("sound"), door.ranks, door.steps, plain=True))
+        made.reference = made.run(fake(), Task(made.directory("sound"), door.ranks, door.steps, plain=True))
         if check == "the_same_script_runs_without_holdfast":
-            workshop.reference = None
+            made.reference = None
         with pytest.raises(AssertionError):
-            CHECKS[check](door, workshop)
+            CHECKS[check](door, made)
+
+
+def test_the_kill_comes_when_all_ranks_have_finished_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fence of the slowest proves the version before it; that of the quickest proves nothing."""
+    told = [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (1, 2)]
+    text = "".join(f'door {{"rank": {rank}, "step": {step}, "digest": ""}}\n' for rank, step in told)
+    killed: list[dict[tuple[int, int], str]] = []
+    heard = Told()
+    monkeypatch.setattr(workshop, "kill_tree", lambda _: killed.append(dict(heard.steps)))
+    process = SimpleNamespace(pid=0, stdout=io.StringIO(text))
+
+    assert workshop._listen(process, heard, {(0, 1), (1, 1)})
+
+    assert [list(steps) for steps in killed] == [told[:5]]
 
 
 def test_every_check_finds_a_planted_bug() -> None:

@@ -39,8 +39,11 @@ def stay(pid: int | None) -> None:
     For work that is done while that process waits: elsewhere it would take a processor from a process that does not.
     """
     with contextlib.suppress(OSError):  # it is gone, or has none that we may use: then where we are
-        every = os.sched_getaffinity(os.getpid())  # of the main thread, which stays nowhere
-        os.sched_setaffinity(0, every & os.sched_getaffinity(pid) if pid else every)
+        every: set[int] = set()
+        # Of the main thread, which stays nowhere. A trainer that attaches meanwhile widens it: then once more.
+        while every != (now := os.sched_getaffinity(os.getpid())):
+            every = now
+            os.sched_setaffinity(0, every & os.sched_getaffinity(pid) if pid else every)
 
 
 def _narrower(wanted: set[int]) -> list[int]:

@@ -92,8 +92,10 @@ class Trainers:
         """
         deadline = time.monotonic() + PREDECESSOR_TIMEOUT_S
         with self._came_or_went:
-            while (old := self._trainers.get(hello.rank)) is not None and _is_other(old, connection):
-                left = deadline - time.monotonic()
+            while (old := self._trainers.get(hello.rank)) is not None and old.connection.pid != connection.pid:
+                is_dead, left = _cut_off(old), deadline - time.monotonic()
+                if left <= 0 and is_dead:
+                    break
                 if left <= 0:
                     raise InUse(
                         f"process {old.connection.pid} is rank {hello.rank} of this job and lives",
@@ -200,15 +202,17 @@ class Trainers:
                 self._leave(trainer)
 
     def reap(self) -> None:
-        """Cuts off trainers whose process is dead while a child of theirs still holds the connection open."""
+        """Cuts off trainers whose process is dead while a child of theirs still holds the connection open.
+
+        They leave as their connection ends: what they said last may not be read yet, and counts.
+        """
         now = time.monotonic()
         if now < self._reap_at:
             return
         self._reap_at = now + REAP_S
         with self._state.lock:
-            for trainer in tuple(self._trainers.values()):
-                if not _lives(trainer):
-                    self._leave(trainer)
+            for trainer in self._trainers.values():
+                _cut_off(trainer)
 
     @property
     def connected(self) -> dict[int, Trainer]:
@@ -251,12 +255,13 @@ def _let_go(trainer: Trainer) -> None:
     trainer.page = ()
 
 
-def _is_other(old: Trainer, new: Connection) -> bool:
-    """Whether another living process holds the rank; a process may connect again."""
-    return old.connection.pid != new.pid and not old.connection.ended and _lives(old)
+def _cut_off(trainer: Trainer) -> bool:
+    """Ends the connection of a process that is dead; whether it is. What it sent before can still be read.
 
-
-def _lives(trainer: Trainer) -> bool:
-    """Whether its process does; one of another pid namespace (no pid) lives as long as its connection."""
+    One of another pid namespace (no pid) lives as long as its connection.
+    """
     pid = trainer.connection.pid
-    return pid <= 0 or start_time(pid) == trainer.started
+    if pid <= 0 or start_time(pid) == trainer.started:
+        return False
+    trainer.connection.channel.abort()
+    return True

@@ -128,7 +128,7 @@ class Workshop:
         return self._home / name
 
     def run(self, door: Startable, task: Task, *, kill_at: int | None = None, fails: bool = False) -> Told:
-        """Runs a task to its end, or until rank 0 has finished step `kill_at` and everything but the keepers is killed.
+        """Runs a task to its end, or until all ranks have finished step `kill_at` and everything but the keepers is killed.
 
         Args:
             door: how it is started.
@@ -155,7 +155,8 @@ class Workshop:
             watch = threading.Timer(self._timeout_s, kill_tree, [process.pid])
             watch.start()
             try:
-                killed = _listen(process, told, kill_at)
+                last = set() if kill_at is None else {(rank, kill_at) for rank in range(task.ranks)}
+                killed = _listen(process, told, last)
                 told.code = process.wait(timeout=self._timeout_s)
             finally:
                 watch.cancel()
@@ -202,12 +203,12 @@ class Workshop:
         return {**environment, "HOLDFAST_DISABLE": "1"} if task.plain else environment
 
 
-def _listen(process: Any, told: Told, kill_at: int | None) -> bool:
-    """Hears the process until its output ends; whether it was killed on the way."""
+def _listen(process: Any, told: Told, last: set[tuple[int, int]]) -> bool:
+    """Hears the process until its output ends; kills it when all these ranks and steps were told, and says whether."""
     killed = False
     for line in process.stdout:
         told.hear(line)
-        if kill_at is not None and not killed and (0, kill_at) in told.steps:
+        if last and not killed and told.steps.keys() >= last:
             kill_tree(process.pid)
             killed = True
     return killed
