@@ -108,30 +108,51 @@ def speaker(listener: socket.socket, said: bytes) -> Iterator[tuple[Connection, 
         connection.end()
 
 
-def test_what_a_trainer_said_last_is_heard_before_it_counts_as_gone(tmp_path: Path) -> None:
-    trainers = Trainers(SimpleNamespace(lock=threading.RLock()), lambda _: None)
-    said, hello = encode(Cadence(reason="every step")), Hello(job="", role=RANK, rank=3)
-    with wire.listen(tmp_path / "s") as listener, speaker(listener, said) as (connection, process):
-        trainers.attach(connection, hello)
-        process.kill()
-        process.wait()
-
-        trainers.reap()
-
-        assert list(trainers.connected) == [3]
-        assert connection.channel.receive(timeout_s=5) == (said, [])
-        with pytest.raises(KeeperLost, match="closed"):  # although the child holds it
-            connection.channel.receive(timeout_s=5)
-
-
-def test_the_next_process_of_a_rank_is_let_in_when_all_is_heard_that_the_one_before_said(tmp_path: Path) -> None:
+def registry(gone: list[int]) -> Trainers:
+    """Of a keeper that has no slots; who leaves is noted in `gone`."""
     state = SimpleNamespace(
         lock=threading.RLock(),
         arena=SimpleNamespace(of_rank=lambda _: []),
         outlets=SimpleNamespace(changed=lambda: None),
     )
-    trainers = Trainers(state, lambda _: None)
-    said, hello = encode(Cadence(reason="every step")), Hello(job="", role=RANK, rank=3)
+    return Trainers(state, lambda trainer: gone.append(trainer.rank))
+
+
+SAID, HELLO = encode(Cadence(reason="every step")), Hello(job="", role=RANK, rank=3)
+
+
+def test_what_a_trainer_said_last_is_heard_before_it_counts_as_gone(tmp_path: Path) -> None:
+    gone: list[int] = []
+    trainers = registry(gone)
+    with wire.listen(tmp_path / "s") as listener, speaker(listener, SAID) as (connection, process):
+        trainers.attach(connection, HELLO)
+        process.kill()
+        process.wait()
+
+        trainers.reap()
+
+        assert not gone
+        assert connection.channel.receive(timeout_s=5) == (SAID, [])
+        with pytest.raises(KeeperLost, match="closed"):  # although the child holds it
+            connection.channel.receive(timeout_s=5)
+
+
+def test_a_dead_trainer_is_not_kept_by_a_thread_that_still_works_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.node.trainers.LAST_WORDS_S", 0.0)
+    gone: list[int] = []
+    trainers = registry(gone)
+    with wire.listen(tmp_path / "s") as listener, speaker(listener, SAID) as (connection, process):
+        trainers.attach(connection, HELLO)
+        process.kill()
+        process.wait()
+        trainers.reap()  # nobody reads
+        assert gone == [3]
+
+
+def test_the_next_process_of_a_rank_is_let_in_when_all_is_heard_that_the_one_before_said(tmp_path: Path) -> None:
+    trainers = registry([])
     successor: Any = SimpleNamespace(pid=os.getpid(), hello=None)
     here: list[object] = []
 
@@ -146,17 +167,18 @@ def test_the_next_process_of_a_rank_is_let_in_when_all_is_heard_that_the_one_bef
                 here.append(connection.channel.receive(timeout_s=5))
         trainers.gone(connection)
 
-    with wire.listen(tmp_path / "s") as listener, speaker(listener, said) as (connection, process):
-        trainers.attach(connection, hello)
+    with wire.listen(tmp_path / "s") as listener, speaker(listener, SAID) as (connection, process):
+        connection.hello = HELLO
+        trainers.attach(connection, HELLO)
         process.kill()
         process.wait()
         reader = threading.Thread(target=read, args=(connection,))
         reader.start()
 
-        trainers.attach(successor, hello)
+        trainers.attach(successor, HELLO)
 
         reader.join()
-        assert here == [connection, (said, [])]
+        assert here == [connection, (SAID, [])]
         assert trainers.connected[3].connection is successor
 
 

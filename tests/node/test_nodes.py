@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.base.errors import CorruptError, KeeperError, LevelNotReached, VersionNotFound
+from holdfast.base.errors import CorruptError, HoldfastError, KeeperError, LevelNotReached, VersionNotFound
 from holdfast.core import takeover
 from holdfast.core.ledger import Reports
 from holdfast.core.lineage import Lineage
@@ -522,3 +523,36 @@ def test_what_a_node_said_on_a_line_that_it_gave_up_is_not_heard_after_its_next_
     finally:
         first.close()
         second.close()
+
+
+def test_what_is_fetched_for_a_connection_that_has_ended_is_let_go_of(make_rig: MakeRig) -> None:
+    rig = make_rig(num_nodes=3)
+    trainers = rig.start()
+    version = save_all(trainers, 1)
+    reached(trainers, version, Level.REPLICATED)
+    own = next(ref for ref in trainers[1].layout.bundles if ref.ranks == (1,))
+    holders = {c.node: c.seal for c in trainers[0].client.inventory().copies if c.seal.bundle_id == own.bundle_id}
+    (keeps,) = holders.keys() - {1}
+    asker = trainers[3 - 1 - keeps]
+    before, peer = asker.client, trainers[1].client.pid
+
+    def obtain() -> None:
+        with contextlib.suppress(HoldfastError):
+            before.obtain(version, [Fetch(own, holders[1], Source.PEER, 1)], timeout_s=20)
+
+    fetching = threading.Thread(target=obtain)
+    os.kill(peer, signal.SIGSTOP)
+    try:
+        fetching.start()
+        eventually(lambda: [a for a in rig.status(asker.node)["activities"] if a["what"] == "restoring"])
+        asker.connect()
+    finally:
+        os.kill(peer, signal.SIGCONT)
+    fetching.join()
+    before.close()
+
+    def needed() -> list[object]:
+        facts = rig.status(asker.node)
+        return [slot["pins"] for slot in facts["ranks"][str(asker.rank)]["slots"] if slot["pins"]] + facts["activities"]
+
+    eventually(lambda: not needed())

@@ -202,7 +202,7 @@ class Operations:
             trainer.reading += [item.held for item in present]
             for item in present:
                 trainer.brought(request.version, item.source, _length(item.place))
-            if trainer.connection.ended:  # it went while we fetched
+            if not self._parts.trainers.has(trainer):  # it went while we fetched
                 self._let_go(trainer)
         return _pack(request.id, present, trainer.known)
 

@@ -73,10 +73,6 @@ class Connection:
             raise KeeperError("the connection has not greeted")
         return self.hello
 
-    @property
-    def ended(self) -> bool:
-        return self._ended
-
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queues a message; a client that lets too many pile up is cut off."""
         copies = [os.dup(fd) for fd in fds]

@@ -32,6 +32,8 @@ from holdfast.tiers.procs import start_time
 PREDECESSOR_TIMEOUT_S = 5.0
 # How often it is asked whether the processes live; the server wakes up far more often.
 REAP_S = 0.2
+# How long what a dead trainer said may lie unread on a busy machine. Its reader may as well be at work for it, for longer.
+LAST_WORDS_S = 2.0
 # What shows the waits of a rank: a page and its bell.
 PAGE_FDS = 2
 
@@ -48,6 +50,7 @@ class Trainer:
         restored: of the version that it came back from, bytes of images and chunks by source.
         page: descriptors of the page that shows its waits and of its bell; (): there is none.
         finished: it said goodbye for good.
+        died_s: when its process was found dead (`monotonic`); None while it lives.
     """
 
     rank: int
@@ -59,6 +62,7 @@ class Trainer:
     restored: tuple[Version, Counter[str]] | None = None
     page: tuple[int, ...] = ()
     finished: bool = False
+    died_s: float | None = None
 
     def brought(self, version: Version, source: Source, num_bytes: int) -> None:
         """Bytes of `version` were made readable for it."""
@@ -92,17 +96,15 @@ class Trainers:
         """
         deadline = time.monotonic() + PREDECESSOR_TIMEOUT_S
         with self._came_or_went:
-            while (old := self._trainers.get(hello.rank)) is not None and old.connection.pid != connection.pid:
-                is_dead, left = _cut_off(old), deadline - time.monotonic()
-                if left <= 0 and is_dead:
-                    break
-                if left <= 0:
+            while (old := self._trainers.get(hello.rank)) is not None and _is_other(old, connection):
+                left = deadline - time.monotonic()
+                if left <= 0 and old.died_s is None:
                     raise InUse(
                         f"process {old.connection.pid} is rank {hello.rank} of this job and lives",
                         where=f"node {self._state.place.node}",
                         remedy="stop it, or give this run another path or run id",
                     )
-                self._came_or_went.wait(min(left, 0.1))
+                self._came_or_went.wait(0.1)
             self.require_open()
             if old is not None:
                 self._leave(old)
@@ -202,17 +204,19 @@ class Trainers:
                 self._leave(trainer)
 
     def reap(self) -> None:
-        """Cuts off trainers whose process is dead while a child of theirs still holds the connection open.
-
-        They leave as their connection ends: what they said last may not be read yet, and counts.
-        """
+        """Cuts off trainers whose process is dead while a child of theirs holds the connection open, or a thread of ours."""
         now = time.monotonic()
         if now < self._reap_at:
             return
         self._reap_at = now + REAP_S
         with self._state.lock:
-            for trainer in self._trainers.values():
-                _cut_off(trainer)
+            for trainer in tuple(self._trainers.values()):
+                if _has_ended(trainer):
+                    self._leave(trainer)
+
+    def has(self, trainer: Trainer) -> bool:
+        """Whether it is still here; its rank may be another process by now."""
+        return self._trainers.get(trainer.rank) is trainer
 
     @property
     def connected(self) -> dict[int, Trainer]:
@@ -255,13 +259,21 @@ def _let_go(trainer: Trainer) -> None:
     trainer.page = ()
 
 
-def _cut_off(trainer: Trainer) -> bool:
-    """Ends the connection of a process that is dead; whether it is. What it sent before can still be read.
+def _is_other(old: Trainer, new: Connection) -> bool:
+    """Whether another process holds the rank; a process may connect again."""
+    return old.connection.pid != new.pid and not _has_ended(old)
 
-    One of another pid namespace (no pid) lives as long as its connection.
+
+def _has_ended(trainer: Trainer) -> bool:
+    """Whether its process is dead, and all that it said last had time to be read.
+
+    Its connection is cut off at once: who reads it hears the rest, then its end, and the trainer leaves by that. One of
+    another pid namespace (no pid) lives as long as its connection.
     """
     pid = trainer.connection.pid
     if pid <= 0 or start_time(pid) == trainer.started:
         return False
-    trainer.connection.channel.abort()
-    return True
+    if trainer.died_s is None:
+        trainer.died_s = time.monotonic()
+        trainer.connection.channel.abort()
+    return time.monotonic() - trainer.died_s >= LAST_WORDS_S
