@@ -3,6 +3,9 @@
 python large_worker.py ROOT MIB: prints one JSON line. Proportional set sizes count memory that the trainer and the
 keeper share once, so that their sum is what the job takes; looked at all the time, for what is taken only while a version
 is written or read is taken too.
+
+The state is a dict, which is filled in place as a model is; an object of the user's own is handed its tensors instead, and
+memory for these is the object's, not ours.
 """
 
 from __future__ import annotations
@@ -20,25 +23,6 @@ import holdfast
 from holdfast.base.config import load
 
 MIB = 1 << 20
-
-
-class Weights:
-    """An object with a `state_dict` of eight tensors."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.tensors = {f"w{i}": torch.full((num_bytes // 32,), float(i)) for i in range(8)}
-
-    def sums(self) -> list[float]:
-        """One for each tensor, without memory of their size."""
-        return [float(tensor.sum(dtype=torch.float64)) for tensor in self.tensors.values()]
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return self.tensors
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        for name, tensor in state.items():
-            if tensor is not self.tensors[name]:
-                self.tensors[name].copy_(tensor)
 
 
 def taken_bytes(*pids: int) -> int:
@@ -81,19 +65,24 @@ class Peak(threading.Thread):
 def main() -> None:
     root, mib = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)
-    weights = Weights(mib * MIB)
+    weights = {f"w{i}": torch.full((mib * MIB // 32,), float(i)) for i in range(8)}
+
+    def sums() -> list[float]:
+        """One for each tensor, without memory of their size."""
+        return [float(tensor.sum(dtype=torch.float64)) for tensor in weights.values()]
+
     before = taken_bytes(os.getpid())
     peak = Peak(root)
     peak.start()
     config = load({"every": "0", "durable_every": "0", "memory_budget": f"{3 * mib}MiB"})
     checkpointer = holdfast.Checkpointer(root, weights=weights, config=config)
     start = checkpointer.restore()
-    facts: dict[str, object] = {"start": start, "sums": weights.sums()}
+    facts: dict[str, object] = {"start": start, "sums": sums()}
     for step in range(start, start + 3):
-        for tensor in weights.tensors.values():
+        for tensor in weights.values():
             tensor += 1
         checkpointer.save(step, level="durable").wait()
-    facts["expected"] = weights.sums()
+    facts["expected"] = sums()
     checkpointer.close()
     facts["extra_bytes"] = peak.end() - before
     print(json.dumps(facts), flush=True)

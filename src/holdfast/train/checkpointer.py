@@ -68,7 +68,7 @@ class Checkpointer:
         on_durable: called in a thread as `on_durable(version, error)`, once for every save at the durable level: with None
             when it is durable, with an error when it was given up or `close_timeout_s` passed.
         config: the settings; default: file and environment.
-        objects: more objects with `state_dict` and `load_state_dict`, by name.
+        objects: more objects with `state_dict` and `load_state_dict`, by name (at a restore their tensors take memory twice).
 
     Attributes:
         last_restore: what the last `restore` did; None before.
