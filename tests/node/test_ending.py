@@ -118,6 +118,13 @@ def registry(gone: list[int]) -> Trainers:
     return Trainers(state, lambda trainer: gone.append(trainer.rank))
 
 
+def attach_and_kill(trainers: Trainers, connection: Connection, process: subprocess.Popen[str]) -> None:
+    """It becomes rank 3 and dies; a child of it still holds the connection."""
+    trainers.attach(connection, HELLO)
+    process.kill()
+    process.wait()
+
+
 SAID, HELLO = encode(Cadence(reason="every step")), Hello(job="", role=RANK, rank=3)
 
 
@@ -125,9 +132,7 @@ def test_what_a_trainer_said_last_is_heard_before_it_counts_as_gone(tmp_path: Pa
     gone: list[int] = []
     trainers = registry(gone)
     with wire.listen(tmp_path / "s") as listener, speaker(listener, SAID) as (connection, process):
-        trainers.attach(connection, HELLO)
-        process.kill()
-        process.wait()
+        attach_and_kill(trainers, connection, process)
 
         trainers.reap()
 
@@ -144,9 +149,7 @@ def test_a_dead_trainer_is_not_kept_by_a_thread_that_still_works_for_it(
     gone: list[int] = []
     trainers = registry(gone)
     with wire.listen(tmp_path / "s") as listener, speaker(listener, SAID) as (connection, process):
-        trainers.attach(connection, HELLO)
-        process.kill()
-        process.wait()
+        attach_and_kill(trainers, connection, process)
         trainers.reap()  # nobody reads
         assert gone == [3]
 
@@ -169,9 +172,7 @@ def test_the_next_process_of_a_rank_is_let_in_when_all_is_heard_that_the_one_bef
 
     with wire.listen(tmp_path / "s") as listener, speaker(listener, SAID) as (connection, process):
         connection.hello = HELLO
-        trainers.attach(connection, HELLO)
-        process.kill()
-        process.wait()
+        attach_and_kill(trainers, connection, process)
         reader = threading.Thread(target=read, args=(connection,))
         reader.start()
 

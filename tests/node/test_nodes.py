@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ from holdfast.base.errors import CorruptError, HoldfastError, KeeperError, Level
 from holdfast.core import takeover
 from holdfast.core.ledger import Reports
 from holdfast.core.lineage import Lineage
-from holdfast.core.model import Level, Version
+from holdfast.core.model import BundleRef, Level, Seal, Version
 from holdfast.core.recovery import Facts, Fetch, Source, Stored, choose_version, fetches
 from holdfast.core.slots import SlotState
 from holdfast.node import messages, peers
@@ -397,21 +397,26 @@ def test_of_three_twins_the_minority_is_named_with_the_entry(make_rig: MakeRig) 
     assert rig.storage.versions() == [verified]
 
 
+def of_rank_one(trainers: Sequence[Trainer]) -> tuple[BundleRef, dict[int, Seal], Trainer]:
+    """What rank 1 of three alone has, in two nodes: its seals by node, and the trainer whose node has it not."""
+    own = next(ref for ref in trainers[1].layout.bundles if ref.ranks == (1,))
+    holders = {c.node: c.seal for c in trainers[0].client.inventory().copies if c.seal.bundle_id == own.bundle_id}
+    (keeps,) = holders.keys() - {1}
+    return own, holders, trainers[3 - 1 - keeps]
+
+
 def test_a_quarantined_copy_is_not_offered_again(make_rig: MakeRig) -> None:
     """Neither named nor given: who was told of it before does not get it either."""
     rig = make_rig(num_nodes=3)
     trainers = rig.start()
     version = save_all(trainers, 1)
     reached(trainers, version, Level.REPLICATED)
-    own = next(ref for ref in trainers[1].layout.bundles if ref.ranks == (1,))
-    holders = {c.node: c.seal for c in trainers[0].client.inventory().copies if c.seal.bundle_id == own.bundle_id}
-    (keeps,) = holders.keys() - {1}
-    asker = trainers[3 - 1 - keeps]
+    own, holders, asker = of_rank_one(trainers)
 
     asker.client.quarantine(version, own.bundle_id, node=1, reason="test")
 
     copies = asker.client.inventory().copies
-    assert {c.node for c in copies if c.seal.bundle_id == own.bundle_id} == {keeps}
+    assert {c.node for c in copies if c.seal.bundle_id == own.bundle_id} == holders.keys() - {1}
     with pytest.raises(VersionNotFound, match="node 1"):
         asker.client.obtain(version, [Fetch(own, holders[1], Source.PEER, 1)], timeout_s=5)
 
@@ -530,10 +535,7 @@ def test_what_is_fetched_for_a_connection_that_has_ended_is_let_go_of(make_rig: 
     trainers = rig.start()
     version = save_all(trainers, 1)
     reached(trainers, version, Level.REPLICATED)
-    own = next(ref for ref in trainers[1].layout.bundles if ref.ranks == (1,))
-    holders = {c.node: c.seal for c in trainers[0].client.inventory().copies if c.seal.bundle_id == own.bundle_id}
-    (keeps,) = holders.keys() - {1}
-    asker = trainers[3 - 1 - keeps]
+    own, holders, asker = of_rank_one(trainers)
     before, peer = asker.client, trainers[1].client.pid
 
     def obtain() -> None:
