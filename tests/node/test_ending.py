@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.base.errors import KeeperLost
+from holdfast.base.errors import InUse, KeeperLost
 from holdfast.base.events import Events
 from holdfast.node.client import KeeperClient
 from holdfast.node.daemon import TICK_S
@@ -114,6 +114,7 @@ def registry(gone: list[int]) -> Trainers:
         lock=threading.RLock(),
         arena=SimpleNamespace(of_rank=lambda _: []),
         outlets=SimpleNamespace(changed=lambda: None),
+        place=SimpleNamespace(node="n0"),
     )
     return Trainers(state, lambda trainer: gone.append(trainer.rank))
 
@@ -176,11 +177,34 @@ def test_the_next_process_of_a_rank_is_let_in_when_all_is_heard_that_the_one_bef
         reader = threading.Thread(target=read, args=(connection,))
         reader.start()
 
+        trainers.reap()  # as the keeper's clock does
         trainers.attach(successor, HELLO)
 
         reader.join()
         assert here == [connection, (SAID, [])]
         assert trainers.connected[3].connection is successor
+
+
+def test_processes_of_another_pid_namespace_are_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel names all of them 0. Whoever holds the rank does so until its connection ends."""
+    monkeypatch.setattr("holdfast.node.trainers.PREDECESSOR_TIMEOUT_S", 0.0)
+    gone: list[int] = []
+    trainers = registry(gone)
+    first, second = (
+        SimpleNamespace(pid=0, hello=HELLO, greeted=HELLO, channel=SimpleNamespace(abort=lambda: None))
+        for _ in range(2)
+    )
+    trainers.attach(first, HELLO)
+
+    with pytest.raises(InUse, match="another pid namespace is rank 3"):
+        trainers.attach(second, HELLO)
+    trainers.reap()
+    assert trainers.connected[3].connection is first
+    assert not gone
+
+    trainers.gone(first)
+    trainers.attach(second, HELLO)
+    assert trainers.connected[3].connection is second
 
 
 def test_who_comes_while_it_ends_is_turned_away_or_served(make_rig: MakeRig) -> None:

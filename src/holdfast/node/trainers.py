@@ -64,6 +64,18 @@ class Trainer:
     finished: bool = False
     died_s: float | None = None
 
+    @property
+    def lives(self) -> bool:
+        """Whether its process does. One of another pid namespace (no pid) lives as long as its connection."""
+        pid = self.connection.pid
+        return pid <= 0 or start_time(pid) == self.started
+
+    @property
+    def process(self) -> str:
+        """Which process it is, in words."""
+        pid = self.connection.pid
+        return f"process {pid}" if pid > 0 else "a process of another pid namespace"
+
     def brought(self, version: Version, source: Source, num_bytes: int) -> None:
         """Bytes of `version` were made readable for it."""
         if self.restored is None or self.restored[0] != version:
@@ -96,11 +108,11 @@ class Trainers:
         """
         deadline = time.monotonic() + PREDECESSOR_TIMEOUT_S
         with self._came_or_went:
-            while (old := self._trainers.get(hello.rank)) is not None and _is_other(old, connection):
+            while (old := self._trainers.get(hello.rank)) is not None and not _same_process(old.connection, connection):
                 left = deadline - time.monotonic()
                 if left <= 0 and old.died_s is None:
                     raise InUse(
-                        f"process {old.connection.pid} is rank {hello.rank} of this job and lives",
+                        f"{old.process} is rank {hello.rank} of this job and lives",
                         where=f"node {self._state.place.node}",
                         remedy="stop it, or give this run another path or run id",
                     )
@@ -153,7 +165,7 @@ class Trainers:
             while others := [t for t in self._trainers.values() if t.job_id not in ("", job_id)]:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    names = ", ".join(f"process {t.connection.pid} (rank {t.rank})" for t in others[:8])
+                    names = ", ".join(f"{t.process} (rank {t.rank})" for t in others[:8])
                     raise InUse(
                         f"the checkpoint directory was replaced, but the job before still trains: {names}",
                         where=f"node {self._state.place.node}",
@@ -204,14 +216,20 @@ class Trainers:
                 self._leave(trainer)
 
     def reap(self) -> None:
-        """Cuts off trainers whose process is dead while a child of theirs holds the connection open, or a thread of ours."""
+        """Cuts off trainers whose process is dead, for a child of theirs may hold the connection open.
+
+        Who reads it hears the rest, then its end, and the trainer leaves by that; or after `LAST_WORDS_S`, when nobody read.
+        """
         now = time.monotonic()
         if now < self._reap_at:
             return
         self._reap_at = now + REAP_S
         with self._state.lock:
-            for trainer in tuple(self._trainers.values()):
-                if _has_ended(trainer):
+            for trainer in [t for t in self._trainers.values() if not t.lives]:
+                if trainer.died_s is None:
+                    trainer.died_s = now
+                    trainer.connection.channel.abort()
+                if now - trainer.died_s >= LAST_WORDS_S:
                     self._leave(trainer)
 
     def has(self, trainer: Trainer) -> bool:
@@ -259,21 +277,6 @@ def _let_go(trainer: Trainer) -> None:
     trainer.page = ()
 
 
-def _is_other(old: Trainer, new: Connection) -> bool:
-    """Whether another process holds the rank; a process may connect again."""
-    return old.connection.pid != new.pid and not _has_ended(old)
-
-
-def _has_ended(trainer: Trainer) -> bool:
-    """Whether its process is dead, and all that it said last had time to be read.
-
-    Its connection is cut off at once: who reads it hears the rest, then its end, and the trainer leaves by that. One of
-    another pid namespace (no pid) lives as long as its connection.
-    """
-    pid = trainer.connection.pid
-    if pid <= 0 or start_time(pid) == trainer.started:
-        return False
-    if trainer.died_s is None:
-        trainer.died_s = time.monotonic()
-        trainer.connection.channel.abort()
-    return time.monotonic() - trainer.died_s >= LAST_WORDS_S
+def _same_process(one: Connection, other: Connection) -> bool:
+    """Whether a process connects again; not known, and so not believed, of those of another pid namespace (no pid)."""
+    return one.pid == other.pid > 0

@@ -169,11 +169,12 @@ class InfoPart:
             UsageError: it holds what cannot be saved, or the step is `saved` already, without it.
         """
         value = dict(info or {})
-        if value and saved:
-            raise UsageError(
-                "the step is saved already", where=self.name, remedy="give info to the first save of a step"
-            )
-        values.encode({self.name: value})
+        if value:
+            if saved:
+                raise UsageError(
+                    "the step is saved already", where=self.name, remedy="give info to the first save of a step"
+                )
+            values.encode({self.name: value})
         self.value = value
         try:
             yield
