@@ -90,6 +90,11 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
+def modules() -> frozenset[str]:
+    return frozenset(map(module_name, files()))
+
+
 def label(path: Path) -> str:
     return str(path.relative_to(SOURCE))
 
@@ -111,10 +116,9 @@ def _imports(path: Path, node: ast.AST, *, in_function: bool) -> Iterator[Import
             yield from (Import(alias.name, child.lineno, in_function) for alias in child.names)
         elif isinstance(child, ast.ImportFrom):
             base = _absolute(path, child)
-            modules = {module_name(p) for p in files()}
             for alias in child.names:
                 full = f"{base}.{alias.name}"
-                yield Import(full if full in modules else base, child.lineno, in_function)
+                yield Import(full if full in modules() else base, child.lineno, in_function)
         inner = in_function or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         yield from _imports(path, child, in_function=inner)
 
@@ -130,9 +134,10 @@ def is_ours(target: str) -> bool:
     return target == "holdfast" or target.startswith("holdfast.")
 
 
-def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+@functools.cache
+def functions(path: Path) -> tuple[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef], ...]:
     """Every function with its name inside the file."""
-    yield from _functions(tree(path), "")
+    return tuple(_functions(tree(path), ""))
 
 
 def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -182,11 +187,11 @@ def test_imports_point_down_only() -> None:
 
 
 def test_no_import_cycle_even_inside_functions() -> None:
-    modules = {module_name(path) for path in files()} - {"holdfast"}
+    others = modules() - {"holdfast"}
     edges = {
-        module_name(path): {i.target for i in imports(path)} & modules - {module_name(path)}
+        module_name(path): {i.target for i in imports(path)} & others - {module_name(path)}
         for path in files()
-        if module_name(path) in modules
+        if module_name(path) in others
     }
     while True:  # whatever imports nothing that is left cannot be part of a cycle
         free = {name for name, targets in edges.items() if not targets & set(edges)}
