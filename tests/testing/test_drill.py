@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from holdfast.testing import evidence
 from holdfast.testing.drill import command, planted
 from holdfast.testing.drill.command import Lanes, Progress, drill, main, open_lanes, run, track_down
 from holdfast.testing.drill.outcome import Outcome
 from holdfast.testing.drill.plan import CELLS, LAST_LIFE, PAIR, PHASES, STRIKES, Aim, LifePlan, Trial, full_starts, plan
 from holdfast.testing.drill.planted import script
+from holdfast.tiers.memory import Slot
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +146,23 @@ def test_the_table_counts_what_was_violated_and_the_exit_code_tells(
     assert {name: cells["commit", "keeper"][name] for name in counts} == counts | {column: "1"}
     assert rows[-1].split()[:2] == ["all", "3"]
     assert (blank, trial, what) == ("", "trial 2 (commit, keeper):", f"  {broken}: what was seen")
+
+
+def test_memory_that_is_just_being_made_and_other_memory_files_are_no_slots() -> None:
+    """A keeper makes slots while others look; its pages, notes and keys are memory files too."""
+    slot = Slot.create(4096)
+    other = [os.memfd_create("holdfast"), os.memfd_create("holdfast-windows")]
+    os.ftruncate(other[1], 64)
+    found = list(evidence.slot_descriptors(os.getpid(), set()))
+    try:
+        inodes = {os.fstat(fd).st_ino for fd in found}
+        assert os.fstat(slot.fd).st_ino in inodes
+        assert not inodes & {os.fstat(fd).st_ino for fd in other}
+        assert evidence.read_memory({0: [os.getpid()]}, num_entries=1).copies == ()
+    finally:
+        slot.close()
+        for fd in (*found, *other):
+            os.close(fd)
 
 
 def test_wrong_usage_ends_with_two(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,8 @@ _TAIL = re.compile(rb',"checksum":"([0-9a-f]{32})"\}\n\Z')
 _OURS = re.compile(r"manifest(?:-\d+)?\.json\Z|.+-[0-9a-f]{32}\.safetensors\Z")
 _SLOT_PREFIX = struct.Struct("<8sQQ")
 _RECORD_AT = 64
+# What the kernel calls the descriptor of a slot's memory; pages, notes and keys have longer names.
+SLOT_LINK = "/memfd:holdfast (deleted)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +252,10 @@ def read_memory(holders: Mapping[int, Iterable[int]], *, num_entries: int) -> Me
 
 
 def slot_descriptors(pid: int, seen: set[int], *, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """Own descriptors, for the caller to close, of the slots that a process has open; each memory file once."""
+    """Own descriptors, for the caller to close, of the slots that a process has open; each memory file once.
+
+    One that is just being made has no bytes yet, and is none.
+    """
     try:
         links = sorted(os.listdir(f"/proc/{pid}/fd"), key=int)
     except OSError:
@@ -258,16 +263,16 @@ def slot_descriptors(pid: int, seen: set[int], *, flags: int = os.O_RDONLY) -> I
     for link in links:
         path = f"/proc/{pid}/fd/{link}"
         try:
-            if not os.readlink(path).startswith("/memfd:holdfast"):
+            if os.readlink(path) != SLOT_LINK:
                 continue
             fd = os.open(path, flags | os.O_CLOEXEC)
         except OSError:
             continue  # closed meanwhile
-        inode = os.fstat(fd).st_ino
-        if inode in seen:
+        facts = os.fstat(fd)
+        if facts.st_ino in seen or not facts.st_size:
             os.close(fd)
             continue
-        seen.add(inode)
+        seen.add(facts.st_ino)
         yield fd
 
 

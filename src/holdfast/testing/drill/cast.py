@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from holdfast.testing.drill.ground import Ground, Setup, die_with
+from holdfast.testing.evidence import SLOT_LINK
 
 WAIT_S = 5.0
 # States of a process that is dead or about to be; it has no state at all when it is gone.
@@ -254,7 +255,7 @@ def slot_inodes(pid: int) -> set[int]:
     for link in links:
         path = f"/proc/{pid}/fd/{link}"
         try:
-            if os.readlink(path).startswith("/memfd:holdfast"):
+            if os.readlink(path) == SLOT_LINK:
                 found.add(os.stat(path).st_ino)
         except OSError:
             continue  # closed meanwhile
