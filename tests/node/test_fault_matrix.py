@@ -45,7 +45,7 @@ def test_no_fault_in_any_phase_breaks_a_promise(base: Path, name: str) -> None:
     outcome = run(CELLS[name], base)
     found = [f"{invariant}: {what}" for invariant, what in outcome.violations]
     print(f"{name}: {outcome.acknowledged} levels named, came back with {outcome.back}, {len(found)} violations")
-    assert found == [], outcome.why
+    assert found == [], "\n".join((outcome.why, *outcome.evidence))
     assert outcome.acknowledged >= 16, "what is saved before the fault has its levels"
 
 
@@ -68,7 +68,8 @@ def test_a_planted_bug_is_found(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({cell for bug in planted.BUGS.values() for cell in bug.cells}))
 def test_the_cells_that_find_bugs_are_clean_without_them(name: str) -> None:
-    assert run_cell(CELLS[name]).violations == ()
+    outcome = run_cell(CELLS[name])
+    assert outcome.violations == (), "\n".join(outcome.evidence)
 
 
 def test_the_judge_of_the_matrix_is_not_blind(base: Path) -> None:
