@@ -8,6 +8,7 @@ Damaged bytes are evidence, never an error.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
@@ -38,7 +39,7 @@ _OURS = re.compile(r"manifest(?:-\d+)?\.json\Z|.+-[0-9a-f]{32}\.safetensors\Z")
 _SLOT_PREFIX = struct.Struct("<8sQQ")
 _RECORD_AT = 64
 # What the kernel calls the descriptor of a slot's memory; pages, notes and keys have longer names.
-SLOT_LINK = "/memfd:holdfast (deleted)"
+_SLOT_LINK = "/memfd:holdfast (deleted)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,20 +252,26 @@ def read_memory(holders: Mapping[int, Iterable[int]], *, num_entries: int) -> Me
     return MemoryView(tuple(copies), contents, frozenset(lost))
 
 
-def slot_descriptors(pid: int, seen: set[int], *, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """Own descriptors, for the caller to close, of the slots that a process has open; each memory file once.
-
-    One that is just being made has no bytes yet, and is none.
-    """
+def slot_links(pid: int) -> Iterator[str]:
+    """Where /proc shows the slots that a process has open; each may be closed meanwhile."""
     try:
         links = sorted(os.listdir(f"/proc/{pid}/fd"), key=int)
     except OSError:
         return
     for link in links:
         path = f"/proc/{pid}/fd/{link}"
+        with contextlib.suppress(OSError):
+            if os.readlink(path) == _SLOT_LINK:
+                yield path
+
+
+def slot_descriptors(pid: int, seen: set[int], *, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Own descriptors, for the caller to close, of the slots that a process has open; each memory file once.
+
+    One that is just being made has no bytes yet, and is none.
+    """
+    for path in slot_links(pid):
         try:
-            if os.readlink(path) != SLOT_LINK:
-                continue
             fd = os.open(path, flags | os.O_CLOEXEC)
         except OSError:
             continue  # closed meanwhile

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from holdfast.testing.drill.ground import Ground, Setup, die_with
-from holdfast.testing.evidence import SLOT_LINK
+from holdfast.testing.evidence import slot_links
 
 WAIT_S = 5.0
 # States of a process that is dead or about to be; it has no state at all when it is gone.
@@ -248,17 +248,9 @@ class Cast:
 def slot_inodes(pid: int) -> set[int]:
     """The memory files that a process has open as slots."""
     found: set[int] = set()
-    try:
-        links = os.listdir(f"/proc/{pid}/fd")
-    except OSError:
-        return found
-    for link in links:
-        path = f"/proc/{pid}/fd/{link}"
-        try:
-            if os.readlink(path) == SLOT_LINK:
-                found.add(os.stat(path).st_ino)
-        except OSError:
-            continue  # closed meanwhile
+    for path in slot_links(pid):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found.add(os.stat(path).st_ino)
     return found
 
 
