@@ -2,7 +2,7 @@
 
 The source of a version is still that version until the optimizer's next step, so its windows are the waits of one step.
 Chunks are placed in order, first window first, and each window keeps a guard: a chunk that would end in it is not begun.
-What fits in no window is copied under the fence and counted; correctness never depends on the prediction.
+What fits in no window is copied beside the work, at once, and counted; correctness never depends on the prediction.
 
 Pure. Called by `train.pipeline` (windows learnt from the steps before), by `holdfast plan` (windows of the event model).
 """
@@ -51,7 +51,7 @@ class Placement:
 
     Attributes:
         windows: in the order of the step; windows without a chunk are left out.
-        left: first chunk that fits in no window; it and those after it are copied under the fence.
+        left: first chunk that fits in no window; so many are copied beside the work as it and those after it.
         left_seconds: how long that takes.
         reason: one sentence.
     """
@@ -96,8 +96,10 @@ def _reason(at: int, count: int, left: float, total: float, windows: Sequence[Wi
     if at == count:
         return f"all {count} chunks ({total * 1e3:.1f} ms) fit into {idle * 1e3:.1f} ms of waits"
     if not windows:
-        return f"there is no wait in a step: {left * 1e3:.1f} ms are copied beside the work, up to the fence"
-    return f"{at} of {count} chunks fit into {idle * 1e3:.1f} ms of waits; {left * 1e3:.1f} ms are left for the fence"
+        return f"there is no wait in a step: {left * 1e3:.1f} ms are copied beside the work"
+    return (
+        f"{at} of {count} chunks fit into {idle * 1e3:.1f} ms of waits; {left * 1e3:.1f} ms are copied beside the work"
+    )
 
 
 @dataclass(frozen=True, slots=True)

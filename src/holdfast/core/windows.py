@@ -2,7 +2,8 @@
 
 The waits of a schedule come in the same order at every step, so the n-th wait is known by its number. What is expected of
 it is a low quantile of the last few: a window that is believed too long delays the schedule's own work, one that is
-believed too short leaves some idle time unused. Drift shows after a few steps, without asking anybody.
+believed too short leaves some idle time unused. Drift shows after a few steps, without asking anybody; a wait that the
+last step did not have is no longer believed at all.
 
 Pure: all times are arguments, in seconds. Called by `train.pipeline`, `train.gate` (copies) and `node.windows` (hashing, replicas).
 """
@@ -77,29 +78,36 @@ class Waits:
         return min(self._at, MAX_WAITS - 1)
 
     def begin_step(self) -> None:
-        """The next wait is the first of a step."""
+        """The next wait is the first of a step. Of the waits before only those of the last step are still expected."""
+        self._seen = self._seen[: self._at]  # a new one: the copying thread may be looking at the old one
         self._at = 0
         self.num_steps += 1
+
+    def forget(self) -> None:
+        """Nothing is expected any more, until it is seen again."""
+        self._seen, self._at = [], 0
 
     def ended(self, seconds: float) -> None:
         """The wait with number `index` is over and took this long."""
         index = self.index
-        while len(self._seen) <= index:
-            self._seen.append(deque(maxlen=MEMORY))
-        self._seen[index].append(seconds)
+        if index == len(self._seen):
+            self._seen.append(deque([seconds], maxlen=MEMORY))
+        else:
+            self._seen[index].append(seconds)
         self._at += 1
 
     def expected(self, index: int) -> float | None:
         """Seconds that this wait takes at least, most of the time; None if it was never seen."""
-        if index >= len(self._seen) or not self._seen[index]:
+        seen = self._seen
+        if index >= len(seen):
             return None
-        ordered = sorted(self._seen[index])
+        ordered = sorted(seen[index])
         return ordered[int(QUANTILE * (len(ordered) - 1))]
 
     @property
     def known(self) -> bool:
-        """Whether a step has waits at all, as far as was seen."""
-        return any(self.expected(index) for index in range(len(self._seen)))
+        """Whether a step has waits at all, as far as the last ones were seen."""
+        return bool(self._seen)
 
     def windows(self) -> tuple[Window, ...]:
         """The waits of a step as they are expected, in order."""

@@ -115,7 +115,8 @@ class Checkpointer:
         self._closed = False
         self.events = Events()
         self.last_restore: RestoreReport | None = None
-        self.bubbles = Bubbles(schedule, self.events) if schedule is not None else None
+        self.bubbles = Bubbles(schedule, self.events, named=True) if schedule is not None else None
+        self._recorder: Recorder | None = None
         self._storage = open_storage(self._root, self.events, encryption_key=self._config.encryption_key)
         alive.register(self)
 
@@ -184,7 +185,8 @@ class Checkpointer:
         schedule = schedule_of(
             saver, self._config, group, missed=self._missed, events=self.events, bubbles=self.bubbles, link=link
         )
-        recorder = run.recorder if run else Recorder(self._config.trace_dir, group.rank, self.events, self.bubbles)
+        recorder = self._recorder = self._recorder or Recorder(self._config.trace_dir, group.rank, self.events)
+        recorder.watch(self.bubbles)
         report.tell(self.events)  # behind the recorder, which draws it
         durables = run.durables if run else self._new_durables(group)
         rank, num_ranks = group.rank, group.world_size
@@ -333,8 +335,10 @@ class Checkpointer:
             run.survivor.leave()
             run.lower.close()
             run.saver.close()
+            run.recorder.watch(None)
             run.link.close(finished=False)
             self._storage.leave()
+        self.bubbles = found.let_go(self.bubbles)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -392,12 +396,7 @@ class Checkpointer:
         return Durables(self._on_durable, copy, timeout_s=self._config.close_timeout_s)
 
     def _laid_out(self, job: Job, shards: Sequence[Shard]) -> None:
-        """Who holds the same is known, and nothing is trained yet. Collective. The public door does more here.
-
-        Args:
-            job: the ranks and their nodes.
-            shards: what this rank holds of all that is trained.
-        """
+        """Who holds the same is known; `shards` are what this rank will train. Collective. The public door does more here."""
         exposure.warn(job.group, job.topology, shards, self.events)
 
     @beats.phase(Phase.SAVING)

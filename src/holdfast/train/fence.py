@@ -56,8 +56,11 @@ class Pace(Protocol):
     def turn(self, seconds: float) -> bool:
         """Blocks until a batch of so many seconds may be copied; True if that is inside a wait."""
 
-    def hurry(self, wanted: bool) -> None:
-        """The step waits for the copy: turns are given at once; or no longer."""
+    def begin(self) -> None:
+        """A version's copies begin: from now on turns are given in waits."""
+
+    def hurry(self) -> None:
+        """The step waits for the copy: turns are given at once."""
 
     def copied(self, started_s: float, seconds: float, *, inside: bool) -> None:
         """A batch was copied: when (`perf_counter`), how long, and whether it had a turn inside a wait."""
@@ -132,7 +135,7 @@ class Fence:
         assert self._open is None or self._open.is_watch, "the former copy was not settled"
         self._open = job
         if self.pace is not None:
-            self.pace.hurry(False)
+            self.pace.begin()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="holdfast-capture", daemon=True)
             self._thread.start()
@@ -180,7 +183,7 @@ class Fence:
             hook.remove()
         self._hooks.clear()
         if self.pace is not None:
-            self.pace.hurry(True)
+            self.pace.hurry()
         with self._wake:
             self._closed = True
             if self._queue is not None:
@@ -202,7 +205,7 @@ class Fence:
         if not job.batches and job.at_fence is None and job.opening is None:
             return
         if self.pace is not None:
-            self.pace.hurry(True)
+            self.pace.hurry()
             self.nudge()
         started = time.monotonic()
         left_bytes = (job.num_bytes or self._last_bytes) - job.copied_bytes

@@ -43,6 +43,14 @@ def bubbles_of(modules: Iterable[nn.Module], events: Events) -> Bubbles | None:
     return bubbles
 
 
+def let_go(bubbles: Bubbles | None) -> Bubbles | None:
+    """The job broke off, and its groups are gone. Only a schedule that was named is used again; another is looked for."""
+    if bubbles is None:
+        return None
+    bubbles.detach()
+    return bubbles if bubbles.named else None
+
+
 def keep_to_waits(bubbles: Bubbles, fence: Fence, link: Link) -> None:
     """From now on copies go in the waits of the schedule, and what the keeper hashes and sends of them too."""
     fence.pace, bubbles.on_wait = bubbles, fence.nudge

@@ -18,9 +18,10 @@ import time
 from holdfast.core.windows import has_room
 from holdfast.node.windows import WindowPage
 
-# So long a turn is waited for. A gate that stays shut longer is steered by nobody (an evaluation, a loop of its own):
-# what is left of the version is then copied beside whatever runs.
+# So long a turn is waited for at least, and for two steps where these are longer. A gate that stays shut longer is steered
+# by nobody (an evaluation, a loop of its own): what is left of the version is then copied beside whatever runs.
 PATIENCE_S = 1.0
+PATIENCE_STEPS = 2
 
 
 class Gate:
@@ -28,10 +29,12 @@ class Gate:
 
     Attributes:
         page: where the keeper sees the same; None: nowhere.
+        period_s: seconds of a step, as far as is known.
     """
 
     def __init__(self) -> None:
         self.page: WindowPage | None = None
+        self.period_s = 0.0
         self._changed = threading.Condition()
         self._until: float | None = None  # monotonic; until when the wait under way should last
         self._is_open = False
@@ -61,7 +64,7 @@ class Gate:
 
     def turn(self, seconds: float) -> bool:
         """Blocks until a chunk of so many seconds may be copied; True if that is inside a wait."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + max(PATIENCE_S, PATIENCE_STEPS * self.period_s)
         with self._changed:
             while not self._hurry:
                 now = time.monotonic()

@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from holdfast.base.events import Events
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # Durations of one action of one stage, and steps, that a mean is taken of.
 MEMORY = 32
+# Versions whose copies beside the work are remembered for the cadence: the newest, as with the waits.
+VERSIONS = 8
 # The first step infers shapes and makes connections; it is like no later one.
 UNLIKE_STEPS = 1
 # Spans of the newest steps that are kept for the trace; a bound.
@@ -81,12 +83,14 @@ class Bubbles:
 
     Args:
         schedule: a schedule of `torch.distributed.pipelining`, built; its step is what is watched.
+        named: by the user, not found.
 
     Raises:
         UsageError: another kind of object.
     """
 
-    def __init__(self, schedule: Any, events: Events) -> None:
+    def __init__(self, schedule: Any, events: Events, *, named: bool = False) -> None:
+        self.named = named
         self.orders = orders_of(schedule)
         self._schedule = schedule
         self._stages = stages_of(schedule)
@@ -103,7 +107,10 @@ class Bubbles:
         self._endings: deque[float] = deque(maxlen=MEMORY)
         self._idle_now = self._began = self._last = self._between = 0.0
         self._reason = ""
-        self.left_seconds = 0.0  # of the last version's copies, what fitted into no wait
+        self._steps_since = 0  # that began since a version's copies did
+        self._fenced = False
+        self._beside_now = 0.0  # of this version: seconds of copying beside the work
+        self._beside: deque[float] = deque(maxlen=VERSIONS)  # the same of those before
         self.on_wait: Callable[[], None] | None = None  # called when a wait begins, in the trainer's thread
         self.spans: deque[Seen] = deque(maxlen=MAX_SPANS)
 
@@ -167,6 +174,8 @@ class Bubbles:
     def _step(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(inner)
         def step(*args: Any, **kwargs: Any) -> Any:
+            if not getattr(self._schedule, "_has_backward", True):  # an evaluation: forward only, with other waits
+                return inner(*args, **kwargs)
             self._begin_step()
             try:
                 return inner(*args, **kwargs)
@@ -177,6 +186,7 @@ class Bubbles:
 
     def _begin_step(self) -> None:
         self.thread = threading.get_ident()
+        self._steps_since += 1
         self._clock.tell(self._began_step, self._clock.mark())
 
     def _began_step(self, now: float) -> None:
@@ -184,6 +194,7 @@ class Bubbles:
             self._idle.append(self._idle_now)
             self._periods.append(now - self._began)
             self._endings.append(now - self._last + self._between)
+            self._gate.period_s = median(self._periods)
             if self._gate.page is not None:
                 self._gate.page.step(fmean(self._periods))
         self._between = 0.0
@@ -245,21 +256,30 @@ class Bubbles:
         """Whether a step has waits at all, as far as is known."""
         return self._waits.known
 
+    def begin(self) -> None:
+        """The copies of a version begin, in the trainer's thread. Waits that no step came by for since the last are no waits."""
+        if not self._steps_since:
+            self._waits.forget()
+        self._beside.append(self._beside_now)
+        self._steps_since, self._fenced, self._beside_now = 0, False, 0.0
+        self._gate.hurry(False)
+
     def beside(self, batch_seconds: Sequence[float]) -> int:
         """How many batches fit into no wait of a step and are copied at once."""
         placement = bubbles.place(batch_seconds, self._waits.windows())
         if placement.reason.split(":")[0] != self._reason.split(":")[0]:
             logger.debug("copies and waits: %s", placement.reason)
-        self._reason, self.left_seconds = placement.reason, placement.left_seconds
+        self._reason = placement.reason
         return len(batch_seconds) - placement.left
 
     def turn(self, seconds: float) -> bool:
         """Blocks until a batch may be copied; True if that is inside a wait."""
         return self._gate.turn(seconds)
 
-    def hurry(self, wanted: bool) -> None:
-        """The step waits for the copy, or no longer."""
-        self._gate.hurry(wanted)
+    def hurry(self) -> None:
+        """The step waits for the copy."""
+        self._fenced = True
+        self._gate.hurry(True)
 
     def copied(self, started_s: float, seconds: float, *, inside: bool) -> None:
         """A batch was copied."""
@@ -267,13 +287,15 @@ class Bubbles:
         self._events.count("copy_seconds", seconds)
         if inside:
             self._events.count("copy_seconds_in_waits", seconds)
+        elif not self._fenced:  # else it is the fence that counts it
+            self._beside_now += seconds
         self.spans.append(Seen("copy" if inside else "copy beside", started_s, started_s + seconds))
 
     @property
     def left_cost(self) -> float:
-        """Seconds that the last version's copies cost the work beside them: all that fitted into no wait, until it is known better."""
+        """Seconds that a version's copies cost the work beside them, a mean of the last: all of them, until it is known better."""
         drag = self._drag.share
-        return self.left_seconds * (1.0 if drag is None else min(drag, 1.0))
+        return fmean(self._beside or (0.0,)) * (1.0 if drag is None else min(drag, 1.0))
 
     @property
     def reason(self) -> str:

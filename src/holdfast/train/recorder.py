@@ -15,14 +15,20 @@ from holdfast.train.pipeline import Bubbles
 
 
 class Recorder:
-    """The track of one rank; without a directory it does nothing."""
+    """The track of one rank, for as long as its process lives; without a directory it does nothing."""
 
-    def __init__(self, directory: str, rank: int, events: Events, bubbles: Bubbles | None) -> None:
+    def __init__(self, directory: str, rank: int, events: Events) -> None:
         self._file = TraceFile(Path(directory), f"rank {rank}") if directory else None
-        self._bubbles = bubbles
+        self._bubbles: Bubbles | None = None
         self._began_s = time.monotonic()
         if self._file is not None:
             events.subscribe(self._file)
+
+    def watch(self, bubbles: Bubbles | None) -> None:
+        """This is what sees the pipeline from now on; None: nothing does."""
+        if self._file is not None:
+            self._drain(self._file)
+        self._bubbles = bubbles
 
     def step(self, step: int) -> None:
         """`step` is over; the next one begins."""
