@@ -186,7 +186,6 @@ class Checkpointer:
             saver, self._config, group, missed=self._missed, events=self.events, bubbles=self.bubbles, link=link
         )
         recorder = self._recorder = self._recorder or Recorder(self._config.trace_dir, group.rank, self.events)
-        recorder.watch(self.bubbles)
         report.tell(self.events)  # behind the recorder, which draws it
         durables = run.durables if run else self._new_durables(group)
         rank, num_ranks = group.rank, group.world_size
@@ -196,8 +195,8 @@ class Checkpointer:
         run = Run(state, link, saver, job, schedule, recorder, durables, survivor, lower, optimizer_steps=steps)
         self._run = run
         self._signal.install()
-        if self.bubbles is not None:
-            found.keep_to_waits(self.bubbles, saver.fence, link)
+        recorder.watch(self.bubbles)
+        found.keep_to_waits(self.bubbles, saver.fence, link)
         self.last_restore = dataclasses.replace(report, info=state.info.restored)
         alive.wish.restored(last := -1 if report.version is None else report.version.step, report.source)
         beats.at_step(last)  # shown when it is told, not before

@@ -51,8 +51,10 @@ def let_go(bubbles: Bubbles | None) -> Bubbles | None:
     return bubbles if bubbles.named else None
 
 
-def keep_to_waits(bubbles: Bubbles, fence: Fence, link: Link) -> None:
-    """From now on copies go in the waits of the schedule, and what the keeper hashes and sends of them too."""
+def keep_to_waits(bubbles: Bubbles | None, fence: Fence, link: Link) -> None:
+    """From now on copies go in the waits of the schedule, if there is one, and what the keeper hashes and sends of them too."""
+    if bubbles is None:
+        return
     fence.pace, bubbles.on_wait = bubbles, fence.nudge
     bubbles.attach()
     link.show_waits(bubbles.page_fds)
