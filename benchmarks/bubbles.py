@@ -29,7 +29,8 @@ the length of a step hardly varies, and so it is decided what on a shared machin
   gone over all its weights by then. The rest only adds noise of its own, on a shared machine more than what is looked for.
   Both figures together bound the overhead.
 - `copy_time_in_bubbles_percent`: the part of the copying that ran while the rank waited for its neighbour, from the spans of
-  the trace (the newest of them): a copy that outlasts its wait counts as far as the wait went.
+  the trace (the newest of them): a copy that outlasts its wait counts as far as the wait went. The plain copy and
+  `dcp.async_save` copy in their call, so for them it is the time of the calls that lay in waits.
 - `drag`: seconds of work lost per second of copying beside it; empty if hardly anything was copied there.
 """
 
@@ -47,6 +48,7 @@ import tempfile
 import time
 import warnings
 from bisect import bisect
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -60,10 +62,11 @@ from torch import distributed as dist
 from torch.distributed.pipelining import schedules
 
 import holdfast
+from holdfast.base.events import Events
 from holdfast.testing.contracts.workshop import keepers_under
 from holdfast.testing.gpt import Shape, Text
 from holdfast.testing.pipeline_gpt import loss_of, stage
-from holdfast.train.pipeline import Seen
+from holdfast.train.pipeline import MAX_SPANS, Bubbles, Seen
 
 NAMES = ("bubbles", "long steps", "known work", "plain copy", "async_save")
 INSIDE = NAMES[:3]
@@ -204,11 +207,14 @@ class Timed:
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
         self.seconds = 0.0
+        self.spans: deque[Seen] = deque(maxlen=MAX_SPANS)
 
     def __call__(self) -> None:
         started = time.perf_counter()
         self._call()
-        self.seconds += time.perf_counter() - started
+        ended = time.perf_counter()
+        self.seconds += ended - started
+        self.spans.append(Seen("copy", started, ended))
 
 
 def inside_waits(spans: Iterable[Seen]) -> tuple[float, float]:
@@ -253,11 +259,14 @@ def worker(options: argparse.Namespace) -> None:
         home = options.dir / name.replace(" ", "-")
         kind = (LONG if name == "long steps" else SHAPE, SLEEP_S if name == "known work" else 0.0)
         pipeline = pipelines.get(kind) or pipelines.setdefault(kind, Pipeline(kind[0], sleep_s=kind[1]))
-        checkpointer = None
+        checkpointer, watcher = None, None
         if name == "async_save":
             save = async_saver(pipeline, home)
+            watcher = Bubbles(pipeline.schedule, Events())
+            watcher.attach()
         else:
             save, checkpointer = holdfast_saver(pipeline, home, inside=name in INSIDE)
+            watcher = checkpointer.bubbles
         for _ in range(WARM_STEPS):
             pipeline()
             save()
@@ -266,16 +275,19 @@ def worker(options: argparse.Namespace) -> None:
         called = Timed(save)
         found = pairs(pipeline, called, options.pairs if name in INSIDE else max(10, options.pairs // 10))
         row: dict[str, Any] = {"name": name, "pairs": found}
+        if watcher is not None:
+            row["copied"] = inside_waits([*watcher.spans, *(() if name in INSIDE else called.spans)])
         if checkpointer:
             fence = checkpointer.events.counters().get("fence_wait_seconds", 0.0)
             row["stalled"] = round(called.seconds + fence - before.get("fence_wait_seconds", 0.0), 6)
-            row["copied"] = inside_waits(checkpointer.bubbles.spans) if checkpointer.bubbles else None
             row["reason"] = checkpointer.bubbles.reason if checkpointer.bubbles else ""
             profile = checkpointer.bubbles.profile() if checkpointer.bubbles else None
             row["idle_share"] = round(profile.idle / profile.period, 4) if profile else 0.0
             row["drag"] = profile.drag if profile else None
             checkpointer.close()
             pipeline.keeper = 0
+        elif watcher is not None:
+            watcher.detach()
         rows.append(row)
         dist.barrier()
     every: list[Any] = [None] * dist.get_world_size()
@@ -346,16 +358,16 @@ def tell(report: Report, runs: Sequence[list[list[dict[str, Any]]]]) -> None:
             after = {"after_percent": 100 * sum(others) / sum(plain)}
             title = f"{name}, in its part of a step, upper 95 %"
             overhead(report, title, shares(first, plain), goal, after | known)
-        counted = [row for rank in rows for row in rank if "stalled" in row]
-        if not counted:
-            continue
-        report.figure(f"stall_percent ({name})", max(stall(rank) for rank in rows if rank), "%", goal)
+        every = [row for rank in rows for row in rank]
+        copied, inside = (sum(row["copied"][at] for row in every if row.get("copied")) for at in (0, 1))
+        share, reason = 100 * inside / copied if copied else None, of_first[-1].get("reason", "")
+        at_least = ">= 90" if name in INSIDE else ""
+        report.figure(f"copy_time_in_bubbles_percent ({name})", share, "%", at_least, reason=reason)
+        if "stalled" in every[0]:
+            report.figure(f"stall_percent ({name})", max(stall(rank) for rank in rows if rank), "%", goal)
         if name in INSIDE:
-            copied, inside = (sum(row["copied"][at] for row in counted) for at in (0, 1))
-            share = 100 * inside / copied if copied else None
-            report.figure(f"copy_time_in_bubbles_percent ({name})", share, "%", ">= 90", reason=of_first[-1]["reason"])
             report.figure(f"idle_percent ({name}, rank 0)", 100 * of_first[-1]["idle_share"], "%")
-            drags = [row["drag"] for row in counted if row.get("drag") is not None]
+            drags = [row["drag"] for row in every if row.get("drag") is not None]
             report.figure(f"drag ({name})", statistics.median(drags) if drags else None, "s/s")
 
 
