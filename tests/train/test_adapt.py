@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +27,7 @@ from holdfast.train.fence import Fence, Job
 from holdfast.train.gate import Gate
 from holdfast.train.pipeline import Bubbles
 
+WORKER = str(Path(__file__).with_name("stay_worker.py"))
 NAMES = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 
 
@@ -177,3 +182,30 @@ def make(tmp_path: Path) -> Iterator[Callable[..., holdfast.Checkpointer]]:
     yield make
     for checkpointer in made:
         checkpointer.close()
+
+
+@pytest.mark.slow
+def test_a_stage_that_stays_copies_in_the_waits_of_the_schedule_that_it_builds_anew(
+    tmp_path: Path, runtime_dir: Path
+) -> None:
+    """Rank 1 is killed; rank 0 keeps its process, and both end bit for bit where an undisturbed run ends."""
+    told = {}
+    for name, kill_at in (("undisturbed", -1), ("killed", 7)):
+        out = tmp_path / name
+        out.mkdir()
+        command = [sys.executable, "-m", "holdfast.train.elastic", "--standalone", "--nproc-per-node=2", WORKER]
+        done = subprocess.run(
+            [*command, str(out), str(kill_at)], capture_output=True, text=True, timeout=100, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        told[name] = {
+            rank: sorted((json.loads(file.read_text()) for file in out.glob(f"{rank}-*.json")), key=itemgetter("start"))
+            for rank in range(2)
+        }
+    for rank in range(2):
+        (undisturbed,), (_, last) = told["undisturbed"][rank], told["killed"][rank]
+        assert last["start"] in (7, 8), "no step more than the one that was under way"
+        assert (last["step"], last["weights"]) == (undisturbed["step"], undisturbed["weights"])
+        assert last["copy_seconds_in_waits"] > 0.5 * last["copy_seconds"] > 0, "the new schedule's waits"
+    assert len({row["pid"] for row in told["killed"][0]}) == 1
+    assert len({row["pid"] for row in told["killed"][1]}) == 2
