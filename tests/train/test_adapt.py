@@ -100,15 +100,17 @@ def test_a_schedule_that_makes_no_steps_holds_no_copy_back(bubbles: Bubbles, mon
         for _ in range(2):
             bubbles._schedule.step(6)
         kept = job()
+        fence.begin()
         fence.start(kept)
         assert not kept.done.wait(0.1), "a step may come, with waits"
         fence.settle()
         stale = job()
+        fence.begin()
         fence.start(stale)
         assert stale.done.wait(20)
         assert [seen.what for seen in bubbles.spans if seen.what.startswith("copy")] == ["copy beside"] * 2
         fence.settle()
-        fence.start(job())
+        fence.begin()
         assert bubbles.left_cost > 0, "and the cadence knows"
     finally:
         fence.close()

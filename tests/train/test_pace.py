@@ -115,7 +115,7 @@ class Work:
 
 def test_the_copier_is_woken_as_a_wait_begins_and_the_gate_is_shut_as_it_ends(bubbles: Bubbles) -> None:
     said: list[str] = []
-    bubbles.on_wait = lambda: said.append("woken")
+    bubbles.on_wait = lambda _: said.append("woken")
     gate = bubbles._gate
     bubbles._begin_step()
     schedules._wait_batch_p2p([Work(lambda: said.append(f"waits, gate open {gate._is_open}"))])

@@ -13,7 +13,7 @@ import ctypes
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -21,12 +21,27 @@ from holdfast.tiers.memory import Slot
 
 logger = logging.getLogger(__name__)
 
+# Events with timing, before and behind a copy on its side stream.
+Span: TypeAlias = tuple[torch.cuda.Event, torch.cuda.Event]
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopy:
-    """Copies that are queued; `events` are recorded behind the last one on each device."""
+    """Copies that are queued, all of them: `feed` and `stop` are those of `train.device_pace`.
+
+    Attributes:
+        events: recorded behind the last one on each device.
+        spans: of what was queued in one call, per device.
+    """
 
     events: tuple[tuple[torch.device, torch.cuda.Event], ...]
+    spans: tuple[Span, ...] = ()
+
+    def feed(self, expected_s: float | None) -> None:
+        """Nothing is left to queue."""
+
+    def stop(self) -> None:
+        """Nothing is left to queue."""
 
     def hold_current_streams(self) -> None:
         """What is queued on the current streams from here on waits for the copies; the host does not."""
@@ -63,19 +78,25 @@ class SideStreams:
         by_device: dict[torch.device, list[int]] = {}
         for index, source in enumerate(sources):
             by_device.setdefault(source.device, []).append(index)
-        events = []
+        events, spans = [], []
         for device, members in by_device.items():
             stream = self._stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream), torch.no_grad():
+                began = _recorded(stream)
                 torch._foreach_copy_([targets[i] for i in members], [sources[i] for i in members], non_blocking=True)
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's classes of CUDA lack types
-                event.record(stream)
+                ended = _recorded(stream)
             for i in members:
                 # The allocator must not hand a freed tensor's memory to others before the side stream has read it.
                 sources[i].record_stream(stream)
-            events.append((device, event))
-        return DeviceCopy(tuple(events))
+            events.append((device, ended))
+            spans.append((began, ended))
+        return DeviceCopy(tuple(events), tuple(spans))
+
+    def follow(self, sources: Sequence[torch.Tensor]) -> None:
+        """What is queued here from now on, by whatever thread, comes behind all that the current streams hold now."""
+        for device in {source.device for source in sources}:
+            self._stream(device).wait_stream(torch.cuda.current_stream(device))
 
     def drain(self) -> None:
         """Returns when nothing that was queued here writes to a slot any more."""
@@ -96,6 +117,12 @@ class SideStreams:
     def _unpin(self, address: int) -> None:
         if self._pinned.pop(address, None) is not None:
             _driver().cudaHostUnregister(address)
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's classes of CUDA lack types
+    event.record(stream)
+    return event
 
 
 def _driver() -> Any:

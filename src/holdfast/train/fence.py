@@ -10,8 +10,8 @@ A job may have to be opened first: asking the keeper for a slot is a round trip 
 In a pipeline the copy keeps to the waits of the schedule (`Pace`): batches that fit into none are copied at once, each
 other one when it is given a turn, and what is left at the fence without waiting for turns.
 
-Copies from a GPU are queued on a side stream at the call; there the fence makes the current stream wait for them, and
-the host does not wait at all. Called by `train.checkpointer`.
+Copies from a GPU are queued on a side stream, at the call or in the waits of a pipeline (`train.device_pace`); there the
+fence makes the current stream wait for them, and the host does not wait at all. Called by `train.checkpointer`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from holdfast.base.errors import HoldfastError
 from holdfast.base.events import Events
 from holdfast.train import capture
 from holdfast.train.capture import Batch
-from holdfast.train.cuda import DeviceCopy
+from holdfast.train.cuda import DeviceCopy, Span
+from holdfast.train.device_pace import PacedCopy
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,14 @@ class Pace(Protocol):
     def has_waits(self) -> bool:
         """Whether a step has waits at all."""
 
+    @property
+    def device_rate(self) -> float:
+        """Bytes per second that the device of this rank copies."""
+
+    @property
+    def patience_s(self) -> float:
+        """How long nobody coming by with a turn means that nobody will."""
+
     def beside(self, batch_seconds: Sequence[float]) -> int:
         """How many of these batches are copied at once, beside the work: they fit into no wait."""
 
@@ -65,6 +74,9 @@ class Pace(Protocol):
     def copied(self, started_s: float, seconds: float, *, inside: bool) -> None:
         """A batch was copied: when (`perf_counter`), how long, and whether it had a turn inside a wait."""
 
+    def queued(self, spans: Sequence[Span], num_bytes: int, inside: bool) -> None:
+        """A batch was queued on a device, inside a wait or not; called in the trainer's thread."""
+
 
 # What opening a job's slot gives: its host copies, and what is called at their end as `Job.finish` is.
 Opened: TypeAlias = tuple[list[Batch], Callable[[str], None]]
@@ -76,7 +88,7 @@ class Job:
 
     Attributes:
         batches: host copies, in order.
-        device: copies queued on side streams, or None.
+        device: copies on side streams, queued or yet to be, or None.
         finish: called once, in the copying thread, with the reason why the copy is incomplete, or "" if it is not. Must
             not raise.
         at_fence: called at the first fence or read point once the copy is done, in the trainer's thread; told whether
@@ -85,7 +97,7 @@ class Job:
     """
 
     batches: list[Batch]
-    device: DeviceCopy | None
+    device: DeviceCopy | PacedCopy | None
     finish: Callable[[str], None]
     at_fence: Callable[[bool], None] | None = None
     opening: Callable[[], Opened] | None = None
@@ -130,12 +142,15 @@ class Fence:
         """Puts the fence before every step of these optimizers."""
         self._hooks += [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
 
-    def start(self, job: Job) -> None:
-        """Copies `job` in the background; the one before must have passed `settle`."""
-        assert self._open is None or self._open.is_watch, "the former copy was not settled"
-        self._open = job
+    def begin(self) -> None:
+        """A version is about to be copied."""
         if self.pace is not None:
             self.pace.begin()
+
+    def start(self, job: Job) -> None:
+        """Copies `job` in the background; the one before must have passed `settle`, and this one `begin`."""
+        assert self._open is None or self._open.is_watch, "the former copy was not settled"
+        self._open = job
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="holdfast-capture", daemon=True)
             self._thread.start()
@@ -145,8 +160,10 @@ class Fence:
             if self.pace is None or not self.pace.has_waits:
                 self._wake.notify()
 
-    def nudge(self) -> None:
-        """A wait begins: the thread may look for work. Called by the pace, in the trainer's thread."""
+    def nudge(self, expected_s: float | None) -> None:
+        """A wait begins that should last so long: the thread may look for work. Called by the pace, in the trainer's thread."""
+        if self._open is not None and self._open.device is not None:
+            self._open.device.feed(expected_s)
         if self._queue is not None:
             with self._wake:
                 self._wake.notify_all()
@@ -188,6 +205,8 @@ class Fence:
             self._closed = True
             if self._queue is not None:
                 self._queue.stop_reason = self._queue.stop_reason or "the checkpointer was closed"
+                if self._queue.device is not None:
+                    self._queue.device.stop()
             self._wake.notify_all()
         if self._thread is not None:
             self._thread.join(JOIN_TIMEOUT_S)
@@ -206,7 +225,8 @@ class Fence:
             return
         if self.pace is not None:
             self.pace.hurry()
-            self.nudge()
+            with self._wake:
+                self._wake.notify_all()
         started = time.monotonic()
         left_bytes = (job.num_bytes or self._last_bytes) - job.copied_bytes
         expected_s = left_bytes / self._rate + (self._opening_s if job.opening is not None else 0.0)
@@ -257,7 +277,8 @@ class Fence:
     def _copy(self, job: Job) -> None:
         self._open_slot(job)
         pace, rate = self.pace, self._rate
-        beside = pace.beside([batch.num_bytes / rate for batch in job.batches]) if pace else len(job.batches)
+        seconds_of = [batch.num_bytes / rate for batch in job.batches]
+        beside = pace.beside(seconds_of) if pace and seconds_of else len(seconds_of)
         started, spent = time.perf_counter(), 0.0
         for index, batch in enumerate(job.batches):
             inside = index >= beside and pace is not None and pace.turn(batch.num_bytes / rate)

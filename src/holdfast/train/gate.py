@@ -62,9 +62,14 @@ class Gate:
             self._hurry = wanted
             self._changed.notify_all()
 
+    @property
+    def patience_s(self) -> float:
+        """How long a turn is waited for."""
+        return max(PATIENCE_S, PATIENCE_STEPS * self.period_s)
+
     def turn(self, seconds: float) -> bool:
         """Blocks until a chunk of so many seconds may be copied; True if that is inside a wait."""
-        deadline = time.monotonic() + max(PATIENCE_S, PATIENCE_STEPS * self.period_s)
+        deadline = time.monotonic() + self.patience_s
         with self._changed:
             while not self._hurry:
                 now = time.monotonic()

@@ -29,6 +29,7 @@ from holdfast.core.pipeline import Costs, Kind
 from holdfast.core.windows import Waits
 from holdfast.node.windows import WindowPage
 from holdfast.train.clock import HostClock, clock_of
+from holdfast.train.cuda import Span
 from holdfast.train.gate import Gate
 from holdfast.train.orders import orders_of, stages_of
 
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 MEMORY = 32
 # Versions whose copies beside the work are remembered for the cadence: the newest, as with the waits.
 VERSIONS = 8
+# What copies from a device are expected to reach before one was measured: half of what its bus does.
+FIRST_RATE_BYTES_PER_S = 10e9
 # The first step infers shapes and makes connections; it is like no later one.
 UNLIKE_STEPS = 1
 # Spans of the newest steps that are kept for the trace; a bound.
@@ -111,7 +114,10 @@ class Bubbles:
         self._fenced = False
         self._beside_now = 0.0  # of this version: seconds of copying beside the work
         self._beside: deque[float] = deque(maxlen=VERSIONS)  # the same of those before
-        self.on_wait: Callable[[], None] | None = None  # called when a wait begins, in the trainer's thread
+        self._wait_number = 0  # of the step that is being made; on a GPU the host is ahead of what is told
+        self.device_rate = FIRST_RATE_BYTES_PER_S  # of copies from the device
+        # Called when a wait begins, in the trainer's thread, with the seconds that it should last, if that is known.
+        self.on_wait: Callable[[float | None], None] | None = None
         self.spans: deque[Seen] = deque(maxlen=MAX_SPANS)
 
     # --- the trainer's side
@@ -187,6 +193,7 @@ class Bubbles:
     def _begin_step(self) -> None:
         self.thread = threading.get_ident()
         self._steps_since += 1
+        self._wait_number = 0
         self._clock.tell(self._began_step, self._clock.mark())
 
     def _began_step(self, now: float) -> None:
@@ -232,13 +239,14 @@ class Bubbles:
         """Around a wait of the trainer for its neighbours."""
         if not work:
             return
-        began = self._clock.mark()
-        self._gate.open(self._waits.expected(self._waits.index))
+        began, expected_s = self._clock.mark(), self._waits.expected(self._wait_number)
+        self._gate.open(expected_s)
         if self.on_wait is not None:
-            self.on_wait()
+            self.on_wait(expected_s)
         try:
             inner(work)
         finally:
+            self._wait_number += 1
             self._gate.shut()
             self._clock.tell(self._has_waited, began, self._clock.mark())
 
@@ -290,6 +298,20 @@ class Bubbles:
         elif not self._fenced:  # else it is the fence that counts it
             self._beside_now += seconds
         self.spans.append(Seen("copy" if inside else "copy beside", started_s, started_s + seconds))
+
+    def queued(self, spans: Sequence[Span], num_bytes: int, inside: bool) -> None:
+        """A batch was queued on the device; how long it took is told when the device has passed it."""
+        for began, ended in spans:
+            self._clock.tell(functools.partial(self._device_copied, num_bytes / len(spans), inside), began, ended)
+
+    def _device_copied(self, num_bytes: float, inside: bool, began: float, ended: float) -> None:
+        self.device_rate = (self.device_rate + num_bytes / max(ended - began, 1e-6)) / 2
+        self.copied(began, ended - began, inside=inside)
+
+    @property
+    def patience_s(self) -> float:
+        """How long nobody coming by with a turn means that nobody will."""
+        return self._gate.patience_s
 
     @property
     def left_cost(self) -> float:

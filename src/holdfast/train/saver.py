@@ -27,11 +27,12 @@ from holdfast.base.events import Events
 from holdfast.core.model import Shard, Topology, Version
 from holdfast.node.client import KeeperClient, Slot
 from holdfast.tiers.memory import SPARE_BYTES
-from holdfast.train import capture
+from holdfast.train import capture, device_pace
 from holdfast.train.capture import Batch, Copies, Plan, SlotView, Split, Structure
 from holdfast.train.cuda import DeviceCopy, SideStreams
+from holdfast.train.device_pace import PacedCopy
 from holdfast.train.ending import Ending, Pledged, Watched
-from holdfast.train.fence import Fence, Job, Opened
+from holdfast.train.fence import Fence, Job, Opened, Pace
 from holdfast.train.fill import MAX_THREADS
 from holdfast.train.handle import SaveHandle
 from holdfast.train.link import Link
@@ -187,6 +188,7 @@ class Saver:
         if not self.fence.idle(self._config.begin_timeout_s):
             raise LevelNotReached("the copy of an earlier version has not stopped yet")
         gathered = self._state.gather()
+        self.fence.begin()
         taken = _Taken(handle, client, gathered, self._structure_of(gathered, client), durable)
         aside = self._set_aside(gathered)
         if aside is None:
@@ -277,15 +279,27 @@ class Saver:
         most = capture.PACED_BATCH_BYTES if self.fence.pace else capture.BATCH_BYTES
         return capture.batches(late.targets, late.sources, most=most)
 
-    def _queue(self, now: Copies, late: Copies) -> DeviceCopy | None:
+    def _queue(self, now: Copies, late: Copies) -> DeviceCopy | PacedCopy | None:
         """Copies from GPUs. The current streams wait for what may change at any time; for the rest only the fence."""
         first = self._streams.queue(now.device_targets, now.device_sources)
         first.hold_current_streams()
+        pace = self.fence.pace
+        if pace is not None and pace.has_waits and self._config.overlap:
+            return self._paced(first, late, pace)
         both = DeviceCopy((*first.events, *self._streams.queue(late.device_targets, late.device_sources).events))
         if self._config.overlap:
             return both
         both.wait()
         return None
+
+    def _paced(self, first: DeviceCopy, late: Copies, pace: Pace) -> PacedCopy:
+        """The same in the waits of a pipeline."""
+        self._streams.follow(late.device_sources)
+        rate = pace.device_rate
+        batches = capture.batches(late.device_targets, late.device_sources, most=device_pace.BATCH_BYTES)
+        beside = pace.beside([batch.num_bytes / rate for batch in batches])
+        patience_s, told = pace.patience_s, pace.queued
+        return PacedCopy(self._streams, first, batches, rate=rate, beside=beside, patience_s=patience_s, told=told)
 
     def _structure_of(self, gathered: Gathered, client: KeeperClient) -> Structure:
         if gathered.storages != self._storages:

@@ -1,0 +1,112 @@
+"""Copies from a GPU in the waits of a pipeline: queued wait by wait, behind the moment at which the device begins to wait.
+
+On a GPU the waits are the device's: the program that feeds it runs ahead and never stops in one. So nothing is held by a
+gate. As the trainer queues a wait, it queues as many batches on the side stream as the wait should hold, behind all that
+the current stream holds then; the device begins them where it begins to wait. What is left is queued at the fence, in
+front of the step. A loop that comes to no fence for long is not waited for: the copying thread queues the rest itself.
+
+The sources change at the optimizer's step only, which is queued behind the fence: whoever queues a copy, it reads the
+state at the call. Made by `train.saver`, fed by `train.fence`. Not reached when no tensor lives on a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from holdfast.core.bubbles import GUARD_SHARE
+from holdfast.train.capture import Batch
+from holdfast.train.cuda import DeviceCopy, Span
+
+# A batch is one call for the host; it takes a device a millisecond.
+BATCH_BYTES = 32 << 20
+
+
+class Device(Protocol):
+    """What queues copies; `SideStreams`."""
+
+    def queue(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> DeviceCopy:
+        """Queues the copies behind everything that the current streams hold now."""
+
+
+class PacedCopy:
+    """One version's late copies from the devices of a rank; what `DeviceCopy` is to the fence.
+
+    Args:
+        queued: copies of this version that are on the side streams already.
+        batches: the rest, in order.
+        rate: bytes per second that the devices copy.
+        beside: how many of them fit into no wait and are queued now.
+        patience_s: how long the copying thread waits for somebody to queue the rest.
+        told: called in the trainer's thread with the spans of what was queued, its bytes, and whether it is in a wait.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        queued: DeviceCopy,
+        batches: Sequence[Batch],
+        *,
+        rate: float,
+        beside: int,
+        patience_s: float,
+        told: Callable[[Sequence[Span], int, bool], None],
+    ) -> None:
+        self._device, self._rate, self._patience_s, self._told = device, rate, patience_s, told
+        self._todo = deque(batches)
+        self._queued = [queued]
+        self._lock = threading.Lock()
+        self._all = threading.Event()
+        for _ in range(beside):
+            self._queue(self._todo.popleft(), inside=False)
+        self._settle()
+
+    def feed(self, expected_s: float | None) -> None:
+        """The trainer queues a wait that should last so long; None: nobody knows, and one batch is risked."""
+        with self._lock:
+            room = (expected_s or 0.0) * (1 - GUARD_SHARE)
+            while self._todo and (expected_s is None or self._todo[0].num_bytes / self._rate <= room):
+                room -= self._todo[0].num_bytes / self._rate
+                self._queue(self._todo.popleft(), inside=True)
+                if expected_s is None:
+                    break
+            self._settle()
+
+    def hold_current_streams(self) -> None:
+        """Queues the rest; what is queued on the current streams from here on waits for all of it."""
+        self._rest(told=True)
+        for copy in self._queued:
+            copy.hold_current_streams()
+
+    def wait(self) -> None:
+        """Returns when the bytes are in host memory."""
+        if not self._all.wait(self._patience_s):
+            self._rest(told=False)
+        for copy in self._queued:
+            copy.wait()
+
+    def stop(self) -> None:
+        """Queues nothing more: the version is given up."""
+        with self._lock:
+            self._todo.clear()
+            self._settle()
+
+    def _rest(self, *, told: bool) -> None:
+        with self._lock:
+            while self._todo:
+                self._queue(self._todo.popleft(), inside=False, told=told)
+            self._settle()
+
+    def _queue(self, batch: Batch, *, inside: bool, told: bool = True) -> None:
+        copy = self._device.queue(batch.targets, batch.sources)
+        self._queued.append(copy)
+        if told:
+            self._told(copy.spans, batch.num_bytes, inside)
+
+    def _settle(self) -> None:
+        if not self._todo:
+            self._all.set()
