@@ -5,7 +5,10 @@ The keeper's own Replicator, state and arena of node 1 of 2; only the reader of 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +22,7 @@ import pytest
 from holdfast.base.errors import Fenced, HoldfastError, KeeperLost
 from holdfast.base.events import Events
 from holdfast.core.commit import Announcement, Kind
-from holdfast.core.model import BundleRef, Seal, Topology, Version
+from holdfast.core.model import BundleRef, Level, Seal, Topology, Version
 from holdfast.core.patience import FIRST_PATIENCE_S
 from holdfast.core.recovery import MemoryCopy
 from holdfast.node import replicate
@@ -28,10 +31,11 @@ from holdfast.node.messages import Assembly, Inventory, News
 from holdfast.node.replicate import Replicator
 from holdfast.node.state import NodeState, Outlets
 from holdfast.tiers.budget import Budget
-from node.rig import eventually
+from node.rig import Rig, eventually, reached, save_all
 
 TICKS = 20
 LENGTH = 100
+STANDARD_STREAMS = 3
 RESUMED = Version(1, 4)
 NEXT = Version(2, 100)
 
@@ -64,10 +68,12 @@ class Peer:
 
 
 @pytest.fixture(autouse=True)
-def peer(monkeypatch: pytest.MonkeyPatch) -> None:
+def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Peer.meet = staticmethod(lambda *_: None)
     Peer.pulled = []
     monkeypatch.setattr(replicate, "PeerReader", Peer)
+    yield
+    Peer.meet = staticmethod(lambda *_: None)  # an error that was raised keeps the memory that was read into
 
 
 @dataclass
@@ -396,3 +402,94 @@ def test_a_pull_that_the_system_refuses_is_told_and_tried_again(make_node: MakeN
     node.tick()
     assert node.slots() == [(RESUMED, ["g0-0"])]
     assert not node.state.alarms
+
+
+@contextlib.contextmanager
+def without_descriptors(pid: int) -> Iterator[None]:
+    """The process may open nothing more meanwhile; what it has open stays."""
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (STANDARD_STREAMS, hard))  # what it closes is gone too
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_replica_for_which_no_descriptor_is_left_is_told_and_tried_again(make_node: MakeNode) -> None:
+    node = make_node()
+    node.assemble(1)
+    node.state.resume(1, None)
+    broken_once("read", "g0-0", KeeperLost("the connection broke"))
+    node.hear(Kind.CAPTURED, Version(1, 3))
+    node.rest()  # the puller's thread has begun, and opened what it needs
+    for held in node.replicas():
+        node.state.arena.drop(held)
+    with without_descriptors(os.getpid()):
+        node.replicator.tick()
+        eventually(lambda: node.replicator.idle)
+    assert "open files" in node.state.alarms["replica of node 0"].text
+    node.tick()
+    assert node.slots() == [(Version(1, 3), ["g0-0"])]
+    assert not node.state.alarms
+
+
+# --- real keepers
+
+
+def test_a_restore_in_the_middle_of_a_pull_costs_no_later_replica(make_rig: Callable[..., Rig]) -> None:
+    """The pull of the past is refused, the clock repeats it, and the refill asks before it has ended."""
+    rig = make_rig(num_nodes=2)
+    rig.hurtable(1)
+    trainers = rig.start()
+    for step in (1, 2):
+        reached(trainers, save_all(trainers, step), Level.REPLICATED)
+    rig.hurt(1, "stall@receive")
+    version = save_all(trainers, 3)
+    reached(trainers, version, Level.CAPTURED)
+    for trainer in trainers:
+        trainer.client.close()
+    rig.next_incarnation(version)
+    back = [rig.trainer(rank) for rank in range(2)]
+    assembly = rig.assembly()
+    for trainer in back:
+        trainer.join(assembly)
+    time.sleep(0.6)
+    rig.hurt(1, "")
+    time.sleep(0.05)
+    rig.hurt(1, "stall@receive")
+    back[1].client.resume(rig.incarnation, version)
+    time.sleep(0.3)
+    rig.hurt(1, "")
+    back[0].client.resume(rig.incarnation, version)
+    time.sleep(0.5)
+    newer = save_all(back, 100)
+    reached(back, newer, Level.REPLICATED, 4.0)
+
+
+def test_a_keeper_that_had_no_descriptors_left_makes_its_replica_when_it_has(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(num_nodes=2)
+    trainers = rig.start()
+    pid = rig.pid_of(rig.keeper(1))
+    with without_descriptors(pid):
+        version = save_all(trainers, 1)
+        reached(trainers, version, Level.CAPTURED)
+        eventually(lambda: any("no descriptor" in alarm for alarm in trainers[1].client.alarms))
+    reached(trainers, version, Level.REPLICATED)
+    reached(trainers, save_all(trainers, 2), Level.REPLICATED)
+
+
+def test_a_keeper_that_had_no_descriptors_left_reports_again_when_it_has(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(num_nodes=2)
+    trainers = rig.start()
+    place = rig.keeper(1)
+    version = save_all(trainers, 1)
+    reached(trainers, version, Level.REPLICATED)
+    rig.next_incarnation(version)
+    assembly = rig.assembly()
+    with without_descriptors(rig.pid_of(place)):
+        for trainer in trainers:
+            trainer.join(assembly, prepare=False)  # the line to the coordinator is of the past now
+        eventually(lambda: "there is no descriptor for a connection" in place.log.read_text())
+    for trainer in trainers:
+        trainer.client.resume(rig.incarnation, version)
+    reached(trainers, save_all(trainers, 2), Level.REPLICATED)
