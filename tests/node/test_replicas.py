@@ -473,7 +473,7 @@ def test_a_keeper_that_had_no_descriptors_left_makes_its_replica_when_it_has(mak
     with without_descriptors(pid):
         version = save_all(trainers, 1)
         reached(trainers, version, Level.CAPTURED)
-        eventually(lambda: any("no descriptor" in alarm for alarm in trainers[1].client.alarms))
+        eventually(lambda: any("Too many open files" in alarm for alarm in trainers[1].client.alarms))
     reached(trainers, version, Level.REPLICATED)
     reached(trainers, save_all(trainers, 2), Level.REPLICATED)
 
@@ -489,7 +489,7 @@ def test_a_keeper_that_had_no_descriptors_left_reports_again_when_it_has(make_ri
     with without_descriptors(rig.pid_of(place)):
         for trainer in trainers:
             trainer.join(assembly, prepare=False)  # the line to the coordinator is of the past now
-        eventually(lambda: "there is no descriptor for a connection" in place.log.read_text())
+        eventually(lambda: "Too many open files" in place.log.read_text())
     for trainer in trainers:
         trainer.client.resume(rig.incarnation, version)
     reached(trainers, save_all(trainers, 2), Level.REPLICATED)

@@ -51,8 +51,8 @@ def moves(job: Rules, world: World, node: int) -> Iterator[tuple[str, Callable[[
     if not world.patient[node]:
         yield f"node {node} asks what it may overwrite", partial(ask_all, job, world, node)
     for rank in job.ranks:
-        if _backup(job, rank) == node and (version := _wanted(world, node, rank)) is not None:
-            yield f"node {node} copies rank {rank}", partial(pull, job, world, node, rank, version)
+        if _backup(job, rank) == node and (wanted := _wanted(world, node, rank)) is not None:
+            yield f"node {node} copies rank {rank}", partial(pull, job, world, node, rank, wanted)
         if world.left.repeats and (had := _had(world, node, rank)) is not None:
             again = world._replace(left=world.left._replace(repeats=world.left.repeats - 1))
             yield f"node {node} copies rank {rank} once more", partial(pull, job, again, node, rank, had)
