@@ -464,32 +464,3 @@ def test_a_restore_in_the_middle_of_a_pull_costs_no_later_replica(make_rig: Call
     time.sleep(0.5)
     newer = save_all(back, 100)
     reached(back, newer, Level.REPLICATED, 4.0)
-
-
-def test_a_keeper_that_had_no_descriptors_left_makes_its_replica_when_it_has(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(num_nodes=2)
-    trainers = rig.start()
-    pid = rig.pid_of(rig.keeper(1))
-    with without_descriptors(pid):
-        version = save_all(trainers, 1)
-        reached(trainers, version, Level.CAPTURED)
-        eventually(lambda: any("Too many open files" in alarm for alarm in trainers[1].client.alarms))
-    reached(trainers, version, Level.REPLICATED)
-    reached(trainers, save_all(trainers, 2), Level.REPLICATED)
-
-
-def test_a_keeper_that_had_no_descriptors_left_reports_again_when_it_has(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(num_nodes=2)
-    trainers = rig.start()
-    place = rig.keeper(1)
-    version = save_all(trainers, 1)
-    reached(trainers, version, Level.REPLICATED)
-    rig.next_incarnation(version)
-    assembly = rig.assembly()
-    with without_descriptors(rig.pid_of(place)):
-        for trainer in trainers:
-            trainer.join(assembly, prepare=False)  # the line to the coordinator is of the past now
-        eventually(lambda: "Too many open files" in place.log.read_text())
-    for trainer in trainers:
-        trainer.client.resume(rig.incarnation, version)
-    reached(trainers, save_all(trainers, 2), Level.REPLICATED)
