@@ -18,6 +18,7 @@ from holdfast.core.ledger import NodeLedger
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import Decision, Version
 from holdfast.core.slots import Knowledge, SlotView
+from holdfast.testing import model_copies
 from holdfast.testing.model_check import Result, check
 from holdfast.testing.model_state import Bounds
 
@@ -41,6 +42,7 @@ SOUND = {
     "two of three ranks on one node": Bounds(NEIGHBOURS, skips=1, max_step=2),
     "second copies": Bounds(PAIR, replicas=True, max_step=3),
     "a node does not wait for second copies": Bounds(PAIR, replicas=True, impatience=1, max_step=2),
+    "second copies are made again": Bounds(PAIR, replicas=True, repeats=1, max_step=3),
 }
 
 DEEP = {
@@ -164,6 +166,10 @@ def replicas_that_count_go(patch: Patch) -> None:
     patch.setattr(NodeLedger, "counts", lambda *_: False)
 
 
+def what_stands_is_pulled_again(patch: Patch) -> None:
+    patch.setattr(model_copies, "stands", lambda *_: False)
+
+
 def dropped_copies_still_count(patch: Patch) -> None:
     original = Board._holders
 
@@ -192,6 +198,7 @@ PLANTED: list[tuple[Callable[[Patch], None], Bounds, str]] = [
     (copies_go_without_a_word, Bounds(PAIR, replicas=True, impatience=1), "S13"),
     (replicas_that_count_go, Bounds(PAIR, num_slots=3, max_step=4, replicas=True), "S13"),
     (dropped_copies_still_count, Bounds(PAIR, replicas=True, impatience=1), "S13"),
+    (what_stands_is_pulled_again, Bounds(PAIR, replicas=True, repeats=1), "V1"),
 ]
 
 

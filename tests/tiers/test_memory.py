@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.base.errors import CorruptError, KeeperError
+from holdfast.base.errors import CorruptError, KeeperError, MemoryRefused
 from holdfast.core.model import BundleRef, Seal, Version
 from holdfast.tiers import memory
 from holdfast.tiers.memory import ImagePlace, Slot, SlotHeader
@@ -189,3 +189,18 @@ def test_a_view_that_is_still_read_survives_closing() -> None:
     slot.close()
 
     assert bytes(part) == b"ok"
+
+
+def test_a_slot_for_which_no_descriptor_is_left_is_refused_and_none_leaks() -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    for allowed in range(2):  # one for the memory, one that its mapping keeps
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + allowed, hard))
+        try:
+            with pytest.raises(MemoryRefused, match="ulimit -n"):
+                Slot.create(100_000)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert sorted(os.listdir("/proc/self/fd")) == before

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -215,3 +218,21 @@ def test_another_user_is_not_served(tmp_path: Path) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
         listener.close()
+
+
+def test_a_line_for_which_no_descriptor_is_left_is_as_good_as_cut(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    before = sorted(os.listdir("/proc/self/fd"))
+    with contextlib.closing(wire.listen(path)):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        try:
+            for address in (f"unix:{path}", "tcp:127.0.0.1:9"):
+                with pytest.raises(KeeperLost, match="ulimit -n"):
+                    wire.connect(address, timeout_s=1.0, security=SimpleNamespace())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        wire.connect(f"unix:{path}", timeout_s=1.0).close()
+    assert sorted(os.listdir("/proc/self/fd")) == before

@@ -47,7 +47,7 @@ class Held:
         copied: the trainer finished writing; hashing is under way.
         pins: why its bytes are needed, counted.
         condemned: images whose digest failed; not offered any more.
-        outgrown: too small for the rank by now; freed as soon as the guard allows.
+        outgrown: too small for the rank by now, or made beside its slots; freed as soon as the guard allows.
         passing: it holds pieces of images on their way into another layout; goes with its last pin.
         pieces: those that have come.
     """
@@ -122,6 +122,10 @@ class Arena:
     def of_rank(self, rank: int, *, replica: bool = False) -> list[Held]:
         """The rank's slots, oldest first."""
         return [held for held in self._held.values() if held.rank == rank and held.replica is replica]
+
+    def in_use(self, rank: int, *, replica: bool = False) -> list[Held]:
+        """The rank's slots that new versions go into, oldest first: those that are not outgrown."""
+        return [held for held in self.of_rank(rank, replica=replica) if not held.outgrown]
 
     def writing(self, rank: int, version: Version) -> Held | None:
         """The rank's slot that `version` is being written into."""

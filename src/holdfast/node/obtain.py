@@ -203,11 +203,12 @@ class Obtainer:
         """A slot of the rank that may be written, else memory of its own that goes when the guard allows.
 
         One slot of the rank at most: what is brought in several turns (a copy was bad, or a part is here already) would
-        else end in all of them, and the guard would keep every one for the version that was resumed from.
+        else end in all of them, and the guard would keep every one for the version that was resumed from. (Replicas
+        follow the same rule, in `node.replicate`.)
         """
         state = self._state
         with state.lock:
-            own = [held for held in state.arena.of_rank(rank) if not held.outgrown]
+            own = state.arena.in_use(rank)
             if not any(held.version == version and held.state is SlotState.SEALED for held in own):
                 held = self._free(own, num_bytes)
                 if held is not None:

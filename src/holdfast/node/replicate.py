@@ -5,6 +5,11 @@ is pulled. Two replica slots per source rank; the one that holds the newest repl
 node that dies in the middle of a transfer costs one version at most. A replica counts when every digest matched, and
 one that counts is not overwritten before a newer version is replicated, or the coordinator has said DROPPED.
 
+A pull may be repeated whenever that seems right: it brings what does not stand here. A version takes one of a rank's two
+slots at most, whatever is pulled of it in several turns (a transfer broke, a copy went bad, two nodes hold its parts):
+the rest lies beside them, in memory that goes when the guard allows. In both it would keep both, and nothing newer
+would ever be pulled.
+
 After a restore the version that all resumed from has lost a copy with every node that was lost. `refill` asks what all
 keepers hold, and pulls what this node is to keep a second copy of, without waiting for the next version.
 """
@@ -21,6 +26,7 @@ from holdfast.base.errors import HoldfastError, KeeperLost
 from holdfast.base.events import Events
 from holdfast.core import backups
 from holdfast.core.model import BundleRef, Level, Seal, Topology, Version
+from holdfast.core.patience import FIRST_PATIENCE_S
 from holdfast.core.recovery import MemoryCopy
 from holdfast.core.slots import Knowledge, SlotState, SlotView, choose_slot
 from holdfast.node.arena import Held
@@ -58,6 +64,14 @@ class _Pull:
         return [ref.bundle_id for refs in self.wanted.values() for ref in refs]
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Pulls from one node that find no slot: since when (monotonic seconds), and what was said of it last."""
+
+    since_s: float
+    said: str
+
+
 class Replicator:
     """Pulls the replicas that this node keeps.
 
@@ -71,6 +85,7 @@ class Replicator:
         self._survey = survey
         self._pullers: dict[int, Worker[_Pull]] = {}
         self._failed: dict[int, _Pull] = {}
+        self._waiting: dict[int, _Waiting] = {}
         self._filled: tuple[int, Version] | None = None
         self._unfilled: Version | None = None
         self._filler: Worker[Version] = Worker("holdfast refill", self._refill, self._fault("refill"))
@@ -113,6 +128,8 @@ class Replicator:
             for home, pull in failed.items():
                 if Level.REPLICATED not in ledger.standing(pull.version)[0]:
                     self._queue(home, pull.version, pull.wanted)
+                else:
+                    self._is_well(home)
             if unfilled is not None and unfilled == self._state.resumed:
                 self._filler.replace(unfilled)
 
@@ -148,6 +165,7 @@ class Replicator:
     def leave(self) -> None:
         """Drops what waits, and what is to be pulled again: the job it is for is over. Under the state's lock."""
         self._failed, self._filled, self._unfilled = {}, None, None
+        self._waiting.clear()
         self._captured_s.clear()
         self._in_the_way.clear()
         self._filler.clear()
@@ -196,6 +214,7 @@ class Replicator:
             if ledger is None or assembly is None:
                 return
             if version.incarnation != ledger.incarnation and version != state.resumed:
+                self._is_well(home)
                 return
         started = time.perf_counter()
         try:
@@ -206,16 +225,18 @@ class Replicator:
             finally:
                 peer.close()
         except _NotYet as error:
-            logger.info("%s waits: %s", version, error.what)
+            self._waits(home, version, error.what)
             self._try_again(home, pull)
             return
-        except HoldfastError as error:
+        except (HoldfastError, OSError) as error:  # also of a system that has no descriptor or no memory left
             # The version stays at its level until a pull succeeds.
-            state.alarm(f"replica of node {home}", f"no replica of {version}: {error}")
+            state.alarm(_alarm_of(home), f"no replica of {version}: {error}")
             self._try_again(home, pull)
             return
-        state.calm(f"replica of node {home}")
+        self._is_well(home)
         state.replicated(version, pull.bundle_ids)
+        if not size:
+            return  # all of it stood here already
         seconds = time.perf_counter() - started
         self._last, self._pulled_bytes = (size, seconds), self._pulled_bytes + size
         self._events.emit("node.replicated", version=str(version), home=home, size_bytes=size, seconds=seconds)
@@ -226,15 +247,39 @@ class Replicator:
             if self._pullers[home].is_last:
                 self._failed[home] = pull
 
+    def _waits(self, home: int, version: Version, why: str) -> None:
+        """No slot may be overwritten yet: said once, and an alarm when it lasts longer than a moment can."""
+        now, said = time.monotonic(), f"{version} waits: {why}"
+        with self._state.lock:
+            before = self._waiting.get(home)
+            since_s = before.since_s if before else now
+            self._waiting[home] = _Waiting(since_s, said)
+        if before is None or before.said != said:
+            logger.info("%s", said)
+        if now - since_s > FIRST_PATIENCE_S:
+            text = f"no replica of {version}, which waits for more than {FIRST_PATIENCE_S:.0f} s: {why}"
+            self._state.alarm(_alarm_of(home), text)
+
+    def _is_well(self, home: int) -> None:
+        """What was to be had from that node was had, or is needed no more."""
+        with self._state.lock:
+            self._waiting.pop(home, None)
+            self._state.calm(_alarm_of(home))
+
     def _is_over(self, assembly: Assembly) -> bool:
         now = self._state.assembly
         return self._stopping or now is None or now.job_id != assembly.job_id
 
     def _pull_rank(self, peer: PeerReader, version: Version, rank: int, refs: Sequence[BundleRef]) -> int:
-        """Pulls one rank's bundles into a replica slot and seals it; returns bytes."""
+        """Pulls what does not stand here of one rank's bundles into a replica slot and seals it; returns bytes."""
         offered = peer.seals(version, tuple(ref.bundle_id for ref in refs))
-        seals = [require(offered, ref.bundle_id, f"rank {rank}, {version}") for ref in refs]
-        places, total = _lay_out(refs, seals)
+        seals = {ref: require(offered, ref.bundle_id, f"rank {rank}, {version}") for ref in refs}
+        standing = self._standing(rank, version)
+        places, total = _lay_out(
+            {ref: seal for ref, seal in seals.items() if (ref.bundle_id, seal.digest) not in standing}
+        )
+        if not places:
+            return 0
         held = self._slot_for(rank, version, total)
         try:
             for place in places:
@@ -250,23 +295,47 @@ class Replicator:
             raise
         finally:
             self._state.unpin(held, _PIN)
-        return sum(seal.length for seal in seals)
+        return sum(place.seal.length for place in places)
+
+    def _standing(self, rank: int, version: Version) -> set[tuple[str, str]]:
+        """Bundles and digests of the version that count as the rank's replicas here. What was preloaded may go any time."""
+        with self._state.lock:
+            return {
+                (bundle_id, place.seal.digest)
+                for held in self._state.arena.of_rank(rank, replica=True)
+                if held.version == version and held.state is SlotState.SEALED and not held.preloaded
+                for bundle_id, place in held.images.items()
+                if bundle_id not in held.condemned
+            }
 
     def _slot_for(self, rank: int, version: Version, num_bytes: int) -> Held:
-        """A replica slot of the rank, pinned and being written; a new one while there are fewer than two."""
+        """A replica slot of the rank, pinned and being written; a new one while there are fewer than two.
+
+        Where one of them has part of the version already, memory beside them: the rest must not take the other one too.
+        """
         state = self._state
         with state.lock:
-            held = self._reuse(rank, version, num_bytes)
+            held = None if self._is_begun(rank, version) else self._reuse(rank, version, num_bytes)
         if held is not None:
             return held
         slot = state.arena.allocate(num_bytes, f"a replica of rank {rank}")
-        with state.lock:
+        with state.lock:  # asked again: the puller of another node may have made a slot of this rank meanwhile
+            beside = self._is_begun(rank, version) or len(self._in_use(rank)) >= NUM_REPLICA_SLOTS
             held = state.arena.add(slot, rank, replica=True)
+            held.outgrown = beside
             return self._claim(held, version)
+
+    def _in_use(self, rank: int) -> list[Held]:
+        """The replica slots of the rank that newer versions go into."""
+        return self._state.arena.in_use(rank, replica=True)
+
+    def _is_begun(self, rank: int, version: Version) -> bool:
+        """Whether one of the rank's replica slots has anything of the version that is worth something, or receives it."""
+        return any(held.view.version == version for held in self._in_use(rank))
 
     def _reuse(self, rank: int, version: Version, num_bytes: int) -> Held | None:
         arena = self._state.arena
-        held_slots = arena.of_rank(rank, replica=True)
+        held_slots = self._in_use(rank)
         views = [held.view for held in held_slots]
         decision = choose_slot(views, self._protection(views))
         chosen = arena.get(decision.value) if decision.value is not None else None
@@ -335,10 +404,14 @@ def to_refill(
     return plan
 
 
-def _lay_out(refs: Sequence[BundleRef], seals: Sequence[Seal]) -> tuple[list[ImagePlace], int]:
+def _alarm_of(home: int) -> str:
+    return f"replica of node {home}"
+
+
+def _lay_out(seals: Mapping[BundleRef, Seal]) -> tuple[list[ImagePlace], int]:
     """Places for the images, each aligned; and the bytes needed."""
     places, offset = [], 0
-    for ref, seal in zip(refs, seals, strict=True):
+    for ref, seal in seals.items():
         places.append(ImagePlace(ref, offset, seal))
         offset += -(-seal.length // image_format.ALIGN) * image_format.ALIGN
     return places, offset

@@ -377,14 +377,14 @@ class NodeState:
     # --- telling
 
     def alarm(self, key: str, text: str) -> None:
-        """Something an operator should know; repetitions of a key are counted, not piled up."""
-        logger.warning("%s: %s", key, text)
+        """Something an operator should know; repetitions of a key are counted, not piled up, nor logged."""
         with self.lock:
             before = self.alarms.pop(key, None)
             self.alarms[key] = Warned(text, time.monotonic(), before.count + 1 if before else 1)
             while len(self.alarms) > MAX_ALARMS:
                 self.alarms.popitem(last=False)
             if before is None or before.text != text:
+                logger.warning("%s: %s", key, text)
                 self.outlets.push(f"alarm {key}", Alarm(key=key, text=text))
 
     def calm(self, key: str) -> None:

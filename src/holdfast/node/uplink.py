@@ -39,6 +39,7 @@ RECHECK_S = 0.3
 FROZEN_S = 5.0
 MAX_QUEUE = 256
 JOIN_TIMEOUT_S = 5.0
+_ALARM = "uplink"
 
 
 class _Verdict(enum.Enum):
@@ -76,6 +77,7 @@ class Uplink:
         self._coordinator: Coordinator | None = None
         self._patient_until = self._retry_at = self._recheck_at = self._ping_at = 0.0
         self._frozen_until: dict[int, float] = {}
+        self._passed: dict[int, str] = {}  # why, as it was said
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="holdfast uplink", daemon=True)
         self._thread.start()
@@ -150,11 +152,17 @@ class Uplink:
                     self._elect()
                     self._flush()
                     self._ping()
+                    self._is_well()
                 except HoldfastError as error:
                     self._drop(error.what)
+                except OSError as error:  # the system has no more of something: it may pass, and nobody else reports
+                    reason = error.strerror or str(error)
+                    self._state.alarm(_ALARM, f"no line to the coordinator: {reason}; it is tried again")
+                    self._drop(reason)
+                    time.sleep(RETRY_S)  # what waits in the queue would let it go on at once
         except Exception as error:
             logger.exception("the uplink failed")
-            self._state.alarm("uplink", f"the line to the coordinator failed: {type(error).__name__}: {error}")
+            self._state.alarm(_ALARM, f"the line to the coordinator failed: {type(error).__name__}: {error}")
         finally:
             self._drop("")
 
@@ -208,7 +216,10 @@ class Uplink:
                 on_lost=self._lost,
                 security=self._state.security,
             )
-        except KeeperLost:
+        except KeeperLost as error:
+            if self._passed.get(lower) != error.what:
+                self._passed[lower] = error.what
+                logger.info("node %d is passed over: %s", lower, error.what)
             if time.monotonic() - started >= DIAL_TIMEOUT_S:
                 self._frozen_until[lower] = time.monotonic() + FROZEN_S
             return _Verdict.PASS
@@ -234,6 +245,7 @@ class Uplink:
                 self._coordinator.close()
                 self._coordinator = None
             self._line = _Line(caller, assembly, lower)
+        self._passed.clear()
         logger.info("node %d coordinates", lower)
         return _Verdict.FOLLOW
 
@@ -275,6 +287,11 @@ class Uplink:
         if line is not None and time.monotonic() >= self._ping_at:
             self._ping_at = time.monotonic() + PING_EVERY_S
             line.caller.call(Ping(), timeout_s=ANSWER_TIMEOUT_S)
+
+    def _is_well(self) -> None:
+        with self._state.lock:
+            if self.leader >= 0:
+                self._state.calm(_ALARM)
 
     def _drop(self, reason: str) -> None:
         with self._state.lock:

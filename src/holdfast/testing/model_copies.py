@@ -1,6 +1,7 @@
 """Second copies in the worlds of the model check: who pulls what, what is overwritten, and when waiting ends.
 
-Every rank's state is to be copied to the node after its own. A copy stands at once, but that it does reaches the
+Every rank's state is to be copied to the node after its own, and may be copied again although it stands there: in both
+places of a rank the same version would bar every newer one. A copy stands at once, but that it does reaches the
 coordinator late, as does the word that copies count no more; so a version may be called replicated when a copy is
 already gone, if nothing prevents it. Called by testing.model_world, whose `Job` carries out what is decided here.
 """
@@ -50,8 +51,11 @@ def moves(job: Rules, world: World, node: int) -> Iterator[tuple[str, Callable[[
     if not world.patient[node]:
         yield f"node {node} asks what it may overwrite", partial(ask_all, job, world, node)
     for rank in job.ranks:
-        if _backup(job, rank) == node and _wanted(world, node, rank) is not None:
-            yield f"node {node} copies rank {rank}", partial(pull, job, world, node, rank)
+        if _backup(job, rank) == node and (wanted := _wanted(world, node, rank)) is not None:
+            yield f"node {node} copies rank {rank}", partial(pull, job, world, node, rank, wanted)
+        if world.left.repeats and (had := _had(world, node, rank)) is not None:
+            again = world._replace(left=world.left._replace(repeats=world.left.repeats - 1))
+            yield f"node {node} copies rank {rank} once more", partial(pull, job, again, node, rank, had)
 
 
 def lose_patience(world: World, node: int) -> World:
@@ -103,19 +107,19 @@ def _ask_to_drop(job: Rules, world: World, node: int, version: Version) -> tuple
     return world, decision.value
 
 
-def pull(job: Rules, world: World, node: int, rank: int) -> World:
-    """The newest version of a rank is copied, if a place for it may be overwritten."""
-    version = _wanted(world, node, rank)
-    if version is None:
-        return world
-    own = sorted(held for held in world.copies[node] if held[0] == rank)
-    if len(own) >= NUM_REPLICAS:
-        world, victim = _victim(job, world, node, [held[1] for held in own])
-        if victim is None:
-            return world
-        world = world._replace(copies=_put(world.copies, node, world.copies[node] - {(rank, victim)}))
-        world = job.checked(world)
-    world = world._replace(copies=_put(world.copies, node, world.copies[node] | {(rank, version)}))
+def pull(job: Rules, world: World, node: int, rank: int, version: Version) -> World:
+    """A version of a rank is copied, if it does not stand here, and a place for it may be overwritten."""
+    if not stands(world, node, rank, version):
+        own = [held for held in world.copies[node] if held[0] == rank]
+        if len(own) >= NUM_REPLICAS:
+            world, victim = _victim(job, world, node, [held[1] for held in own])
+            if victim is None:
+                return world
+            at = world.copies[node].index((rank, victim))
+            left = (*world.copies[node][:at], *world.copies[node][at + 1 :])
+            world = job.checked(world._replace(copies=_put(world.copies, node, left)))
+        copies = tuple(sorted((*world.copies[node], (rank, version))))
+        world = world._replace(copies=_put(world.copies, node, copies))
     mine = {r for r in job.ranks if _backup(job, r) == node}
     if all((r, version) in world.copies[node] for r in mine):
         ids = tuple(f"b{r}" for r in sorted(mine))
@@ -169,8 +173,8 @@ def arrive(job: Rules, world: World) -> World:
             while world.untold[node]:
                 world = tell(job, world, node)
             for rank in job.ranks:
-                if _backup(job, rank) == node and _wanted(world, node, rank) is not None:
-                    world = pull(job, world, node, rank)
+                if _backup(job, rank) == node and (version := _wanted(world, node, rank)) is not None:
+                    world = pull(job, world, node, rank, version)
         if world == before:
             return world
 
@@ -183,6 +187,18 @@ def _thin(job: Rules, world: World, version: Version) -> int | None:
         if len(nodes) < 2:
             return rank
     return None
+
+
+def stands(world: World, node: int, rank: int, version: Version) -> bool:
+    """Whether the node finds that it has this replica."""
+    return (rank, version) in world.copies[node]
+
+
+def _had(world: World, node: int, rank: int) -> Version | None:
+    """The newest version of the rank that this node has a replica of, if the rank's slot still holds it."""
+    version = max((version for of, version in world.copies[node] if of == rank), default=None)
+    held = any(slot.version == version and slot.state is SlotState.SEALED for slot in world.slots[rank])
+    return version if held else None
 
 
 def _wanted(world: World, node: int, rank: int) -> Version | None:

@@ -45,6 +45,7 @@ class Bounds:
         late_home: announcements reach even the coordinator's own node late.
         replicas: every rank's state is copied to the next node; what nodes say of copies reaches the coordinator late.
         impatience: how often a node stops waiting for second copies.
+        repeats: how often a node copies once more what it has: a transfer of several ranks broke, or a restore asked again.
     """
 
     node_of: tuple[int, ...] = (0, 1)
@@ -59,6 +60,7 @@ class Bounds:
     late_home: bool = False
     replicas: bool = False
     impatience: int = 0
+    repeats: int = 0
 
 
 class Left(NamedTuple):
@@ -69,6 +71,7 @@ class Left(NamedTuple):
     trainer_deaths: int
     keeper_deaths: int
     impatience: int
+    repeats: int
 
 
 class World(NamedTuple):
@@ -82,7 +85,7 @@ class World(NamedTuple):
         steps: the last step that the rank saved or let go.
         tables: versions whose list of bundles the keeper knows.
         resumed: incarnation and what it came back from, for each.
-        copies: (rank, version) of the replicas that stand.
+        copies: (rank, version) of the replicas that stand, each in a place of its own; sorted.
         untold: what was said of copies and has not reached the coordinator: ("replicated" or "dropped", version).
         patient: whether the node waits for second copies.
         safest: the newest version that is called replicated.
@@ -101,7 +104,7 @@ class World(NamedTuple):
     alive: tuple[bool, ...]
     tables: tuple[frozenset[Version], ...]
     resumed: tuple[tuple[int, Version | None], ...]
-    copies: tuple[frozenset[tuple[int, Version]], ...]
+    copies: tuple[tuple[tuple[int, Version], ...], ...]
     untold: tuple[tuple[tuple[str, Version], ...], ...]
     patient: tuple[bool, ...]
     safest: Version | None

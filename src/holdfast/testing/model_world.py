@@ -62,14 +62,21 @@ class Job:
             alive=(True,) * len(self.ranks),
             tables=(frozenset(),) * num_nodes,
             resumed=(),
-            copies=(frozenset(),) * num_nodes,
+            copies=((),) * num_nodes,
             untold=((),) * num_nodes,
             patient=(True,) * num_nodes,
             safest=None,
             complete=None,
             acked=None,
             living=frozenset(),
-            left=Left(bounds.skips, bounds.failures, bounds.trainer_deaths, bounds.keeper_deaths, bounds.impatience),
+            left=Left(
+                bounds.skips,
+                bounds.failures,
+                bounds.trainer_deaths,
+                bounds.keeper_deaths,
+                bounds.impatience,
+                bounds.repeats,
+            ),
         )
         return self._begin_incarnation(nothing, None)
 
@@ -259,7 +266,7 @@ class Job:
             inboxes=_put(world.inboxes, node, ()),
             joined=_put(world.joined, node, False),
             tables=_put(world.tables, node, frozenset()),
-            copies=_put(world.copies, node, frozenset()),
+            copies=_put(world.copies, node, ()),
             untold=_put(world.untold, node, ()),
             patient=_put(world.patient, node, True),
             safest=None,  # a death that the level is there to survive: it may have taken a copy

@@ -105,13 +105,19 @@ class Slot:
         """Allocates a slot with room for `num_bytes` of images; every page of it exists when this returns.
 
         Raises:
-            MemoryRefused: the kernel has no memory left for it.
+            MemoryRefused: the kernel has no memory left for it, or this process no descriptor.
         """
         num_bytes = _round_up(max(num_bytes, 1), PAGE)
-        header_bytes = header_area(num_bytes)
+        try:
+            return cls._create(header_area(num_bytes), num_bytes, slot_id)
+        except OSError as error:
+            raise _refused(error, num_bytes) from error
+
+    @classmethod
+    def _create(cls, header_bytes: int, num_bytes: int, slot_id: int) -> Slot:
         fd = os.memfd_create("holdfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            _allocate(fd, header_bytes + num_bytes)
+            os.posix_fallocate(fd, 0, header_bytes + num_bytes)
             # Nobody who holds the descriptor can shrink it, so no mapping of it can ever raise SIGBUS.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             slot = cls(fd, header_bytes, num_bytes, slot_id=slot_id)
@@ -269,16 +275,16 @@ def _madvise(address: int, length: int, advice: int) -> bool:
     return bool(libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice) == 0)
 
 
-def _allocate(fd: int, size: int) -> None:
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.ENOMEM):
-            raise
-        raise MemoryRefused(
-            f"the kernel has no room for {size} bytes of snapshot memory: {error.strerror}",
-            remedy="free memory on this node, raise the cgroup's limit, or save to storage only",
-        ) from error
+def _refused(error: OSError, size: int) -> MemoryRefused:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return MemoryRefused(
+            f"there is no descriptor for {size} bytes of snapshot memory: {error.strerror}",
+            remedy="raise the limit of open files (ulimit -n), or save to storage only",
+        )
+    return MemoryRefused(
+        f"the kernel has no room for {size} bytes of snapshot memory: {error.strerror or error}",
+        remedy="free memory on this node, raise the cgroup's limit, or save to storage only",
+    )
 
 
 def _geometry(fd: int) -> tuple[int, int]:

@@ -18,6 +18,7 @@ nonsense is KeeperError. After any error the channel is of no use and must be cl
 from __future__ import annotations
 
 import array
+import errno
 import os
 import select
 import socket
@@ -44,6 +45,8 @@ UNIX_BUFFER_BYTES = 4 << 20
 WAIT_S = 1
 
 SHARE = "give every node of the job the same secret file, and an address to listen on"
+
+RAISE_LIMIT = "raise the limit of open files (ulimit -n)"
 
 _HEAD = struct.Struct(">I")
 _TIMEVAL = struct.Struct("ll")
@@ -317,22 +320,33 @@ def connect(address: str, *, timeout_s: float, security: Security | None = None)
     """Connects to `unix:<path>` (or a bare path) or `tcp:<host>:<port>`.
 
     Raises:
-        KeeperLost: nobody listens there, or it does not prove itself. ConfigError: not an address.
+        KeeperLost: nobody listens there, it does not prove itself, or this process has no descriptor left for the line.
+        ConfigError: not an address.
     """
     if address.startswith("tcp:"):
         return _connect_tcp(address, timeout_s, security)
     path = unix_path(address)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    except OSError as error:
+        raise _unreachable(error, path) from error
     try:
         sock.settimeout(timeout_s)
         sock.connect(path)
         _require_same_user(sock, path)
-    except (OSError, KeeperError) as error:
+        return Channel(sock, where=path)
+    except OSError as error:
         sock.close()
-        if isinstance(error, KeeperError):
-            raise
-        raise KeeperLost(f"no keeper listens: {error.strerror or error}", where=path) from error
-    return Channel(sock, where=path)
+        raise _unreachable(error, path) from error
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _unreachable(error: OSError, where: str) -> KeeperLost:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return KeeperLost(f"there is no descriptor for a connection: {error.strerror}", where=where, remedy=RAISE_LIMIT)
+    return KeeperLost(f"no keeper listens: {error.strerror or error}", where=where)
 
 
 def _connect_tcp(address: str, timeout_s: float, security: Security | None) -> Channel:
@@ -342,7 +356,7 @@ def _connect_tcp(address: str, timeout_s: float, security: Security | None) -> C
     try:
         sock = tcp.dial(address, timeout_s=timeout_s)
     except OSError as error:
-        raise KeeperLost(f"no keeper listens: {error.strerror or error}", where=address) from error
+        raise _unreachable(error, address) from error
     channel = Channel(sock, where=address)
     try:
         channel.secure(security, server=False, timeout_s=max(0.1, deadline - time.monotonic()))

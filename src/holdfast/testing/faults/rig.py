@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.base.config import Config
+from holdfast.base.errors import HoldfastError, LevelNotReached
 from holdfast.base.events import Events
 from holdfast.core.bundles import plan_bundles, rank_layout
 from holdfast.core.model import Bundle, Extent, Level, RankLayout, Shard, Topology, Version
@@ -167,6 +168,23 @@ class Rig:
         finally:
             viewer.close()
 
+    def replicas(self, version: Version) -> str:
+        """Of which ranks every node has a replica of the version, in words; no keeper is started for it."""
+        found = []
+        for node, label in enumerate(self.labels):
+            place = place_of(self.root, self.config_of(node))
+            try:
+                with contextlib.closing(KeeperClient.connect(place.socket, job=place.job)) as viewer:
+                    kept = viewer.status()["replicas"]
+            except HoldfastError as error:
+                found.append(f"{label}: {error.what}")
+                continue
+            ranks = sorted(
+                {slot["rank"] for slot in kept if (slot["version"], slot["state"]) == (str(version), "sealed")}
+            )
+            found.append(f"{label}: {', '.join(f'rank {rank}' for rank in ranks) or 'none'}")
+        return f"replicas: {'; '.join(found)}"
+
     def next_incarnation(self, resumed: Version | None = None) -> int:
         """A new incarnation that resumes from `resumed`."""
         self.incarnation = self.storage.register_incarnation()
@@ -293,9 +311,13 @@ def save_all(trainers: Sequence[Trainer], step: int, *, durable: bool = False) -
 
 
 def reached(trainers: Sequence[Trainer], version: Version, level: Level, timeout_s: float = TIMEOUT_S) -> None:
-    """Waits until every rank heard that `version` reached `level`."""
+    """Waits until every rank heard that `version` reached `level`; else says which node keeps its copies of whom."""
     for trainer in trainers:
-        if trainer.client.wait(version, level, timeout_s) < level:
+        try:
+            heard = trainer.client.wait(version, level, timeout_s)
+        except LevelNotReached as error:
+            raise LevelNotReached(f"rank {trainer.rank}: {error.what}; {trainer.rig.replicas(version)}") from error
+        if heard < level:
             raise AssertionError(f"rank {trainer.rank} heard of another level of {version}")
 
 
