@@ -23,9 +23,9 @@ from statistics import fmean
 from typing import Any
 
 from holdfast.base.events import Events
-from holdfast.core import bubbles, pipeline
+from holdfast.core import bubbles
 from holdfast.core.drag import Drag
-from holdfast.core.pipeline import Costs, Kind
+from holdfast.core.pipeline import Kind
 from holdfast.core.windows import Waits
 from holdfast.node.windows import WindowPage
 from holdfast.train.clock import HostClock, clock_of
@@ -279,20 +279,6 @@ class Bubbles:
     def reason(self) -> str:
         """How the last version's copies fitted into the waits."""
         return self._reason
-
-
-def predicted(bubbles_of: Bubbles, profiles: Sequence[Profile]) -> pipeline.Timeline:
-    """The timeline of all ranks from what each of them measured.
-
-    Args:
-        bubbles_of: of any rank; its schedule tells the order.
-        profiles: per rank of the pipeline.
-    """
-    compute = {key: seconds for profile in profiles for key, seconds in profile.costs.items()}
-    costs = Costs(compute, ending={rank: profile.ending for rank, profile in enumerate(profiles)})
-    # All take equally long from step to step; over a few steps one is ahead or behind by more than it was before.
-    period = fmean(profile.period for profile in profiles)
-    return pipeline.simulate(bubbles_of.orders, pipeline.fit_hop(bubbles_of.orders, costs, period=period))
 
 
 def _forward(_: dict[str, Any]) -> Kind:
