@@ -18,6 +18,7 @@ from torch import nn
 from holdfast.base.errors import UsageError
 from holdfast.base.events import Events
 from holdfast.train.fence import Fence
+from holdfast.train.idle import Teller
 from holdfast.train.link import Link
 from holdfast.train.orders import stages_of
 from holdfast.train.pipeline import Bubbles
@@ -45,7 +46,7 @@ def bubbles_of(modules: Iterable[nn.Module], events: Events) -> Bubbles | None:
 
 def keep_to_waits(bubbles: Bubbles, fence: Fence, link: Link) -> None:
     """From now on copies go in the waits of the schedule, and what the keeper hashes and sends of them too."""
-    fence.pace, bubbles.on_wait = bubbles, fence.nudge
+    fence.pace, bubbles.on_wait, bubbles.on_placed = bubbles, fence.nudge, Teller(bubbles, link.note_idle).placed
     bubbles.attach()
     link.show_waits(bubbles.page_fds)
 

@@ -102,9 +102,10 @@ class Bubbles:
         self._periods: deque[float] = deque(maxlen=MEMORY)
         self._endings: deque[float] = deque(maxlen=MEMORY)
         self._idle_now = self._began = self._last = self._between = 0.0
-        self._reason = ""
         self.left_seconds = 0.0  # of the last version's copies, what fitted into no wait
         self.on_wait: Callable[[], None] | None = None  # called when a wait begins, in the trainer's thread
+        # Called with where a version's copies are to go, and what they take in all, in the copier's thread.
+        self.on_placed: Callable[[bubbles.Placement, float], None] | None = None
         self.spans: deque[Seen] = deque(maxlen=MAX_SPANS)
 
     # --- the trainer's side
@@ -248,9 +249,9 @@ class Bubbles:
     def beside(self, batch_seconds: Sequence[float]) -> int:
         """How many batches fit into no wait of a step and are copied at once."""
         placement = bubbles.place(batch_seconds, self._waits.windows())
-        if placement.reason.split(":")[0] != self._reason.split(":")[0]:
-            logger.debug("copies and waits: %s", placement.reason)
-        self._reason, self.left_seconds = placement.reason, placement.left_seconds
+        self.left_seconds = placement.left_seconds
+        if self.on_placed is not None:
+            self.on_placed(placement, sum(batch_seconds))
         return len(batch_seconds) - placement.left
 
     def turn(self, seconds: float) -> bool:
@@ -274,11 +275,6 @@ class Bubbles:
         """Seconds that the last version's copies cost the work beside them: all that fitted into no wait, until it is known better."""
         drag = self._drag.share
         return self.left_seconds * (1.0 if drag is None else min(drag, 1.0))
-
-    @property
-    def reason(self) -> str:
-        """How the last version's copies fitted into the waits."""
-        return self._reason
 
 
 def _forward(_: dict[str, Any]) -> Kind:
