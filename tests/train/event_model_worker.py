@@ -114,9 +114,10 @@ def main() -> None:
         go_first()
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     rows = [run(name, rank, world, work, steps) for name in sys.argv[6:]]
-    print(json.dumps({"rows": rows, "seam": schedules._wait_batch_p2p.__module__}))
     dist.barrier()
     dist.destroy_process_group()
+    # Last, for it may be more than a pipe holds, and ranks are read one after the other.
+    print(json.dumps({"rows": rows, "seam": schedules._wait_batch_p2p.__module__}))
 
 
 if __name__ == "__main__":
