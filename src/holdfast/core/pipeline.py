@@ -2,12 +2,14 @@
 
 A schedule is, per rank, the order of its actions on stages and micro-batches. An action starts when the rank is free and
 what it needs has arrived: a forward the activations of the stage before, a backward the gradients of the stage after, a
-weight gradient its own input gradient. A schedule may join two actions so that both results leave with the second. Steps follow one another without a barrier, so the idle time of a rank is judged
-in the steady state: from the start of one step to the start of the next, warm-up of the pipeline included.
+weight gradient its own input gradient. A schedule may join two actions so that both results leave with the second. Steps
+follow one another without a barrier, so the idle time of a rank is judged in the steady state: from the start of one step
+to the start of the next, warm-up of the pipeline included.
 
 Pure. Times are seconds as floats, counted from the first action of the step that is looked at. With equal stages, no
 hops and no optimizer GPipe and 1F1B are idle (p - 1) / (m + p - 1) of a step on every rank (Huang et al. 2019, Narayanan
-et al. 2021), which the tests hold exactly. Called by `train.pipeline` with measured costs and by `holdfast plan`.
+et al. 2021), which the tests hold exactly, as they do with those of the other schedules. Called by `holdfast plan`; tests
+also hold it against pipelines that run.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ Called by `train.checkpointer`.
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,8 +30,6 @@ from holdfast.node.windows import WindowPage
 from holdfast.train.clock import HostClock, clock_of
 from holdfast.train.gate import Gate
 from holdfast.train.orders import orders_of, stages_of
-
-logger = logging.getLogger(__name__)
 
 # Durations of one action of one stage, and steps, that a mean is taken of.
 MEMORY = 32
