@@ -280,7 +280,8 @@ def worker(options: argparse.Namespace) -> None:
         if checkpointer:
             fence = checkpointer.events.counters().get("fence_wait_seconds", 0.0)
             row["stalled"] = round(called.seconds + fence - before.get("fence_wait_seconds", 0.0), 6)
-            row["reason"] = checkpointer.bubbles.reason if checkpointer.bubbles else ""
+            waits = checkpointer.keeper_status()["ranks"][str(pipeline.rank)]["waits"]
+            row["reason"] = waits["reason"] if waits else ""
             profile = checkpointer.bubbles.profile() if checkpointer.bubbles else None
             row["idle_share"] = round(profile.idle / profile.period, 4) if profile else 0.0
             row["drag"] = profile.drag if profile else None

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.pipeline import Action, Costs, Kind, Order, fit_hop, gpipe, one_f_one_b, simulate
+from holdfast.core.pipeline import Action, Costs, Kind, Order, gpipe, one_f_one_b, simulate
 
 
 def even(num_stages: int, forward: float, backward: float) -> Costs:
@@ -62,14 +62,6 @@ def test_neighbours_on_one_rank_hand_over_at_once() -> None:
     assert timeline.ranks[0].idle == 2 * (2 * 1.0 + 2 * 10.0), "there and back, twice"
 
 
-def test_the_hop_is_found_from_the_length_of_a_step() -> None:
-    truth = Costs(even(3, 1.0, 2.0).compute, hop=0.25, ending={0: 0.5})
-    period = simulate(one_f_one_b(3, 6), truth).period
-    found = fit_hop(one_f_one_b(3, 6), Costs(truth.compute, ending=truth.ending), period=period)
-    assert found.hop == pytest.approx(truth.hop, rel=0.01)
-    assert fit_hop(gpipe(3, 6), truth, period=1.0).hop == 0.0
-
-
 def test_split_backwards_wait_for_the_input_gradient_only() -> None:
     first = tuple(Action(0, k, 0) for k in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT))
     second = tuple(Action(1, k, 0) for k in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT))
@@ -77,6 +69,20 @@ def test_split_backwards_wait_for_the_input_gradient_only() -> None:
     timeline = simulate((first, second), costs)
     starts = {str(span.action): span.start for rank in timeline.ranks for span in rank.spans}
     assert starts["0I0"] == starts["1W0"] == starts["1I0"] + 1.0
+
+
+def test_of_a_joined_pair_both_results_leave_at_its_end_and_the_rank_itself_has_the_first_at_once() -> None:
+    """A V of three stages: forwards of the second micro-batch beside backwards of the first, on the rank with the ends."""
+    joined, forward, backward = Action(0, Kind.FORWARD, 1, joined=True), Kind.FORWARD, Kind.BACKWARD
+    first = (Action(0, forward, 0), joined, Action(2, forward, 0), Action(2, backward, 0))
+    second = (Action(1, forward, 0), Action(1, forward, 1))
+    costs = Costs({(stage, kind): 1.0 for stage in range(3) for kind in Kind}, hop=0.25)
+    plain = simulate(((first[0], Action(0, forward, 1), *first[2:]), second), costs)
+    step = simulate((first, second), costs)
+    for timeline, starts in ((plain, [1.25, 2.25]), (step, [1.25, 3.75])):
+        begun = timeline.ranks[0].spans[0].start
+        assert timeline.ranks[0].spans[2].start - begun == 2.5, "what the rank waits for itself is not held back"
+        assert [span.start - begun for span in timeline.ranks[1].spans] == starts
 
 
 def test_an_order_that_never_ends_is_refused_by_name() -> None:

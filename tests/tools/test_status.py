@@ -59,6 +59,13 @@ def slot(number: int, version: str | None, **more: Any) -> dict[str, Any]:
     return {"slot": number, "version": version, "state": "sealed", "sealed_bytes": 1 << 20, "bytes": 2 << 20, **more}
 
 
+WAITS = {
+    "idle_s": 0.031,
+    "period_s": 0.12,
+    "copy_s": 0.004,
+    "left_s": 0.0,
+    "reason": "idle 31.0 ms of a step of 120.0 ms",
+}
 FACTS: dict[str, Any] = {
     "pid": 7, "uptime_s": 61.2, "resident_bytes": 30 << 20, "memory": {"used_bytes": 6 << 20, "allowed_bytes": 1 << 30},
     "preloaded": {"version": None}, "root": "/ck/run1", "incarnation": 3, "nodes": ["a", "b"], "resumed_from": "v1",
@@ -66,8 +73,8 @@ FACTS: dict[str, Any] = {
     "replication": {"behind_versions": 1, "lag_s": 2.25}, "counters": {"takeovers": 2.0},
     "run": {"goodput": 0.953, "wall_s": 1000.0, "incidents": 2, "recovery_s": {"T0": 1.5, "T3": 0.5}},
     "ranks": {
-        "0": {"pid": 8, "finished": False, "cadence": "every 3 steps", "restored": None, "slots": [slot(1, "v9")]},
-        "1": {"pid": None, "finished": False, "cadence": "", "slots": [], "restored": {"version": "v1", "bytes": {"peer": 5 << 20}}},
+        "0": {"pid": 8, "finished": False, "cadence": "every 3 steps", "restored": None, "slots": [slot(1, "v9")], "waits": WAITS},
+        "1": {"pid": None, "finished": False, "cadence": "", "slots": [], "waits": None, "restored": {"version": "v1", "bytes": {"peer": 5 << 20}}},
     },
     "replicas": [slot(2, "v8", rank=5), slot(3, "v9", rank=4)],
     "activities": [],
@@ -89,6 +96,7 @@ def test_a_person_is_told_what_is_safe_what_is_behind_and_what_is_wrong() -> Non
         "cadence   every 3 steps",
         "backup    of ranks 4, 5",
         "rank 0    process 8; slot 1 v9 sealed, 1.0 MiB of 2.0 MiB",
+        "          waits: idle 31.0 ms of a step of 120.0 ms",
         "rank 1    away; ",
         "          came back from v1: 5.0 MiB from peer",
         "replica   of rank 5: slot 2 v8 sealed, 1.0 MiB of 2.0 MiB",

@@ -39,7 +39,33 @@ def test_every_schedule_of_torch_runs_in_the_event_model(name: str, ranks: int, 
     for rank, order in enumerate(orders):
         done = sum(seconds[action.kind] for action in order)
         assert done == work, f"rank {rank} computes every forward and backward once"
-        assert timeline.ranks[rank].idle == pytest.approx(timeline.period - work)
+        assert timeline.ranks[rank].idle == pytest.approx(timeline.period - work), "in a steady state"
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (3, 6), (4, 8), (4, 16)])
+@pytest.mark.parametrize("costs", [(1.0, 1.0, 1.0), (2.0, 2.0, 1.0)])
+@pytest.mark.parametrize(
+    "name", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+)
+def test_two_equal_stages_per_rank_are_idle_as_the_closed_form_says(
+    name: str, costs: tuple[float, float, float], ranks: int, microbatches: int
+) -> None:
+    """Narayanan et al. 2021; Qi et al. 2023 (ZB1P, ZB-V); DeepSeek's DualPipe, of an overlapped pair that takes F + B.
+
+    Of costs of one stage: forward, gradients of inputs and of weights.
+    """
+    forward, inputs, weights = costs
+    backward = inputs + weights
+    each = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.INPUT: inputs, Kind.WEIGHT: weights}
+    orders = planned(name, num_ranks=ranks, stages_per_rank=2, num_microbatches=microbatches)
+    timeline = simulate(orders, Costs({(s, kind): t for s in range(2 * ranks) for kind, t in each.items()}))
+    bubbles = {
+        "InterleavedZeroBubble": forward + inputs - weights,
+        "ZBVZeroBubble": forward + inputs - 2 * weights,
+        "DualPipeV": (forward + backward) + backward - 3 * weights,
+    }
+    idle = (ranks - 1) * bubbles.get(name, forward + backward)
+    assert [row.idle for row in timeline.ranks] == [idle] * ranks
 
 
 def test_zero_bubble_schedules_wait_less_than_1f1b() -> None:

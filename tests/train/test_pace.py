@@ -69,10 +69,13 @@ def test_gradients_of_inputs_and_of_weights_are_told_apart(bubbles: Bubbles) -> 
 
 
 def test_what_fits_into_no_wait_is_copied_at_once_and_counted(bubbles: Bubbles) -> None:
+    told: list[tuple[str, float]] = []
+    bubbles.on_placed = lambda placement, seconds: told.append((placement.reason, seconds))
     learn(bubbles, 0.05)
     assert bubbles.beside([0.01] * 3) == 0
     assert bubbles.beside([0.01] * 7) == 3
-    assert "4 of 7 chunks fit" in bubbles.reason
+    assert ["4 of 7 chunks fit" in reason for reason, _ in told] == [False, True]
+    assert [seconds for _, seconds in told] == pytest.approx([0.03, 0.07]), "all of the copy, wherever it goes"
     bubbles.begin()
     bubbles.copied(1.00, 0.01, inside=False)  # no wait holds it
     bubbles.copied(1.01, 0.02, inside=True)

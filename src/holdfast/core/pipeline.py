@@ -2,12 +2,14 @@
 
 A schedule is, per rank, the order of its actions on stages and micro-batches. An action starts when the rank is free and
 what it needs has arrived: a forward the activations of the stage before, a backward the gradients of the stage after, a
-weight gradient its own input gradient. Steps follow one another without a barrier, so the idle time of a rank is judged
-in the steady state: from the start of one step to the start of the next, warm-up of the pipeline included.
+weight gradient its own input gradient. A schedule may join two actions so that both results leave with the second. Steps
+follow one another without a barrier, so the idle time of a rank is judged in the steady state: from the start of one step
+to the start of the next, warm-up of the pipeline included.
 
 Pure. Times are seconds as floats, counted from the first action of the step that is looked at. With equal stages, no
 hops and no optimizer GPipe and 1F1B are idle (p - 1) / (m + p - 1) of a step on every rank (Huang et al. 2019, Narayanan
-et al. 2021), which the tests hold exactly. Called by `train.pipeline` with measured costs and by `holdfast plan`.
+et al. 2021), which the tests hold exactly, as they do with those of the other schedules. Called by `holdfast plan`; tests
+also hold it against pipelines that run.
 """
 
 from __future__ import annotations
@@ -15,13 +17,11 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 # Steps that are simulated: the pipeline fills in the first, the second is like every later one, the third tells where
 # the second ends.
 _STEPS = 3
-# Halvings of a step until the hop is known: to a thousandth of what matters.
-_HALVINGS = 16
 
 
 class Kind(enum.Enum):
@@ -35,11 +35,16 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One computation of one stage on one micro-batch; written `2F0`."""
+    """One computation of one stage on one micro-batch; written `2F0`.
+
+    Attributes:
+        joined: its result leaves the rank together with that of the action after it, of an overlapped pair.
+    """
 
     stage: int
     kind: Kind
     microbatch: int
+    joined: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
@@ -181,23 +186,6 @@ def simulate(orders: Sequence[Order], costs: Costs) -> Timeline:
     return Timeline(ranks, period)
 
 
-def fit_hop(orders: Sequence[Order], costs: Costs, *, period: float) -> Costs:
-    """The same costs with the hop that makes the model's step as long as the measured one; 0 if it is longer already.
-
-    What lies between two ranks (latency, transfer, waking up) cannot be timed without a common clock; the period can.
-    """
-    low, high = 0.0, max(period, 0.0)
-    if simulate(orders, replace(costs, hop=0.0)).period >= period:
-        return replace(costs, hop=0.0)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        if simulate(orders, replace(costs, hop=middle)).period < period:
-            low = middle
-        else:
-            high = middle
-    return replace(costs, hop=high)
-
-
 def _homes(orders: Sequence[Order]) -> tuple[dict[int, int], int]:
     """Rank of every stage, and the last stage."""
     home: dict[int, int] = {}
@@ -233,6 +221,8 @@ class _Run:
         present = {action for order in orders for action in order}
         self._needs = {action: _needs(action, last_stage, present) for action in present}
         self._free = [0.0] * len(orders)
+        self._ended: dict[Action, float] = {}
+        self._sent: dict[Action, float] = {}
 
     def steps(self, number: int) -> list[list[RankTimeline]]:
         """The timelines of so many steps."""
@@ -241,12 +231,12 @@ class _Run:
     def _step(self) -> list[RankTimeline]:
         starts = list(self._free)
         spans: list[list[Span]] = [[] for _ in self._orders]
-        ended: dict[Action, float] = {}
+        self._ended, self._sent = {}, {}
         waiting: dict[Action, int] = {}
         ready = deque(range(len(self._orders)))
         while ready:
             rank = ready.popleft()
-            blocked = self._advance(rank, spans[rank], ended, waiting, ready)
+            blocked = self._advance(rank, spans[rank], waiting, ready)
             if blocked is not None:
                 waiting[blocked] = rank
         stuck = [str(o[len(s)]) for o, s in zip(self._orders, spans, strict=True) if len(s) < len(o)]
@@ -256,14 +246,7 @@ class _Run:
         self._free = [row.ends + self._costs.ending.get(rank, 0.0) for rank, row in enumerate(rows)]
         return rows
 
-    def _advance(
-        self,
-        rank: int,
-        spans: list[Span],
-        ended: dict[Action, float],
-        waiting: dict[Action, int],
-        ready: deque[int],
-    ) -> Action | None:
+    def _advance(self, rank: int, spans: list[Span], waiting: dict[Action, int], ready: deque[int]) -> Action | None:
         """Runs a rank as far as it comes; what it waits for, or None at the end of the step."""
         order = self._orders[rank]
         free = spans[-1].end if spans else self._free[rank]
@@ -272,16 +255,29 @@ class _Run:
             need = self._needs[action]
             start = free
             if need is not None:
-                if need not in ended:
+                is_here = self._home.get(need.stage) == rank
+                there = self._ended if is_here else self._sent
+                if need not in there:
                     return need
-                hop = self._costs.hop if self._home.get(need.stage) != rank else 0.0
-                start = max(free, ended[need] + hop)
+                start = max(free, there[need] + (0.0 if is_here else self._costs.hop))
             free = start + self._costs.of(action)
             spans.append(Span(action, index, start, free))
-            ended[action] = free
-            if action in waiting:
-                ready.append(waiting.pop(action))
+            self._ended[action] = free
+            for leaving in _leaving(order, index):
+                self._sent[leaving] = free
+                if leaving in waiting:
+                    ready.append(waiting.pop(leaving))
         return None
+
+
+def _leaving(order: Order, index: int) -> Order:
+    """The actions whose results leave the rank when the one at `index` ends."""
+    if order[index].joined:
+        return ()
+    first = index
+    while first and order[first - 1].joined:
+        first -= 1
+    return order[first : index + 1]
 
 
 def _rank(start: float, spans: Sequence[Span]) -> RankTimeline:

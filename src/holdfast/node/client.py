@@ -25,6 +25,7 @@ import msgspec
 from holdfast.base.errors import KeeperError, KeeperLost, LevelNotReached
 from holdfast.base.progress import progress_text
 from holdfast.core.appointments import Appointment, Proposal
+from holdfast.core.idle import Idle
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Version
 from holdfast.core.recovery import Fetch, Source
 from holdfast.node import messages
@@ -271,6 +272,10 @@ class KeeperClient:
     def note_cadence(self, reason: str) -> None:
         """How often this rank saves, in words, for whoever asks the keeper."""
         self._caller.tell(messages.Cadence(reason=reason))
+
+    def note_idle(self, idle: Idle) -> None:
+        """What this rank measured of its waits, for whoever asks the keeper."""
+        self._caller.tell(messages.Cadence(idle=idle))
 
     def show_waits(self, fds: tuple[int, ...]) -> None:
         """What this rank saves is hashed and sent in the waits that a page shows (its descriptors, of node.windows)."""

@@ -1,8 +1,7 @@
 """What keepers and their clients say to each other: one tagged struct per message, msgpack on the wire.
 
-A request carries an `id` and is answered by a reply with the same one, or by a Refusal that names an error class of
-base.errors. `id` 0 is a statement that expects no reply. Pushes come unasked. Unknown tags, missing fields and wrong
-types are refused by the decoder; there is no free-form field. The table of messages is in docs/spec/keeper.md.
+A request carries an `id` and is answered by a reply with the same one, or by a Refusal that names an error class. `id` 0
+is a statement that expects no reply. Unknown tags and wrong fields are refused. All messages: docs/spec/keeper.md.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from holdfast.base import errors
 from holdfast.base.errors import HoldfastError, KeeperError
 from holdfast.core.appointments import Appointment, Proposal
 from holdfast.core.commit import Announcement
+from holdfast.core.idle import Idle
 from holdfast.core.ledger import Reports
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
 from holdfast.core.recovery import Fetch, MemoryCopy, Source
@@ -222,9 +222,8 @@ class Obtain(Message, tag="obtain", frozen=True, kw_only=True):
 
 
 class Found(Message, tag="found", frozen=True, kw_only=True):
-    """Where one bundle lies now: bytes [start, start + length) of a whole slot, header included.
-    It is slot `slot_id`; if the client does not have that one mapped, descriptor number `fd` of the frame is it.
-    `chunks`: only this run (first, end) of its chunks; a fetch of chunks may be answered by several of these.
+    """Where one bundle lies now: bytes [start, start + length) of the whole slot `slot_id`, header included (descriptor number
+    `fd` of the frame, if the client has not mapped it), or this run (first, end) of its `chunks`, one of several.
     """
 
     bundle_id: str
@@ -308,9 +307,10 @@ class Propose(Message, tag="propose", frozen=True, kw_only=True):
 
 
 class Cadence(Message, tag="cadence", frozen=True, kw_only=True):
-    """A rank found how often to save; for the status."""
+    """A rank found how often to save, or measured its waits; for the status."""
 
-    reason: str
+    reason: str = ""
+    idle: Idle | None = None
 
 
 class ShowWaits(Message, tag="show-waits", frozen=True):
@@ -421,10 +421,10 @@ class Seals(Message, tag="seals", frozen=True, kw_only=True):
 
 
 AnyMessage = (
-    Hello | Welcome | Ok | Refusal | Assemble | Resume | Prepare | Slots | Adopt | Register | Begin | Begun | Copied
-    | Persist | Abandon | TakeInventory | InventoryReply | Obtain | Obtained | Release | Condemn | AskStatus | StatusReply | AskInside | InsideReply
-    | Goodbye | Progress | Propose | Cadence | ShowWaits | Appointed | Alarm | Working | Report | News | Ping | Pull | Bulk | AskSeals | Seals
-    | AskLanding | Landed | PullLanding | Preload
+    Hello | Welcome | Ok | Refusal | Assemble | Resume | Prepare | Slots | Adopt | Register | Begin | Begun | Copied | Persist | Abandon
+    | TakeInventory | InventoryReply | Obtain | Obtained | Release | Condemn | AskStatus | StatusReply | AskInside | InsideReply | Goodbye | Progress
+    | Propose | Cadence | ShowWaits | Appointed | Alarm | Working | Report | News | Ping | Pull | Bulk | AskSeals | Seals | AskLanding | Landed
+    | PullLanding | Preload
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

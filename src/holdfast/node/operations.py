@@ -164,7 +164,11 @@ class Operations:
 
     def _cadence(self, connection: Connection, request: messages.Cadence) -> None:
         with self._parts.state.lock:
-            self._parts.state.cadences[self._parts.trainers.of(connection).rank] = request.reason[:1000]
+            rank = self._parts.trainers.of(connection).rank
+            if request.idle is not None:
+                self._parts.state.idle[rank] = request.idle
+            else:
+                self._parts.state.cadences[rank] = request.reason[:1000]
 
     def _goodbye(self, connection: Connection, request: messages.Goodbye) -> Ok:
         with self._parts.state.lock:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from holdfast.base.errors import Fenced, KeeperError, UsageError
 from holdfast.core.appointments import Appointment
 from holdfast.core.commit import OF_WRITING, Announcement, Kind
+from holdfast.core.idle import Idle
 from holdfast.core.ledger import NodeLedger, Reports
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Version
@@ -80,6 +81,7 @@ class NodeState:
         self.layouts: dict[int, RankLayout] = {}
         self.finished: set[int] = set()
         self.cadences: dict[int, str] = {}  # how often a rank found it can save, in words
+        self.idle: dict[int, Idle] = {}  # what a rank of a pipeline measured of its waits
         self._patience = Patience()
         self.alarms: OrderedDict[str, Warned] = OrderedDict()
         self.outlets: Outlets
@@ -207,6 +209,7 @@ class NodeState:
                 self.arena.drop(held)
             self.alarms.clear()
             self.cadences.clear()
+            self.idle.clear()
             self._past, self._patience = _Past(), Patience()
 
     def resume(self, incarnation: int, version: Version | None) -> None:

@@ -6,6 +6,7 @@ import os
 import resource
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from holdfast.base.events import Events
@@ -73,6 +74,7 @@ def _rank(state: NodeState, rank: int, trainer: Trainer | None) -> dict[str, Any
         "restored": {"version": str(restored[0]), "bytes": dict(restored[1])} if restored else None,
         "finished": rank in state.finished,
         "cadence": state.cadences.get(rank, ""),
+        "waits": asdict(state.idle[rank]) if rank in state.idle else None,
         "slots": [_slot(held) for held in state.arena.of_rank(rank)],
     }
 

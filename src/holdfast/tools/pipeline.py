@@ -116,7 +116,9 @@ def orders(plan: Plan) -> tuple[Order, ...]:
     told = launch.ask("orders", [plan.schedule, str(plan.ranks), str(plan.stages), str(plan.microbatches)])
     if not told:
         raise UsageError(f"{plan.schedule} with these numbers is no schedule of the installed torch", remedy=_REMEDY)
-    return tuple(tuple(Action(stage, Kind(kind), m) for stage, kind, m in row) for row in json.loads(told))
+    return tuple(
+        tuple(Action(stage, Kind(kind), m, joined) for stage, kind, m, joined in row) for row in json.loads(told)
+    )
 
 
 def _forward(pairs: Mapping[str, str], num_stages: int) -> tuple[float, ...]:

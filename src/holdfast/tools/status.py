@@ -137,11 +137,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     if backed:
         yield f"backup    of rank{'s' if len(backed) > 1 else ''} {', '.join(map(str, backed))}"
     for rank, found in facts["ranks"].items():
-        state = "finished" if found["finished"] else f"process {found['pid']}" if found["pid"] else "away"
-        yield f"rank {rank:<4} {state}; " + "; ".join(map(_slot, found["slots"]))
-        if back := found["restored"]:
-            sizes = ", ".join(f"{output.size_text(size)} from {source}" for source, size in back["bytes"].items())
-            yield f"          came back from {back['version']}: {sizes}"
+        yield from _rank(rank, found)
     for slot in facts["replicas"]:
         yield f"replica   of rank {slot['rank']}: {_slot(slot)}"
     for work in facts["activities"]:
@@ -152,6 +148,16 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         yield f"SUSPECT   {version}: {reason}"
     for alarm in facts["alarms"]:
         yield f"ALARM     {alarm['text']} ({alarm['age_s']:.0f} s ago)"
+
+
+def _rank(rank: str, found: dict[str, Any]) -> Iterator[str]:
+    state = "finished" if found["finished"] else f"process {found['pid']}" if found["pid"] else "away"
+    yield f"rank {rank:<4} {state}; " + "; ".join(map(_slot, found["slots"]))
+    if waits := found["waits"]:
+        yield f"          waits: {waits['reason']}"
+    if back := found["restored"]:
+        sizes = ", ".join(f"{output.size_text(size)} from {source}" for source, size in back["bytes"].items())
+        yield f"          came back from {back['version']}: {sizes}"
 
 
 def _trailing(facts: dict[str, Any]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from torch import nn
 from holdfast.base.errors import UsageError
 from holdfast.base.events import Events
 from holdfast.train.fence import Fence
+from holdfast.train.idle import Teller
 from holdfast.train.link import Link
 from holdfast.train.orders import stages_of
 from holdfast.train.pipeline import Bubbles
@@ -55,7 +56,7 @@ def keep_to_waits(bubbles: Bubbles | None, fence: Fence, link: Link) -> None:
     """From now on copies go in the waits of the schedule, if there is one, and what the keeper hashes and sends of them too."""
     if bubbles is None:
         return
-    fence.pace, bubbles.on_wait = bubbles, fence.nudge
+    fence.pace, bubbles.on_wait, bubbles.on_placed = bubbles, fence.nudge, Teller(bubbles, link.note_idle).placed
     bubbles.attach()
     link.show_waits(bubbles.page_fds)
 

@@ -24,6 +24,7 @@ from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError, HoldfastError, KeeperLost
 from holdfast.base.events import Events
 from holdfast.core.appointments import Appointment
+from holdfast.core.idle import Idle
 from holdfast.core.model import RankLayout, Version
 from holdfast.node.client import Assembly, KeeperClient, Slot
 from holdfast.node.start import ensure_keeper
@@ -164,6 +165,15 @@ class Link:
                 client.note_cadence(reason)
             except KeeperLost as error:
                 logger.info("the keeper did not hear of the cadence: %s", error)
+
+    def note_idle(self, idle: Idle) -> None:
+        """How long this rank waits in a step and what fits there, for `holdfast status`. In any thread."""
+        client = self.client
+        if client is not None:
+            try:
+                client.note_idle(idle)
+            except KeeperLost as error:
+                logger.info("the keeper did not hear of the waits: %s", error)
 
     def show_waits(self, page: Callable[[], tuple[int, ...]]) -> None:
         """The keeper, and each that replaces it, works in the waits that the page of these descriptors shows; (): none."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,22 +96,25 @@ def _no_loss(*_: Any) -> None:
     return None
 
 
-def _actions(told: Iterable[Any]) -> Iterable[Action]:
+def _actions(told: Iterable[Any]) -> Iterator[Action]:
     for action in told:
         if action is None:
             continue
         if action.sub_actions is not None:
-            yield from _actions(action.sub_actions)
+            # torch runs an overlapped pair one after the other and sends only then what both have made.
+            *before, last = _actions(action.sub_actions)
+            yield from (replace(each, joined=True) for each in before)
+            yield last
         elif action.computation_type.value in _KINDS:
             yield Action(action.stage_index, _KINDS[action.computation_type.value], action.microbatch_index)
 
 
 def main(arguments: list[str]) -> int:
-    """Prints one JSON document: per rank its actions as `[stage, kind, microbatch]`."""
+    """Prints one JSON document: per rank its actions as `[stage, kind, microbatch, joined]`."""
     name, *numbers = arguments
     num_ranks, stages_per_rank, num_microbatches = map(int, numbers)
     orders = planned(name, num_ranks=num_ranks, stages_per_rank=stages_per_rank, num_microbatches=num_microbatches)
-    rows = [[[a.stage, a.kind.value, a.microbatch] for a in order] for order in orders]
+    rows = [[[a.stage, a.kind.value, a.microbatch, a.joined] for a in order] for order in orders]
     sys.stdout.write(json.dumps(rows) + "\n")
     return 0
 

@@ -14,7 +14,6 @@ Called by `train.checkpointer`.
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,17 +22,15 @@ from statistics import fmean, median
 from typing import Any
 
 from holdfast.base.events import Events
-from holdfast.core import bubbles, pipeline
+from holdfast.core import bubbles
 from holdfast.core.drag import Drag
-from holdfast.core.pipeline import Costs, Kind
+from holdfast.core.pipeline import Kind
 from holdfast.core.windows import Waits
 from holdfast.node.windows import WindowPage
 from holdfast.train.clock import HostClock, clock_of
 from holdfast.train.cuda import Span
 from holdfast.train.gate import Gate
 from holdfast.train.orders import orders_of, stages_of
-
-logger = logging.getLogger(__name__)
 
 # Durations of one action of one stage, and steps, that a mean is taken of.
 MEMORY = 32
@@ -109,7 +106,6 @@ class Bubbles:
         self._periods: deque[float] = deque(maxlen=MEMORY)
         self._endings: deque[float] = deque(maxlen=MEMORY)
         self._idle_now = self._began = self._last = self._between = 0.0
-        self._reason = ""
         self._steps_since = 0  # that began since a version's copies did
         self._fenced = False
         self._beside_now = 0.0  # of this version: seconds of copying beside the work
@@ -118,6 +114,8 @@ class Bubbles:
         self.device_rate = FIRST_RATE_BYTES_PER_S  # of copies from the device
         # Called when a wait begins, in the trainer's thread, with the seconds that it should last, if that is known.
         self.on_wait: Callable[[float | None], None] | None = None
+        # Called with where a version's copies are to go, and what they take in all, as they begin.
+        self.on_placed: Callable[[bubbles.Placement, float], None] | None = None
         self.spans: deque[Seen] = deque(maxlen=MAX_SPANS)
 
     # --- the trainer's side
@@ -275,9 +273,8 @@ class Bubbles:
     def beside(self, batch_seconds: Sequence[float]) -> int:
         """How many batches fit into no wait of a step and are copied at once."""
         placement = bubbles.place(batch_seconds, self._waits.windows())
-        if placement.reason.split(":")[0] != self._reason.split(":")[0]:
-            logger.debug("copies and waits: %s", placement.reason)
-        self._reason = placement.reason
+        if self.on_placed is not None:
+            self.on_placed(placement, sum(batch_seconds))
         return len(batch_seconds) - placement.left
 
     def turn(self, seconds: float) -> bool:
@@ -318,25 +315,6 @@ class Bubbles:
         """Seconds that a version's copies cost the work beside them, a mean of the last: all of them, until it is known better."""
         drag = self._drag.share
         return fmean(self._beside or (0.0,)) * (1.0 if drag is None else min(drag, 1.0))
-
-    @property
-    def reason(self) -> str:
-        """How the last version's copies fitted into the waits."""
-        return self._reason
-
-
-def predicted(bubbles_of: Bubbles, profiles: Sequence[Profile]) -> pipeline.Timeline:
-    """The timeline of all ranks from what each of them measured.
-
-    Args:
-        bubbles_of: of any rank; its schedule tells the order.
-        profiles: per rank of the pipeline.
-    """
-    compute = {key: seconds for profile in profiles for key, seconds in profile.costs.items()}
-    costs = Costs(compute, ending={rank: profile.ending for rank, profile in enumerate(profiles)})
-    # All take equally long from step to step; over a few steps one is ahead or behind by more than it was before.
-    period = fmean(profile.period for profile in profiles)
-    return pipeline.simulate(bubbles_of.orders, pipeline.fit_hop(bubbles_of.orders, costs, period=period))
 
 
 def _forward(_: dict[str, Any]) -> Kind:
