@@ -8,7 +8,7 @@ from __future__ import annotations
 from holdfast.core.bubbles import Load, Placement, Window, highest_cadence, place, review_due, reviewed
 from holdfast.core.pipeline import Action, Costs, Kind, Order, Timeline, gpipe, one_f_one_b, simulate
 from holdfast.core.windows import Waits
-from holdfast.tools.timeline import draw
+from holdfast.tools.timeline import Picture, draw, tracks
 
 Args = dict[str, str]
 Lines = list[str]
@@ -96,7 +96,7 @@ class Pipelines:
     def _draw(self) -> Lines:
         self.step = simulate(self.orders, Costs(self.compute))
         shares = ", ".join(f"{self.step.idle_share(rank):.1%}" for rank in range(len(self.orders)))
-        drawn = draw(self.step, self.placements, column_s=MS)
+        drawn = draw(tracks(self.step, self.placements), Picture(MS))
         return [*drawn, f"a step takes {self.step.period / MS:g} ms; idle: {shares}"]
 
 
