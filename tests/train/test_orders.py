@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -68,6 +69,16 @@ def test_the_interleaved_order_that_is_known_without_torch_is_torchs(
 ) -> None:
     told = planned("Interleaved1F1B", num_ranks=ranks, stages_per_rank=stages, num_microbatches=microbatches)
     assert interleaved_1f1b(ranks, stages, microbatches) == told
+
+
+def test_the_schedules_of_the_stories_are_torchs() -> None:
+    """A story of a real schedule writes out what each rank computes, so that a person can read it."""
+    lines = (Path(__file__).parents[1] / "core/scenarios/bubbles_zero.txt").read_text(encoding="utf-8").splitlines()
+    told = [dict(word.split("=") for word in line.split()[1:]) for line in lines if line.startswith("schedule ")]
+    assert [one["of"] for one in told] == ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
+    for one in told:
+        orders = planned(one["of"], num_ranks=2, stages_per_rank=2, num_microbatches=4)
+        assert [one["rank0"], one["rank1"]] == [",".join(map(str, order)) for order in orders]
 
 
 def test_micro_batches_that_make_no_rounds_are_refused_as_torch_refuses_them() -> None:
