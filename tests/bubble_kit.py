@@ -105,8 +105,8 @@ class Pipelines:
                 now, copied = now + each, copied + 1
             if copied >= first:
                 lines.append(f"{began:g} to {now:g} ms: chunks {first} to {copied}")
-            elif until is not None:
-                now = min(until, lasts)
+            else:
+                now = min(until, lasts) if until is not None and until > now else lasts
                 lines.append(
                     f"{began:g} to {now:g} ms: none is begun, for it would end later than the wait is expected to"
                 )
