@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.base.errors import UsageError
+from holdfast.tools import launch
 from holdfast.tools.pipeline import WORDS, parse, pipeline, predicted
 from holdfast.tools.timeline import Picture, draw
 from holdfast.tools.trace import Span, Track
@@ -220,8 +221,11 @@ def test_help_tells_every_word(holdfast: Run) -> None:
     assert all(re.search(rf"^ +{word} +{re.escape(what)}$", text, re.MULTILINE) for word, what in WORDS.items()), text
 
 
-def test_the_interleaved_schedule_halves_the_bubbles(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_interleaved_schedule_halves_the_bubbles_and_torch_is_not_asked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Narayanan et al. 2021: two stages a rank halve them. Torch's micro-batches that make no rounds are refused."""
+    monkeypatch.setattr(launch, "ask", lambda *_: pytest.fail("that takes seconds"))
     ranks = told(capsys, "Interleaved1F1B ranks=16 microbatches=64 forward=10ms")["ranks"]
     assert [rank["idle_share"] for rank in ranks] == pytest.approx([7.5 / (64 + 7.5)] * 16, rel=0.02)
     with pytest.raises(UsageError, match="9 micro-batches cannot be divided into 2 rounds"):
