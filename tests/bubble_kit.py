@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from holdfast.core.bubbles import Load, Placement, Window, highest_cadence, place, review_due, reviewed
+from holdfast.core.bubbles import GUARD_SHARE, Load, Placement, Window, highest_cadence, place, review_due, reviewed
 from holdfast.core.pipeline import Action, Costs, Kind, Order, Timeline, gpipe, one_f_one_b, simulate
-from holdfast.core.windows import Waits
-from holdfast.tools.timeline import draw
+from holdfast.core.windows import Waits, has_room
+from holdfast.tools.timeline import Picture, draw, tracks
 
 Args = dict[str, str]
 Lines = list[str]
@@ -30,7 +30,7 @@ class Pipelines:
         return getattr(self, f"do_{name.replace('-', '_')}")(args)
 
     def do_schedule(self, args: Args) -> Lines:
-        """`kind=gpipe stages=3 microbatches=4 forward=2 backward=4`, or the order of each rank: `rank0=0F0,0B0`."""
+        """`kind=gpipe stages=3 microbatches=4 forward=2 backward=4`, or the order of each rank: `rank0=0F0,0B0`; `of` names it."""
         make = {"gpipe": gpipe, "1f1b": one_f_one_b}.get(args.get("kind", ""))
         if make is not None:
             self.orders = make(int(args["stages"]), int(args["microbatches"]))
@@ -53,12 +53,12 @@ class Pipelines:
         return self._draw()
 
     def do_copy(self, args: Args) -> Lines:
-        """So many chunks of so many milliseconds into the waits of every rank, or of one."""
+        """So many chunks of so many milliseconds into the waits of every rank; the guard is the product's unless given."""
         assert self.step is not None
         chunks = [float(args["each"]) * MS] * int(args["chunks"])
         for rank, row in enumerate(self.step.ranks):
             windows = [Window(wait.index, wait.seconds) for wait in row.waits]
-            self.placements[rank] = place(chunks, windows, guard=float(args.get("guard", 0)))
+            self.placements[rank] = place(chunks, windows, guard=float(args.get("guard", GUARD_SHARE)))
         lines = self._draw()
         return lines + [f"rank {rank}: {one.reason}" for rank, one in self.placements.items()]
 
@@ -93,10 +93,30 @@ class Pipelines:
             self.waits.ended(float(text) * MS)
         return ["expected: " + ", ".join(f"{window.seconds / MS:g}" for window in self.waits.windows())]
 
+    def do_lasts(self, args: Args) -> Lines:
+        """A wait, by its number, that really takes so many milliseconds: which chunks are copied when, one after another."""
+        number, lasts, each = int(args["wait"]), float(args["ms"]), float(args["each"])
+        expected = self.waits.expected(number)
+        until = None if expected is None else expected / MS
+        now, copied, chunks, lines = 0.0, 0, int(args["chunks"]), []
+        while now < lasts and copied < chunks:
+            first, began = copied + 1, now
+            while now < lasts and copied < chunks and has_room(until, now, each):
+                now, copied = now + each, copied + 1
+            if copied >= first:
+                lines.append(f"{began:g} to {now:g} ms: chunks {first} to {copied}")
+            else:
+                now = min(until, lasts) if until is not None and until > now else lasts
+                lines.append(
+                    f"{began:g} to {now:g} ms: none is begun, for it would end later than the wait is expected to"
+                )
+        over = f", {now - lasts:g} ms after the wait" if now > lasts else ""
+        return [*lines, f"{copied} of {chunks} chunks are copied{over}; the wait took {lasts:g} ms"]
+
     def _draw(self) -> Lines:
         self.step = simulate(self.orders, Costs(self.compute))
         shares = ", ".join(f"{self.step.idle_share(rank):.1%}" for rank in range(len(self.orders)))
-        drawn = draw(self.step, self.placements, column_s=MS)
+        drawn = draw(tracks(self.step, self.placements), Picture(MS))
         return [*drawn, f"a step takes {self.step.period / MS:g} ms; idle: {shares}"]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -16,8 +14,6 @@ from holdfast.base.errors import CorruptError, UsageError
 from holdfast.base.events import Events
 from holdfast.base.trace import TraceFile
 from holdfast.tools.trace import kind_of, read, trace
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def track(home: Path, name: str, spans: list[tuple[str, float, float]]) -> Path:
@@ -173,50 +169,3 @@ def test_no_tracks_is_an_error_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no tracks under") as caught:
         read([tmp_path])
     assert "--trace" in str(caught.value)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_a_browser_shows_every_track_and_answers_the_pointer(home: Path, tmp_path: Path, theme: str) -> None:
-    trace([str(home)], html=None, perfetto=None, as_json=True)
-    page = home / "timeline.html"
-    # What a person would do, done by the page itself: point at a span, zoom, hide a kind; the answers go to the title.
-    script = """<script>setTimeout(() => {
-      const box = canvas.getBoundingClientRect(), row = rows.find(r => r.track.name === 'rank 2' && r.spans.length);
-      const s = row.spans[0];
-      canvas.dispatchEvent(new PointerEvent('pointermove', {clientX: box.left + x((s[2] + s[3]) / 2), clientY: box.top + row.y + 5}));
-      const told = tip.innerText; const before = to - from; zoom(0.5); const after = to - from;
-      const spans = () => rows.reduce((sum, row) => sum + row.spans.length, 0), all = spans();
-      document.querySelector('#legend button').click();
-      const pixels = new Set(); const image = pen.getImageData(0, 0, canvas.width, canvas.height).data;
-      for (let i = 0; i < image.length; i += 4) pixels.add(image[i] << 16 | image[i + 1] << 8 | image[i + 2]);
-      document.body.dataset.seen = JSON.stringify({told, ratio: after / before, colours: pixels.size, hidden: all - spans(),
-        names: rows.filter(r => r.first).map(r => r.track.name), page: getComputedStyle(document.body).backgroundColor,
-        pressed: document.querySelector('#legend button').getAttribute('aria-pressed')});
-    }, 50);</script>"""
-    page.write_text(page.read_text().replace("</body>", script + "</body>"))
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
-    flags += [
-        "--disable-background-networking",
-        "--disable-component-update",
-        f"--user-data-dir={tmp_path / 'profile'}",
-    ]
-    if theme == "dark":
-        flags.append("--blink-settings=preferredColorScheme=0")
-    done = subprocess.run(
-        [CHROMIUM, *flags, "--virtual-time-budget=3000", "--window-size=1200,600", "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    seen = json.loads(re.search(r'data-seen="([^"]*)"', done.stdout)[1].replace("&quot;", '"').replace("&amp;", "&"))
-    assert "rank 2" in seen["names"]
-    assert len(seen["names"]) == 4
-    assert "0F0" in seen["told"]
-    exact = re.search(r"500\.00 ms, from (\d+\.\d{6}) s to (\d+\.\d{6}) s", seen["told"])
-    assert exact, "exact times"
-    assert float(exact[2]) - float(exact[1]) == pytest.approx(0.5, abs=2e-6)
-    assert seen["hidden"] > 0, "a kind that is pressed is hidden"
-    assert seen["ratio"] == pytest.approx(0.5, rel=0.01)
-    assert seen["colours"] > 5
-    assert seen["pressed"] == "false"
-    assert seen["page"] == ("rgb(21, 24, 28)" if theme == "dark" else "rgb(247, 247, 245)")

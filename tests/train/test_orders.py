@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.pipelining import schedules
 
 from holdfast.base.errors import UsageError
 from holdfast.base.events import Events
-from holdfast.core.pipeline import Costs, Kind, gpipe, one_f_one_b, simulate
+from holdfast.core.pipeline import Costs, Kind, gpipe, interleaved_1f1b, one_f_one_b, simulate
 from holdfast.train import orders
 from holdfast.train.found import bubbles_of
 from holdfast.train.orders import planned
@@ -83,6 +84,34 @@ def test_zero_bubble_schedules_wait_less_than_1f1b() -> None:
 def test_one_stage_per_rank_is_known_by_name(name: str) -> None:
     make = {"GPipe": gpipe, "1F1B": one_f_one_b}[name]
     assert planned(name, num_ranks=3, stages_per_rank=1, num_microbatches=5) == make(3, 5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "microbatches"),
+    [(1, 2, 3), (2, 2, 4), (4, 2, 3), (4, 2, 10), (4, 3, 8), (3, 1, 6), (16, 2, 64)],
+)
+def test_the_interleaved_order_that_is_known_without_torch_is_torchs(
+    ranks: int, stages: int, microbatches: int
+) -> None:
+    told = planned("Interleaved1F1B", num_ranks=ranks, stages_per_rank=stages, num_microbatches=microbatches)
+    assert interleaved_1f1b(ranks, stages, microbatches) == told
+
+
+def test_the_schedules_of_the_stories_are_torchs() -> None:
+    """A story of a real schedule writes out what each rank computes, so that a person can read it."""
+    lines = (Path(__file__).parents[1] / "core/scenarios/bubbles_zero.txt").read_text(encoding="utf-8").splitlines()
+    told = [dict(word.split("=") for word in line.split()[1:]) for line in lines if line.startswith("schedule ")]
+    assert [one["of"] for one in told] == ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
+    for one in told:
+        orders = planned(one["of"], num_ranks=2, stages_per_rank=2, num_microbatches=4)
+        assert [one["rank0"], one["rank1"]] == [",".join(map(str, order)) for order in orders]
+
+
+def test_micro_batches_that_make_no_rounds_are_refused_as_torch_refuses_them() -> None:
+    with pytest.raises(ValueError, match="9 micro-batches cannot be divided into 2 rounds"):
+        interleaved_1f1b(4, 2, 9)
+    with pytest.raises(UsageError, match="multiple of the number of rounds"):
+        planned("Interleaved1F1B", num_ranks=4, stages_per_rank=2, num_microbatches=9)
 
 
 def test_what_torch_refuses_is_refused_with_its_words() -> None:

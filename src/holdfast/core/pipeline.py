@@ -167,6 +167,34 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> tuple[Order, ...]:
     return tuple(orders)
 
 
+def interleaved_1f1b(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> tuple[Order, ...]:
+    """1F1B with several stages per rank, the earlier micro-batches first (Narayanan et al. 2021, section 2.2).
+
+    A rank has every `num_ranks`-th stage, and changes from stage to stage after a round of micro-batches. Its number of
+    forwards ahead and its rounds are those of PyTorch's schedule of this name; the tests hold that the orders are equal.
+
+    Raises:
+        ValueError: the micro-batches make no whole rounds.
+    """
+    rounds = max(1, num_microbatches // num_ranks)
+    if num_microbatches % rounds:
+        raise ValueError(f"{num_microbatches} micro-batches cannot be divided into {rounds} rounds")
+    each, total = num_microbatches // rounds, num_microbatches * stages_per_rank
+    turns = [
+        (step // each % stages_per_rank, step // (each * stages_per_rank) * each + step % each) for step in range(total)
+    ]
+    orders = []
+    for rank in range(num_ranks):
+        forwards = [Action(turn * num_ranks + rank, Kind.FORWARD, m) for turn, m in turns]
+        back = [Action((stages_per_rank - 1 - turn) * num_ranks + rank, Kind.BACKWARD, m) for turn, m in turns]
+        ahead = min(total, (stages_per_rank - 1) * each + 2 * (num_ranks - 1 - rank))
+        order = forwards[:ahead]
+        for forward, backward in zip(forwards[ahead:], back, strict=False):
+            order += (forward, backward)
+        orders.append((*order, *back[total - ahead :]))
+    return tuple(orders)
+
+
 def simulate(orders: Sequence[Order], costs: Costs) -> Timeline:
     """The timeline of one step in the steady state.
 

@@ -204,7 +204,7 @@ def groups(
         raise typer.Exit(groups_tool.groups(root, version, job=job, ranks_per_node=ranks_per_node, as_json=json))
 
 
-@app.command()
+@app.command(epilog=pipeline_tool.HELP)
 def plan(  # noqa: PLR0913 - an option is a parameter
     file: Annotated[
         str | None, typer.Argument(metavar="[FILE]", help="A description (TOML, JSON), or a training script (.py).")
@@ -233,6 +233,7 @@ def plan(  # noqa: PLR0913 - an option is a parameter
     pipeline: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Instead: a pipeline's step, and a checkpoint in its bubbles.")
     ] = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="That step as a page, with exact times.")] = None,
     json: Json = False,
 ) -> None:
     """What a job will hold, copy, write and back up, and what any lost node would cost. Nothing is started.
@@ -246,8 +247,7 @@ def plan(  # noqa: PLR0913 - an option is a parameter
     holdfast plan job.toml --lost-nodes 2,3
     holdfast plan job.toml --like run1            how often to save, after what run1 was like
     holdfast plan train.py --nnodes 2 --ranks-per-node 8 -- --width 4096
-    \b
-    holdfast plan --pipeline "Interleaved1F1B ranks=16 microbatches=64 forward=10ms state=8GiB"
+    holdfast plan --pipeline "Interleaved1F1B ranks=16 microbatches=64 forward=10ms hop=1ms" --html step.html
     \b
     A script runs once per rank, without memory, network or devices, up to its Checkpointer.restore().
     \b
@@ -268,8 +268,8 @@ def plan(  # noqa: PLR0913 - an option is a parameter
       place = { dp = "shard(0)" }                  # ZeRO-1
     """
     with errors_shown(as_json=json):
-        if pipeline is not None:
-            raise typer.Exit(pipeline_tool.pipeline(pipeline, as_json=json))
+        if pipeline is not None or html is not None:
+            raise typer.Exit(pipeline_tool.pipeline(pipeline, html=html, as_json=json))
         source = plan_tool.Source(file, checkpoint, version, mesh, tuple(arguments or ()), nnodes, job)
         assumed = often.Assumptions(mtbf, step_time, save_time)
         if like is not None:

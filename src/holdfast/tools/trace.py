@@ -74,19 +74,19 @@ def trace(directories: Sequence[str], *, html: str | None, perfetto: str | None,
     homes = [Path(directory) for directory in directories]
     home = homes[0]
     tracks = read(homes)
-    page = Path(html) if html else home / "timeline.html"
+    file = Path(html) if html else home / "timeline.html"
     events = Path(perfetto) if perfetto else home / "timeline.json"
     events.write_text(json.dumps({"traceEvents": list(_chrome(tracks))}), encoding="utf-8")
-    page.write_text(_page(tracks, home.name), encoding="utf-8")
+    file.write_text(page(tracks, home.name), encoding="utf-8")
     seconds = max((span.end for track in tracks for span in track.spans), default=0.0)
     count = sum(len(track.spans) for track in tracks)
     kinds = Counter(span.kind for track in tracks for span in track.spans)
     summary = {"tracks": [t.name for t in tracks], "spans": count, "seconds": round(seconds, 3), "kinds": kinds}
     if as_json:
-        output.print_json({**summary, "html": str(page), "perfetto": str(events)})
+        output.print_json({**summary, "html": str(file), "perfetto": str(events)})
     else:
         print(f"{len(tracks)} tracks, {count} spans over {seconds:.1f} s")
-        print(f"{page}    open it in a browser")
+        print(f"{file}    open it in a browser")
         print(f"{events}    open it at ui.perfetto.dev, or in chrome://tracing")
     return 0
 
@@ -195,7 +195,8 @@ def _lane(kind: str) -> str:
     return "work" if kind in ("compute", "bubble") else kind
 
 
-def _page(tracks: Sequence[Track], title: str) -> str:
+def page(tracks: Sequence[Track], title: str) -> str:
+    """The tracks as one HTML page that needs nothing else; also that of a step that `plan --pipeline` predicts."""
     kinds = sorted({span.kind for track in tracks for span in track.spans})
     data = {
         "title": title,
