@@ -167,7 +167,7 @@ def _shade(filled: Mapping[str, float], shades: str) -> str:
     most = max(work, key=lambda what: work[what])
     if most in (SYNC, OPTIMIZER):
         return most
-    if work[most] < _MOST * worked:
+    if work[most] < _MOST * sum(work.get(kind, 0.0) for kind in "FBW"):
         return shades[2]
     return shades["FB?W".index(most)]
 
