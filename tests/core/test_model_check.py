@@ -58,6 +58,13 @@ DEEP = {
     "a node stops waiting for second copies": Bounds(PAIR, replicas=True, impatience=1),
     "nodes stop waiting and a trainer dies": Bounds(PAIR, replicas=True, impatience=2, trainer_deaths=1, max_step=2),
     "a node stops waiting and a keeper dies": Bounds(PAIR, replicas=True, impatience=1, keeper_deaths=1, max_step=2),
+    "second copies are made again and a trainer dies": Bounds(PAIR, replicas=True, repeats=1, trainer_deaths=1),
+    "second copies are made again and a node stops waiting": Bounds(
+        PAIR, replicas=True, repeats=2, impatience=1, max_step=2
+    ),
+    "second copies are made again and a keeper dies": Bounds(
+        PAIR, replicas=True, repeats=1, keeper_deaths=1, max_step=2
+    ),
     "three slots and a trainer dies": Bounds(THREE, num_slots=3, max_step=2, trainer_deaths=1, skips=1),
 }
 

@@ -121,7 +121,8 @@ def pull(job: Rules, world: World, node: int, rank: int, version: Version) -> Wo
         copies = tuple(sorted((*world.copies[node], (rank, version))))
         world = world._replace(copies=_put(world.copies, node, copies))
     mine = {r for r in job.ranks if _backup(job, r) == node}
-    if all((r, version) in world.copies[node] for r in mine):
+    counts = version.incarnation == len(world.resumed)  # the coordinator is told of its own incarnation only
+    if counts and all((r, version) in world.copies[node] for r in mine):
         ids = tuple(f"b{r}" for r in sorted(mine))
         world, _ = job.ask(world, node, "replicated", version, ids)
         if world.joined[node]:
