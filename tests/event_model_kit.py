@@ -5,7 +5,7 @@ one. Nothing is fitted to the waits or to the length of a step: a hop is timed f
 begin of another's, on the clock that all processes of a machine share. So a model with another order, other needs or
 other costs says other waits, and is found out.
 
-Only the shortest half of the steps counts: in the others a program beside took a processor, and medians of what is left
+Only the shortest steps count: in the others a program beside took a processor, and medians of what is left
 are taken, for the same reason. Which steps those are has nothing to do with what the model says.
 """
 
@@ -64,10 +64,10 @@ class Seen:
         wanted = list(numbers)
         return Seen(self.schedule, self.orders, tuple(tuple(steps[n] for n in wanted) for steps in self.ranks))
 
-    def halves(self) -> tuple[Seen, Seen]:
-        """Of the shortest half of the steps every second one, and the others."""
+    def halves(self, of: float = 0.5) -> tuple[Seen, Seen]:
+        """Of the shortest steps, such a part of all, every second one, and the others."""
         periods = [max(steps[n].period for steps in self.ranks) for n in range(len(self.ranks[0]))]
-        quiet = sorted(sorted(range(len(periods)), key=periods.__getitem__)[: max(2, len(periods) // 2)])
+        quiet = sorted(sorted(range(len(periods)), key=periods.__getitem__)[: max(2, int(of * len(periods)))])
         return self.only(quiet[::2]), self.only(quiet[1::2])
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ from holdfast.train.pipeline import Bubbles
 MICROBATCHES = 8
 ONE = ("GPipe", "1F1B")
 SHAPE = Shape(width=256, layers=6, context=64, dropout=0.0)
-SEQUENCES = 2
+# Of the transformer: few and long, so that a rank waits for a fifth of a step, some ten times what its actions vary.
+FEW, SEQUENCES = 4, 4
 
 
 class Stage(nn.Module):
@@ -56,15 +58,15 @@ def sleeping(name: str, rank: int, world: int, forward_s: float) -> tuple[list[P
 def run(name: str, rank: int, world: int, work: str, steps: int) -> dict[str, object]:
     if work == "gpt":
         stages, loss = [stage(SHAPE, rank, world)], loss_of
-        text = torch.randint(0, SHAPE.vocabulary, (2, MICROBATCHES * SEQUENCES, SHAPE.context))
-        batch, target = text
-        rest_s = 0.0
+        batch, target = torch.randint(0, SHAPE.vocabulary, (2, FEW * SEQUENCES, SHAPE.context))
+        microbatches, rest_s = FEW, 0.0
     else:
         stages, loss = sleeping(name, rank, world, float(work))
         batch, target = torch.ones(MICROBATCHES, 8), torch.zeros(MICROBATCHES, 8)
-        rest_s = float(work) / 2 if rank == 0 else 0.0  # between steps: an optimizer, a log
+        # Between steps: an optimizer, a log.
+        microbatches, rest_s = MICROBATCHES, float(work) / 2 if rank == 0 else 0.0
     kind = schedules.get_schedule_class(name.rstrip("~"))
-    schedule = kind(stages[0] if name.rstrip("~") in ONE else stages, MICROBATCHES, loss_fn=loss)
+    schedule = kind(stages[0] if name.rstrip("~") in ONE else stages, microbatches, loss_fn=loss)
     optimizer = torch.optim.AdamW([p for one in stages for p in one.submod.parameters()], lr=1e-4)
     watcher = Bubbles(schedule, Events())
     watcher.attach()
@@ -94,14 +96,20 @@ def run(name: str, rank: int, world: int, work: str, steps: int) -> dict[str, ob
     }
 
 
-def go_first() -> None:
-    """This thread and those that it starts run before all else on the machine, where that is allowed.
+def go_first(*, computes: bool) -> None:
+    """This process runs before all else on the machine, where that is allowed, or the machine is what is measured.
 
-    Beside other programs who has slept wakes up some 5 ms late now and then, and then the machine is measured. Only who
-    sleeps may do that: real work would keep the threads of its own process group from running.
+    Beside other programs who has slept wakes up some 5 ms late now and then, and who computes gets half a processor. First at
+    once is only who sleeps (real time): one that computes would keep the threads of its process group from running, so its
+    session gets a larger share of each processor instead (autogroup of sched(7)).
     """
-    with contextlib.suppress(PermissionError):
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    with contextlib.suppress(OSError):
+        if not computes:
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+            return
+        with contextlib.suppress(PermissionError):  # it leads one already
+            os.setsid()
+        Path("/proc/self/autogroup").write_text("-20")
 
 
 def main() -> None:
@@ -110,8 +118,7 @@ def main() -> None:
     if work == "gpt":
         mine = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {mine[rank % len(mine)]})
-    else:
-        go_first()
+    go_first(computes=work == "gpt")
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     rows = [run(name, rank, world, work, steps) for name in sys.argv[6:]]
     dist.barrier()
