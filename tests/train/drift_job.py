@@ -20,7 +20,7 @@ import holdfast
 from holdfast.testing.gpt import Shape, Text
 from holdfast.testing.pipeline_gpt import loss_of, stage
 
-SHAPE = Shape(width=256, layers=2, context=8, dropout=0.0)
+SHAPE = Shape(width=512, layers=2, context=8, dropout=0.0)
 MICROBATCHES = 4
 FORWARD_S = 0.006
 # From this step on: the name of the phase, and the factor of each rank's stage.
@@ -82,11 +82,11 @@ def main() -> None:
         name, *factors = phase_of(step)
         part.submod.seconds = FORWARD_S * factors[rank]
         hang.begin(step)
-        inputs, targets = next(text)
         before, began = checkpointer.events.counters(), time.perf_counter()
         saved = step > start and is_saved(step, saves)
         if saved:
             checkpointer.save(step - 1)
+        inputs, targets = next(text)
         schedule.step(*([inputs] if part.is_first else []), **({"target": targets} if part.is_last else {}))
         for parameter in part.submod.stage.blocks.parameters():
             parameter.grad.copy_(parameter * (step + 1))  # they compute nothing, and all moments would stay zero

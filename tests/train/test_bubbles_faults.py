@@ -7,8 +7,7 @@ made again, against an undisturbed run.
 from __future__ import annotations
 
 import statistics
-from bisect import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +19,7 @@ JOB = Path(__file__).with_name("pipeline_job.py")
 DRIFT = Path(__file__).with_name("drift_job.py")
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 STEPS = 14
+Span = tuple[str, float, float]
 
 
 def killed_and_restored(tmp_path: Path, *words: object, ranks: int = 2) -> list[Row]:
@@ -45,9 +45,7 @@ def test_a_pipeline_killed_in_the_middle_goes_on_bit_for_bit(runtime_dir: Path, 
         assert end["saved"] == list(range(STEPS)), "every step was saved"
         assert end["late"] > 0, "after three proofs the copies go on behind the call"
         assert end["copy"] > 0
-        print(
-            f"\n{name}: {end['stalled'] / end['seconds']:.1%} of {end['seconds']:.2f} s, {end['inside']:.4f} of {end['copy']:.4f} s"
-        )
+        assert end["stalled"] <= 0.15 * end["seconds"], "call and fence; the first three saves are copied in the call"
 
 
 @pytest.mark.slow
@@ -58,10 +56,6 @@ def test_stages_that_several_ranks_divide_are_copied_in_their_waits_and_go_on_bi
     for end in killed_and_restored(tmp_path, name, inside, ranks=4):
         assert end["late"] > 0
         assert end["inside"] >= 0.5 * end["copy"] > 0
-
-
-def test_the_last(tmp_path: Path) -> None:
-    pass
 
 
 @pytest.mark.slow
@@ -79,3 +73,85 @@ def test_a_kill_in_every_phase_of_a_pipeline_that_changes_costs_two_steps_at_mos
     assert len(killed.lost) == 3
     assert max(killed.lost) <= 2
     assert not any(end["given_up"] for end in ends)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one rank: what saving stopped it for, its waits, and the copies that ran in it, as (what, start, end)."""
+
+    phase: str
+    number: int
+    is_saved: bool
+    seconds: float
+    stall: float
+    waits: Sequence[Span]
+    copies: Sequence[Span]
+
+    @property
+    def copied(self) -> float:
+        return sum(end - start for _, start, end in self.copies)
+
+    @property
+    def inside(self) -> float:
+        """Seconds of the copies that lay in waits: a copy that outlasts its wait counts as far as the wait went."""
+        return sum(
+            max(0.0, min(end, over) - max(start, begun))
+            for _, start, end in self.copies
+            for _, begun, over in self.waits
+        )
+
+    def overruns(self) -> list[list[float]]:
+        """Per wait in which copies had a turn: of each that was not done when it ended, the seconds after that end."""
+        found: dict[int, list[float]] = {}
+        for what, start, end in self.copies:
+            if what == "copy":
+                (*_, number) = [number for number, (_, begun, _) in enumerate(self.waits) if begun <= start]
+                past = end - max(start, self.waits[number][2])
+                found.setdefault(number, []).extend([past] if past > 0 else [])
+        return list(found.values())
+
+
+def steps_of(end: Row) -> list[Step]:
+    """From what a rank told at its end."""
+    steps = []
+    for row in end["rows"]:
+        spans = [span for span in end["spans"] if row["began"] <= span[1] < row["ended"]]
+        waits, copies = ([span for span in spans if (span[0] == "wait") == is_wait] for is_wait in (True, False))
+        stall = row["save_seconds"] + row["fence_wait_seconds"]
+        steps.append(Step(row["phase"], row["number"], row["saved"], row["ended"] - row["began"], stall, waits, copies))
+    return steps
+
+
+def test_at_least_nine_tenths_of_the_copying_lie_in_waits(runtime_dir: Path, tmp_path: Path) -> None:
+    """Stages that sleep instead of computing, saved at every step."""
+    with Lives(tmp_path / "job", DRIFT, 18, "every") as job:
+        ends = [rows[-1] for rows in job.live()]
+    for end in ends:
+        settled = [step for step in steps_of(end) if step.copies]
+        assert len(settled) >= 12, "after three proofs all is copied late"
+        copied, inside = sum(step.copied for step in settled), sum(step.inside for step in settled)
+        print(f"\n{inside:.4f} of {copied:.4f} s")
+        assert inside >= 0.9 * copied > 0
+
+
+@pytest.mark.slow
+def test_a_stage_that_slows_a_peer_that_hangs_and_waits_cut_short_cost_a_chunk_per_wait_at_most(
+    runtime_dir: Path, tmp_path: Path
+) -> None:
+    """Against steps of the same phase of the same run that were not saved."""
+    with Lives(tmp_path / "job", DRIFT, 61, "block") as job:
+        ends = [rows[-1] for rows in job.live()]
+    for rank, end in enumerate(ends):
+        assert not end["given_up"]
+        steps = steps_of(end)
+        chunk = statistics.median(over - start for step in steps for _, start, over in step.copies)
+        for phase in ("even", "slow", "hung", "short"):
+            saved = [step for step in steps if step.phase == phase and step.copies]
+            plain = [step for step in steps if step.phase == phase and not step.is_saved and step.number % 3]
+            overruns = [past for step in saved for past in step.overruns()]
+            print(
+                f"\nrank {rank} {phase}: {len(saved)} saved, {len(plain)} plain, chunk {1e3 * chunk:.2f} ms;"
+                f" overruns {[round(1e3 * sum(past), 2) for past in overruns]} stalls {[round(1e3 * step.stall, 1) for step in saved]}"
+                f" share inside {sum(s.inside for s in saved) / sum(s.copied for s in saved):.3f}"
+                f" step {[round(1e3 * step.seconds, 1) for step in saved]} {[round(1e3 * step.seconds, 1) for step in plain]}"
+            )
