@@ -1,8 +1,8 @@
 """One rank of a pipeline of known work whose stages change while it trains.
 
-`python drift_job.py RANK WORLD STORE ROOT STEPS SAVES` prints where it begins, a line per step, each with the digest of model
-and optimizer (`lives_kit`), when its last stage begins to hang, and at the end what happened in every step. SAVES says before
-which steps the state is saved: `every` one, those of every other `block`, or `none`.
+`python drift_job.py RANK WORLD STORE ROOT STEPS SAVES [WIDTH]` prints where it begins, a line per step, each with the digest of
+model and optimizer (`lives_kit`), when its last stage begins to hang, and at the end what happened in every step. SAVES says
+before which steps the state is saved: `every` one, those of every other `block`, or `none`. WIDTH makes the state large.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import holdfast
 from holdfast.testing.gpt import Shape, Text
 from holdfast.testing.pipeline_gpt import loss_of, stage
 
-SHAPE = Shape(width=512, layers=2, context=8, dropout=0.0)
+WIDTH, CONTEXT = 256, 8
 MICROBATCHES = 4
 FORWARD_S = 0.006
 # From this step on: the name of the phase, and the factor of each rank's stage.
@@ -57,17 +57,18 @@ class Hang:
 
 
 def main() -> None:
-    rank, world, store, root, steps, saves = sys.argv[1:]
+    rank, world, store, root, steps, saves, *width = sys.argv[1:]
     rank, world, steps = int(rank), int(world), int(steps)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    part = stage(SHAPE, rank, world, sleep_s=FORWARD_S)
+    shape = Shape(width=int(*width or [WIDTH]), layers=2, context=CONTEXT, dropout=0.0)
+    part = stage(shape, rank, world, sleep_s=FORWARD_S)
     hang = Hang()
     if part.is_last:
         part.submod.register_forward_pre_hook(hang)
     schedule = schedules.Schedule1F1B(part, MICROBATCHES, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(part.submod.parameters(), lr=1e-3, fused=True)
-    text = Text(context=SHAPE.context, batch=2 * MICROBATCHES)
+    text = Text(context=CONTEXT, batch=2 * MICROBATCHES)
     checkpointer = holdfast.Checkpointer(
         root, model=part.submod, optimizer=optimizer, loader=text, every=10**9, durable_every=0
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ JOB = Path(__file__).with_name("pipeline_job.py")
 DRIFT = Path(__file__).with_name("drift_job.py")
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 STEPS = 14
+HANG_S = 1.5  # of drift_job
 Span = tuple[str, float, float]
 
 
@@ -38,7 +40,7 @@ def killed_and_restored(tmp_path: Path, *words: object, ranks: int = 2) -> list[
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "Interleaved1F1B")) for name in SCHEDULES]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "LoopedBFS")) for name in SCHEDULES]
 )
 def test_a_pipeline_killed_in_the_middle_goes_on_bit_for_bit(runtime_dir: Path, tmp_path: Path, name: str) -> None:
     for end in killed_and_restored(tmp_path, name):
@@ -130,7 +132,6 @@ def test_at_least_nine_tenths_of_the_copying_lie_in_waits(runtime_dir: Path, tmp
         settled = [step for step in steps_of(end) if step.copies]
         assert len(settled) >= 12, "after three proofs all is copied late"
         copied, inside = sum(step.copied for step in settled), sum(step.inside for step in settled)
-        print(f"\n{inside:.4f} of {copied:.4f} s")
         assert inside >= 0.9 * copied > 0
 
 
@@ -139,19 +140,39 @@ def test_a_stage_that_slows_a_peer_that_hangs_and_waits_cut_short_cost_a_chunk_p
     runtime_dir: Path, tmp_path: Path
 ) -> None:
     """Against steps of the same phase of the same run that were not saved."""
-    with Lives(tmp_path / "job", DRIFT, 61, "block") as job:
+    with Lives(tmp_path / "job", DRIFT, 61, "block", 384) as job:
         ends = [rows[-1] for rows in job.live()]
     for rank, end in enumerate(ends):
         assert not end["given_up"]
-        steps = steps_of(end)
-        chunk = statistics.median(over - start for step in steps for _, start, over in step.copies)
-        for phase in ("even", "slow", "hung", "short"):
-            saved = [step for step in steps if step.phase == phase and step.copies]
-            plain = [step for step in steps if step.phase == phase and not step.is_saved and step.number % 3]
-            overruns = [past for step in saved for past in step.overruns()]
-            print(
-                f"\nrank {rank} {phase}: {len(saved)} saved, {len(plain)} plain, chunk {1e3 * chunk:.2f} ms;"
-                f" overruns {[round(1e3 * sum(past), 2) for past in overruns]} stalls {[round(1e3 * step.stall, 1) for step in saved]}"
-                f" share inside {sum(s.inside for s in saved) / sum(s.copied for s in saved):.3f}"
-                f" step {[round(1e3 * step.seconds, 1) for step in saved]} {[round(1e3 * step.seconds, 1) for step in plain]}"
-            )
+        phases: dict[str, list[Step]] = {}
+        for step in steps_of(end):
+            phases.setdefault(step.phase, []).append(step)
+        for phase, steps in phases.items():
+            judge(f"rank {rank}, {phase}", steps, fits=phase != "short")
+        (hung,) = phases["hung"]
+        undisturbed = statistics.median(step.seconds for step in phases["even"] if not step.is_saved)
+        assert hung.copies
+        assert hung.seconds <= HANG_S + 2 * undisturbed
+
+
+def judge(name: str, steps: Sequence[Step], *, fits: bool) -> None:
+    """Of one phase; `fits`: its waits hold a whole copy."""
+    saved = [step for step in steps if step.copies]
+    # The first step after a block of saved ones still finishes what these began.
+    plain = [step for before, step in pairwise(steps) if not before.is_saved and not step.is_saved]
+    overruns = [past for step in saved for past in step.overruns()]
+    chunks = sorted(over - start for step in saved for _, start, over in step.copies)
+    stalled, whole = sum(step.stall for step in saved), sum(step.seconds for step in saved)
+    copied, inside = sum(step.copied for step in saved), sum(step.inside for step in saved)
+    medians = [statistics.median(step.seconds for step in some) for some in (saved, plain) if some]
+    print(
+        f"\n{name}: {len(saved)} saves of {len(chunks) // len(saved)} chunks, {stalled / whole:.2%} stalled,"
+        f" {inside / copied:.1%} in waits, {sum(map(sum, overruns)) * 1e3:.2f} ms past the end of {len(overruns)} waits,"
+        f" a slow chunk {chunks[int(0.95 * len(chunks))] * 1e3:.2f} ms, steps {[round(s * 1e3, 1) for s in medians]} ms",
+        end="",
+    )
+    assert max(map(len, overruns)) <= 1, "one chunk at most is under way when a wait ends"
+    assert sum(map(sum, overruns)) <= len(overruns) * chunks[int(0.95 * len(chunks))], "and costs what a chunk costs"
+    assert stalled <= 0.1 * whole, "call and fence"
+    assert inside >= (0.9 if fits else 0.0) * copied
+    assert not plain or medians[0] <= 1.25 * medians[1], "beside steps of the same phase that were not saved"

@@ -19,6 +19,7 @@ JOB = Path(__file__).with_name("kill_job.py")
 RANKS = 2
 # Steps of a life are drawn so that a kill hits every place between two checkpoints alike.
 SHORTEST = 5
+KILLS = 50
 
 
 class Campaign:
@@ -55,7 +56,7 @@ def campaign(home: Path, *, every: int, kills: int, seed: int) -> list[int]:
 
 
 def test_a_kill_costs_at_most_two_steps_where_every_step_is_saved(runtime_dir: Path, tmp_path: Path) -> None:
-    # Killed when some steps are finished: a checkpoint every four steps would lose three.
+    # Killed when seven steps are finished: a checkpoint every four steps would lose three.
     lost = campaign(tmp_path / "job", every=1, kills=1, seed=7)
     assert len(lost) == 1
     assert max(lost) <= 2, "the version of the last step may be on its way, and ranks are a step apart"
@@ -66,9 +67,8 @@ def test_a_kill_costs_at_most_two_steps_where_every_step_is_saved(runtime_dir: P
 def test_a_checkpoint_at_every_step_loses_a_fraction_of_what_one_at_every_fiftieth_loses(
     runtime_dir: Path, tmp_path: Path
 ) -> None:
-    """Fifty kills of each."""
     often, seldom = (
-        campaign(tmp_path / f"every{every}", every=every, kills=50, seed=seed) for every, seed in ((1, 2), (50, 3))
+        campaign(tmp_path / f"every{every}", every=every, kills=KILLS, seed=seed) for every, seed in ((1, 2), (50, 3))
     )
     means = [statistics.fmean(lost) for lost in (often, seldom)]
     less = 1 - means[0] / means[1]
@@ -79,7 +79,7 @@ def test_a_checkpoint_at_every_step_loses_a_fraction_of_what_one_at_every_fiftie
             end="",
         )
     print(f"\n{less:.1%} less")
-    assert len(often) == len(seldom) == 50
+    assert len(often) == len(seldom) == KILLS
     assert max(often) <= 2
     assert max(seldom) <= 50 + 2, "and never more than what lies between two of them, and on its way"
     assert less >= 0.95
