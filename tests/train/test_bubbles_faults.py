@@ -142,37 +142,49 @@ def test_a_stage_that_slows_a_peer_that_hangs_and_waits_cut_short_cost_a_chunk_p
     """Against steps of the same phase of the same run that were not saved."""
     with Lives(tmp_path / "job", DRIFT, 61, "block", 384) as job:
         ends = [rows[-1] for rows in job.live()]
-    for rank, end in enumerate(ends):
-        assert not end["given_up"]
-        phases: dict[str, list[Step]] = {}
-        for step in steps_of(end):
-            phases.setdefault(step.phase, []).append(step)
-        for phase, steps in phases.items():
-            judge(f"rank {rank}, {phase}", steps, fits=phase != "short")
-        (hung,) = phases["hung"]
-        undisturbed = statistics.median(step.seconds for step in phases["even"] if not step.is_saved)
-        assert hung.copies
-        assert hung.seconds <= HANG_S + 2 * undisturbed
+    assert not any(end["given_up"] for end in ends)
+    ranks = [steps_of(end) for end in ends]
+    typical: dict[str, tuple[float, float]] = {}
+    for phase in ("even", "slow", "hung", "short"):
+        for rank, steps in enumerate(ranks):
+            mine = [step for step in steps if step.phase == phase]
+            judge(f"rank {rank}, {phase}", mine, fits=phase in ("slow", "hung"))
+        typical[phase] = saved, plain = medians(phase, ranks)
+        print(f"\n{phase}: a step with a save takes {saved * 1e3:.1f} ms, without {plain * 1e3:.1f} ms", end="")
+    for phase, most in (("even", 1.15), ("slow", 1.15), ("short", 1.5)):
+        saved, plain = typical[phase]
+        assert saved <= most * plain, f"{phase}: beside steps of the same phase that were not saved"
+    assert typical["hung"][0] <= HANG_S + 2 * typical["even"][1]
 
 
 def judge(name: str, steps: Sequence[Step], *, fits: bool) -> None:
-    """Of one phase; `fits`: its waits hold a whole copy."""
+    """Of one phase; `fits`: its waits hold a whole copy, and copies are late in all of it."""
     saved = [step for step in steps if step.copies]
-    # The first step after a block of saved ones still finishes what these began.
-    plain = [step for before, step in pairwise(steps) if not before.is_saved and not step.is_saved]
     overruns = [past for step in saved for past in step.overruns()]
     chunks = sorted(over - start for step in saved for _, start, over in step.copies)
     stalled, whole = sum(step.stall for step in saved), sum(step.seconds for step in saved)
     copied, inside = sum(step.copied for step in saved), sum(step.inside for step in saved)
-    medians = [statistics.median(step.seconds for step in some) for some in (saved, plain) if some]
     print(
         f"\n{name}: {len(saved)} saves of {len(chunks) // len(saved)} chunks, {stalled / whole:.2%} stalled,"
         f" {inside / copied:.1%} in waits, {sum(map(sum, overruns)) * 1e3:.2f} ms past the end of {len(overruns)} waits,"
-        f" a slow chunk {chunks[int(0.95 * len(chunks))] * 1e3:.2f} ms, steps {[round(s * 1e3, 1) for s in medians]} ms",
+        f" a slow chunk {chunks[int(0.95 * len(chunks))] * 1e3:.2f} ms",
         end="",
     )
     assert max(map(len, overruns)) <= 1, "one chunk at most is under way when a wait ends"
-    assert sum(map(sum, overruns)) <= len(overruns) * chunks[int(0.95 * len(chunks))], "and costs what a chunk costs"
-    assert stalled <= 0.1 * whole, "call and fence"
+    assert sum(map(sum, overruns)) <= 0.02 * whole, "and takes no more from the step than a chunk does"
+    assert stalled <= (0.05 if fits else 0.15) * whole, "call and fence; what found no wait is copied at the fence"
     assert inside >= (0.9 if fits else 0.0) * copied
-    assert not plain or medians[0] <= 1.25 * medians[1], "beside steps of the same phase that were not saved"
+
+
+def medians(phase: str, ranks: Sequence[Sequence[Step]]) -> tuple[float, float]:
+    """Seconds of a step whose copies were late, and of one without a save (0: there is none); means of the ranks, for they
+    end a step at different moments.
+    """
+    saved, plain = [], []
+    for before, now in pairwise(zip(*ranks, strict=True)):
+        if now[0].phase == phase and all(step.copies for step in now):
+            saved.append(statistics.fmean(step.seconds for step in now))
+        # The first step after a block of saved ones still finishes what these began.
+        elif now[0].phase == phase and not before[0].is_saved and not now[0].is_saved:
+            plain.append(statistics.fmean(step.seconds for step in now))
+    return statistics.median(saved), statistics.median(plain or [0.0])
