@@ -11,7 +11,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from pipeline_job import digest
+from pipeline_job import state_of
 from torch.distributed.pipelining import schedules
 
 import holdfast
@@ -35,18 +35,14 @@ def main() -> None:
     )
     start = checkpointer.restore()
 
-    def state() -> str:
-        moments = [tensor for one in optimizer.state.values() for _, tensor in sorted(one.items())]
-        return digest([*part.submod.parameters(), *moments]) if moments else ""
-
     watched = checkpointer.bubbles is not None and checkpointer.bubbles.orders[int(rank)] != ()
-    print(json.dumps({"start": start, "digest": state(), "watched": watched}), flush=True)
+    print(json.dumps({"start": start, "digest": state_of(part.submod, optimizer), "watched": watched}), flush=True)
     for step in itertools.count(start):
         inputs, targets = next(text)
         schedule.step(*([inputs] if part.is_first else []), **({"target": targets} if part.is_last else {}))
         optimizer.step()
         optimizer.zero_grad()
-        print(json.dumps({"step": step, "digest": state()}), flush=True)
+        print(json.dumps({"step": step, "digest": state_of(part.submod, optimizer)}), flush=True)
         checkpointer.step(step)
 
 

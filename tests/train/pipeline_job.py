@@ -1,19 +1,20 @@
 """One rank of a pipeline that trains on real text and saves at every step, inside its bubbles.
 
-`python pipeline_job.py RANK WORLD STORE ROOT STEPS SCHEDULE [INSIDE]` prints a line per step and a last one with what it
-ended at. There are two stages, or two per rank if the schedule is one of several; INSIDE says how the ranks of one stage
-divide it: `fsdp` or `tp`.
+`python pipeline_job.py RANK WORLD STORE ROOT STEPS SCHEDULE [INSIDE]` prints where it begins, a line per step, each with the
+digest of model and optimizer (`lives_kit`), and a last one with what it ended at. There are two stages, or two per rank if
+the schedule is one of several; INSIDE says how the ranks of one stage divide it: `fsdp` or `tp`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,16 +30,24 @@ from holdfast.testing.pipeline_gpt import loss_of, stage
 
 STAGES = 2
 MICROBATCHES = 4
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 SHAPE = Shape(width=64, layers=4, context=32)
 
 
 def digest(tensors) -> str:
     """Of what this rank holds of them."""
-    found = hashlib.blake2b(digest_size=16)
+    found = xxhash.xxh3_128()
     for tensor in tensors:
         tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
     return found.hexdigest()
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Digest of all that a step of the optimizer changes: parameters, and their moments and counts."""
+    parameters = list(model.parameters())
+    held = [sorted(optimizer.state[parameter].items()) for parameter in parameters if parameter in optimizer.state]
+    return digest([*parameters, *(value for row in held for _, value in row)])
 
 
 def note(event: Event, cadences: list[int], saved: list[int]) -> None:
@@ -59,20 +68,21 @@ def divide(model: nn.Module, inside: str, ranks) -> None:
         fully_shard(model, mesh=ranks)
 
 
-def stage_of(rank: int, world: int, inside: str) -> PipelineStage:
-    if not inside:
-        return stage(SHAPE, rank, world)
-    mesh = init_device_mesh("cpu", (STAGES, world // STAGES), mesh_dim_names=("pp", inside))
-    part = stage(SHAPE, mesh["pp"].get_local_rank(), STAGES, mesh["pp"].get_group())
-    divide(part.submod, inside, mesh[inside])
-    return part
-
-
 def stages_of(name: str, rank: int, world: int, inside: str) -> list[PipelineStage]:
+    """This rank's stages; V-shaped schedules give the first rank the first and the last one."""
+    group = mesh = None
+    at, ranks = rank, world
+    if inside:
+        mesh = init_device_mesh("cpu", (STAGES, world // STAGES), mesh_dim_names=("pp", inside))
+        group, at, ranks = mesh["pp"].get_group(), mesh["pp"].get_local_rank(), STAGES
     if not issubclass(schedules.get_schedule_class(name), schedules.PipelineScheduleMulti):
-        return [stage_of(rank, world, inside)]
-    second = 2 * world - 1 - rank if name in ("ZBVZeroBubble", "DualPipeV") else rank + world
-    return [stage(SHAPE, index, 2 * world) for index in (rank, second)]
+        indices, count = [at], ranks
+    else:
+        indices, count = [at, 2 * ranks - 1 - at if name in V_SHAPED else at + ranks], 2 * ranks
+    parts = [stage(SHAPE, index, count, group) for index in indices]
+    for part in parts if mesh is not None else ():
+        divide(part.submod, inside, mesh[inside])
+    return parts
 
 
 def main() -> None:
@@ -94,7 +104,8 @@ def main() -> None:
     saved: list[int] = []
     checkpointer.events.subscribe(lambda event: note(event, cadences, saved))
     start = checkpointer.restore()
-    losses = []
+    print(json.dumps({"start": start, "digest": state_of(model, optimizer)}), flush=True)
+    losses, began = [], time.perf_counter()
     for step in range(start, steps):
         inputs, targets = next(text)
         found: list[torch.Tensor] = []
@@ -103,20 +114,20 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses += [float(sum(found))] if found else []
+        print(json.dumps({"step": step, "digest": state_of(model, optimizer)}), flush=True)
         checkpointer.step(step)
-        print(json.dumps({"step": step}), flush=True)
+    seconds = time.perf_counter() - began
     counted = checkpointer.events.counters()
     told = checkpointer.keeper_status()["ranks"][str(rank)]["cadence"]
     checkpointer.close()
     report = checkpointer.last_restore
     end = {
-        "start": start,
-        "weights": digest(model.parameters()),
         "last_loss": losses[-1] if losses else None,
         "late": counted.get("late_copied_bytes", 0),
         "copy": counted.get("copy_seconds", 0),
         "stalled": counted["save_seconds"] + counted.get("fence_wait_seconds", 0.0),
         "inside": counted.get("copy_seconds_in_waits", 0),
+        "seconds": seconds,
         "cadences": cadences,
         "saved": saved,
         "told": told,
