@@ -26,7 +26,7 @@ FORWARD_S = 0.006
 # From this step on: the name of the phase, and the factor of each rank's stage.
 PHASES = {0: ("even", 1, 1), 18: ("slow", 1, 3), 36: ("hung", 1, 1), 37: ("short", 0.3, 0.3)}
 # The last stage's forward of this micro-batch hangs, while the first one waits for what comes back.
-HUNG_MICROBATCH, HANG_S = 2, 1.5
+HUNG_MICROBATCH, HANG_S = 0, 1.5
 BLOCK = 3
 COUNTED = ("save_seconds", "fence_wait_seconds", "copy_seconds", "copy_seconds_in_waits")
 

@@ -151,10 +151,13 @@ def test_a_stage_that_slows_a_peer_that_hangs_and_waits_cut_short_cost_a_chunk_p
             judge(f"rank {rank}, {phase}", mine, fits=phase in ("slow", "hung"))
         typical[phase] = saved, plain = medians(phase, ranks)
         print(f"\n{phase}: a step with a save takes {saved * 1e3:.1f} ms, without {plain * 1e3:.1f} ms", end="")
-    for phase, most in (("even", 1.15), ("slow", 1.15), ("short", 1.5)):
+    for phase, most in (("even", 1.5), ("slow", 1.15), ("short", 1.5)):
         saved, plain = typical[phase]
         assert saved <= most * plain, f"{phase}: beside steps of the same phase that were not saved"
     assert typical["hung"][0] <= HANG_S + 2 * typical["even"][1]
+    (hung,) = [step for step in ranks[0] if step.phase == "hung"]
+    (longest,) = [(begun, over) for _, begun, over in hung.waits if over - begun >= HANG_S]
+    assert all(longest[0] <= start < longest[1] for _, start, _ in hung.copies[1:]), "copied while the peer hung"
 
 
 def judge(name: str, steps: Sequence[Step], *, fits: bool) -> None:
@@ -172,7 +175,7 @@ def judge(name: str, steps: Sequence[Step], *, fits: bool) -> None:
     )
     assert max(map(len, overruns)) <= 1, "one chunk at most is under way when a wait ends"
     assert sum(map(sum, overruns)) <= 0.02 * whole, "and takes no more from the step than a chunk does"
-    assert stalled <= (0.05 if fits else 0.15) * whole, "call and fence; what found no wait is copied at the fence"
+    assert stalled <= (0.05 if fits else 0.2) * whole, "call and fence; what found no wait is copied at the fence"
     assert inside >= (0.9 if fits else 0.0) * copied
 
 
