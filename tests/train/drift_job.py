@@ -101,7 +101,9 @@ def main() -> None:
         checkpointer.save(steps - 1).wait("captured", 20)
     spans = [(span.what, span.start, span.end) for span in checkpointer.bubbles.spans if not span.what[0].isdigit()]
     end = {"rows": seen, "given_up": [reason for reason in ends if reason], "spans": spans}
-    print(json.dumps(end | {"sent": checkpointer.keeper_status()["replication"]}), flush=True)
+    status = checkpointer.keeper_status()
+    end |= {"sent": status["replication"], "waits": status["ranks"][str(rank)]["waits"]}
+    print(json.dumps(end), flush=True)
     dist.barrier()
     checkpointer.close()
     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -14,7 +15,6 @@ import pytest
 import forked
 from holdfast.core.bubbles import Window, place
 from holdfast.core.idle import Idle
-from holdfast.tools.status import _ask, places
 from holdfast.train.idle import FIRST_STEPS, Teller
 from holdfast.train.pipeline import MEMORY, Profile
 
@@ -64,31 +64,18 @@ def test_it_is_logged_once_when_enough_was_measured_and_told_again_when_all_is_n
 
 def test_a_job_is_told_it_in_its_log_and_in_the_status(runtime_dir: Path, tmp_path: Path) -> None:
     job = str(Path(__file__).with_name("drift_job.py"))
-    place = ["2", str(tmp_path / "store"), str(tmp_path / "ckpt"), str(FIRST_STEPS + 6)]
-    workers = []
-    for rank in range(2):
-        with (tmp_path / f"log{rank}").open("w") as log:
-            command = [sys.executable, "-c", LOGGED, job, str(rank), *place]
-            pipe = subprocess.PIPE
-            workers.append(forked.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True))
-    try:
-        for worker in workers:
-            for _ in ("its beginning", "its end"):
-                assert worker.stdout.readline()
-        (answer,) = (_ask(found) for found in places(None))
-        for worker in workers:
-            worker.stdin.write("close\n")
-            worker.stdin.close()
-        assert [worker.wait(60) for worker in workers] == [0, 0]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait(10)
-            worker._close()
-    for rank in range(2):
-        log = (tmp_path / f"log{rank}").read_text().splitlines()
-        (line,) = [text for text in log if text.startswith("INFO:holdfast.train.idle:waits: idle ")]
-        waits = answer.facts["ranks"][str(rank)]["waits"]
+    words = ["2", str(tmp_path / "store"), str(tmp_path / "ckpt"), str(FIRST_STEPS + 6), "every"]
+    logs, ranks = [tmp_path / f"log{rank}" for rank in range(2)], []
+    for rank, path in enumerate(logs):
+        with path.open("w") as log:
+            command = [sys.executable, "-c", LOGGED, job, str(rank), *words]
+            ranks.append(forked.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True))
+    ends = [json.loads(rank.communicate(timeout=60)[0].splitlines()[-1]) for rank in ranks]
+    for end, log in zip(ends, logs, strict=True):
+        (line,) = [
+            text for text in log.read_text().splitlines() if text.startswith("INFO:holdfast.train.idle:waits: idle ")
+        ]
+        waits = end["waits"]
         assert waits["reason"] in line
         assert 0 < waits["idle_s"] < waits["period_s"]
         assert waits["copy_s"] > 0

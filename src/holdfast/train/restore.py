@@ -274,7 +274,7 @@ class Restorer:
 
     def _nothing(self, found: verdict.Verdict, wanted: Version | None) -> RestoreReport:
         if not found.exists and wanted is None:
-            return RestoreReport(None, "no version in memory and none in storage")
+            return RestoreReport(None, found.reason)
         kind = CorruptError if self._refused else VersionNotFound
         what = f"{wanted} cannot be used" if wanted else "versions exist, but none can be used"
         raise kind(

@@ -32,7 +32,8 @@ class Verdict:
     Attributes:
         choice: the version and its copies, or None.
         reason: one sentence why, with what was refused.
-        exists: whether there is any version at all, usable or not.
+        exists: whether there is any version at all, usable or not. What the ranks of a job were saving when it ended, and no
+            keeper ever heard that all of it was captured, is none.
     """
 
     choice: Choice | None
@@ -99,7 +100,7 @@ def decide(findings: Findings, job: Job, quarantine: Quarantine, *, wanted: Vers
     decision = recovery.choose_version(facts_of(findings, job, quarantine), wanted=wanted)
     reasons = [decision.reason]
     reasons += [f"{version} refused: {error}" for version, error in sorted(findings.unreadable.items(), reverse=True)]
-    exists = bool(findings.inventory.copies or findings.stored or findings.unreadable)
+    exists = bool(findings.stored or findings.unreadable or _is_any_whole(findings.inventory))
     if decision.value is None and findings.unreadable:
         if wanted is not None and wanted in findings.unreadable:
             raise findings.unreadable[wanted]
@@ -111,6 +112,16 @@ def decide(findings: Findings, job: Job, quarantine: Quarantine, *, wanted: Vers
                 remedy=f"{fault.remedy}; restore(fresh=True) starts a new lineage and leaves these alone",
             )
     return _encoder.encode(Verdict(decision.value, "; ".join(reasons), exists))
+
+
+def _is_any_whole(inventory: Inventory) -> bool:
+    """Whether memory may hold a version that was captured: of such a one keepers have the table of its bundles.
+
+    In doubt it does: a keeper that does not answer may have the table, and what is suspected was looked at.
+    """
+    versions = {copy.version for copy in inventory.copies}
+    known = dict(inventory.tables).keys() | dict(inventory.levels).keys()
+    return bool(versions & known or (versions and (inventory.silent or inventory.suspects)))
 
 
 def decode(data: bytes) -> Verdict:
