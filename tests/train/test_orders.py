@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 
 import pytest
@@ -140,17 +141,22 @@ class Watched:
 
 
 def test_watching_a_step_costs_less_than_a_thousandth_of_it() -> None:
-    """Eight actions and six waits, in a step of a tenth of a second."""
-    watched = Watched()
-    costs = []
+    """Eight actions and six waits cost what some 800 calls of a function cost: 60 us, where a step takes a tenth of a second.
+
+    Held against such calls in the same moment, for a shared machine is half as fast in the next.
+    """
+    watched, shares = Watched(), []
     for _ in range(20):
         began = time.thread_time()
         for _ in range(20):
             watched.step()
-        costs.append((time.thread_time() - began) / 20)
+        watching, began = time.thread_time() - began, time.thread_time()
+        for _ in range(20 * 1000):
+            _nothing(None)
+        shares.append(watching / (time.thread_time() - began))
     watched.watcher.detach()
     assert watched.watcher.profile().num_steps == 400
-    assert min(costs[10:]) < 0.1e-3, "and it does not grow with what was seen"
+    assert median(shares[10:]) < 1.3, "100 us, and it does not grow with what was seen"
 
 
 def test_what_a_wait_costs_does_not_grow_with_the_waits_of_a_step_or_the_steps_that_were_seen() -> None:

@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from holdfast.base.events import Events
@@ -199,9 +199,9 @@ class Bubbles:
             self._idle.append(self._idle_now)
             self._periods.append(now - self._began)
             self._endings.append(now - self._last + self._between)
-            self._gate.period_s = median(self._periods)
+            self._gate.period_s = period = fmean(self._periods)
             if self._gate.page is not None:
-                self._gate.page.step(fmean(self._periods))
+                self._gate.page.step(period)
         self._between = 0.0
         self._idle_now, self._began, self._last = 0.0, now, now
         self._waits.begin_step()
