@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from calls_kit import worth
 from holdfast.base.errors import UsageError
 from holdfast.core.model import Extent
 from holdfast.tiers.values import TensorRef
@@ -292,10 +291,4 @@ def test_gathering_is_cheap() -> None:
     optimizer.step()
     state = alone(model=model, optimizer=optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5))
     assert len(state.gather().tensors) > 590
-    times = []
-    for _ in range(30):
-        started = time.perf_counter()
-        state.gather()
-        times.append(time.perf_counter() - started)
-    # The median of a quiet machine is 0.7 ms; this leaves room for neighbours.
-    assert statistics.median(times) < 3e-3
+    assert worth(state.gather) < 30_000, "about 14,000 on a quiet machine, which takes a millisecond"
