@@ -140,7 +140,7 @@ class Watched:
 
 
 def test_watching_a_step_costs_less_than_a_thousandth_of_it() -> None:
-    """Eight actions and six waits cost what some 800 calls of a function cost: 60 us, where a step takes a tenth of a second."""
+    """Eight actions and six waits cost what some 1,700 calls of a function cost: 60 us, where a step takes a tenth of a second."""
     watched = Watched()
 
     def steps() -> None:
@@ -150,7 +150,7 @@ def test_watching_a_step_costs_less_than_a_thousandth_of_it() -> None:
     cost = worth(steps) / 20
     watched.watcher.detach()
     assert watched.watcher.profile().num_steps == 400
-    assert cost < 1300, "100 us, and it does not grow with what was seen"
+    assert cost < 2900, "100 us, and it does not grow with what was seen"
 
 
 def test_what_a_wait_costs_does_not_grow_with_the_waits_of_a_step_or_the_steps_that_were_seen() -> None:
