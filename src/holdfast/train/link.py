@@ -159,21 +159,19 @@ class Link:
 
     def note_cadence(self, reason: str) -> None:
         """How often this rank saves, and why, for `holdfast status`."""
-        client = self.client
-        if client is not None:
-            try:
-                client.note_cadence(reason)
-            except KeeperLost as error:
-                logger.info("the keeper did not hear of the cadence: %s", error)
+        self._note("the cadence", lambda client: client.note_cadence(reason))
 
     def note_idle(self, idle: Idle) -> None:
         """How long this rank waits in a step and what fits there, for `holdfast status`. In any thread."""
+        self._note("the waits", lambda client: client.note_idle(idle))
+
+    def _note(self, what: str, tell: Callable[[KeeperClient], None]) -> None:
         client = self.client
         if client is not None:
             try:
-                client.note_idle(idle)
+                tell(client)
             except KeeperLost as error:
-                logger.info("the keeper did not hear of the waits: %s", error)
+                logger.info("the keeper did not hear of %s: %s", what, error)
 
     def show_waits(self, page: Callable[[], tuple[int, ...]]) -> None:
         """The keeper, and each that replaces it, works in the waits that the page of these descriptors shows; (): none."""
