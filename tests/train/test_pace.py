@@ -82,10 +82,10 @@ def test_what_fits_into_no_wait_is_copied_at_once_and_counted(bubbles: Bubbles) 
     bubbles.copied(1.03, 0.04, inside=False)  # nobody steered the gate any more
     bubbles.hurry()
     bubbles.copied(1.07, 0.08, inside=False)  # the step waited for it: what the fence counts
-    for _ in range(VERSIONS):
+    for number in range(1, VERSIONS + 1):
         learn(bubbles, 0.05)
         bubbles.begin()
-        assert bubbles.left_cost > 0
+        assert bubbles.left_cost == pytest.approx(0.05 / number), "of versions that were, none of before the first"
     bubbles.begin()
     assert bubbles.left_cost == 0.0, "the versions since cost nothing"
 

@@ -108,7 +108,7 @@ class Bubbles:
         self._idle_now = self._began = self._last = self._between = 0.0
         self._steps_since = 0  # that began since a version's copies did
         self._fenced = False
-        self._beside_now = 0.0  # of this version: seconds of copying beside the work
+        self._beside_now: float | None = None  # of this version, if one was begun: seconds of copying beside the work
         self._beside: deque[float] = deque(maxlen=VERSIONS)  # the same of those before
         self._wait_number = 0  # of the step that is being made; on a GPU the host is ahead of what is told
         self.device_rate = FIRST_RATE_BYTES_PER_S  # of copies from the device
@@ -266,7 +266,8 @@ class Bubbles:
         """The copies of a version begin, in the trainer's thread. Waits that no step came by for since the last are no waits."""
         if not self._steps_since:
             self._waits.forget()
-        self._beside.append(self._beside_now)
+        if self._beside_now is not None:
+            self._beside.append(self._beside_now)
         self._steps_since, self._fenced, self._beside_now = 0, False, 0.0
         self._gate.hurry(False)
 
@@ -293,7 +294,7 @@ class Bubbles:
         if inside:
             self._events.count("copy_seconds_in_waits", seconds)
         elif not self._fenced:  # else it is the fence that counts it
-            self._beside_now += seconds
+            self._beside_now = (self._beside_now or 0.0) + seconds
         self.spans.append(Seen("copy" if inside else "copy beside", started_s, started_s + seconds))
 
     def queued(self, spans: Sequence[Span], num_bytes: int, inside: bool) -> None:
