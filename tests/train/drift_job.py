@@ -28,6 +28,8 @@ PHASES = {0: ("even", 1, 1), 18: ("slow", 1, 3), 36: ("hung", 1, 1), 37: ("short
 # The last stage's forward of this micro-batch hangs, while the first one waits for what comes back.
 HUNG_MICROBATCH, HANG_S = 0, 1.5
 BLOCK = 3
+# By the end of this one the waits are known.
+LEARNT_STEP = 4
 COUNTED = ("save_seconds", "fence_wait_seconds", "copy_seconds", "copy_seconds_in_waits")
 
 
@@ -79,6 +81,7 @@ def main() -> None:
     start = checkpointer.restore()
     print(json.dumps({"start": start, "digest": state_of(part.submod, optimizer)}), flush=True)
     seen: list[dict] = []
+    sent: list[dict] = []  # as the keeper tells: since the waits are known, and in all
     for step in range(start, steps):
         name, *factors = phase_of(step)
         part.submod.seconds = FORWARD_S * factors[rank]
@@ -97,12 +100,13 @@ def main() -> None:
         row = {"phase": name, "number": step, "saved": saved, "began": began, "ended": ended}
         seen.append(row | {key: now.get(key, 0.0) - before.get(key, 0.0) for key in COUNTED})
         print(json.dumps({"step": step, "digest": state_of(part.submod, optimizer)}), flush=True)
+        if step in (LEARNT_STEP, steps - 1):
+            sent.append(checkpointer.keeper_status()["replication"])
     if saves != "none":
         checkpointer.save(steps - 1).wait("captured", 20)
     spans = [(span.what, span.start, span.end) for span in checkpointer.bubbles.spans if not span.what[0].isdigit()]
     end = {"rows": seen, "given_up": [reason for reason in ends if reason], "spans": spans}
-    status = checkpointer.keeper_status()
-    end |= {"sent": status["replication"], "waits": status["ranks"][str(rank)]["waits"]}
+    end |= {"sent": sent, "waits": checkpointer.keeper_status()["ranks"][str(rank)]["waits"]}
     print(json.dumps(end), flush=True)
     dist.barrier()
     checkpointer.close()

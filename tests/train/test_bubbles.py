@@ -82,10 +82,11 @@ def test_the_cadence_is_found_from_what_a_save_may_cost_and_is_the_same_on_all_r
 
 @pytest.mark.slow
 def test_replicas_of_a_pipeline_leave_in_its_waits(runtime_dir: Path, tmp_path: Path) -> None:
-    with Lives(tmp_path / "job", DRIFT, 12, "every", nodes=2) as job:
+    with Lives(tmp_path / "job", DRIFT, 17, "every", nodes=2) as job:
         ends = [rows[-1] for rows in job.live()]
     for rank, end in enumerate(ends):
-        sent = end["sent"]
-        print(f"\nrank {rank}: {sent}", [round(row["fence_wait_seconds"], 4) for row in end["rows"]], end["given_up"])
-        assert sent["sent_inside_bytes"] >= 0.7 * sent["sent_bytes"] > 0
+        learnt, last = end["sent"]
+        sent, inside = (last[name] - learnt[name] for name in ("sent_bytes", "sent_inside_bytes"))
+        print(f"\nrank {rank}: {inside} of {sent} bytes", [round(row["fence_wait_seconds"], 4) for row in end["rows"]])
+        assert inside >= 0.9 * sent > 0, "once the waits are known"
         assert not any(end["given_up"])
