@@ -118,15 +118,16 @@ def main() -> None:
         checkpointer.step(step)
     seconds = time.perf_counter() - began
     counted = checkpointer.events.counters()
+    copies = [span.what for span in checkpointer.bubbles.spans if span.what.startswith("copy")]
     told = checkpointer.keeper_status()["ranks"][str(rank)]["cadence"]
     checkpointer.close()
     report = checkpointer.last_restore
     end = {
         "last_loss": losses[-1] if losses else None,
         "late": counted.get("late_copied_bytes", 0),
-        "copy": counted.get("copy_seconds", 0),
+        "copies": len(copies),
         "stalled": counted["save_seconds"] + counted.get("fence_wait_seconds", 0.0),
-        "inside": counted.get("copy_seconds_in_waits", 0),
+        "inside": copies.count("copy"),
         "seconds": seconds,
         "cadences": cadences,
         "saved": saved,

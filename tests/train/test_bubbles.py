@@ -77,7 +77,7 @@ def test_the_cadence_is_found_from_what_a_save_may_cost_and_is_the_same_on_all_r
         *before, after = [step for step in end["saved"] if step < 15], [s for s in end["saved"] if 15 <= s < 25]
         assert before == [list(range(15))], "every step, until it was measured"
         assert after == [step for step in range(15, 25) if (step + 1) % every == 0]
-        assert 0 < end["inside"] <= end["copy"], "after three proofs the copies go on behind the call, some in waits"
+        assert 0 < end["inside"] <= end["copies"], "after three proofs the copies go on behind the call, some in waits"
 
 
 @pytest.mark.slow

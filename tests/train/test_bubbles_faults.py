@@ -46,7 +46,7 @@ def test_a_pipeline_killed_in_the_middle_goes_on_bit_for_bit(runtime_dir: Path, 
     for end in killed_and_restored(tmp_path, name):
         assert end["saved"] == list(range(STEPS)), "every step was saved"
         assert end["late"] > 0, "after three proofs the copies go on behind the call"
-        assert end["copy"] > 0
+        assert end["copies"] > 0
         assert end["stalled"] <= 0.15 * end["seconds"], "call and fence; the first three saves are copied in the call"
 
 
@@ -57,7 +57,9 @@ def test_stages_that_several_ranks_divide_are_copied_in_their_waits_and_go_on_bi
 ) -> None:
     for end in killed_and_restored(tmp_path, name, inside, ranks=4):
         assert end["late"] > 0
-        assert end["inside"] >= 0.5 * end["copy"] > 0
+        assert end["inside"] >= 0.8 * end["copies"] > 0, (
+            "counted, not timed: one copy that loses its processor is longer than all others"
+        )
 
 
 @pytest.mark.slow
