@@ -81,7 +81,7 @@ def main() -> None:
     start = checkpointer.restore()
     print(json.dumps({"start": start, "digest": state_of(part.submod, optimizer)}), flush=True)
     seen: list[dict] = []
-    sent: list[dict] = []  # as the keeper tells: since the waits are known, and in all
+    sent: list[dict] = []  # as the keeper counts it: when the waits are known, and after the last step
     for step in range(start, steps):
         name, *factors = phase_of(step)
         part.submod.seconds = FORWARD_S * factors[rank]
