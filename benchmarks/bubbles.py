@@ -1,10 +1,12 @@
 """What a checkpoint at every step costs a pipeline: python -m benchmarks.bubbles [--quick] [--json] [--pairs N]
 
-Two stages of a real GPT on real text, one process each, 1F1B. Blocks of steps with a checkpoint before every step alternate
-with blocks without, which comes first being drawn; a pair is the time of two neighbouring blocks. The first step of a block
-is not timed: what was begun before is finished in it (hashing in the keeper, the last copies), so that a block is charged
-with all of its own and nothing else. Both ranks' times are averaged, for they end a step at different moments.
-Two hundred pairs take minutes in which a machine must be quiet: `--parts FILE` adds a run to FILE and reports on all
+Two stages of a real GPT on real text, one process each, 1F1B. A pair is two neighbouring steps, one with a checkpoint before
+it and one without, which comes first being drawn: a shared machine becomes faster and slower within seconds, and what does not
+change between two steps cancels. Both stages begin a step together and it ends when both have, so a step is charged with all
+that delays either. What a save leaves for the next step would be charged to the wrong one: it is told (`carried_percent`).
+`async_save` writes while the next steps run, so it and the plain copy beside it alternate by blocks of two steps, after one that
+is not timed.
+Hundreds of pairs take minutes in which a machine must be quiet: `--parts FILE` adds a run to FILE and reports on all
 that is in it, so that several short runs make one figure.
 
 `long steps` is the same with four times the text in a step (4,096 bytes instead of 1,024) and so four times the work for the
@@ -18,20 +20,21 @@ the length of a step hardly varies, and so it is decided what on a shared machin
 
 - `stall_percent`: what the trainer's own thread spent in the call and at the fence, over the time of its steps: the
   part of the overhead that does not drown in the noise of a step. The rank that lost most.
-- `overhead_percent`: the paired differences over a plain block, for the copy inside the waits (captured level), for the
-  plain copy (`overlap=False`) and for `dcp.async_save`, all at every step. The figure is the upper bound of the 95 % bootstrap
-  interval of the mean of the middle nine tenths of the pairs; beside it the same of all pairs (`high_all`), and how much
-  longer than without the trainer's thread waited for a core (`core_wait`, percent of a step).
+- `overhead_percent`: the paired differences over the mean of the pair, for the copy inside the waits (captured level), for the
+  plain copy (`overlap=False`) and for `dcp.async_save`. The figure is the upper bound of the 95 % bootstrap interval of the
+  mean of the middle nine tenths of the pairs; beside it the same of all pairs (`high_all`), and how much longer than without
+  the trainer's thread waited for a core (`core_wait`, percent of a step). Over the plain step alone the differences would
+  not be zero on average where nothing differs: of two times that vary by a tenth, half a percent.
 - `overhead_percent (..., in its part of a step)`: the same, of the first part of each step alone: from the call until the first
   micro-batch is back and the stage goes on with the next. A save is over by then. What is still done for it takes some
   processor, and `after_percent` is the processor time of keeper and copying threads from there to the end of the step, less
   that of steps without, over the step: by more the rest cannot be longer, but for what is cold in caches, and the stage has
-  gone over all its weights by then. The rest only adds noise of its own, on a shared machine more than what is looked for.
-  Both figures together bound the overhead.
+  gone over all its weights by then. The rest only adds noise of its own.
+- `carried_percent`: what a save leaves for the next step: the processor time of keeper and copying threads in steps without a
+  checkpoint that follow one with, less that of those that follow one without, over the step.
 - `copy_time_in_bubbles_percent`: the part of the copying that ran while the rank waited for its neighbour, from the spans of
   the trace (the newest of them): a copy that outlasts its wait counts as far as the wait went. The plain copy and
   `dcp.async_save` copy in their call, so for them it is the time of the calls that lay in waits.
-- `drag`: seconds of work lost per second of copying beside it; empty if hardly anything was copied there.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ import warnings
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +74,9 @@ from holdfast.train.pipeline import MAX_SPANS, Bubbles, Seen
 NAMES = ("bubbles", "long steps", "known work", "plain copy", "async_save")
 INSIDE = NAMES[:3]
 SLEEP_S = 0.025
-SETTLING, BLOCK = 1, 2
+Turn = tuple[int, int]  # steps that are not timed, and steps that are
+Pair = tuple[dict[str, float], dict[str, float]]  # fields of `Spent`, with checkpoints and without
+STEP, BLOCK = (0, 1), (1, 2)
 MICROBATCHES, SEQUENCES = 4, 4
 RESAMPLES = 4000
 WARM_STEPS = 8
@@ -93,6 +98,7 @@ class Pipeline:
         self.number = 0
         self.sleeps = bool(sleep_s)
         self.keeper = 0
+        self.saved = False
         self.back_s = self.others_s = 0.0
         self._forwards, self._first_after_back = 0, world - self.rank + 1
         self.model.register_forward_pre_hook(self._count)
@@ -163,41 +169,49 @@ def core_wait() -> float:
 
 @dataclass(slots=True)
 class Spent:
-    """Seconds of a block's timed steps: in all, until the first micro-batch was back, others' since; and waiting for a core."""
+    """Seconds of the timed steps of a turn.
 
+    In all, and until the first micro-batch was back; processor time of keeper and copying threads, and of that what came after;
+    how long this thread waited for a core. `follows`: whether the step before had a checkpoint.
+    """
+
+    follows: bool
     whole: float = 0.0
     first: float = 0.0
     others: float = 0.0
+    after: float = 0.0
     core: float = 0.0
 
 
-def block(pipeline: Pipeline, before: Callable[[], None] | None) -> Spent:
-    """A few steps, each after `before`, whose late copies it so holds."""
+def turn(pipeline: Pipeline, before: Callable[[], None] | None, steps: Turn) -> Spent:
+    """Some steps, each after `before`; both ranks begin each of them together."""
+    settling, timed = steps
+    spent = Spent(follows=pipeline.saved)
+    pipeline.saved = before is not None
     dist.barrier()
-    spent = Spent()
-    for number in range(SETTLING + BLOCK):
-        waited, started = core_wait(), time.perf_counter()
+    for number in range(settling + timed):
+        waited, busy, started = core_wait(), pipeline.others(), time.perf_counter()
         if before is not None:
             before()
         pipeline()
-        if number >= SETTLING:
+        dist.barrier()
+        if number >= settling:
             spent.whole += time.perf_counter() - started
             spent.first += pipeline.back_s - started
-            spent.others += pipeline.others() - pipeline.others_s
+            spent.others += pipeline.others() - busy
+            spent.after += pipeline.others() - pipeline.others_s
             spent.core += core_wait() - waited
     return spent
 
 
-def pairs(pipeline: Pipeline, save: Callable[[], None], number: int) -> list[list[float]]:
-    """Of neighbouring blocks: seconds without checkpoints, and how much longer with them each of `Spent` was."""
+def pairs(pipeline: Pipeline, save: Callable[[], None], number: int, steps: Turn) -> list[tuple[Spent, Spent]]:
+    """What neighbouring turns spent, with checkpoints and without."""
     drawn = random.Random(7)  # the same on every rank
     found = []
     for _ in range(number):
         with_first = drawn.random() < 0.5
-        one, two = (block(pipeline, save if saves else None) for saves in (with_first, not with_first))
-        busy, plain = (one, two) if with_first else (two, one)
-        more = [with_ - without for with_, without in zip(astuple(busy), astuple(plain), strict=True)]
-        found.append([round(seconds, 6) for seconds in (plain.whole, *more)])
+        one, two = (turn(pipeline, save if saves else None, steps) for saves in (with_first, not with_first))
+        found.append((one, two) if with_first else (two, one))
     return found
 
 
@@ -249,6 +263,11 @@ def bind() -> None:
         os.sched_setaffinity(0, {cores[rank]})
 
 
+def turn_of(name: str) -> Turn:
+    """A step where all of a save is over within it, else a block."""
+    return STEP if name in INSIDE else BLOCK
+
+
 def worker(options: argparse.Namespace) -> None:
     """One rank; rank 0 prints its rows as JSON."""
     bind()
@@ -273,8 +292,9 @@ def worker(options: argparse.Namespace) -> None:
         pipeline.keeper = keepers_under(home)[0].pid if checkpointer else 0
         before = checkpointer.events.counters() if checkpointer else {}
         called = Timed(save)
-        found = pairs(pipeline, called, options.pairs if name in INSIDE else max(10, options.pairs // 10))
-        row: dict[str, Any] = {"name": name, "pairs": found}
+        number = options.pairs if name in INSIDE else max(10, options.pairs // 30)
+        found = pairs(pipeline, called, number, turn_of(name))
+        row: dict[str, Any] = {"name": name, "pairs": [[asdict(spent) for spent in pair] for pair in found]}
         if watcher is not None:
             row["copied"] = inside_waits([*watcher.spans, *(() if name in INSIDE else called.spans)])
         if checkpointer:
@@ -284,7 +304,6 @@ def worker(options: argparse.Namespace) -> None:
             row["reason"] = waits["reason"] if waits else ""
             profile = checkpointer.bubbles.profile() if checkpointer.bubbles else None
             row["idle_share"] = round(profile.idle / profile.period, 4) if profile else 0.0
-            row["drag"] = profile.drag if profile else None
             checkpointer.close()
             pipeline.keeper = 0
         elif watcher is not None:
@@ -314,7 +333,7 @@ def measured(options: argparse.Namespace) -> list[list[dict[str, Any]]]:
 def main() -> None:
     """Starts two ranks and reports."""
     parser = measure.options("bubbles", __doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=200, help="pairs of blocks for the overhead")
+    parser.add_argument("--pairs", type=int, default=600, help="pairs of steps for the overhead")
     parser.add_argument("--only", action="append", choices=NAMES, help="of these; may stand several times")
     parser.add_argument("--parts", type=Path, metavar="FILE", help="add this run to FILE and report on all in it")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -350,31 +369,45 @@ def tell(report: Report, runs: Sequence[list[list[dict[str, Any]]]]) -> None:
         ]
         if not found:
             continue
-        plain, whole, first, others, core = zip(*found, strict=True)
+        steps = turn_of(name)
         goal = "<= 1.0" if name in INSIDE else ""
         known = {"pairs": len(found), "runs": len(of_first)}
-        extra = {"core_wait": 100 * sum(core) / sum(plain), "step_ms": 1e3 * statistics.median(plain) / BLOCK}
-        overhead(report, f"{name}, upper 95 %", shares(whole, plain), goal, extra | known)
+        lengths = [plain["whole"] for _, plain in found]
+        extra = {"core_wait": percent(found, "core"), "step_ms": 1e3 * statistics.median(lengths) / steps[1]}
         if name in INSIDE:
-            after = {"after_percent": 100 * sum(others) / sum(plain)}
+            extra["carried_percent"] = carried([plain for _, plain in found])
+        overhead(report, f"{name}, upper 95 %", shares(found, "whole"), goal, extra | known)
+        if name in INSIDE:
+            after = {"after_percent": percent(found, "after")}
             title = f"{name}, in its part of a step, upper 95 %"
-            overhead(report, title, shares(first, plain), goal, after | known)
+            overhead(report, title, shares(found, "first"), goal, after | known)
         every = [row for rank in rows for row in rank]
         copied, inside = (sum(row["copied"][at] for row in every if row.get("copied")) for at in (0, 1))
         share, reason = 100 * inside / copied if copied else None, of_first[-1].get("reason", "")
         at_least = ">= 90" if name in INSIDE else ""
         report.figure(f"copy_time_in_bubbles_percent ({name})", share, "%", at_least, reason=reason)
         if "stalled" in every[0]:
-            report.figure(f"stall_percent ({name})", max(stall(rank) for rank in rows if rank), "%", goal)
+            report.figure(f"stall_percent ({name})", max(stall(rank, steps) for rank in rows if rank), "%", goal)
         if name in INSIDE:
             report.figure(f"idle_percent ({name}, rank 0)", 100 * of_first[-1]["idle_share"], "%")
-            drags = [row["drag"] for row in every if row.get("drag") is not None]
-            report.figure(f"drag ({name})", statistics.median(drags) if drags else None, "s/s")
 
 
-def shares(more: Sequence[float], plain: Sequence[float]) -> list[float]:
-    """Paired differences over plain blocks."""
-    return [seconds / whole for seconds, whole in zip(more, plain, strict=True)]
+def shares(found: Sequence[Pair], what: str) -> list[float]:
+    """How much more was spent with checkpoints, over the mean length of the pair's turns."""
+    return [2 * (busy[what] - plain[what]) / (busy["whole"] + plain["whole"]) for busy, plain in found]
+
+
+def percent(found: Sequence[Pair], what: str) -> float:
+    """How much more was spent with checkpoints in all, in percent of the plain turns."""
+    return 100 * sum(busy[what] - plain[what] for busy, plain in found) / sum(plain["whole"] for _, plain in found)
+
+
+def carried(plain: Sequence[dict[str, float]]) -> float:
+    """How much more processor time others took in steps that follow a checkpoint than in those that do not, in percent."""
+    after, alone = (
+        [spent["others"] for spent in plain if bool(spent["follows"]) is follows] for follows in (True, False)
+    )
+    return 100 * (statistics.fmean(after) - statistics.fmean(alone)) / statistics.fmean(step["whole"] for step in plain)
 
 
 def overhead(report: Report, title: str, values: list[float], goal: str, more: dict[str, float]) -> None:
@@ -386,19 +419,23 @@ def overhead(report: Report, title: str, values: list[float], goal: str, more: d
     )
 
 
-def averaged(rows: Sequence[dict[str, Any]]) -> list[list[float]]:
+def averaged(rows: Sequence[dict[str, Any]]) -> list[Pair]:
     """Every pair of one run, averaged over the ranks."""
     return [
-        [statistics.fmean(values) for values in zip(*of_ranks, strict=True)]
+        (_mean([busy for busy, _ in of_ranks]), _mean([plain for _, plain in of_ranks]))
         for of_ranks in zip(*(row["pairs"] for row in rows), strict=True)
     ]
 
 
-def stall(rows: Sequence[dict[str, Any]]) -> float:
+def _mean(of_ranks: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {what: statistics.fmean(spent[what] for spent in of_ranks) for what in of_ranks[0]}
+
+
+def stall(rows: Sequence[dict[str, Any]], steps: Turn) -> float:
     """Percent of a rank's plain steps that its own thread spent in the call and at the fence."""
-    spent = sum(row["stalled"] for row in rows)
-    untimed = (SETTLING + BLOCK) / BLOCK  # the steps that were not timed saved too
-    return 100 * spent / untimed / sum(whole for row in rows for whole, *_ in row["pairs"])
+    settling, timed = steps  # the steps that were not timed saved too
+    spent = sum(row["stalled"] for row in rows) * timed / (settling + timed)
+    return 100 * spent / sum(plain["whole"] for row in rows for _, plain in row["pairs"])
 
 
 if __name__ == "__main__":

@@ -100,3 +100,28 @@ def test_goals_are_those_of_the_documents(program: str) -> None:
     for figure in kept:
         if figure["goal"]:
             assert bound_of(figure["goal"]) in metrics[re.match(r"\w+", figure["metric"])[0]], figure["metric"]
+
+
+@pytest.fixture
+def bubbles(measure: Any) -> Any:
+    return importlib.import_module("benchmarks.bubbles")
+
+
+def step(whole: float, *, others: float = 0.0, follows: bool = False) -> dict[str, float]:
+    return {"whole": whole, "others": others, "follows": float(follows)}
+
+
+def test_where_nothing_differs_a_pair_tells_no_overhead_on_average(bubbles: Any) -> None:
+    pairs = [(step(busy), step(plain)) for busy in (0.9, 1.0, 1.1) for plain in (0.9, 1.0, 1.1)]
+
+    assert sum(bubbles.shares(pairs, "whole")) == pytest.approx(0.0, abs=1e-12)
+    (one,) = bubbles.shares([(step(1.02), step(1.0))], "whole")
+    assert one == pytest.approx(0.02, rel=0.02)
+
+
+def test_what_a_save_leaves_for_the_next_step_is_told(bubbles: Any) -> None:
+    busy = [step(1.0, others=0.03, follows=True), step(1.0, others=0.05, follows=True)]
+    idle = [step(1.0, others=0.01)]
+
+    assert bubbles.carried([*busy, *idle]) == pytest.approx(3.0)
+    assert bubbles.carried([*idle, step(1.0, others=0.01, follows=True)]) == pytest.approx(0.0)
