@@ -32,7 +32,7 @@ SHAPE = Shape(width=64, layers=4, context=32)
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, text: Text, checkpointer: holdfast.Checkpointer) -> None:
     rank = dist.get_rank()
     schedule = Schedule1F1B(PipelineStage(model, rank, 2, torch.device("cpu")), MICROBATCHES, loss_fn=loss_of)
-    start, before = checkpointer.restore(), checkpointer.events.counters()
+    start = checkpointer.restore()
     for step in range(start, STEPS):
         inputs, targets = next(text)
         schedule.step(*([] if rank else [inputs]), **({"target": targets} if rank else {}))
@@ -42,11 +42,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, text: Text, checkp
         if (rank, step) == (1, KILL_AT) and not (OUT / "killed").exists():
             (OUT / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        after = checkpointer.events.counters()
-        facts = {
-            name: after.get(name, 0.0) - before.get(name, 0.0) for name in ("copy_seconds", "copy_seconds_in_waits")
-        }
-        facts |= {"pid": os.getpid(), "start": start, "step": step, "weights": digest(model.parameters())}
+        facts = {"pid": os.getpid(), "start": start, "step": step, "weights": digest(model.parameters())}
         (OUT / f"{rank}-{os.getpid()}-{start}.json").write_text(json.dumps(facts))
 
 
@@ -57,7 +53,10 @@ def main() -> None:
     model = GPTStage(SHAPE, dist.get_rank(), 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     text = Text(context=SHAPE.context, batch=2 * MICROBATCHES)
-    checkpointer = holdfast.Checkpointer(OUT / "ckpt", model=model, optimizer=optimizer, loader=text, durable_every=100)
+    config = holdfast.Config(trace_dir=str(OUT / "trace"))
+    checkpointer = holdfast.Checkpointer(
+        OUT / "ckpt", model=model, optimizer=optimizer, loader=text, durable_every=100, config=config
+    )
     train(model, optimizer, text, checkpointer)
     checkpointer.close()
     dist.destroy_process_group()
