@@ -39,7 +39,6 @@ PUBLIC_NAMES = [
     "resumable",
 ]
 
-MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 MAX_P90_FUNCTION_LINES = 35
 MEDIAN_FUNCTION_LINES = 10
@@ -334,14 +333,11 @@ def test_the_environment_is_read_in_one_place() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_file_opens_with_its_map_and_stays_small() -> None:
+def test_every_file_opens_with_its_map() -> None:
     wrong = []
     for path in files():
         if not ast.get_docstring(tree(path)):
             wrong.append(f"{label(path)} has no docstring at its top")
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        if lines > MAX_FILE_LINES:
-            wrong.append(f"{label(path)} has {lines} lines, {MAX_FILE_LINES} are allowed")
         if path.name != "__init__.py" and "from __future__ import annotations" not in path.read_text(encoding="utf-8"):
             wrong.append(f"{label(path)} lacks `from __future__ import annotations`")
     assert not wrong, "\n".join(wrong)
