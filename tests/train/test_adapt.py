@@ -103,13 +103,13 @@ def test_a_schedule_that_makes_no_steps_holds_no_copy_back(bubbles: Bubbles, mon
         fence.begin()
         fence.start(kept)
         assert not kept.done.wait(0.1), "a step may come, with waits"
-        fence.settle()
+        fence.release()
         stale = job()
         fence.begin()
         fence.start(stale)
         assert stale.done.wait(20)
         assert [seen.what for seen in bubbles.spans if seen.what.startswith("copy")] == ["copy beside"] * 2
-        fence.settle()
+        fence.release()
         fence.begin()
         assert bubbles.left_cost > 0, "and the cadence knows"
     finally:

@@ -259,7 +259,7 @@ def test_only_a_fence_before_a_step_proves_anything() -> None:
     trust, tensor = Trust(overlap=True), torch.ones(4)
     tensors = {"w": live("w", tensor)}
     watched = [Watched("w", tensor, tensor.clone())]
-    ending = Ending(None, None, (), trust, watched, (), lambda *_: None)  # type: ignore[arg-type]
+    ending = Ending(None, None, None, trust, lambda *_: None, watched)  # type: ignore[arg-type]
     for _ in range(NUM_PROOFS):
         ending.at_fence(False)
     assert trust.watched(tensors) == {"w"}

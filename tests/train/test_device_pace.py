@@ -159,7 +159,7 @@ def test_each_wait_of_a_schedule_feeds_the_copy_and_the_step_gets_the_rest(bubbl
             bubbles.waited(nothing, [object()])
             counts.append(job.device.num_queued)
         assert counts == [1, 4], "one of ten milliseconds in the first wait, three in the second"
-        fence._before_step(optimizer)
+        fence._before_step()
         assert (job.device.num_queued, job.device.said[-1]) == (6, "held")
     finally:
         fence.close()

@@ -134,7 +134,7 @@ def test_the_speed_of_copies_is_learnt() -> None:
     try:
         for _ in range(8):
             fence.start(Job([Batch([torch.zeros(1 << 20)], [source], source.nbytes)], None, nothing))
-            fence.settle()
+            fence.release()
             assert fence.idle(10)
     finally:
         fence.close()

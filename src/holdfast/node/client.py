@@ -198,9 +198,9 @@ class KeeperClient:
         """All ranks loaded `version` (None: a fresh start) and that is recorded; from here on `begin` is allowed."""
         self._ask(messages.Resume(incarnation=incarnation, version=version), messages.Ok)
 
-    def register(self, layout: RankLayout) -> None:
+    def register(self, layout: RankLayout, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """The rank's bundles; at the first save and at every change of structure."""
-        self._ask(messages.Register(layout=layout), messages.Ok)
+        self._ask(messages.Register(layout=layout), messages.Ok, timeout_s)
 
     def prepare(self, num_bytes: int, num_slots: int, *, timeout_s: float = PREPARE_TIMEOUT_S) -> tuple[Slot, ...]:
         """Slots with room for `num_bytes` each, allocated by the keeper, populated here. Growth: call it again.

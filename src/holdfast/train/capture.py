@@ -53,15 +53,20 @@ class Part:
 
     def of(self, live: LiveTensor) -> torch.Tensor:
         """The rows of the live tensor that belong to this part; shares its memory."""
-        local = live.local
-        if not local.dim() or self.piece.num_rows == local.shape[0]:
-            return local
-        return local.narrow(0, self.piece.start_row, self.piece.num_rows)
+        return rows_of(live, self.piece)
 
     def view_in(self, base: torch.Tensor, begin: int = 0) -> torch.Tensor:
         """Its place in memory that holds the payload from byte `begin` on."""
         flat = base.narrow(0, self.start - begin, self.piece.num_bytes).view(torch_dtype(self.piece.shard.dtype))
         return flat.view(self.piece.extent.lengths)
+
+
+def rows_of(live: LiveTensor, piece: Piece) -> torch.Tensor:
+    """Returns the rows of a live tensor that a piece of it has; shares its memory."""
+    local = live.local
+    if not local.dim() or piece.num_rows == local.shape[0]:
+        return local
+    return local.narrow(0, piece.start_row, piece.num_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,7 @@ class Structure:
     Attributes:
         layout: this rank's bundles, for the keeper.
         value_groups: groups whose values this rank writes, with the bundle that carries them.
+        pieces: what this rank copies, as (entry name, rows), in the order of the parts of every plan.
     """
 
     def __init__(
@@ -110,6 +116,7 @@ class Structure:
         self._bundles = tuple(bundle for bundle in planned if bundle.bundle_id in mine)
         self._refs = {ref.bundle_id: ref for ref in self.layout.bundles}
         self.value_groups = {bundle.ranks: bundle.bundle_id for bundle in self._bundles if bundle.has_values}
+        self.pieces = tuple((p.shard.name, p) for bundle in self._bundles for p in bundle.pieces if p.num_bytes)
         self._plans: dict[tuple[int, ...], Plan] = {}
 
     def fits(self, gathered: Gathered) -> bool:

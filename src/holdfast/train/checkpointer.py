@@ -146,7 +146,7 @@ class Checkpointer:
         if run is not None:
             run.lower.close()
             run.survivor.moved()
-            run.saver.fence.forget()
+            run.saver.settle(release=True)
             run.link.wait_mended(self._config.close_timeout_s)
         agree.same(group, "exclude", list(self._exclude))
         state = run.state if run else agree.together(group, lambda: self._gatherer(group))
@@ -277,6 +277,17 @@ class Checkpointer:
         run = self._running()
         run.saver.settle()
         run.durables.flush(self._config.close_timeout_s if timeout_s is None else timeout_s)
+
+    def settle(self) -> None:
+        """Waits until the copy of the last save is complete, or given up; after that parameters may be written at will.
+
+        A save may be copied behind the next forward and backward, for only an optimizer's step changes what it copies.
+        Code that writes parameters or optimizer state in another way (averaged weights that are swapped in for an
+        evaluation, a codebook that is reset) calls this before. Waits no longer than a step would. Any thread may call
+        it; where nothing is being copied it returns at once.
+        """
+        if self._run is not None:
+            self._run.saver.settle(release=True)
 
     def pin(self, version: Version | str) -> None:
         """Keeps a version from ever being removed by retention; it may become durable later. Any rank may call it.

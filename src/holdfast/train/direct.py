@@ -107,10 +107,10 @@ class DirectSaver:
     def restart(self, version: Version | None) -> None:
         """The tensors were written by a restore of `version`."""
         self._resumed = version
-        self.fence.forget()
+        self.fence.release(expected=True)
 
-    def settle(self) -> None:
-        """Nothing is ever under way between two calls."""
+    def settle(self, *, release: bool = False) -> None:
+        """Does nothing: no copy is under way between two calls."""
 
     def close(self) -> None:
         """Removes the hooks, and the note for `holdfast status`."""

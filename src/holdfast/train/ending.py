@@ -1,23 +1,30 @@
 """How one save ends: the keeper is told that the bytes are complete, or the version is given up, exactly once.
 
-Between the call and the fence lies the proof of decision 7. Tensors that are still watched were copied at once, so the
-version is right whatever the comparison says; a difference only costs them their trust. Tensors that were copied late
-under `verify_capture` have a digest from the call; if their copy differs the version is wrong and is given up.
+Before the keeper is told, late copies are checked against what was seen at the call (`train.checks`), and under
+`verify_capture` against a digest of everything; a version that is not the state at the call is given up.
 
-Called in the copying thread (`copied`) and in the trainer's thread at the fence (`at_fence`).
+Tensors that are still watched were copied at once, so the version is right whatever the comparison at the fence says; a
+difference only costs them their trust. That is so as well of a live tensor that changed after the copy was complete.
+
+Called in the copying thread (`copied`) and in the thread that steps or saves next (`at_fence`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from holdfast.base.errors import KeeperLost
-from holdfast.node.client import ImageSpan, KeeperClient
+from holdfast.node.client import KeeperClient
+from holdfast.train.capture import SlotView
+from holdfast.train.checks import CopyCheck
 from holdfast.train.handle import SaveHandle
-from holdfast.train.trust import Trust, differing, digest
+from holdfast.train.trust import Trust, differing, digest, named
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,42 +50,56 @@ class Ending:
     """What is left to do for one version.
 
     Attributes:
+        view: the slot.
+        check: what late parts were at the call; None if nothing was copied late.
         give_up: called with the handle and the reason if the version cannot be completed.
     """
 
     handle: SaveHandle
     client: KeeperClient
-    images: tuple[ImageSpan, ...]
+    view: SlotView
     trust: Trust
-    watched: Sequence[Watched]
-    pledged: Sequence[Pledged]
     give_up: Callable[[SaveHandle, str], None]
+    watched: Sequence[Watched] = ()
+    pledged: Sequence[Pledged] = ()
+    check: CopyCheck | None = None
 
     @property
     def needs_fence(self) -> bool:
-        """Whether there is something to compare."""
-        return bool(self.watched or self.pledged)
+        """Whether there is something to compare before the next step."""
+        return bool(self.watched or self.check is not None)
 
     def copied(self, reason: str) -> None:
         """The last byte was copied, or none will be any more, for `reason`. Does not raise."""
+        if not reason:
+            reason = self._wrong()
         if reason:
             self.give_up(self.handle, reason)
-        elif not self.pledged:
-            self._tell()
-
-    def at_fence(self, stepping: bool) -> None:
-        """All bytes are copied; nothing may have changed since the call. Only a fence before a step counts as proof."""
-        changed = differing([(piece.name, piece.live, piece.copy) for piece in self.watched])
-        unchanged = {piece.name for piece in self.watched} - changed if stepping else set()
-        wrong = {piece.name for piece in self.pledged if digest(piece.copy) != piece.digest}
-        self.trust.judge(unchanged, changed | wrong)
-        if wrong:
-            self.give_up(self.handle, f"changed between the save and the step: {', '.join(sorted(wrong))}")
-        elif self.pledged:
-            self._tell()
-
-    def _tell(self) -> None:
+            return
         try:
-            self.client.copied(self.handle.version, self.images)
+            self.client.copied(self.handle.version, self.view.plan.spans)
         except KeeperLost as error:
             self.give_up(self.handle, f"the keeper is lost: {error.what}")
+
+    def at_fence(self, stepping: bool) -> None:
+        """Nothing may have changed since the call. Only a fence before a step counts as proof."""
+        try:
+            changed = differing([(piece.name, piece.live, piece.copy) for piece in self.watched])
+            moved = self.check.moved() if self.check is not None else set()
+        except RuntimeError as error:  # of a device, or out of memory
+            logger.info("%s: live tensors were not compared with their copies: %s", self.handle.version, error)
+            return
+        unchanged = {piece.name for piece in self.watched} - changed if stepping else set()
+        self.trust.judge(unchanged, changed | moved)
+
+    def _wrong(self) -> str:
+        """Why the copy is not the state at the call; empty if it is."""
+        try:
+            wrong = {piece.name for piece in self.pledged if digest(piece.copy) != piece.digest}
+            if self.check is not None:
+                wrong |= self.check.torn(self.view)
+        except Exception as error:  # what was not checked does not count
+            logger.exception("the late copy of %s was not checked", self.handle.version)
+            return f"the late copy was not checked: {type(error).__name__}: {error}"
+        self.trust.judge((), wrong)
+        return f"written while it was copied: {named(sorted(wrong))}" if wrong else ""

@@ -1,9 +1,12 @@
 """The copy behind the next forward and backward, and the fence that the optimizer's step waits at.
 
-One thread of ours copies a job batch by batch. The pre-step hook of every optimizer is the fence: the step waits until
-the job is done, but never longer than the copy should take plus a bound; then the job is told to stop, its version is
-given up and the step goes on. The job's end is reported by the thread itself, after its last write to the slot, so
-that no slot is given away that is still written to.
+One thread of ours copies a job batch by batch. The fence stands before every optimizer step that may write the state
+(`train.steps`): the step waits until the job is done, but never longer than the copy should take plus a bound; then the
+job is told to stop, its version is given up and the step goes on. The job's end is reported by the thread itself, after
+its last write to the slot, so that no slot is given away that is still written to.
+
+Any thread may wait for the job (`settle`); none of them opens the fence by that. The job stays in the fence until a step
+has passed it, or the thread that saved puts the next one in its place.
 
 A job may have to be opened first: asking the keeper for a slot is a round trip to another process, and not the step's.
 
@@ -21,16 +24,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
-from holdfast.base.errors import HoldfastError
+from holdfast.base.errors import HoldfastError, LevelNotReached
 from holdfast.base.events import Events
 from holdfast.train import capture
 from holdfast.train.capture import Batch
 from holdfast.train.cuda import DeviceCopy, Span
 from holdfast.train.device_pace import PacedCopy
+from holdfast.train.steps import Steps
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +93,10 @@ class Job:
     Attributes:
         batches: host copies, in order.
         device: copies on side streams, queued or yet to be, or None.
-        finish: called once, in the copying thread, with the reason why the copy is incomplete, or "" if it is not. Must
-            not raise.
-        at_fence: called at the first fence or read point once the copy is done, in the trainer's thread; told whether
-            an optimizer is about to step.
+        finish: called once, in the copying thread, with the reason why the copy is incomplete, or "" if it is complete;
+            in the latter case no step goes on before it has returned, within the fence's bound. Must not raise.
+        at_fence: called once the copy is done, in the thread that is about to step, or that saves again without a step
+            in between; told which of the two it is.
         opening: makes the batches and the end of the job, in the copying thread; None: they are there.
     """
 
@@ -104,16 +108,25 @@ class Job:
     copied_bytes: int = 0
     stop_reason: str = ""
     done: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def is_watch(self) -> bool:
-        """Whether there is nothing to copy, only to compare before a step."""
-        return not self.batches and self.device is None and self.opening is None
+    _complete: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the host copies."""
         return sum(batch.num_bytes for batch in self.batches)
+
+    def stop(self, reason: str) -> bool:
+        """Ends the copy before its next batch; False if it is complete already."""
+        with self._lock:
+            self.stop_reason = self.stop_reason or ("" if self._complete else reason)
+            return not self._complete
+
+    def complete(self) -> bool:
+        """Notes that the last byte is copied, so that nothing stops the job any more; False if it was stopped."""
+        with self._lock:
+            self._complete = not self.stop_reason
+            return self._complete
 
 
 class Fence:
@@ -127,7 +140,8 @@ class Fence:
         self._timeout_s = timeout_s
         self._events = events
         self._rate = FIRST_RATE_BYTES_PER_S
-        self._hooks: list[Any] = []
+        self._steps = Steps(())
+        self._passing = threading.Lock()  # one step after the other: the second must not write what the first compares
         self._thread: threading.Thread | None = None
         self._wake = threading.Condition()
         self._queue: Job | None = None
@@ -135,12 +149,17 @@ class Fence:
         self._opening_s = FIRST_OPENING_S
         self._last_bytes = 0
         self.pace: Pace | None = None
-        self._open: Job | None = None  # the trainer's thread only: not yet seen by a fence
-        self.num_steps = 0
+        self._open: Job | None = None  # no step has passed it yet
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps that have begun, of all that may write the state."""
+        return self._steps.begun
 
     def guard(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Puts the fence before every step of these optimizers."""
-        self._hooks += [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
+        """Puts the fence before every step that may write a parameter of these optimizers."""
+        self._steps.close()
+        self._steps = Steps(optimizers, before=self._before_step, warn=True)
 
     def begin(self) -> None:
         """A version is about to be copied."""
@@ -148,8 +167,8 @@ class Fence:
             self.pace.begin()
 
     def start(self, job: Job) -> None:
-        """Copies `job` in the background; the one before must have passed `settle`, and this one `begin`."""
-        assert self._open is None or self._open.is_watch, "the former copy was not settled"
+        """Copies `job` in the background. The one before must have passed `release`, and this one `begin`."""
+        assert self._open is None, "the former copy was not released"
         self._open = job
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="holdfast-capture", daemon=True)
@@ -159,6 +178,26 @@ class Fence:
             # Woken now, the thread would take processor and interpreter from a step that is about to begin.
             if self.pace is None or not self.pace.has_waits:
                 self._wake.notify()
+
+    def run(self, call: Callable[[], object], timeout_s: float) -> bool:
+        """Runs `call` in the copying thread, and waits for it for so long; whether it has ended. Copies wait behind it.
+
+        Raises:
+            LevelNotReached: it failed, and why.
+        """
+
+        def opened() -> Opened:
+            call()
+            return [], _nothing
+
+        job = Job([], None, _nothing, opening=opened)
+        self.start(job)
+        self._hurry()
+        ended = job.done.wait(timeout_s)
+        self._open = None
+        if ended and job.stop_reason:
+            raise LevelNotReached(job.stop_reason)
+        return ended
 
     def nudge(self, expected_s: float | None) -> None:
         """A wait begins that should last so long: the thread may look for work. Called by the pace, in the trainer's thread."""
@@ -170,24 +209,23 @@ class Fence:
 
     def watch(self, at_fence: Callable[[bool], None]) -> None:
         """Nothing is left to copy, but something to compare at the fence."""
-        assert self._open is None or self._open.is_watch, "the former copy was not settled"
+        assert self._open is None, "the former copy was not released"
         self._open = Job([], None, _nothing, at_fence)
         self._open.done.set()
 
-    def forget(self) -> None:
-        """Nothing is compared at the next fence: the tensors or the slot are about to be written by us."""
-        self.settle()
-        self._open = None
-
-    def settle(self, *, stepping: bool = False) -> None:
-        """A read point: waits for the copy, at most as long as a step would. Nothing is read or saved while it runs."""
+    def settle(self) -> None:
+        """Waits for the copy, at most as long as a step would. Any thread may call it, as often as it likes."""
         job = self._open
-        if job is None or (job.is_watch and not stepping):
-            return
-        self._open = None
-        self._wait(job)
-        if job.done.is_set() and not job.stop_reason and job.at_fence is not None:
-            job.at_fence(stepping)
+        if job is not None:
+            self._wait(job)
+
+    def release(self, *, expected: bool = False) -> None:
+        """Waits for the copy and ends its watch; for the thread that saves.
+
+        Args:
+            expected: what is compared at a fence is about to change, and somebody said so: nothing is compared.
+        """
+        self._pass(stepping=False, compare=not expected)
 
     def idle(self, timeout_s: float) -> bool:
         """Waits until nothing is written to any slot any more, given-up copies included."""
@@ -196,15 +234,13 @@ class Fence:
 
     def close(self) -> None:
         """Removes the hooks, stops the thread between two batches and joins it."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._steps.close()
         if self.pace is not None:
             self.pace.hurry()
         with self._wake:
             self._closed = True
             if self._queue is not None:
-                self._queue.stop_reason = self._queue.stop_reason or "the checkpointer was closed"
+                self._queue.stop("the checkpointer was closed")
                 if self._queue.device is not None:
                     self._queue.device.stop()
             self._wake.notify_all()
@@ -212,29 +248,45 @@ class Fence:
             self._thread.join(JOIN_TIMEOUT_S)
             self._thread = None
 
-    def _before_step(self, *_: Any) -> None:
-        self.num_steps += 1
-        self.settle(stepping=True)
+    def _before_step(self) -> None:
+        if self._open is not None:
+            self._pass(stepping=True, compare=True)
+
+    def _pass(self, *, stepping: bool, compare: bool) -> None:
+        with self._passing:
+            job = self._open
+            if job is None:
+                return
+            self._wait(job)
+            self._open = None
+            if compare and job.done.is_set() and not job.stop_reason and job.at_fence is not None:
+                job.at_fence(stepping)
 
     def _wait(self, job: Job) -> None:
-        if job.done.is_set():
+        if job.done.is_set() or job.stop_reason:
             return
         if job.device is not None:
             job.device.hold_current_streams()
         if not job.batches and job.at_fence is None and job.opening is None:
             return
+        self._hurry()
+        started = time.monotonic()
+        left_bytes = (job.num_bytes or self._last_bytes) - job.copied_bytes
+        expected_s = left_bytes / self._rate + (self._opening_s if job.opening is not None else 0.0)
+        if not job.done.wait(max(0.0, expected_s) + self._timeout_s) and not job.stop(
+            f"the copy took longer than expected and {self._timeout_s:g} s more; the step goes on"
+        ):
+            job.done.wait(self._timeout_s)  # it is being checked, against tensors that the step would write
+        waited = time.monotonic() - started
+        self._events.count("fence_wait_seconds", waited)
+        self._events.emit("fence", seconds=waited, stopped=job.stop_reason)
+
+    def _hurry(self) -> None:
+        """Somebody waits for the copying thread: it waits for no turn any more."""
         if self.pace is not None:
             self.pace.hurry()
             with self._wake:
                 self._wake.notify_all()
-        started = time.monotonic()
-        left_bytes = (job.num_bytes or self._last_bytes) - job.copied_bytes
-        expected_s = left_bytes / self._rate + (self._opening_s if job.opening is not None else 0.0)
-        if not job.done.wait(max(0.0, expected_s) + self._timeout_s):
-            job.stop_reason = f"the copy took longer than expected and {self._timeout_s:g} s more; the step goes on"
-        waited = time.monotonic() - started
-        self._events.count("fence_wait_seconds", waited)
-        self._events.emit("fence", seconds=waited, stopped=job.stop_reason)
 
     def _run(self) -> None:
         while True:
@@ -250,11 +302,11 @@ class Fence:
             try:
                 self._copy(job)
             except HoldfastError as error:  # no slot
-                job.stop_reason = str(error)
+                job.stop(str(error))
             except Exception as error:  # the top of the thread: the version is given up, training goes on
                 logger.exception("the background copy failed")
-                job.stop_reason = f"the background copy failed: {error}"
-            job.finish(job.stop_reason)
+                job.stop(f"the background copy failed: {error}")
+            job.finish("" if job.complete() else job.stop_reason)
             job.done.set()
             with self._wake:
                 self._queue = None

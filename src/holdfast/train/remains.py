@@ -1,10 +1,11 @@
 """What this process keeps of the state when the job breaks off, so that nothing need be lost: the live state of one step.
 
-At every step the rank's own small state is noted (`train.notes`). When the job is interrupted and no optimizer step has
-begun since (`train.window`), parameters and optimizer state in this process still are those of that step: they are copied to
-host memory, until the next restore has used or refused them. For that long the state lies in memory twice.
+At every step the rank's own small state is noted (`train.notes`). When the job is interrupted, no optimizer step has
+begun since (`train.window`), and nobody else has written parameters or optimizer state (`train.spots`), this process still
+holds those of that step: they are copied to host memory, until the next restore has used or refused them. For that long
+the state lies in memory twice.
 
-Must never: call a state live of which a part may have moved. Used by `train.checkpointer` and `train.livefill`.
+Must never: call a state live of which a part may have moved. A write of a few elements past torch's counts is not seen. Used by `train.checkpointer` and `train.livefill`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -20,6 +22,7 @@ from holdfast.core.model import Version
 from holdfast.train import notes
 from holdfast.train.live import LiveTensor
 from holdfast.train.notes import Note, Noter
+from holdfast.train.spots import Spots, has_spots
 from holdfast.train.state import State
 from holdfast.train.window import Window
 
@@ -81,7 +84,8 @@ class Survivor:
         self._begun = -1
         self._storages = -1
         self._late: dict[str, LiveTensor] = {}
-        self._writes: list[int] = []
+        self._spots = Spots((), ())
+        self._seen: tuple[list[int], tuple[Any, ...]] = ([], ())
 
     def note(self, version: Version) -> None:
         """The state is that of `version` now. Outside of an optimizer's step."""
@@ -94,9 +98,11 @@ class Survivor:
             return
         if gathered.storages != self._storages:
             self._late = {name: live for name, live in gathered.tensors.items() if live.late}
+            looked_at = {name: live.local for name, live in self._late.items() if has_spots(live.local)}
+            self._spots = Spots(list(looked_at.values()), list(looked_at))
             self._storages = gathered.storages
-        self._writes = _writes(self._late)
         self._version, self._begun = version, self._window.begun
+        self._seen = self._look(version)
 
     def moved(self) -> None:
         """The tensors are about to be written by a restore: nothing is live until the next note."""
@@ -123,7 +129,7 @@ class Survivor:
     def close(self) -> None:
         """Removes the hooks and lets go of the tensors."""
         self._window.close()
-        self._late, self._writes = {}, []
+        self._late, self._spots = {}, Spots((), ())
 
     def _why_not(self) -> str:
         if self._version is None:
@@ -132,13 +138,15 @@ class Survivor:
             return f"interrupted inside the optimizer step after {self._version}"
         if self._window.begun != self._begun:
             return f"the optimizer went on after {self._version}"
-        if self._writes != _writes(self._late):
-            return f"parameters were written outside of an optimizer step after {self._version}"
         if not self._state.still():
             return f"parameters or optimizer state are other tensors than at {self._version}"
+        writes, spots = self._look(self._version)
+        if writes != self._seen[0] or self._spots.differing(spots, self._seen[1]):
+            return f"parameters were written outside of an optimizer step after {self._version}"
         return ""
 
-
-def _writes(late: Mapping[str, LiveTensor]) -> list[int]:
-    """The counts of writes that torch keeps per tensor; they do not see fused updates, which the window does."""
-    return [live.local._version for live in late.values()]
+    def _look(self, version: Version) -> tuple[list[int], tuple[Any, ...]]:
+        """What a write outside of an optimizer's step changes: torch's counts of writes, which `.data` goes past and fused
+        updates too, and spots.
+        """
+        return [live.local._version for live in self._late.values()], self._spots.read(version.step)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,10 +25,11 @@ from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached, MemoryRefused
 from holdfast.base.events import Events
 from holdfast.core.model import Shard, Topology, Version
-from holdfast.node.client import KeeperClient, Slot
+from holdfast.node.client import CALL_TIMEOUT_S, KeeperClient, Slot
 from holdfast.tiers.memory import SPARE_BYTES
 from holdfast.train import capture, device_pace
 from holdfast.train.capture import Batch, Copies, Plan, SlotView, Split, Structure
+from holdfast.train.checks import Checks, CopyCheck
 from holdfast.train.cuda import DeviceCopy, SideStreams
 from holdfast.train.device_pace import PacedCopy
 from holdfast.train.ending import Ending, Pledged, Watched
@@ -47,12 +48,19 @@ ASIDE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """The state at the call of one save: of what may change, copies, if it was set aside."""
+    """The state at the call of one save: of what may change, copies, if it was set aside.
+
+    Attributes:
+        split: what is copied in the call, and what late.
+        check: what the late part was; None if nothing late is in host memory.
+    """
 
     handle: SaveHandle
     client: KeeperClient
     gathered: Gathered
     structure: Structure
+    split: Split
+    check: CopyCheck | None
     durable: bool
 
 
@@ -98,11 +106,13 @@ class Saver:
         self._structure_key = self._storages = -1  # of the last save
         self._views: dict[int, SlotView] = {}
         self._reserved = 0
+        self._growing = False  # the copying thread asks for larger slots
         self.refused = ""  # the words of the keeper that has too little memory
         self._split_key: object = None
         self._split: Split | None = None
         self._watched: tuple[int, ...] = ()
         self._pledged: tuple[int, ...] = ()
+        self._checks = Checks()
         self._aside_key: object = None
         self._aside: tuple[str, ...] | None = None
 
@@ -135,7 +145,7 @@ class Saver:
             structure = self._structure_of(gathered, client)
             plan = structure.plan(structure.encode(gathered))
             if plan.num_bytes > self._reserved:
-                self._prepare(client, plan.num_bytes + SPARE_BYTES, gathered)
+                self._grow(client, plan.num_bytes + SPARE_BYTES, gathered)
         except HoldfastError as error:
             logger.info("no level in memory yet: %s", error)
             return False
@@ -145,7 +155,7 @@ class Saver:
     def restart(self, _: Version | None) -> None:
         """The tensors were written by a restore: whatever was proven before is forgotten."""
         self._trust.forget()
-        self.fence.forget()
+        self.fence.release(expected=True)
 
     def save(self, handle: SaveHandle, *, durable: bool) -> None:
         """Saves the state as it is now as `handle.version`; if that fails, the handle says why."""
@@ -166,43 +176,52 @@ class Saver:
         self._events.count("save_seconds", seconds)
         self._events.emit("saved", version=str(handle.version), seconds=seconds, given_up=handle.given_up)
 
-    def settle(self) -> None:
-        """Waits until the copy of the last save is complete or given up."""
-        self.fence.settle()
+    def settle(self, *, release: bool = False) -> None:
+        """Waits until the copy of the last save is complete or given up; with `release`, the tensors may then be written."""
+        if release:
+            self.fence.release(expected=True)
+        else:
+            self.fence.settle()
 
     def close(self) -> None:
         """Ends the copying thread, removes the hooks, lets go of the slots."""
-        self.fence.settle()
+        self.fence.release()
         self.fence.close()
         self._streams.unpin()
         self._views.clear()
 
     def _save(self, handle: SaveHandle, *, durable: bool) -> None:
-        self.fence.settle()
+        self.fence.release()
         client = self._link.client
         if client is None:
             self._link.mend()
             raise KeeperLost("a new one is being started")
         if self._link.silent:
             raise LevelNotReached("the keeper of this node does not answer")
-        if not self.fence.idle(self._config.begin_timeout_s):
-            raise LevelNotReached("the copy of an earlier version has not stopped yet")
+        if not self.fence.idle(0.0 if self._growing else self._config.begin_timeout_s):
+            what = "larger slots are still being made" if self._growing else "the copy of an earlier version runs"
+            raise LevelNotReached(what)
+        self._growing = False
         gathered = self._state.gather()
         self.fence.begin()
-        taken = _Taken(handle, client, gathered, self._structure_of(gathered, client), durable)
+        structure = self._structure_of(gathered, client)
+        split = self._split_of(structure, gathered)
+        key = (self._structure_key, self._storages, self._trust.generation)
+        check = self._checks.look(key, structure, split.late, gathered.tensors, turn=handle.version.step)
+        taken = _Taken(handle, client, gathered, structure, split, check, durable)
         aside = self._set_aside(gathered)
         if aside is None:
-            self._copy(taken, self._open(taken))
+            self._copy(taken, self._open(taken, self._grow))
         else:
             self._copy_late(replace(taken, gathered=aside))
 
-    def _open(self, taken: _Taken) -> SlotView:
-        """A slot for the version, with everything in it that is not a tensor."""
+    def _open(self, taken: _Taken, grow: Callable[[KeeperClient, int, Gathered], object]) -> SlotView:
+        """A slot for the version, with everything in it that is not a tensor; `grow` gets larger slots if need be."""
         client, structure = taken.client, taken.structure
         values = structure.encode(taken.gathered)
         plan = structure.plan(values)
         if plan.num_bytes > self._reserved:
-            self._prepare(client, plan.num_bytes + SPARE_BYTES, taken.gathered)
+            grow(client, plan.num_bytes + SPARE_BYTES, taken.gathered)
         self._link.announce_skipped(client)
         version, timeout_s = taken.handle.version, self._config.begin_timeout_s
         try:
@@ -239,32 +258,32 @@ class Saver:
 
     def _copy_late(self, taken: _Taken) -> None:
         """Everything but the state itself is left to the copying thread."""
-        handle, client = taken.handle, taken.client
+        handle = taken.handle
 
         def opened() -> Opened:
             try:
-                view = self._open(taken)
+                view = self._open(taken, self._prepare)
             except KeeperLost as error:
                 raise LevelNotReached(f"the keeper is lost: {error.what}") from error
-            now, late = view.assign(taken.gathered.tensors, self._split_of(view.plan, taken.gathered))
+            now, late = view.assign(taken.gathered.tensors, taken.split)
             capture.copy(now.targets, now.sources)
             self._events.count("late_copied_bytes", sum(target.nbytes for target in late.targets))
-            ending = Ending(handle, client, view.plan.spans, self._trust, (), (), self.give_up)
+            ending = self._ending(taken, view)
+            job.at_fence = ending.at_fence
             return self._batches(late), ending.copied
 
-        self.fence.start(Job([], None, lambda reason: self.give_up(handle, reason), opening=opened))
+        job = Job([], None, lambda reason: self.give_up(handle, reason), opening=opened)
+        self.fence.start(job)
 
     def _copy(self, taken: _Taken, view: SlotView) -> None:
         """Copies in the call what may change, and what has to be compared; queues the rest."""
-        handle, client = taken.handle, taken.client
-        split = self._split_of(view.plan, taken.gathered)
-        now, late = view.assign(taken.gathered.tensors, split)
+        now, late = view.assign(taken.gathered.tensors, taken.split)
         parts, sources, targets = view.plan.parts, view.sources, view.targets
         pledged = [Pledged(parts[i].name, digest(sources[i]), targets[i]) for i in self._pledged]
         device = self._queue(now, late) if now.device_targets or late.device_targets else None
         capture.copy_at_once(now.targets, now.sources, self._num_threads)
         watched = [Watched(parts[i].name, sources[i], targets[i]) for i in self._watched]
-        ending = Ending(handle, client, view.plan.spans, self._trust, watched, pledged, self.give_up)
+        ending = replace(self._ending(taken, view), watched=watched, pledged=pledged)
         at_fence = ending.at_fence if ending.needs_fence else None
         if late.targets or device is not None:
             job = Job(self._batches(late), device, ending.copied, at_fence)
@@ -274,6 +293,9 @@ class Saver:
         ending.copied("")
         if at_fence is not None:
             self.fence.watch(at_fence)
+
+    def _ending(self, taken: _Taken, view: SlotView) -> Ending:
+        return Ending(taken.handle, taken.client, view, self._trust, self.give_up, check=taken.check)
 
     def _batches(self, late: Copies) -> list[Batch]:
         most = capture.PACED_BATCH_BYTES if self.fence.pace else capture.BATCH_BYTES
@@ -309,14 +331,14 @@ class Saver:
         if structure is None or gathered.structure != self._structure_key:
             if structure is None or not structure.fits(gathered):
                 structure = self._structure = self._plan(gathered, None)
-            self._register(client, structure)
+            self._register(client, structure, timeout_s=self._config.begin_timeout_s)
             self._structure_key = gathered.structure
             self._split_key = None
         return structure
 
-    def _register(self, client: KeeperClient, structure: Structure) -> None:
+    def _register(self, client: KeeperClient, structure: Structure, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         if self._link.layout != structure.layout:
-            client.register(structure.layout)
+            client.register(structure.layout, timeout_s=timeout_s)
             self._link.layout = structure.layout
 
     def _plan(self, gathered: Gathered, shards: Iterable[Shard] | None) -> Structure:
@@ -325,15 +347,15 @@ class Saver:
             shards = [live.shard for live in gathered.tensors.values()]
         return Structure(shards, gathered.values, rank=self._rank, topology=self._topology)
 
-    def _split_of(self, plan: Plan, gathered: Gathered) -> Split:
-        """The cached split; made anew when the plan or the trust changed."""
-        key = (id(plan), self._trust.generation)
+    def _split_of(self, structure: Structure, gathered: Gathered) -> Split:
+        """The cached split of every plan of the structure; made anew when structure or trust changed."""
+        key = (self._structure_key, self._trust.generation)
         if self._split is None or key != self._split_key:
             late, watched = self._trust.late(gathered.tensors), self._trust.watched(gathered.tensors)
             if self._config.verify_capture:
                 # What cannot be digested where it lies is copied at once, and so cannot go wrong.
                 late = {name for name in late if can_digest(gathered.tensors[name].local)}
-            names = [part.name for part in plan.parts]
+            names = [name for name, _ in structure.pieces]
             self._split = Split(
                 tuple(i for i, name in enumerate(names) if name not in late),
                 tuple(i for i, name in enumerate(names) if name in late),
@@ -348,6 +370,18 @@ class Saver:
         if view is None or view.slot is not slot or view.plan is not plan:
             view = self._views[id(slot)] = SlotView(slot, plan)
         return view
+
+    def _grow(self, client: KeeperClient, num_bytes: int, gathered: Gathered) -> None:
+        """Larger slots in the middle of training: a keeper that takes long, or is frozen, holds a step up for a moment.
+
+        Raises:
+            LevelNotReached: they are not there yet; the copying thread goes on asking for them. Or they are refused.
+        """
+        self.fence.release()
+        timeout_s = self._config.begin_timeout_s
+        if not self.fence.run(lambda: self._prepare(client, num_bytes, gathered), timeout_s):
+            self._growing = True
+            raise LevelNotReached(f"the state outgrew its slots, and larger ones take longer than {timeout_s:g} s")
 
     def _prepare(self, client: KeeperClient, num_bytes: int, gathered: Gathered) -> tuple[Slot, ...]:
         self._views.clear()

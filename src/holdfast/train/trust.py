@@ -2,10 +2,11 @@
 
 Parameters and optimizer state should not change between a save and the next step, but hooks, weight norms or averages
 may write to them, and version counters do not see every write. So a tensor that an optimizer owns is first copied at
-once, and compared with its copy at the fence, three saves long. One difference, and it is copied at once for ever.
+once, and compared with its copy at the fence, three saves long. One difference, then or later (`train.checks` goes on
+looking), and it is copied at once for ever.
 
-With `verify_capture` the proof never ends: a digest taken at the call is compared with the copy at the fence. Called
-by `train.checkpointer` at saves and fences only; knows nothing of slots or keepers.
+With `verify_capture` a digest of everything, taken at the call, is compared with the copy when that is complete. Called
+by `train.saver` and `train.ending`; knows nothing of slots or keepers.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 # Saves that a tensor is watched before it is trusted. One could be luck with a hook that runs every other step.
 NUM_PROOFS = 3
+
+# A tensor on a device is compared in blocks of about this size, which the device needs twice.
+BLOCK_BYTES = 16 << 20
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -68,8 +72,9 @@ class Trust:
         self.generation += len(fresh)
         if fresh:
             logger.warning(
-                "copied at once from now on, because something other than the optimizer's step changes it: %s",
-                ", ".join(fresh[:20]) + (f" and {len(fresh) - 20} more" if len(fresh) > 20 else ""),
+                "copied in the call from now on, because something other than an optimizer's step changes it: %s. Whoever "
+                "swaps weights for a while calls settle() of the Checkpointer before, and keeps fast saves",
+                named(fresh),
             )
 
     def _candidates(self, tensors: Mapping[str, LiveTensor]) -> Iterable[str]:
@@ -78,12 +83,23 @@ class Trust:
         return (name for name, live in tensors.items() if live.late and name not in self._refused)
 
 
+def named(names: Sequence[str]) -> str:
+    """Lists names for a message: the first twenty, and how many more there are."""
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+
+
 def same_bits(live: torch.Tensor, copy: torch.Tensor) -> bool:
     """Whether a live tensor on any device equals its copy in host memory bit for bit (NaN equals itself)."""
     if live.device.type == "cpu" and live.is_contiguous():
         return not live.nbytes or _libc.memcmp(live.data_ptr(), copy.data_ptr(), live.nbytes) == 0
-    there = copy.to(live.device)
-    return torch.equal(_bits(live.contiguous()), _bits(there))
+    if live.device.type == "cpu" or not live.dim():
+        return torch.equal(_bits(live.contiguous()), _bits(copy.to(live.device)))
+    # Before a step a device may have no memory left for a whole tensor: block by block.
+    rows = max(1, BLOCK_BYTES // max(1, live[:1].nbytes)) if live.numel() else 1
+    return all(
+        torch.equal(_bits(mine.contiguous()), _bits(theirs.to(live.device)))
+        for mine, theirs in zip(torch.split(live, rows), torch.split(copy, rows), strict=True)
+    )
 
 
 def differing(pairs: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> set[str]:

@@ -1,33 +1,30 @@
 """The update window: whether parameters and optimizer state are those of a step, or something between two.
 
-Hooks of every optimizer say so: before its step the window opens, after it it closes. A process that is interrupted
-while it is open, or after it was open, does not hold the state of the step that it noted last. A failure inside
-`step()` leaves the window open for ever, which is right: the update may be half done. Used by `train.remains`.
+The window opens before the step of an optimizer and closes behind it. A process that is interrupted while it is open, or
+after it was open, does not hold the state of the step that it noted last. A failure inside `step()` leaves the window open
+for ever, which is right: the update may be half done. Used by `train.remains`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
+from holdfast.train.steps import Steps
+
 
 class Window:
-    """Of one set of optimizers; the trainer's thread moves it.
-
-    Attributes:
-        begun: optimizer steps that have begun, ever.
-        open: whether one of them has not ended.
-    """
+    """The window of one set of optimizers, and of whoever else steps their parameters."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        self.begun = 0
         self._ended = 0
-        self._hooks: list[Any] = []
-        for optimizer in optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(self._begin))
-            self._hooks.append(optimizer.register_step_post_hook(self._end))
+        self._steps = Steps(optimizers, after=self._end)
+
+    @property
+    def begun(self) -> int:
+        """Optimizer steps that have begun, ever."""
+        return self._steps.begun
 
     @property
     def open(self) -> bool:
@@ -36,12 +33,7 @@ class Window:
 
     def close(self) -> None:
         """Removes the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._steps.close()
 
-    def _begin(self, *_: Any) -> None:
-        self.begun += 1
-
-    def _end(self, *_: Any) -> None:
+    def _end(self) -> None:
         self._ended += 1

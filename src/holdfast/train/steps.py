@@ -1,0 +1,118 @@
+"""Sees every optimizer step that may write the training state, by whichever optimizer and in whichever thread.
+
+torch calls global hooks before and after the step of every optimizer of the process, so a second optimizer over the
+same parameters, or one that took the place of the given one, is seen too. Steps of optimizers that write nothing of the
+state are left alone. What a CUDA graph replays, and what code writes past `torch.optim`, no hook sees: `train.checks`
+finds that afterwards.
+
+An exception of ours never leaves the user's `step()`. In a forked child nothing is done: the state that the hooks guard
+is its parent's. Used by `train.fence` and `train.window`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+logger = logging.getLogger(__name__)
+
+
+class Steps:
+    """Calls back at every step of an optimizer that steps a parameter of the given ones.
+
+    Args:
+        optimizers: those whose state is saved. Their parameters are what a step is judged by.
+        before: called before such a step, in the thread that steps.
+        after: called behind it, unless it raised.
+        warn: whether another optimizer over the same parameters is named in the log, once.
+
+    Attributes:
+        begun: steps that have begun, ever.
+    """
+
+    def __init__(
+        self,
+        optimizers: Iterable[Optimizer],
+        *,
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
+        warn: bool = False,
+    ) -> None:
+        self.begun = 0
+        self._before, self._after, self._warn = before, after, warn
+        self._given = list(optimizers)
+        self._pid = os.getpid()
+        self._hooks: list[Any] = []
+        self._others: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        if self._given:
+            self._hooks.append(register_optimizer_step_pre_hook(self._began))
+            self._hooks.append(register_optimizer_step_post_hook(self._ended))
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _began(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._concerns(optimizer):
+            self.begun += 1
+            _guarded(self._before)
+
+    def _ended(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._concerns(optimizer):
+            _guarded(self._after)
+
+    def _concerns(self, optimizer: Optimizer) -> bool:
+        if os.getpid() != self._pid:
+            return False
+        if any(optimizer is given for given in self._given):
+            return True
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._others.get(optimizer)
+        if known is None or known[0] != size:
+            known = self._others[optimizer] = (size, self._shares(optimizer))
+        return known[1]
+
+    def _shares(self, optimizer: Optimizer) -> bool:
+        """Whether a stranger steps a parameter of ours, or memory of one."""
+        ours = {key for given in self._given for key in _memory(given)}
+        shared = not ours.isdisjoint(_memory(optimizer))
+        if shared and self._warn and not any(optimizer in _inner(given) for given in self._given):
+            logger.warning(
+                "%s steps parameters of the checkpointer's state and was not given to it: what it keeps is not saved. "
+                "Give it to the Checkpointer (optimizer=[...]), or build a new Checkpointer if it replaces another one",
+                type(optimizer).__name__,
+            )
+        return shared
+
+
+def _memory(optimizer: Optimizer) -> set[int]:
+    """Keys of the parameters of an optimizer: their ids, and the addresses of those that have memory."""
+    found: set[int] = set()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found.add(id(parameter))
+            if isinstance(parameter, torch.Tensor) and type(parameter) in (torch.Tensor, torch.nn.Parameter):
+                address = parameter.data_ptr()
+                found |= {-address} if address else set()
+    return found
+
+
+def _inner(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that one of torch's wrappers, such as ZeroRedundancyOptimizer, steps in its own step."""
+    return [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+
+
+def _guarded(call: Callable[[], None]) -> None:
+    try:
+        call()
+    except Exception:  # the step is the user's, and what failed is ours
+        logger.exception("a hook of ours failed at an optimizer's step; the step goes on")
