@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -148,7 +147,7 @@ def test_each_wait_of_a_schedule_feeds_the_copy_and_the_step_gets_the_rest(bubbl
             bubbles.waited(lambda _, ms=1e3 * seconds: setattr(times, "queued_ms", times.queued_ms + ms), [object()])
     times.now_ms = times.queued_ms
     bubbles._begin_step()
-    fence, optimizer = Fence(timeout_s=5.0, events=Events()), SimpleNamespace()
+    fence = Fence(timeout_s=5.0, events=Events())
     fence.pace, bubbles.on_wait = bubbles, fence.nudge
     job = Copying(6)
     try:

@@ -86,7 +86,7 @@ class Pace(Protocol):
 Opened: TypeAlias = tuple[list[Batch], Callable[[str], None]]
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Job:
     """One version's late copies.
 

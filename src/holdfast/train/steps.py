@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -52,8 +53,8 @@ class Steps:
         self._hooks: list[Any] = []
         self._others: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         if self._given:
-            self._hooks.append(register_optimizer_step_pre_hook(self._began))
-            self._hooks.append(register_optimizer_step_post_hook(self._ended))
+            self._hooks.append(register_optimizer_step_pre_hook(_Hook(self._begin)))
+            self._hooks.append(register_optimizer_step_post_hook(_Hook(self._end)))
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -61,14 +62,14 @@ class Steps:
             hook.remove()
         self._hooks.clear()
 
-    def _began(self, optimizer: Optimizer, *_: Any) -> None:
+    def _begin(self, optimizer: Optimizer) -> None:
         if self._concerns(optimizer):
             self.begun += 1
-            _guarded(self._before)
+            self._before()
 
-    def _ended(self, optimizer: Optimizer, *_: Any) -> None:
+    def _end(self, optimizer: Optimizer) -> None:
         if self._concerns(optimizer):
-            _guarded(self._after)
+            self._after()
 
     def _concerns(self, optimizer: Optimizer) -> bool:
         if os.getpid() != self._pid:
@@ -111,8 +112,19 @@ def _inner(optimizer: Optimizer) -> list[Optimizer]:
     return [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
 
 
-def _guarded(call: Callable[[], None]) -> None:
-    try:
-        call()
-    except Exception:  # the step is the user's, and what failed is ours
-        logger.exception("a hook of ours failed at an optimizer's step; the step goes on")
+class _Hook:
+    """A hook that raises nothing into the step, and that torch.compile leaves alone where it compiles one."""
+
+    def __init__(self, call: Callable[[Optimizer], None]) -> None:
+        self._call = call
+        self._uncompiled = False
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        if (
+            not self._uncompiled and "torch._dynamo" in sys.modules
+        ):  # else nothing is compiled, and it is slow to import
+            self._call, self._uncompiled = torch.compiler.disable(self._call), True  # type: ignore[no-untyped-call]
+        try:
+            self._call(optimizer)
+        except Exception:  # the step is the user's, and what failed is ours
+            logger.exception("a hook of ours failed at an optimizer's step; the step goes on")
