@@ -1,4 +1,4 @@
-"""A flipped bit in one twin's parameter, in real jobs: who and where is named within that save."""
+"""Ranks that should hold the same and do not, in real jobs: who and what is named within that save."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ import forked
 WORKER = Path(__file__).with_name("twins_worker.py")
 
 
-def run(home: Path, world: int, victim: int) -> list[dict[str, Any]]:
+def run(
+    home: Path, world: int, *arguments: object, worker: Path = WORKER, node: str = "n{rank}"
+) -> list[dict[str, Any]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -27,9 +29,9 @@ def run(home: Path, world: int, victim: int) -> list[dict[str, Any]]:
             **os.environ,
             "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-            "HOLDFAST_NODE_LABEL": f"n{rank}",
+            "HOLDFAST_NODE_LABEL": node.format(rank=rank),
         }  # fmt: skip
-        command = [sys.executable, str(WORKER), str(home / "job"), str(home), str(victim)]
+        command = [sys.executable, str(worker), str(home / "job"), str(home), *map(str, arguments)]
         with (home / f"{rank}.log").open("wb") as log:
             ranks.append(forked.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
     codes = [rank.wait(timeout=120) for rank in ranks]
@@ -44,7 +46,7 @@ def run(home: Path, world: int, victim: int) -> list[dict[str, Any]]:
 def test_one_flipped_bit_names_rank_and_entry_and_the_verified_version_is_used(
     tmp_path: Path, world: int, said: str
 ) -> None:
-    seen = run(tmp_path, world, victim=1)
+    seen = run(tmp_path, world, 1)
 
     for facts in seen:
         assert len(facts["reasons"]) == 2, "the flip stays, so every version from then on is suspect"
@@ -56,3 +58,18 @@ def test_one_flipped_bit_names_rank_and_entry_and_the_verified_version_is_used(
     assert "bias" not in named
     assert any(named in alarm for alarm in seen[1]["alarms"])
     assert len({tuple(facts["weight"]) for facts in seen}) == 1
+
+
+@pytest.mark.parametrize("budget", ["1GiB", "1MiB"], ids=["memory", "storage alone"])
+@pytest.mark.usefixtures("runtime_dir")
+def test_no_version_is_made_of_rows_of_two_ranks_of_a_node(tmp_path: Path, budget: str) -> None:
+    """They divide the copy of what they share: between two averagings there is nothing that both hold."""
+    seen = run(tmp_path, 2, budget, worker=WORKER.with_name("shared_worker.py"), node="n0")
+
+    for facts in seen:
+        assert [bool(reason) for reason in facts["given_up"]] == [True, False] * 4
+        assert all("hold different values of" in reason for reason in facts["given_up"][::2])
+        assert facts["back"].endswith("s0000000007")
+        assert facts["equal"]
+    if budget == "1GiB":
+        assert "model.0.bias, model.0.weight" in seen[0]["given_up"][6], "late by then, and named all the same"

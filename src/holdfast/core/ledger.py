@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.core import backups, bundles, commit, slots, takeover
+from holdfast.core import backups, bundles, commit, slots, takeover, twins
 from holdfast.core.commit import Announcement, Heard, Kind, PartReport, RankReport, WriteFailure
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Decision, Level, RankLayout, Seal, Topology, Version
@@ -46,6 +46,7 @@ class _Local:
     abandoned_by: dict[int, str] = field(default_factory=dict)
     suspect: str = ""
     suspect_bundle: str = ""
+    spots: dict[int, dict[str, bytes]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class NodeLedger:
         self._versions: dict[Version, _Local] = {}
         self._layouts: dict[tuple[int, str], RankLayout] = {}
         self._current: dict[int, str] = {}
+        self._shared: dict[int, tuple[str, ...]] = {}
         self._tables: dict[str, tuple[BundleRef, ...]] = {}
         self._parts: dict[str, tuple[takeover.Part, ...]] = {}
         self._replicate: dict[str, tuple[tuple[int, int, BundleRef], ...]] = {}
@@ -104,12 +106,32 @@ class NodeLedger:
         self._captured = self._origin = version
         self._resumed = True
 
-    def register(self, layout: RankLayout) -> None:
-        """A local rank's layout. Earlier ones stay known as long as a version that was begun under them."""
+    def register(self, layout: RankLayout, shared: tuple[str, ...] = ()) -> None:
+        """Takes a local rank's layout, and the names of the tensors that it shares with other ranks of the node.
+
+        Earlier layouts stay known as long as a version that was begun under them.
+        """
         name = layout.fingerprint
         self._layouts.pop((layout.rank, name), None)  # the newest stands last
         self._layouts[layout.rank, name] = layout
         self._current[layout.rank] = name
+        self._shared[layout.rank] = shared
+
+    def compare(self, rank: int, version: Version, spots: bytes) -> str:
+        """Compares the spots of what a local rank shares with those that others sent of the same version.
+
+        Ranks of one node divide the copy of what they share, so a difference would make a version of rows of both.
+
+        Returns:
+            Which ranks differ and in what; empty as long as none do.
+        """
+        told = self._local(version).spots
+        mine = twins.words(self._shared.get(rank, ()), spots)
+        differing = {other: twins.differing(theirs, mine) for other, theirs in told.items()}
+        told[rank] = mine
+        if len(told) == len(self.ranks):
+            told.clear()
+        return "; ".join(f"ranks {other} and {rank} {found}" for other, found in sorted(differing.items()) if found)
 
     def begin(self, rank: int, version: Version, own_slots: Sequence[SlotView]) -> Decision[int | None]:
         """The slot that `rank` may write `version` into, or None with the reason."""

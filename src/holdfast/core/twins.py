@@ -1,13 +1,16 @@
-"""Twins that sealed different bytes: which entry, and which of them is wrong.
+"""Twins that hold different bytes: which entry, and which of them is wrong.
 
 Twins hold the same bytes by definition, so a difference is silent corruption, found for nothing. When the digests of a
 bundle differ every holder digests each entry of its copy, and here they are compared. With three or more twins the
-minority is wrong; with two nobody can say which. Pure; called by core.commit.
+minority is wrong; with two nobody can say which. Called by core.commit.
+
+Twins of one node divide the copy of what they share, so no two of them seal the same bytes. Some elements of every shared
+tensor (spots, folded to a word of 8 bytes each) are compared instead, at every version. Called by core.ledger. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.model import Version
@@ -15,6 +18,7 @@ from holdfast.core.model import Version
 # Entries of one bundle that are compared, and those of them that are named.
 MAX_ENTRIES = 4096
 MAX_NAMED = 3
+WORD_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,21 @@ def verdict(exams: Mapping[int, Examined]) -> str:
         if said := _judge({rank: entries.get(name, "") for rank, entries in digests.items()}):
             found.setdefault(said, []).append(name)
     return "; ".join(f"{said} in {_named(names)}" for said, names in sorted(found.items()))
+
+
+def words(names: Sequence[str], spots: bytes) -> dict[str, bytes]:
+    """Returns the word of each tensor by name; nothing if there are not as many words as names."""
+    if len(spots) != WORD_BYTES * len(names):
+        return {}
+    return {name: spots[WORD_BYTES * i : WORD_BYTES * (i + 1)] for i, name in enumerate(names)}
+
+
+def differing(one: Mapping[str, bytes], other: Mapping[str, bytes]) -> str:
+    """Says in which tensors that both name two ranks differ; empty if they do not."""
+    if one == other:
+        return ""
+    names = sorted(name for name in one.keys() & other.keys() if one[name] != other[name])
+    return f"hold different values of {_named(names)}, which they should share" if names else ""
 
 
 def _judge(digest_of: Mapping[int, str]) -> str:

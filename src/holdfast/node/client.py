@@ -198,9 +198,9 @@ class KeeperClient:
         """All ranks loaded `version` (None: a fresh start) and that is recorded; from here on `begin` is allowed."""
         self._ask(messages.Resume(incarnation=incarnation, version=version), messages.Ok)
 
-    def register(self, layout: RankLayout, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """The rank's bundles; at the first save and at every change of structure."""
-        self._ask(messages.Register(layout=layout), messages.Ok, timeout_s)
+    def register(self, layout: RankLayout, shared: Sequence[str] = (), *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """The rank's bundles, and the names of what it shares with ranks of its node; at every change of structure."""
+        self._ask(messages.Register(layout=layout, shared=tuple(shared)), messages.Ok, timeout_s)
 
     def prepare(self, num_bytes: int, num_slots: int, *, timeout_s: float = PREPARE_TIMEOUT_S) -> tuple[Slot, ...]:
         """Slots with room for `num_bytes` each, allocated by the keeper, populated here. Growth: call it again.
@@ -253,9 +253,15 @@ class KeeperClient:
             return self._slots[reply.slot_id]
         return self._map_slots((reply.slot_id,), fds)[0]
 
-    def copied(self, version: Version, images: Sequence[ImageSpan]) -> None:
-        """All images lie in the slot. Returns at once; the keeper hashes, seals, replicates and persists."""
-        self._caller.tell(messages.Copied(version=version, images=tuple(images)))
+    def copied(self, version: Version, images: Sequence[ImageSpan], spots: bytes = b"") -> None:
+        """All images lie in the slot. Returns at once; the keeper hashes, seals, replicates and persists.
+
+        Args:
+            version: which one.
+            images: where they lie.
+            spots: 8 bytes for each name that was registered as shared; the keeper compares those of its ranks.
+        """
+        self._caller.tell(messages.Copied(version=version, images=tuple(images), spots=spots))
 
     def persist(self, version: Version) -> None:
         """`version`, begun without `durable`, is due for storage after all. One rank that says so is enough."""

@@ -160,9 +160,14 @@ class Adopt(Message, tag="adopt", frozen=True, kw_only=True):
 
 
 class Register(Message, tag="register", frozen=True, kw_only=True):
-    """The rank's bundles."""
+    """The rank's bundles.
+
+    Attributes:
+        shared: names of the tensors that it shares with other ranks of its node, in the order of their spots.
+    """
 
     layout: RankLayout
+    shared: tuple[str, ...] = ()
 
 
 class Begin(Message, tag="begin", frozen=True, kw_only=True):
@@ -182,10 +187,15 @@ class Begun(Message, tag="begun", frozen=True, kw_only=True):
 
 
 class Copied(Message, tag="copied", frozen=True, kw_only=True):
-    """The images of this version lie in the slot."""
+    """The images of this version lie in the slot.
+
+    Attributes:
+        spots: of every tensor that was registered as shared, 8 bytes that follow from some of its elements at the save.
+    """
 
     version: Version
     images: tuple[ImageSpan, ...]
+    spots: bytes = b""
 
 
 class Persist(Message, tag="persist", frozen=True, kw_only=True):

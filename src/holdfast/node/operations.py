@@ -149,7 +149,7 @@ class Operations:
         rank = connection.greeted.rank
         if request.layout.rank != rank:
             raise KeeperError(f"rank {rank} registers the layout of rank {request.layout.rank}")
-        self._parts.state.register(request.layout)
+        self._parts.state.register(request.layout, request.shared)
         return Ok(id=request.id)
 
     def _begin(self, connection: Connection, request: messages.Begin) -> None:

@@ -138,6 +138,12 @@ class Saving:
             if held is None or held.copied:
                 logger.warning("rank %d copied %s, but is not writing it", rank, version)
                 return
+            differing = self._state.need_ledger().compare(rank, version, request.spots) if request.spots else ""
+            if differing:
+                held.clear()
+                self._state.alarm("ranks that should be equal", f"{version} is abandoned: {differing}")
+                self._state.abandon(rank, version, differing)
+                return
             try:
                 self._sealer.put(held, version, request.images)
             except HoldfastError as error:

@@ -227,8 +227,8 @@ class NodeState:
                 self.arena.collect(self.is_free)
                 self.outlets.changed()
 
-    def register(self, layout: RankLayout) -> None:
-        """A local rank's bundles."""
+    def register(self, layout: RankLayout, shared: tuple[str, ...] = ()) -> None:
+        """Takes a local rank's bundles, and the names of the tensors that it shares with other local ranks."""
         with self.lock:
             ledger = self.need_ledger()
             if layout.rank not in ledger.ranks:
@@ -237,7 +237,7 @@ class NodeState:
             for ref in layout.bundles:
                 if layout.rank not in ref.ranks or not known.issuperset(ref.ranks):
                     raise UsageError(f"bundle {ref.bundle_id} of rank {layout.rank} has an impossible group")
-            ledger.register(layout)
+            ledger.register(layout, shared)
             self.layouts[layout.rank] = layout
             self.outlets.report(Reports(layouts=(layout,)))
             self._feed()

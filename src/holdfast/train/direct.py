@@ -14,13 +14,13 @@ from __future__ import annotations
 import logging
 import mmap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from holdfast.base.config import Config
-from holdfast.base.errors import ConfigError, HoldfastError, MemoryRefused
+from holdfast.base.errors import ConfigError, CorruptError, HoldfastError, MemoryRefused
 from holdfast.base.events import Events
 from holdfast.core.bundles import fingerprint_of
 from holdfast.core.model import Topology, Version
@@ -40,6 +40,7 @@ from holdfast.train.handle import SaveHandle
 from holdfast.train.link import Link
 from holdfast.train.live import Gathered
 from holdfast.train.state import State
+from holdfast.train.twins import Shared
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class DirectSaver:
         self._topology = Topology(("all",), (0,) * job.group.world_size)
         self._structure: Structure | None = None
         self._structure_key = -1
+        self._shared = Shared(set(range(job.group.world_size)) - {job.group.rank})
         self._retirement = Retirement(events)
         topology, rank = job.topology, job.group.rank
         first = topology.ranks_on(topology.node_of[rank])[0] == rank
@@ -143,6 +145,9 @@ class DirectSaver:
 
     def _save(self, version: Version) -> None:
         group = self._job.group
+        gathered = agree.together(group, self._state.gather)
+        self._shared.look_at((gathered.structure, gathered.storages), gathered.tensors)
+        _require_equal(agree.gather_json(group, self._shared.digests(version.step)))
         mine = agree.together(group, lambda: self._write(version))
         rows = agree.gather_json(group, [mine.name, mine.length, mine.digest, mine.rows] if mine else None)
         written = [_Written(row[0], row[1], row[2], tuple(map(tuple, row[3]))) for row in rows if row]
@@ -219,6 +224,20 @@ class DirectSaver:
             notice.post(self._place, root=self._job.assembly.root, reason=self._reason, durable=durable)
         except (ConfigError, OSError) as error:
             logger.warning("`holdfast status` cannot be told: %s", error)
+
+
+def _require_equal(digests: Sequence[Mapping[str, str]]) -> None:
+    """Refuses a version of rows of ranks that differ, for ranks that share a tensor divide the writing of it.
+
+    Raises:
+        CorruptError: ranks that should hold the same tensors do not; names two of them. On every rank alike.
+    """
+    first: dict[str, tuple[int, str]] = {}
+    for rank, found in enumerate(digests):
+        for group, digest in found.items():
+            other, known = first.setdefault(group, (rank, digest))
+            if digest != known:
+                raise CorruptError(f"ranks {other} and {rank} hold different values of tensors that they should share")
 
 
 def _fill(view: memoryview, image: PlacedImage, plan: Plan, values: bytes, gathered: Gathered) -> None:

@@ -52,6 +52,7 @@ class Ending:
     Attributes:
         view: the slot.
         check: what late parts were at the call; None if nothing was copied late.
+        spots: of what ranks of this node share, for the keeper to compare.
         give_up: called with the handle and the reason if the version cannot be completed.
     """
 
@@ -63,6 +64,7 @@ class Ending:
     watched: Sequence[Watched] = ()
     pledged: Sequence[Pledged] = ()
     check: CopyCheck | None = None
+    spots: bytes = b""
 
     @property
     def needs_fence(self) -> bool:
@@ -77,7 +79,7 @@ class Ending:
             self.give_up(self.handle, reason)
             return
         try:
-            self.client.copied(self.handle.version, self.view.plan.spans)
+            self.client.copied(self.handle.version, self.view.plan.spans, self.spots)
         except KeeperLost as error:
             self.give_up(self.handle, f"the keeper is lost: {error.what}")
 

@@ -69,6 +69,7 @@ class Link:
         self._slots: tuple[Slot, ...] = ()
         self.assembly: Assembly | None = None
         self.layout: RankLayout | None = None
+        self.shared: tuple[str, ...] = ()  # registered with the layout
         self.resumed: tuple[int, Version | None] | None = None
         self._page: Callable[[], tuple[int, ...]] = tuple
         self._port: tuple[str, socket.socket] | None = None
@@ -281,7 +282,7 @@ class Link:
             if self.assembly is not None:
                 client.assemble(self.assembly)
             if self.layout is not None:
-                client.register(self.layout)
+                client.register(self.layout, self.shared)
             client.adopt(self._slots)
             if self.resumed is not None:
                 client.resume(*self.resumed)

@@ -39,6 +39,7 @@ from holdfast.train.handle import SaveHandle
 from holdfast.train.link import Link
 from holdfast.train.live import Gathered
 from holdfast.train.trust import Trust, can_digest, digest
+from holdfast.train.twins import Shared
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class _Taken:
     Attributes:
         split: what is copied in the call, and what late.
         check: what the late part was; None if nothing late is in host memory.
+        spots: of what ranks of this node share.
     """
 
     handle: SaveHandle
@@ -61,6 +63,7 @@ class _Taken:
     structure: Structure
     split: Split
     check: CopyCheck | None
+    spots: bytes
     durable: bool
 
 
@@ -95,8 +98,9 @@ class Saver:
         self._events = events
         self._rank = rank
         # Ranks of one node save at the same moment and share its cores.
-        here = len(topology.ranks_on(topology.node_of[rank]))
-        self._num_threads = min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // here))
+        here = topology.ranks_on(topology.node_of[rank])
+        self._num_threads = min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // len(here)))
+        self._shared = Shared(set(here) - {rank})
         optimizers = state.optimizers
         self._trust = Trust(overlap=config.overlap and bool(optimizers))
         self.fence = Fence(timeout_s=config.fence_timeout_s, events=events)
@@ -208,7 +212,8 @@ class Saver:
         split = self._split_of(structure, gathered)
         key = (self._structure_key, self._storages, self._trust.generation)
         check = self._checks.look(key, structure, split.late, gathered.tensors, turn=handle.version.step)
-        taken = _Taken(handle, client, gathered, structure, split, check, durable)
+        spots = self._shared.words(handle.version.step)
+        taken = _Taken(handle, client, gathered, structure, split, check, spots, durable)
         aside = self._set_aside(gathered)
         if aside is None:
             self._copy(taken, self._open(taken, self._grow))
@@ -295,7 +300,8 @@ class Saver:
             self.fence.watch(at_fence)
 
     def _ending(self, taken: _Taken, view: SlotView) -> Ending:
-        return Ending(taken.handle, taken.client, view, self._trust, self.give_up, check=taken.check)
+        handle, client = taken.handle, taken.client
+        return Ending(handle, client, view, self._trust, self.give_up, check=taken.check, spots=taken.spots)
 
     def _batches(self, late: Copies) -> list[Batch]:
         most = capture.PACED_BATCH_BYTES if self.fence.pace else capture.BATCH_BYTES
@@ -327,8 +333,10 @@ class Saver:
         if gathered.storages != self._storages:
             self._storages = gathered.storages
             self._trust.forget()
+        self._shared.look_at((gathered.structure, gathered.storages), gathered.tensors)
         structure = self._structure
-        if structure is None or gathered.structure != self._structure_key:
+        renamed = self._link.shared != self._shared.names
+        if structure is None or renamed or gathered.structure != self._structure_key:
             if structure is None or not structure.fits(gathered):
                 structure = self._structure = self._plan(gathered, None)
             self._register(client, structure, timeout_s=self._config.begin_timeout_s)
@@ -337,9 +345,9 @@ class Saver:
         return structure
 
     def _register(self, client: KeeperClient, structure: Structure, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        if self._link.layout != structure.layout:
-            client.register(structure.layout, timeout_s=timeout_s)
-            self._link.layout = structure.layout
+        if (self._link.layout, self._link.shared) != (structure.layout, self._shared.names):
+            client.register(structure.layout, self._shared.names, timeout_s=timeout_s)
+            self._link.layout, self._link.shared = structure.layout, self._shared.names
 
     def _plan(self, gathered: Gathered, shards: Iterable[Shard] | None) -> Structure:
         """The structure of this state, or of the `shards` that it will have."""

@@ -1,0 +1,67 @@
+"""Spots of what ranks of one node share, so that no version is made of rows of two ranks that differ.
+
+Ranks of one node that should hold the same tensors (DDP, HSDP) divide the copy of them, and nobody holds the whole twice to
+compare. So every rank folds some elements of each shared tensor at the call of every save into a word, sends the words
+with the version, and the keeper compares them (`core.twins`). Which elements these are follows from the name and the
+step, so that all ranks look at the same ones. Used by `train.saver` and `train.direct`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import xxhash
+
+from holdfast.train.live import LiveTensor
+from holdfast.train.spots import Spots, has_spots
+
+
+class Shared:
+    """The tensors in host memory that this rank shares with some others.
+
+    Args:
+        others: the ranks that the copy is divided with.
+
+    Attributes:
+        names: of the tensors, in the order of their words; after `look_at`.
+    """
+
+    def __init__(self, others: Iterable[int]) -> None:
+        self._others = frozenset(others)
+        self._key: object = None
+        self._spots = Spots((), ())
+        self.names: tuple[str, ...] = ()
+        self._groups: dict[str, list[int]] = {}  # which of the names belong to one group of ranks
+
+    def look_at(self, key: object, tensors: Mapping[str, LiveTensor]) -> None:
+        """These are the tensors of the state; `key` changes whenever their names, groups or memory do.
+
+        Only what an optimizer owns is looked at: it stays where it is from save to save.
+        """
+        if key == self._key or not self._others:
+            return
+        self._key = key
+        names = sorted(
+            name
+            for name, live in tensors.items()
+            if live.late and not self._others.isdisjoint(live.shard.ranks) and has_spots(live.local)
+        )
+        self.names = tuple(names)
+        self._spots = Spots([tensors[name].local for name in names], names)
+        self._groups = {}
+        for number, name in enumerate(names):
+            ranks = ",".join(map(str, tensors[name].shard.ranks))
+            self._groups.setdefault(xxhash.xxh3_64_hexdigest(ranks.encode()), []).append(number)
+
+    def words(self, step: int) -> bytes:
+        """Returns 8 bytes for each name, which follow from the tensors' elements now."""
+        if not self.names:
+            return b""
+        return self._spots.folded(self._spots.read(step)).astype("<u8").tobytes()
+
+    def digests(self, step: int) -> dict[str, str]:
+        """Returns the same by group of ranks, one digest each, for who cannot send every word."""
+        if not self.names:
+            return {}
+        words = self._spots.folded(self._spots.read(step))
+        return {group: xxhash.xxh3_64_hexdigest(words[numbers].tobytes()) for group, numbers in self._groups.items()}

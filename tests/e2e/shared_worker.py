@@ -1,0 +1,63 @@
+"""One rank of two that share a node and their model; between two averagings their weights differ, as under local SGD.
+
+Usage: shared_worker.py ROOT FACTS BUDGET. Writes what it saw as JSON to FACTS/<rank>.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import holdfast
+from holdfast.base.errors import LevelNotReached
+
+
+def main(root: str, facts: Path, budget: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    config = holdfast.Config(every="0", durable_every="0", memory_budget=budget)
+    checkpointer = holdfast.Checkpointer(root, model=model, optimizer=optimizer, config=config)
+    checkpointer.restore()
+    given_up: list[str] = []
+    averaged: list[list[float]] = []
+    for step in range(8):
+        torch.manual_seed(10 * step + rank)
+        optimizer.zero_grad()
+        with model.no_sync():  # every rank goes its own way
+            model(torch.randn(4, 256)).square().sum().backward()
+        optimizer.step()
+        if step % 2:
+            for state in optimizer.state.values():
+                dist.all_reduce(state["momentum_buffer"])
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.data)
+                parameter.data /= 2
+            averaged.append([float(parameter.sum()) for parameter in model.parameters()])
+        handle = checkpointer.save(step, "durable")
+        try:
+            handle.wait("durable", 60)
+            given_up.append("")
+        except LevelNotReached as error:
+            given_up.append(str(error))
+    dist.barrier()
+    checkpointer.restore()
+    told = {
+        "given_up": given_up,
+        "back": str(checkpointer.last_restore.version),
+        "equal": [float(parameter.sum()) for parameter in model.parameters()] == averaged[-1],
+    }
+    (facts / f"{rank}.json").write_text(json.dumps(told))
+    checkpointer.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
