@@ -48,13 +48,16 @@ class Wait:
 
 @dataclass(frozen=True)
 class Step:
-    """Expected seconds per batch, how many of them are copied beside the work, whether the slot must be asked for."""
+    """Expected seconds per batch, how many of them are copied beside the work, whether the slot must be asked for, and how
+    many other threads wait for the copy, as `handle.wait` and `flush` do.
+    """
 
     batches: Sequence[float]
     beside: int
     opens: bool
     waits: Sequence[Wait]
     cut_at_fence: bool
+    waiters: int
 
 
 SECONDS = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0, 8.0])
@@ -66,6 +69,7 @@ STEPS = st.builds(
     st.booleans(),
     st.lists(WAITS, max_size=4),
     st.booleans(),
+    st.sampled_from([0, 0, 1, 2]),
 )
 
 
@@ -201,6 +205,9 @@ class Story:
             self.num_beside = step.beside
             self.fence.begin()
             self.fence.start(self.job(step, slot, parameter.detach(), ends))
+            waiters = [threading.Thread(target=self.fence.settle, daemon=True) for _ in range(step.waiters)]
+            for waiter in waiters:
+                waiter.start()
             for wait in step.waits:
                 self.wait(wait)
             if step.cut_at_fence and self.fence._timeout_s < 0:
@@ -209,6 +216,9 @@ class Story:
             self.tell("step")
             self.release()
             assert self.fence.idle(LIMIT_S)
+            for waiter in waiters:
+                waiter.join(LIMIT_S)
+                assert not waiter.is_alive()
             self.judge(step, slot, wanted, ends)
 
     def job(self, step: Step, slot: torch.Tensor, source: torch.Tensor, ends: list[str]) -> Job:
@@ -248,7 +258,7 @@ def last(log: Sequence[tuple[str, int]], wanted: str) -> int:
 def shut(log: Sequence[tuple[str, int]]) -> Iterator[tuple[int, set[int]]]:
     """Where the work went on, and which batches that need a turn were still copied, until the next wait or the fence."""
     for at, (what, _) in enumerate(log):
-        if at and what != "shut":
+        if (at and what != "shut") or ("fence", -1) in log[:at]:  # somebody waits for the copy: nothing is held back
             continue
         begun, ended = ({number for what, number in log[:at] if what == wanted} for wanted in ("begin", "end"))
         seen = begun - ended

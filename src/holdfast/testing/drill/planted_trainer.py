@@ -16,6 +16,7 @@ from holdfast.core.recovery import Choice
 from holdfast.testing.drill.planted import always, put, unverified
 from holdfast.tiers.storage import Storage
 from holdfast.train import capture, verdict
+from holdfast.train.ending import Ending
 from holdfast.train.fence import Fence
 from holdfast.train.objects import StatefulPart
 from holdfast.train.restore import Restorer, RestoreReport
@@ -64,6 +65,7 @@ def _stale_snapshot() -> None:
 def _fence_removed() -> None:
     _slow_copy()
     put(Fence, "_wait", always(None))
+    put(Ending, "_wrong", always(""))  # which would find it out
 
 
 def _newest_step() -> None:
