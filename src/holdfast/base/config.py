@@ -70,7 +70,8 @@ class Config:
         keep_every: additionally keep one version of so many steps (`"1000"`, counted as `every` counts them), or of so
             many minutes (`"30m"`), or both; `"0"` keeps none.
         overlap: copy parameters and optimizer state behind the next forward and backward once proven safe.
-        verify_capture: compare live tensors with the copy at every fence. Doubles the memory traffic of a save.
+        verify_capture: compare every byte of a late copy with a digest taken at the call, instead of some of each tensor.
+            Doubles the memory traffic of a save.
         fence_timeout_s: how long an optimizer step may wait for the copy beyond the copy itself; then the version is
             abandoned. 1 s: a checkpoint library must never be the reason that training stops.
         begin_timeout_s: how long a save may wait for a free slot; then the version is abandoned.

@@ -63,8 +63,8 @@ class Checkpointer:
         exclude: glob patterns of names of parameters and buffers that are not saved (`model.base`), alike on all ranks. They
             stay as the script makes them, so no optimizer may step them; `last_restore.left_out` names them.
         every, durable_every: cadence of saves in memory and to storage, `10` (steps) or `"30s"`; default: the settings.
-        overlap: copy behind the next forward and backward, once it is proven safe.
-        verify_capture: prove every late copy with a digest taken at the call.
+        overlap: copy behind the next forward and backward, once it is proven safe; see `settle`.
+        verify_capture: prove every byte of a late copy with a digest taken at the call.
         on_durable: called in a thread as `on_durable(version, error)`, once for every save at the durable level: with None
             when it is durable, with an error when it was given up or `close_timeout_s` passed.
         config: the settings; default: file and environment.
