@@ -1,8 +1,12 @@
 """Bundle files as they lie in storage: plain, or encrypted chunk by chunk with a trailer of tags behind.
 
+What is written is proved on the way: each chunk of the image is hashed after it was taken and compared with the seal
+before the file has a name. Memory that is given to something else changes once and for good, so a chunk that is right
+afterwards was right before.
+
 Offsets are those of the image in both cases: ciphertext has the length of its plain text, and chunk i lies where chunk i
 of the image would. Encrypting runs one chunk ahead of the disk, in two buffers, whatever the size of the bundle. What a
-reader gets is either authenticated or an error. The digests of the image are checked above, by `storage`, as ever.
+reader gets is either authenticated or an error. The digests of what is read are checked above, by `storage`.
 
 Specification of the trailer: docs/spec/format.md, section 6. Used by `storage` alone.
 """
@@ -13,7 +17,7 @@ import mmap
 import queue
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -23,7 +27,7 @@ import xxhash
 from holdfast.base.errors import ConfigError, CorruptError, VersionNotFound
 from holdfast.core.model import Version
 from holdfast.tiers import format as image_format
-from holdfast.tiers.backend import Backend
+from holdfast.tiers.backend import Backend, Chunks
 from holdfast.tiers.cipher import TAG_BYTES, FileKey, Key, Name
 from holdfast.tiers.format import CHUNK_BYTES
 from holdfast.tiers.manifest import BundleFile
@@ -110,11 +114,12 @@ class BundleFiles:
         """Of the key; empty if there is none."""
         return self._key.id if self._key else ""
 
-    def chunks(self, version: Version, file: BundleFile, view: memoryview) -> Iterable[memoryview]:
-        """What is to be put in storage for an image."""
+    def chunks(self, version: Version, file: BundleFile, view: memoryview) -> Chunks:
+        """Returns what is to be put in storage for an image; it raises CorruptError if that is not what was sealed."""
+        where = f"memory, on its way to {self._where(f'{version}/{file.file}')}"
         if not file.key_id:
-            return [view]
-        return _Encrypted(view, file, self._file_key(version, file))
+            return _Plain(view, file, where)
+        return _Encrypted(view, file, where, self._file_key(version, file))
 
     def read_into(self, version: Version, file: BundleFile, view: memoryview, *, offset: int = 0) -> int:
         """Fills `view` from `offset` of the image on; fewer bytes only at the end of the file.
@@ -234,17 +239,65 @@ class BundleFiles:
         return self._key.of_file(Name(self._job_id(), str(version), file.ref.bundle_id, file.length, file.digest))
 
 
-class _Encrypted:
-    """The stored form of an image, made while it is written. May be iterated again: the bytes are the same."""
+class _Proof:
+    """Compares the chunks of an image with its seal, in order.
 
-    def __init__(self, view: memoryview, file: BundleFile, key: FileKey) -> None:
+    Raises:
+        CorruptError: they differ; from either method.
+    """
+
+    def __init__(self, file: BundleFile, where: str) -> None:
+        self._seal = file.seal
+        self._where = where
+        self._digests: list[str] = []
+
+    def add(self, chunk: memoryview) -> None:
+        """Hashes the next chunk."""
+        self._digests.append(image_format.chunk_digest(chunk))
+        image_format.check_chunk(len(self._digests) - 1, self._digests[-1], self._seal, self._where)
+
+    def end(self) -> None:
+        """Takes the chunks that were added as all of the image."""
+        image_format.check_digest(tuple(self._digests), self._seal, self._where)
+
+
+class _Plain(Chunks):
+    """An image as it lies in memory. A chunk is hashed when it was taken, while the next one is written."""
+
+    def __init__(self, view: memoryview, file: BundleFile, where: str) -> None:
+        self.num_bytes = len(view)
         self._view = view
         self._file = file
+        self._where = where
+
+    def __iter__(self) -> Iterator[memoryview]:
+        proof = _Proof(self._file, self._where)
+        with ThreadPoolExecutor(1, "holdfast proving") as pool:
+            behind: Future[None] | None = None
+            for chunk in image_format.chunks(self._view):
+                yield chunk
+                if behind is not None:
+                    behind.result()
+                behind = pool.submit(proof.add, chunk)
+            if behind is not None:
+                behind.result()
+        proof.end()
+
+
+class _Encrypted(Chunks):
+    """The stored form of an image, made while it is written."""
+
+    def __init__(self, view: memoryview, file: BundleFile, where: str, key: FileKey) -> None:
+        self.num_bytes = stored_length(file)
+        self._view = view
+        self._file = file
+        self._where = where
         self._key = key
 
     def __iter__(self) -> Iterator[memoryview]:
         tags: list[bytes] = []
         digests: list[bytes] = []
+        proof = _Proof(self._file, self._where)
         parts = list(image_format.chunks(self._view))
         # Page-aligned, for direct writes. One is written, one is filled.
         buffers = [memoryview(mmap.mmap(-1, CHUNK_BYTES)) for _ in range(2)]
@@ -252,6 +305,7 @@ class _Encrypted:
         def encrypt(index: int) -> memoryview:
             into = buffers[index % 2][: len(parts[index])]
             tags.append(self._key.encrypt(index, parts[index], into))
+            proof.add(parts[index])
             digests.append(xxhash.xxh3_128_digest(into))
             return into
 
@@ -262,6 +316,7 @@ class _Encrypted:
                 ready = ahead.result()
                 ahead = pool.submit(encrypt, index + 1) if index + 1 < len(parts) else None
                 if ahead is None:  # the trailer follows the last chunk, in one piece with it: only the end may be odd
+                    proof.end()
                     yield from self._end(ready, tags, digests)
                 else:
                     yield ready

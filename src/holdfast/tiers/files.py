@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from holdfast.base.errors import StorageUnfit
+from holdfast.tiers.backend import total_bytes
 
 PAGE = 4096
 # Kinds of file systems that other machines write to as well.
@@ -44,8 +45,8 @@ def write(
     mode: int = 0o600,
 ) -> None:
     """Writes a new file and makes its bytes durable (its name is not yet)."""
-    # What is made on the way (no list) is large.
-    if not isinstance(chunks, list | tuple) or sum(map(len, chunks)) >= MIN_DIRECT_BYTES:
+    total = total_bytes(chunks)
+    if total is None or total >= MIN_DIRECT_BYTES:
         try:
             _write_direct(place, name, chunks, progress, mode)
             return

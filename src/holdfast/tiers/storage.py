@@ -181,10 +181,13 @@ class Storage:
         Args:
             version: whose directory it goes into.
             ref: the bundle.
-            seal: its proof; not computed again, so that the disk is the only cost.
+            seal: its proof, with which every chunk is compared after it was written, beside the write of the next one.
             view: the image, best aligned to a page.
             stamp: from `registry.make_stamp`.
             progress: called with the bytes of each part that was written.
+
+        Raises:
+            CorruptError: what was written is not what was sealed; there is no new file of the bundle's name.
         """
         view = view.cast("B")
         image_format.check_length(len(view), seal, f"{version}/{ref.bundle_id}")
