@@ -272,15 +272,18 @@ class _Plain(Chunks):
 
     def __iter__(self) -> Iterator[memoryview]:
         proof = _Proof(self._file, self._where)
-        with ThreadPoolExecutor(1, "holdfast proving") as pool:
-            behind: Future[None] | None = None
-            for chunk in image_format.chunks(self._view):
+        *first, last = image_format.chunks(self._view)
+        with ThreadPoolExecutor(1, "holdfast proving") as pool:  # no thread for what is one chunk
+            behind: list[Future[None]] = []
+            for chunk in first:
                 yield chunk
-                if behind is not None:
-                    behind.result()
-                behind = pool.submit(proof.add, chunk)
-            if behind is not None:
-                behind.result()
+                behind.append(pool.submit(proof.add, chunk))
+                if len(behind) > 1:
+                    behind.pop(0).result()
+            yield last
+        for done in behind:
+            done.result()
+        proof.add(last)
         proof.end()
 
 
