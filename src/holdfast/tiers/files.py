@@ -168,12 +168,12 @@ def sync(*directories: int) -> None:
 
 
 def is_remote(path: Path) -> bool:
-    """Whether other machines write below `path` too, as far as the kernel's table of mounts tells."""
+    """Returns whether other machines may write below `path` too: unless the kernel's table of mounts denies it."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
         real = str(path.resolve())
     except OSError:
-        return False
+        return True
     kind, longest = "", -1
     for line in lines:
         mount, words = line.split()[4], line.partition(" - ")[2].split()

@@ -162,7 +162,7 @@ class Storage:
         """Removes temporary files of dead writers, given the incarnation that runs; returns their names."""
         if not self._backend.properties.has_temporaries:
             return []
-        return registry.sweep(self._backend, incarnation, is_alive=registry.process_exists)
+        return registry.sweep(self._backend, incarnation)
 
     # Writing a version.
 
