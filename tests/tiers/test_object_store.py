@@ -283,6 +283,37 @@ def test_a_newer_writer_wins_the_race_for_the_commit(server: Server, prefix: str
     assert backend.read("v/manifest.json") in (b"one", b"two")
 
 
+def test_a_commit_whose_reply_was_lost_is_taken_back_if_the_version_was_retired(server: Server, prefix: str) -> None:
+    """The committer was paused; others committed the version and retired it. Its own commit then stands alone, and the
+    request that is made again is told "the same was there before": by itself.
+    """
+    store, other = claimed(prefix), Storage(stacked(prefix), Events())
+    manifest = save(store, V1)
+    store._backend.delete(f"{V1}/manifest.json")
+    paused: list[Request] = []
+
+    def plan(request: Request) -> str:
+        if request.method == "PUT" and request.name == "manifest.json" and not paused:
+            paused.append(request)
+            other.commit(manifest, stamp=STAMP)
+            other.retire(V1)
+            return "lost"
+        return ""
+
+    with server.planned(plan), pytest.raises(Fenced, match="retired while we were paused"):
+        store.commit(manifest, stamp=STAMP)
+    assert paused
+    assert store.versions() == []
+    assert store._backend.listing(str(V1)) == []
+
+
+def test_a_bucket_that_is_gone_is_not_an_empty_one(server: Server) -> None:
+    backend = object_store.open_bucket("s3://no-such-bucket/prefix")
+    for look in (lambda: backend.read("v/file", length=1), lambda: backend.listing("v"), lambda: backend.listing("")):
+        with pytest.raises(StorageError, match="bucket is not there"):
+            look()
+
+
 # One job at a time.
 
 

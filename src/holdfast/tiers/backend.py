@@ -64,8 +64,9 @@ def total_bytes(chunks: Iterable[memoryview]) -> int | None:
 class Backend(Protocol):
     """Five verbs (reading has two forms), and a start.
 
-    Every verb raises StorageError (StorageFull, StorageUnfit) when the place refuses; reading a name that is not there
-    raises VersionNotFound. A `stamp` names the writer and marks what it leaves behind if it dies.
+    Every verb raises StorageError (StorageFull, StorageUnfit) when the place refuses or cannot be reached; reading a name
+    that is not there raises VersionNotFound. Beneath a root that has vanished nothing is known: only of the root itself it
+    is said that there is nothing in it. A `stamp` names the writer and marks what it leaves behind if it dies.
     """
 
     @property

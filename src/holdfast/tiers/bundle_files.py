@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import xxhash
@@ -30,7 +31,7 @@ from holdfast.tiers import format as image_format
 from holdfast.tiers.backend import Backend, Chunks
 from holdfast.tiers.cipher import TAG_BYTES, FileKey, Key, Name
 from holdfast.tiers.format import CHUNK_BYTES
-from holdfast.tiers.manifest import BundleFile
+from holdfast.tiers.manifest import ROOT_NAME, BundleFile
 
 T = TypeVar("T")
 
@@ -126,10 +127,11 @@ class BundleFiles:
 
         Raises:
             CorruptError: the file is missing, or an encrypted chunk does not open. ConfigError: the key is another.
+            VersionNotFound: the version was retired meanwhile.
         """
         name = f"{version}/{file.file}"
         if not file.key_id:
-            return listed(self._backend, lambda: self._backend.read_into(name, view, offset=offset))
+            return listed(self._backend, version, lambda: self._backend.read_into(name, view, offset=offset))
         trailer, key = self._trailer(version, file), self._file_key(version, file)
         view = view[: max(0, file.length - offset)]
         first, last = offset // CHUNK_BYTES, -(-(offset + len(view)) // CHUNK_BYTES)
@@ -143,7 +145,7 @@ class BundleFiles:
             try:
                 begin = index * CHUNK_BYTES
                 stored = buffer[: min(CHUNK_BYTES, file.length - begin)]
-                count = listed(self._backend, lambda: self._backend.read_into(name, stored, offset=begin))
+                count = listed(self._backend, version, lambda: self._backend.read_into(name, stored, offset=begin))
                 if count < len(stored):
                     image_format.check_length(begin + count, file.seal, name)
                 at, end = max(offset, begin), min(offset + len(view), begin + len(stored))
@@ -163,9 +165,8 @@ class BundleFiles:
     def read(self, version: Version, file: BundleFile, *, offset: int = 0, length: int) -> bytes:
         """At most `length` bytes of the image from `offset` on; raises as `read_into`."""
         if not file.key_id:
-            return listed(
-                self._backend, lambda: self._backend.read(f"{version}/{file.file}", offset=offset, length=length)
-            )
+            read = partial(self._backend.read, f"{version}/{file.file}", offset=offset, length=length)
+            return listed(self._backend, version, read)
         buffer = bytearray(max(0, min(length, file.length - offset)))
         self.read_into(version, file, memoryview(buffer), offset=offset)
         return bytes(buffer)
@@ -177,7 +178,7 @@ class BundleFiles:
             CorruptError: it is longer or shorter.
         """
         name, end = f"{version}/{file.file}", stored_length(file)
-        extra = listed(self._backend, lambda: self._backend.read(name, offset=end, length=1))
+        extra = listed(self._backend, version, lambda: self._backend.read(name, offset=end, length=1))
         image_format.check_length(count + len(extra), file.seal, self._where(name))
 
     def verify_stored(self, version: Version, file: BundleFile) -> None:
@@ -190,7 +191,7 @@ class BundleFiles:
         buffer, digests = memoryview(bytearray(min(file.length, CHUNK_BYTES))), []
         for at in range(0, file.length, CHUNK_BYTES):
             chunk = buffer[: file.length - at]
-            count = listed(self._backend, lambda chunk=chunk, at=at: self._backend.read_into(name, chunk, offset=at))  # type: ignore[misc]
+            count = listed(self._backend, version, partial(self._backend.read_into, name, chunk, offset=at))
             digests.append(xxhash.xxh3_128_digest(chunk[:count]))
         if xxhash.xxh3_128_digest(b"".join(digests)) != trailer.digest:
             raise CorruptError("the encrypted file is damaged", where=self._where(name))
@@ -204,11 +205,10 @@ class BundleFiles:
         if length < 0 or _num_chunks(length) != count:
             return False
         try:
-            data = listed(
-                self._backend, lambda: self._backend.read(f"{version}/{name}", offset=length, length=size - length)
-            )
+            read = partial(self._backend.read, f"{version}/{name}", offset=length, length=size - length)
+            data = listed(self._backend, version, read)
             return Trailer.decode(data, name, self._where(f"{version}/{name}")).length == length
-        except CorruptError:
+        except (CorruptError, VersionNotFound):
             return False
 
     def _where(self, name: str) -> str:
@@ -221,7 +221,7 @@ class BundleFiles:
         if last is not None and last[0] == name:
             return last[1]
         size = _trailer_bytes(file.length)
-        data = listed(self._backend, lambda: self._backend.read(name, offset=file.length, length=size + 1))
+        data = listed(self._backend, version, lambda: self._backend.read(name, offset=file.length, length=size + 1))
         trailer = Trailer.decode(data, file.file, self._where(name))
         if (trailer.length, trailer.key_id) != (file.length, file.key_id):
             raise CorruptError("the trailer is of another file", where=self._where(name))
@@ -333,16 +333,34 @@ class _Encrypted(Chunks):
         yield whole
 
 
-def listed(backend: Backend, read: Callable[[], T], *, sleep: Callable[[float], None] = time.sleep) -> T:
-    """Reads a file that a commit record lists: if it is missing the version is damaged, which is another answer.
+def listed(
+    backend: Backend, version: Version, read: Callable[[], T], *, sleep: Callable[[float], None] = time.sleep
+) -> T:
+    """Reads a file that a version's commit record lists.
 
     Where names show up late (NFS), it is looked for a few times more, for LAG_PAUSES_S altogether.
+
+    Raises:
+        CorruptError: it is missing, and the commit stands: the version is damaged.
+        VersionNotFound: the commit is gone too: retention removed the version meanwhile, or it was never committed.
     """
     for pause_s in (*(LAG_PAUSES_S if backend.properties.lags else ()), None):
         try:
             return read()
         except VersionNotFound as error:
             if pause_s is None:
+                _require_commit(backend, version)
                 raise CorruptError("a file of a committed version is missing", where=error.where) from error
             sleep(pause_s)
     raise AssertionError("unreachable")
+
+
+def _require_commit(backend: Backend, version: Version) -> None:
+    try:
+        backend.read(f"{version}/{ROOT_NAME}", length=1)
+    except VersionNotFound as error:
+        raise VersionNotFound(
+            f"{version} is not there (any more)",
+            where=f"{backend.properties.where}/{version}",
+            remedy="it was retired while it was read: take a newer one, or pin what has to stay",
+        ) from error

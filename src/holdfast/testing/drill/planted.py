@@ -30,7 +30,7 @@ from holdfast.node.succession import Writing
 from holdfast.testing.drill import plan
 from holdfast.testing.drill.crash_points import RECORD
 from holdfast.testing.drill.plan import LAST_LIFE, PAIR, SOLO, TWINS, Aim, LifePlan, Save, Trial
-from holdfast.tiers import bundle_files, files, memory, registry
+from holdfast.tiers import bundle_files, files, memory
 from holdfast.tiers import format as image_format
 from holdfast.tiers.local import LocalBackend
 from holdfast.tiers.manifest import BundleFile
@@ -242,11 +242,11 @@ def _manifest_before_bundles() -> None:
 
     put(Storage, "write_bundle", write_bundle)
     put(Storage, "commit", commit_first)
-    put(Storage, "_check_complete", always(None))
+    put(Storage, "_missing", always([]))
 
 
 def _dead_writer_commits() -> None:
-    put(registry, "enlist", always(0))
+    put(Storage, "_require_newest", always(None))
 
 
 def _manifest_replaced() -> None:
@@ -364,7 +364,7 @@ def _strangers_deleted() -> None:
 
 
 def _files_before_manifest() -> None:
-    def retire(self: Storage, version: Version) -> None:
+    def retire(self: Storage, version: Version, **_: Any) -> None:
         manifest = self.manifest(version)
         names = [*(bundle.file for bundle in manifest.bundles), *manifest.parts, "manifest.json"]
         self._backend.delete(*(f"{version}/{name}" for name in names), f"{version}/")
