@@ -216,3 +216,20 @@ def test_an_order_pins_each_slot_once(node: Node) -> None:
     assert not reusable(own.view, node.ledger.knowledge).value
     node.succession.done(writing)
     assert own.pins.total() == 0
+
+
+def test_a_directory_that_is_replaced_during_a_write_gets_no_part(node: Node, tmp_path: Path) -> None:
+    """Another job began anew at the path while a bundle was written, which took minutes."""
+    node.arrive(node.hold(V, 1, 1))
+    node.tell(V, Kind.CAPTURED, Kind.PERSIST)
+
+    def replaced() -> None:
+        (tmp_path / "root").rename(tmp_path / "away")
+        open_storage(tmp_path / "root", Events()).claim()
+
+    while_written(node, "r1", replaced)
+    node.persister._persist(node.queue[0])
+
+    assert node.written == set()
+    assert "belongs to job" in node.state.alarms["storage"].text
+    assert list((tmp_path / "root").glob("*/manifest-*.json")) == []

@@ -223,6 +223,8 @@ class Persister:
                     self._condemn_if_bad(version, held, place, error.what)
                     raise
             self._require_current(version, assembly)
+            if assembly is not None:
+                storage.require_job(assembly.job_id)  # once more: the bundles may have taken minutes
             name, length, digest = storage.write_part(version, part.index, files, stamp=stamp)
             ids = tuple(ref.bundle_id for ref in part.refs)
             with state.lock:
