@@ -8,7 +8,7 @@ same verbs; `urls` stacks them. What the verbs promise is checked by `testing.co
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,7 +37,7 @@ class Properties:
     lags: bool = False
 
 
-class Chunks(Iterable[memoryview]):
+class Chunks(ABC):
     """Chunks that are made, or proved, on the way. Each stays as it is until the next is asked for.
 
     Whoever writes them asks for one after the other, and once more after the last: only then were all of them right. An
