@@ -354,3 +354,18 @@ def test_a_version_that_is_retired_while_it_is_read_is_not_damaged(store: Storag
     (tmp_path / "root" / str(V2) / bundles[0].file).unlink()
     with pytest.raises(CorruptError, match="missing"):
         store.verify_bundle(V2, bundles[0])
+
+
+@pytest.mark.parametrize("how", ["gone", "empty"])
+def test_a_job_whose_directory_vanished_is_not_one_without_versions(store: Storage, tmp_path: Path, how: str) -> None:
+    """Who asks for the versions may begin at step 0 if there are none: an unmounted path must not say so."""
+    save(store, V1)
+    (tmp_path / "root").rename(tmp_path / "away")
+    if how == "empty":
+        (tmp_path / "root").mkdir()
+    for look in (store.versions, store.unfinished):
+        with pytest.raises(StorageError, match="has vanished"):
+            look()
+    shutil.rmtree(tmp_path / "root", ignore_errors=True)
+    (tmp_path / "away").rename(tmp_path / "root")
+    assert store.versions() == [V1]

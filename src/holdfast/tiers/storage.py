@@ -119,17 +119,21 @@ class Storage:
         try:
             found = registry.read_job(self._backend)
         except (VersionNotFound, ForeignDirectory) as error:
-            raise StorageError(
-                "the checkpoint directory has vanished, or its holdfast.json has",
-                where=self.where,
-                remedy="bring it back, or mount it; to begin anew in an empty directory, stop the job and start it again",
-            ) from error
+            raise self._vanished() from error
         if found != job_id:
             raise InUse(
                 f"the path belongs to job {found} by now; this one is {job_id}",
                 where=self.where,
                 remedy="one of the two needs another path",
             )
+        self._job_id = job_id
+
+    def _vanished(self) -> StorageError:
+        return StorageError(
+            "the checkpoint directory has vanished, or its holdfast.json has",
+            where=self.where,
+            remedy="bring it back, or mount it; to begin anew in an empty directory, stop the job and start it again",
+        )
 
     def occupy(self, run_id: str, *, timeout_s: float = PREDECESSOR_TIMEOUT_S) -> None:
         """Keeps a second job out until `leave`, or until this process ends; see `tiers.runlock`. After `claim`.
@@ -257,7 +261,11 @@ class Storage:
     # Looking.
 
     def versions(self) -> list[Version]:
-        """The committed versions, ascending. Committed is not verified: see `manifest` and `verify_bundle`."""
+        """Returns the committed versions, ascending. Committed is not verified: see `manifest` and `verify_bundle`.
+
+        Raises:
+            StorageError: the path refuses, or what was a job's directory is one no more.
+        """
         return [version for version in self._directories() if self._is_committed(version)]
 
     def unfinished(self) -> list[Version]:
@@ -476,8 +484,10 @@ class Storage:
     # Inside.
 
     def _directories(self) -> list[Version]:
-        names = (name for name, _ in self._backend.listing("") if name.endswith("/"))
-        found = (Version.parse(name[:-1]) for name in names)
+        names = {name for name, _ in self._backend.listing("")}
+        if self._job_id and registry.JOB_FILE not in names:
+            raise self._vanished()  # an empty mount point is no job without versions
+        found = (Version.parse(name[:-1]) for name in names if name.endswith("/"))
         return sorted(version for version in found if version is not None)
 
     def _is_committed(self, version: Version) -> bool:
