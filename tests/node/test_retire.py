@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.base.errors import CorruptError
+from holdfast.base.errors import CorruptError, Fenced, InUse, UsageError
 from holdfast.base.events import Events
 from holdfast.core.model import Topology, Version
 from holdfast.node.messages import Assembly
 from holdfast.node.retire import Retirement
-from tiers.samples import new_store, save, tree
+from holdfast.tiers.manifest import Manifest
+from holdfast.tiers.storage import Storage, open_storage
+from tiers.samples import new_store, save, tree, verify
 
 
 def test_halves_of_dead_incarnations_go_and_what_is_being_written_stays(tmp_path: Path) -> None:
@@ -63,3 +65,78 @@ def test_what_is_pinned_is_not_even_tried(tmp_path: Path) -> None:
     Retirement(Events()).after(store, Version(1, 4), assembly, None)
 
     assert store.versions() == [Version(1, 1), Version(1, 3), Version(1, 4)]
+
+
+def test_a_committer_that_slept_removes_nothing_of_a_newer_incarnation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It decided, slept, and meanwhile the job was told to resume from the version that it wants to remove."""
+    root = tmp_path / "root"
+    store = new_store(root)
+    for step in range(1, 5):
+        save(store, Version(1, step))
+    assembly = Assembly(1, str(root), store.job_id(), Topology(("n",), (0,)), ())
+    read = Storage.manifest
+
+    def slept(self: Storage, version: Version) -> Manifest:
+        found = read(self, version)
+        monkeypatch.setattr(Storage, "manifest", read)
+        newer = open_storage(root, Events())
+        assert newer.register_incarnation() == 2
+        newer.record_resumed(2, Version(1, 1))
+        return found
+
+    monkeypatch.setattr(Storage, "manifest", slept)
+    with pytest.raises(Fenced, match="newer incarnation"):
+        Retirement(Events()).after(store, Version(1, 4), assembly, None)
+
+    assert store.versions() == [Version(1, step) for step in range(1, 5)]
+    for version in store.versions():
+        assert verify(store, version)
+
+
+def test_a_pin_that_was_set_meanwhile_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "root"
+    store = new_store(root)
+    for step in range(1, 4):
+        save(store, Version(1, step))
+    assembly = Assembly(1, str(root), store.job_id(), Topology(("n",), (0,)), ())
+    read = Storage.manifest
+
+    def slept(self: Storage, version: Version) -> Manifest:
+        found = read(self, version)
+        self.pin(version)
+        return found
+
+    monkeypatch.setattr(Storage, "manifest", slept)
+    with pytest.raises(UsageError, match="is pinned"):
+        Retirement(Events()).after(store, Version(1, 3), assembly, None)
+    assert Version(1, 1) in store.versions()
+
+
+def test_what_another_job_writes_in_a_replaced_directory_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory was removed and begun anew while the committer slept; the new job's incarnation is a lower one."""
+    root = tmp_path / "root"
+    store = new_store(root)
+    assert store.register_incarnation() == 2
+    save(store, Version(2, 3))
+    shutil.copytree(root / str(Version(2, 3)), root / str(Version(1, 2)))
+    (root / str(Version(1, 2)) / "manifest.json").unlink()
+    assembly = Assembly(2, str(root), store.job_id(), Topology(("n",), (0,)), ())
+    unfinished = Storage.unfinished
+
+    def slept(self: Storage) -> list[Version]:
+        found = unfinished(self)
+        shutil.rmtree(root)
+        save(new_store(root), Version(1, 2))
+        (root / str(Version(1, 2)) / "manifest.json").unlink()  # not committed yet
+        (root / ".tmp" / "i000001-t000000-h000000000000-p1.0a").write_bytes(b"half")
+        return found
+
+    monkeypatch.setattr(Storage, "unfinished", slept)
+    with pytest.raises(InUse, match="belongs to job"):
+        Retirement(Events()).after(store, Version(2, 3), assembly, None)
+    monkeypatch.undo()
+    assert new_store(root).unfinished() == [Version(1, 2)]
+    assert len(tree(root / str(Version(1, 2)))) == 4
+    assert len(tree(root / ".tmp")) == 1

@@ -18,7 +18,8 @@ from holdfast.core.model import BundleRef, Level, Version
 from holdfast.core.slots import SlotState
 from holdfast.node.arena import Held
 from holdfast.node.metrics import render
-from holdfast.node.succession import Succession
+from holdfast.node.succession import Succession, Writing
+from holdfast.testing.damage import damage_memory
 from node.rig import Rig, Trainer, eventually, image_of, reached, save_all
 
 MakeRig = Callable[..., Rig]
@@ -72,6 +73,29 @@ def test_a_successor_writes_what_its_representative_cannot(make_rig: MakeRig, wr
     again = save_all(trainers, 2, durable=True)
     reached(trainers, again, Level.DURABLE)
     proven(rig, again)
+
+
+def test_a_copy_that_went_bad_is_written_from_another_node(make_rig: MakeRig) -> None:
+    """A byte of its slot changes before it is written: no file gets the name, an alarm says so, the replica is written."""
+    rig, trainers = hurt_rig(make_rig, 2)
+    version = save_all(trainers, 1)
+    reached(trainers, version, Level.REPLICATED)
+    assert damage_memory([trainers[1].client.pid]) == version
+
+    trainers[0].client.persist(version)
+
+    reached(trainers, version, Level.DURABLE)
+    proven(rig, version)
+    assert takeovers(rig, (0,)) >= 1
+    alarms = {alarm["key"].split()[0]: alarm["text"] for alarm in rig.status(1)["alarms"]}
+    assert "differs from its seal" in alarms["quarantine"]
+    assert f"{version} is not durable" in alarms["storage"]
+    bad = {ref.bundle_id for ref in trainers[1].layout.bundles if len(ref.ranks) == 1}
+    held = {
+        (copy.node, copy.seal.bundle_id) for copy in trainers[0].client.inventory().copies if copy.version == version
+    }
+    assert not {(1, name) for name in bad} & held, "nobody is offered the bad copy"
+    assert {(0, name) for name in bad} <= held
 
 
 def test_a_killed_representative_is_succeeded_and_the_second_one_too(make_rig: MakeRig) -> None:
@@ -201,25 +225,26 @@ def test_who_cannot_write_says_so_and_the_next_in_line_begins_without_waiting_fo
         return made
 
     first, second = succession(1), succession(0)
-    (order,) = queued
-    first.failed(order, "no space is left", gone=False)
-    assert told == [Reports(failures=(WriteFailure(version, (0, 2), "no space is left"),))]
+    (writing,) = queued
+    first.failed(writing.order, "no space is left")
+    assert told == [Reports(failures=(WriteFailure(version, (0, 2), "no space is left", gone=True),))]
     second.hear(Announcement(Kind.FAILED, version, "no space is left", node=1, parts=(0, 2)))
-    assert queued[1:] == [takeover.Order(version, parts, 1, "node 1 is out: no space is left")]
+    (after,) = queued[1:]
+    assert after.order == takeover.Order(version, parts, 1, "node 1 is out: no space is left")
 
 
 def test_what_is_written_from_stays_until_every_order_that_needs_it_is_done() -> None:
     """One order of a version ends while another one of it still waits: its slots must not be given to a newer version."""
-    version, queued = Version(1, 4), []
+    version = Version(1, 4)
+    queued: list[Writing] = []
     own, replica, other = (Held(None, rank, rank > 0) for rank in (0, 1, 2))
     for held, name in ((own, "mine"), (replica, "theirs"), (other, "nobody's")):
         held.state, held.version, held.images = SlotState.SEALED, version, {name: None}
     state = SimpleNamespace(
-        arena=[own, replica, other],
+        arena=_Found([own, replica, other]),
         ledger=SimpleNamespace(incarnation=1, standing=lambda _: (frozenset(), "", False)),
         unpin=lambda held, why: held.unpin(why),
     )
-    state.arena = _Found(state.arena)
     succession = Succession(state, Events(), queued.append)
     orders = [
         takeover.Order(version, (takeover.Part(index, (0,), (BundleRef(name, (0,), 0, 1, 8, ""),)),), term, "")
@@ -227,13 +252,14 @@ def test_what_is_written_from_stays_until_every_order_that_needs_it_is_done() ->
     ]
     for order in (*orders, orders[1]):
         succession.again(order)
-    assert queued == [*orders, orders[1]]
+    assert [writing.order for writing in queued] == [*orders, orders[1]]
 
-    succession.done(orders[0])
+    succession.done(queued[0])
+    succession.done(queued[0])  # doing it twice is doing it once
     assert (own.pins.total(), replica.pins.total(), other.pins.total()) == (0, 2, 0)
-    succession.done(orders[1])
+    succession.done(queued[1])
     assert replica.pins.total() == 1
-    succession.done(orders[1])
+    succession.done(queued[2])
     assert replica.pins.total() == 0
 
 
@@ -267,7 +293,7 @@ def test_what_may_have_to_be_taken_over_stays_until_a_save_finds_no_other_slot()
 
 class _Found(list):
     def find(self, version: Version, bundle_id: str) -> object:
-        return next((held for held in self if bundle_id in held.images), None)
+        return next(((held, held.images[bundle_id]) for held in self if bundle_id in held.images), None)
 
     def of_rank(self, rank: int) -> list[Held]:
         return [held for held in self if held.rank == rank and not held.replica]

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.base.errors import Fenced, HoldfastError, StorageError, VersionNotFound
 from holdfast.testing.contracts.backend import CHECKS, PlannedError, Violation, violations
-from holdfast.tiers.backend import TEMPORARY, Properties, check_segment, split_name
+from holdfast.tiers.backend import TEMPORARY, Chunks, Properties, check_segment, split_name
 
 
 class Fake:
@@ -97,6 +97,16 @@ class SwallowsErrors(Fake):
             super().put(name, chunks, stamp=stamp, progress=progress)
         except PlannedError:
             return
+
+
+class StopsAtTheLastByte(Fake):
+    def put(self, name: str, chunks: Iterable[memoryview], *, stamp: str, progress: Any = lambda _: None) -> None:
+        if isinstance(chunks, Chunks):
+            source, data = iter(chunks), b""
+            while len(data) < chunks.num_bytes:
+                data += bytes(next(source))
+            chunks = [memoryview(data)]
+        super().put(name, chunks, stamp=stamp, progress=progress)
 
 
 class DropsTheLastByte(Fake):
@@ -250,6 +260,7 @@ PLANTED: dict[type[Fake], str] = {
     WritesAsItGoes: "a_put_that_fails_leaves_what_was_there",
     KeepsLazyChunks: "chunks_made_on_the_way_are_copied",
     SwallowsErrors: "a_put_that_fails_leaves_what_was_there",
+    StopsAtTheLastByte: "doubts_after_the_last_chunk_are_heard",
     DropsTheLastByte: "a_large_file_is_what_was_put",
     OverwritesOnCreate: "creating_once_means_once",
     AlwaysFirst: "racing_creators_of_the_same_all_succeed",

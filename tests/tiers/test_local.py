@@ -239,3 +239,42 @@ def test_a_root_of_ours_is_private_and_what_is_beneath_follows_it(tmp_path: Path
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "root").rglob("*")}
     assert modes == {".tmp": 0o700, "v": 0o700, "private": 0o600, "w": 0o750, "shared": 0o640, "once": 0o640}
+
+
+def test_beneath_a_root_that_vanished_nothing_is_known(tmp_path: Path) -> None:
+    """Unmounted, say. That a version's files cannot be reached does not mean that they are not there."""
+    backend = local_backend(tmp_path / "root")
+    put(backend, "v/file", b"x")
+    put(backend, "top", b"x")
+    (tmp_path / "root").rename(tmp_path / "away")
+    for look in (
+        lambda: backend.read("v/file"),
+        lambda: backend.read_into("v/file", memoryview(bytearray(1))),
+        lambda: backend.listing("v"),
+    ):
+        with pytest.raises(StorageError, match=r"vanished|No such|refuses") as caught:
+            look()
+        assert "mount it" in caught.value.remedy
+    assert backend.listing("") == [], "a root that is not made yet has nothing in it"
+    with pytest.raises(VersionNotFound):
+        backend.read("top")
+    (tmp_path / "away").rename(tmp_path / "root")
+    assert backend.listing("v") == [("file", 1)]
+    assert backend.listing("w") == []
+
+
+def test_a_file_that_is_removed_while_it_is_created_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = local_backend(tmp_path / "root")
+    backend.create("v/once", b"x", stamp=STAMP)
+    read = LocalBackend.read
+
+    def removed(self: LocalBackend, name: str, **more: int) -> bytes:
+        backend.delete(name)
+        return read(self, name, **more)
+
+    monkeypatch.setattr(LocalBackend, "read", removed)
+    with pytest.raises(StorageError, match="removed meanwhile") as caught:
+        backend.create("v/once", b"x", stamp=STAMP)
+    assert caught.value.retryable

@@ -30,7 +30,7 @@ from holdfast.core.model import Level, Version
 from holdfast.testing.contracts.backend import CHECKS
 from holdfast.tiers import object_store
 from holdfast.tiers.backend import Backend
-from holdfast.tiers.leaselock import LOCK_NAME, LeaseLock
+from holdfast.tiers.leaselock import LOCKS, LeaseLock
 from holdfast.tiers.limited import Limited
 from holdfast.tiers.local import LocalBackend
 from holdfast.tiers.object_store import INSTALLED, PART_BYTES, ObjectStoreBackend
@@ -38,7 +38,7 @@ from holdfast.tiers.retrying import Policy, Retrying
 from holdfast.tiers.storage import Storage, open_storage
 from holdfast.tools import doctor
 from node.rig import reached, rig_in, save_all
-from tiers.s3 import BUCKET, Server, bucket, s3_server, times
+from tiers.s3 import BUCKET, Request, Server, bucket, s3_server, times
 from tiers.samples import STAMP, save, verify
 
 V1, V2, V3 = Version(1, 10), Version(1, 20), Version(1, 30)
@@ -283,6 +283,37 @@ def test_a_newer_writer_wins_the_race_for_the_commit(server: Server, prefix: str
     assert backend.read("v/manifest.json") in (b"one", b"two")
 
 
+def test_a_commit_whose_reply_was_lost_is_taken_back_if_the_version_was_retired(server: Server, prefix: str) -> None:
+    """The committer was paused; others committed the version and retired it. Its own commit then stands alone, and the
+    request that is made again is told "the same was there before": by itself.
+    """
+    store, other = claimed(prefix), Storage(stacked(prefix), Events())
+    manifest = save(store, V1)
+    store._backend.delete(f"{V1}/manifest.json")
+    paused: list[Request] = []
+
+    def plan(request: Request) -> str:
+        if request.method == "PUT" and request.name == "manifest.json" and not paused:
+            paused.append(request)
+            other.commit(manifest, stamp=STAMP)
+            other.retire(V1)
+            return "lost"
+        return ""
+
+    with server.planned(plan), pytest.raises(Fenced, match="retired while we were paused"):
+        store.commit(manifest, stamp=STAMP)
+    assert paused
+    assert store.versions() == []
+    assert store._backend.listing(str(V1)) == []
+
+
+def test_a_bucket_that_is_gone_is_not_an_empty_one(server: Server) -> None:
+    backend = object_store.open_bucket("s3://no-such-bucket/prefix")
+    for look in (lambda: backend.read("v/file", length=1), lambda: backend.listing("v"), lambda: backend.listing("")):
+        with pytest.raises(StorageError, match="bucket is not there"):
+            look()
+
+
 # One job at a time.
 
 
@@ -307,9 +338,11 @@ def test_the_lock_of_a_dead_process_of_this_machine_is_taken_over(server: Server
     assert subprocess.run([sys.executable, "-c", code, url], timeout=60).returncode == 1
     store = open_storage(url, Events())
     store.claim()
-    assert store._backend.listing("")[-1][0] == LOCK_NAME
+    assert [name for name, _ in store._backend.listing(LOCKS)] == ["000001"]
     store.occupy("next", timeout_s=5)
+    assert [name for name, _ in store._backend.listing(LOCKS)] == ["000002"]
     store.leave()
+    assert store._backend.listing(LOCKS) == [("000002", 0)], "it stays taken, and is free"
 
 
 def test_a_holder_elsewhere_is_dead_when_its_beat_stands_still(
@@ -323,12 +356,128 @@ def test_a_holder_elsewhere_is_dead_when_its_beat_stands_still(
     here = LeaseLock(backend, renew_s=0.05, lease_s=1.0)
     with pytest.raises(InUse, match="away"):
         here.take("here", timeout_s=0.1)  # its beats go on
-    away._stop.set()  # its process ends without a word
+    away._stop.set()  # its process ends without a word, and without a request that is still on its way
+    assert away._thread is not None
+    away._thread.join(30)
     here.take("here", timeout_s=0.1)
     away.release()  # a zombie gives back what is no longer its own
-    assert backend.listing("")[-1][0] == LOCK_NAME
+    ((name, size),) = backend.listing(LOCKS)
+    assert (name, size > 0) == ("000002", True)
     here.release()
-    assert LOCK_NAME not in dict(backend.listing(""))
+    assert backend.listing(LOCKS) == [("000002", 0)]
+
+
+def dead_lock(backend: Backend) -> None:
+    """The lock of a job whose machine is gone."""
+    words = b'{"pid": 1, "machine": "elsewhere", "host": "gone", "run_id": "dead", "key": "k", "beat": 7}\n'
+    backend.put(f"{LOCKS}/000001", [memoryview(words)], stamp=STAMP)
+
+
+class Challenger:
+    """A job that asks for the lock in a thread of its own."""
+
+    def __init__(self, prefix: str, run_id: str) -> None:
+        self.lock = LeaseLock(stacked(prefix, timeout_s=30.0), renew_s=0.05, lease_s=0.3)
+        self.answer: object = None
+        self.thread = threading.Thread(target=self._take, args=(run_id,), daemon=True)
+        self.thread.start()
+
+    def _take(self, run_id: str) -> None:
+        try:
+            self.lock.take(run_id, timeout_s=0.1)
+            self.answer = True
+        except InUse as error:
+            self.answer = error
+
+    def end(self) -> object:
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+        self.lock.release()
+        return self.answer
+
+
+def held_back(name: str, arrived: threading.Event, go_on: threading.Event) -> Callable[[Request], str]:
+    """The first request that writes `name`, or removes it, is on its way until it may go on."""
+    taken: list[Request] = []
+
+    def plan(request: Request) -> str:
+        if request.name == name and request.method in ("PUT", "DELETE") and not taken:
+            taken.append(request)
+            arrived.set()
+            assert go_on.wait(30)
+        return ""
+
+    return plan
+
+
+def test_of_two_challengers_of_a_dead_holder_one_gets_the_lock(server: Server, prefix: str) -> None:
+    """The request of the first is slow, or was lost and is made again: by then the second is there."""
+    backend = proved(prefix)
+    dead_lock(backend)
+    arrived, go_on = threading.Event(), threading.Event()
+    with server.planned(held_back("000002", arrived, go_on)):
+        slow = Challenger(prefix, "slow")
+        assert arrived.wait(30)
+        quick = LeaseLock(stacked(prefix), renew_s=0.05, lease_s=0.3)
+        quick.take("quick", timeout_s=0.1)
+        go_on.set()
+        answer = slow.end()
+    assert isinstance(answer, InUse)
+    assert "run 'quick'" in answer.what
+    assert b'"quick"' in backend.read(f"{LOCKS}/000002")
+    quick.release()
+
+
+def test_who_slept_over_several_holders_does_not_get_the_lock(server: Server, prefix: str) -> None:
+    """The name that it was about to create was taken, given back and removed meanwhile."""
+    backend = proved(prefix)
+    dead_lock(backend)
+    arrived, go_on = threading.Event(), threading.Event()
+    with server.planned(held_back("000002", arrived, go_on)):
+        slow = Challenger(prefix, "slow")
+        assert arrived.wait(30)
+        for run_id in ("second", "third"):
+            lock = LeaseLock(stacked(prefix), renew_s=0.05, lease_s=0.3)
+            lock.take(run_id, timeout_s=0.1)
+            if run_id == "second":
+                lock.release()
+        assert [name for name, _ in backend.listing(LOCKS)] == ["000003"]
+        go_on.set()
+        answer = slow.end()
+    assert isinstance(answer, InUse)
+    assert "run 'third'" in answer.what
+    lock.release()
+
+
+def test_a_lock_is_taken_once_though_its_reply_is_lost(server: Server, prefix: str) -> None:
+    backend = proved(prefix)
+    dead_lock(backend)
+    with server.planned(times(1, "lost", where=lambda r: r.method == "PUT" and r.name == "000002")):
+        lock = LeaseLock(stacked(prefix), renew_s=0.05, lease_s=0.3)
+        lock.take("mine", timeout_s=0.1)
+    lock.take("mine", timeout_s=0.1)
+    lock.release()
+    assert backend.listing(LOCKS) == [("000002", 0)]
+
+
+@pytest.mark.parametrize("how", ["taken", "removed"])
+def test_a_holder_that_lost_its_lock_says_so_and_writes_nothing(
+    server: Server, prefix: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = proved(prefix)
+    sleeper = LeaseLock(backend, renew_s=30.0)
+    sleeper.take("sleeper", timeout_s=0.1)
+    if how == "taken":
+        backend.create(f"{LOCKS}/000002", b'{"pid": 7, "host": "h", "run_id": "next"}\n', stamp=STAMP)
+    else:
+        backend.delete(f"{LOCKS}/000001")
+    sleeper._renew_s = 0.01
+    sleeper._renew(1, {"beat": 0})  # what its thread does when it wakes; it ends
+    (record,) = (record for record in caplog.records if record.levelname == "ERROR")
+    assert ("taken by process 7 on h, run 'next'" if how == "taken" else "was removed") in record.getMessage()
+    before = backend.listing(LOCKS)
+    sleeper.release()
+    assert backend.listing(LOCKS) == before
 
 
 # The whole house on a bucket.

@@ -18,6 +18,7 @@ from holdfast.base.errors import (
     HoldfastError,
     StorageError,
     UsageError,
+    VersionNotFound,
 )
 from holdfast.base.events import Events
 from holdfast.core.model import Version
@@ -164,7 +165,7 @@ def test_retiring_removes_the_commit_first_and_everything_that_it_lists(
     store.retire(V1)
     kinds = [line.split()[0] for line in seen]
     assert seen[0] == "unlink manifest.json"
-    assert kinds == ["unlink", "fsync", "unlink", "unlink", "unlink", "unlink", "fsync", "rmdir", "fsync"]
+    assert kinds == ["unlink", "fsync", *["unlink"] * 5, "fsync", "rmdir", "fsync"]
     assert [line.endswith(".safetensors") for line in seen[2:6]] == [True, True, False, False]
     assert not (tmp_path / "root" / str(V1)).exists()
     assert store.versions() == [V2]
@@ -247,3 +248,124 @@ def test_a_paused_committer_takes_its_manifest_of_a_retired_version_back(
     with pytest.raises(Fenced, match="retired"):
         store.commit(manifest, stamp=make_stamp(1))
     assert store.versions() == []
+
+
+def test_a_path_that_cannot_be_read_takes_no_commit_back(store: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the commit it is looked whether the files still stand. No answer is not "they are gone"."""
+    manifest = save(store, V1)
+    store._backend.delete(f"{V1}/manifest.json")
+    listing, create = LocalBackend.listing, LocalBackend.create
+
+    def unreadable(self: LocalBackend, directory: str) -> list[tuple[str, int]]:
+        if directory == str(V1):
+            raise StorageError("the file server does not answer")
+        return listing(self, directory)
+
+    def then_unreadable(self: LocalBackend, name: str, data: bytes, *, stamp: str) -> bool:
+        created = create(self, name, data, stamp=stamp)
+        monkeypatch.setattr(LocalBackend, "listing", unreadable)
+        return created
+
+    monkeypatch.setattr(LocalBackend, "create", then_unreadable)
+    with pytest.raises(StorageError, match="does not answer"):
+        store.commit(manifest, stamp=make_stamp(1))
+    monkeypatch.undo()
+    assert store.versions() == [V1]
+    store.commit(manifest, stamp=make_stamp(1))  # as it is tried again
+    assert verify(store, V1)
+
+
+def test_a_commit_in_the_middle_of_a_removal_leaves_nothing(
+    store: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A committer that was paused finds all files still there, for only the manifest is gone when it looks."""
+    manifest, other = save(store, V1), open_storage(tmp_path / "root", Events())
+    delete = LocalBackend.delete
+
+    def late(self: LocalBackend, *names: str) -> None:
+        if any(name.endswith(".safetensors") for name in names):
+            monkeypatch.setattr(LocalBackend, "delete", delete)
+            other.commit(manifest, stamp=make_stamp(1))
+        delete(self, *names)
+
+    monkeypatch.setattr(LocalBackend, "delete", late)
+    store.retire(V1)
+    assert store.versions() == []
+    assert not (tmp_path / "root" / str(V1)).exists()
+
+
+def test_a_commit_whose_parts_are_gone_is_to_be_written_again(store: Storage, tmp_path: Path) -> None:
+    """Not damage of a version, for there is none yet; and not "retired": it is tried again."""
+    manifest = save(store, V1)
+    (tmp_path / "root" / str(V1) / "manifest.json").unlink()
+    (tmp_path / "root" / str(V1) / "manifest-1.json").unlink()
+    with pytest.raises(StorageError, match="part of the manifest is missing") as caught:
+        store.commit(manifest, stamp=make_stamp(1))
+    assert caught.value.retryable
+
+
+def test_a_newer_incarnation_that_registers_during_a_commit_fences_it(
+    store: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading the parts may take long; whether anybody newer runs is asked after it too."""
+    manifest = save(store, V1)
+    (tmp_path / "root" / str(V1) / "manifest.json").unlink()
+    assemble = Storage._assemble
+
+    def slow(self: Storage, root: object) -> object:
+        found = assemble(self, root)  # type: ignore[arg-type]
+        open_storage(tmp_path / "root", Events()).register_incarnation()
+        return found
+
+    monkeypatch.setattr(Storage, "_assemble", slow)
+    with pytest.raises(Fenced, match="newer incarnation"):
+        store.commit(manifest, stamp=make_stamp(1))
+    assert store.versions() == []
+
+
+def test_where_another_file_system_stands_for_a_moment_nothing_is_discarded(
+    store: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty mount point at the first look, the job's own directory at the next: the version is committed."""
+    save(store, V1)
+    listing, looked = LocalBackend.listing, []
+
+    def empty_first(self: LocalBackend, directory: str) -> list[tuple[str, int]]:
+        if directory != str(V1) or looked:
+            return listing(self, directory)
+        looked.append(directory)
+        return []
+
+    before = tree(tmp_path / "root")
+    monkeypatch.setattr(LocalBackend, "listing", empty_first)
+    store.discard(V1)
+    assert looked
+    assert tree(tmp_path / "root") == before
+
+
+def test_a_version_that_is_retired_while_it_is_read_is_not_damaged(store: Storage, tmp_path: Path) -> None:
+    manifest = save(store, V1)
+    (file, _) = manifest.bundles
+    store.retire(V1)
+    with pytest.raises(VersionNotFound, match="not there"):
+        store.verify_bundle(V1, file)
+    save(store, V2)
+    bundles = store.manifest(V2).bundles
+    (tmp_path / "root" / str(V2) / bundles[0].file).unlink()
+    with pytest.raises(CorruptError, match="missing"):
+        store.verify_bundle(V2, bundles[0])
+
+
+@pytest.mark.parametrize("how", ["gone", "empty"])
+def test_a_job_whose_directory_vanished_is_not_one_without_versions(store: Storage, tmp_path: Path, how: str) -> None:
+    """Who asks for the versions may begin at step 0 if there are none: an unmounted path must not say so."""
+    save(store, V1)
+    (tmp_path / "root").rename(tmp_path / "away")
+    if how == "empty":
+        (tmp_path / "root").mkdir()
+    for look in (store.versions, store.unfinished):
+        with pytest.raises(StorageError, match="has vanished"):
+            look()
+    shutil.rmtree(tmp_path / "root", ignore_errors=True)
+    (tmp_path / "away").rename(tmp_path / "root")
+    assert store.versions() == [V1]

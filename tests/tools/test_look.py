@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.base.errors import VersionNotFound
 from holdfast.base.events import Events
 from holdfast.core.model import Version
-from holdfast.tiers.storage import open_storage
+from holdfast.tiers.local import LocalBackend
+from holdfast.tiers.storage import Storage, open_storage
 from holdfast.tools import export, look, output
 from tools.conftest import Run, commit
 
@@ -110,6 +112,90 @@ def test_verify_names_the_damaged_file_and_its_bytes(holdfast: Run, checkpoint: 
 def test_verify_of_one_good_version_ignores_another_damaged_one(holdfast: Run, checkpoint: Path) -> None:
     flip_one_byte(bundle_files(checkpoint, NEWEST)[0], 5000)
     assert holdfast("verify", checkpoint, "i000001-s0000000010").returncode == 0
+
+
+def retire_when(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, root: Path, *, part: str = "") -> None:
+    """Retention removes the oldest version in the middle of a look: before the first call of `method` that names it."""
+    real, done = getattr(owner, method), []
+    oldest = Version(1, 10)
+
+    def call(self: object, *args: object, **more: object) -> object:
+        if not done and str(oldest) in str(args[0]) and part in str(args[0]):
+            done.append(True)
+            open_storage(root, Events()).retire(oldest)
+        return real(self, *args, **more)
+
+    monkeypatch.setattr(owner, method, call)
+
+
+@pytest.mark.parametrize("before", ["manifest", "verify_bundle", "image"])
+def test_a_version_that_is_retired_meanwhile_is_not_damaged(
+    checkpoint: Path, before: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    retire_when(monkeypatch, Storage, before, checkpoint)
+    assert look.verify_versions(str(checkpoint), None, as_json=False) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "i000001-s0000000010: retired while it was verified"
+    assert second.startswith(f"{NEWEST}: good")
+    assert [version.step for version in open_storage(checkpoint, Events()).versions()] == [20]
+
+
+def test_a_missing_file_of_a_version_that_stands_is_damage(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle_files(checkpoint, NEWEST)[0].unlink()
+    assert look.verify_versions(str(checkpoint), None, as_json=True) == 1
+    good, bad = json.loads(capsys.readouterr().out)["versions"]
+    assert (good["state"], bad["state"]) == ("good", "damaged")
+    assert "missing" in bad["problems"][0]["what"]
+
+
+def test_a_root_that_vanishes_is_no_retirement(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unmounted in the middle: nothing can be said of the files, least of all that all is well."""
+    real = Storage.verify_bundle
+
+    def unmounted(self: Storage, *args: object) -> None:
+        if checkpoint.exists():
+            checkpoint.rename(checkpoint.with_name("away"))
+        real(self, *args)
+
+    monkeypatch.setattr(Storage, "verify_bundle", unmounted)
+    assert look.verify_versions(str(checkpoint), None, as_json=True) == 1
+    for shown in json.loads(capsys.readouterr().out)["versions"]:
+        assert {problem["code"] for problem in shown["problems"]} == {"HF200"}
+
+
+def test_digests_leave_out_what_is_retired_meanwhile(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = look.sums.write
+
+    def write(*args: object) -> None:  # all versions were proved by now
+        retire_when(monkeypatch, LocalBackend, "read_into", checkpoint, part="manifest-0")
+        real(*args)
+
+    monkeypatch.setattr(look.sums, "write", write)
+    assert look.verify_versions(str(checkpoint), None, as_json=True, sha256=tmp_path / "list") == 0
+    assert {line.split("  ")[1].partition("/")[0] for line in (tmp_path / "list").read_text().splitlines()} == {NEWEST}
+
+
+def test_a_version_that_never_was_there_is_said_so(checkpoint: Path) -> None:
+    with pytest.raises(VersionNotFound, match="i000001-s0000000099 is not there"):
+        look.verify_versions(str(checkpoint), "i000001-s0000000099", as_json=True)
+
+
+def test_an_export_of_what_is_retired_meanwhile_says_so(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retire_when(monkeypatch, Storage, "read_chunks_into", checkpoint)
+    with pytest.raises(VersionNotFound, match="not there") as caught:
+        export.export(
+            str(checkpoint), str(tmp_path / "out"), form="safetensors", version="i000001-s0000000010", only="", as_json=True
+        )  # fmt: skip
+    assert "retired while it was read" in caught.value.remedy
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
 def test_digests_are_listed_as_other_tools_check_them(holdfast: Run, checkpoint: Path, tmp_path: Path) -> None:

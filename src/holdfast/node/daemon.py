@@ -16,7 +16,6 @@ from typing import Any
 
 from holdfast.base.errors import InUse, KeeperError
 from holdfast.base.events import Events, Handler
-from holdfast.core.takeover import Order
 from holdfast.node import notice, status
 from holdfast.node.activity import Activities
 from holdfast.node.arena import Arena
@@ -51,7 +50,7 @@ from holdfast.node.saving import Saving
 from holdfast.node.seal import Sealer
 from holdfast.node.server import Connection, Server
 from holdfast.node.state import NodeState, Outlets
-from holdfast.node.succession import Succession
+from holdfast.node.succession import Succession, Writing
 from holdfast.node.trainers import Trainer, Trainers
 from holdfast.node.turnover import Turnover, Works
 from holdfast.node.uplink import Uplink
@@ -193,8 +192,8 @@ class Keeper:
             forget=(vault.forget, self._replicator.leave, self._state.forget_job),
         )
 
-    def _write(self, order: Order) -> None:
-        self._persister.put(order)
+    def _write(self, writing: Writing) -> None:
+        self._persister.put(writing)
 
     # --- the server's handler
 

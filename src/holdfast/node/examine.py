@@ -50,8 +50,9 @@ class Examiner:
         return self._worker.idle
 
     def leave(self) -> None:
-        """Drops what waits: the job it is for is over."""
-        self._worker.clear()
+        """Drops what waits: the job it is for is over. Under the state's lock."""
+        for job in self._worker.clear():
+            self._state.unpin(job.held, _PIN)
 
     def stop(self) -> None:
         """Ends the worker."""

@@ -157,9 +157,9 @@ class LandingDesk:
             VersionNotFound: they are not here (any more). KeeperError: no such piece, or it is not proved yet.
         """
         self._require_present(connection.greeted)
-        landing = self._landings.find(request.version, request.bundle_id)
         end = request.start + request.length
         with self._state.lock:
+            landing = self._landings.find(request.version, request.bundle_id)
             copy = self._state.arena.find(request.version, request.bundle_id)
             if copy is not None:
                 held, offset, ready = copy[0], copy[1].offset, copy[1].seal.length

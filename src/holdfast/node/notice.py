@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.node.places import Place
-from holdfast.tiers.procs import start_time
+from holdfast.tiers.procs import has_ended, start_time
 
 MAX_BYTES = 16 << 10
 
@@ -78,6 +78,6 @@ def _read(place: Place) -> Notice | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
         with place.notice.open("rb") as stream:
             said = json.loads(stream.read(MAX_BYTES))
-        if start_time(int(said["pid"])) == said["since"]:
+        if not has_ended(int(said["pid"]), said["since"]):
             return Notice(place, int(said["pid"]), str(said["root"]), str(said["reason"]), str(said["durable"]))
     return None

@@ -118,7 +118,6 @@ class Obtainer:
 
     def _fetch(self, rank: int, version: Version, fetches: Sequence[Fetch], present: dict[str, Present]) -> None:
         """Fetches into one slot and seals it."""
-        failed = "its fetch was given up"
         landings: dict[str, Landing] = {}
         try:
             fetches = sorted(fetches, key=lambda fetch: fetch.ref.bundle_id)
@@ -140,13 +139,13 @@ class Obtainer:
                     for spot in spots
                 )
                 self._seal(held, places)
-                failed = ""
             except BaseException as error:
-                failed = str(error)
+                # First of all nobody is handed any more what lies in a slot that is about to be free.
+                self._landings.end(version, landings, str(error) or "its fetch was given up")
                 self._forget(held, present)
                 raise
+            self._landings.end(version, landings)
         finally:
-            self._landings.end(version, landings, failed)
             with self._landed:
                 self._under_way.difference_update((version, fetch.ref.bundle_id) for fetch in fetches)
                 self._landed.notify_all()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from holdfast.base.errors import Fenced, HoldfastError, KeeperError, VersionNotFound
-from holdfast.core.model import Seal, Version
+from holdfast.core.model import Seal
 from holdfast.node import messages
 from holdfast.node.arena import Held
 from holdfast.node.coordinate import Coordinator
@@ -268,22 +268,14 @@ class PeerDesk:
     def condemn(self, request: messages.Condemn) -> None:
         """A copy failed its digest: it is not offered any more. Another node's is passed on to it."""
         state, assembly = self._state, self._state.assembly
-        text = f"the copy of bundle {request.bundle_id} of {request.version} is not used: {request.reason}"
-        if request.node in (-1, state.node):
-            place = "storage" if request.node < 0 else f"node {state.place.node}"
-            state.alarm(f"quarantine {request.version} {request.bundle_id} {place}", f"{place}: {text}")
-            if request.node >= 0:
-                self._condemn_here(request.version, request.bundle_id)
+        if request.node == -1:
+            state.quarantined(request.version, request.bundle_id, "storage", request.reason)
+        elif request.node == state.node:
+            state.condemn(request.version, request.bundle_id, request.reason)
         elif assembly is not None and 0 <= request.node < len(assembly.addresses):
             self._pass_on(request, assembly)
         else:
             raise KeeperError(f"node {request.node} is not part of the job")
-
-    def _condemn_here(self, version: Version, bundle_id: str) -> None:
-        with self._state.lock:
-            for held in self._state.arena.sealed():
-                if held.version == version and bundle_id in held.images:
-                    held.condemned.add(bundle_id)
 
     def _pass_on(self, request: messages.Condemn, assembly: messages.Assembly) -> None:
         hello, address = greeting(self._state, assembly), assembly.addresses[request.node]

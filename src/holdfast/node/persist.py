@@ -1,8 +1,10 @@
 """To storage, in the background, straight from the slots: bundles and parts by every node, the manifest by one.
 
-What a node writes, also for others, is node.succession's business. A slot is pinned while it is written. Any error leaves the version without the durable level, says so, and touches
-nothing else: memory levels go on. The newest version that failed is written again from memory, with growing pauses, as
-long as it is held and nothing newer is due; the alarm stands until then. The order of writes is tiers.storage's business.
+What a node writes, also for others, is node.succession's business. A slot is pinned from the moment it is found until
+its order is done, and what is written is compared with the seal before it counts: a copy that differs is used no more, and
+whoever holds a good one writes it. Any error leaves the version without the durable level, says so, and touches nothing
+else: memory levels go on. The newest version that failed is written again from memory, with growing pauses, as long as it
+is held and nothing newer is due; the alarm stands until then. The order of writes is tiers.storage's business.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from holdfast.node.arena import Held
 from holdfast.node.messages import Assembly
 from holdfast.node.retire import Retirement
 from holdfast.node.state import NodeState
-from holdfast.node.succession import Succession
+from holdfast.node.succession import Succession, Writing
 from holdfast.node.vault import Vault
 from holdfast.node.worker import Worker
+from holdfast.tiers import format as image_format
 from holdfast.tiers.manifest import Manifest
 from holdfast.tiers.memory import ImagePlace
 from holdfast.tiers.registry import make_stamp
@@ -60,17 +63,17 @@ class _Again:
 
     def failed(self, order: Order, error: HoldfastError) -> bool:
         """An attempt failed; only what may get better by itself is tried again. True if storage failed too often."""
-        gone = isinstance(error, CorruptError)  # here; a replica of it may still be on its way
-        self._tries += not gone
+        lacking = isinstance(error, CorruptError)  # of good bytes; a replica may still be on its way here
+        self._tries += not lacking
         newest = self._version is None or order.version >= self._version
-        if newest and (error.retryable or gone):
+        if newest and (error.retryable or lacking):
             if order.version != self._version:
                 self._version, self._orders, self._pause_s = order.version, {}, FIRST_PAUSE_S
             if not self._orders:
                 self._at_s = time.monotonic() + self._pause_s
                 self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
             self._orders[tuple(part.index for part in order.parts)] = order
-        return not gone and self._tries >= MAX_TRIES
+        return not lacking and self._tries >= MAX_TRIES
 
     def due(self) -> tuple[Order, ...]:
         """What is to be tried again now; each is named once, unless it fails again."""
@@ -104,19 +107,19 @@ class Persister:
         self._events = events
         self._activities = activities
         self._succession = succession
-        self._worker: Worker[Order] = Worker(
+        self._worker: Worker[Writing] = Worker(
             "holdfast persister", self._persist, lambda text: state.alarm("persister", text), on_idle=state.changed
         )
         self._again = _Again()
-        self._writing: Order | None = None
+        self._writing: Writing | None = None
         self._moved_s = self._told_s = 0.0
         self._allowance_s = 0.0
 
-    def put(self, order: Order) -> None:
-        """Parts are to be written; their slots are pinned already. Under the state's lock."""
-        self._again.forget(before=order.version)
-        if not self._worker.put(order):
-            self._succession.done(order)
+    def put(self, writing: Writing) -> None:
+        """Queues parts that are to be written. Under the state's lock."""
+        self._again.forget(before=writing.order.version)
+        if not self._worker.put(writing):
+            self._succession.done(writing)
 
     @property
     def idle(self) -> bool:
@@ -124,7 +127,8 @@ class Persister:
 
     def leave(self) -> None:
         """Drops what waits: the job it is for is over. Under the state's lock."""
-        self._worker.clear()
+        for writing in self._worker.clear():
+            self._succession.done(writing)
         self._again.forget()
 
     def stop(self) -> None:
@@ -135,18 +139,18 @@ class Persister:
         """Gives a sign while bytes move, and writes again what failed, if it is time and its bytes are still held."""
         now = time.monotonic()
         with self._state.lock:
-            order = self._writing
-            if order is not None and now - self._told_s >= SIGN_S and now - self._moved_s <= self._allowance_s:
+            writing = self._writing
+            if writing is not None and now - self._told_s >= SIGN_S and now - self._moved_s <= self._allowance_s:
                 self._told_s = now
-                self._succession.at_work(order.version)
+                self._succession.at_work(writing.order.version)
             for again in self._again.due() if not self._worker.stopping else ():
                 self._succession.again(again)
 
-    def _persist(self, order: Order) -> None:
-        state, version = self._state, order.version
+    def _persist(self, writing: Writing) -> None:
+        state, order = self._state, writing.order
         try:
-            with self._events.span("node.persisted", version=str(version), term=order.term) as facts:
-                facts["size_bytes"] = self._write(order)
+            with self._events.span("node.persisted", version=str(order.version), term=order.term) as facts:
+                facts["size_bytes"] = self._write(writing)
             state.calm("storage")
             state.calm("unserviceable")
             with state.lock:
@@ -156,13 +160,13 @@ class Persister:
         finally:
             with state.lock:
                 self._writing = None
-                self._succession.done(order)
+                self._succession.done(writing)
 
     def _failed(self, order: Order, error: HoldfastError) -> None:
         state = self._state
         state.alarm("storage", f"{order.version} is not durable: {error}")
         with state.lock:
-            self._succession.failed(order, error.what, gone=isinstance(error, CorruptError))
+            self._succession.failed(order, error.what)
             hopeless = self._again.failed(order, error)
         if hopeless:
             state.alarm(
@@ -171,19 +175,19 @@ class Persister:
                 f"levels in memory go on, storage is tried every {MAX_PAUSE_S:.0f} s and with every new version",
             )
 
-    def _write(self, order: Order) -> int:
+    def _write(self, writing: Writing) -> int:
         """Writes the order's bundles and parts; returns bytes. Nothing, if the version became durable meanwhile."""
-        state, version = self._state, order.version
+        state, order = self._state, writing.order
+        version = order.version
         with state.lock:
             if Level.DURABLE in state.need_ledger().standing(version)[0]:
                 return 0
-            plan = [(ref, self._locate(version, ref)) for part in order.parts for ref in part.refs]
-            places = {ref.bundle_id: place for ref, place in plan}
+            places = {ref.bundle_id: self._find(writing, ref) for part in order.parts for ref in part.refs}
             assembly = state.assembly
-            total = sum(place.seal.length for _, (_, place) in plan)
-            largest = max((place.seal.length for _, (_, place) in plan), default=0)
+            lengths = [place.seal.length for _, place in places.values()]
+            total, largest = sum(lengths), max(lengths, default=0)
             self._allowance_s = SILENCE_S + largest / SLOWEST_BYTES_PER_S
-            self._writing, self._moved_s = order, time.monotonic()
+            self._writing, self._moved_s = writing, time.monotonic()
         with self._activities.start(WRITING, version, total) as progress:
             self._write_parts(order, places, assembly, self._moving(progress))
         return total
@@ -213,18 +217,34 @@ class Persister:
                 self._require_current(version, assembly)
                 held, place = places[ref.bundle_id]
                 view = held.slot.view[place.offset : place.offset + place.seal.length]
-                files.append(storage.write_bundle(version, ref, place.seal, view, stamp=stamp, progress=progress))
+                try:
+                    files.append(storage.write_bundle(version, ref, place.seal, view, stamp=stamp, progress=progress))
+                except CorruptError as error:
+                    self._condemn_if_bad(version, held, place, error.what)
+                    raise
             self._require_current(version, assembly)
+            if assembly is not None:
+                storage.require_job(assembly.job_id)  # once more: the bundles may have taken minutes
             name, length, digest = storage.write_part(version, part.index, files, stamp=stamp)
             ids = tuple(ref.bundle_id for ref in part.refs)
             with state.lock:
                 written = PartReport(version, state.node, name, length, digest, ids, part.index)
                 self._succession.wrote(written)
 
-    def _locate(self, version: Version, ref: BundleRef) -> tuple[Held, ImagePlace]:
-        found = self._state.arena.find(version, ref.bundle_id)
+    def _condemn_if_bad(self, version: Version, held: Held, place: ImagePlace, why: str) -> None:
+        """Takes a copy out of use that does not hold what was sealed: what was refused is not to be written again."""
+        view = held.slot.view[place.offset : place.offset + place.seal.length]
+        try:
+            image_format.verify(view, place.seal, f"node {self._state.place.node}")
+        except CorruptError:
+            self._state.condemn(version, place.ref.bundle_id, why, only=held)
+
+    def _find(self, writing: Writing, ref: BundleRef) -> tuple[Held, ImagePlace]:
+        found = writing.find(self._state.arena, ref)
         if found is None:
-            raise CorruptError(f"bundle {ref.bundle_id} of {version} is not held here any more")
+            raise CorruptError(
+                f"no good copy of bundle {ref.bundle_id} of {writing.order.version} is held here any more"
+            )
         return found
 
     def _require_current(self, version: Version, assembly: Assembly | None) -> None:

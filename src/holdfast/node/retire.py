@@ -1,14 +1,15 @@
 """What goes from storage after a commit: old versions as retention says, and what dead incarnations left half done.
 
 Decided by `core.retention`, removed by `tiers.storage`. Called by whoever committed: the coordinator's keeper, or rank 0
-of a job without keepers.
+of a job without keepers. A process may be paused between its decision and any removal, so whether it has a say is asked
+right before each.
 """
 
 from __future__ import annotations
 
 import time
 
-from holdfast.base.errors import HoldfastError
+from holdfast.base.errors import Fenced, HoldfastError
 from holdfast.base.events import Events
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import Version
@@ -25,9 +26,10 @@ class Retirement:
         self._kept_s: float | None = None
 
     def after(self, storage: Storage, version: Version, assembly: Assembly, resumed_from: Version | None) -> None:
-        """`version` was just committed.
+        """Applies retention when `version` was just committed.
 
         Raises:
+            Fenced: a newer incarnation runs. It may have resumed from any version, so it alone says what goes.
             HoldfastError: something old was not removed; that costs space, nothing else.
         """
         old = to_retire(
@@ -39,14 +41,23 @@ class Retirement:
         )
         halves = [half for half in storage.unfinished() if half.incarnation < assembly.incarnation]
         faults: list[HoldfastError] = []
+
+        def permit() -> None:
+            storage.require_job(assembly.job_id)
+            if storage.highest_incarnation() > assembly.incarnation:
+                raise Fenced("a newer incarnation runs; this one removes nothing any more", where=storage.where)
+
         for remove, gone in ((storage.retire, old), (storage.discard, halves)):
             for one in gone:
                 try:
-                    remove(one)
+                    remove(one, permit=permit)
+                except Fenced:
+                    raise
                 except HoldfastError as error:  # a damaged one stays, and keeps no other
                     faults.append(error)
                 else:
                     self._events.emit("node.retired", version=str(one))
+        permit()
         storage.sweep(assembly.incarnation)
         if faults:
             raise faults[0]

@@ -66,8 +66,9 @@ class Sealer:
             raise KeeperError("too many slots wait to be sealed")
 
     def leave(self) -> None:
-        """Drops what waits: the job it is for is over."""
-        self._worker.clear()
+        """Drops what waits: the job it is for is over. Under the state's lock."""
+        for job in self._worker.clear():
+            self._state.unpin(job.held, _PIN)
 
     def stop(self) -> None:
         """Ends the worker."""

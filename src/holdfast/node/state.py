@@ -343,6 +343,19 @@ class NodeState:
         if sources:
             self.outlets.replicate(told.version)
 
+    def condemn(self, version: Version, bundle_id: str, reason: str, *, only: Held | None = None) -> None:
+        """Takes this node's copies of a bundle out of use, or the one in slot `only`, and raises an alarm."""
+        with self.lock:
+            for held in self.arena.sealed():
+                if held.version == version and bundle_id in held.images and only in (None, held):
+                    held.condemned.add(bundle_id)
+            self.quarantined(version, bundle_id, f"node {self.place.node}", reason)
+
+    def quarantined(self, version: Version, bundle_id: str, place: str, reason: str) -> None:
+        """Raises the alarm that a copy of a bundle is used no more; `place` is a node or storage."""
+        text = f"{place}: the copy of bundle {bundle_id} of {version} is not used: {reason}"
+        self.alarm(f"quarantine {version} {bundle_id} {place}", text)
+
     def unpin(self, held: Held, why: str) -> None:
         """An activity no longer needs the slot's bytes."""
         with self.lock:

@@ -1,9 +1,9 @@
 """The lines of writers, carried out: what this node writes of a version, what it keeps to be able to take over.
 
 Feeds core.takeover.Watch with what the coordinator passes on and with the clock, and hands its orders to the persister.
-A slot that this node writes from is pinned. One that it may have to write from, because another node is slower or
-fails, is kept too, but yields to a save that finds no other slot: a checkpoint that is being written must not be the
-reason that newer ones are not taken. All methods run under the state's lock and only queue.
+A slot that this node writes from is pinned from the moment it is found (`Writing`). One that it may have to write from,
+because another node is slower or fails, is kept too, but yields to a save that finds no other slot: a checkpoint that is
+being written must not be the reason that newer ones are not taken. All methods run under the state's lock and only queue.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from holdfast.base.events import Events
 from holdfast.core.commit import Announcement, Kind, PartReport, WriteFailure
 from holdfast.core.ledger import Reports
-from holdfast.core.model import Level, Version
+from holdfast.core.model import BundleRef, Level, Version
 from holdfast.core.slots import SlotState
-from holdfast.core.takeover import Order, Part, Watch
-from holdfast.node.arena import Held
+from holdfast.core.takeover import Order, Watch
+from holdfast.node.arena import Arena, Held
 from holdfast.node.state import NodeState
+from holdfast.tiers.memory import ImagePlace
 
 logger = logging.getLogger(__name__)
 
@@ -27,20 +29,43 @@ WRITING_PIN = "persisting"
 WATCHING_PIN = "watching"
 
 
+@dataclass(slots=True, eq=False)
+class Writing:
+    """One attempt at an order. Its slots stay as they are from the moment they are found until `Succession.done`.
+
+    Attributes:
+        held: the slots that are pinned for it, each once.
+    """
+
+    order: Order
+    held: list[Held] = field(default_factory=list)
+
+    def find(self, arena: Arena, ref: BundleRef) -> tuple[Held, ImagePlace] | None:
+        """Returns a sealed copy of a bundle, pinned; None if there is none here. Under the state's lock."""
+        found = arena.find(self.order.version, ref.bundle_id)
+        if found is not None:
+            self._pin(found[0])
+        return found
+
+    def _pin(self, held: Held) -> None:
+        if held not in self.held:
+            held.pins[WRITING_PIN] += 1
+            self.held.append(held)
+
+
 class Succession:
     """One keeper's place in all lines. `put` hands an order to the persister."""
 
-    def __init__(self, state: NodeState, events: Events, put: Callable[[Order], None]) -> None:
+    def __init__(self, state: NodeState, events: Events, put: Callable[[Writing], None]) -> None:
         self._state = state
         self._events = events
         self._put = put
         self._watch = Watch(-1)
-        self._pinned: dict[Order, list[list[Held]]] = {}  # per order that waits or is carried out
 
     def begin(self) -> None:
-        """A new incarnation, or none any more: what was watched is over."""
+        """Forgets what was watched: a new incarnation begins, or the job is over."""
         self._watch = Watch(self._state.node)
-        self._unpin(None)
+        self._keep_no_more(None)
 
     def hear(self, told: Announcement) -> None:
         """What the coordinator said of a version that is on its way to storage."""
@@ -48,11 +73,11 @@ class Succession:
         if told.kind is Kind.PERSIST:
             parts = self._state.need_ledger().parts_of(version)
             orders = self._watch.persist(version, parts, now)
-            self._pin(version, self._watch.watched(version), WATCHING_PIN)
+            self._keep_watched(version)
             self._carry_out(orders)
         elif told.kind is Kind.DURABLE:
             self._watch.forget(version)
-            self._unpin(version)
+            self._keep_no_more(version)
         elif told.kind is Kind.AT_WORK:
             self._watch.sign(version, told.node, now)
         elif told.kind is Kind.WRITTEN:
@@ -71,9 +96,12 @@ class Succession:
         ledger = self._state.ledger
         if ledger is None or order.version.incarnation != ledger.incarnation:
             return
-        held = all(self._state.arena.find(order.version, ref.bundle_id) for part in order.parts for ref in part.refs)
-        if held and Level.DURABLE not in ledger.standing(order.version)[0]:
+        if self._holds(order) and Level.DURABLE not in ledger.standing(order.version)[0]:
             self._submit(order)
+
+    def _holds(self, order: Order) -> bool:
+        """Returns whether a good copy of everything that the order is to write is here."""
+        return all(self._state.arena.find(order.version, ref.bundle_id) for part in order.parts for ref in part.refs)
 
     def wrote(self, part: PartReport) -> None:
         """This node wrote a part."""
@@ -83,8 +111,9 @@ class Succession:
             state.ledger.wrote(part)
             state.outlets.report(Reports(parts=(part,)))
 
-    def failed(self, order: Order, reason: str, *, gone: bool) -> None:
-        """This node could not carry an order out: those behind it are told at once."""
+    def failed(self, order: Order, reason: str) -> None:
+        """Tells those behind this node at once that it could not carry an order out."""
+        gone = not self._holds(order)
         state, indices = self._state, tuple(part.index for part in order.parts)
         if state.ledger is not None and order.version.incarnation == state.ledger.incarnation:
             self._watch.failed(order.version, state.node, indices, reason, time.monotonic())
@@ -96,13 +125,11 @@ class Succession:
         if state.ledger is not None and version.incarnation == state.ledger.incarnation:
             state.outlets.report(Reports(at_work=(version,)))
 
-    def done(self, order: Order) -> None:
-        """The order is carried out, failed or dropped. Slots that another order of the version needs stay pinned."""
-        attempts = self._pinned.get(order, [])
-        for held in attempts.pop() if attempts else ():
-            self._state.unpin(held, WRITING_PIN)
-        if not attempts:
-            self._pinned.pop(order, None)
+    def done(self, writing: Writing) -> None:
+        """Frees the slots of an order that is carried out, failed or dropped; those that another needs stay pinned."""
+        held, writing.held = writing.held, []
+        for slot in held:
+            self._state.unpin(slot, WRITING_PIN)
 
     def yield_slots(self, rank: int) -> bool:
         """Lets go of what is only kept in case somebody fails; True if that freed a slot of this rank."""
@@ -122,23 +149,23 @@ class Succession:
             self._submit(order)
 
     def _submit(self, order: Order) -> None:
-        self._pinned.setdefault(order, []).append(self._pin(order.version, order.parts, WRITING_PIN))
-        self._put(order)
+        """Queues an order. What it needs and is here stays; what is still on its way here is looked for when its turn comes."""
+        writing = Writing(order)
+        for part in order.parts:
+            for ref in part.refs:
+                writing.find(self._state.arena, ref)
+        self._put(writing)
 
-    def _pin(self, version: Version, parts: Iterable[Part], why: str) -> list[Held]:
-        """Pins the slots that hold any of these bundles; one pin per order that writes, one for all that is watched."""
-        ids = {ref.bundle_id for part in parts for ref in part.refs}
-        pinned = []
+    def _keep_watched(self, version: Version) -> None:
+        """Keeps the slots of local ranks that hold a bundle which this node may have to take over."""
+        ids = {ref.bundle_id for part in self._watch.watched(version) for ref in part.refs}
         for held in self._state.arena:
             # Replicas of what is not replicated anew are kept anyway, and one slot more would stop replication.
-            kept = why is WRITING_PIN or not held.replica
-            here = held.version == version and held.state is SlotState.SEALED
-            if kept and here and not ids.isdisjoint(held.images):
-                held.pins[why] = held.pins[why] + 1 if why is WRITING_PIN else 1
-                pinned.append(held)
-        return pinned
+            here = held.version == version and held.state is SlotState.SEALED and not held.replica
+            if here and not ids.isdisjoint(held.images):
+                held.pins[WATCHING_PIN] = 1
 
-    def _unpin(self, version: Version | None) -> None:
+    def _keep_no_more(self, version: Version | None) -> None:
         for held in self._state.arena:
             if WATCHING_PIN in held.pins and version in (None, held.version):
                 del held.pins[WATCHING_PIN]

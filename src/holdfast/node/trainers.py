@@ -26,7 +26,7 @@ from holdfast.node.messages import Hello, Message, Ok, ShowWaits
 from holdfast.node.server import Connection
 from holdfast.node.state import NodeState
 from holdfast.node.windows import listen, look
-from holdfast.tiers.procs import start_time
+from holdfast.tiers.procs import has_ended, start_time
 
 # How long a new trainer of a rank waits for the old one to be gone; a killed one frees its memory first.
 PREDECESSOR_TIMEOUT_S = 5.0
@@ -66,9 +66,8 @@ class Trainer:
 
     @property
     def lives(self) -> bool:
-        """Whether its process does. One of another pid namespace (no pid) lives as long as its connection."""
-        pid = self.connection.pid
-        return pid <= 0 or start_time(pid) == self.started
+        """Returns whether its process may. One of another pid namespace (no pid) lives as long as its connection."""
+        return not has_ended(self.connection.pid, self.started)
 
     @property
     def process(self) -> str:

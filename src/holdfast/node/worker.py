@@ -80,10 +80,12 @@ class Worker(Generic[J]):
             self._add(job)
             return True
 
-    def clear(self) -> None:
-        """Drops all that wait; the one in hand goes on."""
+    def clear(self) -> list[J]:
+        """Drops all that wait, and returns them; the one in hand goes on."""
         with self._changed:
+            dropped = list(self._jobs)
             self._jobs.clear()
+            return dropped
 
     def replace(self, job: J) -> list[J]:
         """Adds a job in place of all that wait; returns those. Newest wins."""

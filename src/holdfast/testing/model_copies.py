@@ -3,7 +3,9 @@
 Every rank's state is to be copied to the node after its own, and may be copied again although it stands there: in both
 places of a rank the same version would bar every newer one. A copy stands at once, but that it does reaches the
 coordinator late, as does the word that copies count no more; so a version may be called replicated when a copy is
-already gone, if nothing prevents it. Called by testing.model_world, whose `Job` carries out what is decided here.
+already gone, if nothing prevents it. A node may have to write a copy to storage: the order waits, perhaps before the copy
+has come, and is carried out from what is found when its turn comes. Called by testing.model_world, whose `Job` carries out
+what is decided here.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any, Protocol
 from holdfast.core.commit import Announcement, Kind
 from holdfast.core.model import Level, Topology, Version
 from holdfast.core.slots import SlotState, SlotView
-from holdfast.testing.model_state import Bounds, Broken, World
+from holdfast.testing.model_state import Bounds, Broken, Takeover, World
 
 # Slots for replicas of one rank.
 NUM_REPLICAS = 2
@@ -53,9 +55,36 @@ def moves(job: Rules, world: World, node: int) -> Iterator[tuple[str, Callable[[
     for rank in job.ranks:
         if _backup(job, rank) == node and (wanted := _wanted(world, node, rank)) is not None:
             yield f"node {node} copies rank {rank}", partial(pull, job, world, node, rank, wanted)
+        # Of the first node only: others would tell the same story.
+        due = max(world.tables[node], default=None) if node == 0 and _backup(job, rank) == node else None
+        if world.left.takeovers and due is not None:
+            yield f"node {node} is to write {due.step} of rank {rank}", partial(take_over, world, node, rank, due)
         if world.left.repeats and (had := _had(world, node, rank)) is not None:
             again = world._replace(left=world.left._replace(repeats=world.left.repeats - 1))
             yield f"node {node} copies rank {rank} once more", partial(pull, job, again, node, rank, had)
+    if world.orders[node]:
+        what = "has written" if world.orders[node][0].begun else "begins to write"
+        yield f"node {node} {what} what it took over", partial(write_on, world, node)
+
+
+def take_over(world: World, node: int, rank: int, version: Version) -> World:
+    """Who should write the rank's bundle fails: the order waits here. The replica is pinned, if it has come."""
+    left = world.left._replace(takeovers=world.left.takeovers - 1)
+    order = Takeover(rank, version, begun=False, pinned=stands(world, node, rank, version))
+    return world._replace(orders=_put(world.orders, node, (*world.orders[node], order)), left=left)
+
+
+def write_on(world: World, node: int) -> World:
+    """The first order's turn comes: it is written from what is found, or fails; or it is written to its end."""
+    order, *later = world.orders[node]
+    if not order.begun and stands(world, node, order.rank, order.version):
+        later = [order._replace(begun=True, pinned=order.pinned or pins_when_its_turn_comes()), *later]
+    return world._replace(orders=_put(world.orders, node, tuple(later)))
+
+
+def pins_when_its_turn_comes() -> bool:
+    """Whether a replica that is found only then is pinned then. A rule of the protocol, to be taken out by tests."""
+    return True
 
 
 def lose_patience(world: World, node: int) -> World:
@@ -112,9 +141,14 @@ def pull(job: Rules, world: World, node: int, rank: int, version: Version) -> Wo
     if not stands(world, node, rank, version):
         own = [held for held in world.copies[node] if held[0] == rank]
         if len(own) >= NUM_REPLICAS:
-            world, victim = _victim(job, world, node, [held[1] for held in own])
+            pinned = {order.version for order in world.orders[node] if order.pinned and order.rank == rank}
+            world, victim = _victim(job, world, node, [held[1] for held in own], pinned)
             if victim is None:
                 return world
+            if any(order.begun and order[:2] == (rank, victim) for order in world.orders[node]):
+                raise Broken(
+                    "S5", f"node {node} overwrites its copy of {victim} of rank {rank} while it is being written"
+                )
             at = world.copies[node].index((rank, victim))
             left = (*world.copies[node][:at], *world.copies[node][at + 1 :])
             world = job.checked(world._replace(copies=_put(world.copies, node, left)))
@@ -130,12 +164,14 @@ def pull(job: Rules, world: World, node: int, rank: int, version: Version) -> Wo
     return world
 
 
-def _victim(job: Rules, world: World, node: int, versions: Sequence[Version]) -> tuple[World, Version | None]:
-    """The oldest replica that may go: one that is awaited only if it does not count, or counts no more."""
+def _victim(
+    job: Rules, world: World, node: int, versions: Sequence[Version], pinned: set[Version]
+) -> tuple[World, Version | None]:
+    """The oldest replica that may go: none that is pinned; one that is awaited only if it does not count, or no more."""
     safe = job.ask(world, node, "newest", Level.REPLICATED)[1] or world.resumed[-1][1]
     kept = safe if safe in versions else max(versions)
     for version in versions:
-        if version == kept:
+        if version == kept or version in pinned:
             continue
         world, awaited = job.ask(world, node, "awaits_copies", version)
         if not awaited:
@@ -173,6 +209,8 @@ def arrive(job: Rules, world: World) -> World:
         for node in job.nodes:
             while world.untold[node]:
                 world = tell(job, world, node)
+            while world.orders[node]:
+                world = write_on(world, node)
             for rank in job.ranks:
                 if _backup(job, rank) == node and (version := _wanted(world, node, rank)) is not None:
                     world = pull(job, world, node, rank, version)

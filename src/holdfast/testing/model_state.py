@@ -46,6 +46,7 @@ class Bounds:
         replicas: every rank's state is copied to the next node; what nodes say of copies reaches the coordinator late.
         impatience: how often a node stops waiting for second copies.
         repeats: how often a node copies once more what it has: a transfer of several ranks broke, or a restore asked again.
+        takeovers: how often a node has to write to storage what it keeps a copy of; the order may come before the copy.
     """
 
     node_of: tuple[int, ...] = (0, 1)
@@ -61,6 +62,7 @@ class Bounds:
     replicas: bool = False
     impatience: int = 0
     repeats: int = 0
+    takeovers: int = 0
 
 
 class Left(NamedTuple):
@@ -72,10 +74,26 @@ class Left(NamedTuple):
     keeper_deaths: int
     impatience: int
     repeats: int
+    takeovers: int
+
+
+class Takeover(NamedTuple):
+    """An order to write a replica to storage.
+
+    Attributes:
+        rank: whose bundle it is.
+        begun: its turn has come: the replica was found, and its bytes are being written.
+        pinned: it was found, and stays as it is.
+    """
+
+    rank: int
+    version: Version
+    begun: bool
+    pinned: bool
 
 
 class World(NamedTuple):
-    """The job at one moment. Per node: ledgers, inboxes, joined, tables, copies, untold, patient.
+    """The job at one moment. Per node: ledgers, inboxes, joined, tables, copies, orders, untold, patient.
     Per rank: slots, steps, alive.
 
     Attributes:
@@ -86,6 +104,7 @@ class World(NamedTuple):
         tables: versions whose list of bundles the keeper knows.
         resumed: incarnation and what it came back from, for each.
         copies: (rank, version) of the replicas that stand, each in a place of its own; sorted.
+        orders: replicas that are to be written to storage, or are being written.
         untold: what was said of copies and has not reached the coordinator: ("replicated" or "dropped", version).
         patient: whether the node waits for second copies.
         safest: the newest version that is called replicated.
@@ -105,6 +124,7 @@ class World(NamedTuple):
     tables: tuple[frozenset[Version], ...]
     resumed: tuple[tuple[int, Version | None], ...]
     copies: tuple[tuple[tuple[int, Version], ...], ...]
+    orders: tuple[tuple[Takeover, ...], ...]
     untold: tuple[tuple[tuple[str, Version], ...], ...]
     patient: tuple[bool, ...]
     safest: Version | None

@@ -63,6 +63,7 @@ class Job:
             tables=(frozenset(),) * num_nodes,
             resumed=(),
             copies=((),) * num_nodes,
+            orders=((),) * num_nodes,
             untold=((),) * num_nodes,
             patient=(True,) * num_nodes,
             safest=None,
@@ -76,6 +77,7 @@ class Job:
                 bounds.keeper_deaths,
                 bounds.impatience,
                 bounds.repeats,
+                bounds.takeovers,
             ),
         )
         return self._begin_incarnation(nothing, None)
@@ -267,6 +269,7 @@ class Job:
             joined=_put(world.joined, node, False),
             tables=_put(world.tables, node, frozenset()),
             copies=_put(world.copies, node, ()),
+            orders=_put(world.orders, node, ()),
             untold=_put(world.untold, node, ()),
             patient=_put(world.patient, node, True),
             safest=None,  # a death that the level is there to survive: it may have taken a copy
@@ -318,6 +321,7 @@ class Job:
             steps=(version.step if version else 0,) * len(self.ranks),
             alive=(True,) * len(self.ranks),
             resumed=(*world.resumed, (number, version)),
+            orders=((),) * len(self.nodes),
             untold=((),) * len(self.nodes),
             patient=(True,) * len(self.nodes),
             safest=None,

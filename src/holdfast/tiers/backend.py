@@ -8,7 +8,8 @@ same verbs; `urls` stacks them. What the verbs promise is checked by `testing.co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,11 +37,36 @@ class Properties:
     lags: bool = False
 
 
+class Chunks(ABC):
+    """Chunks that are made, or proved, on the way. Each stays as it is until the next is asked for.
+
+    Whoever writes them asks for one after the other, and once more after the last: only then were all of them right. An
+    error that comes out of them ends the write as any other.
+
+    Attributes:
+        num_bytes: of all chunks together.
+    """
+
+    num_bytes: int
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[memoryview]:
+        """Begins anew; the bytes are the same."""
+
+
+def total_bytes(chunks: Iterable[memoryview]) -> int | None:
+    """Returns the bytes of all chunks together; None if only their end tells."""
+    if isinstance(chunks, list | tuple):
+        return sum(map(len, chunks))
+    return chunks.num_bytes if isinstance(chunks, Chunks) else None
+
+
 class Backend(Protocol):
     """Five verbs (reading has two forms), and a start.
 
-    Every verb raises StorageError (StorageFull, StorageUnfit) when the place refuses; reading a name that is not there
-    raises VersionNotFound. A `stamp` names the writer and marks what it leaves behind if it dies.
+    Every verb raises StorageError (StorageFull, StorageUnfit) when the place refuses or cannot be reached; reading a name
+    that is not there raises VersionNotFound. Beneath a root that has vanished nothing is known: only of the root itself it
+    is said that there is nothing in it. A `stamp` names the writer and marks what it leaves behind if it dies.
     """
 
     @property
@@ -60,8 +86,9 @@ class Backend(Protocol):
     ) -> None:
         """Writes a file, whole or not at all. When this returns it survives a power cut. Replaces an older one.
 
-        `chunks` may be asked for again, after an error. Those of a list or tuple all stay as they are until this
-        returns; one of another iterable only until the next is asked for.
+        `chunks` may be asked for again, after an error. One of an iterable that is no list or tuple stays as it is only
+        until the next is asked for. What they raise is raised, and nothing is there under the name then that was not
+        before.
 
         `progress` is called with the bytes of each part that was written, some perhaps twice.
         """

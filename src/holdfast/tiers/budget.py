@@ -17,7 +17,7 @@ from pathlib import Path
 
 from holdfast.base.config import parse_size
 from holdfast.base.errors import MemoryRefused
-from holdfast.tiers.procs import start_time, take_lock
+from holdfast.tiers.procs import has_ended, start_time, take_lock
 
 # A quarter by default: the trainer, its data loader and the page cache need the rest.
 DEFAULT_SHARE = 4
@@ -156,7 +156,9 @@ def _parse(data: bytes) -> dict[str, int]:
 
 def _lives(name: str) -> bool:
     parts = name.split(":")
-    return len(parts) == 3 and parts[1].isdigit() and str(start_time(int(parts[1]))) == parts[2]
+    if len(parts) != 3 or not parts[1].isdigit():
+        return False
+    return not has_ended(int(parts[1]), int(parts[2]) if parts[2].isdigit() else None)
 
 
 def _upwards(base: Path, path: str) -> Iterator[Path]:

@@ -1,8 +1,12 @@
 """Bundle files as they lie in storage: plain, or encrypted chunk by chunk with a trailer of tags behind.
 
+What is written is proved on the way: each chunk of the image is hashed after it was taken and compared with the seal
+before the file has a name. Memory that is given to something else changes once and for good, so a chunk that is right
+afterwards was right before.
+
 Offsets are those of the image in both cases: ciphertext has the length of its plain text, and chunk i lies where chunk i
 of the image would. Encrypting runs one chunk ahead of the disk, in two buffers, whatever the size of the bundle. What a
-reader gets is either authenticated or an error. The digests of the image are checked above, by `storage`, as ever.
+reader gets is either authenticated or an error. The digests of what is read are checked above, by `storage`.
 
 Specification of the trailer: docs/spec/format.md, section 6. Used by `storage` alone.
 """
@@ -13,9 +17,10 @@ import mmap
 import queue
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import xxhash
@@ -23,10 +28,10 @@ import xxhash
 from holdfast.base.errors import ConfigError, CorruptError, VersionNotFound
 from holdfast.core.model import Version
 from holdfast.tiers import format as image_format
-from holdfast.tiers.backend import Backend
+from holdfast.tiers.backend import Backend, Chunks
 from holdfast.tiers.cipher import TAG_BYTES, FileKey, Key, Name
 from holdfast.tiers.format import CHUNK_BYTES
-from holdfast.tiers.manifest import BundleFile
+from holdfast.tiers.manifest import ROOT_NAME, BundleFile
 
 T = TypeVar("T")
 
@@ -110,21 +115,23 @@ class BundleFiles:
         """Of the key; empty if there is none."""
         return self._key.id if self._key else ""
 
-    def chunks(self, version: Version, file: BundleFile, view: memoryview) -> Iterable[memoryview]:
-        """What is to be put in storage for an image."""
+    def chunks(self, version: Version, file: BundleFile, view: memoryview) -> Chunks:
+        """Returns what is to be put in storage for an image; it raises CorruptError if that is not what was sealed."""
+        where = f"memory, on its way to {self._where(f'{version}/{file.file}')}"
         if not file.key_id:
-            return [view]
-        return _Encrypted(view, file, self._file_key(version, file))
+            return _Plain(view, file, where)
+        return _Encrypted(view, file, where, self._file_key(version, file))
 
     def read_into(self, version: Version, file: BundleFile, view: memoryview, *, offset: int = 0) -> int:
         """Fills `view` from `offset` of the image on; fewer bytes only at the end of the file.
 
         Raises:
             CorruptError: the file is missing, or an encrypted chunk does not open. ConfigError: the key is another.
+            VersionNotFound: the version was retired meanwhile.
         """
         name = f"{version}/{file.file}"
         if not file.key_id:
-            return listed(self._backend, lambda: self._backend.read_into(name, view, offset=offset))
+            return listed(self._backend, version, lambda: self._backend.read_into(name, view, offset=offset))
         trailer, key = self._trailer(version, file), self._file_key(version, file)
         view = view[: max(0, file.length - offset)]
         first, last = offset // CHUNK_BYTES, -(-(offset + len(view)) // CHUNK_BYTES)
@@ -138,7 +145,7 @@ class BundleFiles:
             try:
                 begin = index * CHUNK_BYTES
                 stored = buffer[: min(CHUNK_BYTES, file.length - begin)]
-                count = listed(self._backend, lambda: self._backend.read_into(name, stored, offset=begin))
+                count = listed(self._backend, version, lambda: self._backend.read_into(name, stored, offset=begin))
                 if count < len(stored):
                     image_format.check_length(begin + count, file.seal, name)
                 at, end = max(offset, begin), min(offset + len(view), begin + len(stored))
@@ -158,9 +165,8 @@ class BundleFiles:
     def read(self, version: Version, file: BundleFile, *, offset: int = 0, length: int) -> bytes:
         """At most `length` bytes of the image from `offset` on; raises as `read_into`."""
         if not file.key_id:
-            return listed(
-                self._backend, lambda: self._backend.read(f"{version}/{file.file}", offset=offset, length=length)
-            )
+            read = partial(self._backend.read, f"{version}/{file.file}", offset=offset, length=length)
+            return listed(self._backend, version, read)
         buffer = bytearray(max(0, min(length, file.length - offset)))
         self.read_into(version, file, memoryview(buffer), offset=offset)
         return bytes(buffer)
@@ -172,7 +178,7 @@ class BundleFiles:
             CorruptError: it is longer or shorter.
         """
         name, end = f"{version}/{file.file}", stored_length(file)
-        extra = listed(self._backend, lambda: self._backend.read(name, offset=end, length=1))
+        extra = listed(self._backend, version, lambda: self._backend.read(name, offset=end, length=1))
         image_format.check_length(count + len(extra), file.seal, self._where(name))
 
     def verify_stored(self, version: Version, file: BundleFile) -> None:
@@ -185,7 +191,7 @@ class BundleFiles:
         buffer, digests = memoryview(bytearray(min(file.length, CHUNK_BYTES))), []
         for at in range(0, file.length, CHUNK_BYTES):
             chunk = buffer[: file.length - at]
-            count = listed(self._backend, lambda chunk=chunk, at=at: self._backend.read_into(name, chunk, offset=at))  # type: ignore[misc]
+            count = listed(self._backend, version, partial(self._backend.read_into, name, chunk, offset=at))
             digests.append(xxhash.xxh3_128_digest(chunk[:count]))
         if xxhash.xxh3_128_digest(b"".join(digests)) != trailer.digest:
             raise CorruptError("the encrypted file is damaged", where=self._where(name))
@@ -199,11 +205,10 @@ class BundleFiles:
         if length < 0 or _num_chunks(length) != count:
             return False
         try:
-            data = listed(
-                self._backend, lambda: self._backend.read(f"{version}/{name}", offset=length, length=size - length)
-            )
+            read = partial(self._backend.read, f"{version}/{name}", offset=length, length=size - length)
+            data = listed(self._backend, version, read)
             return Trailer.decode(data, name, self._where(f"{version}/{name}")).length == length
-        except CorruptError:
+        except (CorruptError, VersionNotFound):
             return False
 
     def _where(self, name: str) -> str:
@@ -216,7 +221,7 @@ class BundleFiles:
         if last is not None and last[0] == name:
             return last[1]
         size = _trailer_bytes(file.length)
-        data = listed(self._backend, lambda: self._backend.read(name, offset=file.length, length=size + 1))
+        data = listed(self._backend, version, lambda: self._backend.read(name, offset=file.length, length=size + 1))
         trailer = Trailer.decode(data, file.file, self._where(name))
         if (trailer.length, trailer.key_id) != (file.length, file.key_id):
             raise CorruptError("the trailer is of another file", where=self._where(name))
@@ -234,17 +239,68 @@ class BundleFiles:
         return self._key.of_file(Name(self._job_id(), str(version), file.ref.bundle_id, file.length, file.digest))
 
 
-class _Encrypted:
-    """The stored form of an image, made while it is written. May be iterated again: the bytes are the same."""
+class _Proof:
+    """Compares the chunks of an image with its seal, in order.
 
-    def __init__(self, view: memoryview, file: BundleFile, key: FileKey) -> None:
+    Raises:
+        CorruptError: they differ; from either method.
+    """
+
+    def __init__(self, file: BundleFile, where: str) -> None:
+        self._seal = file.seal
+        self._where = where
+        self._digests: list[str] = []
+
+    def add(self, chunk: memoryview) -> None:
+        """Hashes the next chunk."""
+        self._digests.append(image_format.chunk_digest(chunk))
+        image_format.check_chunk(len(self._digests) - 1, self._digests[-1], self._seal, self._where)
+
+    def end(self) -> None:
+        """Takes the chunks that were added as all of the image."""
+        image_format.check_digest(tuple(self._digests), self._seal, self._where)
+
+
+class _Plain(Chunks):
+    """An image as it lies in memory. A chunk is hashed when it was taken, while the next one is written."""
+
+    def __init__(self, view: memoryview, file: BundleFile, where: str) -> None:
+        self.num_bytes = len(view)
         self._view = view
         self._file = file
+        self._where = where
+
+    def __iter__(self) -> Iterator[memoryview]:
+        proof = _Proof(self._file, self._where)
+        *first, last = image_format.chunks(self._view)
+        with ThreadPoolExecutor(1, "holdfast proving") as pool:  # no thread for what is one chunk
+            behind: list[Future[None]] = []
+            for chunk in first:
+                yield chunk
+                behind.append(pool.submit(proof.add, chunk))
+                if len(behind) > 1:
+                    behind.pop(0).result()
+            yield last
+        for done in behind:
+            done.result()
+        proof.add(last)
+        proof.end()
+
+
+class _Encrypted(Chunks):
+    """The stored form of an image, made while it is written."""
+
+    def __init__(self, view: memoryview, file: BundleFile, where: str, key: FileKey) -> None:
+        self.num_bytes = stored_length(file)
+        self._view = view
+        self._file = file
+        self._where = where
         self._key = key
 
     def __iter__(self) -> Iterator[memoryview]:
         tags: list[bytes] = []
         digests: list[bytes] = []
+        proof = _Proof(self._file, self._where)
         parts = list(image_format.chunks(self._view))
         # Page-aligned, for direct writes. One is written, one is filled.
         buffers = [memoryview(mmap.mmap(-1, CHUNK_BYTES)) for _ in range(2)]
@@ -252,6 +308,7 @@ class _Encrypted:
         def encrypt(index: int) -> memoryview:
             into = buffers[index % 2][: len(parts[index])]
             tags.append(self._key.encrypt(index, parts[index], into))
+            proof.add(parts[index])
             digests.append(xxhash.xxh3_128_digest(into))
             return into
 
@@ -262,6 +319,7 @@ class _Encrypted:
                 ready = ahead.result()
                 ahead = pool.submit(encrypt, index + 1) if index + 1 < len(parts) else None
                 if ahead is None:  # the trailer follows the last chunk, in one piece with it: only the end may be odd
+                    proof.end()
                     yield from self._end(ready, tags, digests)
                 else:
                     yield ready
@@ -275,16 +333,34 @@ class _Encrypted:
         yield whole
 
 
-def listed(backend: Backend, read: Callable[[], T], *, sleep: Callable[[float], None] = time.sleep) -> T:
-    """Reads a file that a commit record lists: if it is missing the version is damaged, which is another answer.
+def listed(
+    backend: Backend, version: Version, read: Callable[[], T], *, sleep: Callable[[float], None] = time.sleep
+) -> T:
+    """Reads a file that a version's commit record lists.
 
     Where names show up late (NFS), it is looked for a few times more, for LAG_PAUSES_S altogether.
+
+    Raises:
+        CorruptError: it is missing, and the commit stands: the version is damaged.
+        VersionNotFound: the commit is gone too: retention removed the version meanwhile, or it was never committed.
     """
     for pause_s in (*(LAG_PAUSES_S if backend.properties.lags else ()), None):
         try:
             return read()
         except VersionNotFound as error:
             if pause_s is None:
+                _require_commit(backend, version)
                 raise CorruptError("a file of a committed version is missing", where=error.where) from error
             sleep(pause_s)
     raise AssertionError("unreachable")
+
+
+def _require_commit(backend: Backend, version: Version) -> None:
+    try:
+        backend.read(f"{version}/{ROOT_NAME}", length=1)
+    except VersionNotFound as error:
+        raise VersionNotFound(
+            f"{version} is not there (any more)",
+            where=f"{backend.properties.where}/{version}",
+            remedy="it was retired while it was read: take a newer one, or pin what has to stay",
+        ) from error

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from holdfast.base.errors import StorageUnfit
+from holdfast.tiers.backend import total_bytes
 
 PAGE = 4096
 # Kinds of file systems that other machines write to as well.
@@ -44,8 +45,8 @@ def write(
     mode: int = 0o600,
 ) -> None:
     """Writes a new file and makes its bytes durable (its name is not yet)."""
-    # What is made on the way (no list) is large.
-    if not isinstance(chunks, list | tuple) or sum(map(len, chunks)) >= MIN_DIRECT_BYTES:
+    total = total_bytes(chunks)
+    if total is None or total >= MIN_DIRECT_BYTES:
         try:
             _write_direct(place, name, chunks, progress, mode)
             return
@@ -167,12 +168,12 @@ def sync(*directories: int) -> None:
 
 
 def is_remote(path: Path) -> bool:
-    """Whether other machines write below `path` too, as far as the kernel's table of mounts tells."""
+    """Returns whether other machines may write below `path` too: unless the kernel's table of mounts denies it."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
         real = str(path.resolve())
     except OSError:
-        return False
+        return True
     kind, longest = "", -1
     for line in lines:
         mount, words = line.split()[4], line.partition(" - ")[2].split()

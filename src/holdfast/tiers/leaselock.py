@@ -1,9 +1,13 @@
-"""Who works on a prefix of a bucket right now: an object that its holder renews, where the kernel has no lock to give.
+"""Who works on a prefix of a bucket right now: a chain of create-once objects, where the kernel has no lock to give.
 
-`run.lock` is created once, names its holder, and is written again every few seconds with a higher beat. A holder of the
-same machine whose process has ended is dead at once; any other is dead when its beat has not changed for LEASE_S of the
-*challenger's* monotonic clock. A dead holder's object is removed and the challenger creates its own. Safety does not rest
-on it, just as with `runlock`: a holder that sleeps past its lease is fenced by the next incarnation.
+`run.lock/N` names a holder; the highest N is the lock. Whoever finds it free or its holder dead creates N + 1, once: of any
+number of challengers one succeeds, and no lock is ever removed from under anybody. The holder alone writes its object
+again, every few seconds with a higher beat. A holder of the same machine whose process has ended is dead at once; any
+other is dead when its beat has not changed for LEASE_S of the *challenger's* monotonic clock.
+
+Nothing but the create-once put is asked of the store, on which incarnations rest too; a conditional update, which fewer
+stores know, is not needed. Safety does not rest on the lock, just as with `runlock`: a holder that sleeps past its lease
+is fenced by the next incarnation. It says so loudly when it wakes.
 
 `storage` chooses between the two. The renewing thread belongs to the lock: `take` starts it, `release` stops and joins it.
 """
@@ -21,12 +25,12 @@ from typing import Any
 
 from holdfast.base.errors import Fenced, HoldfastError, InUse, VersionNotFound
 from holdfast.tiers.backend import Backend
-from holdfast.tiers.procs import start_time
-from holdfast.tiers.registry import machine_id, make_stamp
+from holdfast.tiers.procs import has_ended, machine_id, start_time
+from holdfast.tiers.registry import make_stamp
 
 logger = logging.getLogger(__name__)
 
-LOCK_NAME = "run.lock"
+LOCKS = "run.lock"
 RENEW_S = 3.0
 LEASE_S = 15.0
 POLL_S = 0.5
@@ -47,7 +51,8 @@ class LeaseLock:
         self._backend = backend
         self._renew_s = renew_s
         self._lease_s = lease_s
-        self._words: dict[str, Any] = {}
+        self._number = 0  # of the lock that is ours; 0: none
+        self._pid = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -62,97 +67,140 @@ class LeaseLock:
         Raises:
             InUse: another process has it; says which. StorageError: the store refuses.
         """
-        if self._words and self._is_ours(self._words):
+        if self._number and self._pid == os.getpid() and self._numbers()[-1:] == [self._number]:
             return
         self.release()
-        me = {"pid": os.getpid(), "started": start_time(os.getpid()), "machine": machine_id()}
-        words = {**me, "host": socket.gethostname(), "run_id": run_id, "key": secrets.token_hex(8), "beat": 0}
+        words = _words(run_id)
         deadline = time.monotonic() + timeout_s
-        seen: dict[str, Any] | None = None
+        seen: tuple[int, dict[str, Any]] | None = None
         changed_s = time.monotonic()
-        while not self._create(words):
-            found, now = self._read(), time.monotonic()
-            if found != seen:
+        while True:
+            number, found = self._newest()
+            now = time.monotonic()
+            if (number, found) != seen:
                 # The second sight of a beat that moves proves that somebody is there.
-                if seen is not None and found is not None and now >= deadline:
+                if seen is not None and found and now >= deadline:
                     raise self._refusal(found)
-                seen, changed_s = found, now
-            if found is not None and (_is_dead(found) or now - changed_s >= self._lease_s):
-                logger.warning("the lock of %s is taken over: its holder is gone", _describe(found))
-                self._backend.delete(LOCK_NAME)
+                seen, changed_s = (number, found), now
+            if not found or _is_dead(found) or now - changed_s >= self._lease_s:
+                if found:
+                    logger.warning("the lock of %s is taken over: its holder is gone", _describe(found))
+                if self._create(number + 1, words):
+                    break
                 continue
-            if found is not None and found.get("machine") == machine_id() and now >= deadline:
+            if found.get("machine") == machine_id() and now >= deadline:
                 raise self._refusal(found)
             time.sleep(min(POLL_S, self._renew_s / 4))
-        self._words = words
+        self._number, self._pid = number + 1, os.getpid()
         self._stop.clear()
-        self._thread = threading.Thread(target=self._renew, args=(words,), name="holdfast run lock", daemon=True)
+        self._thread = threading.Thread(
+            target=self._renew, args=(number + 1, words), name="holdfast run lock", daemon=True
+        )
         self._thread.start()
 
     def release(self) -> None:
         """Gives the lock back, if it is ours."""
         thread, self._thread = self._thread, None
-        words, self._words = self._words, {}
-        if thread is not None and words["pid"] == os.getpid():
+        number, self._number = self._number, 0
+        if thread is not None and self._pid == os.getpid():
             self._stop.set()
             thread.join()
             try:
-                if self._is_ours(words):
-                    self._backend.delete(LOCK_NAME)
+                if self._numbers()[-1:] == [number]:
+                    self._write(number, b"")  # the name stays taken: who slept over all this must not create it again
             except HoldfastError as error:
                 logger.warning("the run lock was not given back, it ends by itself: %s", error)
 
-    def _renew(self, words: dict[str, Any]) -> None:
+    def _renew(self, number: int, words: dict[str, Any]) -> None:
         while not self._stop.wait(self._renew_s):
             try:
-                if not self._is_ours(words):
-                    logger.warning("the run lock of %s was taken by another job", self._backend.properties.where)
+                newest, found = self._newest()
+                if newest != number:
+                    self._say_lost(_describe(found) if newest > number else "")
                     return
                 words["beat"] += 1
-                self._backend.put(LOCK_NAME, [memoryview(_encode(words))], stamp=make_stamp(0))
+                self._write(number, _encode(words))
             except HoldfastError as error:
                 logger.info("the run lock was not renewed: %s", error)
 
-    def _is_ours(self, words: dict[str, Any]) -> bool:
-        found = self._read()
-        return found is not None and found.get("key") == words["key"]
+    def _say_lost(self, by: str) -> None:
+        where = self._backend.properties.where
+        if by:
+            logger.error(
+                "this job was silent for too long, and its run lock of %s was taken by %s: as soon as that job registers, "
+                "nothing of this one becomes durable any more; end one of the two",
+                where,
+                by,
+            )
+        else:
+            logger.error("the run lock of this job was removed from %s: a second job is not kept out any more", where)
 
-    def _create(self, words: dict[str, Any]) -> bool:
+    def _create(self, number: int, words: dict[str, Any]) -> bool:
+        """Returns whether lock `number` is ours and the newest: others may have come and gone since it was looked for."""
         try:
-            self._backend.create(LOCK_NAME, _encode(words), stamp=make_stamp(0))
+            self._backend.create(_name(number), _encode(words), stamp=make_stamp(0))
         except Fenced:
             return False
+        numbers = self._numbers()
+        if numbers[-1:] != [number]:
+            return False
+        self._backend.delete(*map(_name, numbers[:-1]))
         return True
 
-    def _read(self) -> dict[str, Any] | None:
-        try:
-            data = self._backend.read(LOCK_NAME, length=_MAX_BYTES)
-        except VersionNotFound:
-            return None
-        try:
-            words = json.loads(data)
-        except (ValueError, RecursionError):
-            words = None
-        return words if isinstance(words, dict) else {"unreadable": data.hex()}
+    def _newest(self) -> tuple[int, dict[str, Any]]:
+        """Returns the number of the newest lock (0: there never was one) and what its holder says; nothing: it is free."""
+        while numbers := self._numbers():
+            try:
+                data = self._backend.read(_name(numbers[-1]), length=_MAX_BYTES)
+            except VersionNotFound:
+                continue  # a newer one stands, whose holder removed it
+            return numbers[-1], _decode(data)
+        return 0, {}
+
+    def _numbers(self) -> list[int]:
+        """Returns the numbers of all locks, ascending."""
+        return sorted(int(name) for name, _ in self._backend.listing(LOCKS) if name.isdecimal())
+
+    def _write(self, number: int, data: bytes) -> None:
+        self._backend.put(_name(number), [memoryview(data)], stamp=make_stamp(0))
 
     def _refusal(self, found: dict[str, Any]) -> InUse:
         return InUse(
             f"another job works on this path: {_describe(found)}",
-            where=f"{self._backend.properties.where}/{LOCK_NAME}",
+            where=f"{self._backend.properties.where}/{LOCKS}",
             remedy="stop it, or give this job another path; another run id does not help",
         )
+
+
+def _name(number: int) -> str:
+    return f"{LOCKS}/{number:06d}"
+
+
+def _words(run_id: str) -> dict[str, Any]:
+    """What this process says of itself when it takes the lock."""
+    me = {"pid": os.getpid(), "started": start_time(os.getpid()), "machine": machine_id()}
+    return {**me, "host": socket.gethostname(), "run_id": run_id, "key": secrets.token_hex(8), "beat": 0}
 
 
 def _encode(words: dict[str, Any]) -> bytes:
     return json.dumps(words).encode() + b"\n"
 
 
+def _decode(data: bytes) -> dict[str, Any]:
+    """What a holder says of itself; nothing if it left. What nobody can read is a holder that is not known."""
+    if not data:
+        return {}
+    try:
+        words = json.loads(data)
+    except (ValueError, RecursionError):
+        words = None
+    return words if isinstance(words, dict) and words else {"unreadable": data.hex()}
+
+
 def _is_dead(found: dict[str, Any]) -> bool:
-    """Whether the holder was a process of this machine that has ended."""
-    pid = found.get("pid")
-    if found.get("machine") != machine_id() or not isinstance(pid, int):
-        return False
-    return start_time(pid) is None or start_time(pid) != found.get("started")
+    """Returns whether the holder is known to be a process of this machine that has ended."""
+    pid, started = found.get("pid"), found.get("started")
+    return found.get("machine") == machine_id() and isinstance(pid, int) and has_ended(pid, started)
 
 
 def _describe(found: dict[str, Any]) -> str:

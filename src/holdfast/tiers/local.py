@@ -93,7 +93,11 @@ class LocalBackend:
                 with _beneath(root, directory) as target:
                     created = files.link(place, temporary, target, leaf, where=self._where(name))
                     if not created:
-                        if self.read(name, length=len(data) + 1) != data:
+                        try:
+                            found = self.read(name, length=len(data) + 1)
+                        except VersionNotFound as error:
+                            raise StorageError(f"{name} was removed meanwhile", where=self._where(name)) from error
+                        if found != data:
                             raise Fenced(f"{name} exists with other content", where=self._where(name))
                         # Whoever made it may have failed before its directory was durable. Our own copy of the same
                         # bytes in its place makes this call's promise true without trusting a file we did not sync.
@@ -117,10 +121,15 @@ class LocalBackend:
         """(name, bytes) of what stands directly in `directory`; see Backend."""
         if directory and directory != TEMPORARY:
             check_segment(directory)
-        with self._translated(directory):
+        with self._translated(directory), contextlib.ExitStack() as opened:
             try:
-                with self._open_root() as root, _beneath(root, directory, make=False) as target:
-                    return sorted(_scan(target))
+                root = opened.enter_context(self._open_root())
+            except FileNotFoundError:
+                if directory:
+                    raise  # what lies beneath a root that has vanished is not known
+                return []
+            try:
+                return sorted(_scan(opened.enter_context(_beneath(root, directory, make=False))))
             except FileNotFoundError:
                 return []
 
@@ -159,11 +168,18 @@ class LocalBackend:
     def _open_old(self, name: str) -> Iterator[tuple[int, int]]:
         """(descriptor, size) of a regular file that exists."""
         directory, leaf = split_name(name)
-        try:
-            with self._open_root() as root, _beneath(root, directory, make=False) as target:
+        with contextlib.ExitStack() as opened:
+            try:
+                root = opened.enter_context(self._open_root())
+            except FileNotFoundError as error:
+                if directory:
+                    raise  # what lies beneath a root that has vanished is not known
+                raise VersionNotFound(f"there is no {name}", where=self._where(name)) from error
+            try:
+                target = opened.enter_context(_beneath(root, directory, make=False))
                 descriptor = os.open(leaf, _OLD_FILE, dir_fd=target)
-        except FileNotFoundError as error:
-            raise VersionNotFound(f"there is no {name}", where=self._where(name)) from error
+            except FileNotFoundError as error:
+                raise VersionNotFound(f"there is no {name}", where=self._where(name)) from error
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):

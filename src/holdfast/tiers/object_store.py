@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from holdfast.base.errors import ConfigError, Fenced, StorageBusy, StorageError, StorageUnfit, VersionNotFound
-from holdfast.tiers.backend import TEMPORARY, Properties, check_segment, split_name
+from holdfast.tiers.backend import TEMPORARY, Properties, check_segment, split_name, total_bytes
 
 try:
     import obstore
@@ -111,18 +111,15 @@ class ObjectStoreBackend:
         """Writes an object, whole or not at all; see Backend."""
         split_name(name)
         check_segment(stamp)
-        # Straight from the caller's memory if it stays as it is; else each chunk is copied before the next is made.
-        stable = isinstance(chunks, list | tuple)
-        total = sum(map(len, chunks)) if isinstance(chunks, list | tuple) else 0
-        pieces: Any = chunks[0] if isinstance(chunks, list | tuple) and len(chunks) == 1 else chunks
+        total = total_bytes(chunks)
         with self._translated(name):
-            if stable and total <= PART_BYTES:
-                obstore.put(self._store, name, b"".join(chunks), use_multipart=False)
-            else:
-                part = max(PART_BYTES, -(-total // MAX_PARTS))
-                source = pieces if stable else (bytes(chunk) for chunk in chunks)
-                obstore.put(self._store, name, source, use_multipart=True, chunk_size=part, max_concurrency=MAX_AT_ONCE)
-        progress(total)
+            if total is not None and total <= PART_BYTES:
+                obstore.put(self._store, name, b"".join(_copies(chunks)), use_multipart=False)
+                progress(total)
+                return
+            part = max(PART_BYTES, -(-(total or 0) // MAX_PARTS))
+            source: Any = _copies(chunks, progress)
+            obstore.put(self._store, name, source, use_multipart=True, chunk_size=part, max_concurrency=MAX_AT_ONCE)
 
     def create(self, name: str, data: bytes, *, stamp: str) -> bool:
         """Writes an object if none is there; see Backend."""
@@ -212,18 +209,13 @@ class ObjectStoreBackend:
                 return
             name = f"{TEMPORARY}/probe-{secrets.token_hex(8)}"
             try:
-                try:
-                    if not self._put_new(name, b"first"):
-                        raise StorageBusy("a probe with a random name exists already", where=self._at(name))
-                    if self._put_new(name, b"second") or bytes(self._range(name, 0, 6)) != b"first":
-                        raise _unfit(self._where)
-                finally:
-                    with contextlib.suppress(StorageError):
-                        self.delete(name)
-            except VersionNotFound as error:
-                raise StorageError(
-                    "the bucket is not there", where=self._where, remedy="create it, or correct the URL"
-                ) from error
+                if not self._put_new(name, b"first"):
+                    raise StorageBusy("a probe with a random name exists already", where=self._at(name))
+                if self._put_new(name, b"second") or bytes(self._range(name, 0, 6)) != b"first":
+                    raise _unfit(self._where)
+            finally:
+                with contextlib.suppress(StorageError):
+                    self.delete(name)
             self._proved = True
 
     def _size(self, name: str) -> int:
@@ -255,8 +247,6 @@ class ObjectStoreBackend:
         """The one border where obstore's errors become ours."""
         try:
             yield
-        except FileNotFoundError as error:
-            raise VersionNotFound(f"there is no {name}", where=self._at(name)) from error
         except (PermissionDeniedError, UnauthenticatedError) as error:
             remedy = "check the credentials and what they may do in this bucket"
             raise StorageError(f"the store refuses: {_words(error)}", where=self._at(name), remedy=remedy) from error
@@ -264,7 +254,18 @@ class ObjectStoreBackend:
             if _NO_BUCKET.search(str(error)):
                 remedy = "create the bucket, or correct the URL"
                 raise StorageError("the bucket is not there", where=self._where, remedy=remedy) from error
+            if isinstance(error, FileNotFoundError):
+                raise VersionNotFound(f"there is no {name}", where=self._at(name)) from error
             raise StorageBusy(f"the store failed: {_words(error)}", where=self._at(name)) from error
+
+
+def _copies(chunks: Iterable[memoryview], progress: Callable[[int], None] = lambda _: None) -> Iterator[bytes]:
+    """Yields copies of the chunks, of at most PART_BYTES each: a chunk is the caller's again when the next is asked for."""
+    for chunk in chunks:
+        for at in range(0, len(chunk), PART_BYTES):
+            piece = bytes(chunk[at : at + PART_BYTES])
+            yield piece
+            progress(len(piece))
 
 
 def _unfit(where: str) -> StorageUnfit:

@@ -7,14 +7,10 @@ versions are dead lineage. Called by `storage`, which is the front of all this.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
 import secrets
-import socket
-from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -22,6 +18,7 @@ import msgspec
 from holdfast.base.errors import CorruptError, Fenced, ForeignDirectory, VersionNotFound
 from holdfast.core.model import Version
 from holdfast.tiers.backend import TEMPORARY, Backend
+from holdfast.tiers.procs import has_ended, machine_id
 from holdfast.tiers.strict import MAX_RECORD_BYTES, Record, decode_record, encode_record
 
 logger = logging.getLogger(__name__)
@@ -173,39 +170,18 @@ def make_stamp(incarnation: int, term: int = 0) -> str:
     return f"i{incarnation:06d}-t{term:06d}-h{machine_id()}-p{os.getpid()}"
 
 
-def sweep(backend: Backend, incarnation: int, *, is_alive: Callable[[int], bool]) -> list[str]:
-    """Removes temporary files of dead writers: of lower incarnations, and of ended processes of this machine.
-
-    Args:
-        backend: where.
-        incarnation: the one that runs.
-        is_alive: whether a process of this machine exists.
+def sweep(backend: Backend, incarnation: int) -> list[str]:
+    """Removes temporary files of dead writers: of incarnations below the one that runs, and of processes of this machine
+    that are known to have ended. What is not named like ours stays.
 
     Returns:
-        the names that were removed. What is not named like ours stays.
+        the names that were removed.
     """
     dead = []
     for name, _ in backend.listing(TEMPORARY):
         match = _STAMP.match(name)
         # Incarnation 0 is a start that has no number yet, so its number says nothing about its age.
-        if match and (0 < int(match[1]) < incarnation or (match[2] == machine_id() and not is_alive(int(match[3])))):
+        if match and (0 < int(match[1]) < incarnation or (match[2] == machine_id() and has_ended(int(match[3])))):
             dead.append(name)
     backend.delete(*(f"{TEMPORARY}/{name}" for name in dead))
     return dead
-
-
-def process_exists(pid: int) -> bool:
-    """Whether a process of this machine has this number."""
-    return Path(f"/proc/{pid}").exists()
-
-
-def machine_id() -> str:
-    """A digest that two processes share when a process number means the same to both: host, boot, PID namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    words = (socket.gethostname(), boot.read_text() if boot.exists() else "", _namespace())
-    return hashlib.blake2b("\0".join(words).encode(), digest_size=6).hexdigest()
-
-
-def _namespace() -> str:
-    link = Path("/proc/self/ns/pid")
-    return os.readlink(link) if link.is_symlink() else ""

@@ -2,7 +2,7 @@
 
 A version exists if its root manifest does; that file is created once and last, and removed first. Everything that is
 believed is verified: the job's record, the manifest with all its parts, the images. Nothing is deleted that a manifest
-or the file itself does not prove to be ours. Four answers are kept apart: not there (VersionNotFound), damaged
+or the file itself does not prove to be ours, and nothing because something could not be reached. Four answers are kept apart: not there (VersionNotFound), damaged
 (CorruptError), of a newer holdfast (NewerFormat), unreadable (StorageError).
 
 The order of system calls lives in `local`; decisions (which version, when to retire) live in `core`. Called by the
@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from holdfast.base.config import load
@@ -118,17 +119,21 @@ class Storage:
         try:
             found = registry.read_job(self._backend)
         except (VersionNotFound, ForeignDirectory) as error:
-            raise StorageError(
-                "the checkpoint directory has vanished, or its holdfast.json has",
-                where=self.where,
-                remedy="bring it back, or mount it; to begin anew in an empty directory, stop the job and start it again",
-            ) from error
+            raise self._vanished() from error
         if found != job_id:
             raise InUse(
                 f"the path belongs to job {found} by now; this one is {job_id}",
                 where=self.where,
                 remedy="one of the two needs another path",
             )
+        self._job_id = job_id
+
+    def _vanished(self) -> StorageError:
+        return StorageError(
+            "the checkpoint directory has vanished, or its holdfast.json has",
+            where=self.where,
+            remedy="bring it back, or mount it; to begin anew in an empty directory, stop the job and start it again",
+        )
 
     def occupy(self, run_id: str, *, timeout_s: float = PREDECESSOR_TIMEOUT_S) -> None:
         """Keeps a second job out until `leave`, or until this process ends; see `tiers.runlock`. After `claim`.
@@ -162,7 +167,7 @@ class Storage:
         """Removes temporary files of dead writers, given the incarnation that runs; returns their names."""
         if not self._backend.properties.has_temporaries:
             return []
-        return registry.sweep(self._backend, incarnation, is_alive=registry.process_exists)
+        return registry.sweep(self._backend, incarnation)
 
     # Writing a version.
 
@@ -181,10 +186,13 @@ class Storage:
         Args:
             version: whose directory it goes into.
             ref: the bundle.
-            seal: its proof; not computed again, so that the disk is the only cost.
+            seal: its proof, with which every chunk is compared after it was written, beside the write of the next one.
             view: the image, best aligned to a page.
             stamp: from `registry.make_stamp`.
             progress: called with the bytes of each part that was written.
+
+        Raises:
+            CorruptError: what was written is not what was sealed; there is no new file of the bundle's name.
         """
         view = view.cast("B")
         image_format.check_length(len(view), seal, f"{version}/{ref.bundle_id}")
@@ -214,38 +222,50 @@ class Storage:
         version = manifest.version
         # An incarnation that came back from memory while nothing could be written is registered now, before anything of
         # it counts.
-        if registry.enlist(self._backend, version.incarnation, manifest.resumed_from) > version.incarnation:
-            raise Fenced("a newer incarnation runs; this one commits nothing any more", where=str(version))
-        whole = self._assemble(manifest)
-        self._check_complete(whole)
+        self._require_newest(version, registry.enlist(self._backend, version.incarnation, manifest.resumed_from))
+        try:
+            whole = self._assemble(manifest)
+        except VersionNotFound as error:
+            raise _incomplete("a part of the manifest is missing", f"{self.where}/{version}") from error
+        if wrong := self._missing(whole):
+            what = f"{len(wrong)} of {len(whole.bundles)} files are missing or cut short, the first is {wrong[0]}"
+            raise _incomplete(what, f"{self.where}/{version}")
+        self._require_newest(version, self.highest_incarnation())  # once more, for all this may have taken long
         name = f"{version}/{manifests.ROOT_NAME}"
-        if self._backend.create(name, manifests.encode_root(manifest), stamp=stamp):  # THE commit
-            self._take_back_if_retired(whole, name)
+        self._backend.create(name, manifests.encode_root(manifest), stamp=stamp)  # THE commit
+        self._take_back_if_retired(whole, name)
         try:
             self._backend.put(LATEST, [memoryview(f"{version}\n".encode())], stamp=stamp)
         except StorageError as error:  # a hint for people, nothing reads it
             logger.warning("the hint %s was not written: %s", LATEST, error)
 
-    def _take_back_if_retired(self, manifest: Manifest, name: str) -> None:
-        """We may have been paused before the commit, while another committed the version and later retired it."""
-        try:
-            self._check_complete(manifest)
-        except StorageError as error:
-            self._backend.delete(name)
-            raise Fenced("the version was committed and retired while we were paused", where=name) from error
+    def _require_newest(self, version: Version, highest: int) -> None:
+        if highest > version.incarnation:
+            raise Fenced("a newer incarnation runs; this one commits nothing any more", where=str(version))
 
-    def _check_complete(self, manifest: Manifest) -> None:
+    def _take_back_if_retired(self, manifest: Manifest, name: str) -> None:
+        """We may have been paused before the commit, while another committed the version and later retired it.
+
+        Asked also where the commit was there before: it may be ours of an attempt whose reply was lost. A path that cannot
+        be read proves nothing: then the commit stays, and is tried again.
+        """
+        if self._missing(manifest):
+            self._backend.delete(name)
+            raise Fenced("the version was committed and retired while we were paused", where=name)
+
+    def _missing(self, manifest: Manifest) -> list[str]:
+        """Returns the files that the manifest lists and that are not there with their length."""
         sizes = dict(self._backend.listing(str(manifest.version)))
-        wanted = {bundle.file: stored_length(bundle) for bundle in manifest.bundles}
-        wrong = [name for name, length in wanted.items() if sizes.get(name) != length]
-        if wrong:
-            what = f"{len(wrong)} of {len(wanted)} files are missing or cut short, the first is {wrong[0]}"
-            raise StorageError(what, where=f"{self.where}/{manifest.version}", remedy="write the version again")
+        return [bundle.file for bundle in manifest.bundles if sizes.get(bundle.file) != stored_length(bundle)]
 
     # Looking.
 
     def versions(self) -> list[Version]:
-        """The committed versions, ascending. Committed is not verified: see `manifest` and `verify_bundle`."""
+        """Returns the committed versions, ascending. Committed is not verified: see `manifest` and `verify_bundle`.
+
+        Raises:
+            StorageError: the path refuses, or what was a job's directory is one no more.
+        """
         return [version for version in self._directories() if self._is_committed(version)]
 
     def unfinished(self) -> list[Version]:
@@ -256,7 +276,7 @@ class Storage:
         """The verified manifest of a version, with all its bundles.
 
         Raises:
-            VersionNotFound: it was never committed, or is retired.
+            VersionNotFound: it was never committed, or is retired, perhaps while it was read.
             CorruptError: it is damaged, or a part of it is missing.
             InUse: it is of another job.
             NewerFormat: it is of a newer holdfast.
@@ -386,39 +406,53 @@ class Storage:
 
     # Removing.
 
-    def retire(self, version: Version) -> None:
+    def retire(self, version: Version, *, permit: Callable[[], None] = lambda: None) -> None:
         """Removes a committed version: first the commit, durably, then the files that it lists.
+
+        Args:
+            version: which.
+            permit: asked when all is known, right before the commit goes; what it raises keeps the version.
 
         Raises:
             UsageError: it is pinned.
             CorruptError: its manifest is damaged, so nothing proves which files are ours.
         """
+        manifest = self.manifest(version)
         if version in self.pins():
             raise UsageError(f"{version} is pinned", where=self.where, remedy="unpin it first")
-        manifest = self.manifest(version)
+        permit()
         self._backend.delete(f"{version}/{manifests.ROOT_NAME}")
         self._remove(version, [bundle.file for bundle in manifest.bundles], manifest.parts)
 
-    def discard(self, version: Version) -> None:
+    def discard(self, version: Version, *, permit: Callable[[], None] = lambda: None) -> None:
         """Removes what is left of a version that was never committed, or whose retirement was interrupted.
 
         Files go that an intact part lists, intact parts, and images that name the bundle that their file is named after.
         Everything else stays, and with it the directory. The caller knows that nobody is still writing the version.
 
+        Args:
+            version: which.
+            permit: as for `retire`.
+
         Raises:
             UsageError: it is committed.
         """
-        if self._is_committed(version):
-            raise UsageError(f"{version} is committed", where=self.where, remedy="retire it instead")
         parts: list[str] = []
         files: list[str] = []
-        for name, size in self._backend.listing(str(version)):
+        found = self._backend.listing(str(version))  # one look: that there is no commit is said of these very files
+        if manifests.ROOT_NAME in dict(found):
+            raise UsageError(f"{version} is committed", where=self.where, remedy="retire it instead")
+        if not found:  # or another file system stands here for a moment
+            self._backend.delete(f"{version}/")
+            return
+        for name, size in found:
             if name.startswith("manifest-") and self._is_part(version, name):
                 parts.append(name)
             elif ENCRYPTED.match(name):
                 files += [name] if self._files.looks_ours(version, name, size) else []
             elif (match := _BUNDLE_FILE.match(name)) and self._is_image(version, name, (match[1], size)):
                 files.append(name)
+        permit()
         # Whoever began to retire it may have died before the removal of the commit was durable; now it is.
         self._backend.delete(f"{version}/{manifests.ROOT_NAME}")
         self._remove(version, files, parts)
@@ -450,8 +484,10 @@ class Storage:
     # Inside.
 
     def _directories(self) -> list[Version]:
-        names = (name for name, _ in self._backend.listing("") if name.endswith("/"))
-        found = (Version.parse(name[:-1]) for name in names)
+        names = {name for name, _ in self._backend.listing("")}
+        if self._job_id and registry.JOB_FILE not in names:
+            raise self._vanished()  # an empty mount point is no job without versions
+        found = (Version.parse(name[:-1]) for name in names if name.endswith("/"))
         return sorted(version for version in found if version is not None)
 
     def _is_committed(self, version: Version) -> bool:
@@ -459,21 +495,21 @@ class Storage:
 
     def _assemble(self, root: Manifest) -> Manifest:
         where = f"{self.where}/{root.version}"
-        parts = {
-            name: self._read_listed(f"{root.version}/{name}", length=root.parts[name][0] + 1) for name in root.parts
-        }
+        parts = {name: self._read_listed(root.version, name, length=root.parts[name][0] + 1) for name in root.parts}
         return manifests.assemble(root, parts, where)
 
     def _remove(self, version: Version, files: Iterable[str], parts: Iterable[str]) -> None:
-        """Parts go last: as long as they stand, an interrupted removal can prove what it may go on with."""
-        names = [*sorted(files), *sorted(parts)]
+        """Removes the files, and what a paused committer may have created since the commit was removed: it looked for them
+        afterwards, or this finds it. Parts go last: while they stand, an interrupted removal can prove what goes on with it.
+        """
+        names = [*sorted(files), manifests.ROOT_NAME, *sorted(parts)]
         self._backend.delete(*(f"{version}/{name}" for name in names))
         self._backend.delete(f"{version}/")
 
     def _is_part(self, version: Version, name: str) -> bool:
         try:
             manifests.decode_part(self._read_record(f"{version}/{name}"), name)
-        except CorruptError:
+        except (CorruptError, VersionNotFound):
             return False
         return True
 
@@ -482,15 +518,20 @@ class Storage:
         file = BundleFile(BundleRef(bundle_id, (), 0, 1, 0, ""), name, size, "", ())
         try:
             return self.image(version, file).bundle_id == bundle_id
-        except CorruptError:
+        except (CorruptError, VersionNotFound):
             return False
 
     def _read_record(self, name: str) -> bytes:
         return self._counted(self._backend.read(name, length=MAX_RECORD_BYTES + 1))
 
-    def _read_listed(self, name: str, *, length: int) -> bytes:
-        return self._counted(listed(self._backend, lambda: self._backend.read(name, length=length)))
+    def _read_listed(self, version: Version, name: str, *, length: int) -> bytes:
+        read = partial(self._backend.read, f"{version}/{name}", length=length)
+        return self._counted(listed(self._backend, version, read))
 
     def _counted(self, data: bytes) -> bytes:
         self._events.count("storage_record_read_bytes", len(data))
         return data
+
+
+def _incomplete(what: str, where: str) -> StorageError:
+    return StorageError(what, where=where, remedy="write the version again")

@@ -19,6 +19,7 @@ from typing import Any
 from holdfast.base import errors
 from holdfast.base.errors import HoldfastError, StorageError, UsageError
 from holdfast.base.events import Events
+from holdfast.tiers.procs import has_ended, machine_id
 from holdfast.tiers.storage import open_storage
 from holdfast.tools import launch, look, merging, output
 from holdfast.tools.merging import Content
@@ -59,10 +60,10 @@ def _refuse_existing(target: Path) -> None:
 def _aside(target: Path) -> Iterator[Path]:
     """A directory beside the target, for what is not whole yet; those that killed exports left are removed."""
     for old in target.parent.glob(f".{glob_escaped(target.name)}.*{_MARK}"):
-        pid = old.name.removesuffix(_MARK).rpartition(".")[2]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+        machine, _, pid = old.name.removesuffix(_MARK).rpartition(".")[2].partition("-")
+        if machine == machine_id() and pid.isdigit() and has_ended(int(pid)):
             shutil.rmtree(old, ignore_errors=True)
-    work = target.parent / f".{target.name}.{os.getpid()}{_MARK}"
+    work = target.parent / f".{target.name}.{machine_id()}-{os.getpid()}{_MARK}"
     try:
         work.mkdir(mode=0o700)
     except OSError as error:

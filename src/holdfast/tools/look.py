@@ -169,51 +169,94 @@ def choose(storage: Storage, text: str | None) -> Version:
     return found[-1]
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What `verify` found of a version.
+
+    Attributes:
+        manifest: None if it cannot be read, or the version is gone.
+        problems: of the manifest, and of each file the first one.
+        retired: retention removed it while it was looked at; nothing is wrong with that.
+    """
+
+    version: Version
+    manifest: Manifest | None = None
+    problems: tuple[HoldfastError, ...] = ()
+    retired: bool = False
+
+    @property
+    def state(self) -> str:
+        """`good`, `damaged` or `retired`."""
+        return "damaged" if self.problems else "retired" if self.retired else "good"
+
+
 def verify_versions(root: str, version: str | None, *, as_json: bool, sha256: Path | None = None) -> int:
     """`holdfast verify`; the exit code. `sha256`: where the digests of the good versions' files go."""
     storage = open_storage(root, Events())
     storage.job_id()
-    chosen = storage.versions() if version is None else [choose(storage, version)]
+    found = storage.versions()
+    chosen = found if version is None else [choose(storage, version)]
+    if not set(chosen) <= set(found):
+        raise VersionNotFound(f"{chosen[0]} is not there", where=storage.where)
     results = [_verify(storage, one) for one in chosen]
-    healthy = not any(problems for _, _, problems in results)
+    healthy = not any(result.problems for result in results)
     if sha256 is not None:
-        good = [(one, manifest) for one, manifest, problems in results if manifest is not None and not problems]
+        good = [(result.version, result.manifest) for result in results if result.manifest and not result.problems]
         sums.write(open_backend(root), good, sha256)
     if as_json:
-        output.print_json({"root": storage.where, "healthy": healthy, "versions": [_verdict(*r) for r in results]})
+        output.print_json({"root": storage.where, "healthy": healthy, "versions": [_document(r) for r in results]})
     else:
-        for one, manifest, problems in results:
-            files = "" if manifest is None else f"{len(manifest.bundles)} files, {output.size_text(manifest.num_bytes)}"
-            print(f"{one}: {'DAMAGED' if problems else 'good'}{', ' if files else ''}{files}")
-            for problem in problems:
-                print(output.error_text(problem))
+        for result in results:
+            _print_verdict(result)
     return output.GOOD if healthy else output.PROBLEM
 
 
-def _verify(storage: Storage, version: Version) -> tuple[Version, Manifest | None, list[HoldfastError]]:
+def _verify(storage: Storage, version: Version) -> Verdict:
     """Every problem of a version; of a file the first one, which names its bytes."""
     try:
         manifest = storage.manifest(version)
+        return Verdict(version, manifest, tuple(_problems(storage, manifest)))
+    except VersionNotFound:
+        return Verdict(version, retired=True)
     except HoldfastError as error:
-        return version, None, [error]
-    problems: list[HoldfastError] = []
+        return Verdict(version, problems=(error,))
+
+
+def _problems(storage: Storage, manifest: Manifest) -> Iterator[HoldfastError]:
+    """What is wrong with a version's files.
+
+    Raises:
+        VersionNotFound: it was retired meanwhile.
+    """
+    version = manifest.version
     progress = output.Progress(f"verifying {version}", math.ceil(manifest.num_bytes))
-    for file in manifest.bundles:
-        try:
-            storage.verify_bundle(version, file, progress.add)
-            if storage.opens(file):
-                storage.image(version, file)  # whoever wrote it may have sealed nonsense
-        except (CorruptError, StorageError) as error:
-            problems.append(error)
-    progress.close()
-    return version, manifest, problems
+    try:
+        for file in manifest.bundles:
+            try:
+                storage.verify_bundle(version, file, progress.add)
+                if storage.opens(file):
+                    storage.image(version, file)  # whoever wrote it may have sealed nonsense
+            except (CorruptError, StorageError) as error:
+                yield error
+    finally:
+        progress.close()
 
 
-def _verdict(version: Version, manifest: Manifest | None, problems: list[HoldfastError]) -> dict[str, Any]:
+def _print_verdict(result: Verdict) -> None:
+    found = result.manifest
+    files = "" if found is None else f", {len(found.bundles)} files, {output.size_text(found.num_bytes)}"
+    words = {"good": "good", "damaged": "DAMAGED", "retired": "retired while it was verified"}
+    print(f"{result.version}: {words[result.state]}{files}")
+    for problem in result.problems:
+        print(output.error_text(problem))
+
+
+def _document(result: Verdict) -> dict[str, Any]:
+    found = result.manifest
     return {
-        "version": str(version),
-        "state": "damaged" if problems else "good",
-        "files": 0 if manifest is None else len(manifest.bundles),
-        "bytes": 0 if manifest is None else manifest.num_bytes,
-        "problems": [output.error_document(problem) for problem in problems],
+        "version": str(result.version),
+        "state": result.state,
+        "files": 0 if found is None else len(found.bundles),
+        "bytes": 0 if found is None else found.num_bytes,
+        "problems": [output.error_document(problem) for problem in result.problems],
     }

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from holdfast.base.errors import UsageError
+from holdfast.base.errors import UsageError, VersionNotFound
 from holdfast.core.model import Version
 from holdfast.tiers.backend import Backend
 from holdfast.tiers.format import CHUNK_BYTES
@@ -19,12 +19,18 @@ from holdfast.tools import output
 
 
 def write(backend: Backend, versions: Iterable[tuple[Version, Manifest]], target: Path) -> None:
-    """A list of all files of these versions, whole or not at all.
+    """Writes a list of all files of these versions, whole or not at all; without those that are retired meanwhile.
 
     Raises:
         UsageError: `target` cannot be written. StorageError, VersionNotFound: a file cannot be read.
     """
-    lines = [line for version, manifest in versions for line in _lines(backend, version, manifest)]
+    lines: list[str] = []
+    for version, manifest in versions:
+        try:
+            lines += list(_lines(backend, version, manifest))
+        except VersionNotFound:
+            if ROOT_NAME in dict(backend.listing(str(version))):
+                raise
     unfinished = target.with_name(f".{target.name}.unfinished")
     try:
         unfinished.write_text("".join(lines), encoding="ascii")

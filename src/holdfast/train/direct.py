@@ -166,6 +166,7 @@ class DirectSaver:
         self._storage.require_job(self._job.assembly.job_id)
         stamp = make_stamp(version.incarnation)
         files = list(self._write_images(version, plan, values, gathered))
+        self._storage.require_job(self._job.assembly.job_id)  # once more: the bundles may have taken minutes
         name, length, digest = self._storage.write_part(version, self._job.group.rank, files, stamp=stamp)
         return _Written(name, length, digest, tuple((file.ref.bundle_id, file.ref.fingerprint) for file in files))
 

@@ -18,8 +18,7 @@ from torch.distributed import DistError
 
 from holdfast.base.errors import InUse
 from holdfast.core.identity import Claim, admit, stands
-from holdfast.tiers.procs import start_time
-from holdfast.train.assembly import machine
+from holdfast.tiers.procs import has_ended, machine_id, start_time
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ class Identity:
     def __init__(self, store: Store, name: str, *, guard_s: float) -> None:
         self._store, self._name, self._guard_s = PrefixStore(PREFIX, store), name, guard_s
         pid = os.getpid()
-        self._mine = Claim(uuid.uuid4().hex, _place(), pid, start_time(pid) or 0)
+        self._mine = Claim(uuid.uuid4().hex, machine_id(), pid, start_time(pid) or 0)
         self._held = False
         self._beat_at = 0.0
 
@@ -126,9 +125,4 @@ class Identity:
 
 def _is_gone(known: Claim | None) -> bool:
     """Whether the process behind the claim is proven to be gone: it was on this machine, and is not there."""
-    return known is not None and known.machine == _place() and start_time(known.pid) != known.started
-
-
-def _place() -> str:
-    """Where a process number means the same process: this machine, and this container of it."""
-    return f"{machine()} {os.readlink('/proc/self/ns/pid')}"
+    return known is not None and known.machine == machine_id() and has_ended(known.pid, known.started or None)

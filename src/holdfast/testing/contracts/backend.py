@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from holdfast.base.errors import Fenced, HoldfastError, StorageError, UsageError, VersionNotFound
-from holdfast.tiers.backend import TEMPORARY, Backend
+from holdfast.tiers.backend import TEMPORARY, Backend, Chunks
 
 STAMP = "i000001-t000000-h000000000000-p1"
 # More than what any backend moves in one piece.
@@ -95,6 +95,20 @@ def a_put_that_fails_leaves_what_was_there(backend: Backend) -> None:
         raise Violation("a put whose chunks failed returned as if it had succeeded")
     _same(backend.read("v/old"), b"old", "a file whose replacement failed")
     _not_found(lambda: backend.read("v/new"), "a file whose first put failed")
+
+
+def doubts_after_the_last_chunk_are_heard(backend: Backend) -> None:
+    """Chunks are asked for until they end, whatever their size: only then were all of them right."""
+    for size in (10, 70_001, (17 << 20) + 5):
+        _put(backend, "v/old", b"old")
+        for name in ("v/old", "v/new"):
+            try:
+                backend.put(name, _Doubted(_bytes(size)), stamp=STAMP)
+            except (StorageError, PlannedError):
+                continue
+            raise Violation(f"a put of {size} bytes did not wait for the word after its last chunk")
+        _same(backend.read("v/old"), b"old", "a file whose replacement was doubted")
+        _not_found(lambda: backend.read("v/new"), "a file that was doubted at its end")
 
 
 def creating_once_means_once(backend: Backend) -> None:
@@ -219,6 +233,7 @@ CHECKS: dict[str, Check] = {
         chunks_made_on_the_way_are_copied,
         a_put_replaces,
         a_put_that_fails_leaves_what_was_there,
+        doubts_after_the_last_chunk_are_heard,
         creating_once_means_once,
         of_racing_creators_one_wins,
         racing_creators_of_the_same_all_succeed,
@@ -242,6 +257,18 @@ class _Failing:
     def __iter__(self) -> Iterator[memoryview]:
         yield memoryview(_bytes(20_000))
         yield memoryview(_bytes(20_000))
+        raise PlannedError
+
+
+class _Doubted(Chunks):
+    """One good chunk, of which it turns out afterwards that it was not."""
+
+    def __init__(self, data: bytes) -> None:
+        self.num_bytes = len(data)
+        self._data = data
+
+    def __iter__(self) -> Iterator[memoryview]:
+        yield memoryview(self._data)
         raise PlannedError
 
 

@@ -77,6 +77,7 @@ _processes = [
 ]
 _memory = [
     *(Cell("flip", "memory", node, "memory") for node in (0, 1)),
+    Cell("flip", "persist", 1, "memory", finished=True),
     *(Cell("EMFILE", "descriptors", node, "memory") for node in (0, 1)),
 ]
 _storage = [

@@ -5,7 +5,8 @@ when it begins and when it is over:
 
 - what: an errno (`ENOSPC`, `EIO`, ..) that the call fails with; `stop` and `kill`: the keeper ends there by that signal;
   `stall`: the call waits until the line is gone; `slow`: storage takes SLOW_BYTES_PER_S. Of bytes to other keepers (at
-  `wire`): `flip` changes one bit of each piece, `cut` ends the connection in the middle of one.
+  `wire`): `flip` changes one bit of each piece, `cut` ends the connection in the middle of one. Of bytes on their
+  way from a slot to storage (at `persist`): `flip` changes one.
 - where: a system call on the checkpoint directory (`write`, `fsync`, `rename`, `link`, `unlink`), `storage` for all of
   them; a step of the protocol in PLACES; `takeover`: it begins to write what another keeper should have written; `wire`;
   `line`: no other keeper can be reached, and the line to the coordinator is cut.
@@ -77,7 +78,7 @@ class Wounds:
     def strike(self, *where: str, size: int = 0) -> None:
         """What is to happen at these places now."""
         what, _, at = self._line().partition("@")
-        if at not in where:
+        if at not in where or what == "flip":
             return
         if what in SIGNALS:
             self._control.write_text("")
@@ -99,7 +100,19 @@ class Wounds:
         for call in ("rename", "link", "unlink"):
             setattr(os, call, self._at_name(call, getattr(os, call)))
         self._open_takeover()
+        self._open_way()
         self._open_wire()
+
+    def _open_way(self) -> None:
+        real = Storage.write_bundle
+
+        def write_bundle(storage: Storage, version: Any, ref: Any, seal: Any, view: memoryview, **more: Any) -> Any:
+            if self._line() == "flip@persist":
+                view = memoryview(bytearray(view))
+                view[len(view) // 2] ^= 0x10
+            return real(storage, version, ref, seal, view, **more)
+
+        setattr(Storage, "write_bundle", write_bundle)  # noqa: B010
 
     def _open_takeover(self) -> None:
         real = Persister._write_parts

@@ -85,7 +85,13 @@ BUGS: dict[str, Planted] = {
     ),
     "signs-for-ever": Planted("takeover", "who stalls still gives signs of work", ("V1",), ("stall@write-1",)),
     "pins-of-another-order": Planted(
-        "takeover", "an order that ends frees slots that another one still writes from", ("S2",), ("stall@takeover-1",)
+        "takeover",
+        "an order that ends frees slots that another one still writes from, and nothing written is proved",
+        ("S2",),
+        ("stall@takeover-1",),
+    ),
+    "written-unproved": Planted(
+        "takeover", "what is written is not compared with its seal", ("S2",), ("flip@persist-1",)
     ),
     "durable-when-ordered": Planted("commit", "durable is named when the commit is ordered", ("S13",), ("EIO@link-0",)),
     "failed-commit-is-success": Planted("commit", "a commit that failed counts", ("S13",), ("EIO@link-0",)),

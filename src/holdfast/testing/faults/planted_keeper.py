@@ -23,9 +23,9 @@ from holdfast.node.persist import Persister
 from holdfast.node.replicate import Replicator
 from holdfast.node.saving import Saving
 from holdfast.node.state import NodeState
-from holdfast.node.succession import WRITING_PIN, Succession
+from holdfast.node.succession import WRITING_PIN, Succession, Writing
 from holdfast.node.transfer import PeerReader
-from holdfast.testing.drill.planted import always, put
+from holdfast.testing.drill.planted import always, put, unproved_writes
 from holdfast.tiers import format as image_format
 from holdfast.tiers.storage import Storage
 
@@ -128,13 +128,13 @@ def _signs_for_ever() -> None:
 
 
 def _pins_of_another_order() -> None:
-    def done(self: Succession, order: Order) -> None:
-        self._pinned.pop(order, None)
+    def done(self: Succession, writing: Writing) -> None:
         for held in self._state.arena:
-            if held.version == order.version:
+            if held.version == writing.order.version:
                 held.pins.pop(WRITING_PIN, None)
 
     put(Succession, "done", done)
+    unproved_writes()
 
 
 # --- commit ---------------------------------------------------------------------------------------------------------
@@ -265,6 +265,7 @@ BUGS: dict[str, Callable[[], None]] = {
     "parts-differ-by-writer": _parts_differ_by_writer,
     "signs-for-ever": _signs_for_ever,
     "pins-of-another-order": _pins_of_another_order,
+    "written-unproved": unproved_writes,
     "durable-when-ordered": _durable_when_ordered,
     "failed-commit-is-success": _failed_commit_is_success,
     "suspect-is-captured": _suspect_is_captured,
