@@ -21,7 +21,7 @@ from holdfast.testing.simulator.run import MIN_FAULTS, run
 
 FAULTS = {
     "crash", "hang", "keeper death", "coordinator death", "node loss", "partition", "one-way partition", "delay",
-    "duplication", "reorder", "slow storage", "storage outage", "flipped bit", "twins differ", "broken groups", "cursed step", "second fault in recovery",
+    "duplication", "reorder", "slow storage", "storage outage", "unreadable storage", "flipped bit", "twins differ", "broken groups", "cursed step", "second fault in recovery",
 }  # fmt: skip
 
 

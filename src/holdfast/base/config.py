@@ -66,9 +66,10 @@ class Config:
         overhead: share of a step (`"0.5%"`) that captures may cost: the highest cadence that costs less is measured and
             used, from the cadence `every` on. `every`, given in the same place or a stronger one, overrides it.
         durable_every: durable cadence in the same form. Default `"60s"`: what one rank loses if all memory is lost.
-        keep_last: durable versions kept; at least 2, so that one bad version never leaves nothing.
-        keep_every: additionally keep one version of so many steps (`"1000"`, counted as `every` counts them), or of so
-            many minutes (`"30m"`), or both; `"0"` keeps none.
+        keep_last: durable versions kept; at least 2, so that one bad version never leaves nothing. As many stay of every
+            run that a fresh start on the same path ended, until `holdfast rm` removes them.
+        keep_every: additionally keep the first version of so many steps (`"1000"`, counted as `every` counts them), or one
+            of so many minutes (`"30m"`), or both; `"0"` keeps none.
         overlap: copy parameters and optimizer state behind the next forward and backward once proven safe.
         verify_capture: compare live tensors with the copy at every fence. Doubles the memory traffic of a save.
         fence_timeout_s: how long an optimizer step may wait for the copy beyond the copy itself; then the version is
@@ -84,6 +85,9 @@ class Config:
             directory under the system's temporary one.
         linger_s: how long a keeper waits for a client before it ends; 10 minutes outlast a restart and a requeue.
         close_timeout_s: how long `close()` waits for the last save to be durable.
+        restore_timeout_s: how long a restore waits for the bundles that it fetches, and for a path that refuses before it
+            fails rather than takes an older version. 10 minutes, as collectives of other ranks last no longer.
+        expect_checkpoint: there is something to go on from: an empty path is an error and no fresh start.
         listen: address of this machine on which the keeper waits for those of other nodes; `""`: Unix sockets only, so
             that nothing listens unless it was asked for. Needs `secret_file`.
         listen_unsafe: an address of all interfaces (`0.0.0.0`) is meant.
@@ -119,6 +123,8 @@ class Config:
     runtime_dir: str = ""
     linger_s: float = 600.0
     close_timeout_s: float = 600.0
+    restore_timeout_s: float = 600.0
+    expect_checkpoint: bool = False
     listen: str = ""
     listen_unsafe: bool = False
     secret_file: str = ""
@@ -138,7 +144,7 @@ class Config:
         _require(self.keep_last >= 2, "keep_last", self.keep_last, "at least 2")
         _require(self.ranks_per_reader >= 1, "ranks_per_reader", self.ranks_per_reader, "at least 1")
         _require(0 <= self.metrics_port <= 65535, "metrics_port", self.metrics_port, "a port, or 0")
-        for name in ("fence_timeout_s", "begin_timeout_s", "linger_s", "close_timeout_s"):
+        for name in ("fence_timeout_s", "begin_timeout_s", "linger_s", "close_timeout_s", "restore_timeout_s"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "a positive number of seconds")
         _require(bool(re.fullmatch(r"[A-Za-z0-9._-]{1,128}", self.run_id)), "run_id", self.run_id, "a plain name")
         for name in ("node_label", "rack_label", "backup_node"):

@@ -32,7 +32,7 @@ from holdfast.core.model import Level, Shard, Version
 from holdfast.tiers.duplicate import duplicate
 from holdfast.tiers.storage import open_storage
 from holdfast.train import agree, alive, beats, exposure, found
-from holdfast.train.assembly import Job, assemble
+from holdfast.train.assembly import Job, Past, assemble
 from holdfast.train.direct import DirectSaver
 from holdfast.train.durables import Durables, OnDurable
 from holdfast.train.handle import SaveHandle, as_level, as_version
@@ -121,7 +121,14 @@ class Checkpointer:
         alive.register(self)
 
     @beats.phase(Phase.LOADING)
-    def restore(self, version: Version | str | None = None, *, fresh: bool = False, strict: bool | None = None) -> int:
+    def restore(
+        self,
+        version: Version | str | None = None,
+        *,
+        fresh: bool = False,
+        strict: bool | None = None,
+        required: bool | None = None,
+    ) -> int:
         """Loads the newest version that is complete everywhere into the objects; returns the step to go on with.
 
         Collective: every rank calls it, after the process group exists. 0 on a fresh start. Call it before training,
@@ -129,18 +136,27 @@ class Checkpointer:
 
         Args:
             version: only this one, as `ls` names it.
-            fresh: start a new lineage although versions exist; they are left as they are.
+            fresh: start a new lineage although versions exist; the newest of them stay until they are removed by hand.
             strict: False loads what fits and reports the rest in `last_restore`; None: the setting.
+            required: there is something to go on from, so an empty path is an error and no fresh start (it may not be
+                mounted); None: the setting `expect_checkpoint`.
 
         Raises:
-            VersionNotFound, CorruptError: versions exist, and none can be used. MismatchError: other objects.
+            VersionNotFound, CorruptError: versions exist, and none can be used; or one was required, and there is none.
+            MismatchError: other objects.
             MemoryRefused, KeeperNotStarted: the memory level cannot be had, and `require_memory` is set. InUse: another
-            job works on the path, or another process is this rank. StorageError: the path refuses. On every rank the
-            same class, and no rank has begun to train.
+            job works on the path, or another process is this rank. StorageError: the path refuses, or a durable version
+            cannot be read and an older one would have to be taken. On every rank the same class, and no rank has begun to
+            train.
         """
         if self._closed:
             raise UsageError("the checkpointer is closed", remedy="build a new one")
         wanted = as_version(version)
+        if fresh and required:
+            raise UsageError("a fresh start is asked for, and a checkpoint is required", remedy="leave one of them out")
+        required = self._config.expect_checkpoint if required is None else required
+        if wanted is None and not fresh:
+            wanted = as_version(alive.wish.take_version())
         group = self._ranks()
         run = self._run
         if run is not None:
@@ -153,7 +169,8 @@ class Checkpointer:
         link = run.link if run else self._new_link(group)
         saver: AnySaver | None = run.saver if run else None
         try:
-            job = assemble(group, self._root, self._config, storage=self._storage, link=link)
+            past = Past(required=required, fresh=fresh)
+            job = assemble(group, self._root, self._config, storage=self._storage, link=link, past=past)
             saver = reserved(
                 saver, state=state, link=link, job=job, storage=self._storage, config=self._config, events=self.events
             )
@@ -164,10 +181,11 @@ class Checkpointer:
                 state=state,
                 storage=self._storage,
                 strict=self._config.strict if strict is None else strict,
-                timeout_s=self._config.close_timeout_s,
+                timeout_s=self._config.restore_timeout_s,
+                required=required,
             )
             if older := wanted is None and not fresh and alive.wish.take_older():
-                restorer.pass_over_newest()
+                restorer.decisions.pass_over_newest()
             report = restorer.run(wanted, fresh=fresh, live=not older)
         except BaseException:
             # The objects may hold a mixture now; nothing of it must ever be saved.

@@ -325,7 +325,7 @@ class Job:
         """As train.restore does it: everybody verifies what it got, side by side, and one bad copy begins it anew."""
         decision = recovery.choose_version(facts)
         choice = decision.value
-        if choice is None:
+        if not isinstance(choice, Choice):
             raise AssertionError(f"nothing to come back from: {decision.reason}")
         self.why = decision.reason
         with ThreadPoolExecutor(len(back)) as pool:

@@ -57,6 +57,7 @@ class Striker:
             ("reorder", 2, self.reorder),
             ("slow storage", 2, self.slow_storage),
             ("storage outage", 2, self.outage),
+            ("unreadable storage", 2, self.unreadable),
             ("flipped bit", 2, self.flip),
             ("twins differ", 2, self.poison),
             ("broken groups", 2, self.broken_groups),
@@ -188,6 +189,15 @@ class Striker:
 
         def back() -> None:
             self.job.storage.down -= 1
+
+        return self._later(back)
+
+    def unreadable(self) -> bool:
+        """Storage lists its versions, takes new ones, and refuses to read."""
+        self.job.storage.unreadable += 1
+
+        def back() -> None:
+            self.job.storage.unreadable -= 1
 
         return self._later(back)
 
