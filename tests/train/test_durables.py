@@ -293,7 +293,7 @@ def test_storage_that_cannot_be_read_is_no_fresh_start_and_is_left_as_it_is(
     another.train()
     untouched = another.fingerprint()
 
-    following = make(another)
+    following = make(another, close_timeout_s=1.0)
     with monkeypatch.context() as broken:
         broken.setattr(os, call, failing(getattr(os, call), "scandir" if call == "scandir" else "manifest.json"))
         with pytest.raises(StorageError, match="Input/output error") as caught:

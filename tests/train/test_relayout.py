@@ -24,6 +24,7 @@ from holdfast.node.client import Located
 from holdfast.tiers import format as image_format
 from holdfast.tiers import values as value_codec
 from holdfast.train.agree import Ranks
+from holdfast.train.assembly import Asked
 from holdfast.train.fetched import Fault
 from holdfast.train.live import Gathered, LiveTensor
 from holdfast.train.relayout import OtherLayout
@@ -244,7 +245,7 @@ def test_another_number_of_ranks_is_another_layout_even_if_each_finds_its_own() 
     for world_size in (3, 2):
         state = stage(1, world_size, first=True, last=False)[0]
         job = SimpleNamespace(group=SimpleNamespace(rank=1, world_size=world_size))
-        restorer = Restorer(job, None, state=state, storage=None, strict=True, timeout_s=1)  # type: ignore[arg-type]
+        restorer = Restorer(job, None, state=state, storage=None, asked=Asked(), timeout_s=1)  # type: ignore[arg-type]
         assert restorer._is_layout(saved.choice) == (world_size == 3)
 
 

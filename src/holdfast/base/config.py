@@ -84,9 +84,8 @@ class Config:
         runtime_dir: where sockets and logs of keepers live; `""` is `$XDG_RUNTIME_DIR/holdfast` or a private
             directory under the system's temporary one.
         linger_s: how long a keeper waits for a client before it ends; 10 minutes outlast a restart and a requeue.
-        close_timeout_s: how long `close()` waits for the last save to be durable.
-        restore_timeout_s: how long a restore waits for the bundles that it fetches, and for a path that refuses before it
-            fails rather than takes an older version. 10 minutes, as collectives of other ranks last no longer.
+        close_timeout_s: how long `close()` waits for the last save to be durable, and a restore for what it fetches or for a
+            path that refuses; then it fails rather than takes an older version.
         expect_checkpoint: there is something to go on from: an empty path is an error and no fresh start.
         listen: address of this machine on which the keeper waits for those of other nodes; `""`: Unix sockets only, so
             that nothing listens unless it was asked for. Needs `secret_file`.
@@ -123,7 +122,6 @@ class Config:
     runtime_dir: str = ""
     linger_s: float = 600.0
     close_timeout_s: float = 600.0
-    restore_timeout_s: float = 600.0
     expect_checkpoint: bool = False
     listen: str = ""
     listen_unsafe: bool = False
@@ -144,7 +142,7 @@ class Config:
         _require(self.keep_last >= 2, "keep_last", self.keep_last, "at least 2")
         _require(self.ranks_per_reader >= 1, "ranks_per_reader", self.ranks_per_reader, "at least 1")
         _require(0 <= self.metrics_port <= 65535, "metrics_port", self.metrics_port, "a port, or 0")
-        for name in ("fence_timeout_s", "begin_timeout_s", "linger_s", "close_timeout_s", "restore_timeout_s"):
+        for name in ("fence_timeout_s", "begin_timeout_s", "linger_s", "close_timeout_s"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "a positive number of seconds")
         _require(bool(re.fullmatch(r"[A-Za-z0-9._-]{1,128}", self.run_id)), "run_id", self.run_id, "a plain name")
         for name in ("node_label", "rack_label", "backup_node"):

@@ -276,7 +276,7 @@ def _complete(version: Version, table: tuple[BundleRef, ...], facts: Facts) -> J
             reasons = [why for copy, why in facts.unreachable.copies.items() if copy[:2] == (version, ref.bundle_id)]
             if not reasons:
                 return Decision(None, f"no usable copy of bundle {ref.bundle_id} (ranks {_short(ref.ranks)})")
-            away = away or f"bundle {ref.bundle_id}: {reasons[0]}"
+            away = away or f"bundle {ref.bundle_id}: {' and '.join(dict.fromkeys(reasons))}"
             continue
         seals[ref.bundle_id], holders[ref.bundle_id] = seal, agreeing
     if away:

@@ -74,16 +74,20 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
-    """What somebody says of the job before its path is looked at.
+class Asked:
+    """What a restore was asked for.
 
     Attributes:
-        required: the path belongs to a job already.
-        fresh: it is begun anew, whatever was there.
+        version: only this one.
+        fresh: the job is begun anew, whatever was there.
+        strict: objects that do not fit are refused.
+        required: there is something to go on from.
     """
 
-    required: bool = False
+    version: Version | None = None
     fresh: bool = False
+    strict: bool = True
+    required: bool = False
 
 
 def assemble(
@@ -93,7 +97,7 @@ def assemble(
     *,
     storage: Storage,
     link: Link,
-    past: Past = Past(),  # frozen
+    asked: Asked = Asked(),  # frozen
 ) -> Job:
     """Brings the job together. Collective.
 
@@ -101,10 +105,10 @@ def assemble(
         HoldfastError: what any rank met, on every rank.
     """
     topology = _meet(group, root, config)
-    known = _known(group, absolute_root(root), past)
+    known = _known(group, absolute_root(root), asked)
     # In the middle of a run a path that refuses may come back; at its first start the operator wants to know at once.
-    patience = Patience(config.restore_timeout_s if known else 0.0)
-    required = past.required and not known
+    patience = Patience(config.close_timeout_s if known else 0.0)
+    required = asked.required and not known
     occupy = partial(_occupy, storage, config.run_id, known=known, required=required)
     job_id, trouble = json.loads(waiting.share(group, occupy, patience))
     alive.wish.works_on(absolute_root(root), job_id)
@@ -150,12 +154,12 @@ def _connect(group: Ranks, link: Link, *, first: bool, required: bool) -> str:
     return ""
 
 
-def _known(group: Ranks, root: str, past: Past) -> str:
+def _known(group: Ranks, root: str, asked: Asked) -> str:
     """The id of the job that the path belonged to earlier in this run, as any rank's launcher knows; empty: to none.
 
     An empty path is then no beginning: it was unmounted, or removed.
     """
-    mine = "" if past.fresh else alive.wish.jobs.get(root, "")
+    mine = "" if asked.fresh else alive.wish.jobs.get(root, "")
     return next((job for job in agree.gather_json(group, mine) if job), "")
 
 

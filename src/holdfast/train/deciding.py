@@ -139,7 +139,7 @@ class Decisions:
         self._stuck = not bad and away.keys() <= self._out.away.keys()
         self._out = replace(self._out, away={**self._out.away, **away})
         for copy, (rank, why) in bad.items():
-            self._found_bad(copy, why, mine=rank == self._group.rank)
+            self._found_bad(copy, rank, why)
         self._num_bad += bool(bad)
         if self._num_bad > MAX_ROUNDS:
             raise CorruptError(f"bad copies in each of {MAX_ROUNDS} plans: {'; '.join(self.refused)}")
@@ -147,17 +147,17 @@ class Decisions:
         logger.log(logging.WARNING if bad else logging.INFO, "%s: %s", choice.version, told)
         return False
 
-    def _found_bad(self, copy: Copy, why: str, *, mine: bool) -> None:
+    def _found_bad(self, copy: Copy, rank: int, why: str) -> None:
         """Condemns a copy. That in storage is the last one there is: it is read twice before."""
         version, bundle_id, node = copy
-        home = self._job.topology.node_of[self._group.rank]
+        mine = rank == self._group.rank
         if node is None and copy not in self._bad_once:
             self._bad_once.add(copy)
             if mine:  # what was read stays in memory, and must not be found there
-                self._tell_keeper(copy, home, why)
+                self._tell_keeper(copy, self._job.topology.node_of[rank], why)
             return
         place = "storage" if node is None else self._job.topology.nodes[node]
-        self.refused.append(f"{version} bundle {bundle_id} from {place}: {why}")
+        self.refused.append(f"{version} bundle {bundle_id} from {place} (rank {rank}): {why}")
         quarantine = self._out.quarantine
         self._out = replace(self._out, quarantine=replace(quarantine, copies=quarantine.copies | {copy}))
         if mine:

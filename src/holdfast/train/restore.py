@@ -30,7 +30,7 @@ from holdfast.tiers import format as image_format
 from holdfast.tiers import values as value_codec
 from holdfast.tiers.storage import Storage
 from holdfast.train import agree, fill
-from holdfast.train.assembly import FIRST_START, Job
+from holdfast.train.assembly import FIRST_START, Asked, Job
 from holdfast.train.deciding import Decisions
 from holdfast.train.fetched import Fault, Fetcher, Holder, Loaded
 from holdfast.train.fill import Source
@@ -116,9 +116,8 @@ class Restorer:
     """One restore of one rank. Collective: every rank makes the same calls.
 
     Args:
-        strict: refuse objects that do not fit; if not, load what fits and report the rest.
+        asked: what of; where it is not strict, what fits is loaded and the rest is reported.
         timeout_s: how long fetching the bundles may take, and how long storage is waited for that cannot be read.
-        required: a fresh start that nobody asked for is an error.
 
     Attributes:
         recorded: the saved version that this incarnation descends from.
@@ -132,22 +131,20 @@ class Restorer:
         *,
         state: State,
         storage: Storage,
-        strict: bool,
+        asked: Asked,
         timeout_s: float,
-        required: bool = False,
     ) -> None:
         self._job = job
         self._client = client
         self._state = state
         self._storage = storage
-        self._strict = strict
-        self._required = required
+        self._asked = asked
         self._fetcher = Fetcher(client, timeout_s=timeout_s)
         self.decisions = Decisions(job, client, storage, timeout_s=timeout_s)
         self.recorded: Version | None = None
 
-    def run(self, wanted: Version | None, *, fresh: bool, live: bool) -> RestoreReport:
-        """Loads the newest usable version, or `wanted`, or nothing if there is nothing or `fresh`.
+    def run(self, *, live: bool) -> RestoreReport:
+        """Loads the newest usable version, or that which was asked for, or nothing if there is nothing or none is wanted.
 
         With `live`, what survivors still hold of a newer step is taken instead, if that is enough for all.
 
@@ -157,8 +154,12 @@ class Restorer:
         """
         started = time.perf_counter()
         report: RestoreReport | None = None
-        if fresh:
-            report = RestoreReport(None, "asked for a fresh start; older versions are left to their own lineage")
+        wanted = self._asked.version
+        if self._asked.fresh:
+            report = RestoreReport(
+                None,
+                "asked for a fresh start; the newest versions of the run before stay until `holdfast rm` removes them",
+            )
         else:
             report = self._living() if live and wanted is None else None
             remains.forget()  # what was not used is about to be overwritten
@@ -191,7 +192,7 @@ class Restorer:
             self._fetcher,
             facts=self.decisions.facts,
             vote=lambda faults: self.decisions.vote(choice, faults),
-            strict=self._strict,
+            strict=self._asked.strict,
         )
 
     def _living(self) -> RestoreReport | None:
@@ -243,7 +244,7 @@ class Restorer:
     def _nothing(self, found: Verdict, wanted: Version | None) -> RestoreReport:
         refused = self.decisions.refused
         if not found.exists and wanted is None:
-            if self._required:
+            if self._asked.required:
                 raise VersionNotFound(
                     f"a checkpoint was expected, and there is none: {found.reason}",
                     where=self._storage.where,
@@ -308,7 +309,7 @@ class Restorer:
         try:
             for source in sources:
                 _take_values(source, loaded.values)
-            loaded.tensors = self._state.targets(_saved(sources), loaded.values, strict=self._strict)
+            loaded.tensors = self._state.targets(_saved(sources), loaded.values, strict=self._asked.strict)
         except HoldfastError:
             # What does not fit may be damaged: only bytes that are proven may accuse the objects.
             loaded.faults += [Fault(name, nodes[name], why) for name, why in _damaged(sources).items()]

@@ -23,6 +23,7 @@ from holdfast.tiers import values as value_codec
 from holdfast.tiers.manifest import BundleFile
 from holdfast.tiers.storage import open_storage
 from holdfast.tiers.values import TensorRef
+from holdfast.train.assembly import Asked
 from holdfast.train.catalogue import Catalogue, Head, Place
 from holdfast.train.live import LiveTensor, torch_dtype
 from holdfast.train.restore import Restorer
@@ -117,8 +118,8 @@ class Together:
             job.link.require(),
             state=State({}, rank=job.group.rank, world_size=job.group.world_size),
             storage=job.storage,
-            strict=True,
-            timeout_s=job.config.restore_timeout_s,
+            asked=Asked(),
+            timeout_s=job.config.close_timeout_s,
         )
         self._wanted: Version | None = None
         self._choice: Choice | None = None
