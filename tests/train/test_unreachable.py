@@ -63,13 +63,14 @@ def trained(make: Make, steps: int = NUM_STEPS, **options: Any) -> Trainee:  # n
 @contextmanager
 def refusing(path: Path) -> Iterator[Callable[[], None]]:
     """No process can read the file: a link stands in its place. What is yielded brings it back."""
-    aside = path.parents[2] / "aside"
+    aside = next(parent for parent in path.parents if parent.name == "job").with_name("aside")
     path.rename(aside)
     path.symlink_to("nowhere")
 
     def relent() -> None:
         if aside.exists():
-            aside.replace(path)
+            path.unlink()
+            aside.rename(path)
 
     try:
         yield relent
@@ -111,7 +112,11 @@ def bundle_of(root: Path, version: Version = NEWEST) -> Path:
     return next((root / str(version)).glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("file", [manifest_of, bundle_of])
+def directory_of(root: Path, version: Version = NEWEST) -> Path:
+    return root / str(version)
+
+
+@pytest.mark.parametrize("file", [manifest_of, bundle_of, directory_of])
 def test_a_file_that_cannot_be_read_for_a_while_is_waited_for(
     make: Make,  # noqa: F811
     tmp_path: Path,
@@ -171,9 +176,14 @@ def test_the_way_back_that_the_error_names_is_open(make: Make, tmp_path: Path) -
         leave(following)
 
 
-def test_an_older_version_out_of_reach_holds_nobody_up(make: Make, tmp_path: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize("file", [manifest_of, directory_of])
+def test_an_older_version_out_of_reach_holds_nobody_up(
+    make: Make,  # noqa: F811
+    tmp_path: Path,
+    file: Callable[[Path, Version], Path],
+) -> None:
     trained(make)
-    with refusing(manifest_of(tmp_path / "job", OLDER)), on_waiting(lambda: None) as said:
+    with refusing(file(tmp_path / "job", OLDER)), on_waiting(lambda: None) as said:
         following = make(Trainee())
         assert following.restore() == NUM_STEPS
         leave(following)
@@ -290,22 +300,22 @@ def test_a_path_that_vanishes_while_it_is_looked_at_is_no_fresh_start(
     """Unmounted between two calls: the empty mount point lists no version."""
     kept = trained(make).fingerprint()
     root, elsewhere = tmp_path / "job", tmp_path / "elsewhere"
-    real = Storage.versions
+    real = Storage.named
 
-    def versions(self: Storage) -> list[Version]:
+    def named(self: Storage) -> list[Version]:
         if not elsewhere.exists():
             root.rename(elsewhere)
             root.mkdir()
         return real(self)
 
     def mount() -> None:
-        monkeypatch.setattr(Storage, "versions", real)
+        monkeypatch.setattr(Storage, "named", real)
         root.rmdir()  # nothing was written into it
         elsewhere.rename(root)
 
     other = Trainee()
     following = make(other)
-    monkeypatch.setattr(Storage, "versions", versions)
+    monkeypatch.setattr(Storage, "named", named)
     with on_waiting(mount) as said:
         assert following.restore() == NUM_STEPS
     assert "the checkpoint directory has vanished" in said[0]
@@ -417,7 +427,7 @@ class Shelf:
         self._versions = versions
         self.pinned: list[Version] = []
 
-    def versions(self) -> list[Version]:
+    def named(self) -> list[Version]:
         return sorted(self._versions)
 
     def manifest(self, version: Version) -> Any:
@@ -461,6 +471,17 @@ def test_all_ranks_raise_the_same_class(error: HoldfastError, kind: type[Holdfas
     told = on_all(3, lambda group: decisions_of(group, shelf, NOTHING).choose(None))
     assert [type(one) for one in told] == [kind] * 3
     assert all(str(NEWEST) in one.what and str(OLDER) in one.what for one in told)
+
+
+@pytest.mark.usefixtures("stored")
+def test_the_newest_that_was_saved_is_known_without_being_read() -> None:
+    """What survivors' live state descends from: nothing is read of it, so nothing is waited for."""
+    shelf = Shelf({OLDER: None, NEWEST: StorageError("EIO")})
+    silent = Inventory((), (), (), (), (0,), silent=((1, "no answer"),), unheard=(1,))
+    with on_waiting(lambda: None) as said:
+        told = on_all(2, lambda group: decisions_of(group, shelf, silent).newest_saved())
+    assert [(one.choice, one.awaited.version) for one in told] == [(None, NEWEST)] * 2
+    assert said == []
 
 
 @pytest.mark.usefixtures("stored")
@@ -527,15 +548,15 @@ def test_the_list_of_versions_is_waited_for_by_all_ranks(monkeypatch: pytest.Mon
     shelf: Any = Shelf({})
     attempts = [0]
 
-    def versions() -> list[Version]:
+    def named() -> list[Version]:
         attempts[0] += 1
         if attempts[0] < 4:
             raise StorageError("Stale file handle")
         return []
 
-    shelf.versions = versions
+    shelf.named = named
     told = on_all(2, lambda group: decisions_of(group, shelf, NOTHING).choose(None))
     assert [(one.choice, one.exists) for one in told] == [(None, False)] * 2
-    shelf.versions, attempts[0] = versions, -100
+    attempts[0] = -100
     told = on_all(2, lambda group: decisions_of(group, shelf, NOTHING).choose(None))
     assert [type(one) for one in told] == [StorageError] * 2

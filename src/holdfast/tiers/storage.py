@@ -268,11 +268,20 @@ class Storage:
 
     def versions(self) -> list[Version]:
         """The committed versions, ascending. Committed is not verified: see `manifest` and `verify_bundle`."""
-        return [version for version in self._directories() if self._is_committed(version)]
+        return [version for version in self._directories() if self.is_committed(version)]
+
+    def named(self) -> list[Version]:
+        """Returns all versions of which anything is there, ascending, without a look into any: one may be unreadable."""
+        found = (Version.parse(name.rstrip("/")) for name, _ in self._backend.listing(""))
+        return sorted(version for version in found if version is not None)
+
+    def is_committed(self, version: Version) -> bool:
+        """Returns whether the root manifest of a version is listed."""
+        return any(name == manifests.ROOT_NAME for name, _ in self._backend.listing(str(version)))
 
     def unfinished(self) -> list[Version]:
         """Versions of which files exist, but no commit: being written, abandoned, or left by a crash."""
-        return [version for version in self._directories() if not self._is_committed(version)]
+        return [version for version in self._directories() if not self.is_committed(version)]
 
     @_in_place
     def manifest(self, version: Version) -> Manifest:
@@ -437,7 +446,7 @@ class Storage:
         Raises:
             UsageError: it is committed.
         """
-        if self._is_committed(version):
+        if self.is_committed(version):
             raise UsageError(f"{version} is committed", where=self.where, remedy="retire it instead")
         parts: list[str] = []
         files: list[str] = []
@@ -482,9 +491,6 @@ class Storage:
         names = (name for name, _ in self._backend.listing("") if name.endswith("/"))
         found = (Version.parse(name[:-1]) for name in names)
         return sorted(version for version in found if version is not None)
-
-    def _is_committed(self, version: Version) -> bool:
-        return any(name == manifests.ROOT_NAME for name, _ in self._backend.listing(str(version)))
 
     def _assemble(self, root: Manifest) -> Manifest:
         where = f"{self.where}/{root.version}"

@@ -66,7 +66,14 @@ def _rows(storage: Storage) -> Iterator[Row]:
         except VersionNotFound:
             continue  # retired while we looked
         except HoldfastError as error:
-            yield Row(version, "another job's" if isinstance(error, InUse) else "damaged", error=error)
+            yield Row(version, _state(error), error=error)
+
+
+def _state(error: HoldfastError) -> str:
+    """What an error says of a version. One that could not be read may be good, and must not be taken for damaged."""
+    if isinstance(error, InUse):
+        return "another job's"
+    return "damaged" if error.condemns else "not readable now" if error.retryable else "not readable here"
 
 
 def _row_cells(row: Row, *, pinned: bool) -> tuple[object, ...]:
@@ -184,10 +191,16 @@ def verify_versions(root: str, version: str | None, *, as_json: bool, sha256: Pa
     else:
         for one, manifest, problems in results:
             files = "" if manifest is None else f"{len(manifest.bundles)} files, {output.size_text(manifest.num_bytes)}"
-            print(f"{one}: {'DAMAGED' if problems else 'good'}{', ' if files else ''}{files}")
+            print(f"{one}: {_judged(problems)}{', ' if files else ''}{files}")
             for problem in problems:
                 print(output.error_text(problem))
     return output.GOOD if healthy else output.PROBLEM
+
+
+def _judged(problems: list[HoldfastError]) -> str:
+    """In a word; damage outweighs what could not be looked at."""
+    states = {_state(problem) for problem in problems}
+    return "DAMAGED" if "damaged" in states else min(states, default="good")
 
 
 def _verify(storage: Storage, version: Version) -> tuple[Version, Manifest | None, list[HoldfastError]]:
@@ -212,7 +225,7 @@ def _verify(storage: Storage, version: Version) -> tuple[Version, Manifest | Non
 def _verdict(version: Version, manifest: Manifest | None, problems: list[HoldfastError]) -> dict[str, Any]:
     return {
         "version": str(version),
-        "state": "damaged" if problems else "good",
+        "state": _judged(problems).lower(),
         "files": 0 if manifest is None else len(manifest.bundles),
         "bytes": 0 if manifest is None else manifest.num_bytes,
         "problems": [output.error_document(problem) for problem in problems],

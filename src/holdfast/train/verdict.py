@@ -97,17 +97,15 @@ def find(client: Holder, storage: Storage) -> Findings:
     stored: dict[Version, Stored] = {}
     useless: dict[Version, HoldfastError] = {}
     unread: dict[Version, HoldfastError] = {}
-    for version in storage.versions():
+    for version in storage.named():
         try:
             stored[version] = _read(storage, version)
-        except HoldfastError as error:
-            if not error.condemns:
-                unread[version] = error
-            elif not isinstance(error, VersionNotFound):
-                useless[version] = error
-            elif version in storage.versions():
+        except VersionNotFound as error:  # never committed, retired meanwhile, or late in showing up
+            if storage.is_committed(version):
                 unread[version] = StorageError("the manifest is listed and cannot be found", where=error.where)
-            # Else it was retired meanwhile.
+        except HoldfastError as error:
+            found = useless if error.condemns else unread
+            found[version] = error
     storage.require_job(storage.job_id())  # an empty mount point lists nothing either
     return Findings(inventory, stored, useless, unread)
 

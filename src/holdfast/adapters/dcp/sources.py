@@ -23,8 +23,10 @@ from holdfast.tiers import values as value_codec
 from holdfast.tiers.manifest import BundleFile
 from holdfast.tiers.storage import open_storage
 from holdfast.tiers.values import TensorRef
+from holdfast.train import alive
 from holdfast.train.assembly import Asked
 from holdfast.train.catalogue import Catalogue, Head, Place
+from holdfast.train.handle import as_version
 from holdfast.train.live import LiveTensor, torch_dtype
 from holdfast.train.restore import Restorer
 from holdfast.train.state import State
@@ -133,6 +135,8 @@ class Together:
         """
         self._restorer.decisions.look_again()
         wanted = given
+        if wanted is None and step is None:
+            wanted = as_version(alive.wish.take_version())
         if wanted is None and step is not None:
             found = self._restorer.decisions.versions_of(step)
             if not found:
