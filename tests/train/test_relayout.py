@@ -6,7 +6,7 @@ What real ranks, keepers and storage make of it is tests/e2e/test_layouts.py; he
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.base.errors import HoldfastError, MismatchError
+from holdfast.base.errors import ConfigError, HoldfastError, MismatchError
 from holdfast.core.bundles import fingerprint, plan_bundles
 from holdfast.core.model import BundleRef, Extent, Seal, Shard, Topology, Version
 from holdfast.core.recovery import Choice, Facts, Fetch
@@ -237,6 +237,26 @@ def test_a_byte_that_flips_on_any_way_is_found_and_nothing_is_loaded(
     saved.hurt = lambda _, data, seal: (data, seal)
     good(load(saved, [state]))
     same(model, "embed.weight", optimizer, trained, "embed.weight", trained_optimizer)
+
+
+@pytest.mark.parametrize("number", [1, 2, LAST - 1, LAST])
+def test_an_error_of_one_rank_is_raised_by_all_in_every_round(number: int) -> None:
+    """What no other copy can mend, met by one of two ranks; the other one does not wait for it in the next round."""
+    saved = save([stage(rank, 3, first=True, last=False)[0] for rank in range(3)])
+
+    def refuse(request: int, data: bytes, seal: Seal) -> tuple[bytes, Seal]:
+        if request == number:
+            raise ConfigError("the version is encrypted with another key")
+        return data, seal
+
+    def work(group: Ranks) -> Any:
+        source = replace(saved, hurt=refuse) if group.rank else saved
+        facts = Facts((), {}, {}, None, one_node(2))  # type: ignore[arg-type]
+        state = stage(group.rank, 2, first=True, last=False)[0]
+        other = OtherLayout(group, state, source, facts=facts, vote=lambda found: not found, strict=False)  # type: ignore[arg-type]
+        return other.load(saved.choice, lambda _: None)
+
+    assert [type(error) for error in on_all(2, work)] == [ConfigError] * 2
 
 
 def test_another_number_of_ranks_is_another_layout_even_if_each_finds_its_own() -> None:

@@ -125,7 +125,7 @@ def test_what_no_other_copy_can_mend_is_raised(error: HoldfastError, becomes: ty
     def obtain(*_: Any, **__: Any) -> Any:
         raise error
 
-    client: Any = SimpleNamespace(obtain=obtain, alive=True)
+    client: Any = SimpleNamespace(obtain=obtain, alive=True, answers=lambda _: True)
     fetch: Any = SimpleNamespace(ref=SimpleNamespace(bundle_id="g1"), node=None)
     faults: list[Fault] = []
     if becomes is None:
@@ -134,6 +134,20 @@ def test_what_no_other_copy_can_mend_is_raised(error: HoldfastError, becomes: ty
     else:
         assert Fetcher(client, timeout_s=1).obtain(VERSION, [fetch], faults) == []
         assert [fault.kind for fault in faults] == [becomes]
+
+
+def test_a_keeper_that_hangs_is_no_fault_of_the_copy() -> None:
+    """The own one: nobody could bring any copy, so no version may be given up for it."""
+
+    def obtain(*_: Any, **__: Any) -> Any:
+        raise KeeperLost("the keeper did not answer within 65 s")
+
+    client: Any = SimpleNamespace(obtain=obtain, alive=True, answers=lambda _: False)
+    fetch: Any = SimpleNamespace(ref=SimpleNamespace(bundle_id="g1"), node=0)
+    faults: list[Fault] = []
+    with pytest.raises(KeeperLost):
+        Fetcher(client, timeout_s=1).obtain(VERSION, [fetch], faults)
+    assert faults == []
 
 
 def test_a_copy_that_is_whole_and_not_the_one_agreed_on_is_a_fault() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from holdfast.base.errors import CorruptError, HoldfastError
+from holdfast.base.errors import CorruptError, HoldfastError, KeeperLost
 from holdfast.core import recovery
 from holdfast.core.model import BundleRef, Version
 from holdfast.core.recovery import Choice, Facts, Fetch
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 # What is asked for when the time is over is given this long: it may be here already.
 MIN_TIMEOUT_S = 1.0
+ANSWER_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,9 @@ class Holder(Protocol):
     def alive(self) -> bool:
         """Whether it can still be asked."""
 
+    def answers(self, timeout_s: float) -> bool:
+        """Whether it answers at all within this time."""
+
     def inventory(self) -> Inventory:
         """What memory holds, on all nodes that can be reached."""
 
@@ -97,8 +101,8 @@ class Fetcher:
         """All at once; if that fails, one by one, to know which copies cannot be used: those go to `faults`.
 
         Raises:
-            HoldfastError: what is no other for another copy or at another time: the keeper of this node is gone, there is no
-                room, the key is missing, the copy was written by a newer holdfast.
+            HoldfastError: what is no other for another copy or at another time: the keeper of this node is gone or does not
+                answer, there is no room, the key is missing, the copy was written by a newer holdfast.
         """
         fetches = tuple(fetches)
         try:
@@ -119,8 +123,13 @@ class Fetcher:
         return located
 
     def _require_mendable(self, error: HoldfastError) -> None:
-        """Raises the error unless another copy may be good, or this one may be had later."""
+        """Raises the error unless another copy may be good, or this one may be had later.
+
+        That the keeper of this node hangs says nothing of any copy: nobody could bring one.
+        """
         if not self._client.alive or not (error.condemns or error.retryable):
+            raise error
+        if isinstance(error, KeeperLost) and not self._client.answers(ANSWER_TIMEOUT_S):
             raise error
 
 
