@@ -73,6 +73,10 @@ def test_where_a_checkpoint_is_expected_an_empty_path_is_refused(job: Job) -> No
     assert list(root.iterdir()) == []
     assert "a checkpoint was expected" in job.logs()
     assert "mount it" in job.logs()
+
+
+@pytest.mark.slow
+def test_where_a_checkpoint_is_expected_and_there_the_job_goes_on(job: Job) -> None:
     assert ended(job.launch(*FLAGS, worker=("none", str(STEPS)))) == 0
     assert ended(job.launch(*FLAGS, "--expect-checkpoint", worker=("none", str(STEPS + 1)))) == 0
     assert starts(job) == [0, STEPS]
@@ -91,6 +95,7 @@ def test_a_script_of_zero_lines_expects_its_checkpoint_too(job: Job) -> None:
     assert list(root.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_job_goes_back_once_to_the_version_that_its_operator_names(job: Job) -> None:
     """And goes on from there, also after a failure: it does not go back again."""
     assert ended(job.launch(*FLAGS, worker=("none", "4"))) == 0

@@ -180,13 +180,18 @@ def test_a_durable_version_out_of_reach_is_an_error_and_nothing_older_is_taken(
     leave(again)
 
 
-def test_the_way_back_that_the_error_names_is_open(make: Make, tmp_path: Path) -> None:  # noqa: F811
+def test_the_way_back_that_the_error_names_is_open(
+    make: Make,  # noqa: F811
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     trained(make)
     with refusing(manifest_of(tmp_path / "job")):
         following = make(Trainee(), close_timeout_s=0.5)
         with pytest.raises(StorageError):
             following.restore()
         assert following.restore(OLDER) == OLDER.step + 1
+        assert f"going back to {OLDER} leaves 1 newer versions behind, up to {NEWEST}" in caplog.text
         leave(following)
 
 

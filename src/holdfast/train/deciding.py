@@ -214,6 +214,8 @@ class Decisions:
                 awaited = Awaited(choice.version, "; ".join(reasons), choice.in_storage)
             if awaited is None:
                 verdict.require_known(findings, found, self._job.topology)
+                if wanted is not None and choice is not None:
+                    self._say_what_is_left_behind(findings, wanted)
                 return found
             limited = wanted is None and not awaited.durable
             patience = self._for_keepers if limited else self._for_storage
@@ -225,6 +227,12 @@ class Decisions:
             if not limited:
                 raise self._in_vain(findings, awaited, error, wanted)
             self._give_up(awaited)
+
+    def _say_what_is_left_behind(self, findings: Findings, wanted: Version) -> None:
+        left = [version for version in findings.versions if version > wanted and self._job.lineage.is_live(version)]
+        if left:
+            what = "going back to %s leaves %d newer versions behind, up to %s; retention removes what is not pinned"
+            logger.warning(what, wanted, len(left), max(left))
 
     def _error(self, findings: Findings, awaited: Awaited) -> HoldfastError:
         """What was met where it was looked for."""
