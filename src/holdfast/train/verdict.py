@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from holdfast.base.errors import HoldfastError, KeeperLost, StorageError, VersionNotFound
+from holdfast.base.errors import CorruptError, HoldfastError, KeeperLost, StorageError, VersionNotFound
 from holdfast.core import recovery
 from holdfast.core.model import Topology, Version
 from holdfast.core.recovery import Awaited, Choice, Copy, Facts, Quarantine, Stored, Unreachable
@@ -111,12 +111,10 @@ def find(client: Holder, storage: Storage) -> Findings:
 
 
 def _read(storage: Storage, version: Version) -> Stored:
-    """Reads a manifest, a second time before it counts as damaged or missing: the first may have been a bad read."""
+    """Reads a manifest, a second time before it counts as damaged: the first may have been a bad read."""
     try:
         return stored_of(storage.manifest(version))
-    except HoldfastError as error:
-        if not error.condemns:
-            raise
+    except CorruptError:
         return stored_of(storage.manifest(version))
 
 
