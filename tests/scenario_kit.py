@@ -26,7 +26,7 @@ from holdfast.core.commit import (
 from holdfast.core.ledger import NodeLedger, Reports
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
-from holdfast.core.recovery import Facts, MemoryCopy, Quarantine, Source, Stored
+from holdfast.core.recovery import Awaited, Choice, Copy, Facts, MemoryCopy, Quarantine, Source, Stored, Unreachable
 from holdfast.core.slots import SlotState, SlotView
 from holdfast.core.takeover import Order, Part, Watch
 from holdfast.core.twins import Examined
@@ -427,8 +427,11 @@ class Archive(Parts):
         self.stored: dict[Version, Stored] = {}
         self.lineage = Lineage()
         self.suspects: set[Version] = set()
-        self.bad_copies: set[tuple[Version, str, int | None]] = set()
-        self.bad_versions: set[Version] = set()
+        self.bad_copies: set[Copy] = set()
+        self.passed_over: dict[Version, str] = {}
+        self.unread: dict[Version, str] = {}
+        self.away: dict[Copy, str] = {}
+        self.silent: list[str] = []
         self.cadence = Cadence()
 
     def run(self, name: str, args: Args) -> Lines:
@@ -481,27 +484,56 @@ class Archive(Parts):
         return []
 
     def do_failed(self, args: Args) -> Lines:
-        """A copy did not have the sealed bytes, or a version was tried too often."""
-        version = version_of(args["version"])
-        if "bundle" in args:
-            node = None if args["at"] == "storage" else self.node(args["at"])
-            self.bad_copies.add((version, args["bundle"], node))
-        else:
-            self.bad_versions.add(version)
+        """A copy did not have the sealed bytes."""
+        self.bad_copies.add(self._copy(args))
         return []
+
+    def do_pass_over(self, args: Args) -> Lines:
+        """Somebody leaves a version out."""
+        self.passed_over[version_of(args["version"])] = args["because"]
+        return []
+
+    def do_unreadable(self, args: Args) -> Lines:
+        """The manifest of a version stands, and cannot be read now."""
+        version = version_of(args["version"])
+        self.unread[version] = args["because"]
+        self.stored.pop(version, None)
+        return []
+
+    def do_unreachable(self, args: Args) -> Lines:
+        """A copy could not be had."""
+        self.away[self._copy(args)] = args["because"]
+        return []
+
+    def do_silent(self, args: Args) -> Lines:
+        """A keeper does not answer: what it holds is not known."""
+        self.silent.append(args["node"])
+        return self.do_lose(args)
+
+    def do_answers(self, _: Args) -> Lines:
+        """Keepers and storage can be reached again; what a keeper holds is said anew."""
+        self.unread, self.away, self.silent = {}, {}, []
+        return []
+
+    def _copy(self, args: Args) -> Copy:
+        node = None if args["at"] == "storage" else self.node(args["at"])
+        return version_of(args["version"]), args["bundle"], node
 
     def do_choose(self, args: Args) -> Lines:
         wanted = version_of(args["wanted"]) if "wanted" in args else None
         decision = recovery.choose_version(self._facts(), wanted=wanted)
         chosen = decision.value
+        if isinstance(chosen, Awaited):
+            what = f"{chosen.version or 'whatever there is'}{', which is durable' if chosen.durable else ''}"
+            return [f"waits for {what}", *decision.reason.split("; ")]
         return [f"chosen: {chosen.version if chosen else 'none'}", *decision.reason.split("; ")]
 
     def do_fetch(self, args: Args) -> Lines:
         facts = self._facts()
         choice = recovery.choose_version(facts).value
         lines = []
-        for rank in numbers(args["ranks"]) if choice else []:
-            for fetch in recovery.fetches(choice, rank, facts) if choice else ():
+        for rank in numbers(args["ranks"]):
+            for fetch in recovery.fetches(choice, rank, facts) if isinstance(choice, Choice) else ():
                 names = {
                     Source.SLOT: "own slot",
                     Source.NODE: "own node",
@@ -543,9 +575,11 @@ class Archive(Parts):
         return [f"saved: {words(saved)}"]
 
     def _facts(self) -> Facts:
-        quarantine = Quarantine(frozenset(self.bad_copies), frozenset(self.bad_versions))
-        suspects = frozenset(self.suspects)
-        return Facts(self.memory, self.tables, self.stored, self.lineage, self.topology, suspects, quarantine)
+        quarantine, suspects = Quarantine(frozenset(self.bad_copies), self.passed_over), frozenset(self.suspects)
+        unreachable = Unreachable(self.unread, self.away, tuple(self.silent))
+        return Facts(
+            self.memory, self.tables, self.stored, self.lineage, self.topology, suspects, quarantine, unreachable
+        )
 
     def _hold(self, version: Version, node: int, rank: int | None, seal: Seal) -> None:
         self.memory.append(MemoryCopy(version, node, rank, seal))

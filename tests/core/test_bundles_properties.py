@@ -24,7 +24,7 @@ from holdfast.core.model import (
     Topology,
     Version,
 )
-from holdfast.core.recovery import Facts, MemoryCopy, Quarantine, Stored
+from holdfast.core.recovery import Awaited, Choice, Facts, MemoryCopy, Quarantine, Stored, Unreachable
 
 # The same cases in every run; a failure is kept as a test of its own, not in a database.
 CASES = settings(
@@ -320,7 +320,7 @@ def situations(draw: st.DrawFn) -> Facts:
             stored[version] = Stored(version, size, tuple(refs), seals)
     tables = {version: tuple(refs) for version in versions if draw(st.integers(0, 5))}
     suspects = frozenset(version for version in versions if version not in stored and not draw(st.integers(0, 5)))
-    bad = Quarantine(frozenset(quarantine), frozenset(v for v in versions if not draw(st.integers(0, 9))))
+    bad = Quarantine(frozenset(quarantine), {v: "passed over" for v in versions if not draw(st.integers(0, 9))})
     return Facts(memory, tables, stored, lineage, topology, suspects, bad)
 
 
@@ -332,8 +332,9 @@ def test_what_is_chosen_can_be_loaded_by_every_rank(facts: Facts) -> None:
     choice = decision.value
     if choice is None:
         return
+    assert isinstance(choice, Choice), "everything answers, so nothing is waited for"
     assert facts.lineage.is_live(choice.version)
-    assert choice.version not in facts.suspects | facts.quarantine.versions
+    assert choice.version not in facts.suspects | set(facts.quarantine.versions)
     assert {ref.bundle_id for ref in choice.bundles} == set(choice.seals) == set(choice.holders)
     for rank in range(facts.topology.world_size):
         fetches = recovery.fetches(choice, rank, facts)
@@ -354,7 +355,7 @@ def test_what_is_chosen_can_be_loaded_by_every_rank(facts: Facts) -> None:
 @given(situations())
 def test_the_newest_usable_version_is_chosen(facts: Facts) -> None:
     """Whatever is newer than the choice is refused even when the user asks for it by name, or is dead lineage."""
-    choice = recovery.choose_version(facts).value
+    choice = chosen(facts)
     candidates = {copy.version for copy in facts.memory} | set(facts.stored)
     for version in candidates:
         if choice is not None and version <= choice.version:
@@ -369,11 +370,47 @@ def test_the_plan_does_not_depend_on_the_order_of_answers(facts: Facts, dice: ob
     shuffled = list(facts.memory)
     dice.shuffle(shuffled)  # type: ignore[attr-defined]
     other = Facts(shuffled, facts.tables, facts.stored, facts.lineage, facts.topology, facts.suspects, facts.quarantine)
-    first, second = recovery.choose_version(facts).value, recovery.choose_version(other).value
+    first, second = chosen(facts), chosen(other)
     assert (first is None) == (second is None)
     if first and second:
         assert first.version == second.version
         assert first.seals == second.seals
+
+
+@CASES
+@given(situations(), st.data())
+def test_what_cannot_be_reached_delays_the_choice_and_never_changes_it(facts: Facts, data: st.DataObject) -> None:
+    """Whatever of the same job does not answer: the same version is chosen, or it is waited for."""
+    facts = replace(facts, memory=[replace(copy, seal=replace(copy.seal, digest="good")) for copy in facts.memory])
+    everything = recovery.choose_version(facts).value
+    unread = data.draw(st.sets(st.sampled_from(sorted(facts.stored)))) if facts.stored else set()
+    known = {(copy.version, copy.seal.bundle_id, copy.node) for copy in facts.memory}
+    known |= {(version, name, None) for version, stored in facts.stored.items() for name in stored.seals}
+    away = data.draw(st.sets(st.sampled_from(sorted(known, key=str)))) if known else set()
+    silent = data.draw(st.sets(st.integers(0, len(facts.topology.nodes) - 1)))
+    partial = replace(
+        facts,
+        memory=[copy for copy in facts.memory if copy.node not in silent],
+        stored={version: stored for version, stored in facts.stored.items() if version not in unread},
+        unreachable=Unreachable(
+            dict.fromkeys(unread, "refuses"),
+            dict.fromkeys(away, "refuses"),
+            tuple(facts.topology.nodes[node] for node in sorted(silent)),
+        ),
+    )
+    found = recovery.choose_version(partial).value
+    if isinstance(found, Awaited):
+        assert unread or away or silent
+        assert not found.durable or found.version in facts.stored
+    else:
+        assert (found.version if found else None) == (everything.version if everything else None)
+        assert not silent
+
+
+def chosen(facts: Facts) -> Choice | None:
+    found = recovery.choose_version(facts).value
+    assert not isinstance(found, Awaited), "everything answers"
+    return found
 
 
 # --- retention
@@ -395,8 +432,15 @@ def test_retention_never_removes_what_must_stay(
     alive = sorted(version for version in durable if lineage.is_live(version))
     assert not set(gone) & set(alive[-2:])
     assert not set(gone) & set(sorted(durable)[-max(2, keep_last) :])
-    if keep_every:
-        assert all((version.step + 1) % keep_every for version in gone)
+    numbers = sorted(lineage.resumed)
+    for before, number in zip([0, *numbers], [*numbers, 99], strict=True):
+        past = Lineage({n: start for n, start in lineage.resumed.items() if n <= before})
+        line = sorted(v for v in durable if v.incarnation < number and past.is_live(v))
+        if number == 99 or lineage.resumed[number] is None:  # the living run, and those that a fresh start ended
+            assert not set(gone) & set(line[-max(2, keep_last) :])
+        if keep_every:
+            buckets = [(version.step + 1) // keep_every for version in line]
+            assert not set(gone) & {version for at, version in enumerate(line) if buckets[at] not in buckets[:at]}
     left = [version for version in durable if version not in gone]
     assert retention.to_retire(left, **kept, protected=pinned, lineage=lineage) == ()
 

@@ -13,7 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.base.errors import CorruptError, HoldfastError, KeeperError, LevelNotReached, VersionNotFound
+from holdfast.base.errors import (
+    CorruptError,
+    HoldfastError,
+    KeeperError,
+    KeeperGone,
+    KeeperLost,
+    LevelNotReached,
+    VersionNotFound,
+)
 from holdfast.core import takeover
 from holdfast.core.ledger import Reports
 from holdfast.core.lineage import Lineage
@@ -344,15 +352,18 @@ def test_inventory_names_the_nodes_that_do_not_answer(make_rig: MakeRig) -> None
 
 
 def test_what_another_keeper_holds_suspects_and_says_counts_in_a_restore() -> None:
-    """One that did not answer is named; a level counts as high as anybody knows it."""
+    """One that did not answer is named, and whether it may answer later; a level counts as high as anybody knows it."""
     first, second = Version(1, 1), Version(1, 2)
     own = Inventory((), (), (), ((first, Level.CAPTURED),), (0,))
     other = Inventory((), ((second, ()),), ((second, "twins differ"),), ((first, Level.REPLICATED),), (1,))
-    merged = peers._merge(own, {1: other, 2: "no answer"})
+    errors = {2: KeeperLost("no answer"), 3: KeeperGone("nobody listens"), 4: KeeperError("it serves another job")}
+    merged = peers._merge(own, {1: other, **errors})
     assert dict(merged.suspects) == {second: "twins differ"}
     assert dict(merged.tables) == {second: ()}
     assert dict(merged.levels) == {first: Level.REPLICATED}
-    assert (sorted(merged.reachable), merged.silent) == ([0, 1], ((2, "no answer"),))
+    assert sorted(merged.reachable) == [0, 1]
+    assert merged.silent == tuple((node, error.what) for node, error in errors.items())
+    assert merged.unheard == (2,)
 
 
 def test_twins_that_differ_are_reported_and_the_version_is_suspect(make_rig: MakeRig) -> None:

@@ -278,7 +278,9 @@ def test_the_newest_version_stays_in_memory_after_it_is_durable(make_rig: MakeRi
     assert read_bytes(rig) == 0
 
 
-def test_a_manifest_that_cannot_be_read_leaves_the_version_before(make_rig: MakeRig) -> None:
+@pytest.mark.parametrize("how", ["damaged", "out of reach"])
+def test_a_damaged_manifest_leaves_the_version_before_and_one_out_of_reach_none(make_rig: MakeRig, how: str) -> None:
+    """A restore will wait for what refuses, and take nothing older."""
     rig = make_rig()
     trainers = rig.start()
     older = save_all(trainers, 3, durable=True)
@@ -286,6 +288,13 @@ def test_a_manifest_that_cannot_be_read_leaves_the_version_before(make_rig: Make
     newer = save_all(trainers, 7, durable=True)
     reached(trainers, newer, Level.DURABLE)
     killed(rig, trainers)
-    (rig.base / "ck" / str(newer) / "manifest.json").write_text("{}")
+    manifest = rig.base / "ck" / str(newer) / "manifest.json"
+    manifest.unlink()
+    if how == "damaged":
+        manifest.write_text("{}")
+    else:
+        manifest.symlink_to("nowhere")
     starts(rig, 0)
-    assert preloaded(rig, 0)["version"] == str(older)
+    told = preloaded(rig, 0)
+    assert told["version"] == (str(older) if how == "damaged" else None)
+    assert how == "damaged" or "the path refuses" in told["reason"]

@@ -21,7 +21,7 @@ from holdfast.testing.simulator.run import MIN_FAULTS, run
 
 FAULTS = {
     "crash", "hang", "keeper death", "coordinator death", "node loss", "partition", "one-way partition", "delay",
-    "duplication", "reorder", "slow storage", "storage outage", "flipped bit", "twins differ", "broken groups", "cursed step", "second fault in recovery",
+    "duplication", "reorder", "slow storage", "storage outage", "unreadable storage", "flipped bit", "twins differ", "broken groups", "cursed step", "second fault in recovery",
 }  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 QUICK = (
     "overwrite-the-oldest", "abandoned-stays", "pins-ignored", "slot-by-counting", "all-but-one-is-enough",
     "replicated-at-once", "parts-not-awaited", "retention-keeps-one", "waiters-condemned", "heartbeats-believed",
-    "always-quiet", "never-quiet", "notes-not-awaited", "window-not-seen", "never-stops",
+    "always-quiet", "never-quiet", "notes-not-awaited", "window-not-seen", "never-stops", "unreachable-is-damaged",
 )  # fmt: skip
 
 

@@ -95,6 +95,13 @@ def test_incarnations_and_what_they_resumed_from(store: Storage) -> None:
     assert store.highest_incarnation() == 3
 
 
+def test_a_new_incarnation_is_above_all_versions_that_are_there(store: Storage, tmp_path: Path) -> None:
+    """Somebody copied versions and left the records behind: below them every restart would go back to them."""
+    (tmp_path / "root" / str(Version(7, 120))).mkdir()
+    assert store.highest_incarnation() == 7
+    assert store.register_incarnation() == 8
+
+
 def test_a_damaged_registration_still_counts(store: Storage, tmp_path: Path) -> None:
     (tmp_path / "root" / "incarnations" / "000002.json").write_bytes(b"?")
     assert store.register_incarnation() == 3

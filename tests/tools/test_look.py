@@ -60,6 +60,22 @@ def test_ls_shows_a_damaged_manifest_and_goes_on(holdfast: Run, checkpoint: Path
     assert good["state"] == "durable"
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "*.safetensors"])
+def test_what_cannot_be_read_is_not_called_damaged(holdfast: Run, checkpoint: Path, name: str) -> None:
+    """Who reads that word removes the version; it may be good."""
+    file = next((checkpoint / NEWEST).glob(name))
+    file.rename(file.with_name("aside"))
+    file.symlink_to("nowhere")
+    answer = holdfast("verify", checkpoint)
+    assert answer.returncode == 1
+    assert f"{NEWEST}: not readable now" in answer.stdout
+    assert "DAMAGED" not in answer.stdout
+    listed = holdfast("ls", checkpoint, "--json")
+    state = json.loads(listed.stdout)["versions"][1]["state"]
+    assert state == ("not readable now" if name == "manifest.json" else "durable")
+    assert json.loads(holdfast("verify", checkpoint, "--json").stdout)["versions"][1]["state"] == "not readable now"
+
+
 def test_a_version_of_another_job_is_named_and_hides_no_other(holdfast: Run, checkpoint: Path, tmp_path: Path) -> None:
     """Somebody copied it here by hand: it is left where it is, and not believed."""
     other = "i000001-s0000000030"
@@ -76,7 +92,7 @@ def test_a_version_of_another_job_is_named_and_hides_no_other(holdfast: Run, che
     assert (shown[2]["version"], shown[2]["error"]["code"]) == (other, "HF600")
     answer = holdfast("verify", checkpoint, "--json")
     assert answer.returncode == 1
-    assert [v["state"] for v in json.loads(answer.stdout)["versions"]] == ["good", "good", "damaged"]
+    assert [v["state"] for v in json.loads(answer.stdout)["versions"]] == ["good", "good", "another job's"]
     assert (checkpoint / other / "manifest.json").exists()
 
 

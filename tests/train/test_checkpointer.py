@@ -126,6 +126,7 @@ CONFIG_FIELDS = {
     "num_slots",
     "linger_s",
     "close_timeout_s",
+    "expect_checkpoint",
 }
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.base.errors import HoldfastError, MismatchError
+from holdfast.base.errors import ConfigError, HoldfastError, MismatchError
 from holdfast.core.bundles import fingerprint, plan_bundles
 from holdfast.core.model import BundleRef, Extent, Seal, Shard, Topology, Version
 from holdfast.core.recovery import Choice, Facts, Fetch
@@ -24,6 +24,7 @@ from holdfast.node.client import Located
 from holdfast.tiers import format as image_format
 from holdfast.tiers import values as value_codec
 from holdfast.train.agree import Ranks
+from holdfast.train.assembly import Asked
 from holdfast.train.fetched import Fault
 from holdfast.train.live import Gathered, LiveTensor
 from holdfast.train.relayout import OtherLayout
@@ -238,13 +239,34 @@ def test_a_byte_that_flips_on_any_way_is_found_and_nothing_is_loaded(
     same(model, "embed.weight", optimizer, trained, "embed.weight", trained_optimizer)
 
 
+@pytest.mark.parametrize("number", range(1, LAST + 1))
+def test_an_error_of_one_rank_is_raised_by_all_in_every_round(number: int) -> None:
+    """What no other copy can mend, met by one of two ranks; the other one does not wait for it in the next round."""
+    saved = save([stage(rank, 3, first=True, last=False)[0] for rank in range(3)])
+
+    class Refusing(Saved):
+        def obtain(self, version: Version, fetches: Iterable[Fetch], faults: list[Fault]) -> list[Located]:
+            if self.requests + 1 == number:
+                raise ConfigError("the version is encrypted with another key")
+            return super().obtain(version, fetches, faults)
+
+    def work(group: Ranks) -> Any:
+        source = (Refusing if group.rank else Saved)(saved.choice, saved.images)
+        facts = Facts((), {}, {}, None, one_node(2))  # type: ignore[arg-type]
+        state = stage(group.rank, 2, first=True, last=False)[0]
+        other = OtherLayout(group, state, source, facts=facts, vote=lambda found: not found, strict=False)  # type: ignore[arg-type]
+        return other.load(saved.choice, lambda _: None)
+
+    assert [type(error) for error in on_all(2, work)] == [ConfigError] * 2
+
+
 def test_another_number_of_ranks_is_another_layout_even_if_each_finds_its_own() -> None:
     """What the third of three had would be forgotten without a word."""
     saved = save([stage(rank, 3, first=True, last=False)[0] for rank in range(3)])
     for world_size in (3, 2):
         state = stage(1, world_size, first=True, last=False)[0]
         job = SimpleNamespace(group=SimpleNamespace(rank=1, world_size=world_size))
-        restorer = Restorer(job, None, state=state, storage=None, strict=True, timeout_s=1)  # type: ignore[arg-type]
+        restorer = Restorer(job, None, state=state, storage=None, asked=Asked(), timeout_s=1)  # type: ignore[arg-type]
         assert restorer._is_layout(saved.choice) == (world_size == 3)
 
 

@@ -63,6 +63,26 @@ def test_anybody_asks_one_publishes_and_the_store_of_before_is_gone(agents: Make
     assert not answers(first.port), "late writes of the incarnation before must not reach anybody"
 
 
+@pytest.mark.parametrize("others", ["i000001-s0000000004", ""], ids=["at the start", "in the middle of the run"])
+def test_a_named_version_is_for_the_start_of_all_and_not_for_who_joins_later(agents: Make, others: str) -> None:
+    """A replaced node is started with the command of before, and may lead: the others went back to it long ago."""
+    leader, other = agents(2)
+    leader.version, other.version = "i000001-s0000000004", others
+    opened([leader, other], 0, 3)
+    first = leader.newest()
+    assert first is not None
+    assert first.version == others
+    other.propose(2, "rank 3 died before it came back")
+    second = leader.newest()
+    assert second is not None
+    assert second.version == others, "until somebody came back with it"
+    leader.version = ""
+    other.propose(3, "rank 3 died")
+    third = leader.newest()
+    assert third is not None
+    assert third.version == ""
+
+
 def test_who_has_finished_waits_for_all(agents: Make) -> None:
     one, two, three = agents(3)
     for agent in (one, one, two):

@@ -37,10 +37,17 @@ class Checkpointer(checkpointer.Checkpointer):
         """Whether HOLDFAST_DISABLE switched everything off."""
         return config.disabled()
 
-    def restore(self, version: Version | str | None = None, *, fresh: bool = False, strict: bool | None = None) -> int:
+    def restore(
+        self,
+        version: Version | str | None = None,
+        *,
+        fresh: bool = False,
+        strict: bool | None = None,
+        required: bool | None = None,
+    ) -> int:
         """As in `train.checkpointer`; 0 if everything is switched off."""
         if not self.off:
-            return super().restore(version, fresh=fresh, strict=strict)
+            return super().restore(version, fresh=fresh, strict=strict, required=required)
         logger.warning("%s is set: nothing is restored and nothing is saved", config.DISABLE_VARIABLE)
         self.last_restore = RestoreReport(None, f"{config.DISABLE_VARIABLE} is set")
         return 0

@@ -66,9 +66,10 @@ class Config:
         overhead: share of a step (`"0.5%"`) that captures may cost: the highest cadence that costs less is measured and
             used, from the cadence `every` on. `every`, given in the same place or a stronger one, overrides it.
         durable_every: durable cadence in the same form. Default `"60s"`: what one rank loses if all memory is lost.
-        keep_last: durable versions kept; at least 2, so that one bad version never leaves nothing.
-        keep_every: additionally keep one version of so many steps (`"1000"`, counted as `every` counts them), or of so
-            many minutes (`"30m"`), or both; `"0"` keeps none.
+        keep_last: durable versions kept; at least 2, so that one bad version never leaves nothing. As many stay of every
+            run that a fresh start on the same path ended, until `holdfast rm` removes them.
+        keep_every: additionally keep the first version of so many steps (`"1000"`, counted as `every` counts them), or one
+            of so many minutes (`"30m"`), or both; `"0"` keeps none.
         overlap: copy parameters and optimizer state behind the next forward and backward once proven safe.
         verify_capture: compare every byte of a late copy with a digest taken at the call, instead of some of each tensor.
             Doubles the memory traffic of a save.
@@ -84,7 +85,9 @@ class Config:
         runtime_dir: where sockets and logs of keepers live; `""` is `$XDG_RUNTIME_DIR/holdfast` or a private
             directory under the system's temporary one.
         linger_s: how long a keeper waits for a client before it ends; 10 minutes outlast a restart and a requeue.
-        close_timeout_s: how long `close()` waits for the last save to be durable.
+        close_timeout_s: how long `close()` waits for the last save to be durable, and a restore for what it fetches or for a
+            path that refuses; then it fails rather than takes an older version.
+        expect_checkpoint: there is something to go on from: an empty path is an error and no fresh start.
         listen: address of this machine on which the keeper waits for those of other nodes; `""`: Unix sockets only, so
             that nothing listens unless it was asked for. Needs `secret_file`.
         listen_unsafe: an address of all interfaces (`0.0.0.0`) is meant.
@@ -120,6 +123,7 @@ class Config:
     runtime_dir: str = ""
     linger_s: float = 600.0
     close_timeout_s: float = 600.0
+    expect_checkpoint: bool = False
     listen: str = ""
     listen_unsafe: bool = False
     secret_file: str = ""

@@ -15,6 +15,7 @@ HoldfastError
 ├── MemoryRefused         the memory level does not fit into the budget
 ├── KeeperError           the keeper said no, or spoke nonsense
 │   ├── KeeperLost        the keeper is gone; training goes on without the memory level
+│   │   └── KeeperGone    nobody listens where it was: its process has ended
 │   └── KeeperNotStarted  there is none, and none could be started; the job goes on durable-only
 ├── InUse                 another job works on this path
 ├── Fenced                a higher incarnation or term exists; this process belongs to the past
@@ -23,8 +24,10 @@ HoldfastError
 Interrupted stands beside the tree: no fault of this process, and nothing that `except Exception` should swallow.
 
 An error says *what* happened, *where*, and what the operator can do (`remedy`). `retryable` is a property of the
-class: whether the same call may succeed later without anybody changing anything. `code` is stable across releases
-and is what the troubleshooting page is sorted by. `assert` is for our own bugs only.
+class: whether the same call may succeed later without anybody changing anything. So is `condemns`: whether the error
+proves that the copy it speaks of is of no use (damaged, missing, another job's). Any other error says only that the copy
+could not be reached: nothing may be passed over or removed because of it. `code` is stable across releases and is what
+the troubleshooting page is sorted by. `assert` is for our own bugs only.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ class HoldfastError(Exception):
 
     code: ClassVar[str] = "HF000"
     retryable: ClassVar[bool] = False
+    condemns: ClassVar[bool] = False
     advice: ClassVar[str] = ""
 
     def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
@@ -113,13 +117,15 @@ class CorruptError(HoldfastError):
     """Bytes are not what was sealed. That copy is never loaded; another copy or an older version is used."""
 
     code = "HF300"
+    condemns = True
     advice = "use another copy or an older version: `holdfast verify` tells which are good; remove what is damaged"
 
 
 class NewerFormat(CorruptError):
-    """Written by a newer holdfast. Upgrade this one."""
+    """Written by a newer holdfast. Upgrade this one. What was written may be good, so it is not passed over."""
 
     code = "HF301"
+    condemns = False
     advice = "upgrade holdfast"
 
 
@@ -127,6 +133,7 @@ class VersionNotFound(HoldfastError):
     """The version (or any version) is not there. `holdfast ls` shows what is."""
 
     code = "HF302"
+    condemns = True
     advice = "`holdfast ls` shows which versions are there"
 
 
@@ -150,6 +157,13 @@ class KeeperLost(KeeperError):
     retryable = True
 
 
+class KeeperGone(KeeperLost):
+    """Nobody listens where the keeper was: its process has ended, and what only its memory held is lost."""
+
+    code = "HF503"
+    condemns = True
+
+
 class KeeperNotStarted(KeeperError):
     """No keeper runs and none could be started. The job goes on durable-only, unless `require_memory` is set."""
 
@@ -158,9 +172,10 @@ class KeeperNotStarted(KeeperError):
 
 
 class InUse(HoldfastError):
-    """Another job works on this path. Stop it, or choose another path."""
+    """Another job works on this path, or wrote what stands there. Stop it, or choose another path."""
 
     code = "HF600"
+    condemns = True
 
 
 class Fenced(HoldfastError):
@@ -183,3 +198,13 @@ class Interrupted(BaseException):
     run again in the same process (or the function under `holdfast.resumable` is). Clean-up by `finally` and `with`
     runs; who catches it must raise it again. Derived from BaseException, like KeyboardInterrupt.
     """
+
+
+_KINDS: dict[str, type[HoldfastError]] = {
+    name: kind for name, kind in list(globals().items()) if isinstance(kind, type) and issubclass(kind, HoldfastError)
+}
+
+
+def kind_of(name: str, default: type[HoldfastError] = HoldfastError) -> type[HoldfastError]:
+    """Returns the class that another process named; `default` if this release has none of that name."""
+    return _KINDS.get(name, default)

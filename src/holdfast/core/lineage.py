@@ -6,7 +6,8 @@ the point of resumption are dead lineage: never chosen, never protected (invaria
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from holdfast.core.model import Version
@@ -30,13 +31,39 @@ class Lineage:
         if not self.resumed:
             return True
         newest = max(self.resumed)
-        if version.incarnation >= newest:
-            return True
-        bound = self.resumed[newest]
-        while bound is not None:
-            if version.incarnation == bound.incarnation:
-                return version.step <= bound.step
-            if version.incarnation > bound.incarnation or bound.incarnation not in self.resumed:
-                return False
-            bound = self.resumed[bound.incarnation]
-        return False
+        return version.incarnation >= newest or version.step <= self._path(newest).get(version.incarnation, -1)
+
+    def lines(self, versions: Iterable[Version]) -> list[Line]:
+        """Returns what incarnations made or descend from, of these versions; the line of the newest is the last one.
+
+        Lines are those of every incarnation that made one of them, and of the last one that goes back to each beginning.
+        """
+        ordered = sorted(versions)
+        newest = max(self.resumed, default=0)
+        firsts: dict[int, int] = {}
+        for number, bound in sorted(self.resumed.items()):
+            firsts[number] = number if bound is None else firsts.get(bound.incarnation, bound.incarnation)
+        last = {first: number for number, first in firsts.items()}
+        heads = {newest, *last.values(), *(version.incarnation for version in ordered if version.incarnation < newest)}
+        found = []
+        for head in sorted(heads):
+            path = {**self._path(head), head: math.inf}
+            chain = (v for v in ordered if v.step <= path.get(v.incarnation, -1) or head == newest < v.incarnation)
+            found.append(Line(firsts.get(head, head), tuple(chain)))
+        return found
+
+    def _path(self, incarnation: int) -> dict[int, int]:
+        """The incarnations that this one descends from, each with the step up to which it does."""
+        path: dict[int, int] = {}
+        while (bound := self.resumed.get(incarnation)) is not None and bound.incarnation < incarnation:
+            incarnation = bound.incarnation
+            path[incarnation] = bound.step
+        return path
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A chain of versions, ascending. Lines with one `first`, the incarnation that began afresh, are of one run."""
+
+    first: int
+    versions: tuple[Version, ...]

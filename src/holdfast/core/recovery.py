@@ -2,7 +2,8 @@
 
 Pure. Called at recovery with what every reachable keeper holds and what storage lists. Returns a plan or the reasons
 why nothing can be used; the same plan on every rank, because all are given the same facts. A copy that failed its
-digest is quarantined by the caller and the plan is made again: next source, else next older version.
+digest is quarantined by the caller and the plan is made again: next source, else next older version. What cannot be
+reached for now is not damaged: while a version may be good nothing older is chosen, and the caller is told to wait.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Decision, Seal, Topology, Version
 from holdfast.core.spread import RANKS_PER_READER, upstreams
 
-# How often one version is tried before an older one is taken (protocol section 7).
-MAX_ATTEMPTS = 3
+# One copy: of a bundle of a version, on a node (None: in storage).
+Copy: TypeAlias = tuple[Version, str, int | None]
 
 
 class Source(enum.IntEnum):
@@ -52,10 +54,25 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """Copies that failed: (version, bundle id, node or None for storage), and versions tried too often."""
+    """Copies that were proven bad, and versions that are passed over, each with the reason."""
 
-    copies: frozenset[tuple[Version, str, int | None]] = frozenset()
-    versions: frozenset[Version] = frozenset()
+    copies: frozenset[Copy] = frozenset()
+    versions: Mapping[Version, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Unreachable:
+    """What cannot be read or asked for now. It says nothing of what is there, so it condemns nothing.
+
+    Attributes:
+        manifests: committed versions, with the reason why their manifest cannot be read.
+        copies: copies that could not be had, with the reason.
+        keepers: labels of nodes whose keepers do not answer; they may hold versions that nobody else knows.
+    """
+
+    manifests: Mapping[Version, str] = field(default_factory=dict)
+    copies: Mapping[Copy, str] = field(default_factory=dict)
+    keepers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +84,7 @@ class Facts:
         tables: per version the complete list of the job's bundles, as some keeper knows it.
         stored: durable versions.
         suspects: versions whose twins differ.
+        unreachable: what may be there besides.
         ranks_per_reader: see `core.spread`.
     """
 
@@ -77,7 +95,12 @@ class Facts:
     topology: Topology
     suspects: frozenset[Version] = frozenset()
     quarantine: Quarantine = field(default_factory=Quarantine)
+    unreachable: Unreachable = field(default_factory=Unreachable)
     ranks_per_reader: int = RANKS_PER_READER
+
+    def is_out(self, copy: Copy) -> bool:
+        """Whether a copy is not used now."""
+        return copy in self.quarantine.copies or copy in self.unreachable.copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +124,22 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class Awaited:
+    """Nothing is chosen yet: what cannot be reached now may be newer than all that can.
+
+    Attributes:
+        version: what is waited for; None: whatever keepers hold that do not answer.
+        reason: why it cannot be had.
+        durable: whether its manifest stands. Then nothing older may ever take its place unless somebody says so; of
+            what is in memory only, a keeper that stays silent is as good as lost.
+    """
+
+    version: Version | None
+    reason: str
+    durable: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Fetch:
     """One bundle for one rank: which copy, from which kind of place.
 
@@ -118,24 +157,39 @@ class Fetch:
     via: int | None = None
 
 
-def choose_version(facts: Facts, *, wanted: Version | None = None) -> Decision[Choice | None]:
-    """The newest usable version with the reason, or None with why each candidate was refused.
+# What is to be loaded, what is waited for, or neither; with the reason.
+Judged: TypeAlias = Decision[Choice | Awaited | None]
+
+
+def choose_version(facts: Facts, *, wanted: Version | None = None) -> Judged:
+    """Returns the newest usable version with the reason, what has to be waited for, or None and why each was refused.
 
     Args:
         facts: what is known.
         wanted: only this version, because the user named it.
     """
-    candidates = {copy.version for copy in facts.memory} | set(facts.stored)
+    candidates = {copy.version for copy in facts.memory} | set(facts.stored) | set(facts.unreachable.manifests)
     if wanted is not None:
         candidates &= {wanted}
+    silent = ", ".join(facts.unreachable.keepers)
     refused: list[str] = []
     for version in sorted(candidates, reverse=True):
         verdict = _judge(version, facts, explicit=wanted is not None)
-        if verdict.value is not None:
-            why = "; ".join([f"{version}: {verdict.reason}", *refused])
-            return Decision(verdict.value, why)
-        refused.append(f"{version} refused: {verdict.reason}")
-    return Decision(None, "; ".join(refused) or "no version in memory and none in storage")
+        if verdict.value is None:
+            refused.append(f"{version} refused: {verdict.reason}")
+            continue
+        why = "; ".join([f"{version}: {verdict.reason}", *refused])
+        if silent and wanted is None and isinstance(verdict.value, Choice):
+            return _awaited(None, f"{silent} may hold a newer version than {version}, and does not answer", why)
+        return Decision(verdict.value, why)
+    why = "; ".join(refused) or "no version in memory and none in storage"
+    if silent:
+        return _awaited(wanted, f"{silent} may hold a version, and does not answer", why)
+    return Decision(None, why)
+
+
+def _awaited(version: Version | None, reason: str, why: str, *, durable: bool = False) -> Judged:
+    return Decision(Awaited(version, reason, durable), f"{reason}; {why}" if why else reason)
 
 
 def fetches(choice: Choice, rank: int, facts: Facts) -> tuple[Fetch, ...]:
@@ -183,26 +237,32 @@ def _upstreams(choice: Choice, facts: Facts) -> Mapping[str, Mapping[int, int | 
     return upstreams(stored, facts.topology.node_of, ranks_per_reader=facts.ranks_per_reader)
 
 
-def _judge(version: Version, facts: Facts, *, explicit: bool) -> Decision[Choice | None]:
+def _judge(version: Version, facts: Facts, *, explicit: bool) -> Judged:
     if version in facts.quarantine.versions:
-        return Decision(None, f"failed {MAX_ATTEMPTS} times")
+        return Decision(None, facts.quarantine.versions[version])
     if not explicit and not facts.lineage.is_live(version):
         return Decision(None, "dead lineage: a later incarnation resumed from before it")
     if version in facts.suspects:
         return Decision(None, "suspect: twins sealed different bytes")
     stored = facts.stored.get(version)
     table = stored.table if stored else facts.tables.get(version, ())
-    if not table:
-        return Decision(None, "no keeper knows all of its bundles and no manifest is committed")
-    return _complete(version, table, facts)
+    if table:
+        verdict = _complete(version, table, facts)
+    else:
+        verdict = Decision(None, "no keeper knows all of its bundles and no manifest is committed")
+    unread = facts.unreachable.manifests.get(version)
+    if unread is not None and not isinstance(verdict.value, Choice):
+        return _awaited(version, f"its manifest cannot be read: {unread}", "", durable=True)
+    return verdict
 
 
-def _complete(version: Version, table: tuple[BundleRef, ...], facts: Facts) -> Decision[Choice | None]:
-    """Whether every bundle has a copy that is not quarantined, all with one seal per bundle."""
+def _complete(version: Version, table: tuple[BundleRef, ...], facts: Facts) -> Judged:
+    """Whether every bundle has a copy that is not out, all with one seal per bundle."""
     stored = facts.stored.get(version)
     found = _copies_by_bundle(version, facts)
     seals: dict[str, Seal] = {}
     holders: dict[str, tuple[MemoryCopy, ...]] = {}
+    away = ""
     for ref in table:
         copies = found.get(ref.bundle_id, [])
         durable = stored.seals.get(ref.bundle_id) if stored else None
@@ -211,10 +271,16 @@ def _complete(version: Version, table: tuple[BundleRef, ...], facts: Facts) -> D
             return Decision(None, f"copies of bundle {ref.bundle_id} differ")
         seal = durable or (copies[0].seal if copies else None)
         agreeing = tuple(copy for copy in copies if seal and copy.seal.digest == seal.digest)
-        storage_bad = (version, ref.bundle_id, None) in facts.quarantine.copies
-        if seal is None or (not agreeing and (durable is None or storage_bad)):
-            return Decision(None, f"no usable copy of bundle {ref.bundle_id} (ranks {_short(ref.ranks)})")
+        if seal is None or (not agreeing and (durable is None or facts.is_out((version, ref.bundle_id, None)))):
+            # There may be a copy later; but if another bundle has none for good, nobody need wait.
+            reasons = [why for copy, why in facts.unreachable.copies.items() if copy[:2] == (version, ref.bundle_id)]
+            if not reasons:
+                return Decision(None, f"no usable copy of bundle {ref.bundle_id} (ranks {_short(ref.ranks)})")
+            away = away or f"bundle {ref.bundle_id}: {' and '.join(dict.fromkeys(reasons))}"
+            continue
         seals[ref.bundle_id], holders[ref.bundle_id] = seal, agreeing
+    if away:
+        return _awaited(version, away, "", durable=stored is not None)
     where = "memory" if all(holders.values()) else "memory and storage" if any(holders.values()) else "storage"
     world_size = stored.world_size if stored else 1 + max(rank for ref in table for rank in ref.ranks)
     return Decision(Choice(version, table, seals, holders, stored is not None, world_size), f"complete in {where}")
@@ -223,8 +289,7 @@ def _complete(version: Version, table: tuple[BundleRef, ...], facts: Facts) -> D
 def _copies_by_bundle(version: Version, facts: Facts) -> dict[str, list[MemoryCopy]]:
     found: dict[str, list[MemoryCopy]] = {}
     for copy in facts.memory:
-        bad = (version, copy.seal.bundle_id, copy.node) in facts.quarantine.copies
-        if copy.version == version and not bad:
+        if copy.version == version and not facts.is_out((version, copy.seal.bundle_id, copy.node)):
             found.setdefault(copy.seal.bundle_id, []).append(copy)
     return found
 
@@ -241,7 +306,7 @@ def cheapest(ref: BundleRef, choice: Choice, rank: int, facts: Facts) -> Fetch:
         else:
             # Readers spread over the holders, so that no node serves everybody.
             options.append((Source.PEER, (copy.node - home) % len(facts.topology.nodes), copy.node))
-    if choice.in_storage and (choice.version, ref.bundle_id, None) not in facts.quarantine.copies:
+    if choice.in_storage and not facts.is_out((choice.version, ref.bundle_id, None)):
         options.append((Source.STORAGE, 0, None))
     source, _, node = min(options, key=lambda option: option[:2])
     return Fetch(ref, seal, source, node)

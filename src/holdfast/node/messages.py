@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.base import errors
-from holdfast.base.errors import HoldfastError, KeeperError
+from holdfast.base.errors import HoldfastError, KeeperError, kind_of
 from holdfast.core.appointments import Appointment, Proposal
 from holdfast.core.commit import Announcement
 from holdfast.core.idle import Idle
@@ -69,6 +68,7 @@ class Inventory:
         suspects: versions whose twins differ, with the reason.
         levels: versions and their level, as far as a keeper knows.
         reachable, silent: indices of the nodes whose keepers answered; (index, reason) of those that did not.
+        unheard: those of `silent` that may answer later, and hold anything. Of the others nobody listens, or said no.
     """
 
     copies: tuple[MemoryCopy, ...]
@@ -77,6 +77,7 @@ class Inventory:
     levels: tuple[tuple[Version, Level], ...]
     reachable: tuple[int, ...]
     silent: tuple[tuple[int, str], ...] = ()
+    unheard: tuple[int, ...] = ()
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="is", kw_only=True):
@@ -493,11 +494,6 @@ def decode_hello(body: bytes) -> Hello:
         raise KeeperError(f"not a greeting of this protocol: {error}") from error
 
 
-_ERRORS: dict[str, type[HoldfastError]] = {
-    name: cls for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, HoldfastError)
-}
-
-
 def refusal(request: int, error: HoldfastError) -> Refusal:
     """`error` as a message."""
     return Refusal(
@@ -507,4 +503,4 @@ def refusal(request: int, error: HoldfastError) -> Refusal:
 
 def raise_refusal(message: Refusal) -> None:
     """Raises the error that the other side named; an unknown name becomes KeeperError."""
-    raise _ERRORS.get(message.kind, KeeperError)(message.what, where=message.where, remedy=message.remedy)
+    raise kind_of(message.kind, KeeperError)(message.what, where=message.where, remedy=message.remedy)

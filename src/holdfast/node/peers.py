@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from holdfast.base.errors import Fenced, HoldfastError, KeeperError, VersionNotFound
+from holdfast.base.errors import Fenced, HoldfastError, KeeperError, KeeperLost, VersionNotFound
 from holdfast.core.model import Seal
 from holdfast.node import messages
 from holdfast.node.arena import Held
@@ -233,7 +233,7 @@ class PeerDesk:
     def survey(self, assembly: messages.Assembly, node: int) -> Inventory:
         """What this keeper, which is `node`, and all others of the job hold."""
         own = self._state.inventory()
-        found: dict[int, Inventory | str] = {}
+        found: dict[int, Inventory | HoldfastError] = {}
         others = [index for index in range(len(assembly.addresses)) if index != node]
         for at in range(0, len(others), MAX_AT_ONCE):
             threads = [
@@ -244,9 +244,10 @@ class PeerDesk:
                 thread.start()
             for thread in threads:
                 thread.join(2 * ASK_PEER_TIMEOUT_S)
-        return _merge(own, {index: found.get(index, "did not answer in time") for index in others})
+        late = KeeperLost("did not answer in time")
+        return _merge(own, {index: found.get(index, late) for index in others})
 
-    def _ask(self, index: int, assembly: messages.Assembly, found: dict[int, Inventory | str]) -> None:
+    def _ask(self, index: int, assembly: messages.Assembly, found: dict[int, Inventory | HoldfastError]) -> None:
         try:
             caller = dial(
                 assembly.addresses[index],
@@ -261,9 +262,10 @@ class PeerDesk:
             finally:
                 caller.close()
         except HoldfastError as error:
-            found[index] = error.what
+            found[index] = error
             return
-        found[index] = reply.inventory if isinstance(reply, messages.InventoryReply) else "answered something else"
+        strange = KeeperError("answered something else")
+        found[index] = reply.inventory if isinstance(reply, messages.InventoryReply) else strange
 
     def condemn(self, request: messages.Condemn) -> None:
         """A copy failed its digest: it is not offered any more. Another node's is passed on to it."""
@@ -293,14 +295,16 @@ class PeerDesk:
             caller.close()
 
 
-def _merge(own: Inventory, others: dict[int, Inventory | str]) -> Inventory:
+def _merge(own: Inventory, others: dict[int, Inventory | HoldfastError]) -> Inventory:
     """One inventory of all that answered; a keeper's copies are named by the index it was asked under."""
     copies = list(own.copies)
     tables, suspects, levels = dict(own.tables), dict(own.suspects), dict(own.levels)
-    reachable, silent = list(own.reachable), []
+    reachable, silent, unheard = list(own.reachable), [], []
     for index, found in sorted(others.items()):
-        if isinstance(found, str):
-            silent.append((index, found))
+        if isinstance(found, HoldfastError):
+            silent.append((index, found.what))
+            if found.retryable and not found.condemns:
+                unheard.append(index)
             continue
         reachable.append(index)
         copies += [replace(copy, node=index) for copy in found.copies]
@@ -316,6 +320,7 @@ def _merge(own: Inventory, others: dict[int, Inventory | str]) -> Inventory:
         levels=tuple(levels.items()),
         reachable=tuple(sorted(reachable)),
         silent=tuple(silent),
+        unheard=tuple(unheard),
     )
 
 

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.base.errors import CorruptError, HoldfastError, KeeperLost, VersionNotFound
+from holdfast.base.errors import HoldfastError, KeeperLost
 from holdfast.core import preload, recovery
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Topology, Version
-from holdfast.core.recovery import Facts, Fetch, MemoryCopy, Stored
+from holdfast.core.recovery import Choice, Facts, Fetch, MemoryCopy, Stored
 from holdfast.core.slots import SlotState
 from holdfast.node import messages
 from holdfast.node.activity import PRELOADING, Activities
@@ -136,11 +136,12 @@ class Preloader:
         )
         facts = self._find(storage, assembly, request)
         chosen = recovery.choose_version(facts)
-        if chosen.value is None:
+        choice = chosen.value
+        if not isinstance(choice, Choice):
             told.reason = chosen.reason
             return
-        wanted = preload.to_preload(chosen.value, request.node, facts)
-        told.version, told.reason = chosen.value.version, wanted.reason
+        wanted = preload.to_preload(choice, request.node, facts)
+        told.version, told.reason = choice.version, wanted.reason
         told.wanted_bytes = sum(fetch.seal.length for fetch in wanted.value)
         budget = self._state.arena.budget
         fitting = preload.that_fit(wanted.value, budget.allowed - budget.used)
@@ -149,9 +150,9 @@ class Preloader:
         sources = Sources(self._state, self._vault, Landings(), lambda: self._stopping, assembly)
         total = sum(fetch.seal.length for fetch in fitting)
         try:
-            with self._activities.start(PRELOADING, chosen.value.version, total) as sources.progress:
+            with self._activities.start(PRELOADING, choice.version, total) as sources.progress:
                 for batch in _batches(fitting):
-                    self._fetch(sources, chosen.value.version, batch)
+                    self._fetch(sources, choice.version, batch)
         finally:
             sources.close()
             told.seconds = time.perf_counter() - started
@@ -227,7 +228,9 @@ def _newest(storage: Storage, lineage: Lineage) -> Mapping[Version, Stored]:
             continue
         try:
             return {version: stored_of(storage.manifest(version))}
-        except (CorruptError, VersionNotFound) as error:
+        except HoldfastError as error:
+            if not error.condemns:
+                raise  # a restore will wait for it, and take nothing older
             logger.info("%s is not preloaded: %s", version, error)
     return {}
 

@@ -109,9 +109,14 @@ def register(backend: Backend, *, above: int = 0) -> int:
 
 
 def highest(backend: Backend) -> int:
-    """The highest incarnation that was ever registered; 0 if none was."""
-    found = (_REGISTERED.match(name) for name, _ in backend.listing(INCARNATIONS))
-    return max((int(match[1]) for match in found if match), default=0)
+    """Returns the highest incarnation that was ever registered, or that made a version which is there; 0 if none was.
+
+    Whoever copied the versions without the records would else begin below them, and go back to them at every restart.
+    """
+    matches = (_REGISTERED.match(name) for name, _ in backend.listing(INCARNATIONS))
+    made = (Version.parse(name.rstrip("/")) for name, _ in backend.listing(""))
+    numbers = [*(int(match[1]) for match in matches if match), *(one.incarnation for one in made if one is not None)]
+    return max(numbers, default=0)
 
 
 def enlist(backend: Backend, incarnation: int, resumed: Version | None) -> int:

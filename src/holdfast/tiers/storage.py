@@ -12,11 +12,13 @@ Layout of the directory: docs/spec/format.md, section 1.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from holdfast.base.config import load
 from holdfast.base.errors import (
@@ -45,6 +47,9 @@ from holdfast.tiers.urls import open_backend
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 LATEST = "latest"
 PINNED = "pinned"
 KEPT = "kept"
@@ -67,6 +72,23 @@ def open_storage(url: str | Path, events: Events, *, encryption_key: str | None 
     """
     setting = load().encryption_key if encryption_key is None else encryption_key
     return Storage(open_backend(url), events, key=load_key(setting))
+
+
+def _in_place(read: Callable[Concatenate[Storage, P], T]) -> Callable[Concatenate[Storage, P], T]:
+    """What a reader misses or finds damaged is so in a root that is still ours: under an unmounted path all is missing.
+
+    The reader then also raises StorageError, if the root has vanished, and InUse, if it is another job's by now.
+    """
+
+    @functools.wraps(read)
+    def call(storage: Storage, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return read(storage, *args, **kwargs)
+        except (VersionNotFound, CorruptError):
+            storage.require_job(storage._job_id)
+            raise
+
+    return call
 
 
 class Storage:
@@ -111,7 +133,7 @@ class Storage:
         return self._job_id
 
     def require_job(self, job_id: str) -> None:
-        """Proves that the root is still what `claim` found: somebody may have removed or replaced it since.
+        """Proves that the root is still what `claim` found: somebody may have removed or replaced it since. Empty: any job's.
 
         Raises:
             StorageError: it has vanished. InUse: it belongs to another job by now.
@@ -120,7 +142,7 @@ class Storage:
             found = registry.read_job(self._backend)
         except (VersionNotFound, ForeignDirectory) as error:
             raise self._vanished() from error
-        if found != job_id:
+        if job_id not in ("", found):
             raise InUse(
                 f"the path belongs to job {found} by now; this one is {job_id}",
                 where=self.where,
@@ -266,12 +288,26 @@ class Storage:
         Raises:
             StorageError: the path refuses, or what was a job's directory is one no more.
         """
-        return [version for version in self._directories() if self._is_committed(version)]
+        return [version for version in self._directories() if self.is_committed(version)]
+
+    def named(self) -> list[Version]:
+        """Returns all versions of which anything is there, ascending, without a look into any: one may be unreadable.
+
+        Raises:
+            StorageError: as `versions`.
+        """
+        found = (Version.parse(name.rstrip("/")) for name in self._names())
+        return sorted(version for version in found if version is not None)
+
+    def is_committed(self, version: Version) -> bool:
+        """Returns whether the root manifest of a version is listed."""
+        return any(name == manifests.ROOT_NAME for name, _ in self._backend.listing(str(version)))
 
     def unfinished(self) -> list[Version]:
         """Versions of which files exist, but no commit: being written, abandoned, or left by a crash."""
-        return [version for version in self._directories() if not self._is_committed(version)]
+        return [version for version in self._directories() if not self.is_committed(version)]
 
+    @_in_place
     def manifest(self, version: Version) -> Manifest:
         """The verified manifest of a version, with all its bundles.
 
@@ -280,6 +316,7 @@ class Storage:
             CorruptError: it is damaged, or a part of it is missing.
             InUse: it is of another job.
             NewerFormat: it is of a newer holdfast.
+            StorageError: the path refuses, or has vanished.
         """
         where = f"{self.where}/{version}"
         data = self._read_record(f"{version}/{manifests.ROOT_NAME}")
@@ -294,6 +331,7 @@ class Storage:
         """Whether a bundle's file is plain, or its key is here."""
         return file.key_id in ("", self._files.key_id)
 
+    @_in_place
     def image(self, version: Version, file: BundleFile) -> Image:
         """What a bundle's file holds, from its header alone.
 
@@ -306,6 +344,7 @@ class Storage:
         data = self._counted(self._files.read(version, file, length=size))
         return image_format.read_header(data, file.length, where)
 
+    @_in_place
     def read_entry(self, version: Version, file: BundleFile, entry: Entry) -> bytes:
         """The bytes of one entry, proved by the chunks in which they lie.
 
@@ -321,6 +360,7 @@ class Storage:
             image_format.check_chunk(index, image_format.chunk_digest(chunk), file.seal, where)
         return data[entry.start - begin : entry.end - begin]
 
+    @_in_place
     def read_bundle_into(
         self,
         version: Version,
@@ -349,6 +389,7 @@ class Storage:
         self._events.count("storage_read_bytes", count)
         self._files.check_end(version, file, count)
 
+    @_in_place
     def read_chunks_into(
         self,
         version: Version,
@@ -373,6 +414,7 @@ class Storage:
             at += read
             progress(read)
 
+    @_in_place
     def verify_bundle(self, version: Version, file: BundleFile, progress: Callable[[int], None] | None = None) -> None:
         """Reads a bundle's file and proves its content, in the memory of a few chunks. Without the key of an encrypted
         one, that it holds what was written.
@@ -484,14 +526,14 @@ class Storage:
     # Inside.
 
     def _directories(self) -> list[Version]:
+        found = (Version.parse(name[:-1]) for name in self._names() if name.endswith("/"))
+        return sorted(version for version in found if version is not None)
+
+    def _names(self) -> set[str]:
         names = {name for name, _ in self._backend.listing("")}
         if self._job_id and registry.JOB_FILE not in names:
             raise self._vanished()  # an empty mount point is no job without versions
-        found = (Version.parse(name[:-1]) for name in names if name.endswith("/"))
-        return sorted(version for version in found if version is not None)
-
-    def _is_committed(self, version: Version) -> bool:
-        return any(name == manifests.ROOT_NAME for name, _ in self._backend.listing(str(version)))
+        return names
 
     def _assemble(self, root: Manifest) -> Manifest:
         where = f"{self.where}/{root.version}"

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from holdfast.base.errors import ConfigError, KeeperError, KeeperLost
+from holdfast.base.errors import ConfigError, KeeperError, KeeperGone, KeeperLost
 from holdfast.tiers import tcp
 
 MAX_FRAME_BYTES = 16 << 20
@@ -346,7 +346,8 @@ def connect(address: str, *, timeout_s: float, security: Security | None = None)
 def _unreachable(error: OSError, where: str) -> KeeperLost:
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return KeeperLost(f"there is no descriptor for a connection: {error.strerror}", where=where, remedy=RAISE_LIMIT)
-    return KeeperLost(f"no keeper listens: {error.strerror or error}", where=where)
+    kind = KeeperGone if error.errno in (errno.ECONNREFUSED, errno.ENOENT) else KeeperLost
+    return kind(f"no keeper listens: {error.strerror or error}", where=where)
 
 
 def _connect_tcp(address: str, timeout_s: float, security: Security | None) -> Channel:

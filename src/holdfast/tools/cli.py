@@ -19,6 +19,7 @@ from holdfast.tools import groups as groups_tool
 from holdfast.tools import launch, look, losses, often
 from holdfast.tools import pipeline as pipeline_tool
 from holdfast.tools import plan as plan_tool
+from holdfast.tools import remove as remove_tool
 from holdfast.tools import report as report_tool
 from holdfast.tools import status as status_tool
 from holdfast.tools import trace as trace_tool
@@ -37,6 +38,7 @@ Examples
   holdfast report                               where the time of the last run went, and its incidents
   holdfast ls /ckpts/run1                       which versions are durable
   holdfast verify /ckpts/run1                   read every byte and prove it
+  holdfast rm /ckpts/run1 --abandoned           remove what fresh starts left behind
   holdfast groups /ckpts/run1                   who held the same, and what lived in one node only
   holdfast plan job.toml                        what a job will hold, write, back up, and lose with a node
   holdfast doctor /ckpts/run1                   can this machine and this path keep the promises?
@@ -150,6 +152,29 @@ def list_versions(root: Root, json: Json = False) -> None:
     """
     with errors_shown(as_json=json):
         raise typer.Exit(look.list_versions(root, as_json=json))
+
+
+@app.command("rm")
+def remove_versions(
+    root: Root,
+    versions: Annotated[
+        list[str] | None, typer.Argument(metavar="[VERSION...]", help="As `holdfast ls` shows them.")
+    ] = None,
+    abandoned: Annotated[
+        bool, typer.Option("--abandoned", help="All of runs that a fresh start on this path ended.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Remove versions that retention leaves alone, as it would: the commit first, then the files that it lists.
+
+    Never what is pinned, or what a restart would go on from.
+
+    \b
+    holdfast rm /ckpts/run1 i000001-s0000000120
+    holdfast rm /ckpts/run1 --abandoned
+    """
+    with errors_shown(as_json=json):
+        raise typer.Exit(remove_tool.remove(root, versions or [], abandoned=abandoned, as_json=json))
 
 
 @app.command()

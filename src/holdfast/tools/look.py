@@ -66,7 +66,14 @@ def _rows(storage: Storage) -> Iterator[Row]:
         except VersionNotFound:
             continue  # retired while we looked
         except HoldfastError as error:
-            yield Row(version, "another job's" if isinstance(error, InUse) else "damaged", error=error)
+            yield Row(version, _state(error), error=error)
+
+
+def _state(error: HoldfastError) -> str:
+    """What an error says of a version. One that could not be read may be good, and must not be taken for damaged."""
+    if isinstance(error, InUse):
+        return "another job's"
+    return "damaged" if error.condemns else "not readable now" if error.retryable else "not readable here"
 
 
 def _row_cells(row: Row, *, pinned: bool) -> tuple[object, ...]:
@@ -186,8 +193,11 @@ class Verdict:
 
     @property
     def state(self) -> str:
-        """`good`, `damaged` or `retired`."""
-        return "damaged" if self.problems else "retired" if self.retired else "good"
+        """In a word; damage outweighs what could not be looked at."""
+        states = {_state(problem) for problem in self.problems}
+        if "damaged" in states:
+            return "damaged"
+        return min(states, default="retired" if self.retired else "good")
 
 
 def verify_versions(root: str, version: str | None, *, as_json: bool, sha256: Path | None = None) -> int:
@@ -245,8 +255,8 @@ def _problems(storage: Storage, manifest: Manifest) -> Iterator[HoldfastError]:
 def _print_verdict(result: Verdict) -> None:
     found = result.manifest
     files = "" if found is None else f", {len(found.bundles)} files, {output.size_text(found.num_bytes)}"
-    words = {"good": "good", "damaged": "DAMAGED", "retired": "retired while it was verified"}
-    print(f"{result.version}: {words[result.state]}{files}")
+    words = {"damaged": "DAMAGED", "retired": "retired while it was verified"}
+    print(f"{result.version}: {words.get(result.state, result.state)}{files}")
     for problem in result.problems:
         print(output.error_text(problem))
 

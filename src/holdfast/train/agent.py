@@ -90,6 +90,8 @@ class Agent(MeetingAgent):
         self._recoveries = 0
         self._serial = 0
         self._failures: dict[int, ProcessFailure] = {}
+        self._version = rules.version
+        self._jobs: dict[str, str] = {}  # checkpoint path -> whose it is, as workers told
         self._all_anew = False
         self._mended_at = time.monotonic()
 
@@ -103,6 +105,7 @@ class Agent(MeetingAgent):
             group.store, rank=group.group_rank, size=group.group_world_size, address=group.master_addr,
             keeper=self._rules.early.address(), ranks=[worker.global_rank for worker in group.workers],
         )  # fmt: skip
+        self._round.version = self._version
         self._current = self._round.open(self._recoveries)
         self._rules.early.starts(group, self._round.keepers())
         self._recoveries = self._current.recoveries
@@ -190,7 +193,12 @@ class Agent(MeetingAgent):
         if messages is None:
             seat.silent = True
         for message in messages or ():
+            if message["op"] == "works on":
+                self._jobs[message["root"]] = message["job"]
             if message["number"] == seat.order and message["op"] == "restored":
+                self._version = ""  # the job came back once as the operator wanted; from now on it goes on from there
+                if self._round is not None:
+                    self._round.version = ""
                 self._cases.restored(self._worker_group.workers[seat.local_rank].global_rank, message)
                 if self._watch is not None and seat.local_rank == 0:
                     self._watch.restored(int(message["step"]) + 1)
@@ -482,6 +490,8 @@ class Agent(MeetingAgent):
             stdout=self._workers.stdouts[rank] or "",
             stderr=self._workers.stderrs[rank] or "",
             older=self._current.older,
+            version=self._current.version,
+            jobs=dict(self._jobs),
         )
 
     def _seats(self) -> list[Seat]:

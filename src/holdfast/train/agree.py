@@ -14,14 +14,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import distributed as dist
 
-from holdfast.base import errors
-from holdfast.base.errors import HoldfastError, UsageError
+from holdfast.base.errors import HoldfastError, UsageError, kind_of
 
 T = TypeVar("T")
-
-_ERRORS: dict[str, type[HoldfastError]] = {
-    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, HoldfastError)
-}
 
 
 class Ranks(Protocol):
@@ -177,7 +172,7 @@ def _describe(fault: HoldfastError) -> bytes:
 def _retell(text: bytes, rank: int, count: int) -> HoldfastError:
     name, what, where, remedy = json.loads(text)
     more = f" (and {count - 1} more ranks)" if count > 1 else ""
-    return _ERRORS.get(name, HoldfastError)(f"rank {rank}{more}: {what}", where=where, remedy=remedy)
+    return kind_of(name)(f"rank {rank}{more}: {what}", where=where, remedy=remedy)
 
 
 def _device() -> torch.device:

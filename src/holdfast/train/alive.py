@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 logger = logging.getLogger(__name__)
@@ -30,17 +30,28 @@ class Wish:
 
     Attributes:
         older: pass over the newest version: with it the job failed at the same place again and again.
+        version: take this one, because the operator named it; empty: none was named.
+        jobs: checkpoint path -> id of the job that it belonged to earlier in this run.
+        works_on: called with a checkpoint path and the id of the job that it belongs to.
         restored: called with the step (-1: from the beginning) and where most of the state came from.
     """
 
     def __init__(self) -> None:
         self.older = False
+        self.version = ""
+        self.jobs: Mapping[str, str] = {}
+        self.works_on: Callable[[str, str], None] = lambda *_: None
         self.restored: Callable[[int, str], None] = lambda *_: None
 
     def take_older(self) -> bool:
         """Whether the newest version is to be passed over; it is, once."""
         older, self.older = self.older, False
         return older
+
+    def take_version(self) -> str | None:
+        """The version that the operator named; it is, once."""
+        version, self.version = self.version, ""
+        return version or None
 
 
 wish = Wish()

@@ -11,11 +11,12 @@ import json
 import logging
 import socket
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from holdfast.base.config import Config
-from holdfast.base.errors import KeeperNotStarted, StorageFull, UsageError
+from holdfast.base.errors import KeeperNotStarted, StorageFull, UsageError, VersionNotFound
 from holdfast.core.cadence import Cadence
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import Topology, Version
@@ -23,11 +24,17 @@ from holdfast.core.spread import RANKS_PER_READER
 from holdfast.node.client import Assembly
 from holdfast.node.places import absolute_root, place_of
 from holdfast.tiers.storage import Storage
-from holdfast.train import agree
+from holdfast.train import agree, alive, waiting
 from holdfast.train.agree import Ranks
 from holdfast.train.link import Link
+from holdfast.train.waiting import Patience
 
 logger = logging.getLogger(__name__)
+
+FIRST_START = (
+    "mount it, or correct the path; a first start goes without `required=True`, `--expect-checkpoint` and the setting "
+    "expect_checkpoint"
+)
 
 # Incarnation -> what it resumed from.
 Resumed = dict[int, Version | None]
@@ -66,19 +73,50 @@ class Job:
         return Version(self.incarnation, step)
 
 
-def assemble(group: Ranks, root: str, config: Config, *, storage: Storage, link: Link) -> Job:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a restore was asked for.
+
+    Attributes:
+        version: only this one.
+        fresh: the job is begun anew, whatever was there.
+        strict: objects that do not fit are refused.
+        required: there is something to go on from.
+    """
+
+    version: Version | None = None
+    fresh: bool = False
+    strict: bool = True
+    required: bool = False
+
+
+def assemble(
+    group: Ranks,
+    root: str,
+    config: Config,
+    *,
+    storage: Storage,
+    link: Link,
+    asked: Asked = Asked(),  # frozen
+) -> Job:
     """Brings the job together. Collective.
 
     Raises:
         HoldfastError: what any rank met, on every rank.
     """
     topology = _meet(group, root, config)
-    job_id, trouble = json.loads(agree.share(group, lambda: _occupy(storage, config.run_id)))
+    known = _known(group, absolute_root(root), asked)
+    # In the middle of a run a path that refuses may come back; at its first start the operator wants to know at once.
+    patience = Patience(config.close_timeout_s if known else 0.0)
+    required = asked.required and not known
+    occupy = partial(_occupy, storage, config.run_id, known=known, required=required)
+    job_id, trouble = json.loads(waiting.share(group, occupy, patience))
+    alive.wish.works_on(absolute_root(root), job_id)
     first = topology.ranks_on(topology.node_of[group.rank])[0] == group.rank
     no_keeper = _connect(group, link, first=first, required=config.require_memory)
     addresses = () if no_keeper else _addresses(group, topology, link)
     seen = _seen(group, job_id, link)
-    registered = json.loads(agree.share(group, lambda: _register(storage, seen, trouble)))
+    registered = json.loads(waiting.share(group, lambda: _register(storage, seen, trouble), patience))
     kept = Cadence.parse(config.keep_every)
     assembly = Assembly(
         incarnation=registered["incarnation"],
@@ -114,6 +152,15 @@ def _connect(group: Ranks, link: Link, *, first: bool, required: bool) -> str:
         link.forgo(finished=False)
         return str(error)
     return ""
+
+
+def _known(group: Ranks, root: str, asked: Asked) -> str:
+    """The id of the job that the path belonged to earlier in this run, as any rank's launcher knows; empty: to none.
+
+    An empty path is then no beginning: it was unmounted, or removed.
+    """
+    mine = "" if asked.fresh else alive.wish.jobs.get(root, "")
+    return next((job for job in agree.gather_json(group, mine) if job), "")
 
 
 def _meet(group: Ranks, root: str, config: Config) -> Topology:
@@ -175,12 +222,23 @@ def machine() -> str:
         return socket.gethostname()
 
 
-def _occupy(storage: Storage, run_id: str) -> bytes:
+def _occupy(storage: Storage, run_id: str, *, known: str, required: bool) -> bytes:
     """Rank 0: the root is ours, and nobody else works on it. Before any keeper is asked: it may be another job's.
 
     Returns:
         the job's id, and why the lock could not be written, if it could not.
+
+    Raises:
+        VersionNotFound: a checkpoint is required, and the path is empty. StorageError: it was not empty earlier in this run.
     """
+    if known:
+        storage.require_job(known)
+    elif required:
+        try:
+            storage.job_id()
+        except VersionNotFound as error:
+            what = "a checkpoint was expected, and nothing was ever saved here"
+            raise VersionNotFound(what, where=storage.where, remedy=FIRST_START) from error
     job_id = storage.claim()
     try:
         storage.occupy(run_id)

@@ -32,7 +32,7 @@ from holdfast.core.model import Level, Shard, Version
 from holdfast.tiers.duplicate import duplicate
 from holdfast.tiers.storage import open_storage
 from holdfast.train import agree, alive, beats, exposure, found
-from holdfast.train.assembly import Job, assemble
+from holdfast.train.assembly import Asked, Job, assemble
 from holdfast.train.direct import DirectSaver
 from holdfast.train.durables import Durables, OnDurable
 from holdfast.train.handle import SaveHandle, as_level, as_version
@@ -121,7 +121,14 @@ class Checkpointer:
         alive.register(self)
 
     @beats.phase(Phase.LOADING)
-    def restore(self, version: Version | str | None = None, *, fresh: bool = False, strict: bool | None = None) -> int:
+    def restore(
+        self,
+        version: Version | str | None = None,
+        *,
+        fresh: bool = False,
+        strict: bool | None = None,
+        required: bool | None = None,
+    ) -> int:
         """Loads the newest version that is complete everywhere into the objects; returns the step to go on with.
 
         Collective: every rank calls it, after the process group exists. 0 on a fresh start. Call it before training,
@@ -129,18 +136,22 @@ class Checkpointer:
 
         Args:
             version: only this one, as `ls` names it.
-            fresh: start a new lineage although versions exist; they are left as they are.
+            fresh: start a new lineage although versions exist; the newest of them stay until they are removed by hand.
             strict: False loads what fits and reports the rest in `last_restore`; None: the setting.
+            required: there is something to go on from, so an empty path is an error and no fresh start (it may not be
+                mounted); None: the setting `expect_checkpoint`.
 
         Raises:
-            VersionNotFound, CorruptError: versions exist, and none can be used. MismatchError: other objects.
+            VersionNotFound, CorruptError: versions exist, and none can be used; or one was required, and there is none.
+            MismatchError: other objects.
             MemoryRefused, KeeperNotStarted: the memory level cannot be had, and `require_memory` is set. InUse: another
-            job works on the path, or another process is this rank. StorageError: the path refuses. On every rank the
-            same class, and no rank has begun to train.
+            job works on the path, or another process is this rank. StorageError: the path refuses, or a durable version
+            cannot be read and an older one would have to be taken. On every rank the same class, and no rank has begun to
+            train.
         """
         if self._closed:
             raise UsageError("the checkpointer is closed", remedy="build a new one")
-        wanted = as_version(version)
+        asked = self._asked(as_version(version), fresh=fresh, strict=strict, required=required)
         group = self._ranks()
         run = self._run
         if run is not None:
@@ -151,34 +162,7 @@ class Checkpointer:
         agree.same(group, "exclude", list(self._exclude))
         state = run.state if run else agree.together(group, lambda: self._gatherer(group))
         link = run.link if run else self._new_link(group)
-        saver: AnySaver | None = run.saver if run else None
-        try:
-            job = assemble(group, self._root, self._config, storage=self._storage, link=link)
-            saver = reserved(
-                saver, state=state, link=link, job=job, storage=self._storage, config=self._config, events=self.events
-            )
-            self._laid_out(job, agree.together(group, state.trained))
-            restorer = Restorer(
-                job,
-                holder_of(saver, link, job, self._storage),
-                state=state,
-                storage=self._storage,
-                strict=self._config.strict if strict is None else strict,
-                timeout_s=self._config.close_timeout_s,
-            )
-            if older := wanted is None and not fresh and alive.wish.take_older():
-                restorer.pass_over_newest()
-            report = restorer.run(wanted, fresh=fresh, live=not older)
-        except BaseException:
-            # The objects may hold a mixture now; nothing of it must ever be saved.
-            if run is not None:
-                run.survivor.close()
-            if saver is not None:
-                saver.close()
-            link.close(finished=False)
-            self._storage.leave()
-            self._run = None
-            raise
+        job, saver, restorer, report = self._come_back(run, state, link, asked)
         link.resumed = (job.incarnation, restorer.recorded)
         saver.restart(restorer.recorded)
         self.bubbles = self.bubbles or found.bubbles_of(state.modules, self.events)
@@ -369,6 +353,43 @@ class Checkpointer:
         self.abandon()
 
     # Inside.
+
+    def _asked(self, version: Version | None, *, fresh: bool, strict: bool | None, required: bool | None) -> Asked:
+        """What the caller, the settings and the operator want of a restore, the stronger first."""
+        if fresh and required:
+            raise UsageError("a fresh start is asked for, and a checkpoint is required", remedy="leave one of them out")
+        if version is None and not fresh:
+            version = as_version(alive.wish.take_version())
+        strict = self._config.strict if strict is None else strict
+        return Asked(version, fresh, strict, self._config.expect_checkpoint if required is None else required)
+
+    def _come_back(
+        self, run: Run | None, state: State, link: Link, asked: Asked
+    ) -> tuple[Job, AnySaver, Restorer, RestoreReport]:
+        """The job comes together and loads; whatever fails, nothing is saved of what the objects hold then."""
+        group, saver = self._ranks(), run.saver if run else None
+        try:
+            job = assemble(group, self._root, self._config, storage=self._storage, link=link, asked=asked)
+            saver = reserved(
+                saver, state=state, link=link, job=job, storage=self._storage, config=self._config, events=self.events
+            )
+            self._laid_out(job, agree.together(group, state.trained))
+            holder = holder_of(saver, link, job, self._storage)
+            timeout_s = self._config.close_timeout_s
+            restorer = Restorer(job, holder, state=state, storage=self._storage, asked=asked, timeout_s=timeout_s)
+            if older := asked.version is None and not asked.fresh and alive.wish.take_older():
+                restorer.decisions.pass_over_newest()
+            return job, saver, restorer, restorer.run(live=not older)
+        except BaseException:
+            # The objects may hold a mixture now; nothing of it must ever be saved.
+            if run is not None:
+                run.survivor.close()
+            if saver is not None:
+                saver.close()
+            link.close(finished=False)
+            self._storage.leave()
+            self._run = None
+            raise
 
     def _running(self) -> Run:
         if self._closed:

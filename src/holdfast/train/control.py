@@ -30,6 +30,8 @@ class Order:
         is_module: the first argument is a module's name, as after `python -m`.
         stdout, stderr: files to write to; empty: those of the launcher.
         older: restore the version before the newest: the newest led to the same failure again and again.
+        version: restore this one, because the operator named it (`--from-version`).
+        jobs: checkpoint path -> id of the job that it belonged to earlier in this run: an empty path is no beginning then.
         notes: a descriptor of the seat's page of notes comes with it (`Line.descriptors`).
     """
 
@@ -40,6 +42,8 @@ class Order:
     stdout: str = ""
     stderr: str = ""
     older: bool = False
+    version: str = ""
+    jobs: Mapping[str, str] = field(default_factory=dict)
     notes: bool = False
 
 
@@ -116,6 +120,8 @@ def order_of(message: Mapping[str, Any]) -> Order:
         stdout=message["stdout"],
         stderr=message["stderr"],
         older=bool(message["older"]),
+        version=message["version"],
+        jobs=message["jobs"],
         notes=bool(message["notes"]),
     )
 

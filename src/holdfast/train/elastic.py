@@ -53,6 +53,7 @@ from holdfast.base.label import label_process
 from holdfast.core.cadence import Cadence
 from holdfast.core.identity import GUARD_S
 from holdfast.core.ladder import Limits
+from holdfast.core.model import Version
 from holdfast.node.start import ensure_keeper
 from holdfast.train import aliases, runner
 from holdfast.train.agent import Agent
@@ -141,6 +142,16 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="refuse to start where there is no memory or no keeper for the level in memory; default: save to storage alone",
     )
+    group.add_argument(
+        "--expect-checkpoint",
+        action="store_true",
+        help="there is something to go on from: an empty checkpoint path is an error, not a start from nothing",
+    )
+    group.add_argument(
+        "--from-version",
+        metavar="VERSION",
+        help="come back to this version at the start instead of the newest; what is newer is left behind",
+    )
     return parser
 
 
@@ -169,13 +180,14 @@ def main(argv: Sequence[str] | None = None, *, script: Callable[[Order], None] =
         settings = pass_on_settings(args)
         prepare(args)
         config, entrypoint, entrypoint_args = _launch_config(args)
+        program = _program(args, config)
+        _check_version(args.from_version, program)
     except HoldfastError as error:
         sys.stderr.write(f"holdfast run: {error}\n")
         return 2
     cache = make_cache(args.compile_cache, directory_of(settings) / "compiled", os.environ)
     if cache is not None:
         cache.fetch()
-    program = _program(args, config)
     label_process("hf agent")
     # Before any thread exists; workers come out here with their exit code.
     nursery = Nursery.start(functools.partial(runner.serve, script=script))
@@ -228,6 +240,17 @@ def _program(args: argparse.Namespace, config: LaunchConfig) -> Program | None:
     return Program((args.training_script, *args.training_script_args), is_module=args.module)
 
 
+def _check_version(text: str | None, program: Program | None) -> None:
+    if text is None:
+        return
+    if Version.parse(text) is None:
+        raise UsageError(f"{text!r} is not a version", remedy="`holdfast ls` shows them: i000001-s0000000120")
+    if program is None:
+        raise UsageError(
+            "--from-version reaches Python scripts only", remedy='call restore(version="..") in the script'
+        )
+
+
 def _rules(args: argparse.Namespace, settings: Config, config: LaunchConfig, early: Early) -> Rules:
     # torchrun's 30 s would cut off a last save to slow storage.
     given = getattr(config, "shutdown_timeout", None) if _is_given(args, "shutdown_timeout") else None
@@ -237,6 +260,7 @@ def _rules(args: argparse.Namespace, settings: Config, config: LaunchConfig, ear
         name=settings.node_label,
         guard_s=args.guard_time,
         early=early,
+        version=args.from_version or "",
     )
 
 
@@ -261,8 +285,9 @@ def pass_on_settings(args: argparse.Namespace) -> Config:
             os.environ[variables[field]] = value
         elif value is not None:
             handed[field] = value
-    if args.require_memory:
-        handed["require_memory"] = "true"
+    for field, wanted in (("require_memory", args.require_memory), ("expect_checkpoint", args.expect_checkpoint)):
+        if wanted:
+            handed[field] = "true"
     if handed:
         os.environ.update([hand_on(handed)])
     if variables["run_id"] not in os.environ and args.rdzv_id not in ("", "none"):

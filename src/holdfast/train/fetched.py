@@ -6,12 +6,13 @@ Used by `train.restore`, and in another layout by `train.heads` and `train.relay
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from holdfast.base.errors import CorruptError, KeeperLost, StorageError, VersionNotFound
+from holdfast.base.errors import CorruptError, HoldfastError, KeeperLost
 from holdfast.core import recovery
 from holdfast.core.model import BundleRef, Version
 from holdfast.core.recovery import Choice, Facts, Fetch
@@ -22,16 +23,23 @@ from holdfast.train.live import Group, LiveTensor
 
 logger = logging.getLogger(__name__)
 
-_BAD_COPY = (CorruptError, VersionNotFound, StorageError, KeeperLost)
+# What is asked for when the time is over is given this long: it may be here already.
+MIN_TIMEOUT_S = 1.0
+ANSWER_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A copy that cannot be used: of a bundle, on a node (None: storage)."""
+    """A copy that could not be used: of a bundle, on a node (None: storage).
+
+    Attributes:
+        kind: the class of error that was met. It says whether the copy is bad, or could only not be reached.
+    """
 
     bundle_id: str
     node: int | None
     reason: str
+    kind: type[HoldfastError] = CorruptError
 
 
 @dataclass(slots=True)
@@ -59,6 +67,9 @@ class Holder(Protocol):
     def alive(self) -> bool:
         """Whether it can still be asked."""
 
+    def answers(self, timeout_s: float) -> bool:
+        """Whether it answers at all within this time."""
+
     def inventory(self) -> Inventory:
         """What memory holds, on all nodes that can be reached."""
 
@@ -76,30 +87,50 @@ class Holder(Protocol):
 
 
 class Fetcher:
-    """Has bundles, or chunks of them, brought to this node."""
+    """Has bundles, or chunks of them, brought to this node.
+
+    Args:
+        timeout_s: how long all that one call asks for may take, and once more if it is asked for one by one.
+    """
 
     def __init__(self, client: Holder, *, timeout_s: float) -> None:
         self._client = client
         self._timeout_s = timeout_s
 
     def obtain(self, version: Version, fetches: Iterable[Fetch], faults: list[Fault]) -> list[Located]:
-        """All at once; if that fails, one by one, to know which copies are bad."""
+        """All at once; if that fails, one by one, to know which copies cannot be used: those go to `faults`.
+
+        Raises:
+            HoldfastError: what is no other for another copy or at another time: the keeper of this node is gone or does not
+                answer, there is no room, the key is missing, the copy was written by a newer holdfast.
+        """
         fetches = tuple(fetches)
         try:
             return list(self._client.obtain(version, fetches, timeout_s=self._timeout_s)) if fetches else []
-        except _BAD_COPY as error:
-            if not self._client.alive:
-                raise
-            logger.warning("fetching %s: %s; trying its bundles one by one", version, error)
+        except HoldfastError as error:
+            self._require_mendable(error)
+            logger.info("fetching %s: %s; trying its bundles one by one", version, error)
         located: list[Located] = []
+        deadline = time.monotonic() + self._timeout_s
         for fetch in fetches:
             try:
-                located += self._client.obtain(version, [fetch], timeout_s=self._timeout_s)
-            except _BAD_COPY as error:
-                if not self._client.alive:
-                    raise
-                faults.append(Fault(fetch.ref.bundle_id, fetch.node, error.what))
+                left_s = max(MIN_TIMEOUT_S, deadline - time.monotonic())
+                located += self._client.obtain(version, [fetch], timeout_s=left_s)
+            except HoldfastError as error:
+                self._require_mendable(error)
+                place = "" if error.condemns or not error.where else f" [{error.where}]"
+                faults.append(Fault(fetch.ref.bundle_id, fetch.node, error.what + place, type(error)))
         return located
+
+    def _require_mendable(self, error: HoldfastError) -> None:
+        """Raises the error unless another copy may be good, or this one may be had later.
+
+        That the keeper of this node hangs says nothing of any copy: nobody could bring one.
+        """
+        if not self._client.alive or not (error.condemns or error.retryable):
+            raise error
+        if isinstance(error, KeeperLost) and not self._client.answers(ANSWER_TIMEOUT_S):
+            raise error
 
 
 def fetch_of(choice: Choice, ref: BundleRef, rank: int, facts: Facts, runs: Runs) -> Fetch:

@@ -287,13 +287,13 @@ class OtherLayout:
                 runs := reshard.merged((c, c + 1) for c, r in rows.items() if r == me and c not in before.get(name, {}))
             )
         ]
-        self._fetcher.obtain(choice.version, duty, loaded.faults)
+        agree.together(self._group, lambda: self._fetcher.obtain(choice.version, duty, loaded.faults))
         if not self._vote(loaded.faults):
             return False
         final = [fetch for name, fetch in fetches.items() if name not in stored]
         for name, runs in stored.items():
             final += _from_readers(fetches[name], runs, readers[name], (me, node_of))
-        loaded.located = self._fetcher.obtain(choice.version, final, loaded.faults)
+        loaded.located = agree.together(self._group, lambda: self._fetcher.obtain(choice.version, final, loaded.faults))
         for item in loaded.located:
             try:
                 prove_seal(choice, item)

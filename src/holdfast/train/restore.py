@@ -2,9 +2,9 @@
 
 Rank 0 gathers what keepers and storage have and decides. In the layout that was saved every rank wants whole bundles;
 in any other (`train.relayout`) boxes of them. It fetches them, checks every chunk against
-the seal while it fills the live tensors, and votes. One NO condemns that copy and the plan is made again: the next
-source, else the next older version, at most three attempts per version. Only when all have loaded is the state applied,
-"resumed from" recorded, and saving allowed. Every step can be interrupted: nothing is recorded before the end.
+the seal while it fills the live tensors, and votes (`train.deciding`). One NO and the plan is made again: the next source,
+else the next older version. Only when all have loaded is the state applied, "resumed from" recorded, and saving allowed.
+Every step can be interrupted: nothing is recorded before the end.
 
 A fresh start is only: no manifest, no inventory. Versions that exist and cannot be used are an error, never a silent
 start from nothing. Called by `train.checkpointer`.
@@ -12,7 +12,6 @@ start from nothing. Called by `train.checkpointer`.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import Counter
@@ -25,13 +24,14 @@ from holdfast.base.events import Events
 from holdfast.base.progress import Meter, progress_text
 from holdfast.core import recovery, reshard
 from holdfast.core.model import Extent, Version
-from holdfast.core.recovery import Choice, Fetch, Quarantine
+from holdfast.core.recovery import Choice, Fetch
 from holdfast.node.client import Located
 from holdfast.tiers import format as image_format
 from holdfast.tiers import values as value_codec
 from holdfast.tiers.storage import Storage
-from holdfast.train import agree, fill, verdict
-from holdfast.train.assembly import Job
+from holdfast.train import agree, fill
+from holdfast.train.assembly import FIRST_START, Asked, Job
+from holdfast.train.deciding import Decisions
 from holdfast.train.fetched import Fault, Fetcher, Holder, Loaded
 from holdfast.train.fill import Source
 from holdfast.train.live import Group, LoadRecord, SavedTensor
@@ -40,11 +40,9 @@ from holdfast.train.parts import left_out_text, listed
 from holdfast.train.relayout import OtherLayout
 from holdfast.train.remains import remains
 from holdfast.train.state import State
+from holdfast.train.verdict import BEGIN_ANEW, Verdict
 
 logger = logging.getLogger(__name__)
-
-# A plan that fails on every version there is stops here; each round condemns at least one copy.
-MAX_ROUNDS = 64
 
 
 _SOURCES = {
@@ -118,30 +116,35 @@ class Restorer:
     """One restore of one rank. Collective: every rank makes the same calls.
 
     Args:
-        strict: refuse objects that do not fit; if not, load what fits and report the rest.
-        timeout_s: how long fetching the bundles may take.
+        asked: what of; where it is not strict, what fits is loaded and the rest is reported.
+        timeout_s: how long fetching the bundles may take, and how long storage is waited for that cannot be read.
 
     Attributes:
         recorded: the saved version that this incarnation descends from.
+        decisions: which version it is.
     """
 
     def __init__(
-        self, job: Job, client: Holder, *, state: State, storage: Storage, strict: bool, timeout_s: float
+        self,
+        job: Job,
+        client: Holder,
+        *,
+        state: State,
+        storage: Storage,
+        asked: Asked,
+        timeout_s: float,
     ) -> None:
         self._job = job
         self._client = client
         self._state = state
         self._storage = storage
-        self._strict = strict
+        self._asked = asked
         self._fetcher = Fetcher(client, timeout_s=timeout_s)
-        self._findings: verdict.Findings | None = None
+        self.decisions = Decisions(job, client, storage, timeout_s=timeout_s)
         self.recorded: Version | None = None
-        self._quarantine = Quarantine()
-        self._attempts: Counter[Version] = Counter()
-        self._refused: list[str] = []
 
-    def run(self, wanted: Version | None, *, fresh: bool, live: bool) -> RestoreReport:
-        """Loads the newest usable version, or `wanted`, or nothing if there is nothing or `fresh`.
+    def run(self, *, live: bool) -> RestoreReport:
+        """Loads the newest usable version, or that which was asked for, or nothing if there is nothing or none is wanted.
 
         With `live`, what survivors still hold of a newer step is taken instead, if that is enough for all.
 
@@ -151,8 +154,12 @@ class Restorer:
         """
         started = time.perf_counter()
         report: RestoreReport | None = None
-        if fresh:
-            report = RestoreReport(None, "asked for a fresh start; older versions are left to their own lineage")
+        wanted = self._asked.version
+        if self._asked.fresh:
+            report = RestoreReport(
+                None,
+                "asked for a fresh start; the newest versions of the run before stay until `holdfast rm` removes them",
+            )
         else:
             report = self._living() if live and wanted is None else None
             remains.forget()  # what was not used is about to be overwritten
@@ -166,22 +173,13 @@ class Restorer:
 
     # For who loads piece by piece (`adapters.dcp`).
 
-    def look_again(self) -> None:
-        """What was found before is forgotten, bad copies excepted."""
-        self._findings = None
-
-    def versions_of(self, step: int) -> list[Version]:
-        """All versions of this step that anybody knows. Collective."""
-        found = json.loads(agree.share(self._job.group, lambda: self._known(step)))
-        return [version for text in found if (version := Version.parse(text)) is not None]
-
     def choose(self, wanted: Version | None) -> Choice | None:
         """The newest usable version, or `wanted`; None if there is none at all. Collective.
 
         Raises:
             HoldfastError: versions exist, and none can be used; says why for each.
         """
-        found = verdict.decode(agree.share(self._job.group, lambda: self._decide(wanted)))
+        found = self.decisions.choose(wanted)
         if found.choice is None:
             self._nothing(found, wanted)
         return found.choice
@@ -192,67 +190,45 @@ class Restorer:
             self._job.group,
             self._state,
             self._fetcher,
-            facts=verdict.facts_of(None, self._job, self._quarantine),
-            vote=lambda faults: self._all_good(choice, faults),
-            strict=self._strict,
+            facts=self.decisions.facts,
+            vote=lambda faults: self.decisions.vote(choice, faults),
+            strict=self._asked.strict,
         )
-
-    def _known(self, step: int) -> bytes:
-        if self._job.group.rank:
-            return b"[]"
-        if self._findings is None:
-            self._findings = verdict.find(self._client, self._storage)
-        versions = {*self._findings.stored, *(copy.version for copy in self._findings.inventory.copies)}
-        return json.dumps([str(version) for version in sorted(versions) if version.step == step]).encode()
-
-    def pass_over_newest(self) -> None:
-        """The newest version that could be used is left out, if there is an older one. Every rank calls it, or none."""
-        found = verdict.decode(agree.share(self._job.group, lambda: self._decide(None)))
-        if found.choice is None:
-            return
-        newest = self._quarantine
-        self._quarantine = replace(newest, versions=newest.versions | {found.choice.version})
-        older = verdict.decode(agree.share(self._job.group, lambda: self._decide(None)))
-        if older.choice is None:
-            self._quarantine = newest
-            return
-        self._attempts[found.choice.version] = recovery.MAX_ATTEMPTS
-        logger.warning("%s is passed over: with it the job failed at the same place again", found.choice.version)
 
     def _living(self) -> RestoreReport | None:
         """From what the survivors hold, where that is newer than all that was saved; None: it is not, or not enough.
 
-        What is recorded is the saved version: the lineage holds what can be found again.
+        What is recorded is the saved version: the lineage holds what can be found again. For that it need not be read.
         """
         fill = LiveFill(self._job, self._state)
         offers = fill.offers()
         if all(offer.live is None for offer in offers):
             return None
-        found = verdict.decode(agree.share(self._job.group, lambda: self._decide(None)))
-        if found.choice is None and found.exists:
+        found = self.decisions.newest_saved()
+        saved = found.choice or found.awaited
+        if saved is None and found.exists:
             return None  # an error, which the usual way tells
-        self.recorded = found.choice.version if found.choice else None
+        self.recorded = saved.version if saved is not None else None
         filled = fill.run(offers, self.recorded)
         if filled is None:
             return None
         return RestoreReport(filled.version, filled.reason, bytes=filled.bytes, seconds={"fill": filled.seconds})
 
     def _newest(self, wanted: Version | None) -> RestoreReport:
-        for _ in range(MAX_ROUNDS):
-            found = verdict.decode(agree.share(self._job.group, lambda: self._decide(wanted)))
+        while True:
+            found = self.decisions.choose(wanted)
             if found.choice is None:
                 return self._nothing(found, wanted)
             report = self._attempt(found, found.choice)
             if report is not None:
                 return report
-        raise CorruptError(f"no usable version after {MAX_ROUNDS} plans: {'; '.join(self._refused)}")
 
-    def _attempt(self, found: verdict.Verdict, choice: Choice) -> RestoreReport | None:
+    def _attempt(self, found: Verdict, choice: Choice) -> RestoreReport | None:
         """The report, or None if some rank found a bad copy."""
         try:
             if agree.unanimous(self._job.group, self._is_layout(choice)):
                 loaded = agree.together(self._job.group, lambda: self._load(choice))
-                if not self._all_good(choice, loaded.faults):
+                if not self.decisions.vote(choice, loaded.faults):
                     return None
             else:
                 other = self._load_elsewhere(choice)
@@ -265,22 +241,22 @@ class Restorer:
             if self._client.alive:
                 self._client.release()
 
-    def _decide(self, wanted: Version | None) -> bytes:
-        if self._job.group.rank:
-            return b""
-        if self._findings is None:
-            self._findings = verdict.find(self._client, self._storage)
-        return verdict.decide(self._findings, self._job, self._quarantine, wanted=wanted)
-
-    def _nothing(self, found: verdict.Verdict, wanted: Version | None) -> RestoreReport:
+    def _nothing(self, found: Verdict, wanted: Version | None) -> RestoreReport:
+        refused = self.decisions.refused
         if not found.exists and wanted is None:
+            if self._asked.required:
+                raise VersionNotFound(
+                    f"a checkpoint was expected, and there is none: {found.reason}",
+                    where=self._storage.where,
+                    remedy=FIRST_START,
+                )
             return RestoreReport(None, found.reason)
-        kind = CorruptError if self._refused else VersionNotFound
+        kind = CorruptError if refused else VersionNotFound
         what = f"{wanted} cannot be used" if wanted else "versions exist, but none can be used"
         raise kind(
-            f"{what}: {'; '.join([found.reason, *self._refused])}",
+            f"{what}: {'; '.join([found.reason, *refused])}",
             where=self._storage.where,
-            remedy="repair or remove what is named; restore(fresh=True) starts a new lineage and leaves these alone",
+            remedy=f"repair or remove what is named; {BEGIN_ANEW}",
         )
 
     # One attempt, on this rank.
@@ -308,7 +284,7 @@ class Restorer:
         loaded = other.load(choice, meter.add)
         if loaded is not None:
             rank, nodes = self._job.group.rank, self._job.topology.nodes
-            facts = verdict.facts_of(None, self._job, self._quarantine)
+            facts = self.decisions.facts
             refs = {item.ref.bundle_id: item.ref for item in loaded.located}
             loaded.ways = {
                 name: recovery.way(recovery.cheapest(ref, choice, rank, facts), nodes) for name, ref in refs.items()
@@ -316,7 +292,7 @@ class Restorer:
         return loaded
 
     def _load(self, choice: Choice) -> Loaded:
-        facts = verdict.facts_of(None, self._job, self._quarantine)
+        facts = self.decisions.facts
         fetches = recovery.fetches(choice, self._job.group.rank, facts)
         num_bytes = sum(fetch.seal.length for fetch in fetches)
         nodes_of = self._job.topology.nodes
@@ -333,7 +309,7 @@ class Restorer:
         try:
             for source in sources:
                 _take_values(source, loaded.values)
-            loaded.tensors = self._state.targets(_saved(sources), loaded.values, strict=self._strict)
+            loaded.tensors = self._state.targets(_saved(sources), loaded.values, strict=self._asked.strict)
         except HoldfastError:
             # What does not fit may be damaged: only bytes that are proven may accuse the objects.
             loaded.faults += [Fault(name, nodes[name], why) for name, why in _damaged(sources).items()]
@@ -351,34 +327,6 @@ class Restorer:
 
     def _say(self, version: Version, how_far: str) -> None:
         logger.info("verifying and copying %s: %s", version, how_far)
-
-    # The vote.
-
-    def _all_good(self, choice: Choice, faults: Iterable[Fault]) -> bool:
-        """Whether no rank found a fault; otherwise every rank knows them all and leaves those copies out."""
-        mine = [[fault.bundle_id, fault.node, fault.reason] for fault in faults]
-        told = agree.gather_json(self._job.group, mine)
-        bad = {(bundle_id, node): (rank, why) for rank, rows in enumerate(told) for bundle_id, node, why in rows}
-        if not bad:
-            return True
-        version = choice.version
-        self._attempts[version] += 1
-        for (bundle_id, node), (rank, why) in bad.items():
-            place = "storage" if node is None else self._job.topology.nodes[node]
-            self._refused.append(f"{version} bundle {bundle_id} from {place} (rank {rank}): {why}")
-            if rank == self._job.group.rank:
-                self._condemn(version, Fault(bundle_id, node, why))
-        logger.warning("%s", "; ".join(self._refused[-len(bad) :]))
-        copies = self._quarantine.copies | {(version, bundle_id, node) for bundle_id, node in bad}
-        worn_out = {v for v, count in self._attempts.items() if count >= recovery.MAX_ATTEMPTS}
-        self._quarantine = Quarantine(copies, frozenset(worn_out))
-        return False
-
-    def _condemn(self, version: Version, fault: Fault) -> None:
-        try:
-            self._client.quarantine(version, fault.bundle_id, node=fault.node, reason=fault.reason)
-        except HoldfastError as error:
-            logger.warning("the keeper was not told of a bad copy: %s", error)
 
     # The end.
 
@@ -417,7 +365,7 @@ class Restorer:
             bytes=dict(num_bytes),
             bundles=dict(bundles),
             seconds=seconds,
-            refused=tuple(self._refused),
+            refused=tuple(self.decisions.refused),
             not_loaded=record.not_loaded,
             not_used=record.not_used,
             misfit=record.misfit,
@@ -452,6 +400,8 @@ def _readable(fetches: Iterable[Fetch], located: Iterable[Located], faults: list
                 raise CorruptError("the copy is not the one that was agreed on")
             yield fill.read_sources([item])[0]
         except CorruptError as error:
+            if not error.condemns:
+                raise
             faults.append(Fault(name, nodes[name], error.what))
 
 

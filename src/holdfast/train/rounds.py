@@ -7,8 +7,8 @@ So every key that workers write belongs to one incarnation, and late writes of a
 
 Agents also leave a beat here every second, and in it whether all their ranks stand in collectives; what it means that one
 is silent, or that all stand, is `agent`'s and core.faults' business.
-Calls are short; only `open` waits. One thread uses it. Keys: `recoveries/<group rank>`, `keeper/<group rank>`,
-`ranks/<group rank>`, `now`, `want/<n>`, `done/<n>`, `beat/<group rank>`, `over`, `left`.
+Calls are short; only `open` waits. One thread uses it. Keys: `recoveries/<group rank>`, `version/<group rank>`,
+`keeper/<group rank>`, `ranks/<group rank>`, `now`, `want/<n>`, `done/<n>`, `beat/<group rank>`, `over`, `left`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Incarnation:
         recoveries: how often the job came back before, for `TORCHELASTIC_RESTART_COUNT`.
         reason: why there is this one.
         older: whether the newest version is to be passed over.
+        version: which one is to be restored, because the operator named it; empty: the newest.
     """
 
     number: int
@@ -50,6 +51,7 @@ class Incarnation:
     recoveries: int
     reason: str = ""
     older: bool = False
+    version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +70,15 @@ class Round:
         address: where the agent of group rank 0 can be reached.
         keeper: where this node's keeper can be reached; empty: nowhere.
         ranks: which ranks of the job this agent has.
+
+    Attributes:
+        version: what the job has to restore first, because the operator named it; empty once it has.
     """
 
     def __init__(
         self, store: Store, *, rank: int, size: int, address: str, keeper: str = "", ranks: Sequence[int] = ()
     ) -> None:
+        self.version = ""
         self._store = PrefixStore(PREFIX, store)
         self._rank, self.size, self.address = rank, size, address
         self._keeper, self._ranks = keeper, list(ranks)
@@ -102,10 +108,14 @@ class Round:
         deadline = time.monotonic() + OPEN_TIMEOUT_S
         self._store.set(f"keeper/{self._rank}", self._keeper)
         self._store.set(f"ranks/{self._rank}", json.dumps(self._ranks))
+        self._store.set(f"version/{self._rank}", self.version)
         self._store.set(f"recoveries/{self._rank}", str(recoveries))
         if self.leads and not self._store.check(["now"]):
             told = [f"recoveries/{rank}" for rank in range(self.size)]
             self._store.wait(told, timedelta(seconds=OPEN_TIMEOUT_S))
+            # A node that joins later was started with the same command, and the job has come back to it long ago.
+            if not all(self._store.get(f"version/{rank}") for rank in range(self.size)):
+                self.version = ""
             self._publish(1, max(int(self._store.get(key)) for key in told), "start")
         while (found := self.newest()) is None:
             if time.monotonic() > deadline:
@@ -217,7 +227,7 @@ class Round:
         fresh = TCPStore(
             "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=OPEN_TIMEOUT_S)
         )
-        row = asdict(Incarnation(number, fresh.port, recoveries, reason, older))
+        row = asdict(Incarnation(number, fresh.port, recoveries, reason, older, self.version))
         stored = self._store.compare_set("now", self._raw, json.dumps(row)).decode()
         if json.loads(stored)["port"] == fresh.port:
             self._workers_store = fresh

@@ -25,6 +25,7 @@ class Rules:
         name: of the node; empty: several launchers may share it, and none is asked who it is.
         guard_s: how long a silent launcher of the same name is waited for.
         early: what tells the keeper that workers start.
+        version: which version the job comes back to at first; empty: the newest.
     """
 
     grace_s: float
@@ -32,3 +33,4 @@ class Rules:
     name: str = ""
     guard_s: float = GUARD_S
     early: Early = field(default_factory=Early)
+    version: str = ""

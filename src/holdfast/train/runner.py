@@ -68,7 +68,7 @@ class Runner:
         self._sockets.install()
         reaching.install()
         signal.signal(WAKE, self._wake)
-        alive.wish.restored = self._restored
+        alive.wish.works_on, alive.wish.restored = self._works_on, self._restored
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]  # torchrun starts Python with -u
         threading.Thread(target=self._hear, name="holdfast-agent", daemon=True).start()
@@ -114,6 +114,11 @@ class Runner:
             signal.signal(WAKE, self._wake)
             self._running = order
         self._started(order)
+
+    def _works_on(self, root: str, job: str) -> None:
+        running = self._running
+        if running is not None:
+            self._line.send("works on", running.number, root=root, job=job)
 
     def _restored(self, step: int, source: str) -> None:
         running = self._running
@@ -161,7 +166,7 @@ class Runner:
         self._started(newer)
 
     def _started(self, order: Order) -> None:
-        alive.wish.older = order.older
+        alive.wish.older, alive.wish.version, alive.wish.jobs = order.older, order.version, order.jobs
         label_process(f"hf rank {order.environment.get('RANK', '')}")
         beats.attach(self._page)
         beats.at_step(-1)  # the script begins at its first line; a restore says where it goes on

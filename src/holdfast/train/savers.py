@@ -12,6 +12,7 @@ from typing import TypeAlias
 from holdfast.base.config import Config
 from holdfast.base.errors import MemoryRefused
 from holdfast.base.events import Events
+from holdfast.node.client import Inventory
 from holdfast.tiers.storage import Storage
 from holdfast.train import agree
 from holdfast.train.agree import Ranks
@@ -73,10 +74,15 @@ def holder_of(saver: AnySaver, link: Link, job: Job, storage: Storage) -> Holder
         return Stored(storage)
     client = link.require()
     if isinstance(saver, DirectSaver):
-        held = agree.share(job.group, lambda: b"copies" if client.inventory().copies else b"")
+        held = agree.share(job.group, lambda: b"copies" if _may_hold(client.inventory()) else b"")
         if not held:
             return Stored(storage)
     return client
+
+
+def _may_hold(inventory: Inventory) -> bool:
+    """Whether keepers have copies, or some that do not answer may have."""
+    return bool(inventory.copies or inventory.unheard)
 
 
 def schedule_of(

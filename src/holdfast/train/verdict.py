@@ -1,21 +1,22 @@
 """What rank 0 finds out before a restore, and the one decision that all ranks get.
 
-The keepers tell what they hold, storage tells what is committed; core.recovery decides. A manifest that cannot be read
-does not hide the others: it is one reason among those that are reported. Called by `train.restore`.
+The keepers tell what they hold, storage tells what is committed; core.recovery decides. A manifest that is damaged
+does not hide the other versions: it is one reason among those that are reported. One that cannot be read for now may
+be good: its version is waited for. Called by `train.restore`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from holdfast.base.errors import HoldfastError, VersionNotFound
+from holdfast.base.errors import CorruptError, HoldfastError, KeeperLost, StorageError, VersionNotFound
 from holdfast.core import recovery
-from holdfast.core.model import Version
-from holdfast.core.recovery import Choice, Facts, MemoryCopy, Quarantine, Stored
+from holdfast.core.model import Topology, Version
+from holdfast.core.recovery import Awaited, Choice, Copy, Facts, Quarantine, Stored, Unreachable
 from holdfast.node.client import Inventory
 from holdfast.tiers.manifest import stored_of
 from holdfast.tiers.storage import Storage
@@ -34,11 +35,15 @@ class Verdict:
         reason: one sentence why, with what was refused.
         exists: whether there is any version at all, usable or not. What the ranks of a job were saving when it ended, and no
             keeper ever heard that all of it was captured, is none.
+        awaited: what cannot be reached and may be newer than all that can; then there is no choice.
+        pause_s: for so long all ranks wait before they ask again; 0: this is the answer.
     """
 
     choice: Choice | None
     reason: str
     exists: bool
+    awaited: Awaited | None = None
+    pause_s: float = 0.0
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -46,72 +51,146 @@ _decoder = msgspec.msgpack.Decoder(Verdict)
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
-    """What rank 0 found, once per restore.
+class Out:
+    """Copies and keepers that a plan leaves out, as far as this rank knows.
 
     Attributes:
-        unreadable: committed versions whose manifest cannot be used, with the fault.
+        quarantine: proven bad, or passed over.
+        away: copies that could not be had in the last rounds, with the error.
+        ignores_silent: keepers that do not answer have been waited for.
+    """
+
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    away: Mapping[Copy, HoldfastError] = field(default_factory=dict)
+    ignores_silent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What rank 0 found, once per plan.
+
+    Attributes:
+        useless: committed versions whose manifest is damaged or another job's, with the fault.
+        unread: committed versions whose manifest could not be read, with the error.
     """
 
     inventory: Inventory
     stored: Mapping[Version, Stored]
-    unreadable: Mapping[Version, HoldfastError] = field(default_factory=dict)
+    useless: Mapping[Version, HoldfastError] = field(default_factory=dict)
+    unread: Mapping[Version, HoldfastError] = field(default_factory=dict)
+
+    @property
+    def versions(self) -> set[Version]:
+        """All that anybody knows of, usable or not."""
+        return {*self.stored, *self.useless, *self.unread, *(copy.version for copy in self.inventory.copies)}
 
 
 def find(client: Holder, storage: Storage) -> Findings:
-    """Asks all keepers and storage."""
-    inventory = client.inventory()
-    for node, reason in inventory.silent:
-        logger.warning("the keeper of node %d does not answer (%s); what it holds is left out", node, reason)
-    stored: dict[Version, Stored] = {}
-    unreadable: dict[Version, HoldfastError] = {}
-    for version in storage.versions():
-        try:
-            manifest = storage.manifest(version)
-        except VersionNotFound:
-            continue  # retired meanwhile
-        except HoldfastError as error:
-            unreadable[version] = error
-            continue
-        stored[version] = stored_of(manifest)
-    return Findings(inventory, stored, unreadable)
-
-
-def facts_of(findings: Findings | None, job: Job, quarantine: Quarantine) -> Facts:
-    """The facts for core.recovery; without findings, those that every rank has."""
-    memory: tuple[MemoryCopy, ...] = ()
-    if findings is None:
-        return Facts(
-            memory, {}, {}, job.lineage, job.topology, quarantine=quarantine, ranks_per_reader=job.ranks_per_reader
-        )
-    inventory = findings.inventory
-    suspects = frozenset(version for version, _ in inventory.suspects)
-    tables = dict(inventory.tables)
-    return Facts(inventory.copies, tables, findings.stored, job.lineage, job.topology, suspects, quarantine)
-
-
-def decide(findings: Findings, job: Job, quarantine: Quarantine, *, wanted: Version | None) -> bytes:
-    """Rank 0: the verdict, encoded.
+    """Asks all keepers and storage.
 
     Raises:
-        HoldfastError: a version is there, but its manifest cannot be used, no keeper holds it, and nothing else is
-            usable (or `wanted` is this one). Of the class that says why.
+        StorageError: the path refuses, or is not the job's directory any more.
     """
-    decision = recovery.choose_version(facts_of(findings, job, quarantine), wanted=wanted)
+    inventory = client.inventory()
+    for node, reason in inventory.silent:
+        logger.warning("the keeper of node %d does not answer (%s)", node, reason)
+    stored: dict[Version, Stored] = {}
+    useless: dict[Version, HoldfastError] = {}
+    unread: dict[Version, HoldfastError] = {}
+    for version in storage.named():
+        try:
+            stored[version] = _read(storage, version)
+        except VersionNotFound as error:  # never committed, retired meanwhile, or late in showing up
+            if storage.is_committed(version):
+                unread[version] = StorageError("the manifest is listed and cannot be found", where=error.where)
+        except HoldfastError as error:
+            found = useless if error.condemns else unread
+            found[version] = error
+    storage.require_job(storage.job_id())  # an empty mount point lists nothing either
+    return Findings(inventory, stored, useless, unread)
+
+
+def _read(storage: Storage, version: Version) -> Stored:
+    """Reads a manifest, a second time before it counts as damaged: the first may have been a bad read."""
+    try:
+        return stored_of(storage.manifest(version))
+    except CorruptError:
+        return stored_of(storage.manifest(version))
+
+
+def planned(job: Job, out: Out) -> Facts:
+    """Returns the facts that every rank has, to plan with once a version is chosen."""
+    return Facts(
+        (), {}, {}, job.lineage, job.topology,
+        quarantine=out.quarantine, unreachable=Unreachable(copies=_texts(out.away)), ranks_per_reader=job.ranks_per_reader,
+    )  # fmt: skip
+
+
+def decide(findings: Findings, job: Job, out: Out, *, wanted: Version | None) -> Verdict:
+    """Rank 0: the verdict.
+
+    Raises:
+        HoldfastError: a version is there, but its manifest is of no use, no keeper holds it, and nothing else is usable (or
+            `wanted` is this one). Of the class that says why.
+    """
+    decision = recovery.choose_version(_facts(findings, job, out), wanted=wanted)
     reasons = [decision.reason]
-    reasons += [f"{version} refused: {error}" for version, error in sorted(findings.unreadable.items(), reverse=True)]
-    exists = bool(findings.stored or findings.unreadable or _is_any_whole(findings.inventory))
-    if decision.value is None and findings.unreadable:
-        if wanted is not None and wanted in findings.unreadable:
-            raise findings.unreadable[wanted]
-        if wanted is None and not quarantine.copies:
-            fault = findings.unreadable[max(findings.unreadable)]
-            raise type(fault)(
-                f"versions exist, but none can be used: {'; '.join(reasons)}",
-                where=fault.where,
-                remedy=f"{fault.remedy}; restore(fresh=True) starts a new lineage and leaves these alone",
-            )
-    return _encoder.encode(Verdict(decision.value, "; ".join(reasons), exists))
+    reasons += [f"{version} refused: {error}" for version, error in sorted(findings.useless.items(), reverse=True)]
+    if out.ignores_silent and findings.inventory.unheard:
+        reasons.append(f"{_labels(findings.inventory.unheard, job.topology)} did not answer: what it holds is left out")
+    reason = "; ".join(reasons)
+    exists = bool(findings.stored or findings.useless or findings.unread or _is_any_whole(findings.inventory))
+    if isinstance(decision.value, Awaited):
+        return Verdict(None, reason, exists, decision.value)
+    if decision.value is None:
+        _require_something(findings, reason, out, wanted=wanted)
+    return Verdict(decision.value, reason, exists)
+
+
+def require_known(findings: Findings, found: Verdict, topology: Topology) -> None:
+    """Whether it is known that there is no version, if there seems to be none.
+
+    Raises:
+        KeeperLost: a keeper may hold one, and does not answer.
+    """
+    silent = findings.inventory.unheard
+    if found.choice is None and not found.exists and silent:
+        raise KeeperLost(
+            f"nothing is found, but {_labels(silent, topology)} does not answer and may hold a version",
+            remedy="see its log; if it hangs, end it; restore(fresh=True) begins anew whatever it holds",
+        )
+
+
+def _require_something(findings: Findings, reason: str, out: Out, *, wanted: Version | None) -> None:
+    useless = findings.useless
+    if wanted is not None and wanted in useless:
+        raise useless[wanted]
+    if useless and wanted is None and not out.quarantine.copies:
+        fault = useless[max(useless)]
+        raise type(fault)(
+            f"versions exist, but none can be used: {reason}", where=fault.where, remedy=f"{fault.remedy}; {BEGIN_ANEW}"
+        )
+
+
+BEGIN_ANEW = "restore(fresh=True) starts a new lineage and leaves these alone, until `holdfast rm` removes them"
+
+
+def _facts(findings: Findings, job: Job, out: Out) -> Facts:
+    inventory = findings.inventory
+    silent = () if out.ignores_silent else tuple(job.topology.nodes[node] for node in findings.inventory.unheard)
+    unread = {version: str(error) for version, error in findings.unread.items()}
+    return Facts(
+        inventory.copies, dict(inventory.tables), findings.stored, job.lineage, job.topology,
+        frozenset(version for version, _ in inventory.suspects), out.quarantine, Unreachable(unread, _texts(out.away), silent),
+    )  # fmt: skip
+
+
+def _texts(away: Mapping[Copy, HoldfastError]) -> dict[Copy, str]:
+    return {copy: error.what for copy, error in away.items()}
+
+
+def _labels(nodes: Sequence[int], topology: Topology) -> str:
+    return f"the keeper of {', '.join(topology.nodes[node] for node in nodes)}"
 
 
 def _is_any_whole(inventory: Inventory) -> bool:
@@ -122,6 +201,11 @@ def _is_any_whole(inventory: Inventory) -> bool:
     versions = {copy.version for copy in inventory.copies}
     known = dict(inventory.tables).keys() | dict(inventory.levels).keys()
     return bool(versions & known or (versions and (inventory.silent or inventory.suspects)))
+
+
+def encode(verdict: Verdict) -> bytes:
+    """The verdict, to be told to all."""
+    return _encoder.encode(verdict)
 
 
 def decode(data: bytes) -> Verdict:

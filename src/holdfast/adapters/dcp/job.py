@@ -20,7 +20,7 @@ from holdfast.core.model import Level, Version
 from holdfast.node.places import absolute_root
 from holdfast.tiers.storage import open_storage
 from holdfast.train import agree, beats
-from holdfast.train.assembly import Job, assemble
+from holdfast.train.assembly import Asked, Job, assemble
 from holdfast.train.handle import SaveHandle
 from holdfast.train.link import Link
 from holdfast.train.saver import Saver
@@ -48,7 +48,8 @@ class DcpJob:
         self.loaded: Version | None = None
         self.link = Link(root, config, rank=self.group.rank, events=self.events, on_appointment=lambda _: None)
         try:
-            self.job: Job = assemble(self.group, root, self.config, storage=self.storage, link=self.link)
+            asked = Asked(required=config.expect_checkpoint)
+            self.job: Job = assemble(self.group, root, self.config, storage=self.storage, link=self.link, asked=asked)
             newest = json.loads(agree.share(self.group, self._newest_step))
         except BaseException:
             self._leave(finished=False)

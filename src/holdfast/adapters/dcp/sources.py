@@ -18,12 +18,15 @@ from holdfast.base.errors import CorruptError, VersionNotFound
 from holdfast.base.events import Events
 from holdfast.core import reshard
 from holdfast.core.model import Extent, Version
-from holdfast.core.recovery import MAX_ATTEMPTS, Choice
+from holdfast.core.recovery import Choice
 from holdfast.tiers import values as value_codec
 from holdfast.tiers.manifest import BundleFile
 from holdfast.tiers.storage import open_storage
 from holdfast.tiers.values import TensorRef
+from holdfast.train import alive
+from holdfast.train.assembly import Asked
 from holdfast.train.catalogue import Catalogue, Head, Place
+from holdfast.train.handle import as_version
 from holdfast.train.live import LiveTensor, torch_dtype
 from holdfast.train.restore import Restorer
 from holdfast.train.state import State
@@ -117,7 +120,7 @@ class Together:
             job.link.require(),
             state=State({}, rank=job.group.rank, world_size=job.group.world_size),
             storage=job.storage,
-            strict=True,
+            asked=Asked(),
             timeout_s=job.config.close_timeout_s,
         )
         self._wanted: Version | None = None
@@ -130,10 +133,12 @@ class Together:
         Raises:
             HoldfastError: versions exist, and none can be used, or not the wanted one.
         """
-        self._restorer.look_again()
+        self._restorer.decisions.look_again()
         wanted = given
+        if wanted is None and step is None:
+            wanted = as_version(alive.wish.take_version())
         if wanted is None and step is not None:
-            found = self._restorer.versions_of(step)
+            found = self._restorer.decisions.versions_of(step)
             if not found:
                 raise VersionNotFound(
                     f"there is no step {step}",
@@ -167,9 +172,9 @@ class Together:
         """Fills the tensors from the nearest good copies. Collective.
 
         Raises:
-            CorruptError: no good copy is left.
+            HoldfastError: no good copy is left, or what is left cannot be reached.
         """
-        for _ in range(MAX_ATTEMPTS):
+        while True:
             assert self._choice is not None
             assert self._catalogue is not None
             try:
@@ -179,7 +184,6 @@ class Together:
                 self._job.link.require().release()
             # The same version from other copies: what was told of it must stay true.
             self._choice = self._restorer.choose(self._choice.version)
-        raise CorruptError("no good copy is left", where=self._job.storage.where)
 
     @property
     def chosen(self) -> Version:

@@ -11,7 +11,7 @@ import torch
 
 from holdfast.core import recovery
 from holdfast.core.lineage import Lineage
-from holdfast.core.model import Decision, Version
+from holdfast.core.model import Version
 from holdfast.core.recovery import Choice
 from holdfast.testing.drill.planted import always, put, unverified
 from holdfast.tiers.storage import Storage
@@ -71,7 +71,7 @@ def _fence_removed() -> None:
 def _newest_step() -> None:
     original = recovery.choose_version
 
-    def choose(facts: recovery.Facts, *, wanted: Version | None = None) -> Decision[recovery.Choice | None]:
+    def choose(facts: recovery.Facts, *, wanted: Version | None = None) -> recovery.Judged:
         found = sorted({copy.version for copy in facts.memory} | set(facts.stored), key=lambda v: v.step, reverse=True)
         for version in found if wanted is None else ():
             decision = original(replace(facts, lineage=Lineage()), wanted=version)

@@ -96,6 +96,7 @@ _storage = [
     *(Cell(what, "takeover", 1, "storage", num_nodes=3) for what in ("ENOSPC", "EIO", "stall")),
     *(Cell(what, "file", 0, "storage") for what in ("flip", "cut", "empty", "gone", "stale")),
     *(Cell(what, "manifest", 0, "storage") for what in ("flip", "cut", "gone")),
+    *(Cell("refuses", where, 0, "storage") for where in ("file", "manifest")),
 ]
 _network = [
     *(Cell(what, "wire", node, "network", lost=True) for what in ("flip", "cut") for node in (0, 1)),

@@ -1,9 +1,9 @@
 """One cell of the matrix, from its first save to the first one after it came back, and the facts of its two lives.
 
 begin: three versions are durable, one more is in two nodes. strike: four saves while something is wrong. heal: nothing
-is wrong any more, who was stopped says what it has to say. come back: all ranks are new processes to the keepers, load,
-are refused as members of the past, and save once more, which has to reach every level (V1, V3). What is observed goes
-to `testing.invariants.judge`; storage is read past holdfast.
+is wrong any more, who was stopped says what it has to say. come back: all ranks are new processes to the keepers, decide
+as those of a training do (`train.deciding`, in threads), load, are refused as members of the past, and save once more,
+which has to reach every level (V1, V3). What is observed goes to `testing.invariants.judge`; storage is read past holdfast.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +21,10 @@ from pathlib import Path
 
 from holdfast.base.errors import CorruptError, Fenced, HoldfastError
 from holdfast.core import recovery
-from holdfast.core.lineage import Lineage
 from holdfast.core.model import Level, Version
-from holdfast.core.recovery import Choice, Facts, Fetch, Quarantine, Stored
+from holdfast.core.recovery import Choice, Facts
 from holdfast.node import messages
-from holdfast.node.client import Assembly, Located
+from holdfast.node.client import Assembly
 from holdfast.node.transfer import PeerReader
 from holdfast.testing import evidence
 from holdfast.testing.faults import strikes
@@ -33,8 +33,13 @@ from holdfast.testing.faults.rank import RankProcess
 from holdfast.testing.faults.ranks import Apart, Here, Rank
 from holdfast.testing.faults.rig import Rig, Trainer, image_of, reached, save_all
 from holdfast.testing.invariants import Ack, Course, Life, Resumed, StorageView, Violation, judge
+from holdfast.testing.room import Room
 from holdfast.tiers import format as image_format
 from holdfast.tiers.procs import start_time
+from holdfast.train import agree
+from holdfast.train import assembly as assembled
+from holdfast.train.deciding import Decisions
+from holdfast.train.fetched import Fault, Fetcher
 
 # Durable versions before the fault, the one that is only replicated, and those that are saved while something is wrong:
 # the first and the last of these are due for storage.
@@ -43,11 +48,11 @@ SAFE = NUM_DURABLE
 FIRST, LAST = SAFE + 1, SAFE + 4
 PATIENCE_S = 6.0
 REACH_S = 20.0
-MAX_BAD_COPIES = 12
+LOAD_S = 60.0
+# How long what refuses does so while the job comes back.
+REFUSES_S = 1.0
 KEEP_LAST = 2
 LOG_LINES = 60
-
-Copy = tuple[Version, str, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +105,6 @@ def _logs(base: Path) -> tuple[str, ...]:
     return tuple(f"{log.parent.name}: {line}" for log in found for line in log.read_text().splitlines()[-LOG_LINES:])
 
 
-class _Wrong(Exception):
-    """A copy cannot be had, or does not have the bytes of its seal."""
-
-    def __init__(self, copy: Copy) -> None:
-        super().__init__(f"{copy[1]} of {copy[0]} from {copy[2]}")
-        self.copy = copy
-
-
 @dataclass(slots=True)
 class Job:
     """A job of the rig, and the facts of its lives."""
@@ -123,6 +120,7 @@ class Job:
     _past: Assembly | None = None
     _spoiled: frozenset[Version] = frozenset()
     _undo: Callable[[], None] = lambda: None
+    _relent: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self.life = Life(self.rig.topology.world_size)
@@ -196,7 +194,9 @@ class Job:
         if cell.where in ("file", "manifest"):
             for node in range(len(self.pids)):
                 self._lose(node)
-        if cell.where in strikes.AT_REST:
+        if cell.what == "refuses":
+            self._relent = strikes.refuse(cell, Path(self.rig.root))
+        elif cell.where in strikes.AT_REST:
             spoiled = strikes.at_rest(cell, Path(self.rig.root), self.pids)
             self._spoiled = frozenset([spoiled]) if spoiled and cell.where != "memory" else frozenset()
 
@@ -307,75 +307,51 @@ class Job:
             assembly = rig.assembly()
             for trainer in back:
                 trainer.join(assembly)
-            bad: set[Copy] = set()
-            for _ in range(MAX_BAD_COPIES):
-                try:
-                    return back, self._load_all(back, self._facts(back[0], bad), timeout_s)
-                except _Wrong as wrong:
-                    bad.add(wrong.copy)
-                    for trainer in back:
-                        trainer.client.release()
-            raise AssertionError(f"nothing good was found: {bad}")
+            room = Room(len(back), timeout_s=LOAD_S)
+            jobs = [assembled.Job(room.rank(trainer.rank), assembly) for trainer in back]
+            relenting = threading.Timer(REFUSES_S, self._relent)
+            relenting.start()
+            with ThreadPoolExecutor(len(back)) as pool:
+                resumed = list(pool.map(lambda job, trainer: self._load_rank(job, trainer, timeout_s), jobs, back))
+            relenting.join()
+            return back, resumed
         except BaseException:
             for trainer in back:
                 trainer.client.close()
             raise
 
-    def _load_all(self, back: list[Trainer], facts: Facts, timeout_s: float) -> list[Resumed]:
-        """As train.restore does it: everybody verifies what it got, side by side, and one bad copy begins it anew."""
-        decision = recovery.choose_version(facts)
-        choice = decision.value
-        if choice is None:
-            raise AssertionError(f"nothing to come back from: {decision.reason}")
-        self.why = decision.reason
-        with ThreadPoolExecutor(len(back)) as pool:
-            return list(pool.map(lambda trainer: self._load_rank(trainer, choice, facts, timeout_s), back))
+    def _load_rank(self, job: assembled.Job, trainer: Trainer, timeout_s: float) -> Resumed:
+        """As train.restore does it: everybody verifies what it got, side by side, and one NO begins it anew."""
+        client = trainer.client
+        decisions = Decisions(job, client, self.rig.storage, timeout_s=timeout_s)
+        fetcher = Fetcher(client, timeout_s=timeout_s)
+        while True:
+            found = decisions.choose(None)
+            if found.choice is None:
+                raise AssertionError(f"nothing to come back from: {found.reason}")
+            self.why = found.reason
+            images, faults = agree.together(
+                job.group, partial(self._read, found.choice, decisions.facts, fetcher, trainer.rank)
+            )
+            if decisions.vote(found.choice, faults):
+                return Resumed(trainer.rank, self.rig.incarnation, found.choice.version, _digest(images))
+            client.release()
 
-    def _load_rank(self, trainer: Trainer, choice: Choice, facts: Facts, timeout_s: float) -> Resumed:
-        """All at once; if that fails one by one, to know which copy is bad."""
-        client, plan = trainer.client, recovery.fetches(choice, trainer.rank, facts)
-        try:
-            located = client.obtain(choice.version, plan, timeout_s=timeout_s)
-        except HoldfastError:
-            located = tuple(self._load_one(trainer, choice.version, fetch, timeout_s) for fetch in plan)
-        images = {}
-        for fetch, item in zip(plan, located, strict=True):
-            with self._blaming(trainer, choice.version, fetch):
-                image_format.verify(item.view, item.seal, fetch.ref.bundle_id)
-                if item.seal.digest != fetch.seal.digest:
+    def _read(self, choice: Choice, facts: Facts, fetcher: Fetcher, rank: int) -> tuple[dict[str, bytes], list[Fault]]:
+        """What the rank gets of its bundles, and the copies that cannot be used."""
+        plan = {fetch.ref.bundle_id: fetch for fetch in recovery.fetches(choice, rank, facts)}
+        images: dict[str, bytes] = {}
+        faults: list[Fault] = []
+        for item in fetcher.obtain(choice.version, plan.values(), faults):
+            name = item.ref.bundle_id
+            try:
+                image_format.verify(item.view, item.seal, name)
+                if item.seal.digest != plan[name].seal.digest:
                     raise CorruptError("the copy is not the one that was agreed on")
-            images[fetch.ref.bundle_id] = bytes(item.view)
-        return Resumed(trainer.rank, self.rig.incarnation, choice.version, _digest(images))
-
-    def _load_one(self, trainer: Trainer, version: Version, fetch: Fetch, timeout_s: float) -> Located:
-        with self._blaming(trainer, version, fetch):
-            (item,) = trainer.client.obtain(version, [fetch], timeout_s=timeout_s)
-        return item
-
-    @contextlib.contextmanager
-    def _blaming(self, trainer: Trainer, version: Version, fetch: Fetch) -> Iterator[None]:
-        """What goes wrong is the copy's fault, unless the keeper is gone."""
-        try:
-            yield
-        except HoldfastError as error:
-            if not trainer.client.alive:
-                raise
-            with contextlib.suppress(HoldfastError):
-                trainer.client.quarantine(version, fetch.ref.bundle_id, node=fetch.node, reason=str(error))
-            raise _Wrong((version, fetch.ref.bundle_id, fetch.node)) from error
-
-    def _facts(self, trainer: Trainer, bad: set[Copy]) -> Facts:
-        rig, inventory = self.rig, trainer.client.inventory()
-        stored = {}
-        for version in rig.storage.versions():
-            with contextlib.suppress(CorruptError):  # then it is not offered
-                files = rig.storage.manifest(version).bundles
-                seals = {file.ref.bundle_id: file.seal for file in files}
-                stored[version] = Stored(version, rig.topology.world_size, tuple(f.ref for f in files), seals)
-        suspects = frozenset(version for version, _ in inventory.suspects)
-        quarantine = Quarantine(frozenset(bad))
-        lineage = Lineage(rig.storage.lineage())
-        return Facts(inventory.copies, dict(inventory.tables), stored, lineage, rig.topology, suspects, quarantine)
+            except CorruptError as error:
+                faults.append(Fault(name, plan[name].node, error.what))
+            images[name] = bytes(item.view)
+        return images, faults
 
     def _go_on(self, life: Life, trainers: list[Trainer]) -> None:
         """Training goes on: every level is reached again, and the past has no say."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.base.errors import StorageError
 from holdfast.core import recovery
 from holdfast.core.recovery import Facts
 from holdfast.testing.drill.planted import always
@@ -65,6 +66,7 @@ def _oldest_first(real: Any) -> Any:
 _IN_RANKS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "oldest-first": (recovery, "choose_version", _oldest_first),
     "own-slot-unchecked": (image_format, "verify", lambda _: always(None)),
+    "refusal-is-damage": (StorageError, "condemns", lambda _: True),
 }
 
 BUGS: dict[str, Planted] = {
@@ -106,6 +108,9 @@ BUGS: dict[str, Planted] = {
     "inventory-of-one": Planted("loading", "only the own keeper is asked", ("S1",), ("lost@node-2",)),
     "own-slot-unchecked": Planted("loading", "what lies in the own slot is not proved", ("S5",), ("flip@memory-1",)),
     "oldest-first": Planted("loading", "the oldest version is taken", ("S1",), ("lost@node-1",)),
+    "refusal-is-damage": Planted(
+        "loading", "storage that refuses condemns its copy", ("S1",), ("refuses@file-0", "refuses@manifest-0")
+    ),
     "past-assembles": Planted("fencing", "an older incarnation may come together", ("S7",), ("skip@save-1",)),
     "past-saves": Planted("fencing", "an older incarnation is given slots", ("S7",), ("skip@save-1",)),
     "past-is-served": Planted("fencing", "keepers of an older incarnation are served", ("S7",), ("skip@save-1",)),

@@ -99,12 +99,8 @@ def at_rest(cell: Cell, root: Path, pids: list[int]) -> Version | None:
     """Damages what lies there, once all is quiet; the version that may be passed over for it."""
     if cell.where == "memory":
         return damage_memory(pids)
-    newest = max(
-        (path.parent for path in root.glob("*/manifest.json")),
-        key=lambda path: Version.parse(path.name) or Version(0, 0),
-    )
-    file = newest / "manifest.json" if cell.where == "manifest" else max(newest.glob("*.safetensors"))
-    data = bytearray(file.read_bytes())
+    file = _newest(cell, root)
+    newest, data = file.parent, bytearray(file.read_bytes())
     if cell.what == "gone":
         file.unlink()
     elif cell.what == "stale":  # the same bundle as another version had it, under this one's name
@@ -115,6 +111,28 @@ def at_rest(cell: Cell, root: Path, pids: list[int]) -> Version | None:
         data[len(data) // 2] ^= 0x10
         file.write_bytes(bytes({"flip": data, "cut": data[: len(data) // 2], "empty": bytearray()}[cell.what]))
     return Version.parse(newest.name)
+
+
+def refuse(cell: Cell, root: Path) -> Step:
+    """The newest version's file cannot be read, which says nothing of what is in it; what is returned brings it back."""
+    file = _newest(cell, root)
+    aside = root.with_name("aside")
+    file.rename(aside)
+    file.symlink_to("nowhere")  # links are not followed
+
+    def relent() -> None:
+        aside.replace(file)
+
+    return relent
+
+
+def _newest(cell: Cell, root: Path) -> Path:
+    """A file of the newest version."""
+    newest = max(
+        (path.parent for path in root.glob("*/manifest.json")),
+        key=lambda path: Version.parse(path.name) or Version(0, 0),
+    )
+    return newest / "manifest.json" if cell.where == "manifest" else max(newest.glob("*.safetensors"))
 
 
 def heal(rig: Rig, pids: list[int]) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 from holdfast.core import recovery
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, RankLayout, Seal, Topology, Version
-from holdfast.core.recovery import Choice, Facts, MemoryCopy, Quarantine, Stored
+from holdfast.core.recovery import Choice, Facts, MemoryCopy, Quarantine, Stored, Unreachable
 from holdfast.testing.simulator.clock import Violation
 from holdfast.testing.simulator.keeper import Keeper
 from holdfast.testing.simulator.network import Storage
@@ -39,20 +39,23 @@ def facts(job: Job, quarantine: Quarantine) -> Facts:
     stored = {
         version: Stored(version, job.topology.world_size, job.table, {b: Seal(b, 1, d) for b, d in content.items()})
         for version, content in job.storage.manifests.items()
+        if not job.storage.unreadable
     }
+    unread = dict.fromkeys(job.storage.manifests.keys() - stored.keys(), "the path refuses")
     tables = {version: table for keeper in job.keepers for version, table in keeper.tables.items()}
     suspects = frozenset(version for keeper in job.keepers for version in keeper.suspects)
     lineage = Lineage(dict(job.storage.resumed))
-    return Facts(memory, tables, stored, lineage, job.topology, suspects, quarantine)
+    unreachable = Unreachable(manifests=unread)
+    return Facts(memory, tables, stored, lineage, job.topology, suspects, quarantine, unreachable)
 
 
 def older(job: Job, newest: Version | None, quarantine: Quarantine) -> Version | None:
     """The version before the newest, if there is one that is good."""
     if newest is None:
         return None
-    known = facts(job, replace(quarantine, versions=quarantine.versions | {newest}))
+    known = facts(job, replace(quarantine, versions={**quarantine.versions, newest: "passed over"}))
     choice = recovery.choose_version(known).value
-    return choice.version if choice is not None and not bad_copies(job, choice, known) else newest
+    return choice.version if isinstance(choice, Choice) and not bad_copies(job, choice, known) else newest
 
 
 def bad_copies(job: Job, choice: Choice, facts: Facts) -> set[tuple[Version, str, int | None]]:

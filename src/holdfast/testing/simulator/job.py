@@ -16,7 +16,7 @@ from holdfast.core.commit import OF_WRITING, Announcement, Board, CommitOrder, K
 from holdfast.core.ledger import Reports
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, RankLayout, Topology, Version
-from holdfast.core.recovery import Choice, Quarantine
+from holdfast.core.recovery import Awaited, Choice, Quarantine
 from holdfast.core.slots import SlotState, SlotView
 from holdfast.testing.simulator import choosing, persisting
 from holdfast.testing.simulator.climbing import Climb
@@ -412,15 +412,14 @@ class Job:
             return
         nodes = range(len(self.keepers))
         there = all(keeper.alive for keeper in self.keepers) and not self.storage.down
-        if not there or not all(self.network.both_ways(a, b) for a in nodes for b in nodes):
+        there = there and all(self.network.both_ways(a, b) for a in nodes for b in nodes)
+        chosen = recovery.choose_version(choosing.facts(self, quarantine)).value if there else None
+        if not there or isinstance(chosen, Awaited):
             if self.clock.now_s - since_s > 120:
                 raise Violation("V2", "a recovery found no end")
             self.clock.after(0.3, lambda: self._gather(attempt, quarantine, since_s))
             return
-        decision = recovery.choose_version(choosing.facts(self, quarantine))
-        self.clock.after(
-            self.clock.chance.uniform(0.1, 0.6), lambda: self._load(attempt, decision.value, quarantine, since_s)
-        )
+        self.clock.after(self.clock.chance.uniform(0.1, 0.6), lambda: self._load(attempt, chosen, quarantine, since_s))
 
     def _load(self, attempt: int, choice: Choice | None, quarantine: Quarantine, since_s: float) -> None:
         """Every rank verifies what it was told to load; one NO, and the plan is made again."""

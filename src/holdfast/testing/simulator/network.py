@@ -74,10 +74,12 @@ class Storage:
         parts: (version, node that wrote) -> bundles and their digests.
         resumed: what each incarnation came back with.
         acked: the newest version that was called durable.
+        unreadable: how many faults keep manifests from being read now; they are listed all the same.
     """
 
     clock: Clock
     down: int = 0
+    unreadable: int = 0
     slow: float = 1.0
     parts: dict[tuple[Version, str], dict[str, str]] = field(default_factory=dict)
     manifests: dict[Version, dict[str, str]] = field(default_factory=dict)

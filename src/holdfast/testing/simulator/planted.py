@@ -94,6 +94,10 @@ def _quarantine_ignored(original: Any) -> Any:
     return lambda version, table, facts: original(version, table, replace(facts, quarantine=Quarantine()))
 
 
+def _unreachable_is_damaged(_: Any) -> Any:
+    return lambda _version, reason, _why, **_more: Decision(None, reason)
+
+
 def _notes_not_awaited(original: Any) -> Any:
     def agree(offers: Sequence[Offer], **more: Any) -> Any:
         every = tuple({version for offer in offers for version in offer.notes})
@@ -158,6 +162,7 @@ BUGS: dict[str, Bug] = {
     "twins-not-compared": Bug(Board, "_compare_twins", _nothing, ("S16",)),
     "adopted-slots-untold": Bug(NodeLedger, "adopt", _no_reports, ("V1", "S1")),
     "quarantine-ignored": Bug(recovery, "_complete", _quarantine_ignored, ("V2", "S5")),
+    "unreachable-is-damaged": Bug(recovery, "_awaited", _unreachable_is_damaged, ("S1",)),
     "notes-not-awaited": Bug(livefill, "agree", _notes_not_awaited, ("S3",)),
     "window-not-seen": Bug(Memory, "offer", _window_not_seen, ("S12",)),
     "retention-keeps-one": Bug(persisting, "to_retire", _retention_keeps_one, ("S11",)),

@@ -20,7 +20,8 @@ from holdfast.testing.simulator.clock import Clock, Violation
 from holdfast.testing.simulator.job import Job
 
 MIN_FAULTS, MAX_FAULTS = 10, 16
-CALM_S = 9.0
+# Six durable saves: a rank that is still busy with the save before gives one up, and that may happen to several in a row.
+CALM_S = 12.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Striker:
             ("reorder", 2, self.reorder),
             ("slow storage", 2, self.slow_storage),
             ("storage outage", 2, self.outage),
+            ("unreadable storage", 2, self.unreadable),
             ("flipped bit", 2, self.flip),
             ("twins differ", 2, self.poison),
             ("broken groups", 2, self.broken_groups),
@@ -188,6 +190,15 @@ class Striker:
 
         def back() -> None:
             self.job.storage.down -= 1
+
+        return self._later(back)
+
+    def unreadable(self) -> bool:
+        """Storage lists its versions, takes new ones, and refuses to read."""
+        self.job.storage.unreadable += 1
+
+        def back() -> None:
+            self.job.storage.unreadable -= 1
 
         return self._later(back)
 

@@ -1,0 +1,68 @@
+"""`holdfast rm`: removes versions as retention does, the commit first, so that no reader meets half of one.
+
+For what retention leaves alone for good: versions of runs that a fresh start ended. What a restart would go on from is
+refused, and so is what is pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.base.errors import HoldfastError, UsageError, VersionNotFound
+from holdfast.base.events import Events
+from holdfast.core.lineage import Lineage
+from holdfast.core.model import Version
+from holdfast.tiers.storage import Storage, open_storage
+from holdfast.tools import output
+from holdfast.tools.look import choose
+
+
+def remove(root: str, names: Sequence[str], *, abandoned: bool, as_json: bool) -> int:
+    """Removes these versions, and with `abandoned` all of runs that a fresh start ended; returns the exit code.
+
+    Raises:
+        UsageError: nothing is named, or a restart would go on from one that is. VersionNotFound: one is not there.
+    """
+    storage = open_storage(root, Events())
+    storage.job_id()
+    chosen = _chosen(storage, names, abandoned=abandoned)
+    faults: dict[Version, HoldfastError] = {}
+    for version in chosen:
+        try:
+            storage.retire(version)
+        except HoldfastError as error:
+            faults[version] = error
+    gone = [version for version in chosen if version not in faults]
+    if as_json:
+        problems = [{"version": str(v), "error": output.error_document(fault)} for v, fault in faults.items()]
+        output.print_json({"root": storage.where, "removed": [str(version) for version in gone], "problems": problems})
+    else:
+        for version in gone:
+            print(f"{version}: removed")
+        for version, fault in faults.items():
+            print(f"{version}: not removed\n{output.error_text(fault)}")
+        if not chosen:
+            print("nothing to remove")
+    return output.PROBLEM if faults else output.GOOD
+
+
+def _chosen(storage: Storage, names: Sequence[str], *, abandoned: bool) -> list[Version]:
+    if not names and not abandoned:
+        raise UsageError("no version is named", remedy="name one, as `holdfast ls` shows it, or give --abandoned")
+    there = storage.versions()
+    lines = Lineage(storage.lineage()).lines(there)
+    living = lines[-1]
+    newest = max(living.versions, default=None)
+    chosen = {choose(storage, name) for name in names}
+    if missing := sorted(chosen - set(there)):
+        raise VersionNotFound(f"there is no {missing[0]}", where=storage.where)
+    if newest in chosen:
+        raise UsageError(
+            f"a restart would go on from {newest}",
+            where=storage.where,
+            remedy='go back first: restore(version=".."), or `holdfast run --from-version`; then retention removes it',
+        )
+    if abandoned:
+        ended = {version for line in lines if line.first != living.first for version in line.versions}
+        chosen |= ended - set(living.versions) - storage.pins()
+    return sorted(chosen)

@@ -1,0 +1,79 @@
+"""`holdfast rm`: versions go as retention removes them, and nothing goes that a restart would go on from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from holdfast.base.events import Events
+from holdfast.core.model import Version
+from holdfast.tiers.storage import Storage, open_storage
+from tiers.samples import new_store, save, tree
+from tools.conftest import Run
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two runs that fresh starts ended, the second with a roll-back in it, and the one that goes on."""
+    store = new_store(tmp_path / "root")
+    store.record_resumed(1, None)
+    for step in (1, 2):
+        save(store, Version(1, step))
+    for incarnation, resumed, steps in ((2, None, (1, 2, 3)), (3, Version(2, 2), (3,)), (4, None, (1, 2))):
+        assert store.register_incarnation() == incarnation
+        store.record_resumed(incarnation, resumed)
+        for step in steps:
+            save(store, Version(incarnation, step))
+    return tmp_path / "root"
+
+
+def storage(root: Path) -> Storage:
+    return open_storage(root, Events())
+
+
+def test_what_is_named_goes(holdfast: Run, root: Path) -> None:
+    answer = holdfast("rm", root, str(Version(1, 1)), str(Version(2, 3)), "--json")
+    assert answer.returncode == 0, answer.stderr
+    assert json.loads(answer.stdout)["removed"] == [str(Version(1, 1)), str(Version(2, 3))]
+    left = storage(root).versions()
+    assert left == [Version(1, 2), Version(2, 1), Version(2, 2), Version(3, 3), Version(4, 1), Version(4, 2)]
+    assert not (root / str(Version(1, 1))).exists()
+
+
+def test_abandoned_runs_go_but_for_what_is_pinned(holdfast: Run, root: Path) -> None:
+    storage(root).pin(Version(2, 2))
+    answer = holdfast("rm", root, "--abandoned")
+    assert answer.returncode == 0, answer.stderr
+    assert f"{Version(1, 2)}: removed" in answer.stdout
+    assert storage(root).versions() == [Version(2, 2), Version(4, 1), Version(4, 2)]
+    assert "nothing to remove" in holdfast("rm", root, "--abandoned").stdout
+
+
+def test_what_a_restart_would_go_on_from_is_refused(holdfast: Run, root: Path) -> None:
+    before = tree(root)
+    answer = holdfast("rm", root, str(Version(4, 2)), str(Version(1, 1)))
+    assert answer.returncode == 2
+    assert f"a restart would go on from {Version(4, 2)}" in answer.stderr
+    assert tree(root) == before, "nothing of what was named is removed"
+
+
+@pytest.mark.parametrize(
+    ("names", "code", "said"),
+    [((), 2, "no version is named"), (("newest",), 2, "not a version"), ((str(Version(7, 7)),), 1, "there is no")],
+)
+def test_wrong_names_remove_nothing(holdfast: Run, root: Path, names: tuple[str, ...], code: int, said: str) -> None:
+    before = tree(root)
+    answer = holdfast("rm", root, *names)
+    assert answer.returncode == code
+    assert said in answer.stderr
+    assert tree(root) == before
+
+
+def test_what_cannot_be_removed_is_told_and_keeps_no_other(holdfast: Run, root: Path) -> None:
+    (root / str(Version(1, 1)) / "manifest-0.json").write_bytes(b"{}")
+    answer = holdfast("rm", root, str(Version(1, 1)), str(Version(1, 2)))
+    assert answer.returncode == 1
+    assert f"{Version(1, 1)}: not removed" in answer.stdout
+    assert f"{Version(1, 2)}: removed" in answer.stdout
