@@ -23,6 +23,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from holdfast.tiers.values import TensorRef
 from holdfast.train import flat_parameters
+from holdfast.train.diverging import refuse_hooks
 from holdfast.train.flat_parameters import EXTRA
 from holdfast.train.layout_of import mesh_ranks
 from holdfast.train.live import Group, LiveTensor
@@ -62,7 +63,7 @@ class ModelPart:
 
     def build(self, out: Collector) -> None:
         """Adds parameters and persistent buffers; finds out what else `state_dict()` returns."""
-        wrappers = tuple(_wrappers(self.module))
+        wrappers = tuple(_wrappers(self.name, self.module))
         pieces = flat_parameters.pieces(self.name, self.module, out.layouts.rank)
         state = self.module.state_dict(keep_vars=True) if pieces is None else flat_parameters.state_of(self.module)
         owned = {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
@@ -128,14 +129,20 @@ class ModelPart:
             self.module.load_state_dict({**self.module.state_dict(), **made_up})
 
 
-def _wrappers(module: nn.Module) -> Iterator[_Wrapper]:
-    """Wrappers inside a module, innermost first."""
+def _wrappers(name: str, module: nn.Module) -> Iterator[_Wrapper]:
+    """Yields the wrappers inside a module, innermost first.
+
+    Raises:
+        UsageError: one is known not to keep its ranks equal.
+    """
     found = []
     for path, inner in module.named_modules(remove_duplicate=False):
         outer = f"{path}." if path else ""
         if isinstance(inner, DistributedDataParallel):
             ranks = tuple(sorted(get_process_group_ranks(inner.process_group)))
             ignored = frozenset(getattr(inner, "parameters_to_ignore", ()))
+            if len(ranks) > 1:
+                refuse_hooks(f"{name}.{path}".rstrip("."), inner)
             found.append(_Wrapper(f"{outer}module.", outer, ranks, ignored))
         elif isinstance(inner, DataParallel):
             found.append(_Wrapper(f"{outer}module.", outer, None, frozenset()))

@@ -28,6 +28,8 @@ Templates: TypeAlias = Mapping[str, torch.Tensor]
 MAX_NAMES = 20
 # The value of a version that names what was left out of it.
 EXCLUDED = "excluded"
+# The value that tells, of tensors that a restore makes anew, in which order their dimensions lie in memory.
+MEMORY_ORDER = "memory_order"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class Collector:
         self.values: dict[Group, dict[str, Any]] = {}
         self.owners: dict[int, Owner] = {}
         self.sources: list[torch.Tensor] = []
+        self.orders: dict[str, list[int]] = {}
         self._late = late
         self.tied: dict[str, str] = {}  # other names of memory that is kept under its first
         self._by_memory: dict[tuple[Any, ...], str] = {}
@@ -123,6 +126,7 @@ class Collector:
         *,
         group: Group | None = None,
         holders: Callable[[str], Group | None] | None = None,
+        known: Mapping[int, TensorRef] | None = None,
     ) -> None:
         """Adds a value that is made anew at every save, with the tensors in it.
 
@@ -131,9 +135,12 @@ class Collector:
             tree: the value.
             group: the ranks known to hold all of it alike.
             holders: the same for single tensors in it, by name.
+            known: by id, tensors that are entries already.
         """
 
         def emit(name: str, tensor: torch.Tensor) -> TensorRef | None:
+            if known and id(tensor) in known:
+                return known[id(tensor)]
             ranks = holders(name) if holders is not None else group
             while self.layouts.resolve(name, ranks)[0] in self.tensors:
                 name += "~"  # the keys 1 and "1" of one dict
@@ -141,9 +148,16 @@ class Collector:
             if live is None:
                 return None
             self._add(live)
+            if not live.local.is_contiguous():
+                self.note_order(name, live.local)
             return TensorRef(live.shard.name)
 
         self.value(path, flatten(tree, path, emit), group=group)
+
+    def note_order(self, name: str, local: torch.Tensor) -> None:
+        """Keeps how a tensor lies in memory, for a restore that has to make it: products of matrices round by that."""
+        strides = local.stride()
+        self.orders[name] = sorted(range(local.dim()), key=lambda dim: (-strides[dim], dim))
 
     def value(self, path: str, tree: Any, *, group: Group | None = None) -> None:
         """Adds a value without tensors, or with references in their place."""
@@ -170,10 +184,14 @@ class Loading:
         layouts: of this rank.
         saved: entries offered to this rank.
         values: values offered to this rank, by path, whatever their group.
+        strict: what shows only while values are taken over is an error too.
     """
 
-    def __init__(self, layouts: Layouts, saved: Mapping[str, SavedTensor], values: Mapping[str, Any]) -> None:
+    def __init__(
+        self, layouts: Layouts, saved: Mapping[str, SavedTensor], values: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
         self.layouts = layouts
+        self._strict = strict
         self.saved = saved
         self.values = values
         self.targets: dict[str, LiveTensor] = {}
@@ -274,6 +292,21 @@ class Loading:
         """What every saved rank had under `path`, for an object that can make its own of all; None in the saved layout."""
         return None
 
+    def offers(self, path: str) -> bool:
+        """Whether the checkpoint has a value under this path, known to be this rank's own or not."""
+        return self.layouts.resolve(path)[0] in self.values
+
+    def refuse(self, what: str) -> None:
+        """Notes what turned out not to fit while values were taken over.
+
+        Raises:
+            MismatchError: the restore is strict.
+        """
+        self.misfit.append(what)
+        problem = mismatch(LoadRecord((), (), (what,))) if self._strict else None
+        if problem is not None:
+            raise problem
+
     def has(self, path: str) -> bool:
         """Whether a value was claimed with all its entries."""
         return path in self._ready
@@ -295,7 +328,18 @@ class Loading:
             self._asked.add(name)
             self.misfit.append(f"{name} (parts of shape {saved.global_shape} are missing)")
             return None
-        return torch.empty(saved.global_shape, dtype=torch_dtype(saved.dtype), device=device)
+        dtype, order = torch_dtype(saved.dtype), self.order(name)
+        if order is None:
+            return torch.empty(saved.global_shape, dtype=dtype, device=device)
+        return torch.empty_permuted(saved.global_shape, order, dtype=dtype, device=device)
+
+    def order(self, name: str) -> list[int] | None:
+        """In which order the dimensions of an entry lay in memory, the outermost first, if not as a restore makes them."""
+        orders = self.values.get(self.layouts.resolve(MEMORY_ORDER)[0])
+        order = orders.get(name.removeprefix(f"rank{self.layouts.rank}/")) if isinstance(orders, dict) else None
+        dims = list(range(len(self.saved[name].global_shape)))
+        is_one = isinstance(order, list) and all(type(dim) is int for dim in order) and sorted(order) == dims
+        return order if is_one else None
 
     def unused(self) -> list[str]:
         """Entries and values that nobody asked for."""
