@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.base.errors import MismatchError, UsageError
@@ -24,7 +25,8 @@ from holdfast.train.watch import SCALARS
 # The two that torch's own `state_dict()` has.
 OWN_KEYS = ("state", "param_groups")
 
-_REFUSALS = (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError)
+# What a `load_state_dict` raises that does not like what it gets.
+REFUSALS = (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError)
 
 
 class Handed:
@@ -134,7 +136,7 @@ class Handed:
         before = optimizer.state, optimizer.param_groups
         try:
             self._voice.load_state_dict(words)
-        except _REFUSALS as error:
+        except REFUSALS as error:
             raise MismatchError(f"the optimizer refuses the saved state: {error}", where=self._name) from error
         for parameter, wanted in state.items():
             now = optimizer.state.get(parameter)
@@ -179,12 +181,15 @@ class Handed:
         return kept
 
 
-def overrides(optimizer: Optimizer, method: str) -> bool:
-    """Returns whether a method is not torch's own, by class or by assignment to the object."""
-    return method in vars(optimizer) or getattr(type(optimizer), method) is not getattr(Optimizer, method)
+def overrides(thing: Optimizer | nn.Module, method: str) -> bool:
+    """Returns whether a method is another one than the base class has, by class or by assignment to the object."""
+    base = Optimizer if isinstance(thing, Optimizer) else nn.Module
+    return method in vars(thing) or getattr(type(thing), method) is not getattr(base, method)
 
 
-def keep_objects(optimizer: Optimizer, state: Any, groups: list[dict[str, Any]], *, shared: Optimizer | None = None) -> None:
+def keep_objects(
+    optimizer: Optimizer, state: Any, groups: list[dict[str, Any]], *, shared: Optimizer | None = None
+) -> None:
     """Puts what was loaded into the state and the groups that were there before, which others may hold on to.
 
     Args:

@@ -29,9 +29,10 @@ from holdfast.base.errors import MismatchError, UsageError
 from holdfast.tiers.values import TensorRef
 from holdfast.train.diverging import refuse_averagers
 from holdfast.train.handed import OWN_KEYS, Handed, keep_objects, kept, overrides
-from holdfast.train.inside import chain_to_stepper, others
-from holdfast.train.layout_of import Layouts, local_of, mesh_ranks
+from holdfast.train.inside import attributes, chain_to_stepper, others
+from holdfast.train.layout_of import Layouts, local_of, memory_of, mesh_ranks
 from holdfast.train.live import Group, LiveTensor, dtype_name, torch_dtype
+from holdfast.train.overlooked import keys, token, tokens
 from holdfast.train.parts import Collector, Loading, Owner
 from holdfast.train.predict import predict_state
 from holdfast.train.watch import SCALARS, Containers, same_objects
@@ -130,9 +131,7 @@ class OptimizerPart:
     def unchanged(self) -> bool:
         """Whether parameters and state are the same objects."""
         return (
-            self._stepper.state is self._held
-            and self._watch.unchanged()
-            and same_objects(self._listed(), self._params)
+            self._stepper.state is self._held and self._watch.unchanged() and same_objects(self._listed(), self._params)
         )
 
     def report(self, out: Collector) -> None:
@@ -151,6 +150,18 @@ class OptimizerPart:
     def ask(self) -> None:
         """Lets the optimizer say what it hands out, before anything is read of it."""
         self._handed.ask()
+
+    def in_no_version(self) -> Iterator[tuple[str, object]]:
+        """Yields attributes of the optimizers that none of them hands out, by name or by value; the value as a token."""
+        said = self._handed.more()
+        names, values = (set(), set()) if said is None else (set(keys(said)), set(tokens(said)))
+        mine = [*self._params, *(t for s in self._state.values() for t in s.values() if isinstance(t, torch.Tensor))]
+        known = {memory_of(local_of(t)) for t in (*mine, *(p.grad for p in self._params if p.grad is not None))}
+        for each in {id(each): each for each in (*self.chain, self._stepper, *(i for _, i in self._inner))}.values():
+            for name, value in attributes(each):
+                seen = token(value, known)
+                if name.lstrip("_") not in names and seen not in values:
+                    yield f"{self.name} ({type(each).__name__}.{name})", seen
 
     def predict(self, layouts: Layouts) -> list[LiveTensor] | None:
         """State that the first step will make, as tensors without memory; None if that is not known."""
@@ -271,6 +282,12 @@ class OptimizerPart:
 
     def _owner(self, out: Collector, parameter: torch.Tensor) -> Owner:
         owner = out.owners.get(id(parameter))
+        if owner is None and id(parameter) in out.kept_back:
+            raise UsageError(
+                "the optimizer steps a parameter that state_dict() of its model does not hand out as it is",
+                where=f"{self.name}: {out.kept_back[id(parameter)]}",
+                remedy="hand it out, or freeze it and leave it out of the optimizer",
+            )
         if owner is None:
             raise UsageError(
                 f"the optimizer steps a tensor of shape {tuple(parameter.shape)} that no given model has",

@@ -8,7 +8,7 @@ nothing while it plans; so a restore that refuses leaves every object as it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -68,6 +68,7 @@ class Collector:
         self.owners: dict[int, Owner] = {}
         self.sources: list[torch.Tensor] = []
         self.orders: dict[str, list[int]] = {}
+        self.kept_back: dict[int, str] = {}  # parameters that their model does not hand out
         self._late = late
         self.tied: dict[str, str] = {}  # other names of memory that is kept under its first
         self._by_memory: dict[tuple[Any, ...], str] = {}
@@ -201,6 +202,7 @@ class Loading:
         self.used: set[str] = set()
         self._asked: set[str] = set()
         self._tensors: dict[str, torch.Tensor] = {}
+        self._repeated: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._ready: dict[str, Any] = {}
 
     def claim(self, live: LiveTensor, tensor: torch.Tensor) -> bool:
@@ -227,9 +229,19 @@ class Loading:
         if wrong:
             self.misfit.append(f"{shard.name} ({wrong})")
             return False
+        once = _once(live.local)
+        if once is not live.local:  # torch refuses to write to an element that is seen several times
+            full = torch.empty(live.local.shape, dtype=live.local.dtype, device=live.local.device)
+            self._repeated.append((once, full))
+            live = replace(live, local=full)
         self.targets[shard.name] = live
         self._tensors[shard.name] = tensor
         return True
+
+    def fill_repeated(self) -> None:
+        """Fills tensors made by `expand` from what was loaded in their place: every element once."""
+        for once, full in self._repeated:
+            once.copy_(full.as_strided(once.shape, full.stride(), full.storage_offset()))
 
     def claim_if_there(self, live: LiveTensor, tensor: torch.Tensor) -> None:
         """As `claim`, for what is not saved: an older version may have it all the same."""
@@ -375,6 +387,14 @@ class Loading:
         whole = Extent((0,) * len(saved.global_shape), saved.global_shape)
         shard = Shard(name, saved.dtype, saved.global_shape, whole, (self.layouts.rank,))
         return self.claim(LiveTensor(shard, local_of(tensor), late=False), tensor)
+
+
+def _once(local: torch.Tensor) -> torch.Tensor:
+    """Returns the part of a tensor in which `expand` repeats nothing; the tensor itself if it repeats nothing at all."""
+    for dim, (size, stride) in enumerate(zip(local.shape, local.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            local = local.narrow(dim, 0, 1)
+    return local
 
 
 def _difference(saved: SavedTensor, shard: Shard) -> str:

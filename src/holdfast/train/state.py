@@ -35,6 +35,7 @@ from holdfast.train.live import Gathered, Group, LiveTensor, LoadRecord, SavedTe
 from holdfast.train.modules import ModelPart
 from holdfast.train.objects import DictPart, InfoPart, ScalerState, Stateful, StatefulPart
 from holdfast.train.optimizers import OptimizerPart
+from holdfast.train.overlooked import Overlooked
 from holdfast.train.parts import EXCLUDED, MEMORY_ORDER, Collector, Loading, Part, mismatch, twice
 from holdfast.train.randomness import GeneratorState, ProcessRandomness
 from holdfast.train.watch import Tensors
@@ -86,6 +87,7 @@ class State:
         self._order = InfoPart(MEMORY_ORDER)
         self._parts += [self.info, self.excluded, self._order, StatefulPart(_RNG, ProcessRandomness())]
         self._lasting = Collector(self._layouts)
+        self._overlooked = Overlooked(self._in_no_version)
         self._watch: Tensors | None = None
         self._loading: Loading | None = None
         self._structure = 0
@@ -150,6 +152,8 @@ class State:
         if described != self._described:
             self._note_structure(tensors, passing)
             self._described = described
+        if self._layouts.allocated:
+            self._overlooked.look(live.local for live in self._lasting.tensors.values() if live.late)
         return Gathered(tensors, passing.values, self._structure, self._storages)
 
     @torch.no_grad()
@@ -265,9 +269,15 @@ class State:
             raise UsageError("the tensors are not those that were asked for last", remedy="call targets() before")
         if loading.values.keys() != {str(path) for group in values.values() for path in group}:
             raise UsageError("the values are not those that were planned with", remedy="pass the same to both calls")
+        loading.fill_repeated()
         for part in self._parts:
             part.apply(loading)
         return loading.record()
+
+    def _in_no_version(self) -> Iterator[tuple[str, object]]:
+        for part in self._parts:
+            if isinstance(part, OptimizerPart | ModelPart):
+                yield from part.in_no_version()
 
     def _add_orders(self, passing: Collector) -> None:
         if self._lasting.orders or passing.orders:
