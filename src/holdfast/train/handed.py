@@ -57,6 +57,11 @@ class Handed:
         return overrides(self._voice, "load_state_dict") or self._has_hooks("load_state_dict")
 
     @property
+    def says_all(self) -> bool:
+        """Whether the optimizer that steps may hand out what one inside it keeps."""
+        return overrides(self._stepper, "state_dict") or bool(self._hooks_of(self._stepper, "state_dict"))
+
+    @property
     def makes_state(self) -> bool:
         """Whether the class has a way of its own to take state, which must not be called without all that was saved."""
         return overrides(self._stepper, "load_state_dict")
@@ -110,13 +115,19 @@ class Handed:
             )
         return {"as_kept": as_kept, "more": more}
 
-    def give_back(self, saved: Any, state: Mapping[torch.Tensor, dict[Any, Any]], groups: Sequence[Any]) -> None:
+    def give_back(self, saved: Any, state: Mapping[torch.Tensor, dict[Any, Any]], groups: Sequence[Any]) -> list[str]:
         """Calls the own `load_state_dict()` with all that was saved, and puts the saved bits in place of cast ones.
+
+        Where state was handed out in another form than it is kept in, the saved bits stand if the optimizer then hands out
+        what it did at the save; else what it made of it stands.
 
         Args:
             saved: what `more` returned at the save, with its tensors; None if there was no more.
             state: by parameter.
             groups: parameter groups without regard to their `params`.
+
+        Returns:
+            the keys of what was saved more that are not handed out again, bit for bit.
 
         Raises:
             MismatchError: it refuses.
@@ -130,7 +141,7 @@ class Handed:
                 for group, saved_group in zip(optimizer.param_groups, groups, strict=True)
             ],
         }
-        words = own if saved is None else saved["more"]
+        words = own if saved is None else _copied(saved["more"])
         if saved is not None and saved["as_kept"]:
             words = {**{key: own[key] for key in saved["as_kept"]}, **words}
         before = optimizer.state, optimizer.param_groups
@@ -138,16 +149,44 @@ class Handed:
             self._voice.load_state_dict(words)
         except REFUSALS as error:
             raise MismatchError(f"the optimizer refuses the saved state: {error}", where=self._name) from error
-        for parameter, wanted in state.items():
-            now = optimizer.state.get(parameter)
-            if id(parameter) not in numbers:
-                optimizer.state[parameter] = wanted
-            elif isinstance(now, dict):
-                now.update({k: value for k, value in wanted.items() if k in now and _is_cast(now[k], value)})
+        for parameter in (p for p in state if id(p) not in numbers):
+            optimizer.state[parameter] = state[parameter]
         keep_objects(optimizer, *before, shared=self._voice)
+        otherwise = saved is not None and "state" not in saved["as_kept"]
+        replaced = self._put_saved(state, otherwise=otherwise)
+        lost = self._lost(saved)
+        if lost and replaced:
+            for held, key, value in replaced:
+                held[key] = value
+            lost = self._lost(saved)
+        return lost
 
-    def lost(self, saved: Mapping[str, Any]) -> list[str]:
-        """Returns the keys of what was saved that are not handed out again, bit for bit."""
+    def _put_saved(
+        self, state: Mapping[torch.Tensor, dict[Any, Any]], *, otherwise: bool
+    ) -> list[tuple[dict[Any, Any], Any, Any]]:
+        """Puts saved values in the place of those that were loaded, if nothing but a cast lies between, or `otherwise`.
+
+        Returns:
+            dict, key and loaded value where there lies more between.
+        """
+        replaced = []
+        for parameter, wanted in state.items():
+            now: Any = self._stepper.state.get(parameter)
+            if not isinstance(now, dict):
+                continue
+            for key, value in wanted.items():
+                if key not in now:
+                    continue
+                is_cast = _is_cast(now[key], value)
+                if otherwise and not is_cast:
+                    replaced.append((now, key, now[key]))
+                if otherwise or is_cast:
+                    now[key] = value
+        return replaced
+
+    def _lost(self, saved: Any) -> list[str]:
+        if saved is None:
+            return []
         self.ask()
         again = self.more() or {"more": {}}
         before, after = saved["more"], again["more"]
@@ -156,8 +195,11 @@ class Handed:
         return [str(key) for key, value in before.items() if key not in after or not same(value, after[key])]
 
     def _has_hooks(self, method: str) -> bool:
-        names = [f"_optimizer_{method}_{when}_hooks" for when in ("pre", "post")]
-        return any(vars(each).get(name) for each in {self._voice, self._stepper} for name in names)
+        return any(self._hooks_of(each, method) for each in (self._voice, self._stepper))
+
+    def _hooks_of(self, optimizer: Optimizer, method: str) -> list[Any]:
+        kinds = (vars(optimizer).get(f"_optimizer_{method}_{when}_hooks") for when in ("pre", "post"))
+        return [hook for hooks in kinds if hooks for hook in hooks.values()]
 
     def _numbers(self) -> dict[int, int]:
         """Parameter's id -> its number in torch's `state_dict()`."""
@@ -219,6 +261,13 @@ def kept(now: Any, value: Any) -> Any:
     """Returns a value for a group; a tensor keeps its identity (a compiled or captured step holds on to it)."""
     both = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
     return now.copy_(value) if both and (now.shape, now.dtype) == (value.shape, value.dtype) else value
+
+
+def _copied(tree: Any) -> Any:
+    """The same tree in new containers: a `load_state_dict` may take out of them what it likes."""
+    if isinstance(tree, dict):
+        return type(tree)((key, _copied(value)) for key, value in tree.items())
+    return type(tree)(map(_copied, tree)) if type(tree) in (list, tuple) else tree
 
 
 def same(left: Any, right: Any) -> bool:

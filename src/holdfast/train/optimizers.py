@@ -87,7 +87,7 @@ class OptimizerPart:
 
     def apart(self) -> list[OptimizerPart]:
         """Parts for the optimizers inside whose state is neither this one's nor handed out by it."""
-        if self._handed.speaks:
+        if self._handed.says_all:
             return []
         return [OptimizerPart(path, inner) for path, inner in self._inner if inner.state is not self._stepper.state]
 
@@ -156,7 +156,8 @@ class OptimizerPart:
         said = self._handed.more()
         names, values = (set(), set()) if said is None else (set(keys(said)), set(tokens(said)))
         mine = [*self._params, *(t for s in self._state.values() for t in s.values() if isinstance(t, torch.Tensor))]
-        known = {memory_of(local_of(t)) for t in (*mine, *(p.grad for p in self._params if p.grad is not None))}
+        grads = [p.grad for p in self._params if p.grad is not None and p.grad.layout is torch.strided]
+        known = {memory_of(local_of(tensor)) for tensor in (*mine, *grads)}
         for each in {id(each): each for each in (*self.chain, self._stepper, *(i for _, i in self._inner))}.values():
             for name, value in attributes(each):
                 seen = token(value, known)
@@ -255,10 +256,7 @@ class OptimizerPart:
 
     def _give_back(self, loading: Loading, groups: list[dict[str, Any]]) -> None:
         saved = loading.value(self._more) if loading.has(self._more) else None
-        self._handed.give_back(saved, self._loaded(loading), groups)
-        if saved is None:
-            return
-        lost = self._handed.lost(loading.value(self._more))
+        lost = self._handed.give_back(saved, self._loaded(loading), groups)
         if odd := sorted(set(lost) & set(OWN_KEYS)):
             logger.warning(
                 "%s: load_state_dict() made something else of %s than was handed out at the save: training goes on from "

@@ -53,6 +53,13 @@ class Overlooked:
         """
         if self._looks >= NUM_LOOKS:
             return
+        try:
+            self._look(trained)
+        except Exception as error:  # noqa: BLE001 - a save must not fail of what other people's objects hold
+            logger.info("it is not looked for state that no version has: %s: %s", type(error).__name__, error)
+            self._looks = NUM_LOOKS
+
+    def _look(self, trained: Iterable[torch.Tensor]) -> None:
         some = list(islice(trained, NUM_WITNESSES))
         # The count of writes that torch keeps does not see every write, and the elements not those on a device.
         witnesses = [tensor._version for tensor in some], [token(tensor) for tensor in some[:1]]
