@@ -108,7 +108,9 @@ class ScheduleFree(Made):
     """schedule_free.SGDScheduleFree: `z` per parameter, weights and mode in the groups."""
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.05, "k": 0, "weight_sum": 0.0, "train_mode": True, "beta": 0.9, "lr_max": -1.0})
+        super().__init__(
+            params, {"lr": 0.05, "k": 0, "weight_sum": 0.0, "train_mode": True, "beta": 0.9, "lr_max": -1.0}
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -253,7 +255,10 @@ class EightBit(Made):
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
         listed = [p for group in self.param_groups for p in group["params"]]
         state = {listed[i]: dict(s) for i, s in state_dict["state"].items()}
-        groups = [{**g, "params": mine["params"]} for g, mine in zip(state_dict["param_groups"], self.param_groups, strict=True)]
+        groups = [
+            {**g, "params": mine["params"]}
+            for g, mine in zip(state_dict["param_groups"], self.param_groups, strict=True)
+        ]
         self.__setstate__({"state": {**self.state, **state}, "param_groups": groups})
 
 
@@ -491,7 +496,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Made]] = {
     "torch NAdam": lambda m: torch.optim.NAdam(m.parameters()),
     "torch Adam maximize amsgrad": lambda m: torch.optim.Adam(m.parameters(), amsgrad=True, maximize=True),
     "torch AdamW fused": lambda m: AdamW(m.parameters(), lr=0.01, fused=True),
-    "torch Adam with a tensor as rate": lambda m: torch.optim.Adam(m.parameters(), lr=torch.tensor(0.01), foreach=False),
+    "torch Adam with a tensor as rate": lambda m: torch.optim.Adam(
+        m.parameters(), lr=torch.tensor(0.01), foreach=False
+    ),
     "torch AdamW with named parameters": lambda m: AdamW(m.named_parameters(), lr=0.01),
     "torch _NamedOptimizer": lambda m: _NamedOptimizer(dict(m.named_parameters()), AdamW, lr=0.01),  # type: ignore[arg-type]
     "torch PostLocalSGDOptimizer": post_local,

@@ -223,6 +223,22 @@ class Handed:
         return kept
 
 
+def is_handed(saved: Any) -> bool:
+    """Returns whether a value has the form of what `Handed.more` returns; a checkpoint may hold anything."""
+    return (
+        isinstance(saved, dict)
+        and saved.keys() == {"as_kept", "more"}
+        and isinstance(saved["as_kept"], list)
+        and all(key in OWN_KEYS for key in saved["as_kept"])
+        and (isinstance(saved["more"], dict) or not saved["as_kept"])
+    )
+
+
+def more_keys(saved: Any) -> list[Any]:
+    """Returns the keys of what was handed out more, as a version has it."""
+    return list(saved["more"]) if is_handed(saved) and isinstance(saved["more"], dict) else []
+
+
 def overrides(thing: Optimizer | nn.Module, method: str) -> bool:
     """Returns whether a method is another one than the base class has, by class or by assignment to the object."""
     base = Optimizer if isinstance(thing, Optimizer) else nn.Module

@@ -264,6 +264,4 @@ def _group(raw: str, tensor: torch.Tensor, wrappers: tuple[_Wrapper, ...], rank:
 
 def _containers(module: nn.Module) -> Iterator[dict[str, Any]]:
     for inner in module.modules():
-        yield inner._parameters
-        yield inner._buffers
-        yield inner._modules
+        yield from (each for each in (inner._parameters, inner._buffers, inner._modules) if isinstance(each, dict))

@@ -28,12 +28,12 @@ from torch.optim import Optimizer
 from holdfast.base.errors import MismatchError, UsageError
 from holdfast.tiers.values import TensorRef
 from holdfast.train.diverging import refuse_averagers
-from holdfast.train.handed import OWN_KEYS, Handed, keep_objects, kept, overrides
+from holdfast.train.handed import OWN_KEYS, Handed, is_handed, keep_objects, kept, more_keys, overrides
 from holdfast.train.inside import attributes, chain_to_stepper, others
 from holdfast.train.layout_of import Layouts, local_of, memory_of, mesh_ranks
 from holdfast.train.live import Group, LiveTensor, dtype_name, torch_dtype
 from holdfast.train.overlooked import keys, token, tokens
-from holdfast.train.parts import Collector, Loading, Owner
+from holdfast.train.parts import Collector, Loading, Owner, templates
 from holdfast.train.predict import predict_state
 from holdfast.train.watch import SCALARS, Containers, same_objects
 
@@ -233,25 +233,19 @@ class OptimizerPart:
         return f"{self.name}.state_dict"
 
     def _plan_more(self, loading: Loading) -> None:
-        here = self._handed.more()
-        if here is None and not loading.offers(self._more):
+        here, there = self._handed.more(), loading.offered(self._more)
+        if not self._handed.takes and set(more_keys(there)) - set(OWN_KEYS):
+            return  # nothing here would take it: nobody uses it
+        if here is None and there is None:
             return
-        scratch = Collector(loading.layouts)
-        if here is not None:
-            scratch.passing(self._more, here, known=self._refs)
         devices = {local_of(parameter).device for parameter in self._params}
         saved = loading.claim_value(
             self._more,
-            templates={name: live.local for name, live in scratch.tensors.items()},
+            templates=templates(loading.layouts, self._more, here),
             device=devices.pop() if len(devices) == 1 else None,
             kind=dict,
         )
-        if saved is not None and not (
-            saved.keys() == {"as_kept", "more"}
-            and isinstance(saved["as_kept"], list)
-            and all(key in OWN_KEYS for key in saved["as_kept"])
-            and (isinstance(saved["more"], dict) or not saved["as_kept"])
-        ):
+        if saved is not None and not is_handed(saved):
             loading.misfit.append(f"{self._more} (not what an optimizer hands out)")
 
     def _give_back(self, loading: Loading, groups: list[dict[str, Any]]) -> None:

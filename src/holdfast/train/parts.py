@@ -304,9 +304,9 @@ class Loading:
         """What every saved rank had under `path`, for an object that can make its own of all; None in the saved layout."""
         return None
 
-    def offers(self, path: str) -> bool:
-        """Whether the checkpoint has a value under this path, known to be this rank's own or not."""
-        return self.layouts.resolve(path)[0] in self.values
+    def offered(self, path: str) -> Any:
+        """The value of a path that is each rank's own, as the checkpoint has it; None if it has none."""
+        return self.values.get(self.layouts.resolve(path)[0])
 
     def refuse(self, what: str) -> None:
         """Notes what turned out not to fit while values were taken over.
@@ -387,6 +387,17 @@ class Loading:
         whole = Extent((0,) * len(saved.global_shape), saved.global_shape)
         shard = Shard(name, saved.dtype, saved.global_shape, whole, (self.layouts.rank,))
         return self.claim(LiveTensor(shard, local_of(tensor), late=False), tensor)
+
+
+def templates(layouts: Layouts, path: str, tree: Any) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a value that is each rank's own, by the names of their entries."""
+    found: dict[str, torch.Tensor] = {}
+
+    def note(name: str, tensor: torch.Tensor) -> None:
+        found[name if isinstance(tensor, DTensor) else layouts.resolve(name)[0]] = tensor
+
+    flatten(tree, path, note)
+    return found
 
 
 def _once(local: torch.Tensor) -> torch.Tensor:
