@@ -244,7 +244,9 @@ KEPT: dict[str, Callable[[], nn.Module]] = {
     "weight norm by hooks": lambda: old_norm(torch.nn.utils.weight_norm),
     "spectral norm by hooks": lambda: old_norm(torch.nn.utils.spectral_norm),
     "batch norm without momentum": lambda: body(nn.BatchNorm1d(8, momentum=None)),
-    "instance norm that tracks": lambda: body(nn.Unflatten(1, (2, 4)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()),
+    "instance norm that tracks": lambda: body(
+        nn.Unflatten(1, (2, 4)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()
+    ),
     "lazy and made": lambda: lazy(made=True),
     "an expanded buffer": lambda: Beside(torch.tensor([0.5]).expand(5)),
     "a buffer expanded in the middle": lambda: Beside(torch.rand(2, 1, 3).expand(2, 4, 3)),

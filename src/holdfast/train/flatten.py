@@ -122,7 +122,7 @@ def _read(spelling: str, content: Any, fetch: Callable[[str], torch.Tensor]) -> 
     if spelling == _DTYPE_KEY:
         return _DTYPES[content]
     if spelling == _DEVICE_KEY:
-        return torch.device(content)
+        return torch.device(str(content))  # a number would be any accelerator's
     if spelling == _SIZE_KEY:
         return torch.Size(content)
     first, items = content

@@ -264,4 +264,5 @@ def _group(raw: str, tensor: torch.Tensor, wrappers: tuple[_Wrapper, ...], rank:
 
 def _containers(module: nn.Module) -> Iterator[dict[str, Any]]:
     for inner in module.modules():
-        yield from (each for each in (inner._parameters, inner._buffers, inner._modules) if isinstance(each, dict))
+        held: tuple[Any, ...] = (inner._parameters, inner._buffers, inner._modules)
+        yield from (each for each in held if isinstance(each, dict))  # a scripted module has none of its own
