@@ -211,7 +211,8 @@ class OptimizerPart:
         groups = loading.value(f"{self.name}.param_groups")
         if self._handed.takes or loading.has(self._more):
             self._give_back(loading, groups)
-            return
+            if not self._dealt:
+                return
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
             for key, value in saved.items():
                 if key != "params":
