@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import multiprocessing
 import sys
 import traceback
@@ -21,7 +22,9 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -340,6 +343,28 @@ def differing() -> Iterator[tuple[str, str]]:
             yield name, str(error)
 
 
+def told() -> Iterator[tuple[str, str]]:
+    """What is said of DDP's communication hooks that keep state: one compresses with feedback of errors, one does not."""
+    logger = logging.getLogger("holdfast.train.overlooked")
+    for name, hook, state in (
+        ("compressed", powerSGD_hook, PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1)),
+        ("reduced", allreduce_hook, dist.group.WORLD),
+    ):
+        words: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, words=words: words.append(record.getMessage())  # type: ignore[method-assign]
+        logger.addHandler(handler)
+        model = DistributedDataParallel(Net())
+        model.register_comm_hook(state, hook)
+        objects, step = stepping(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        looking = State(objects, rank=dist.get_rank(), world_size=WORLD)
+        for _ in range(6):
+            step()
+            looking.gather()
+        logger.removeHandler(handler)
+        yield name, "; ".join(words)
+
+
 def boxes_hold_what_they_say(objects: Objects, state: State) -> int:
     """Compares every local part with its box of the whole tensor; the number of tensors compared."""
     tensors = state.gather().tensors
@@ -423,7 +448,7 @@ def main(rank: int, results: Path) -> None:
     )
     try:
         found: dict[str, Any] = {name: run(make) for name, make in SCENARIOS.items()}
-        found["refusals"] = {**dict(refusals()), **dict(differing())}
+        found["refusals"] = {**dict(refusals()), **dict(differing()), **dict(told())}
         (results / f"{rank}.json").write_text(json.dumps(found))
     except BaseException:
         (results / f"{rank}.error").write_text(traceback.format_exc())

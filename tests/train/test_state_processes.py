@@ -251,3 +251,10 @@ def test_with_local_sgd_each_rank_keeps_the_parameters_that_it_has(ranks: list[d
     names = [f"rank{rank}/model.up.weight" for rank in range(WORLD)]
     digests = {ranks[rank]["local_sgd"]["digests"][name] for rank, name in enumerate(names)}
     assert len(digests) == WORLD
+
+
+def test_state_of_a_communication_hook_is_told_where_it_changes(ranks: list[dict[str, Rank]]) -> None:
+    for result in ranks:
+        assert "is in no version" in result["refusals"]["compressed"]
+        assert "model (powerSGD_hook)" in result["refusals"]["compressed"]
+        assert result["refusals"]["reduced"] == ""

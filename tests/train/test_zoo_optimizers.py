@@ -257,3 +257,18 @@ def test_groups_and_state_keep_their_identity_over_a_restore() -> None:
             for a, b in zip(held, (optimizer.state, optimizer.param_groups, optimizer.param_groups[0]), strict=True)
         )
         assert len(optimizer.state) > 0
+
+
+@pytest.mark.parametrize("kind", ["eigenvectors", "a list of eigenvectors"])
+def test_state_that_is_made_anew_lies_in_memory_as_it_did(kind: str) -> None:
+    objects, step = training(OPTIMIZERS[kind])()
+    state = start(objects)
+    step()
+    saved = save(state)
+    fresh, _ = training(OPTIMIZERS[kind])()
+    restore(start(fresh), saved)
+    for there, here in zip(objects["model"].parameters(), fresh["model"].parameters(), strict=True):
+        bases = [each["optimizer"].state[p]["basis"] for each, p in ((objects, there), (fresh, here))]
+        left, right = (basis[0] if isinstance(basis, list) else basis for basis in bases)
+        assert left.stride() == right.stride()
+        assert not left.is_contiguous()

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 # Looks that are taken, each after the parameters have changed: the first two may differ by what the first step makes.
 NUM_LOOKS = 5
-# Parameters and states by which it is seen that they have.
-NUM_WITNESSES = 8
+# Parameters and states by which it is seen that they have, and how often it is asked at most.
+NUM_WITNESSES, MAX_CALLS = 8, 30
 # Objects that are looked at of one attribute, and elements of one tensor.
 MAX_OBJECTS, MAX_ELEMENTS = 500, 16
 
@@ -39,7 +39,7 @@ class Overlooked:
 
     def __init__(self, sources: Callable[[], Iterable[tuple[str, object]]]) -> None:
         self._sources = sources
-        self._looks = 0
+        self._looks = self._calls = 0
         self._witnesses: object = None
         self._seen: dict[str, object] = {}
         self._changed: set[str] = set()
@@ -51,8 +51,9 @@ class Overlooked:
         Args:
             trained: what optimizers own; if it is as it was at the last look, nothing is looked at.
         """
-        if self._looks >= NUM_LOOKS:
+        if self._looks >= NUM_LOOKS or self._calls >= MAX_CALLS:
             return
+        self._calls += 1
         try:
             self._look(trained)
         except Exception as error:  # noqa: BLE001 - a save must not fail of what other people's objects hold
