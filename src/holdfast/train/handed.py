@@ -82,7 +82,7 @@ class Handed:
             return
         try:
             self._said = self._voice.state_dict()
-        except Exception as error:
+        except Exception as error:  # whatever a class of somebody's own raises
             raise UsageError(
                 f"state_dict() of {type(self._voice).__name__} failed: {type(error).__name__}: {error}",
                 where=self._name,

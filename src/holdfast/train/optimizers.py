@@ -507,7 +507,7 @@ def _lies_like(state: torch.Tensor, owner: Owner) -> bool:
 
 @contextmanager
 def _muted(optimizer: Optimizer) -> Iterator[None]:
-    """Without the hooks that others put on loading: they expect a checkpoint of their own making."""
+    """Leaves out the hooks that others put on loading: they are called in `apply`, with everything that was saved."""
     held = {name: getattr(optimizer, name) for name in _HOOKS if name in vars(optimizer)}
     for name, hooks in held.items():
         setattr(optimizer, name, type(hooks)())

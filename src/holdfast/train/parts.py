@@ -315,9 +315,11 @@ class Loading:
             MismatchError: the restore is strict.
         """
         self.misfit.append(what)
-        problem = mismatch(LoadRecord((), (), (what,))) if self._strict else None
-        if problem is not None:
-            raise problem
+        if self._strict:
+            raise MismatchError(
+                f"the objects do not take what was saved: {what}",
+                remedy="let load_state_dict() take back all that state_dict() hands out, or restore with strict=False",
+            )
 
     def has(self, path: str) -> bool:
         """Whether a value was claimed with all its entries."""

@@ -11,8 +11,8 @@ How it is used, by `train.checkpointer` and its neighbours:
 
 Tensors are never copied here: `local` shares memory with training. A part whose objects are unchanged is not looked at
 again; see `watch.py` for what counts as a change. `gather` calls no collective and waits for no device. `targets`
-changes nothing when it raises; when it returns, optimizer state that was missing exists with undefined content, so a
-restore must go on to `apply` or start again.
+changes nothing when it raises; when it returns, optimizer state that was missing may exist with undefined content, so a
+restore must go on to `apply` or start again. Own methods of optimizers and modules, and hooks on loading, are called in `apply`.
 
 The parts: `modules.py`, `optimizers.py`, `objects.py`, `randomness.py`; where a tensor belongs: `layout_of.py`.
 """
