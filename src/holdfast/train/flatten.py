@@ -102,7 +102,7 @@ def references(tree: Any) -> Iterator[str]:
 
 
 def _spelt(value: Any) -> Any:
-    """What stands for a size, dtype or device of torch; anything else as it is."""
+    """Returns what stands for a size, dtype or device of torch; anything else as it is."""
     if type(value) is torch.Size:
         return {_SIZE_KEY: list(value)}
     if isinstance(value, torch.dtype):
@@ -111,12 +111,12 @@ def _spelt(value: Any) -> Any:
 
 
 def _spelt_pairs(kind: type, items: Iterator[tuple[Any, Any]]) -> dict[str, Any]:
-    """What stands for a dict with keys that the format has not, such as floats and tuples."""
+    """Returns what stands for a dict with keys that the format has not, such as floats and tuples."""
     return {_PAIRS_KEY: [kind is OrderedDict, [[key, item] for key, item in items]]}
 
 
 def _read(spelling: str, content: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
-    """What a dict with a reserved key stands for."""
+    """Returns what a dict with a reserved key stands for."""
     if spelling == _ARRAY_KEY:
         return fetch(content.name).cpu().numpy()
     if spelling == _DTYPE_KEY:

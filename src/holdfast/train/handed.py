@@ -30,7 +30,7 @@ REFUSALS = (RuntimeError, TypeError, ValueError, KeyError, IndexError, Attribute
 
 
 class Handed:
-    """The own words of one optimizer.
+    """Asks one optimizer what it hands out, and gives it back.
 
     Args:
         name: of the optimizer, for errors.
@@ -48,22 +48,22 @@ class Handed:
 
     @property
     def speaks(self) -> bool:
-        """Whether `state_dict()` may say more than torch's own."""
+        """Tells whether `state_dict()` may say more than torch's own."""
         return self._odd or overrides(self._voice, "state_dict") or self._has_hooks("state_dict")
 
     @property
     def takes(self) -> bool:
-        """Whether `load_state_dict()` may do more than torch's own."""
+        """Tells whether `load_state_dict()` may do more than torch's own."""
         return overrides(self._voice, "load_state_dict") or self._has_hooks("load_state_dict")
 
     @property
     def says_all(self) -> bool:
-        """Whether the optimizer that steps may hand out what one inside it keeps."""
+        """Tells whether the optimizer that steps may hand out what one inside it keeps."""
         return overrides(self._stepper, "state_dict") or bool(self._hooks_of(self._stepper, "state_dict"))
 
     @property
     def makes_state(self) -> bool:
-        """Whether the class has a way of its own to take state, which must not be called without all that was saved."""
+        """Tells whether the class takes state in a way of its own, which must not be called without all that was saved."""
         return overrides(self._stepper, "load_state_dict")
 
     def found_odd(self, odd: bool) -> None:
@@ -280,7 +280,7 @@ def kept(now: Any, value: Any) -> Any:
 
 
 def _copied(tree: Any) -> Any:
-    """The same tree in new containers: a `load_state_dict` may take out of them what it likes."""
+    """Returns the same tree in new containers: a `load_state_dict` may take out of them what it likes."""
     if isinstance(tree, dict):
         return type(tree)((key, _copied(value)) for key, value in tree.items())
     return type(tree)(map(_copied, tree)) if type(tree) in (list, tuple) else tree
@@ -312,7 +312,7 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _is_cast(loaded: Any, saved: Any) -> bool:
-    """Whether a value is the saved one after the cast that torch's `load_state_dict` makes."""
+    """Returns whether a value is the saved one after the cast that torch's `load_state_dict` makes."""
     if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
         wanted, found = local_of(saved), local_of(loaded)
         return loaded is saved or _same_bits(wanted.to(dtype=found.dtype, device=found.device), found)
@@ -324,7 +324,7 @@ def _is_cast(loaded: Any, saved: Any) -> bool:
 
 
 def _is_same(said: Any, held: Any) -> bool:
-    """Whether what was handed out has the very tensors and objects of what is held, and equal numbers."""
+    """Returns whether what was handed out has the very tensors and objects of what is held, and equal numbers."""
     if said is held:
         return True
     if type(said) is not type(held):

@@ -192,7 +192,7 @@ def _handed_out(name: str, module: nn.Module) -> dict[str, Any]:
 
 
 def _takes(module: nn.Module, raw: str) -> bool:
-    """Whether a key of `state_dict()` has somebody who takes it back: a hook, a method of its own, or a tensor of its name."""
+    """Returns whether somebody takes a key of `state_dict()` back: a hook, a method of its own, or a tensor of its name."""
     own = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
     return raw in own or any(
         inner._load_state_dict_pre_hooks or any(overrides(inner, method) for method in _LOADING)

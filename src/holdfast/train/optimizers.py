@@ -82,11 +82,11 @@ class OptimizerPart:
 
     @property
     def steppers(self) -> list[Optimizer]:
-        """All optimizers that step these parameters, the one of this part first."""
+        """Lists all optimizers that step these parameters, the one of this part first."""
         return [self.optimizer, *(inner for _, inner in self._inner)]
 
     def apart(self) -> list[OptimizerPart]:
-        """Parts for the optimizers inside whose state is neither this one's nor handed out by it."""
+        """Returns parts for the optimizers inside whose state is neither this one's nor handed out by it."""
         if self._handed.says_all:
             return []
         return [OptimizerPart(path, inner) for path, inner in self._inner if inner.state is not self._stepper.state]
@@ -219,7 +219,7 @@ class OptimizerPart:
                     group[key] = kept(group.get(key), value)
 
     def _loaded(self, loading: Loading) -> dict[torch.Tensor, dict[Any, Any]]:
-        """The state by parameter as it is to be, with the tensors that are claimed."""
+        """Returns the state by parameter as it is to be, with the tensors that are claimed."""
         state: dict[torch.Tensor, dict[Any, Any]] = {}
         for parameter, tensors in self._wanted.items():
             path, _ = self._state_path(parameter)
@@ -230,7 +230,7 @@ class OptimizerPart:
 
     @property
     def _more(self) -> str:
-        """The value that holds what the optimizer handed out besides; each rank's own."""
+        """Names the value that holds what the optimizer handed out besides; it is each rank's own."""
         return f"{self.name}.state_dict"
 
     def _plan_more(self, loading: Loading) -> None:
@@ -496,7 +496,7 @@ def _skeleton(loading: Loading, entry: str, owner: Owner, *, on_device: bool) ->
 
 
 def _lies_like(state: torch.Tensor, owner: Owner) -> bool:
-    """Whether state lies in memory as `_skeleton` would make it."""
+    """Returns whether state lies in memory as `_skeleton` would make it."""
     if isinstance(state, DTensor) or state.dim() < 2:
         return True
     parameter = owner.tensor

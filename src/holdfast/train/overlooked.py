@@ -138,7 +138,7 @@ def _elements(tensor: torch.Tensor) -> object:
 
 
 def _place(number: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The index of an element by its number, row by row."""
+    """Returns the index of an element by its number, row by row."""
     found = []
     for size in reversed(shape):
         number, index = divmod(number, size)

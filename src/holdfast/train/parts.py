@@ -305,7 +305,7 @@ class Loading:
         return None
 
     def offered(self, path: str) -> Any:
-        """The value of a path that is each rank's own, as the checkpoint has it; None if it has none."""
+        """Returns the value of a path that is each rank's own, as the checkpoint has it; None if it has none."""
         return self.values.get(self.layouts.resolve(path)[0])
 
     def refuse(self, what: str) -> None:
@@ -348,7 +348,7 @@ class Loading:
         return torch.empty_permuted(saved.global_shape, order, dtype=dtype, device=device)
 
     def order(self, name: str) -> list[int] | None:
-        """In which order the dimensions of an entry lay in memory, the outermost first, if not as a restore makes them."""
+        """Returns the dimensions of an entry as they lay in memory, the outermost first; None if as a restore makes them."""
         orders = self.values.get(self.layouts.resolve(MEMORY_ORDER)[0])
         order = orders.get(name.removeprefix(f"rank{self.layouts.rank}/")) if isinstance(orders, dict) else None
         dims = list(range(len(self.saved[name].global_shape)))

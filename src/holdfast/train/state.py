@@ -113,7 +113,7 @@ class State:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """All optimizers that make steps, in the order in which they were given; not their wrappers, but those inside."""
+        """Lists all optimizers that make steps, in the order in which they were given; not their wrappers, but those inside."""
         found = (each for part in self._stepping for each in part.steppers)
         return list({id(each): each for each in found}.values())
 
