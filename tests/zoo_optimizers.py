@@ -483,6 +483,14 @@ def casting_hook(m: nn.Module) -> Made:
     return optimizer
 
 
+def unhooked(m: nn.Module) -> Made:
+    """Its class got another `step` after it was made."""
+    kind = type("Unhooked", (SGD,), {})
+    optimizer = kind(m.parameters(), lr=0.1)
+    kind.step = lambda *_: None  # type: ignore[attr-defined]
+    return optimizer  # type: ignore[no-any-return]
+
+
 def matrices(m: nn.Module) -> list[nn.Parameter]:
     return [p for p in m.parameters() if p.dim() == 2 and p.requires_grad]
 
@@ -538,6 +546,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Made], str]] = {
         lambda m: Several(SGD(matrices(m), lr=0.1), AdamW([p for p in m.parameters() if p.dim() == 1], lr=0.1)),
         r"Several never called Optimizer.__init__.*\[optimizer\] Remedy: give what steps.*optimizers.0 and its .optimizers.1",
     ),
+    "a step that calls no hooks": (unhooked, r"Unhooked has a step\(\) that calls no hooks"),
     "a wrapper without anything": (lambda m: Hollow(m.parameters()), r"let Hollow.__init__ call super\(\).__init__"),
     "a wrapper with its own state": (lambda m: OwnState(SGD(m.parameters(), lr=0.1)), r"OwnState.*\(its .optimizer\)"),
 }  # fmt: skip

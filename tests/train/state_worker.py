@@ -326,12 +326,18 @@ def refusals() -> Iterator[tuple[str, str]]:
 
 
 def differing() -> Iterator[tuple[str, str]]:
-    """DDP whose ranks differ on purpose, with the error."""
+    """DDP whose ranks differ on purpose, or hooks that see one share only, with the error."""
     local, without, averaged = (DistributedDataParallel(Net()) for _ in range(3))
     local.register_comm_hook(PostLocalSGDState(None, None, start_localSGD_iter=100), post_localSGD_hook)
     without.register_comm_hook(None, noop_hook)
     wrapped = PostLocalSGDOptimizer(torch.optim.SGD(averaged.parameters(), lr=0.1), PeriodicModelAverager(period=4))
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    dealt = DistributedDataParallel(Net())
+    hooked = ZeroRedundancyOptimizer(dealt.parameters(), torch.optim.SGD, lr=0.1)
+    hooked.register_state_dict_post_hook(lambda *_: None)
     for name, objects in {
+        "dealt": {"model": dealt, "optimizer": hooked},
         "local": {"model": nn.ModuleList([local])},
         "without": {"model": without},
         "averaged": {"model": averaged, "optimizer": wrapped},

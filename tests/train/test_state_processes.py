@@ -247,6 +247,10 @@ def test_ddp_whose_ranks_differ_on_purpose_is_refused_on_every_rank(
         assert "give the module inside (ddp.module)" in result["refusals"][case]
 
 
+def test_hooks_that_would_see_one_share_are_refused(ranks: list[dict[str, Rank]]) -> None:
+    assert all("would see one share of them [optimizer]" in result["refusals"]["dealt"] for result in ranks)
+
+
 def test_with_local_sgd_each_rank_keeps_the_parameters_that_it_has(ranks: list[dict[str, Rank]]) -> None:
     names = [f"rank{rank}/model.up.weight" for rank in range(WORLD)]
     digests = {ranks[rank]["local_sgd"]["digests"][name] for rank, name in enumerate(names)}

@@ -59,7 +59,7 @@ class Handed:
     @property
     def says_all(self) -> bool:
         """Tells whether the optimizer that steps may hand out what one inside it keeps."""
-        return overrides(self._stepper, "state_dict") or bool(self._hooks_of(self._stepper, "state_dict"))
+        return overrides(self._stepper, "state_dict") or bool(hooks_of(self._stepper, "state_dict"))
 
     @property
     def makes_state(self) -> bool:
@@ -195,11 +195,7 @@ class Handed:
         return [str(key) for key, value in before.items() if key not in after or not same(value, after[key])]
 
     def _has_hooks(self, method: str) -> bool:
-        return any(self._hooks_of(each, method) for each in (self._voice, self._stepper))
-
-    def _hooks_of(self, optimizer: Optimizer, method: str) -> list[Any]:
-        kinds = (vars(optimizer).get(f"_optimizer_{method}_{when}_hooks") for when in ("pre", "post"))
-        return [hook for hooks in kinds if hooks for hook in hooks.values()]
+        return any(hooks_of(each, method) for each in (self._voice, self._stepper))
 
     def _numbers(self) -> dict[int, int]:
         """Parameter's id -> its number in torch's `state_dict()`."""
@@ -239,6 +235,12 @@ def more_keys(saved: Any) -> list[Any]:
     return list(saved["more"]) if is_handed(saved) and isinstance(saved["more"], dict) else []
 
 
+def hooks_of(optimizer: Optimizer, method: str) -> list[Any]:
+    """Returns the hooks before and after `state_dict` or `load_state_dict` of an optimizer."""
+    kinds = (vars(optimizer).get(f"_optimizer_{method}_{when}_hooks") for when in ("pre", "post"))
+    return [hook for hooks in kinds if hooks for hook in hooks.values()]
+
+
 def overrides(thing: Optimizer | nn.Module, method: str) -> bool:
     """Returns whether a method is another one than the base class has, by class or by assignment to the object."""
     base = Optimizer if isinstance(thing, Optimizer) else nn.Module
@@ -259,7 +261,7 @@ def keep_objects(
     within = [each for each in (shared, *vars(optimizer).values()) if isinstance(each, Optimizer)]
     holders = [vars(each) for each in within if each is not optimizer]
     new_groups, new_state = optimizer.param_groups, optimizer.state
-    if new_groups is not groups and len(new_groups) == len(groups):
+    if "param_groups" in vars(optimizer) and new_groups is not groups and len(new_groups) == len(groups):
         for old, new in zip(groups, new_groups, strict=True):
             new.update({key: kept(old.get(key), value) for key, value in new.items()})
         if not any(each.get("param_groups") is new_groups for each in holders):
@@ -267,7 +269,11 @@ def keep_objects(
                 old.clear()
                 old.update(new)
             optimizer.param_groups = groups
-    if new_state is not state and not any(each.get("state") is new_state for each in holders):
+    if (
+        "state" in vars(optimizer)
+        and new_state is not state
+        and not any(each.get("state") is new_state for each in holders)
+    ):
         state.clear()
         state.update(new_state)
         optimizer.state = state

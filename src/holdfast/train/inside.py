@@ -15,10 +15,12 @@ from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError
 
+_HOOKS = "_optimizer_step_pre_hooks"
+
 
 def is_made(optimizer: Optimizer) -> bool:
     """Returns whether `Optimizer.__init__` ran, so that hooks can be put on its steps, and are called."""
-    return "_optimizer_step_pre_hooks" in vars(optimizer) and getattr(type(optimizer).step, "hooked", False)
+    return _HOOKS in vars(optimizer) and getattr(type(optimizer).step, "hooked", False)
 
 
 def chain_to_stepper(name: str, optimizer: Optimizer) -> list[Optimizer]:
@@ -27,7 +29,7 @@ def chain_to_stepper(name: str, optimizer: Optimizer) -> list[Optimizer]:
     A wrapper stands for the one inside it if that is the only one and has the very same parameters and state.
 
     Raises:
-        UsageError: a class that never called `Optimizer.__init__`, and it is not certain what stands behind it.
+        UsageError: a class whose steps call no hooks, and it is not certain what stands behind it.
     """
     if is_made(optimizer):
         return [optimizer]
@@ -38,14 +40,15 @@ def chain_to_stepper(name: str, optimizer: Optimizer) -> list[Optimizer]:
         if _stands_for(optimizer, found[-1]):
             return [optimizer, *found]
     kind = type(optimizer).__name__
+    why = "has a step() that calls no hooks" if _HOOKS in vars(optimizer) else "never called Optimizer.__init__"
     names = " and ".join(f"its .{attribute}" for attribute in inner)
     raise UsageError(
-        f"{kind} never called Optimizer.__init__, and it is not certain which optimizer makes its steps",
+        f"{kind} {why}, and it is not certain which optimizer makes its steps",
         where=name,
         remedy=f"give what steps in its place ({names}); what {kind} keeps itself goes in as an object with state_dict() "
         "and load_state_dict()"
         if inner
-        else f"let {kind}.__init__ call super().__init__(params, defaults)",
+        else f"let {kind}.__init__ call super().__init__(params, defaults), which puts hooks around step()",
     )
 
 

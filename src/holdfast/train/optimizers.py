@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from holdfast.base.errors import MismatchError, UsageError
 from holdfast.tiers.values import TensorRef
 from holdfast.train.diverging import refuse_averagers
-from holdfast.train.handed import OWN_KEYS, Handed, is_handed, keep_objects, kept, more_keys, overrides
+from holdfast.train.handed import OWN_KEYS, Handed, hooks_of, is_handed, keep_objects, kept, more_keys, overrides
 from holdfast.train.inside import attributes, chain_to_stepper, others
 from holdfast.train.layout_of import Layouts, local_of, memory_of, mesh_ranks
 from holdfast.train.live import Group, LiveTensor, dtype_name, torch_dtype
@@ -93,6 +93,12 @@ class OptimizerPart:
 
     def build(self, out: Collector) -> None:
         """Adds all state tensors that stand directly under a parameter."""
+        if self._dealt and any(hooks_of(self.optimizer, method) for method in ("state_dict", "load_state_dict")):
+            raise UsageError(
+                "state_dict hooks of an optimizer that deals its parameters over the ranks would see one share of them",
+                where=self.name,
+                remedy="register them at the local optimizer (.optim), or keep what they carry in an object with state_dict()",
+            )
         self._params = self._listed()
         self._held = self._stepper.state
         self._rank = (out.layouts.rank,)
