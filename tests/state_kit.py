@@ -54,7 +54,11 @@ def same_bits(left: Saved, right: Saved) -> None:
     for name, tensor in left.tensors.items():
         other = right.tensors[name]
         assert torch.equal(_bits(tensor), _bits(other)), name
-    assert left.decoded() == right.decoded() or left.values == right.values
+    first, second = left.decoded(), right.decoded()
+    different = {
+        (group, path) for group in first for path in first[group] if first[group][path] != second[group].get(path)
+    }
+    assert left.values == right.values or not different, different
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import multiprocessing
 import sys
 import traceback
@@ -20,6 +21,11 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -33,6 +39,7 @@ from holdfast.core.model import Topology
 from holdfast.train.live import LiveTensor
 from holdfast.train.state import State
 from state_kit import continues
+from zoo_optimizers import Accelerated, Lookahead, PostLocalSGDOptimizer
 
 WORLD = 4
 TOPOLOGY = Topology(("a", "b"), (0, 0, 1, 1))
@@ -105,11 +112,61 @@ def zero1() -> Made:
     return stepping(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01))
 
 
+def ddp_lookahead() -> Made:
+    """A wrapper around an optimizer that hands out more than its state. First buckets kept, as above."""
+    model = DistributedDataParallel(Net(), find_unused_parameters=True)
+    return stepping(model, Accelerated(Lookahead(model.parameters(), lr=0.01, momentum=0.9)))
+
+
+def zero1_lookahead() -> Made:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(Net(), find_unused_parameters=True)
+    return stepping(model, ZeroRedundancyOptimizer(model.parameters(), Lookahead, lr=0.01, momentum=0.9))
+
+
+def local_sgd() -> Made:
+    """As the error for DDP with this hook advises: the module inside, and the counters as an object."""
+    hook = PostLocalSGDState(None, dist.group.WORLD, start_localSGD_iter=1, post_local_gradient_allreduce=False)
+    model = DistributedDataParallel(Net(), find_unused_parameters=True)
+    model.register_comm_hook(hook, post_localSGD_hook)
+    optimizer = PostLocalSGDOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=0.01), PeriodicModelAverager(period=3, warmup_steps=1)
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optim, 2)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(5, 6) + dist.get_rank()).sum().backward()
+        optimizer.step()
+        scheduler.step()
+
+    return {"model": model.module, "optimizer": optimizer, "scheduler": scheduler, "hook": Counter(hook)}, step
+
+
+class Counter:
+    def __init__(self, hook: PostLocalSGDState) -> None:
+        self.hook = hook
+
+    def state_dict(self) -> Any:
+        return {"iter": self.hook.iter}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.hook.iter = state["iter"]
+
+
 def fsdp() -> Made:
     model = Net()
     fully_shard(model.odd)
     fully_shard(model)
     return stepping(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+
+
+def fsdp_lookahead() -> Made:
+    """Slow weights that are DTensors as the parameters are."""
+    model = Net()
+    fully_shard(model)
+    return stepping(model, Lookahead(model.parameters(), lr=0.01, momentum=0.9))
 
 
 def fsdp_columns() -> Made:
@@ -240,7 +297,8 @@ def loose() -> Made:
 
 
 SCENARIOS: dict[str, Callable[[], Made]] = {
-    "ddp": ddp, "ddp_pairs": ddp_pairs, "zero1": zero1, "fsdp": fsdp, "fsdp_columns": fsdp_columns, "hsdp": hsdp, "tp": tp,
+    "ddp_lookahead": ddp_lookahead, "zero1_lookahead": zero1_lookahead, "fsdp_lookahead": fsdp_lookahead,
+    "local_sgd": local_sgd, "ddp": ddp, "ddp_pairs": ddp_pairs, "zero1": zero1, "fsdp": fsdp, "fsdp_columns": fsdp_columns, "hsdp": hsdp, "tp": tp,
     "first_fsdp": first_fsdp, "first_fsdp_hybrid": first_fsdp_hybrid, "first_fsdp_whole": first_fsdp_whole,
     "fsdp_tp": fsdp_tp, "fsdp_tp_uneven": fsdp_tp_uneven, "loose": loose,
 }  # fmt: skip
@@ -265,6 +323,52 @@ def refusals() -> Iterator[tuple[str, str]]:
                 yield name, "nothing"
             except HoldfastError as error:
                 yield name, f"{type(error).__name__}: {error}"
+
+
+def differing() -> Iterator[tuple[str, str]]:
+    """DDP whose ranks differ on purpose, or hooks that see one share only, with the error."""
+    local, without, averaged = (DistributedDataParallel(Net()) for _ in range(3))
+    local.register_comm_hook(PostLocalSGDState(None, None, start_localSGD_iter=100), post_localSGD_hook)
+    without.register_comm_hook(None, noop_hook)
+    wrapped = PostLocalSGDOptimizer(torch.optim.SGD(averaged.parameters(), lr=0.1), PeriodicModelAverager(period=4))
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    dealt = DistributedDataParallel(Net())
+    hooked = ZeroRedundancyOptimizer(dealt.parameters(), torch.optim.SGD, lr=0.1)
+    hooked.register_state_dict_post_hook(lambda *_: None)
+    for name, objects in {
+        "dealt": {"model": dealt, "optimizer": hooked},
+        "local": {"model": nn.ModuleList([local])},
+        "without": {"model": without},
+        "averaged": {"model": averaged, "optimizer": wrapped},
+    }.items():
+        try:
+            State(objects, rank=dist.get_rank(), world_size=WORLD).trained()
+            yield name, "nothing"
+        except HoldfastError as error:
+            yield name, str(error)
+
+
+def told() -> Iterator[tuple[str, str]]:
+    """What is said of DDP's communication hooks that keep state: one compresses with feedback of errors, one does not."""
+    logger = logging.getLogger("holdfast.train.overlooked")
+    for name, hook, state in (
+        ("compressed", powerSGD_hook, PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1)),
+        ("reduced", allreduce_hook, dist.group.WORLD),
+    ):
+        words: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, words=words: words.append(record.getMessage())  # type: ignore[method-assign]
+        logger.addHandler(handler)
+        model = DistributedDataParallel(Net())
+        model.register_comm_hook(state, hook)
+        objects, step = stepping(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        looking = State(objects, rank=dist.get_rank(), world_size=WORLD)
+        for _ in range(6):
+            step()
+            looking.gather()
+        logger.removeHandler(handler)
+        yield name, "; ".join(words)
 
 
 def boxes_hold_what_they_say(objects: Objects, state: State) -> int:
@@ -350,7 +454,7 @@ def main(rank: int, results: Path) -> None:
     )
     try:
         found: dict[str, Any] = {name: run(make) for name, make in SCENARIOS.items()}
-        found["refusals"] = dict(refusals())
+        found["refusals"] = {**dict(refusals()), **dict(differing()), **dict(told())}
         (results / f"{rank}.json").write_text(json.dumps(found))
     except BaseException:
         (results / f"{rank}.error").write_text(traceback.format_exc())

@@ -31,6 +31,7 @@ from holdfast.train.relayout import OtherLayout
 from holdfast.train.restore import Restorer
 from holdfast.train.state import State
 from ranks_kit import on_all
+from zoo_optimizers import Lookahead
 
 VERSION = Version(1, 7)
 
@@ -366,3 +367,34 @@ def test_a_version_without_the_other_name_is_refused_by_it(monkeypatch: pytest.M
     again, tied, _ = stage(0, 1, first=True, last=True)
     good(load(saved, [again]))
     assert torch.equal(tied.head.weight, model.embed.weight)
+
+
+def looking_ahead(rank: int, world_size: int, *, counted: int = 4) -> tuple[State, Lookahead]:
+    """One rank of DDP, as far as names go, with an optimizer that hands out slow weights and a counter."""
+    torch.manual_seed(7)
+    model = nn.Linear(3, 2)
+    optimizer = Lookahead(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(counted):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    objects = {"model": model, "optimizer": optimizer}
+    return State(objects, rank=rank, world_size=world_size, replicated=["model"]), optimizer
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3), (2, 3)])
+def test_what_all_optimizers_handed_out_alike_loads_into_any_number_of_ranks(before: int, after: int) -> None:
+    saved = [looking_ahead(rank, before) for rank in range(before)]
+    fresh = [looking_ahead(rank, after, counted=0) for rank in range(after)]
+    good(load(save([state for state, _ in saved]), [state for state, _ in fresh]))
+    for _, optimizer in fresh:
+        assert optimizer.k == 4
+        assert all(map(torch.equal, optimizer.slow, saved[0][1].slow))
+
+
+def test_a_rank_that_was_not_saved_is_not_given_what_the_others_have_each_for_itself() -> None:
+    saved = [looking_ahead(rank, 2) for rank in range(2)]
+    saved[1][1].k += 1
+    fresh = [looking_ahead(rank, 3, counted=0) for rank in range(3)]
+    told = load(save([state for state, _ in saved]), [state for state, _ in fresh])
+    assert all(isinstance(error, MismatchError) for error in told)
+    assert "missing in the checkpoint: rank2/optimizer.state_dict" in str(told[0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import sys
 from math import prod
 from pathlib import Path
@@ -20,8 +21,28 @@ import forked
 
 HERE = Path(__file__).resolve().parent
 WORLD = 4
-SHARDED = ("fsdp", "fsdp_columns", "fsdp_tp", "fsdp_tp_uneven", "hsdp", "tp", "first_fsdp", "first_fsdp_hybrid")
-ALL = ("ddp", "ddp_pairs", "zero1", "loose", "first_fsdp_whole", *SHARDED)
+SHARDED = (
+    "fsdp",
+    "fsdp_lookahead",
+    "fsdp_columns",
+    "fsdp_tp",
+    "fsdp_tp_uneven",
+    "hsdp",
+    "tp",
+    "first_fsdp",
+    "first_fsdp_hybrid",
+)
+ALL = (
+    "ddp",
+    "ddp_lookahead",
+    "ddp_pairs",
+    "local_sgd",
+    "zero1",
+    "zero1_lookahead",
+    "loose",
+    "first_fsdp_whole",
+    *SHARDED,
+)
 
 Rank = dict[str, Any]
 
@@ -86,13 +107,15 @@ def test_twins_hold_the_same_bytes_values_and_bundles(ranks: list[dict[str, Rank
             bundles.setdefault(bundle_id, set()).add(mark)
     assert all(len(digests) == 1 for digests in values.values())
     assert all(len(marks) == 1 for marks in bundles.values())
-    assert twins or kind in ("fsdp_tp_uneven", "first_fsdp", "loose")
+    assert twins or kind in ("fsdp_tp_uneven", "first_fsdp", "fsdp_lookahead", "local_sgd", "loose")
 
 
 @pytest.mark.parametrize("kind", ALL)
 def test_state_is_predicted_and_stays_the_same_structure(ranks: list[dict[str, Rank]], kind: str) -> None:
-    assert [result[kind]["predicted"] for result in ranks] == [True] * WORLD
-    assert [result[kind]["steady"] for result in ranks] == [True] * WORLD
+    known = not kind.endswith("lookahead")  # a step of somebody's own is not tried out
+    assert [result[kind]["predicted"] for result in ranks] == [known] * WORLD
+    moved = kind == "local_sgd"  # an average moves the parameters into memory of its own
+    assert [result[kind]["steady"] for result in ranks] == [not moved] * WORLD
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -197,3 +220,45 @@ def test_parameters_that_fsdp_hides_or_has_gathered_are_refused_with_what_to_do(
         assert "use_orig_params=True" in refusals["hidden"]
         assert refusals["gathered"].startswith("UsageError: the parameter has shape")
         assert "save between two steps" in refusals["gathered"]
+
+
+def test_what_an_optimizer_hands_out_is_cut_as_its_tensors_are_or_each_ranks_own(ranks: list[dict[str, Rank]]) -> None:
+    assert group_of(ranks, "ddp_lookahead", "rank2/optimizer.state_dict.more.slow.0", 2) == [2]
+    assert group_of(ranks, "ddp_lookahead", "optimizer.state.up.weight.momentum_buffer", 2) == [0, 1, 2, 3]
+    assert group_of(ranks, "fsdp_lookahead", "optimizer.state_dict.more.slow.0", 3) == [3]
+    assert all(
+        '"rank1/optimizer.state_dict"' in text for g, _, text in ranks[1]["fsdp_lookahead"]["values"] if g == [1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("local", "hook post_localSGD_hook lets the parameters of the ranks differ, so one rank cannot .* [model.0]"),
+        ("without", "hook noop_hook lets the parameters of the ranks differ, so one rank cannot .* [model]"),
+        ("averaged", "PostLocalSGDOptimizer.averager averages parameters that differ from rank to rank .* [optimizer]"),
+    ],
+)
+def test_ddp_whose_ranks_differ_on_purpose_is_refused_on_every_rank(
+    ranks: list[dict[str, Rank]], case: str, words: str
+) -> None:
+    for result in ranks:
+        assert re.search(words.replace("[", "\\["), result["refusals"][case])
+        assert "give the module inside (ddp.module)" in result["refusals"][case]
+
+
+def test_hooks_that_would_see_one_share_are_refused(ranks: list[dict[str, Rank]]) -> None:
+    assert all("would see one share of them [optimizer]" in result["refusals"]["dealt"] for result in ranks)
+
+
+def test_with_local_sgd_each_rank_keeps_the_parameters_that_it_has(ranks: list[dict[str, Rank]]) -> None:
+    names = [f"rank{rank}/model.up.weight" for rank in range(WORLD)]
+    digests = {ranks[rank]["local_sgd"]["digests"][name] for rank, name in enumerate(names)}
+    assert len(digests) == WORLD
+
+
+def test_state_of_a_communication_hook_is_told_where_it_changes(ranks: list[dict[str, Rank]]) -> None:
+    for result in ranks:
+        assert "is in no version" in result["refusals"]["compressed"]
+        assert "model (powerSGD_hook)" in result["refusals"]["compressed"]
+        assert result["refusals"]["reduced"] == ""

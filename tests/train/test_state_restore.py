@@ -163,16 +163,18 @@ def test_strict_leaves_nothing_to_report() -> None:
     assert (record.not_loaded, record.not_used, record.misfit) == ((), (), ())
 
 
-def test_hooks_on_loading_stay_silent_and_stay() -> None:
+def test_hooks_on_loading_are_called_once_with_what_was_saved() -> None:
     given = objects(steps=0)
-    calls: list[str] = []
-    given["optimizer"].register_load_state_dict_pre_hook(lambda *_: calls.append("pre"))
-    given["optimizer"].register_load_state_dict_post_hook(lambda *_: calls.append("post"))
-    restore(state_of(given), save(state_of(objects())))
-    assert calls == []
-    assert len(given["optimizer"].state) == 4
-    given["optimizer"].load_state_dict(given["optimizer"].state_dict())
-    assert calls == ["pre", "post"]
+    calls: list[Any] = []
+    given["optimizer"].register_load_state_dict_pre_hook(lambda _, said: calls.append(said))
+    given["optimizer"].register_load_state_dict_post_hook(lambda optimizer: calls.append(len(optimizer.state)))
+    source = objects(steps=2)
+    restore(state_of(given), save(state_of(source)))
+    said, number = calls
+    assert number == len(given["optimizer"].state) == 4
+    wanted = source["optimizer"].state_dict()
+    assert said["param_groups"] == wanted["param_groups"]
+    assert all(torch.equal(said["state"][i]["exp_avg"], wanted["state"][i]["exp_avg"]) for i in range(4))
 
 
 def test_tensors_keep_their_identity() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -191,10 +191,26 @@ def memory_of(local: torch.Tensor) -> object:
     return local.data_ptr()
 
 
+def is_same_memory(one: torch.Tensor, other: Any) -> bool:
+    """Returns whether another object is a tensor that shows the very same elements."""
+    if not isinstance(other, torch.Tensor):
+        return False
+    left, right = local_of(one), local_of(other)
+    alike = (left.shape, left.stride(), left.dtype, left.device) == (
+        right.shape,
+        right.stride(),
+        right.dtype,
+        right.device,
+    )
+    return alike and (not left.numel() or memory_of(left) == memory_of(right))
+
+
 def _check_kind(name: str, local: torch.Tensor, *, allocated: bool) -> None:
     """Refuses what is not plain memory: its bytes would not be its value."""
     is_wrapper: bool = is_traceable_wrapper_subclass(local)
-    if local.layout is not torch.strided:
+    if local.is_nested:
+        kind = "nested tensors"
+    elif local.layout is not torch.strided:
         kind = f"sparse tensors ({local.layout})"
     elif is_wrapper:
         kind = f"tensors of the class {type(local).__name__}"

@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from holdfast.base.errors import UsageError
 from holdfast.tiers import values
 from holdfast.tiers.values import TensorRef
 from holdfast.train.flatten import flatten
 from holdfast.train.live import LiveTensor
-from holdfast.train.parts import Collector, Loading
+from holdfast.train.parts import Collector, Loading, templates
 from holdfast.train.randomness import GeneratorState, ProcessRandomness
 from holdfast.train.watch import same_objects
 
@@ -71,12 +70,7 @@ class StatefulPart:
         self._of_ranks = loading.states_of_ranks(self.name) if hasattr(self._object, ALL_RANKS) else None
         if self._of_ranks is not None:
             return
-        now: dict[str, torch.Tensor] = {}
-
-        def note(name: str, tensor: torch.Tensor) -> None:
-            now[name if isinstance(tensor, DTensor) else loading.layouts.resolve(name)[0]] = tensor
-
-        flatten(self._object.state_dict(), self.name, note)
+        now = templates(loading.layouts, self.name, self._object.state_dict())
         loading.claim_value(self.name, templates=now)
 
     def create(self, loading: Loading) -> None:

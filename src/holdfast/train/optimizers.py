@@ -8,13 +8,15 @@ parameters over the ranks (ZeRO-1, ZeroRedundancyOptimizer), the state of each i
 no other. The rest is this rank's own.
 
 State that does not exist before the first step is created through `load_state_dict`, so that an optimizer's own way
-of taking state is respected; hooks are muted, and dtypes and objects are put right afterwards, because
-`load_state_dict` casts state to the parameter's dtype and a restore must not change a bit.
+of taking state is respected; dtypes and objects are put right afterwards, because `load_state_dict` casts state to the
+parameter's dtype and a restore must not change a bit. What a class, a wrapper or hooks hand out besides is in `handed.py`,
+optimizers inside others in `inside.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -25,11 +27,17 @@ from torch.optim import Optimizer
 
 from holdfast.base.errors import MismatchError, UsageError
 from holdfast.tiers.values import TensorRef
-from holdfast.train.layout_of import Layouts, local_of, mesh_ranks
+from holdfast.train.diverging import refuse_averagers
+from holdfast.train.handed import OWN_KEYS, Handed, hooks_of, is_handed, keep_objects, kept, more_keys, overrides
+from holdfast.train.inside import attributes, chain_to_stepper, others
+from holdfast.train.layout_of import Layouts, local_of, memory_of, mesh_ranks
 from holdfast.train.live import Group, LiveTensor, dtype_name, torch_dtype
-from holdfast.train.parts import Collector, Loading, Owner
+from holdfast.train.overlooked import keys, token, tokens
+from holdfast.train.parts import Collector, Loading, Owner, templates
 from holdfast.train.predict import predict_state
 from holdfast.train.watch import SCALARS, Containers, same_objects
+
+logger = logging.getLogger(__name__)
 
 _HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
@@ -40,16 +48,24 @@ class OptimizerPart:
     Args:
         name: what its entries begin with.
         optimizer: its parameters belong to models or dicts of tensors that are part of the state too.
+
+    Attributes:
+        optimizer: the one that makes the steps; not a wrapper that was given.
+
+    Raises:
+        UsageError: a wrapper of which it is not certain what steps.
     """
 
     def __init__(self, name: str, optimizer: Optimizer) -> None:
         self.name = name
-        self.optimizer = optimizer
+        self.chain = chain_to_stepper(name, optimizer)
+        self.optimizer = optimizer = self.chain[-1]
         self._owners: dict[int, Owner] = {}
         self._params: list[torch.Tensor] = []
         self._group: Group | None = None
         self._watch = Containers(())
-        self._state: dict[Any, Any] = {}
+        self._held: Any = None
+        self._state: dict[torch.Tensor, dict[Any, Any]] = {}
         self._live: dict[tuple[int, str], LiveTensor] = {}
         self._loose: dict[torch.Tensor, dict[Any, TensorRef | None]] = {}
         self._names: list[list[str]] = []
@@ -58,19 +74,43 @@ class OptimizerPart:
         # ZeRO-1: the optimizer that really steps, with this rank's share of the parameters; the others step the rest.
         self._dealt = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
         self._stepper = _stepper_of(name, optimizer) if self._dealt else optimizer
+        speakers = [] if self._dealt else [each for each in self.chain if overrides(each, "state_dict")]
+        self._handed = Handed(name, speakers[0] if speakers else self._stepper, self._stepper)
+        self._refs: dict[int, TensorRef] = {}
         self._rank: Group = ()
+        self._inner = [] if self._dealt else list(others(name, self._stepper))
+
+    @property
+    def steppers(self) -> list[Optimizer]:
+        """Lists all optimizers that step these parameters, the one of this part first."""
+        return [self.optimizer, *(inner for _, inner in self._inner)]
+
+    def apart(self) -> list[OptimizerPart]:
+        """Returns parts for the optimizers inside whose state is neither this one's nor handed out by it."""
+        if self._handed.says_all:
+            return []
+        return [OptimizerPart(path, inner) for path, inner in self._inner if inner.state is not self._stepper.state]
 
     def build(self, out: Collector) -> None:
         """Adds all state tensors that stand directly under a parameter."""
+        if self._dealt and any(hooks_of(self.optimizer, method) for method in ("state_dict", "load_state_dict")):
+            raise UsageError(
+                "state_dict hooks of an optimizer that deals its parameters over the ranks would see one share of them",
+                where=self.name,
+                remedy="register them at the local optimizer (.optim), or keep what they carry in an object with state_dict()",
+            )
         self._params = self._listed()
-        self._state = self._stepper.state
+        self._held = self._stepper.state
         self._rank = (out.layouts.rank,)
-        _check_keys_are_parameters(self.name, self._state)
+        self._state = _by_parameter(self._held)
+        self._handed.found_odd(len(self._state) < len(self._held))
         self._owners = {id(p): self._owner(out, p) for p in (*self._params, *self._state)}
         self._names = [[self._owners[id(p)].fqn for p in group["params"]] for group in self.optimizer.param_groups]
         self._group = _common_group([self._owners[id(p)] for p in self._params])
-        self._watch = Containers((self._state, *self._state.values()))
-        self._live, self._loose = {}, {}
+        if self._group is not None and len(self._group) > 1:
+            refuse_averagers(self.name, self.chain)
+        self._watch = Containers((self._held, *self._state.values()))
+        self._live, self._loose, self._refs = {}, {}, {}
         for parameter in self._owned():  # not in the order in which state came to be: a restore may change that
             self._build_state(out, parameter, self._state.get(parameter, {}))
 
@@ -83,8 +123,12 @@ class OptimizerPart:
                 continue
             name, group = self._entry(owner, key), self._follow(owner, value)
             ref = out.lasting(name, value, group=group, late=True, piece=owner.cut(value))
+            if ref is not None:
+                self._refs[id(value)] = ref
             if ref is not None and ref.name in (name, out.layouts.resolve(name, group)[0]):
                 self._live[id(parameter), key] = out.tensors[ref.name]
+                if not _lies_like(value, owner):
+                    out.note_order(name, value)
             else:  # memory that has a name already: the parameter itself, or a step count that parameters share
                 loose[key] = ref
         if loose:
@@ -93,9 +137,7 @@ class OptimizerPart:
     def unchanged(self) -> bool:
         """Whether parameters and state are the same objects."""
         return (
-            self._stepper.state is self._state
-            and self._watch.unchanged()
-            and same_objects(self._listed(), self._params)
+            self._stepper.state is self._held and self._watch.unchanged() and same_objects(self._listed(), self._params)
         )
 
     def report(self, out: Collector) -> None:
@@ -107,6 +149,26 @@ class OptimizerPart:
             rest = {key: self._state[parameter][key] if ref is None else ref for key, ref in loose.items()}
             path, group = self._state_path(parameter)
             out.passing(path, rest, group=group)
+        more = self._handed.more()
+        if more is not None:
+            out.passing(self._more, more, known=self._refs)
+
+    def ask(self) -> None:
+        """Lets the optimizer say what it hands out, before anything is read of it."""
+        self._handed.ask()
+
+    def in_no_version(self) -> Iterator[tuple[str, object]]:
+        """Yields attributes of the optimizers that none of them hands out, by name or by value; the value as a token."""
+        said = self._handed.more()
+        names, values = (set(), set()) if said is None else (set(keys(said)), set(tokens(said)))
+        mine = [*self._params, *(t for s in self._state.values() for t in s.values() if isinstance(t, torch.Tensor))]
+        grads = [p.grad for p in self._params if p.grad is not None and p.grad.layout is torch.strided]
+        known = {memory_of(local_of(tensor)) for tensor in (*mine, *grads)}
+        for each in {id(each): each for each in (*self.chain, self._stepper, *(i for _, i in self._inner))}.values():
+            for name, value in attributes(each):
+                seen = token(value, known)
+                if name.lstrip("_") not in names and seen not in values:
+                    yield f"{self.name} ({type(each).__name__}.{name})", seen
 
     def predict(self, layouts: Layouts) -> list[LiveTensor] | None:
         """State that the first step will make, as tensors without memory; None if that is not known."""
@@ -136,28 +198,75 @@ class OptimizerPart:
         predicted = predict_state(self._stepper) or {}
         for parameter in self._owned():
             self._plan_state(loading, parameter, saved.get(id(parameter), {}), predicted.get(id(parameter), {}))
+        self._plan_more(loading)
 
     def create(self, loading: Loading) -> None:
-        """Puts state in place that the checkpoint has; removes the state of parameters that had none then."""
+        """Puts state in place that the checkpoint has; removes the state of parameters that had none then.
+
+        A class with a `load_state_dict` of its own gets it in `apply`, with everything else that was saved.
+        """
+        state = self._loaded(loading)
+        changed = any(not _same_items(state.get(p, {}), self._state.get(p, {})) for p in self._owned())
+        if changed and not self._handed.makes_state:
+            self._install(state)
+
+    def apply(self, loading: Loading) -> None:
+        """Takes over learning rates and the other numbers of the groups, and what the optimizer takes by itself."""
+        if not self._fits:
+            return
+        groups = loading.value(f"{self.name}.param_groups")
+        if self._handed.takes or loading.has(self._more):
+            self._give_back(loading, groups)
+            if not self._dealt:
+                return
+        for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
+            for key, value in saved.items():
+                if key != "params":
+                    group[key] = kept(group.get(key), value)
+
+    def _loaded(self, loading: Loading) -> dict[torch.Tensor, dict[Any, Any]]:
+        """Returns the state by parameter as it is to be, with the tensors that are claimed."""
         state: dict[torch.Tensor, dict[Any, Any]] = {}
         for parameter, tensors in self._wanted.items():
             path, _ = self._state_path(parameter)
             rest = loading.value(path) if loading.has(path) else {}
             state[parameter] = {**self._state.get(parameter, {}), **tensors, **rest}
-        if not self._fits:  # of a checkpoint that does not know this optimizer nothing can be concluded
-            state = {**self._state, **state}
-        if any(not _same_items(state.get(p, {}), self._state.get(p, {})) for p in self._owned()):
-            self._install(state)
+        # Of a checkpoint that does not know this optimizer nothing can be concluded.
+        return state if self._fits else {**self._state, **state}
 
-    def apply(self, loading: Loading) -> None:
-        """Takes over learning rates and the other numbers of the groups."""
-        path = f"{self.name}.param_groups"
-        if not self._fits:
+    @property
+    def _more(self) -> str:
+        """Names the value that holds what the optimizer handed out besides; it is each rank's own."""
+        return f"{self.name}.state_dict"
+
+    def _plan_more(self, loading: Loading) -> None:
+        here, there = self._handed.more(), loading.offered(self._more)
+        if not self._handed.takes and set(more_keys(there)) - set(OWN_KEYS):
+            return  # nothing here would take it: nobody uses it
+        if here is None and there is None:
             return
-        for group, saved in zip(self.optimizer.param_groups, loading.value(path), strict=True):
-            for key, value in saved.items():
-                if key != "params":
-                    group[key] = _kept(group.get(key), value)
+        devices = {local_of(parameter).device for parameter in self._params}
+        saved = loading.claim_value(
+            self._more,
+            templates=templates(loading.layouts, self._more, here),
+            device=devices.pop() if len(devices) == 1 else None,
+            kind=dict,
+        )
+        if saved is not None and not is_handed(saved):
+            loading.misfit.append(f"{self._more} (not what an optimizer hands out)")
+
+    def _give_back(self, loading: Loading, groups: list[dict[str, Any]]) -> None:
+        saved = loading.value(self._more) if loading.has(self._more) else None
+        lost = self._handed.give_back(saved, self._loaded(loading), groups)
+        if odd := sorted(set(lost) & set(OWN_KEYS)):
+            logger.warning(
+                "%s: load_state_dict() made something else of %s than was handed out at the save: training goes on from "
+                "that, and not bit for bit if the class did not mean it",
+                self.name,
+                " and ".join(odd),
+            )
+        if lost := [key for key in lost if key not in OWN_KEYS]:
+            loading.refuse(f"{self._more} (load_state_dict() did not take back {', '.join(lost[:5])})")
 
     def _listed(self) -> list[torch.Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -172,6 +281,12 @@ class OptimizerPart:
 
     def _owner(self, out: Collector, parameter: torch.Tensor) -> Owner:
         owner = out.owners.get(id(parameter))
+        if owner is None and id(parameter) in out.kept_back:
+            raise UsageError(
+                "the optimizer steps a parameter that state_dict() of its model does not hand out as it is",
+                where=f"{self.name}: {out.kept_back[id(parameter)]}",
+                remedy="hand it out, or freeze it and leave it out of the optimizer",
+            )
         if owner is None:
             raise UsageError(
                 f"the optimizer steps a tensor of shape {tuple(parameter.shape)} that no given model has",
@@ -296,8 +411,8 @@ class OptimizerPart:
         optimizer = self._stepper
         listed = [p for group in optimizer.param_groups for p in group["params"]]
         numbers = {id(p): index for index, p in enumerate(listed)}
-        groups_before = list(optimizer.param_groups)
-        groups = [{**g, "params": [numbers[id(p)] for p in g["params"]]} for g in groups_before]
+        before = optimizer.state, optimizer.param_groups
+        groups = [{**g, "params": [numbers[id(p)] for p in g["params"]]} for g in optimizer.param_groups]
         numbered = {numbers[id(p)]: s for p, s in state.items() if id(p) in numbers}
         try:
             with _muted(optimizer):
@@ -306,8 +421,7 @@ class OptimizerPart:
             raise MismatchError(f"the optimizer refuses the saved state: {error}", where=self.name) from error
         for parameter, wanted in state.items():
             optimizer.state[parameter].update(wanted)
-        for group, before in zip(optimizer.param_groups, groups_before, strict=True):
-            group.update({key: v for key, v in before.items() if isinstance(v, torch.Tensor)})
+        keep_objects(optimizer, *before)
 
 
 def _stepper_of(name: str, optimizer: Optimizer) -> Optimizer:
@@ -339,15 +453,9 @@ def _common_group(owners: list[Owner]) -> Group | None:
     return groups.pop() if len(groups) == 1 else None
 
 
-def _check_keys_are_parameters(name: str, state: Mapping[Any, Any]) -> None:
-    for key, value in state.items():
-        if not isinstance(key, torch.Tensor) or not isinstance(value, dict):
-            what = "a tensor" if isinstance(key, torch.Tensor) else repr(key)
-            raise UsageError(
-                f"the optimizer keeps {type(value).__name__} under {what} in its state; a dict under each parameter is known",
-                where=name,
-                remedy="give an object with state_dict() and load_state_dict() that holds it",
-            )
+def _by_parameter(state: Mapping[Any, Any]) -> dict[torch.Tensor, dict[Any, Any]]:
+    """Returns the dicts that stand under parameters; what else an optimizer keeps there it has to hand out itself."""
+    return {p: s for p, s in state.items() if isinstance(p, torch.Tensor) and isinstance(s, dict)}
 
 
 def _foreign_keys(here: Mapping[str, Any], there: Mapping[str, Any]) -> set[str]:
@@ -361,12 +469,6 @@ def _same_items(left: Mapping[Any, Any], right: Mapping[Any, Any]) -> bool:
         value is right[key] or (type(value) in SCALARS and type(right[key]) is type(value) and value == right[key])
         for key, value in left.items()
     )
-
-
-def _kept(now: Any, value: Any) -> Any:
-    """A tensor that stands in a group keeps its identity (a compiled or captured step holds on to it)."""
-    both = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
-    return now.copy_(value) if both and (now.shape, now.dtype) == (value.shape, value.dtype) else value
 
 
 def _predicted(
@@ -393,15 +495,25 @@ def _skeleton(loading: Loading, entry: str, owner: Owner, *, on_device: bool) ->
     dtype = torch_dtype(saved.dtype)
     parameter = owner.tensor.detach()
     whole = tuple(parameter.shape) if owner.piece is None else owner.piece.shape
-    if on_device and whole == saved.global_shape:
+    if on_device and whole == saved.global_shape and loading.order(entry) is None:
         return torch.empty_like(parameter, dtype=dtype)
     device = local_of(parameter).device if on_device else torch.device("cpu")
     return loading.memory(entry, device)
 
 
+def _lies_like(state: torch.Tensor, owner: Owner) -> bool:
+    """Returns whether state lies in memory as `_skeleton` would make it."""
+    if isinstance(state, DTensor) or state.dim() < 2:
+        return True
+    parameter = owner.tensor
+    if isinstance(parameter, DTensor) or parameter.shape != state.shape:
+        return state.is_contiguous()
+    return state.stride() == parameter.stride()
+
+
 @contextmanager
 def _muted(optimizer: Optimizer) -> Iterator[None]:
-    """Without the hooks that others put on loading: they expect a checkpoint of their own making."""
+    """Leaves out the hooks that others put on loading: they are called in `apply`, with everything that was saved."""
     held = {name: getattr(optimizer, name) for name in _HOOKS if name in vars(optimizer)}
     for name, hooks in held.items():
         setattr(optimizer, name, type(hooks)())

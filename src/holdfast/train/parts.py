@@ -8,7 +8,7 @@ nothing while it plans; so a restore that refuses leaves every object as it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -28,6 +28,8 @@ Templates: TypeAlias = Mapping[str, torch.Tensor]
 MAX_NAMES = 20
 # The value of a version that names what was left out of it.
 EXCLUDED = "excluded"
+# The value that tells, of tensors that a restore makes anew, in which order their dimensions lie in memory.
+MEMORY_ORDER = "memory_order"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class Collector:
         self.values: dict[Group, dict[str, Any]] = {}
         self.owners: dict[int, Owner] = {}
         self.sources: list[torch.Tensor] = []
+        self.orders: dict[str, list[int]] = {}
+        self.kept_back: dict[int, str] = {}  # parameters that their model does not hand out
         self._late = late
         self.tied: dict[str, str] = {}  # other names of memory that is kept under its first
         self._by_memory: dict[tuple[Any, ...], str] = {}
@@ -123,6 +127,7 @@ class Collector:
         *,
         group: Group | None = None,
         holders: Callable[[str], Group | None] | None = None,
+        known: Mapping[int, TensorRef] | None = None,
     ) -> None:
         """Adds a value that is made anew at every save, with the tensors in it.
 
@@ -131,9 +136,12 @@ class Collector:
             tree: the value.
             group: the ranks known to hold all of it alike.
             holders: the same for single tensors in it, by name.
+            known: by id, tensors that are entries already.
         """
 
         def emit(name: str, tensor: torch.Tensor) -> TensorRef | None:
+            if known and id(tensor) in known:
+                return known[id(tensor)]
             ranks = holders(name) if holders is not None else group
             while self.layouts.resolve(name, ranks)[0] in self.tensors:
                 name += "~"  # the keys 1 and "1" of one dict
@@ -141,9 +149,16 @@ class Collector:
             if live is None:
                 return None
             self._add(live)
+            if not live.local.is_contiguous():
+                self.note_order(name, live.local)
             return TensorRef(live.shard.name)
 
         self.value(path, flatten(tree, path, emit), group=group)
+
+    def note_order(self, name: str, local: torch.Tensor) -> None:
+        """Keeps how a tensor lies in memory, for a restore that has to make it: products of matrices round by that."""
+        strides = local.stride()
+        self.orders[name] = sorted(range(local.dim()), key=lambda dim: (-strides[dim], dim))
 
     def value(self, path: str, tree: Any, *, group: Group | None = None) -> None:
         """Adds a value without tensors, or with references in their place."""
@@ -170,10 +185,14 @@ class Loading:
         layouts: of this rank.
         saved: entries offered to this rank.
         values: values offered to this rank, by path, whatever their group.
+        strict: what shows only while values are taken over is an error too.
     """
 
-    def __init__(self, layouts: Layouts, saved: Mapping[str, SavedTensor], values: Mapping[str, Any]) -> None:
+    def __init__(
+        self, layouts: Layouts, saved: Mapping[str, SavedTensor], values: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
         self.layouts = layouts
+        self._strict = strict
         self.saved = saved
         self.values = values
         self.targets: dict[str, LiveTensor] = {}
@@ -183,6 +202,7 @@ class Loading:
         self.used: set[str] = set()
         self._asked: set[str] = set()
         self._tensors: dict[str, torch.Tensor] = {}
+        self._repeated: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._ready: dict[str, Any] = {}
 
     def claim(self, live: LiveTensor, tensor: torch.Tensor) -> bool:
@@ -209,9 +229,19 @@ class Loading:
         if wrong:
             self.misfit.append(f"{shard.name} ({wrong})")
             return False
+        once = _once(live.local)
+        if once is not live.local:  # torch refuses to write to an element that is seen several times
+            full = torch.empty(live.local.shape, dtype=live.local.dtype, device=live.local.device)
+            self._repeated.append((once, full))
+            live = replace(live, local=full)
         self.targets[shard.name] = live
         self._tensors[shard.name] = tensor
         return True
+
+    def fill_repeated(self) -> None:
+        """Fills tensors made by `expand` from what was loaded in their place: every element once."""
+        for once, full in self._repeated:
+            once.copy_(full.as_strided(once.shape, full.stride(), full.storage_offset()))
 
     def claim_if_there(self, live: LiveTensor, tensor: torch.Tensor) -> None:
         """As `claim`, for what is not saved: an older version may have it all the same."""
@@ -274,6 +304,23 @@ class Loading:
         """What every saved rank had under `path`, for an object that can make its own of all; None in the saved layout."""
         return None
 
+    def offered(self, path: str) -> Any:
+        """Returns the value of a path that is each rank's own, as the checkpoint has it; None if it has none."""
+        return self.values.get(self.layouts.resolve(path)[0])
+
+    def refuse(self, what: str) -> None:
+        """Notes what turned out not to fit while values were taken over.
+
+        Raises:
+            MismatchError: the restore is strict.
+        """
+        self.misfit.append(what)
+        if self._strict:
+            raise MismatchError(
+                f"the objects do not take what was saved: {what}",
+                remedy="let load_state_dict() take back all that state_dict() hands out, or restore with strict=False",
+            )
+
     def has(self, path: str) -> bool:
         """Whether a value was claimed with all its entries."""
         return path in self._ready
@@ -295,7 +342,18 @@ class Loading:
             self._asked.add(name)
             self.misfit.append(f"{name} (parts of shape {saved.global_shape} are missing)")
             return None
-        return torch.empty(saved.global_shape, dtype=torch_dtype(saved.dtype), device=device)
+        dtype, order = torch_dtype(saved.dtype), self.order(name)
+        if order is None:
+            return torch.empty(saved.global_shape, dtype=dtype, device=device)
+        return torch.empty_permuted(saved.global_shape, order, dtype=dtype, device=device)
+
+    def order(self, name: str) -> list[int] | None:
+        """Returns the dimensions of an entry as they lay in memory, the outermost first; None if as a restore makes them."""
+        orders = self.values.get(self.layouts.resolve(MEMORY_ORDER)[0])
+        order = orders.get(name.removeprefix(f"rank{self.layouts.rank}/")) if isinstance(orders, dict) else None
+        dims = list(range(len(self.saved[name].global_shape)))
+        is_one = isinstance(order, list) and all(type(dim) is int for dim in order) and sorted(order) == dims
+        return order if is_one else None
 
     def unused(self) -> list[str]:
         """Entries and values that nobody asked for."""
@@ -331,6 +389,25 @@ class Loading:
         whole = Extent((0,) * len(saved.global_shape), saved.global_shape)
         shard = Shard(name, saved.dtype, saved.global_shape, whole, (self.layouts.rank,))
         return self.claim(LiveTensor(shard, local_of(tensor), late=False), tensor)
+
+
+def templates(layouts: Layouts, path: str, tree: Any) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a value that is each rank's own, by the names of their entries."""
+    found: dict[str, torch.Tensor] = {}
+
+    def note(name: str, tensor: torch.Tensor) -> None:
+        found[name if isinstance(tensor, DTensor) else layouts.resolve(name)[0]] = tensor
+
+    flatten(tree, path, note)
+    return found
+
+
+def _once(local: torch.Tensor) -> torch.Tensor:
+    """Returns the part of a tensor in which `expand` repeats nothing; the tensor itself if it repeats nothing at all."""
+    for dim, (size, stride) in enumerate(zip(local.shape, local.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            local = local.narrow(dim, 0, 1)
+    return local
 
 
 def _difference(saved: SavedTensor, shard: Shard) -> str:

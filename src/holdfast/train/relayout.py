@@ -41,10 +41,13 @@ from holdfast.train.fill import Copy, Source
 from holdfast.train.flatten import references
 from holdfast.train.heads import Heads
 from holdfast.train.live import Group, LiveTensor, LoadRecord
-from holdfast.train.parts import EXCLUDED, Loading, mismatch
+from holdfast.train.parts import EXCLUDED, MEMORY_ORDER, Loading, mismatch
 from holdfast.train.state import State
 
 logger = logging.getLogger(__name__)
+
+# Values of a version that belong to no object.
+_OF_THE_SAVE = ("info", EXCLUDED, MEMORY_ORDER)
 
 _encoder = msgspec.msgpack.Encoder()
 _needs_decoder = msgspec.msgpack.Decoder(dict[str, list[tuple[int, int]]])
@@ -57,8 +60,8 @@ class OtherLoading(Loading):
         leftover: what no rank takes; known when all ranks have planned.
     """
 
-    def __init__(self, state: State, catalogue: Catalogue, offer: Offer) -> None:
-        super().__init__(state.layouts, offer.saved, dict(offer.values))
+    def __init__(self, state: State, catalogue: Catalogue, offer: Offer, *, strict: bool) -> None:
+        super().__init__(state.layouts, offer.saved, dict(offer.values), strict=strict)
         self._catalogue = catalogue
         self.leftover: tuple[str, ...] = ()
         self.whole_states: list[str] = []
@@ -198,7 +201,7 @@ class OtherLayout:
         home = self._facts.topology.node_of[self._group.rank]
         here = {name for name, held in choice.holders.items() if any(copy.node == home for copy in held)}
         offer = catalogue.offer(self._group.rank, here)
-        self._loading = OtherLoading(self._state, catalogue, offer)
+        self._loading = OtherLoading(self._state, catalogue, offer, strict=self._strict)
         self._state.plan(self._loading)
         for other, first in self._state.tied.items():
             self._loading.misfit += offer.tie(first, other)
@@ -224,7 +227,7 @@ class OtherLayout:
         loading.leftover = tuple(
             path
             for number, path in enumerate(catalogue.paths)
-            if not used >> number & 1 and not _is_tied(path, tied) and path not in (self._state.info.name, EXCLUDED)
+            if not used >> number & 1 and not _is_tied(path, tied) and path not in _OF_THE_SAVE
         )
         if self._strict:
             missing, misfit = ([name for row in told for name in row[kind]] for kind in (0, 1))

@@ -11,8 +11,8 @@ How it is used, by `train.checkpointer` and its neighbours:
 
 Tensors are never copied here: `local` shares memory with training. A part whose objects are unchanged is not looked at
 again; see `watch.py` for what counts as a change. `gather` calls no collective and waits for no device. `targets`
-changes nothing when it raises; when it returns, optimizer state that was missing exists with undefined content, so a
-restore must go on to `apply` or start again.
+changes nothing when it raises; when it returns, optimizer state that was missing may exist with undefined content, so a
+restore must go on to `apply` or start again. Own methods of optimizers and modules, and hooks on loading, are called in `apply`.
 
 The parts: `modules.py`, `optimizers.py`, `objects.py`, `randomness.py`; where a tensor belongs: `layout_of.py`.
 """
@@ -35,7 +35,8 @@ from holdfast.train.live import Gathered, Group, LiveTensor, LoadRecord, SavedTe
 from holdfast.train.modules import ModelPart
 from holdfast.train.objects import DictPart, InfoPart, ScalerState, Stateful, StatefulPart
 from holdfast.train.optimizers import OptimizerPart
-from holdfast.train.parts import EXCLUDED, Collector, Loading, Part, mismatch, twice
+from holdfast.train.overlooked import Overlooked
+from holdfast.train.parts import EXCLUDED, MEMORY_ORDER, Collector, Loading, Part, mismatch, twice
 from holdfast.train.randomness import GeneratorState, ProcessRandomness
 from holdfast.train.watch import Tensors
 
@@ -79,12 +80,14 @@ class State:
         allocated: bool = True,
     ) -> None:
         self._layouts = Layouts(rank, world_size, replicated, exclude=exclude, allocated=allocated)
-        self._parts = sorted(_parts(objects), key=_order)
+        self._parts = sorted(_with_inner(list(_parts(objects))), key=_order)
         self.info = InfoPart(_INFO)
         self.excluded = InfoPart(EXCLUDED)
         self.excluded.value = {"patterns": list(exclude)} if exclude else {}
-        self._parts += [self.info, self.excluded, StatefulPart(_RNG, ProcessRandomness())]
+        self._order = InfoPart(MEMORY_ORDER)
+        self._parts += [self.info, self.excluded, self._order, StatefulPart(_RNG, ProcessRandomness())]
         self._lasting = Collector(self._layouts)
+        self._overlooked = Overlooked(self._in_no_version)
         self._watch: Tensors | None = None
         self._loading: Loading | None = None
         self._structure = 0
@@ -110,8 +113,13 @@ class State:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """All optimizers, in the order in which they were given."""
-        return [part.optimizer for part in self._parts if isinstance(part, OptimizerPart)]
+        """Lists all optimizers that make steps, in the order in which they were given; not their wrappers, but those inside."""
+        found = (each for part in self._stepping for each in part.steppers)
+        return list({id(each): each for each in found}.values())
+
+    @property
+    def _stepping(self) -> list[OptimizerPart]:
+        return [part for part in self._parts if isinstance(part, OptimizerPart)]
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -125,11 +133,14 @@ class State:
         Raises:
             UsageError: a tensor that cannot be saved, an optimizer of a tensor that no object holds; names it.
         """
+        for each in self._stepping:
+            each.ask()
         if not self._unchanged():
             self._build()
         passing = Collector(self._layouts)
         for part in self._parts:
             part.report(passing)
+        self._add_orders(passing)
         tensors = {**self._lasting.tensors, **passing.tensors}
         if len(tensors) != len(self._lasting.tensors) + len(passing.tensors):
             raise twice(next(iter(self._lasting.tensors.keys() & passing.tensors.keys())))
@@ -141,6 +152,8 @@ class State:
         if described != self._described:
             self._note_structure(tensors, passing)
             self._described = described
+        if self._layouts.allocated:
+            self._overlooked.look(live.local for live in self._lasting.tensors.values() if live.late)
         return Gathered(tensors, passing.values, self._structure, self._storages)
 
     @torch.no_grad()
@@ -156,14 +169,14 @@ class State:
         passing = Collector(self._layouts)
         for part in self._parts:
             part.report(passing)
+        self._add_orders(passing)
         return Gathered({**self._lasting.tensors, **passing.tensors}, passing.values, self._structure, self._storages)
 
     def still(self) -> bool:
         """Whether what optimizers own is the same memory as at the last look; also in the middle of a forward pass, where
         FSDP has put other parameters into the modules.
         """
-        owned = [part for part in self._parts if isinstance(part, OptimizerPart)]
-        return self._watch is not None and all(part.unchanged() for part in owned) and self._watch.unchanged()
+        return self._watch is not None and all(part.unchanged() for part in self._stepping) and self._watch.unchanged()
 
     @torch.no_grad()
     def predict(self) -> dict[str, Shard] | None:
@@ -211,9 +224,8 @@ class State:
         Raises:
             MismatchError: with all names that are missing, unexpected or different; nothing was changed.
         """
-        loading = Loading(
-            self._layouts, saved, {str(path): v for group in values.values() for path, v in group.items()}
-        )
+        offered = {str(path): v for group in values.values() for path, v in group.items()}
+        loading = Loading(self._layouts, saved, offered, strict=strict)
         self.plan(loading)
         problem = mismatch(loading.record()) if strict else None
         if problem is not None:
@@ -223,6 +235,8 @@ class State:
     @torch.no_grad()
     def plan(self, loading: Loading) -> None:
         """Every part claims what it wants; the first half of `targets`, for who judges by himself what is missing."""
+        for each in self._stepping:
+            each.ask()
         if not self._unchanged():
             self._build()
         for part in self._parts:
@@ -255,9 +269,19 @@ class State:
             raise UsageError("the tensors are not those that were asked for last", remedy="call targets() before")
         if loading.values.keys() != {str(path) for group in values.values() for path in group}:
             raise UsageError("the values are not those that were planned with", remedy="pass the same to both calls")
+        loading.fill_repeated()
         for part in self._parts:
             part.apply(loading)
         return loading.record()
+
+    def _in_no_version(self) -> Iterator[tuple[str, object]]:
+        for part in self._parts:
+            if isinstance(part, OptimizerPart | ModelPart):
+                yield from part.in_no_version()
+
+    def _add_orders(self, passing: Collector) -> None:
+        if self._lasting.orders or passing.orders:
+            passing.value(MEMORY_ORDER, {**self._lasting.orders, **passing.orders})
 
     def _unchanged(self) -> bool:
         return self._watch is not None and all(part.unchanged() for part in self._parts) and self._watch.unchanged()
@@ -278,6 +302,17 @@ class State:
             self._shape = shape
 
 
+def _with_inner(parts: Sequence[Part]) -> Iterator[Part]:
+    """Yields the parts, and after an optimizer parts for those inside it that were not given themselves."""
+    known = {id(each) for part in parts if isinstance(part, OptimizerPart) for each in part.chain}
+    for part in parts:
+        yield part
+        for inner in part.apart() if isinstance(part, OptimizerPart) else ():
+            if id(inner.optimizer) not in known:
+                known.add(id(inner.optimizer))
+                yield inner
+
+
 def _order(part: Part) -> int:
     """Those that hold tensors before the optimizers that step them; the rest as given."""
     return {ModelPart: 0, DictPart: 0, OptimizerPart: 1}.get(type(part), 2)
@@ -285,8 +320,8 @@ def _order(part: Part) -> int:
 
 def _parts(objects: Mapping[str, Any]) -> Iterator[Part]:
     for name, value in objects.items():
-        if not _NAME.match(name) or name in (_RNG, _INFO, EXCLUDED):
-            remedy = f"choose an identifier other than {_RNG!r}, {_INFO!r} and {EXCLUDED!r}"
+        if not _NAME.match(name) or name in (_RNG, _INFO, EXCLUDED, MEMORY_ORDER):
+            remedy = f"choose an identifier other than {_RNG!r}, {_INFO!r}, {EXCLUDED!r} and {MEMORY_ORDER!r}"
             raise UsageError(f"an object cannot be called {name!r}", remedy=remedy)
         yield from _parts_of(name, value)
 
