@@ -67,7 +67,7 @@ class Arm:
         module = "torch.distributed.run" if stock else "holdfast.train.elastic"
         command = [sys.executable, "-m", module, "--standalone", f"--nproc-per-node={self.ranks}", "--max-restarts=100"]
         if not stock:
-            command += [f"--run-id={self.name}", f"--runtime-dir={self.home}/run", "--watchdog=on"]
+            command += [f"--run-id={self.name}", f"--runtime-dir={self.home}/run", "--watchdog=quick"]
             command += ["--spares=0"] if self.name == "cold" else []
         command += [WORKER, "rerun" if self.name == "cold" else self.name]
         command += [str(self.events), str(self.home / f"ck-{self.name}"), str(self.mib)]

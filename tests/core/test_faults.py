@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from faults_kit import Watching
-from holdfast.core.faults import FLOORS_S, Beat, Kind, Phase, Watch, limit_s
+from holdfast.core.faults import Kind, Watch
+from holdfast.core.sight import Beat, Phase
+from holdfast.core.watch_mode import MODES, QUICK
 
 HEALTHY = ("steps", "waits", "moves", "reads", "traced", "device", "starved", "unheard")
 STUCK = ("hangs", "stopped")
@@ -71,11 +73,18 @@ def test_all_are_interrupted_only_if_each_stands_and_nobody_moves_bytes(
     assert said == (set(ways) == {"waits"} and told >= elsewhere)
 
 
-@given(st.floats(0, 100), st.integers(0, 40), st.sampled_from(list(Phase)))
-def test_a_limit_is_never_below_its_floor_and_follows_what_was_measured(p99: float, samples: int, phase: Phase) -> None:
-    beat = Beat(1, 1, phase, p99_s={phase: p99}, samples={phase: samples})
-    assert limit_s(beat, phase) >= FLOORS_S[phase][0]
-    assert limit_s(beat, phase) >= (2 * p99 if samples >= 8 else FLOORS_S[phase][0])
+@given(
+    st.sampled_from(sorted(MODES)), st.floats(0, 100), st.floats(0, 9), st.integers(0, 40), st.sampled_from(list(Phase))
+)
+def test_a_limit_is_never_below_its_floor_and_follows_what_was_measured(
+    name: str, p99: float, longer: float, samples: int, phase: Phase
+) -> None:
+    mode, longest = MODES[name], p99 * (1 + longer)
+    beat = Beat(1, 1, phase, p99_s={phase: p99}, samples={phase: samples}, longest_s={phase: longest})
+    limit = mode.limit_s(beat, phase)
+    assert limit >= mode.floors_s[phase][0]
+    assert limit >= (2 * p99 if samples >= 8 else mode.floors_s[phase][0])
+    assert limit >= (1.5 * longest if name == "careful" else 0)
 
 
 def test_a_replaced_rank_starts_with_a_clean_record() -> None:
@@ -85,7 +94,7 @@ def test_a_replaced_rank_starts_with_a_clean_record() -> None:
     stage.run("pass", {"seconds": "2"})
     stage.run("ranks", {"who": "0", "way": "stopped"})
     assert verdicts(stage, 4)[-1] == (Kind.RESTART_RANK, 0)
-    stage.watch = Watch()
+    stage.watch = Watch(QUICK)
     stage.watch.started(0, stage.now_s)
     stage.workers[0].sight = type(stage.workers[0].sight)(0, Beat())
     stage.workers[0].way = "hangs"
