@@ -157,6 +157,7 @@ class Watch:
         self._tracks: dict[int, _Track] = {}
         self._gone: set[int] = set()
         self._condemned: set[int] = set()
+        self._interrupts = False  # all were to be interrupted, and nobody has begun anew yet
         self._memory = _Memory()
         self._looked_at_s: float | None = None
         self._said: frozenset[tuple[Kind, tuple[int, ...]]] = frozenset()
@@ -168,6 +169,7 @@ class Watch:
         """A new process has the rank, or it begins anew; what was seen of the old one is forgotten."""
         self._gone.discard(rank)
         self._condemned.discard(rank)
+        self._interrupts = False
         self._track(Sight(rank, Beat()), now_s)
 
     def gone(self, rank: int) -> None:
@@ -203,7 +205,8 @@ class Watch:
         self._world_size, self._elsewhere = world_size or len(self._tracks), stuck_elsewhere
         self._may_replace = may_replace or not self.mode.learns
         verdicts = [*self._judge_nodes(now_s, silent_nodes or {}), *self._judge_ranks(now_s)]
-        if self.stuck and {*self._tracks, *stuck_elsewhere} == set(range(world_size or 0)):
+        everybody = {*self._tracks, *stuck_elsewhere} == set(range(world_size or 0))
+        if self.stuck and everybody and not self._interrupts:
             verdicts.append(self._judge_all(now_s))
         news = self._news(verdicts)
         for verdict in news:
@@ -252,6 +255,7 @@ class Watch:
     def _remember(self, verdict: Verdict) -> None:
         """An order was given. One that rests on a stopped or unkillable process proves itself, and teaches nothing."""
         if verdict.kind is Kind.RESTART_ALL:
+            self._interrupts = True
             self._memory.places.add((-1, self._step()))
         if verdict.kind not in (Kind.RESTART_RANK, Kind.REPLACE_NODE) or verdict.rank not in self._tracks:
             return
@@ -374,6 +378,8 @@ class Watch:
     def _judge_busy(self, rank: int, now_s: float, silence: float, limit: float) -> Verdict:
         waiters, track = self._waiters(rank, now_s), self._tracks[rank]
         patience = max(BUSY_FACTOR * limit, self.mode.busy_s)
+        if self.mode.learns and now_s - track.activity.main_s > 2 * WINDOW_S:  # its threads or its children do
+            patience = max(patience, self.mode.unwaited_s)
         still = now_s - track.activity.transferred_s
         if not waiters or not self._all_wait(rank, now_s) or min(silence, still) <= patience:
             return self._wait(rank, "it computes, reads or wakes: slow, not stuck")

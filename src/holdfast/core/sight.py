@@ -67,8 +67,8 @@ class Sight:
     Attributes:
         state: the kernel's letter: R running, S sleeping, D waiting for a device, T stopped, t held by a debugger, Z ended;
             and F: its control group is frozen.
-        busy_s: processor seconds of its main thread and of all processes that descend from it.
-        spent_s: processor seconds of all its threads: a collective that moves bytes spends some.
+        busy_s: processor seconds of its main thread; `spent_s`: of all its threads, as a collective that moves bytes spends
+            some; `family_s`: of all processes that descend from it.
         starved_s: seconds that its main thread was ready and got no processor.
         wakes: how often its main thread went to sleep by itself.
         file_bytes: what it and its descendants read and wrote through files and pipes, pages from disks included.
@@ -85,6 +85,7 @@ class Sight:
     state: str = "S"
     busy_s: float = 0.0
     spent_s: float = 0.0
+    family_s: float = 0.0
     starved_s: float = 0.0
     wakes: int = 0
     file_bytes: int = 0

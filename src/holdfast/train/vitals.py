@@ -37,6 +37,7 @@ class Vitals:
     state: str = "S"
     busy_s: float = 0.0
     spent_s: float = 0.0
+    family_s: float = 0.0
     starved_s: float = 0.0
     wakes: int = 0
     file_bytes: int = 0
@@ -88,8 +89,9 @@ class Examiner:
             family.device = _has_device(pid)
         return Vitals(
             state="F" if state in "SD" and is_frozen(pid) else state,
-            busy_s=int(run_ns) / 1e9 + family.busy_s,
+            busy_s=int(run_ns) / 1e9,
             spent_s=(user + system) / _TICKS_HZ,
+            family_s=family.busy_s,
             starved_s=int(wait_ns) / 1e9,
             wakes=int(status.get("voluntary_ctxt_switches", "0")),
             file_bytes=moved + family.file_bytes,

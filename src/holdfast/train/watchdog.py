@@ -191,6 +191,7 @@ class Watchdog:
             state=seen.state,
             busy_s=seen.busy_s,
             spent_s=seen.spent_s,
+            family_s=seen.family_s,
             starved_s=seen.starved_s,
             wakes=seen.wakes,
             file_bytes=seen.file_bytes,
