@@ -136,8 +136,8 @@ def test_a_module_of_the_users_is_not_imported_by_the_launcher(tmp_path: Path) -
     """A real start: which directories an interpreter looks into is what is asked here."""
     for name in ("secrets.py", "typing_extensions.py", "torch.py"):
         (tmp_path / name).write_text("raise SystemExit('imported a file of the user')")
-    command = [sys.executable, "-c", "from holdfast.tools.cli import main; main()", "run", "--help"]
-    command = [sys.executable, "-P"] + command[1:] if sys.version_info >= (3, 11) else command
+    start = "import sys; del sys.path[0]; from holdfast.tools.cli import main; main()"  # as the installed script does
+    command = [sys.executable, "-c", start, "run", "--help"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, "--exit-grace" in done.stdout) == (0, True), done.stderr[-2000:]
 

@@ -458,7 +458,7 @@ class Agent(MeetingAgent):
         if failed:
             self._remaining_restarts = 0  # the work is done: what failed is what the script does at its end
             failures = {ranks[local_rank]: failure for local_rank, failure in self._failures.items()}
-            self._exit_barrier()  # other nodes wait there for this one
+            self._exit_barrier()  # type: ignore[no-untyped-call]  # other nodes wait there for this one
             return RunResult(state=WorkerState.FAILED, failures=failures)
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks.values()))
 
