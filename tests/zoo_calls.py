@@ -416,10 +416,12 @@ def averaged_weights_swapped_in(run: Run) -> None:
 
 @call()
 def stochastic_averages(run: Run) -> None:
-    average, rates = AveragedModel(run.model), SWALR(run.optimizer, swa_lr=0.005)
+    average = AveragedModel(run.model)
+    rates = SWALR(run.optimizer, swa_lr=0.005) if "lr" in run.optimizer.param_groups[0] else None
     run.train()
     average.update_parameters(run.model)
-    rates.step()
+    if rates is not None:
+        rates.step()
     if all(p.dtype == torch.float32 for p in run.params) and all(p.dim() < 4 for p in run.params):
         update_bn([run.world.batch() for _ in range(2)], average)
 
@@ -457,7 +459,10 @@ def gradient_free(run: Run) -> None:
 
 @call()
 def codebook_reset_in_forward(run: Run) -> None:
-    hook = run.model.register_forward_pre_hook(lambda *_: run.params[-1].data.fill_(0.25))
+    def reset(*_: Any) -> None:
+        run.params[-1].data.fill_(0.25)
+
+    hook = run.model.register_forward_pre_hook(reset)
     run.world.backward()
     run.world.step()
     hook.remove()
