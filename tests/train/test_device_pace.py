@@ -45,7 +45,7 @@ class Queued:
     def passed(self) -> bool:
         return True
 
-    def wait(self, stopped: Callable[[], bool]) -> bool:  # noqa: ARG002 - it copies at once
+    def wait(self, stopped: Callable[[], bool]) -> bool:
         self.device.said.append("waited for")
         return True
 

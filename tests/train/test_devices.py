@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,13 +55,13 @@ class Module:
 
 
 @pytest.fixture(params=["cuda", "xpu"])
-def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Module]:
+def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Module:
     """The process uses such devices, as far as it is asked by torch's generic names."""
     made, interface = Module(), Device(request.param)
     monkeypatch.setattr(Device, "_module", lambda _: made)
     monkeypatch.setattr(devices, "in_use", lambda: interface)
     monkeypatch.setattr(devices, "device_of", lambda _: interface)
-    yield made
+    return made
 
 
 def test_a_rank_that_comes_back_on_another_device_of_its_node_goes_on_with_its_own_sequence(module: Module) -> None:

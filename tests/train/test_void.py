@@ -89,8 +89,9 @@ class Thing:
 
 @pytest.fixture(autouse=True)
 def used_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The process uses a device."""
-    monkeypatch.setattr(devices, "in_use", lambda: devices.Device("imagined"))
+    """The process uses a device, which is well."""
+    monkeypatch.setattr(devices, "in_use", lambda: SimpleNamespace(kind="imagined", random_state=lambda: None))
+    monkeypatch.setattr(devices, "healthy", lambda _: True)
     yield
     alive.begin()
     alive.broken.stuck = ""
@@ -162,7 +163,7 @@ def test_without_a_device_nothing_is_void(fence: Fence, monkeypatch: pytest.Monk
 
 def test_a_copy_in_the_waits_of_a_pipeline_is_void_unless_all_of_it_had_passed() -> None:
     def paced() -> PacedCopy:
-        stream = SimpleNamespace(queue=lambda targets, sources: queued)
+        stream = SimpleNamespace(queue=lambda *_: queued)
         whole = batches([torch.zeros(2, dtype=torch.uint8)], [torch.ones(2, dtype=torch.uint8)], most=1)
         return PacedCopy(stream, queued, whole, rate=1.0, beside=1, patience_s=60.0, told=lambda *_: None)
 
@@ -334,8 +335,8 @@ def test_a_process_whose_device_failed_is_replaced_and_not_counted() -> None:
     worker = SimpleNamespace(global_rank=4)
     seat: Any = SimpleNamespace(doing=Doing.STUCK, local_rank=0, error="its device is out of order")
     agent: Any = SimpleNamespace(
-        _workers=SimpleNamespace(replace=lambda rank, number: replaced.append(rank)),
-        _round=SimpleNamespace(propose=lambda number, reason, **_: proposed.append(number)),
+        _workers=SimpleNamespace(replace=lambda rank, _: replaced.append(rank)),
+        _round=SimpleNamespace(propose=lambda number, _: proposed.append(number)),
         _seats=lambda: [seat],
         _died=lambda _: True,
         _note_death=lambda _: None,
