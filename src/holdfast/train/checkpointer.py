@@ -317,6 +317,13 @@ class Checkpointer:
         finally:
             self._leave(finished=finished)
 
+    def void(self) -> None:
+        """The job broke off: what a device has not finished by now counts neither as saved nor as live. From any thread."""
+        run = self._run
+        if run is not None:
+            run.survivor.void()
+            run.saver.void()
+
     def abandon(self) -> None:
         """Leaves without saving, so that another one of this process can take the rank. Calling it again does nothing."""
         if not self._closed:
@@ -330,9 +337,10 @@ class Checkpointer:
         if run is not None:
             run.survivor.leave()
             run.lower.close()
-            run.saver.close()
+            quiet = run.saver.close()
             run.recorder.watch(None)
-            run.link.close(finished=False)
+            if quiet:  # else the keeper must not give our slots away before this process has ended
+                run.link.close(finished=False)
             self._storage.leave()
         self.bubbles = found.let_go(self.bubbles)
 
@@ -513,9 +521,10 @@ class Checkpointer:
         if self._run is not None:
             self._run.survivor.close()
             self._run.lower.close()
-            self._run.saver.close()
+            quiet = self._run.saver.close()
             self._run.durables.close()
-            self._run.link.close(finished=finished)
+            if quiet:  # else the keeper must not give our slots away before this process has ended
+                self._run.link.close(finished=finished)
             self._run.recorder.close()
         self._storage.leave()
 

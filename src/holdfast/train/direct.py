@@ -33,7 +33,7 @@ from holdfast.tiers.budget import read_limits
 from holdfast.tiers.manifest import BundleFile, Manifest
 from holdfast.tiers.registry import make_stamp
 from holdfast.tiers.storage import Storage
-from holdfast.train import agree
+from holdfast.train import agree, alive
 from holdfast.train.assembly import Job
 from holdfast.train.capture import PlacedImage, Plan, Structure
 from holdfast.train.fence import STEPPED, Fence
@@ -88,7 +88,7 @@ class DirectSaver:
         first = topology.ranks_on(topology.node_of[rank])[0] == rank
         self._place: Place | None = place_of(job.assembly.root, config) if first else None
         self._resumed: Version | None = None
-        self.fence = Fence(timeout_s=config.fence_timeout_s, events=events)
+        self.fence = Fence(timeout_s=config.fence_timeout_s, behind_s=config.close_timeout_s, events=events)
         self.fence.guard(state.optimizers)
 
     def begin(self) -> None:
@@ -115,11 +115,15 @@ class DirectSaver:
     def settle(self, *, release: bool = False) -> None:
         """Does nothing: no copy is under way between two calls."""
 
-    def close(self) -> None:
-        """Removes the hooks, and the note for `holdfast status`."""
+    def void(self) -> None:
+        """Does nothing: what was read from a device is proven to be in time before it is committed."""
+
+    def close(self) -> bool:
+        """Removes the hooks, and the note for `holdfast status`; nothing is written to memory of keepers."""
         self.fence.close()
         if self._place is not None:
             notice.withdraw(self._place)
+        return True
 
     def save(self, handle: SaveHandle, *, durable: bool) -> None:
         """Saves the state as it is now as `handle.version`, and returns when it is durable or given up. Collective."""
@@ -198,6 +202,8 @@ class DirectSaver:
         for image in plan.images:
             view = memory[: image.plan.length]
             _fill(view, image, plan, values.get(image.ref.bundle_id, b""), gathered)
+            if alive.broken.reason:  # read from a device behind a collective that was aborted, perhaps
+                raise LevelNotReached(alive.broken.reason)
             seal = image_format.seal(image.ref.bundle_id, view)
             yield self._storage.write_bundle(version, image.ref, seal, view, stamp=stamp)
 

@@ -40,6 +40,7 @@ class Doing(enum.Enum):
     HOLDS = "met a broken group and waits for a word"
     FINISHED = "finished the script"
     ENDS = "told of an error of its own and ends"
+    STUCK = "left a run, found its device out of order, and ends"
 
 
 @dataclass(slots=True)

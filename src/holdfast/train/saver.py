@@ -29,10 +29,10 @@ from holdfast.base.events import Events
 from holdfast.core.model import Shard, Topology, Version
 from holdfast.node.client import CALL_TIMEOUT_S, KeeperClient, Slot
 from holdfast.tiers.memory import SPARE_BYTES
-from holdfast.train import capture, device_pace
+from holdfast.train import alive, capture, device_pace
 from holdfast.train.capture import Batch, Copies, Plan, SlotView, Split, Structure
 from holdfast.train.checks import Checks, CopyCheck
-from holdfast.train.cuda import DeviceCopy, SideStreams
+from holdfast.train.copies import DeviceCopy, SideStreams
 from holdfast.train.device_pace import PacedCopy
 from holdfast.train.ending import Ending, Pledged, Watched
 from holdfast.train.fence import STEPPED, Fence, Job, Opened, Pace
@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 # What must be copied in the call is set aside in memory of ours up to this size: random states, counters, buffers.
 ASIDE_BYTES = 1 << 20
+# How long the end waits for a device that still copies; after a collective was aborted that is a moment.
+DRAIN_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class Saver:
         self._shared = Shared(set(here) - {rank})
         optimizers = state.optimizers
         self._trust = Trust(overlap=config.overlap and bool(optimizers))
-        self.fence = Fence(timeout_s=config.fence_timeout_s, events=events)
+        self.fence = Fence(timeout_s=config.fence_timeout_s, behind_s=config.close_timeout_s, events=events)
         self.fence.guard(optimizers)
         self._streams = SideStreams()
         self._structure: Structure | None = None
@@ -121,6 +123,7 @@ class Saver:
         self._watched: tuple[int, ...] = ()
         self._pledged: tuple[int, ...] = ()
         self._checks = Checks()
+        self._owed: list[tuple[SaveHandle, str]] = []
         self._aside_key: object = None
         self._aside: tuple[str, ...] | None = None
 
@@ -191,12 +194,20 @@ class Saver:
         else:
             self.fence.settle()
 
-    def close(self) -> None:
-        """Ends the copying thread, removes the hooks, lets go of the slots."""
-        self.fence.release()
+    def void(self) -> None:
+        """The job broke off: what a device has not copied by now is given up. From any thread; does not wait."""
+        self.fence.void()
+
+    def close(self) -> bool:
+        """Ends the copying thread, removes the hooks, lets go of the slots; returns whether nothing writes to them any more."""
+        self.fence.release(behind_s=DRAIN_S)
         self.fence.close()
-        self._streams.unpin()
+        quiet = self._streams.unpin(DRAIN_S)
+        if not quiet:
+            alive.broken.stuck = "a device does not finish what it writes to the memory of a save"
+            logger.error("%s; this process must end before that memory is used again", alive.broken.stuck)
         self._views.clear()
+        return quiet
 
     def _save(self, handle: SaveHandle, *, durable: bool) -> None:
         self.fence.release()
@@ -210,6 +221,7 @@ class Saver:
             what = "larger slots are still being made" if self._growing else "the copy of an earlier version runs"
             raise LevelNotReached(what)
         self._growing = False
+        self._pay()
         steps = self.fence.num_steps
         within = self.fence.under_way()
         if within - {threading.get_ident()}:
@@ -321,16 +333,18 @@ class Saver:
         return capture.batches(late.targets, late.sources, most=most)
 
     def _queue(self, now: Copies, late: Copies) -> DeviceCopy | PacedCopy | None:
-        """Copies from GPUs. The current streams wait for what may change at any time; for the rest only the fence."""
+        """Copies from devices. The current streams wait for what may change at any time; for the rest only the fence."""
         first = self._streams.queue(now.device_targets, now.device_sources)
         first.hold_current_streams()
         pace = self.fence.pace
         if pace is not None and pace.has_waits and self._config.overlap:
             return self._paced(first, late, pace)
-        both = DeviceCopy((*first.events, *self._streams.queue(late.device_targets, late.device_sources).events))
+        both = first + self._streams.queue(late.device_targets, late.device_sources)
         if self._config.overlap:
             return both
-        both.wait()
+        both.wait(lambda: bool(alive.broken.reason))
+        if alive.broken.reason:
+            raise LevelNotReached(alive.broken.reason)
         return None
 
     def _paced(self, first: DeviceCopy, late: Copies, pace: Pace) -> PacedCopy:
@@ -406,7 +420,8 @@ class Saver:
 
     def _prepare(self, client: KeeperClient, num_bytes: int, gathered: Gathered) -> tuple[Slot, ...]:
         self._views.clear()
-        self._streams.unpin()
+        if not self._streams.unpin(DRAIN_S):
+            raise LevelNotReached("a device does not finish what it writes to the former slots")
         try:
             slots = client.prepare(num_bytes, self._config.num_slots)
         except MemoryRefused as error:
@@ -414,16 +429,28 @@ class Saver:
             raise
         self.refused = ""
         self._reserved = min(slot.num_bytes for slot in slots)
-        if any(live.local.device.type == "cuda" for live in gathered.tensors.values()):
+        on = next((live.local.device for live in gathered.tensors.values() if live.local.device.type != "cpu"), None)
+        if on is not None:
             for slot in slots:
-                self._streams.pin(slot)
+                self._streams.pin(slot, on)
         return slots
 
     def give_up(self, handle: SaveHandle, reason: str) -> None:
         """The version is not complete and never will be: said in the log, to the handle, and to the keeper."""
         logger.warning("%s is given up: %s", handle.version, reason)
         handle.give_up(reason)
-        self._streams.drain()  # the keeper may give the slot away as soon as it hears
+        if not self._streams.drain(self._config.fence_timeout_s):
+            # The keeper gives the slot away as soon as it hears, and a device may still write to it.
+            self._owed.append((handle, reason))
+            return
+        self._abandon(handle, reason)
+
+    def _pay(self) -> None:
+        """Tells the keeper of versions that were given up while a device still wrote to their slots."""
+        while self._owed and self._streams.drain(0.0):
+            self._abandon(*self._owed.pop(0))
+
+    def _abandon(self, handle: SaveHandle, reason: str) -> None:
         client = self._link.client
         try:
             if client is None or self._link.silent:

@@ -11,6 +11,7 @@ Used by `train.runner` only.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import signal
@@ -22,8 +23,10 @@ from typing import Any
 
 import torch
 
-from holdfast.train import alive, leaving, main_module
+from holdfast.train import alive, devices, leaving, main_module
 from holdfast.train.control import Order
+
+logger = logging.getLogger(__name__)
 
 # torch's own seed of a new process.
 DEFAULT_SEED = 67280421310721
@@ -88,8 +91,12 @@ class Stage:
         sys.last_value = sys.last_traceback = None
         vars(sys).pop("last_exc", None)  # from Python 3.12 on
         gc.collect()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.empty_cache()
+        device = devices.in_use()
+        if device is not None:
+            try:
+                device.release()
+            except RuntimeError as error:  # it has no such allocator, or it failed; `is_over` asked whether it is well
+                logger.info("%s keeps the memory of the former run: %s", device.kind, error)
 
     def _is_users(self, name: str, module: ModuleType) -> bool:
         """Whether the script brought this module from its own directory: it is made anew, as its state may matter.
