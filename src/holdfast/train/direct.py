@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from holdfast.tiers.storage import Storage
 from holdfast.train import agree, alive
 from holdfast.train.assembly import Job
 from holdfast.train.capture import PlacedImage, Plan, Structure
-from holdfast.train.fence import Fence
+from holdfast.train.fence import STEPPED, Fence
 from holdfast.train.handle import SaveHandle
 from holdfast.train.link import Link
 from holdfast.train.live import Gathered
@@ -152,12 +153,24 @@ class DirectSaver:
         gathered = agree.together(group, self._state.gather)
         self._shared.look_at((gathered.structure, gathered.storages), gathered.tensors)
         _require_equal(agree.gather_json(group, self._shared.digests(version.step)))
-        mine = agree.together(group, lambda: self._write(version))
+        mine = agree.together(group, lambda: self._write_still(version))
         rows = agree.gather_json(group, [mine.name, mine.length, mine.digest, mine.rows] if mine else None)
         written = [_Written(row[0], row[1], row[2], tuple(map(tuple, row[3]))) for row in rows if row]
         agree.together(group, lambda: self._commit(version, written) if group.rank == 0 else None)
         if group.rank == 0:
             self._retire(version)
+
+    def _write_still(self, version: Version) -> _Written | None:
+        """As `_write`, while no other thread steps.
+
+        Raises:
+            LevelNotReached: one does.
+        """
+        steps, within = self.fence.num_steps, self.fence.under_way() - {threading.get_ident()}
+        written = self._write(version)
+        if within or self.fence.num_steps != steps:
+            raise LevelNotReached(STEPPED)
+        return written
 
     def _write(self, version: Version) -> _Written | None:
         """This rank's bundles and the part that lists them; None if it has none."""

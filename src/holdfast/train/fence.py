@@ -53,6 +53,7 @@ FIRST_OPENING_S = 1e-3
 BEHIND_S = 600.0
 # How often it is looked whether a device has come as far as a copy that is waited for.
 LOOK_S = 0.02
+STEPPED = "an optimizer stepped in another thread while the state was looked at"
 # How long `close` waits for the thread to end; it stops between two batches.
 JOIN_TIMEOUT_S = 30.0
 
@@ -107,6 +108,7 @@ class Job:
         at_fence: called once the copy is done, in the thread that is about to step, or that saves again without a step
             in between; told which of the two it is.
         opening: makes the batches and the end of the job, in the copying thread; None: they are there.
+        steps: how many optimizer steps had begun when the state was looked at; None: no state was.
     """
 
     batches: list[Batch]
@@ -114,6 +116,7 @@ class Job:
     finish: Callable[[str], None]
     at_fence: Callable[[bool], None] | None = None
     opening: Callable[[], Opened] | None = None
+    steps: int | None = None
     copied_bytes: int = 0
     stop_reason: str = ""
     done: threading.Event = field(default_factory=threading.Event)
@@ -158,7 +161,9 @@ class Fence:
         self._events = events
         self._rate = self._device_rate = FIRST_RATE_BYTES_PER_S
         self._steps = Steps(())
-        self._passing = threading.Lock()  # one step after the other: the second must not write what the first compares
+        # One step after the other: the second must not write what the first compares. A signal's handler may save while
+        # its thread waits here.
+        self._passing = threading.RLock()
         self._thread: threading.Thread | None = None
         self._wake = threading.Condition()
         self._queue: Job | None = None
@@ -178,6 +183,10 @@ class Fence:
         """Whether a step was recorded into a graph of a device: what that replays passes no fence."""
         return self._steps.captured
 
+    def under_way(self) -> set[int]:
+        """Returns the identifiers of the threads that are within a step that may write the state."""
+        return self._steps.under_way()
+
     def guard(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Puts the fence before every step that may write a parameter of these optimizers."""
         self._steps.close()
@@ -192,6 +201,8 @@ class Fence:
         """Copies `job` in the background. The one before must have passed `release`, and this one `begin`."""
         assert self._open is None, "the former copy was not released"
         self._open = job
+        if job.steps not in (None, self._steps.begun):  # whoever begins from now on waits
+            job.stop(STEPPED)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="holdfast-capture", daemon=True)
             self._thread.start()
@@ -296,13 +307,13 @@ class Fence:
 
     def _pass(self, *, stepping: bool, compare: bool, behind_s: float = BEHIND_S) -> None:
         with self._passing:
-            job = self._open
-            if job is None:
-                return
-            self._wait(job, behind_s)
-            self._open = None
-            if compare and job.done.is_set() and not job.stop_reason and job.at_fence is not None:
-                job.at_fence(stepping)
+            while (job := self._open) is not None:
+                self._wait(job, behind_s)
+                if self._open is not job:  # a signal's handler passed it meanwhile, and saved again
+                    continue
+                self._open = None
+                if compare and job.done.is_set() and not job.stop_reason and job.at_fence is not None:
+                    job.at_fence(stepping)
 
     def _wait(self, job: Job, behind_s: float = BEHIND_S) -> None:
         if job.done.is_set() or job.stop_reason:

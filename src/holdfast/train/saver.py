@@ -2,7 +2,8 @@
 
 Order of a save: settle the copy before it, gather, plan (cached), ask for a slot, copy what must be copied now, queue
 the rest, tell the keeper when the last byte is in the slot. The snapshot is the state at the call, or there is none:
-every way out that is not complete gives the version up, aloud.
+every way out that is not complete gives the version up, aloud. A step that another thread makes during the call is such
+a way out; of a save within a step nothing is copied late.
 
 Once what must be copied now is small, it is set aside and the call ends there: planning, the question for a slot (a
 round trip to another process) and all copies are the copying thread's, behind the next forward and backward.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -34,7 +36,7 @@ from holdfast.train.checks import Checks, CopyCheck
 from holdfast.train.copies import DeviceCopy, SideStreams
 from holdfast.train.device_pace import PacedCopy
 from holdfast.train.ending import Ending, Pledged, Watched
-from holdfast.train.fence import Fence, Job, Opened, Pace
+from holdfast.train.fence import STEPPED, Fence, Job, Opened, Pace
 from holdfast.train.fill import MAX_THREADS
 from holdfast.train.handle import SaveHandle
 from holdfast.train.link import Link
@@ -60,6 +62,7 @@ class _Taken:
         split: what is copied in the call, and what late.
         check: what the late part was; None if nothing late is in host memory.
         spots: of what ranks of this node share.
+        steps: how many optimizer steps had begun.
     """
 
     handle: SaveHandle
@@ -69,6 +72,7 @@ class _Taken:
     split: Split
     check: CopyCheck | None
     spots: bytes
+    steps: int
     durable: bool
 
 
@@ -233,14 +237,23 @@ class Saver:
         self._growing = False
         self._pay()
         self._look_for_graphs()
+        steps = self.fence.num_steps
+        within = self.fence.under_way()
+        if within - {threading.get_ident()}:
+            raise LevelNotReached(STEPPED)
         gathered = self._state.gather()
         self.fence.begin()
         structure = self._structure_of(gathered, client)
+        spots = self._shared.words(handle.version.step)
+        if within:  # the rest of the step passes no fence: all is copied before it goes on
+            everything = Split(tuple(range(len(structure.pieces))), ())
+            taken = _Taken(handle, client, gathered, structure, everything, None, spots, steps, durable)
+            self._copy(taken, self._open(taken, self._grow), watch=False)
+            return
         split = self._split_of(structure, gathered)
         key = (self._structure_key, self._storages, self._trust.generation)
         check = self._checks.look(key, structure, split.late, gathered.tensors, turn=handle.version.step)
-        spots = self._shared.words(handle.version.step)
-        taken = _Taken(handle, client, gathered, structure, split, check, spots, durable)
+        taken = _Taken(handle, client, gathered, structure, split, check, spots, steps, durable)
         aside = self._set_aside(gathered)
         if aside is None:
             self._copy(taken, self._open(taken, self._grow))
@@ -320,21 +333,21 @@ class Saver:
             job.at_fence = ending.at_fence
             return self._batches(late), ending.copied
 
-        job = Job([], None, lambda reason: self.give_up(handle, reason), opening=opened)
+        job = Job([], None, lambda reason: self.give_up(handle, reason), opening=opened, steps=taken.steps)
         self.fence.start(job)
 
-    def _copy(self, taken: _Taken, view: SlotView) -> None:
-        """Copies in the call what may change, and what has to be compared; queues the rest."""
+    def _copy(self, taken: _Taken, view: SlotView, *, watch: bool = True) -> None:
+        """Copies in the call what may change, and what has to be compared, which `watch` asks for; queues the rest."""
         now, late = view.assign(taken.gathered.tensors, taken.split)
         parts, sources, targets = view.plan.parts, view.sources, view.targets
-        pledged = [Pledged(parts[i].name, digest(sources[i]), targets[i]) for i in self._pledged]
+        pledged = [Pledged(parts[i].name, digest(sources[i]), targets[i]) for i in self._pledged if watch]
         device = self._queue(now, late) if now.device_targets or late.device_targets else None
         capture.copy_at_once(now.targets, now.sources, self._num_threads)
-        watched = [Watched(parts[i].name, sources[i], targets[i]) for i in self._watched]
+        watched = [Watched(parts[i].name, sources[i], targets[i]) for i in self._watched if watch]
         ending = replace(self._ending(taken, view), watched=watched, pledged=pledged)
         at_fence = ending.at_fence if ending.needs_fence else None
         if late.targets or device is not None:
-            job = Job(self._batches(late), device, ending.copied, at_fence)
+            job = Job(self._batches(late), device, ending.copied, at_fence, steps=taken.steps)
             self._events.count("late_copied_bytes", job.num_bytes)
             if late.device_targets:
                 names = [parts[i].name for i in taken.split.late if sources[i].device.type != "cpu"]
@@ -343,7 +356,7 @@ class Saver:
                 self._last_late = _Late(taken.handle, self.fence.num_steps, smallest)
             self.fence.start(job)
             return
-        ending.copied("")
+        ending.copied(STEPPED if self.fence.num_steps != taken.steps else "")
         if at_fence is not None:
             self.fence.watch(at_fence)
 
