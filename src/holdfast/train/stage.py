@@ -11,6 +11,7 @@ Used by `train.runner` only.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import signal
@@ -22,8 +23,10 @@ from typing import Any
 
 import torch
 
-from holdfast.train import alive, leaving
+from holdfast.train import alive, devices, leaving, main_module
 from holdfast.train.control import Order
+
+logger = logging.getLogger(__name__)
 
 # torch's own seed of a new process.
 DEFAULT_SEED = 67280421310721
@@ -36,7 +39,7 @@ _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 class Stage:
     """How the process was before the script ran for the first time."""
 
-    path: list[str] = field(default_factory=lambda: list(sys.path))
+    path: list[str] = field(default_factory=lambda: _without_ours(sys.path))
     directory: str = field(default_factory=os.getcwd)
     handlers: dict[int, Any] = field(default_factory=lambda: {n: signal.getsignal(n) for n in _HANDLED})
     modules: set[str] = field(default_factory=lambda: set(sys.modules))
@@ -51,11 +54,11 @@ class Stage:
         os.environ.update(order.environment)
         os.chdir(self.directory)
         sys.argv[:] = order.arguments
-        first = self.directory if order.is_module else os.path.dirname(os.path.abspath(order.arguments[0]))
+        first = self.directory if order.is_module else os.path.dirname(os.path.realpath(order.arguments[0]))
         self.home = first
         # As `python` would: the script's directory, then what the environment adds, then the rest.
         added = [part for part in order.environment.get("PYTHONPATH", "").split(os.pathsep) if part]
-        sys.path[:] = list(dict.fromkeys([first, *added, *self.path[1:]]))
+        sys.path[:] = list(dict.fromkeys([first, *added, *self.path]))
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         sys.excepthook = self.hook
@@ -78,7 +81,7 @@ class Stage:
 
     def clear(self, error: BaseException | None) -> None:
         """Frees what the run left behind. The error's frames hold its tensors, so they go first."""
-        sys.modules["__main__"] = self.main
+        main_module.clear(self.main)
         alive.abandon_all()
         seen: set[int] = set()
         _clear_frames(error, seen)
@@ -86,9 +89,14 @@ class Stage:
             del sys.modules[name]
         leaving.destroy_groups()
         sys.last_value = sys.last_traceback = None
+        vars(sys).pop("last_exc", None)  # from Python 3.12 on
         gc.collect()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.empty_cache()
+        device = devices.in_use()
+        if device is not None:
+            try:
+                device.release()
+            except RuntimeError as error:  # it has no such allocator, or it failed; `is_over` asked whether it is well
+                logger.info("%s keeps the memory of the former run: %s", device.kind, error)
 
     def _is_users(self, name: str, module: ModuleType) -> bool:
         """Whether the script brought this module from its own directory: it is made anew, as its state may matter.
@@ -100,6 +108,11 @@ class Stage:
             return False
         place = os.path.abspath(file)
         return place.startswith(self.home + os.sep) and not _INSTALLED & set(place.split(os.sep))
+
+
+def _without_ours(path: list[str]) -> list[str]:
+    """Return the search path without the working directory, which `python -m` puts first for the launcher itself."""
+    return path[1:] if path and path[0] in ("", os.getcwd()) else list(path)
 
 
 def _clear_frames(error: BaseException | None, seen: set[int]) -> None:

@@ -14,8 +14,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,6 +25,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 logger = logging.getLogger(__name__)
+
+# The file of the function that torch puts around every `step`.
+_AROUND_STEPS = Optimizer.profile_hook_step.__code__.co_filename
 
 
 class Steps:
@@ -52,9 +57,20 @@ class Steps:
         self._pid = os.getpid()
         self._hooks: list[Any] = []
         self._others: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self._inside: dict[int, int] = {}  # thread -> steps within steps; one that raised is never counted down
         if self._given:
             self._hooks.append(register_optimizer_step_pre_hook(_Hook(self._begin)))
             self._hooks.append(register_optimizer_step_post_hook(_Hook(self._end)))
+
+    def under_way(self) -> set[int]:
+        """Returns the identifiers of the threads that are within a step now; one that raised has ended."""
+        if not self._inside:
+            return set()
+        frames = sys._current_frames()
+        within = {thread for thread in self._inside.copy() if _steps(frames.get(thread))}
+        for thread in self._inside.keys() - within:
+            self._inside.pop(thread, None)
+        return within
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -64,11 +80,17 @@ class Steps:
 
     def _begin(self, optimizer: Optimizer) -> None:
         if self._concerns(optimizer):
+            thread = threading.get_ident()
+            self._inside[thread] = self._inside.get(thread, 0) + 1  # before it counts: no moment is left out
             self.begun += 1
             self._before()
 
     def _end(self, optimizer: Optimizer) -> None:
         if self._concerns(optimizer):
+            thread = threading.get_ident()
+            left = self._inside.pop(thread, 1) - 1
+            if left:
+                self._inside[thread] = left
             self._after()
 
     def _concerns(self, optimizer: Optimizer) -> bool:
@@ -93,6 +115,13 @@ class Steps:
                 type(optimizer).__name__,
             )
         return shared
+
+
+def _steps(frame: FrameType | None) -> bool:
+    """Whether a stack has a frame of torch's own around a step, compiled or not."""
+    while frame is not None and frame.f_code.co_filename != _AROUND_STEPS:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _memory(optimizer: Optimizer) -> set[int]:
