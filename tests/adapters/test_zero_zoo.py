@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Container, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +17,17 @@ from adapters.zero_zoo import CASES, KEPT, Case
 
 LIFE = str(Path(__file__).with_name("zero_life.py"))
 # A sample of all kinds; the others are slow.
-SAMPLE = [
-    "plain",
-]
+SAMPLE = {
+    "global counter", "global set in the loop, read in a function", "closure with nonlocal", "closure over an iterator",
+    "namespace that counts", "rare change that cannot be carried", "list that grows", "loader with a generator of its own",
+    "del of an earlier name", "early stopping", "killed behind the loop, number of the loss", "killed behind the loop, loss as it is",
+    "resumes by itself, far", "shorter at the second time", "loop in a function with nonlocal", "layer that is frozen later",
+    "gradients that are never cleared", "function of a module of the user's",
+}  # fmt: skip
+WITH_A_KEEPER = {
+    "global counter", "killed behind the loop", "killed behind the loop, loss as it is", "early break", "killed behind a break",
+    "stride", "backwards", "longer at the second time", "random.Random", "loop in a function with nonlocal",
+}  # fmt: skip
 
 
 def live(
@@ -56,6 +66,21 @@ def check(case: Case, tmp_path: Path, *, pocket: bool) -> None:
         assert all(case.expected in line for line in said), said
 
 
-@pytest.mark.parametrize("name", CASES)
+def some(names: Iterable[str], sample: Container[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in sample else [pytest.mark.slow]) for name in names]
+
+
+@pytest.mark.parametrize("name", some(CASES, SAMPLE))
 def test_a_script_of_the_zoo_is_never_wrong(name: str, tmp_path: Path) -> None:
     check(CASES[name], tmp_path, pocket=True)
+
+
+@pytest.mark.usefixtures("runtime_dir")
+@pytest.mark.parametrize("name", some(sorted(WITH_A_KEEPER), {"killed behind the loop"}))
+def test_with_a_keeper_it_is_the_same(name: str, tmp_path: Path) -> None:
+    check(CASES[name], tmp_path, pocket=False)
+
+
+def test_the_samples_are_of_the_zoo() -> None:
+    assert len(CASES) >= 60
+    assert CASES.keys() >= SAMPLE | WITH_A_KEEPER

@@ -409,7 +409,7 @@ CASES: dict[str, Case] = {
         body="schedule.step()", shown="optimizer.param_groups[0]['lr'], n",
     ),
     "second optimizer in a closure": Case(
-        "second", pre="def make():\n    net = torch.nn.Linear(4, 1)\n    second = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)\n"
+        "net.weight", pre="def make():\n    net = torch.nn.Linear(4, 1)\n    second = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)\n"
         "    def train(x):\n        second.zero_grad(); out = net(x).square().mean(); out.backward(); second.step()\n"
         "        return out.item()\n    return train\ntrain = make()",
         scale="(1 + train(torch.ones(2, 4)))",

@@ -21,7 +21,7 @@ MAX_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """What a version carries of one step.
+    """The part of a version that one step changed.
 
     Attributes:
         rows: path, owner, key and value of each plain value that is not as it was.

@@ -39,7 +39,7 @@ UNKEPT = (
 
 
 class KeptLoop:
-    """What the loop of one script iterates over.
+    """The thing that the loop of one script iterates over.
 
     Args:
         loop: what the text of the script told.
@@ -134,7 +134,7 @@ class KeptLoop:
                 checkpointer.__exit__(UsageError, None, None)
 
     def _restored(self, checkpointer: Checkpointer, carried: _Carried) -> bool:
-        """Whether what was saved is here, if there is anything; False, and the reason told, if it is not of this loop."""
+        """Tell whether what was saved is here, if there is anything; False, and the reason told, if it is not of this loop."""
         group = agree.ranks()
         try:
             checkpointer.restore()

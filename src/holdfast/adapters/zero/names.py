@@ -22,13 +22,15 @@ def stored(nodes: Sequence[ast.AST]) -> set[str]:
     return {name for node in nodes for name, sets in _names(node) if sets}
 
 
-def loaded(nodes: Sequence[ast.AST]) -> set[str]:
-    """Returns the names of the scope that are read; `x += 1` reads x."""
-    return {name for node in nodes for name, sets in _names(node) if not sets}
+def loaded(nodes: Sequence[ast.AST], without: ast.AST | None = None) -> set[str]:
+    """Returns the names of the scope that are read, but not in `without`; `x += 1` reads x."""
+    return {name for node in nodes for name, sets in _names(node, without) if not sets}
 
 
-def _names(node: ast.AST) -> Iterator[tuple[str, bool]]:
+def _names(node: ast.AST, without: ast.AST | None = None) -> Iterator[tuple[str, bool]]:
     """Yields (name, whether it is set) of all names of this scope; names of comprehensions and lambdas are their own."""
+    if node is without:
+        return
     if isinstance(node, ast.Name):
         yield node.id, isinstance(node.ctx, ast.Store | ast.Del)
         return
@@ -46,7 +48,7 @@ def _names(node: ast.AST) -> Iterator[tuple[str, bool]]:
         own = {name for name, sets in inside if sets} | {a.arg for a in ast.walk(node) if isinstance(a, ast.arg)}
         own -= {name for n in ast.walk(node) if isinstance(n, ast.Global | ast.Nonlocal) for name in n.names}
     for child in ast.iter_child_nodes(node):
-        yield from ((name, sets) for name, sets in _names(child) if name not in own)
+        yield from ((name, sets) for name, sets in _names(child, without) if name not in own)
 
 
 def _bound(node: ast.AST) -> Iterator[str]:

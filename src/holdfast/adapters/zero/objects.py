@@ -1,4 +1,4 @@
-"""What a loop uses, sorted into what is kept, what never changes, and what nobody can be sure of.
+"""Everything that a loop uses, sorted into what is kept, what never changes, and what nobody can be sure of.
 
 Kept: one optimizer, the modules that hold its parameters, schedulers, scaler, tensors, and everything else that has
 `state_dict` and `load_state_dict`. Taken as it is found: plain values, generators of random numbers, functions, classes,
@@ -29,7 +29,7 @@ _CONTAINERS = (list, dict, set, deque)
 
 @dataclass(slots=True)
 class Kept:
-    """What is restored and saved.
+    """The objects that are restored and saved.
 
     Attributes:
         objects: arguments of a Checkpointer, by name.
@@ -48,7 +48,7 @@ class Kept:
 
 
 def sort_out(used: Iterable[str], carried: Iterable[str], scope: Mapping[str, Any]) -> Kept | str:
-    """What to keep, or what is in the way.
+    """Returns what to keep, or what is in the way.
 
     Args:
         used: names that the loop reads.
@@ -81,7 +81,7 @@ def sort_out(used: Iterable[str], carried: Iterable[str], scope: Mapping[str, An
 
 
 def _carried_badly(carried: Iterable[str], scope: Mapping[str, Any]) -> str:
-    """Why a carried name cannot be restored; empty if all can."""
+    """Returns why a carried name cannot be restored; empty if all can."""
     for name in carried:
         if name not in scope:
             return f"{name!r} is carried from one step to the next and has no value before the loop"

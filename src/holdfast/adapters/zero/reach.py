@@ -100,7 +100,7 @@ class Owner:
 
 @dataclass(slots=True)
 class Look:
-    """What was found; see the top of the file."""
+    """The things that were found; see the top of the file."""
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
     owners: dict[str, Owner] = field(default_factory=dict)
@@ -487,7 +487,7 @@ def _global_names(code: types.CodeType) -> set[str]:
 
 
 def is_plain(value: Any, depth: int = 0) -> bool:
-    """Whether a value can be stored: numbers, text, containers of these."""
+    """Tell whether a value can be stored: numbers, text, containers of these."""
     kind = type(value)
     if kind in _ATOMS:
         return True

@@ -97,7 +97,7 @@ def _described(tree: ast.Module, loop: ast.For, target: str, functions: dict[str
     reader = Reader({target}, known)
     done = reader.body(loop.body)
     sets = stored(loop.body) | {target}
-    outside = _outside(scope, loop)
+    outside = loaded(scope.body, without=loop)
     early = reader.early | (known.ambient - {target}) | _read_by_text(tree, loop)
     carried = sorted((early & (sets - {target})) | ((sets - done) & outside))
     after = sorted((sets & outside) - set(carried))
@@ -165,16 +165,6 @@ def _scope_of(tree: ast.Module, loop: ast.For) -> _Scope:
     return found
 
 
-def _outside(scope: _Scope, loop: ast.For) -> set[str]:
-    """Returns the names that are read in the scope, but not in the loop."""
-    inside = {id(node) for node in ast.walk(loop)}
-    return {
-        node.id
-        for node in ast.walk(scope)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in inside
-    }
-
-
 def _read_by_text(tree: ast.Module, loop: ast.For) -> set[str]:
     """Returns the names with a value before the loop, if the script reads names in a way that its text does not show."""
     calls = [
@@ -190,7 +180,7 @@ def _read_by_text(tree: ast.Module, loop: ast.For) -> set[str]:
 
 
 def _only_numbers(scope: _Scope, loop: ast.For, name: str) -> bool:
-    """Whether outside of the loop nothing is asked of a name but its number: `x.item()`, `float(x)`, `f"{x:.3f}"`."""
+    """Tell whether outside of the loop nothing is asked of a name but its number: `x.item()`, `float(x)`, `f"{x:.3f}"`."""
     inside = {id(node) for node in ast.walk(loop)}
     plain: set[int] = set()
     for node in ast.walk(scope):
@@ -208,7 +198,7 @@ def _only_numbers(scope: _Scope, loop: ast.For, name: str) -> bool:
 
 
 def _clears_first(body: Sequence[ast.stmt], functions: dict[str, Function], seen: frozenset[str]) -> bool | None:
-    """Whether gradients are cleared before any are computed, in every step; None if neither is surely done here."""
+    """Tell whether gradients are cleared before any are computed, in every step; None if neither is surely done here."""
     for statement in body:
         if isinstance(statement, ast.With | ast.AsyncWith):
             found = _clears_first(statement.body, functions, seen)
@@ -235,7 +225,7 @@ def _order(statement: ast.stmt, functions: dict[str, Function], seen: frozenset[
 
 
 def _sets_grad(statement: ast.stmt) -> bool:
-    """Whether this is `p.grad = None`, alone or for all of something."""
+    """Tell whether this is `p.grad = None`, alone or for all of something."""
     if isinstance(statement, ast.For):
         return len(statement.body) == 1 and _sets_grad(statement.body[0])
     return (
