@@ -6,6 +6,7 @@ right before or after.
 
 - `stall_ratio`: `save()` with `overlap=False`.            `first_save_ratio`: the first one, over those right after it.
 - `overlapped_stall_ratio`: `save()` plus the wait at the next optimizer step, with real training in between.
+- `checks_share_of_copy`: what the checks of late copies take per save, in the call, at the fence and in the copying thread.
 - `train_seconds_lost_per_save`: wall time from `save()` until the version is durable, minus the steps made meanwhile at
   the speed without a save; stall and slowdown together. With one rank, and with two ranks that share the state.
 - `slow_storage_stall_ratio`: two saves in a row, the first of them durable, while storage takes 5 MB/s (benchmarks.pace), over
@@ -23,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -37,6 +39,7 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import holdfast
+from holdfast.train.checks import Checks, CopyCheck
 
 NUM_FIRSTS = 5
 NUM_AFTER_FIRST = 5  # what a first save is compared with: those of the same job right after it
@@ -110,16 +113,18 @@ class Bench:
         handle.wait("captured", timeout_s=60)
         return seconds
 
-    def copying_behind(self) -> tuple[float, float, float]:
-        """Stall over copy, its share in the call, its share at the fence; training in between."""
+    def copying_behind(self) -> tuple[float, float, float, float]:
+        """Stall over copy, its share in the call, its share at the fence; training in between. Last, the checks' share."""
         fence = FenceClock(self.optimizer)
+        checks = ChecksClock()
         with self.checkpointer("behind", overlap=True) as checkpointer:
             fence.close_interval(self.optimizer)
             self.train()
             copy = self.plain_copy()
-            calls, waits, copies = [], [], []
+            calls, waits, copies, checked = [], [], [], []
             for index in range(NUM_PROVING_SAVES + self.rounds):
                 seconds = copy.out()
+                checks.seconds = 0.0
                 started = time.perf_counter()
                 handle = checkpointer.save(self.next_step())
                 call = time.perf_counter() - started
@@ -129,9 +134,12 @@ class Bench:
                     waits.append(fence.seconds)
                     copies.append(seconds)
                 handle.wait("captured", timeout_s=60)
+                if index >= NUM_PROVING_SAVES:
+                    checked.append(checks.seconds)
         fence.remove()
+        checks.remove()
         both = [call + wait for call, wait in zip(calls, waits, strict=True)]
-        return ratio(both, copies), ratio(calls, copies), ratio(waits, copies)
+        return ratio(both, copies), ratio(calls, copies), ratio(waits, copies), ratio(checked, copies)
 
     def beside_slow_storage(self) -> tuple[float, float]:
         """Stall with slow storage over stall with fast storage; the former over plain copies."""
@@ -284,6 +292,36 @@ class FenceClock:
         self.seconds = time.perf_counter() - self._entered
 
 
+class ChecksClock:
+    """Seconds in the checks of late copies, of all threads together."""
+
+    CLOCKED = ((Checks, "look"), (CopyCheck, "torn"), (CopyCheck, "moved"))
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._inside = threading.local()
+        self._own = [(owner, name, getattr(owner, name)) for owner, name in self.CLOCKED]
+        for owner, name, own in self._own:
+            setattr(owner, name, self._clocked(own))
+
+    def remove(self) -> None:
+        for owner, name, own in self._own:
+            setattr(owner, name, own)
+
+    def _clocked(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        def clocked(*args: Any, **more: Any) -> Any:
+            if getattr(self._inside, "any", False):  # `torn` calls `moved`
+                return own(*args, **more)
+            self._inside.any, started = True, time.perf_counter()
+            try:
+                return own(*args, **more)
+            finally:
+                self.seconds += time.perf_counter() - started
+                self._inside.any = False
+
+        return clocked
+
+
 def worker(options: argparse.Namespace) -> None:
     """Measures in one rank; rank 0 prints (metric, value, more) lines for the parent."""
     dist.init_process_group("gloo")
@@ -292,8 +330,9 @@ def worker(options: argparse.Namespace) -> None:
     if options.part == "stall":
         stall, first, seconds = bench.copying_at_once()
         found += [("stall_ratio", stall, {"save_ms": seconds * 1e3}), ("first_save_ratio", first, {})]
-        both, call, wait = bench.copying_behind()
+        both, call, wait, checks = bench.copying_behind()
         found.append(("overlapped_stall_ratio", both, {"call": call, "fence": wait}))
+        found.append(("checks_share_of_copy", checks, {}))
         for name, value in bench.rival_stalls(1 if options.quick else 7).items():
             found.append((f"stall_ratio:{name}", value, {}))
     elif options.part == "slow":
@@ -335,6 +374,7 @@ GOALS = {
     "stall_ratio": "<= 1.1",
     "first_save_ratio": "<= 1.3",
     "overlapped_stall_ratio": "<= 0.3",
+    "checks_share_of_copy": "<= 0.03",
     "slow_storage_stall_ratio": "<= 1.2",
     "slow_storage_stall_over_copy": "<= 2",
     ("train_seconds_lost_per_save", 1): "<= 0.1",

@@ -29,9 +29,11 @@ from holdfast.train.spots import Spots, has_spots
 from holdfast.train.trust import same_bits
 
 # The stretch: this share of the bytes that are copied late, within bounds, and at most so many tensors.
-STRETCH_SHARE = 1 / 128
-MIN_STRETCH_BYTES, MAX_STRETCH_BYTES = 4 << 10, 8 << 20
-MAX_STRETCH_TENSORS = 16
+STRETCH_SHARE = 1 / 1024
+MIN_STRETCH_BYTES, MAX_STRETCH_BYTES = 4 << 10, 4 << 20
+MAX_STRETCH_TENSORS = 8
+# At one in so many fences the live tensors are looked at: who writes them outside of a step is seen within a few saves.
+FENCES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,11 @@ class CopyCheck:
             if not same_bits(s.kept, targets[parts.indices[s.part]].view(-1)[s.start : s.start + s.kept.numel()])
         }
         return {parts.names[number] for number in wrong} | self.moved()
+
+    @property
+    def looks(self) -> bool:
+        """Whether the live tensors are looked at when a step passes the fence."""
+        return self.turn % FENCES == 0
 
     def moved(self) -> set[str]:
         """Names of entries whose live tensors are not those of the call any more."""
@@ -104,6 +111,7 @@ class _Parts:
             for start, piece in _stretches(source, self._most)
         ]
         self._next = 0
+        self._kept = torch.empty(self._most + 64 * MAX_STRETCH_TENSORS, dtype=torch.uint8)  # faulted in once
         # Weak: a slot is unmapped as soon as its view is gone, and these tensors lie in it.
         self._copies: weakref.WeakKeyDictionary[SlotView, Spots] = weakref.WeakKeyDictionary()
 
@@ -125,14 +133,16 @@ class _Parts:
     def _take(self) -> list[_Stretch]:
         """The next stretch of memory, copied."""
         taken: list[_Stretch] = []
-        left = self._most
-        while left > 0 and len(taken) < min(MAX_STRETCH_TENSORS, len(self._stretches)):
+        at = 0
+        while at < self._most and len(taken) < min(MAX_STRETCH_TENSORS, len(self._stretches)):
             part, start, piece = self._stretches[self._next % len(self._stretches)]
-            if taken and piece.nbytes > left:
+            if taken and at + piece.nbytes > self._most:
                 break
-            taken.append(_Stretch(part, start, piece.detach().clone(memory_format=torch.contiguous_format).view(-1)))
-            left -= piece.nbytes
             self._next += 1
+            memory = self._kept[at : at + piece.nbytes] if at + piece.nbytes <= len(self._kept) else None
+            kept = torch.empty(piece.shape, dtype=piece.dtype) if memory is None else memory.view(piece.dtype)
+            taken.append(_Stretch(part, start, kept.view(piece.shape).copy_(piece).view(-1)))
+            at += -(-piece.nbytes // 64) * 64
         return taken
 
 

@@ -54,6 +54,7 @@ from holdfast.core.cadence import Cadence
 from holdfast.core.identity import GUARD_S
 from holdfast.core.ladder import Limits
 from holdfast.core.model import Version
+from holdfast.core.watch_mode import CAREFUL, MODES
 from holdfast.node.start import ensure_keeper
 from holdfast.train import aliases, runner
 from holdfast.train.agent import Agent
@@ -62,7 +63,7 @@ from holdfast.train.control import Order
 from holdfast.train.early import Early
 from holdfast.train.moving import MovingRendezvous
 from holdfast.train.nursery import Nursery
-from holdfast.train.rules import Program, Rules
+from holdfast.train.rules import EXIT_GRACE_S, Program, Rules
 from holdfast.train.watchdog import directory_of, make_watch
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--spares", type=int, default=1, metavar="N", help="processes of this node that wait to replace a failed one"
     )
     group.add_argument(
-        "--watchdog", choices=("on", "off"), default="on", help="find workers that hang; off: only those that end"
+        "--watchdog",
+        choices=(*MODES, "off"),
+        default=CAREFUL.name,
+        help="find workers that hang; careful (default): after minutes, and only on proof; quick: after seconds, for scripts "
+        "whose ranks never pause; off: only those that end",
     )
     group.add_argument(
         "--guard-time",
@@ -129,6 +134,13 @@ def build_parser() -> argparse.ArgumentParser:
         default=GUARD_S,
         metavar="SECONDS",
         help="how long a launcher waits for a silent one of the same --node-label before it takes its place",
+    )
+    group.add_argument(
+        "--exit-grace",
+        type=float,
+        default=EXIT_GRACE_S,
+        metavar="SECONDS",
+        help="how long a worker may run exit handlers and threads after an error of its own; the others wait (%(default).0f)",
     )
     group.add_argument(
         "--compile-cache",
@@ -261,6 +273,7 @@ def _rules(args: argparse.Namespace, settings: Config, config: LaunchConfig, ear
         guard_s=args.guard_time,
         early=early,
         version=args.from_version or "",
+        exit_grace_s=args.exit_grace,
     )
 
 

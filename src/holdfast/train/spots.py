@@ -20,7 +20,9 @@ import numpy.typing as npt
 import torch
 
 # Elements that are read of each tensor: the first, the last, and others in turn.
-SPOTS = 4
+SPOTS = 3
+# So many times the others change before they are the first ones again: their places are worked out once.
+TURNS = 16
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 # Fractions of 2**32 that are far from each other for consecutive numbers (R. Knuth, TAOCP 3, 6.4: Fibonacci hashing).
 _GOLDEN = 0x9E3779B1
@@ -48,43 +50,58 @@ class _Memory:
     __array_interface__: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
 class _Group:
-    """Tensors of one element size: their numbers, and what their addresses are worked out from."""
+    """Tensors of one element size: their numbers, and the memory from the first of their elements to the last.
 
-    size: int
-    numbers: npt.NDArray[np.intp]
-    starts: npt.NDArray[np.int64]
-    counts: npt.NDArray[np.int64]
-    salts: npt.NDArray[np.uint64]
-    strided: tuple[tuple[int, torch.Size, tuple[int, ...]], ...]  # index in the group, shape, strides
+    Args:
+        size: bytes of an element.
+        numbers: which tensors they are.
+        tensors: themselves.
+        salts: one each, from which its positions are drawn.
+    """
+
+    def __init__(
+        self, size: int, numbers: Sequence[int], tensors: Sequence[torch.Tensor], salts: Sequence[int]
+    ) -> None:
+        self.numbers = np.array(numbers, dtype=np.intp)
+        self._size = size
+        self._counts = np.array([tensor.numel() for tensor in tensors], dtype=np.int64)
+        self._salts = np.array(salts, dtype=np.uint64)
+        self._strided = [(i, t.shape, t.stride()) for i, t in enumerate(tensors) if t.dim() and not t.is_contiguous()]
+        starts = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
+        ends = [_end(tensor) for tensor in tensors]
+        first = int(starts.min())
+        self._starts = (starts - first) // size
+        words = np.dtype(_WORDS[size])
+        shape = ((max(ends) - first) // size,)
+        interface = {"data": (first, True), "shape": shape, "typestr": words.str, "version": 3}
+        self._memory = np.asarray(_Memory(interface))
+        self._places: dict[int, npt.NDArray[np.int64]] = {}
 
     def read(self, turn: int) -> npt.NDArray[Any]:
-        """The spots of every tensor, one row each."""
-        addresses = self._addresses(turn)
-        first, last = int(addresses.min()), int(addresses.max())
-        words = np.dtype(_WORDS[self.size])
-        memory = np.asarray(
-            _Memory({
-                "data": (first, True),
-                "shape": ((last - first) // self.size + 1,),
-                "typestr": words.str,
-                "version": 3,
-            })
-        )  # fmt: skip
-        return memory.take((addresses - first) // self.size, mode="clip")
+        """Returns the spots of every tensor, one row each."""
+        turn %= TURNS
+        if turn not in self._places:
+            self._places[turn] = self._drawn(turn)
+        return self._memory.take(self._places[turn], mode="clip")
 
-    def _addresses(self, turn: int) -> npt.NDArray[np.int64]:
-        places = np.empty((len(self.counts), SPOTS), dtype=np.int64)
-        places[:, 0], places[:, 1] = 0, self.counts - 1
+    def _drawn(self, turn: int) -> npt.NDArray[np.int64]:
+        places = np.empty((len(self._counts), SPOTS), dtype=np.int64)
+        places[:, 0], places[:, 1] = 0, self._counts - 1
         for extra in range(2, SPOTS):
-            number = (turn * (SPOTS - 2) + extra) & 0xFFFFFFFF
-            drawn = ((self.salts + np.uint64(number)) * np.uint64(_GOLDEN)) & np.uint64(0xFFFFFFFF)
-            places[:, extra] = drawn.astype(np.float64) / 2**32 * self.counts
-        for index, shape, strides in self.strided:
+            number = np.uint64(turn * (SPOTS - 2) + extra)
+            drawn = ((self._salts + number) * np.uint64(_GOLDEN)) & np.uint64(0xFFFFFFFF)
+            places[:, extra] = drawn.astype(np.float64) / 2**32 * self._counts
+        for index, shape, strides in self._strided:
             rows = np.unravel_index(places[index], shape)
             places[index] = sum(row * stride for row, stride in zip(rows, strides, strict=True))
-        return self.starts[:, None] + places * self.size
+        return self._starts[:, None] + places
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """The address behind a tensor's last element in memory."""
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.data_ptr() + (last + 1) * tensor.element_size())
 
 
 class Spots:
@@ -104,16 +121,8 @@ class Spots:
         self._groups = [self._group(size, numbers, names) for size, numbers in sorted(by_size.items())]
 
     def _group(self, size: int, numbers: Sequence[int], names: Sequence[str]) -> _Group:
-        tensors = [self._tensors[number] for number in numbers]
-        strided = [(i, t.shape, t.stride()) for i, t in enumerate(tensors) if t.dim() and not t.is_contiguous()]
-        return _Group(
-            size,
-            np.array(numbers, dtype=np.intp),
-            np.array([t.data_ptr() for t in tensors], dtype=np.int64),
-            np.array([t.numel() for t in tensors], dtype=np.int64),
-            np.array([zlib.crc32(names[number].encode()) for number in numbers], dtype=np.uint64),
-            tuple(strided),
-        )
+        salts = [zlib.crc32(names[number].encode()) for number in numbers]
+        return _Group(size, numbers, [self._tensors[number] for number in numbers], salts)
 
     def read(self, turn: int) -> tuple[npt.NDArray[Any], ...]:
         """Reads all spots; which elements these are depends on `turn`. For `differing` and `folded`."""
