@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from holdfast.base import private
 from holdfast.base.config import Config
+from holdfast.base.errors import ConfigError
 from holdfast.core.faults import Beat, Exit, Kind, Phase, Sight, Verdict, Watch, cause
 from holdfast.train import page
 from holdfast.train.journal import Journal
@@ -200,14 +202,15 @@ class Watchdog:
             return
         self._num_stacks += 1
         try:
-            self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # a keeper wants it private
-            self.directory.mkdir(mode=0o700, exist_ok=True)
-            path = self.directory / f"stacks-rank{rank}-{worker.pid}-{self._num_stacks}.txt"
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
+            private.make(self.directory, below=self.directory.parent)
+            name = f"stacks-rank{rank}-{worker.pid}-{self._num_stacks}.txt"
+            fd = private.open_in(self.directory, name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
+                file.write(text)
+        except (OSError, ConfigError) as error:
             logger.warning("the stacks of rank %d could not be written: %s", rank, error)
         else:
-            logger.info("the stacks of rank %d, which makes no progress, are in %s", rank, path)
+            logger.info("the stacks of rank %d, which makes no progress, are in %s", rank, self.directory / name)
 
 
 def where_it_stands(dump: str) -> Phase | None:
