@@ -62,6 +62,17 @@ def open_in(directory: Path, name: str, flags: int) -> int:
     return fd
 
 
+def is_secret(found: os.stat_result) -> bool:
+    """Returns whether a file may hold a secret: ours, or root's, and open to nobody else.
+
+    Kubernetes mounts secrets as root's, readable for a group of the container (mode 0440 under `fsGroup`); that is accepted.
+    """
+    if not stat.S_ISREG(found.st_mode) or found.st_uid not in {os.geteuid(), 0}:
+        return False
+    may_group_read = found.st_uid == 0 != os.geteuid() and found.st_gid in {os.getegid(), *os.getgroups()}
+    return not found.st_mode & (0o037 if may_group_read else 0o077)
+
+
 def is_private(found: os.stat_result) -> bool:
     """Returns whether this is a directory of ours that nobody else may enter."""
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ def run(options: argparse.Namespace) -> int:
     os.chdir("/")  # no mount is held busy
     label_process("hf keeper")
     _give_way()
+    if options.secret_fd >= 0 or options.key_fd >= 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would hold what they name
     try:
         lock = become_keeper(place)
     except (HoldfastError, OSError) as error:

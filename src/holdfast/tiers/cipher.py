@@ -17,7 +17,6 @@ from __future__ import annotations
 import hmac
 import os
 import shlex
-import stat
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from holdfast.base import private
 from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError, CorruptError
 
@@ -156,9 +156,10 @@ def _read(path: Path) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
-                raise ConfigError("the key's file is open to others, or no file", where=str(path), remedy=remedy)
+            if not private.is_secret(os.fstat(descriptor)):
+                raise ConfigError(
+                    "the key's file is open to others, another user's, or no file", where=str(path), remedy=remedy
+                )
             return os.read(descriptor, _MAX_KEY_FILE)
         finally:
             os.close(descriptor)

@@ -200,10 +200,14 @@ class Watchdog:
         worker.stands = where_it_stands(text)
         if self._num_stacks >= MAX_STACKS:
             return
+        self._keep(rank, worker.pid, text)
+
+    def _keep(self, rank: int, pid: int, text: str) -> None:
+        """Writes stacks into a file for people."""
         self._num_stacks += 1
         try:
             private.make(self.directory, below=self.directory.parent)
-            name = f"stacks-rank{rank}-{worker.pid}-{self._num_stacks}.txt"
+            name = f"stacks-rank{rank}-{pid}-{self._num_stacks}.txt"
             fd = private.open_in(self.directory, name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             with os.fdopen(fd, "w", encoding="utf-8") as file:
                 file.write(text)
