@@ -313,6 +313,7 @@ def _load() -> None:
     import torch.distributed.tensor.parallel
     import torch.nn.parallel
 
+    import holdfast.adapters.run
     import holdfast.node.process
     import holdfast.train.checkpointer
     import holdfast.train.elastic  # noqa: F401
@@ -384,7 +385,8 @@ def _execute(words: list[str]) -> int:
     try:
         if words[0] == "-m":
             sys.argv = [words[1], *words[2:]]
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]  # as an interpreter: it stays to the end
         else:
             _run_source(words)
     except SystemExit as end:

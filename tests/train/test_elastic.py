@@ -188,7 +188,7 @@ def test_a_failing_script_is_restarted_and_then_reported(job: Job) -> None:
 
 @pytest.mark.slow
 def test_a_script_that_failed_and_does_not_end_is_ended_and_its_own_error_is_told(job: Job) -> None:
-    launcher = job.launch("--standalone", "--max-restarts=0", worker=("--alone", "--fail-slowly"))
+    launcher = job.launch("--standalone", "--max-restarts=0", "--exit-grace=3", worker=("--alone", "--fail-slowly"))
     assert launcher.wait(60) == 1
     assert "first error: rank 0 on" in job.logs()
     assert "ZeroDivisionError: planted" in job.logs().split("first error")[1]

@@ -58,7 +58,7 @@ def seat_of() -> Iterator[Callable[[str], Seat]]:
 def look(seat: Seat, first: float, last: float) -> float | None:
     """Looks at it every tenth of a second of that part of its order; when it was killed, in seconds."""
     for tenth in range(round(first * 10), round(last * 10)):
-        urging.urge(seat, seat.since + tenth / 10, store_port=1)
+        urging.urge(seat, seat.since + tenth / 10, store_port=1, exit_grace_s=60.0)
         if seat.proc.killed:  # type: ignore[attr-defined]
             return tenth / 10
     return None

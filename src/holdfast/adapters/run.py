@@ -6,18 +6,15 @@ for there is no place to keep it. The workers are forked from this process, so t
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import CodeType
 
 from holdfast.adapters.zero.frameworks import Finder
 from holdfast.adapters.zero.loop import UNKEPT, KeptLoop, say
-from holdfast.adapters.zero.script import HOOK, ITSELF, NO_LOOP, Loop, find
+from holdfast.adapters.zero.script import HOOK, ITSELF, NO_LOOP, find
 from holdfast.base import config
-from holdfast.train import elastic
+from holdfast.train import elastic, main_module
 from holdfast.train.control import Order
 from holdfast.train.runner import run_script
 
@@ -50,35 +47,12 @@ class Unasked:
         if found != ITSELF:
             finder.install()
         try:
-            run_script(order) if isinstance(found, str) else _run_kept(path, found, self._root)
+            if isinstance(found, str):
+                run_script(order)
+            else:  # with the lines that nobody wrote
+                main_module.run_path(path, tree=found.tree, names={HOOK: KeptLoop(found, self._root)})
         finally:
             finder.remove()
-
-
-class _Loader(SourceFileLoader):
-    """Loads the script from its changed tree; nothing is cached."""
-
-    def __init__(self, path: str, loop: Loop) -> None:
-        super().__init__("__main__", path)
-        self._loop = loop
-
-    def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002
-        """The script with the lines that nobody wrote."""
-        return compile(self._loop.tree, self.path, "exec")  # type: ignore[no-any-return, unused-ignore]
-
-
-def _run_kept(path: str, loop: Loop, root: str) -> None:
-    """As `runpy.run_path` does, with a loader of ours."""
-    loader = _Loader(path, loop)
-    module = importlib.util.module_from_spec(ModuleSpec("__main__", loader, origin=path))
-    module.__file__, module.__spec__ = path, None
-    setattr(module, HOOK, KeptLoop(loop, root))
-    before = sys.modules["__main__"]
-    sys.modules["__main__"] = module
-    try:
-        loader.exec_module(module)
-    finally:
-        sys.modules["__main__"] = before
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,6 +18,8 @@ def _detach() -> None:
 
 if __name__ == "__main__":
     _detach()
+    if not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]  # the working directory, where a user's modules lie under any name
     from holdfast.node.process import main  # after the fork, so that the starter waits for nothing
 
     sys.exit(main(sys.argv[1:]))

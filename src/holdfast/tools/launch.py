@@ -18,6 +18,12 @@ PROGRAMS = {
     "drill": "holdfast.testing.drill",
 }
 
+# `python -m` without the working directory in the search path, where a user's `secrets.py` may lie.
+AS_MODULE = (
+    "import sys; getattr(sys.flags, 'safe_path', False) or sys.path.pop(0); import runpy; "
+    "runpy._run_module_as_main(sys.argv.pop(1))"
+)
+
 QUESTIONS = {
     "exported": "holdfast.adapters.exported",
     "rehearsal": "holdfast.train.rehearsal",
@@ -26,15 +32,15 @@ QUESTIONS = {
 
 
 def become(program: str, arguments: Sequence[str]) -> NoReturn:
-    """Replaces this process by `python -m` of the program, arguments passed through."""
+    """Replaces this process by the program, arguments passed through."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", PROGRAMS[program], *arguments])
+    os.execv(sys.executable, [sys.executable, "-c", AS_MODULE, PROGRAMS[program], *arguments])
 
 
 def ask(program: str, arguments: Sequence[str]) -> bytes:
-    """What `python -m` of the program answers on standard output; empty if it fails. Its errors go where ours do."""
+    """What the program answers on standard output; empty if it fails. Its errors go where ours do."""
     sys.stderr.flush()
-    command = [sys.executable, "-m", QUESTIONS[program], *arguments]
+    command = [sys.executable, "-c", AS_MODULE, QUESTIONS[program], *arguments]
     answer = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
     return answer.stdout if answer.returncode == 0 else b""

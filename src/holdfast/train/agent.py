@@ -32,7 +32,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from holdfast.core.faults import Exit, Verdict, first_failure
 from holdfast.core.ladder import Answer, Failure, Fault, Rung
-from holdfast.train import assignment, leaving, page
+from holdfast.train import assignment, devices, page
 from holdfast.train.cases import Cases, step_of
 from holdfast.train.control import Order
 from holdfast.train.meeting_agent import MeetingAgent
@@ -52,7 +52,11 @@ HOLD_ALONE_S = 1.0
 # Broken groups and a node of which nothing was heard for so long: it is lost. (Without broken groups: core.faults.LOST_S.)
 LOST_AND_BROKEN_S = 4.0
 SPARE_DELAY_S = 1.0
-HEARD = {"started": Doing.RUNS, "finished": Doing.FINISHED, "raised": Doing.HOLDS, "failed": Doing.ENDS}
+# How often it is said which workers are awaited at the end of the job.
+SAY_S = 60.0
+HEARD = {
+    "started": Doing.RUNS, "finished": Doing.FINISHED, "raised": Doing.HOLDS, "failed": Doing.ENDS, "stuck": Doing.STUCK,
+}  # fmt: skip
 
 
 class Agent(MeetingAgent):
@@ -179,7 +183,7 @@ class Agent(MeetingAgent):
         seats = self._seats()
         if not seats:
             return super().exit_code_after(sigval)
-        return 0 if all(seat.proc.poll() == 0 or seat.doing is Doing.FINISHED for seat in seats) else 128 + sigval
+        return 0 if all(seat.proc.poll() == 0 for seat in seats) else 128 + sigval
 
     # What is seen.
 
@@ -203,6 +207,11 @@ class Agent(MeetingAgent):
                 if self._watch is not None and seat.local_rank == 0:
                     self._watch.restored(int(message["step"]) + 1)
             seat.began |= message["op"] == "started"  # also an order that was replaced: it needs help to leave that
+            if message["op"] == "failed":  # whatever was ordered meanwhile: it has not heard of it, and ends
+                seat.told = int(message["code"])
+                seat.now(Doing.ENDS)
+                if self._round is not None:
+                    self._round.ends(self._current.number)
             if message["number"] != seat.order or message["op"] not in HEARD:
                 continue  # of an incarnation before, or the greeting
             seat.now(HEARD[message["op"]])
@@ -216,7 +225,9 @@ class Agent(MeetingAgent):
         dead = [seat for seat in self._seats() if self._died(seat)]
         if not dead:
             return None
-        ends = [(seat.local_rank, Exit(seat.proc.returncode or 0, report=seat.error)) for seat in dead]
+        if all(seat.doing is Doing.STUCK for seat in dead):
+            return self._look_again(dead)
+        ends = [(seat.local_rank, Exit(seat.code, report=seat.error)) for seat in dead]
         first = self._workers.seats[first_failure(ends)]
         dead.sort(key=lambda seat: seat is not first)
         readings = self._readings()
@@ -236,19 +247,33 @@ class Agent(MeetingAgent):
                 self._workers.replace(seat.local_rank, self._recoveries + 1)
         return self._act(answer, f"rank {ranks[0]} ended with {self._why(code)}")
 
+    def _look_again(self, stuck: list[Seat]) -> Over | None:
+        """Processes that left a run, as they were told, and found their device out of order: no failure of its own."""
+        assert self._workers is not None
+        assert self._round is not None
+        for seat in stuck:
+            self._note_death(seat)
+            self._workers.replace(seat.local_rank, self._recoveries + 1)
+        ranks = [self._worker_group.workers[seat.local_rank].global_rank for seat in stuck]
+        reason = f"the processes of ranks {ranks} are replaced: {stuck[0].error}"
+        logger.warning("%s", reason)
+        self._round.propose(self._current.number + 1, reason)
+        return None
+
     def _died(self, seat: Seat) -> bool:
         code = seat.proc.poll()
         if code is None or (seat.doing is Doing.FINISHED and seat.order == self._serial):
             return False
         self._hear(seat)  # what it said last
-        if code == 0 and seat.order == self._serial:
+        # Who has not begun its order ends a run that was broken off, whose results are void.
+        if code == 0 and seat.order == self._serial and seat.doing is not Doing.LEAVES:
             seat.now(Doing.FINISHED)  # the script left by a way of its own, and well
             return False
         return True
 
     def _note_death(self, seat: Seat) -> None:
         assert self._workers is not None
-        code = seat.proc.returncode or 0
+        code = seat.code
         rank = seat.local_rank
         self._failures[rank] = ProcessFailure(
             local_rank=rank, pid=seat.proc.pid, exitcode=code, error_file=self._workers.error_files[rank]
@@ -309,6 +334,8 @@ class Agent(MeetingAgent):
         if lost:
             what = f"node {lost[0]} is lost: it is silent, and the groups of its peers broke"
             return self._node_lost(now, lost[0], silent[lost[0]], what)
+        if self._round.somebody_ends(self._current.number):
+            return None  # the cause is known, and is told as soon as that process is gone
         first = min(holding, key=lambda seat: seat.since)
         if now - first.since < (HOLD_S if self._round.size > 1 else HOLD_ALONE_S):
             return None
@@ -342,10 +369,15 @@ class Agent(MeetingAgent):
         self._tell(self._cases.ended(time.monotonic()))
         if self._round is not None:
             self._round.leave()
+        now = time.monotonic()
         for seat in self._seats():
             if seat.doing is Doing.HOLDS:  # its error stands; it prints it and ends
                 seat.line.send("fail")
-                seat.await_end()
+                seat.now(Doing.ENDS)
+                seat.told = seat.told or 1
+        for seat in self._seats():
+            if seat.doing is Doing.ENDS and seat.proc.poll() is None:
+                seat.await_end(self._rules.exit_grace_s + seat.since - now)
                 self._note_death(seat)
         self._remaining_restarts = 0
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
@@ -390,6 +422,9 @@ class Agent(MeetingAgent):
                 seat = self._workers.replace(worker.local_rank, self._recoveries)
             worker.id = seat.proc.pid
             seat.order = self._serial
+            if seat.doing is Doing.ENDS:
+                continue  # it hears nothing any more; its end is the next failure
+            self._workers.forget_error(worker.local_rank)
             seat.line.order(self._order(worker), self._workers.notes_of(worker.local_rank))
             seat.now(Doing.LEAVES)
             if self._watch is not None:
@@ -402,7 +437,7 @@ class Agent(MeetingAgent):
         """Workers that have not begun their order are helped, then ended. A spare is forked in a quiet moment."""
         assert self._workers is not None
         for seat in self._seats():
-            urge(seat, now, store_port=self._current.port)
+            urge(seat, now, store_port=self._current.port, exit_grace_s=self._rules.exit_grace_s)
         still = any(seat.doing is Doing.LEAVES for seat in self._seats())
         if not still and now - self._mended_at > SPARE_DELAY_S:
             self._workers.refill()
@@ -424,19 +459,38 @@ class Agent(MeetingAgent):
         return self._round.all_finished(self._current.number)
 
     def _succeeded(self) -> RunResult:
+        """All ranks have finished: workers end as plain Python does. Threads and exit handlers have all the time they take."""
         assert self._workers is not None
         self._tell(self._cases.ended(time.monotonic()))
         self._workers.dismiss_spares()
         for seat in self._seats():
             seat.line.send("end")
-        for seat in self._seats():
-            seat.await_end()
-            if seat.proc.returncode:
-                logger.warning(
-                    "process %d finished and then ended with %s", seat.proc.pid, _exit_text(seat.proc.returncode)
-                )
-        ranks = [worker.global_rank for worker in self._worker_group.workers]
-        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
+        self._await_ends()
+        ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
+        failed = [seat for seat in self._seats() if seat.proc.returncode]
+        for seat in failed:
+            logger.error(
+                "rank %d finished its script and then ended with %s", ranks[seat.local_rank], _exit_text(seat.code)
+            )
+            self._note_death(seat)
+        if failed:
+            self._remaining_restarts = 0  # the work is done: what failed is what the script does at its end
+            failures = {ranks[local_rank]: failure for local_rank, failure in self._failures.items()}
+            self._exit_barrier()  # type: ignore[no-untyped-call]  # other nodes wait there for this one
+            return RunResult(state=WorkerState.FAILED, failures=failures)
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks.values()))
+
+    def _await_ends(self) -> None:
+        said = time.monotonic()
+        while lasting := [seat for seat in self._seats() if seat.proc.poll() is None]:
+            self._nursery.await_news(self._interval_s or 1.0)
+            now = time.monotonic()
+            if self._identity is not None:
+                self._identity.holds(now)
+            if now - said > SAY_S:
+                said = now
+                pids = ", ".join(str(seat.proc.pid) for seat in lasting)
+                logger.warning("the script has finished, and its threads or exit handlers have not: processes %s", pids)
 
     # Parts.
 
@@ -477,8 +531,9 @@ class Agent(MeetingAgent):
         assert self._program is not None
         rank = worker.local_rank
         logged = self._workers.envs[rank].get("TORCHELASTIC_ERROR_FILE")
-        presets = leaving.DEVICE_PRESETS if os.path.exists("/dev/nvidiactl") else {}
-        environment = {**os.environ, **self._environment(worker), **presets}
+        environment = {**os.environ, **self._environment(worker)}
+        if self._watch is not None:  # without it a hang would be left to nobody
+            environment |= devices.presets(environment)
         if logged is not None:
             environment["TORCHELASTIC_ERROR_FILE"] = logged
         arguments = macros.substitute(list(self._program.arguments), str(rank))

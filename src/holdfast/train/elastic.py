@@ -62,7 +62,7 @@ from holdfast.train.control import Order
 from holdfast.train.early import Early
 from holdfast.train.moving import MovingRendezvous
 from holdfast.train.nursery import Nursery
-from holdfast.train.rules import Program, Rules
+from holdfast.train.rules import EXIT_GRACE_S, Program, Rules
 from holdfast.train.watchdog import directory_of, make_watch
 
 logger = logging.getLogger(__name__)
@@ -129,6 +129,13 @@ def build_parser() -> argparse.ArgumentParser:
         default=GUARD_S,
         metavar="SECONDS",
         help="how long a launcher waits for a silent one of the same --node-label before it takes its place",
+    )
+    group.add_argument(
+        "--exit-grace",
+        type=float,
+        default=EXIT_GRACE_S,
+        metavar="SECONDS",
+        help="how long a worker may run exit handlers and threads after an error of its own; the others wait (%(default).0f)",
     )
     group.add_argument(
         "--compile-cache",
@@ -267,6 +274,7 @@ def _rules(args: argparse.Namespace, settings: Config, config: LaunchConfig, ear
         guard_s=args.guard_time,
         early=early,
         version=args.from_version or "",
+        exit_grace_s=args.exit_grace,
     )
 
 

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from holdfast.base.label import label_process
 
@@ -35,6 +36,14 @@ WARM = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "
 IDLE_S = 2.0
 ANSWER_TIMEOUT_S = 60.0
 _MAX_MESSAGE = 1 << 16
+
+# Torch's launcher handles these in any case, so the programs that it starts have the default.
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# Signals that end a process by default and mean nothing to this one: a scheduler may send any of them to all processes.
+ENDING = (
+    *HANDLED, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO,
+    signal.SIGPWR, *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
+)  # fmt: skip
 
 # What a forked worker does; returns its exit code.
 Work = Callable[[socket.socket, int], int]
@@ -190,11 +199,12 @@ class _Keeper:
         self._pidfds: dict[int, int] = {}  # pidfd -> pid
         self._to_warm = list(WARM)
         self._asked = False
+        self._before: dict[int, Any] = {}  # how signals were handled in the launcher when it forked
 
     def serve(self) -> int:
         """Until the launcher is gone. Returns the exit code in the nursery, and that of the work in each child."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_IGN)  # the launcher decides; its end is ours
+        for number in ENDING:
+            self._before[number] = signal.signal(number, signal.SIG_IGN)  # the launcher decides; its end is ours
         while True:
             waiting = IDLE_S if self._asked and self._to_warm else None
             link = self._link.fileno()
@@ -231,14 +241,19 @@ class _Keeper:
         self._link.close()
         for pidfd in self._pidfds:
             os.close(pidfd)
+        for number, before in self._before.items():
+            keeps = before == signal.SIG_IGN and number not in HANDLED
+            signal.signal(number, signal.SIG_IGN if keeps else signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_DFL)
         return self._work(socket.socket(fileno=control), page)
 
     def _reap(self, pidfd: int) -> None:
         pid = self._pidfds.pop(pidfd)
         os.close(pidfd)
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        if ended is None or ended.si_code != os.CLD_EXITED or ended.si_status:
+            # Loaders of a worker that was killed would hold its device for some seconds more. Its number is not given away yet.
+            _kill_group(pid)
         _, status = os.waitpid(pid, 0)
         self._tell({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
@@ -250,11 +265,15 @@ class _Keeper:
 
     def _end(self) -> None:
         for pid in self._pidfds.values():
-            try:
-                os.killpg(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # ended meanwhile, or has not made its group yet and finds its line cut
+            _kill_group(pid)
         os._exit(0)
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # ended meanwhile, or has not made its group yet and finds its line cut
 
 
 def _import_quietly(name: str) -> None:

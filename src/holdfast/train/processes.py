@@ -14,6 +14,7 @@ import signal
 import subprocess
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -39,6 +40,7 @@ class Doing(enum.Enum):
     HOLDS = "met a broken group and waits for a word"
     FINISHED = "finished the script"
     ENDS = "told of an error of its own and ends"
+    STUCK = "left a run, found its device out of order, and ends"
 
 
 @dataclass(slots=True)
@@ -54,6 +56,8 @@ class Seat:
         began: it has run the script at least once.
         cut_at: when its sockets were last cut from outside, monotonic.
         num_still: at how many such cuts in a row its main thread was asleep or stopped.
+        told: the exit code that it said it would end with, after an error of its own.
+        cut_short: it had its time to end after that, and was killed.
     """
 
     local_rank: int
@@ -68,6 +72,14 @@ class Seat:
     cut_at: float = 0.0
     num_still: int = 0
     began: bool = False
+    told: int = 0
+    cut_short: bool = False
+
+    @property
+    def code(self) -> int:
+        """The exit code (negative: the signal) of a process that ended; what it told, if it was killed after that."""
+        code = self.proc.returncode or 0
+        return self.told if self.cut_short and self.told and code == -signal.SIGKILL else code
 
     def now(self, doing: Doing) -> None:
         """It does something else from this moment."""
@@ -81,14 +93,22 @@ class Seat:
         except ProcessLookupError:
             pass  # the group is gone
 
-    def await_end(self) -> None:
-        """Gives a worker that was told to end a moment for it."""
+    def await_end(self, grace_s: float) -> None:
+        """Gives a worker that told of an error its time to end."""
         try:
-            self.proc.wait(EXIT_S)
+            self.proc.wait(max(0.0, grace_s))
         except subprocess.TimeoutExpired:
-            logger.warning("process %d does not end by itself", self.proc.pid)
-            self.close(signal.SIGKILL)
+            self.cut_off()
             self.proc.wait(EXIT_S)
+
+    def cut_off(self) -> None:
+        """The worker had its time to end after an error, and is killed with all that it started."""
+        logger.error(
+            "process %d was told to end after its error and still runs exit handlers or threads: it is killed (--exit-grace)",
+            self.proc.pid,
+        )
+        self.cut_short = True
+        self.close(signal.SIGKILL)
 
     def bury(self) -> None:
         """The process is dead: whatever it started dies too, and the line is closed."""
@@ -147,6 +167,13 @@ class Workers(SubprocessContext):
             child, line, page = self._fork()
         self.seats[local_rank] = Seat(local_rank, child, line, page)
         return self.seats[local_rank]
+
+    def forget_error(self, local_rank: int) -> None:
+        """What the seat's process wrote of an error in an earlier incarnation is no cause of a later one."""
+        path = self.envs[local_rank].get("TORCHELASTIC_ERROR_FILE") or self.error_files[local_rank]
+        for known in {path, self.error_files[local_rank]}:
+            if known:
+                Path(known).unlink(missing_ok=True)
 
     def refill(self) -> None:
         """Forks one spare if there are too few."""

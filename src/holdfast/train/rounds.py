@@ -8,7 +8,7 @@ So every key that workers write belongs to one incarnation, and late writes of a
 Agents also leave a beat here every second, and in it whether all their ranks stand in collectives; what it means that one
 is silent, or that all stand, is `agent`'s and core.faults' business.
 Calls are short; only `open` waits. One thread uses it. Keys: `recoveries/<group rank>`, `version/<group rank>`,
-`keeper/<group rank>`, `ranks/<group rank>`, `now`, `want/<n>`, `done/<n>`, `beat/<group rank>`, `over`, `left`.
+`keeper/<group rank>`, `ranks/<group rank>`, `now`, `want/<n>`, `ends/<n>`, `done/<n>`, `beat/<group rank>`, `over`, `left`.
 """
 
 from __future__ import annotations
@@ -152,6 +152,14 @@ class Round:
     def wanted(self, number: int) -> bool:
         """Whether somebody asked for incarnation `number`."""
         return bool(self._store.check([f"want/{number}"]))
+
+    def ends(self, number: int) -> None:
+        """A worker of this agent told of an error of its own in incarnation `number`, and is on its way out."""
+        self._store.set(f"ends/{number}", "1")
+
+    def somebody_ends(self, number: int) -> bool:
+        """Whether a worker of any agent is on its way out of incarnation `number`."""
+        return bool(self._store.check([f"ends/{number}"]))
 
     def finish(self, number: int) -> None:
         """All workers of this agent have finished in incarnation `number`."""

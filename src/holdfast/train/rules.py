@@ -8,6 +8,9 @@ from holdfast.core.identity import GUARD_S
 from holdfast.core.ladder import Limits
 from holdfast.train.early import Early
 
+# Exit handlers upload the report of a crash. torchrun waits for ever; other ranks wait meanwhile.
+EXIT_GRACE_S = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class Program:
@@ -26,6 +29,7 @@ class Rules:
         guard_s: how long a silent launcher of the same name is waited for.
         early: what tells the keeper that workers start.
         version: which version the job comes back to at first; empty: the newest.
+        exit_grace_s: how long a worker may take to end after an error of its own.
     """
 
     grace_s: float
@@ -34,3 +38,4 @@ class Rules:
     guard_s: float = GUARD_S
     early: Early = field(default_factory=Early)
     version: str = ""
+    exit_grace_s: float = EXIT_GRACE_S

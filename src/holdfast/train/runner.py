@@ -2,9 +2,11 @@
 
 The main thread runs the script. A second thread hears the agent; when a newer order arrives while the script runs, it
 interrupts it: a signal makes the main thread raise `Interrupted` wherever Python runs, the sockets of its groups are cut
-wherever it waits in a collective, and both are repeated until it has left. Then frames, tensors and groups are freed and
-the script runs again *in the same process*. A process that is not healthy does not stay: an error of the script's own
-ends it with the traceback and exit code that plain Python gives.
+wherever it waits in a collective, and both are repeated until it has left (`_break_off`). Then frames, tensors and groups
+are freed and the script runs again *in the same process*. A process that is not healthy does not stay: an error of the
+script's own ends it with the traceback and exit code that plain Python gives, and a device that does not run one more
+kernel ends it too; the agent is told first, and replaces it. The end of a process is the script's own too: its threads and
+exit handlers run as in plain Python, and find its `__main__` and its groups as it left them.
 
 An error that looks like a broken group is held back until the agent says whose fault it was: another process died
 (run again), or nobody's (it stands). Its sockets are cut at once, because ranks further away wait for this one.
@@ -14,10 +16,10 @@ An error that looks like a broken group is held back until the agent says whose 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import re
-import runpy
 import signal
 import socket
 import sys
@@ -27,7 +29,7 @@ from types import FrameType, TracebackType
 
 from holdfast.base.errors import Interrupted
 from holdfast.base.label import label_process
-from holdfast.train import alive, beats, leaving, notes, reaching
+from holdfast.train import alive, beats, devices, leaving, main_module, notes, reaching
 from holdfast.train.control import Line, Order, order_of
 from holdfast.train.stage import Stage
 
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 WAKE = signal.SIGRTMAX - 3
 # An interrupt that was swallowed (`except BaseException`, a finaliser) is repeated.
 AGAIN_S = 0.1
+# How long a device may take for one more kernel after its groups were aborted; the agent ends one that stands still for 5 s.
+PROBE_S = 3.0
 # Words in the text of an error that broken groups raise; gloo and NCCL raise RuntimeError, DDP does it outside of Python.
 _BROKEN = re.compile(
     r"gloo|nccl|process ?group|connection (closed|reset|refused)|broken pipe|socket|tcpstore", re.IGNORECASE
@@ -60,11 +64,14 @@ class Runner:
         self._running: Order | None = None  # what the main thread runs; under _changed
         self._notes = -1  # descriptor of the page that came with the newest order, until it is attached; under _changed
         self._verdict = ""  # "end" or "fail"; under _changed
+        self._lingers = False  # a script has finished, and what it left stands until the next run or the end
         self._main = threading.main_thread().ident or 0
+        self._aborts = leaving.Aborts()
 
     def serve(self) -> int:
         """Until the agent says that it is over. Returns the exit code."""
         Runner.current = self
+        atexit.register(self._at_exit)  # before any of the script's, so it runs after all of them
         self._sockets.install()
         reaching.install()
         signal.signal(WAKE, self._wake)
@@ -96,6 +103,13 @@ class Runner:
     def _run(self, order: Order) -> int | None:
         """Runs the script once; the exit code if the process is to end."""
         error: BaseException | None = None
+        if self._lingers:
+            self._lingers = False
+            assert self._running is not None, "a run has finished"
+            self._prove_device(self._running)
+            self._stage.clear(None)
+            self._sockets.forget()
+            self._end_if_stuck()
         try:
             self.begin(order)
             self._execute(order)
@@ -111,6 +125,7 @@ class Runner:
             if self._running is None:
                 _redirect(order)
             self._stage.enter(order)
+            alive.begin()
             signal.signal(WAKE, self._wake)
             self._running = order
         self._started(order)
@@ -131,37 +146,87 @@ class Runner:
     def _after(self, order: Order, error: BaseException | None) -> int | None:
         """What the end of a run means: None goes on, in this process."""
         if error is None:
-            self._stage.clear(None)
+            self._lingers = True
             self._line.send("finished", order.number)
             return None
         if self.is_over(order, error):
             self._stage.clear(error)
             self._sockets.forget()
+            self._end_if_stuck()
             return None
-        self._line.send("failed", order.number, error=f"{type(error).__name__}: {error}"[:500])
-        return _report(error)
+        code = _code_of(error)
+        self._line.send("failed", order.number, error=f"{type(error).__name__}: {error}"[:500], code=code)
+        _print(error)
+        return code
+
+    def _at_exit(self) -> None:
+        """After a good end, groups that the script left open are closed: gloo's threads may abort a process that just ends."""
+        if self._verdict == "end":
+            leaving.destroy_groups()
 
     def is_over(self, order: Order, error: BaseException) -> bool:
-        """Whether `error` is no fault of ours: a newer order is there, or comes after we told of broken groups."""
+        """Whether `error` is no fault of ours: a newer order is there, or comes after we told of broken groups.
+
+        If it is, the process may stay: its device works. Else this does not return.
+        """
+        if not self._is_replaced(order, error):
+            return False
+        self._prove_device(order)
+        return True
+
+    def _prove_device(self, order: Order) -> None:
+        """Returns if the device of a process that left a run can be used in the next one; else the process ends."""
+        with self._changed:
+            self._break_off(order)  # the newer order may have come a moment ago
+        if not self._aborts.ended(leaving.ABORT_S):
+            alive.broken.stuck = "the communicators of its device cannot be aborted"
+        elif not devices.healthy(PROBE_S):
+            alive.broken.stuck = f"its device did not run one more kernel within {PROBE_S:g} s"
+        self._end_if_stuck()
+
+    def _is_replaced(self, order: Order, error: BaseException) -> bool:
         with self._changed:
             if self._newer(order.number) is not None:
                 return True
         if isinstance(error, SystemExit | KeyboardInterrupt | Interrupted) or not looks_broken(error):
             return False
-        self._sockets.cut(_store_port(order))
-        leaving.abort_device_groups()
+        with self._changed:
+            self._break_off(order)
         self._line.send("raised", order.number, error=f"{type(error).__name__}: {error}"[:500])
         with self._changed:
             self._changed.wait_for(lambda: bool(self._verdict) or self._newer(order.number) is not None)
             return self._newer(order.number) is not None
 
+    def _break_off(self, order: Order) -> None:
+        """Ends what the processes of a run have in common. Under the lock, from any thread, as often as it takes.
+
+        The order of the steps is an invariant of the protocol (S20): an aborted collective ends, what a device has queued
+        behind it runs on, and so does a rank whose sockets are cut. Nothing of that may count.
+        """
+        alive.void()
+        self._sockets.cut(_store_port(order))
+        self._aborts.begin()
+
+    def _end_if_stuck(self) -> None:
+        """A process whose device is out of order ends; the agent hears why, and replaces it."""
+        if not alive.broken.stuck:
+            return
+        logger.error("this process ends, and another one takes its place: %s", alive.broken.stuck)
+        with self._changed:
+            newest = self._order
+        if newest is not None:
+            self._line.send("stuck", newest.number, error=alive.broken.stuck)
+        _end_now()
+
     def rejoin(self, after: Order) -> None:
         """The process takes the order that replaces `after`, in the middle of the script. For `train.resume`."""
+        self._end_if_stuck()
         with self._changed:
             newer = self._newer(after.number)
             assert newer is not None, "is_over said that there is one"
             self._sockets.forget()
             os.environ.update(newer.environment)
+            alive.begin()
             self._running = newer
         self._started(newer)
 
@@ -203,8 +268,7 @@ class Runner:
                     self._changed.notify_all()
             with self._changed:  # `begin` takes it too: what is cut here is of the run that must end
                 if self._must_leave() and self._running is not None:
-                    self._sockets.cut(_store_port(self._running))
-                    leaving.abort_device_groups()
+                    self._break_off(self._running)
                     signal.pthread_kill(self._main, WAKE)
                     self._changed.wait(AGAIN_S)
 
@@ -224,9 +288,9 @@ class Runner:
 def run_script(order: Order) -> None:
     """Runs the script or module of the order as `__main__`."""
     if order.is_module:
-        runpy.run_module(order.arguments[0], run_name="__main__", alter_sys=True)
+        main_module.run_module(order.arguments[0])
     else:
-        runpy.run_path(order.arguments[0], run_name="__main__")
+        main_module.run_path(order.arguments[0])
 
 
 def _end_now() -> None:
@@ -273,22 +337,26 @@ def _redirect(order: Order) -> None:
             os.close(fd)
 
 
-def _report(error: BaseException) -> int:
-    """Prints the error as Python would and returns the exit code that Python would end with."""
+def _code_of(error: BaseException) -> int:
+    """Return the exit code that Python would end with."""
     if isinstance(error, SystemExit):
-        if not isinstance(error.code, int | None):
-            sys.stderr.write(f"{error.code}\n")
-            return 1
-        return error.code or 0
-    error.__traceback__ = _scripts_part(error.__traceback__)
-    sys.excepthook(type(error), error, error.__traceback__)
+        return (error.code or 0) if isinstance(error.code, int | None) else 1
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
+def _print(error: BaseException) -> None:
+    """Print the error as Python would."""
+    if not isinstance(error, SystemExit):
+        error.__traceback__ = _scripts_part(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+    elif not isinstance(error.code, int | None):
+        sys.stderr.write(f"{error.code}\n")
+
+
 def _scripts_part(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's first line on, without ours and runpy's."""
+    """Return the traceback from the script's first line on, without what ran it; all of it if the script never began."""
     part = trace
-    while part is not None and part.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
+    while part is not None and part.tb_frame.f_globals.get("__name__") != "__main__":
         part = part.tb_next
     return part or trace
 

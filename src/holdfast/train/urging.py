@@ -11,6 +11,9 @@ neither `rx_` nor the unbound buffers in `tx_`). Whoever waits for that one is n
 which is half an hour. Messages between pipeline stages are hit nearly always, small all-reduces now and then.
 
 A worker that is killed here counts as one more failed process and is replaced like one.
+
+A worker that told of an error of its own runs its exit handlers and waits for its threads, as plain Python does. The others
+wait for it: two processes of one rank would share a device, ports and files. It has `exit_grace_s` for that.
 """
 
 from __future__ import annotations
@@ -29,19 +32,19 @@ CUT_S = 0.5
 STILL_CUTS = 10
 KILL_S = 60.0  # a starved machine may need some tens of seconds for what takes one otherwise
 START_S = 300.0
-END_S = 5.0  # of a process that told of its error; the others wait for it
 
 
-def urge(seat: Seat, now: float, *, store_port: int) -> None:
+def urge(seat: Seat, now: float, *, store_port: int, exit_grace_s: float) -> None:
     """Does what is due now.
 
     Args:
         seat: of a worker; only one that has an order and does not begin it, or ends, is touched.
         now: monotonic.
         store_port: connections to it are the rendezvous store's, and are left alone.
+        exit_grace_s: how long a worker that told of its error may take to end.
     """
-    if seat.doing is Doing.ENDS and now - seat.since > END_S:
-        seat.proc.send_signal(signal.SIGKILL)
+    if seat.doing is Doing.ENDS and now - seat.since > exit_grace_s and not seat.cut_short:
+        seat.cut_off()
     if seat.doing is not Doing.LEAVES:
         return
     if now - seat.since > (KILL_S if seat.began else START_S):
