@@ -254,9 +254,7 @@ def test_a_part_that_was_not_committed_is_refused_by_name(parts: dict[str, bytes
 
 def test_a_bundle_in_two_parts_is_refused() -> None:
     parts = {"manifest-0.json": PART, "manifest-1.json": manifests.encode_part(FILES[:1])}
-    root = dataclasses.replace(
-        ROOT, parts={name: manifests.part_entry(data) for name, data in parts.items()}
-    )
+    root = dataclasses.replace(ROOT, parts={name: manifests.part_entry(data) for name, data in parts.items()})
     with pytest.raises(CorruptError, match="g0 is listed twice"):
         manifests.assemble(root, parts, "here")
 
