@@ -19,6 +19,7 @@ import datetime as dt
 import enum
 import functools
 import io
+import itertools
 import logging
 import os
 import pathlib
@@ -62,6 +63,8 @@ STANDING = (
     dt.timedelta, dt.tzinfo,
 )  # fmt: skip
 _MODULE_KEYS = frozenset(vars(nn.Module()))
+_MODULE_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
+_ATOM_SET = frozenset(_ATOMS)
 # How much is asked of a thing: nothing, that it is no place in a sequence, that it is known to keep nothing.
 NOTHING, NO_PLACE, ALL = 0, 1, 2
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -179,6 +182,7 @@ class _Walk:
         self._kept = {id(thing) for thing in kept}
         self._seen: dict[int, Any] = {}  # keeps what it has seen, or another object could get its number
         self._paths: dict[int, str] = {}
+        self._users_kinds: dict[type, bool] = {}
         self._depth = 0
 
     def visit(self, path: str, value: Any, *, asks: int, hold: tuple[str, str | int] | None = None) -> None:
@@ -193,7 +197,8 @@ class _Walk:
         is_atom = type(value) in _ATOMS
         if hold is not None and (is_atom or (type(value) in (tuple, frozenset) and is_plain(value))):
             put = functools.partial(self.found.owners[hold[0]].put, hold[1])
-            self.found.leaves[path] = Leaf((type(value), repr(value)), *hold, functools.partial(_itself, value), put)
+            token = repr(value) if is_atom else _token(value)
+            self.found.leaves[path] = Leaf((type(value), token), *hold, functools.partial(_itself, value), put)
             return
         if is_atom:
             return
@@ -242,16 +247,23 @@ class _Walk:
             plain = {key: value for key, value in vars(thing).items() if type(value) in _ATOMS}
             self.keys(path, plain, _attributes(thing), asks=NOTHING)
 
-    def _hooks(self, path: str, thing: Any) -> None:
+    def _hooks(self, path: str, thing: Any, names: Iterable[str] = ()) -> None:
         """Looks at the functions of the user's that somebody else calls."""
-        for name, hooks in vars(thing).items():
-            if name.endswith(("_hooks", "_hook", "_hooks_dict")) and isinstance(hooks, dict):
+        held = vars(thing)
+        for name in names or [name for name in held if name.endswith("_hooks")]:
+            hooks = held.get(name)
+            if hooks and isinstance(hooks, dict):
                 users = [hook for hook in hooks.values() if self._is_users(getattr(hook, "__module__", "") or "")]
                 self._each(f"{name} of {path}", enumerate(users), asks=ALL)
 
     def _is_users_object(self, value: Any) -> bool:
         """Tell whether its class, or one that this is made from, is the user's."""
-        return any(self._is_users(kind.__module__) for kind in type(value).__mro__)
+        known = self._users_kinds.get(type(value))
+        if known is None:
+            known = self._users_kinds[type(value)] = any(
+                self._is_users(kind.__module__) for kind in type(value).__mro__
+            )
+        return known
 
     def settings(self) -> None:
         """Looks at what holds for the whole process."""
@@ -368,7 +380,7 @@ class _Walk:
             )
         else:
             self.found.fixed[f"the length of {path}"] = len(value)
-            self._each(path, enumerate(_some(list(value))), asks=asks)
+            self._each(path, enumerate(_some(value)), asks=asks)
 
     def _array(self, path: str, value: Any, hold: tuple[str, str | int]) -> None:
         if value.shape == () and is_plain(value) and hold[0] in self.found.owners:
@@ -451,7 +463,7 @@ class _Walk:
         for key in part._non_persistent_buffers_set:
             if (buffer := part._buffers.get(key)) is not None:
                 self.found.fixed[f"{path}.{key}"] = _of_tensor(buffer)
-        self._hooks(path, part)
+        self._hooks(path, part, _MODULE_HOOKS)
         if self._is_users_object(part):
             shown = {key: value for key, value in vars(part).items() if key not in _MODULE_KEYS}
             self.keys(path, shown, _attributes(part), asks=NO_PLACE)
@@ -493,16 +505,15 @@ def _still(modules: Mapping[str, nn.Module], names: Iterable[str]) -> None:
 
 def _attributes(thing: Any) -> Owner:
     """Sets in the object's own dict where it has one, so that no `__setattr__` of the user's runs."""
+    return Owner(functools.partial(_put_attribute, thing), functools.partial(delattr, thing))
+
+
+def _put_attribute(thing: Any, key: str, new: Any) -> None:
     own = getattr(thing, "__dict__", None)
-    slots = {name for part in type(thing).__mro__ for name in _slots(part)}
-
-    def put(key: Any, new: Any) -> None:
-        if isinstance(own, dict) and key not in slots:
-            own[key] = new
-        else:
-            setattr(thing, key, new)
-
-    return Owner(put, lambda key: delattr(thing, key))
+    if isinstance(own, dict) and not any(key in _slots(part) for part in type(thing).__mro__):
+        own[key] = new
+    else:
+        setattr(thing, key, new)
 
 
 def _slots(kind: type) -> tuple[str, ...]:
@@ -527,10 +538,10 @@ def is_plain(value: Any, depth: int = 0) -> bool:
         return kind.__module__ == "numpy" and getattr(value, "shape", None) == () and value.dtype.kind in "biufc"
     if depth and kind not in (list, tuple, dict, set, frozenset, collections.OrderedDict, collections.Counter):
         return False  # inside of another it is stored whole, and would come back as something else
-    if isinstance(value, dict) and not all(type(key) is str or type(key) is int for key in value):
+    if isinstance(value, dict) and not {str, int}.issuperset(map(type, value)):
         return False
-    parts: Iterable[Any] = value.values() if isinstance(value, dict) else value
-    return all(is_plain(part, depth + 1) for part in (parts if len(value) <= MAX_ELEMENTS else _some(list(parts))))
+    parts = _some(value.values() if isinstance(value, dict) else value)
+    return _ATOM_SET.issuperset(map(type, parts)) or all(is_plain(part, depth + 1) for part in parts)
 
 
 def _stored(value: Any) -> Any:
@@ -540,18 +551,21 @@ def _stored(value: Any) -> Any:
     return set(value) if isinstance(value, set) else list(value)
 
 
-def _some(items: list[Any]) -> list[Any]:
+def _some(items: Any) -> Any:
+    """Returns the items of a container, of a large one some of them."""
     if len(items) <= MAX_ELEMENTS:
         return items
-    step = max(1, len(items) // NUM_SPOTS)
-    return [*items[::step], *items[-NUM_SPOTS:]]
+    step = len(items) // NUM_SPOTS
+    if isinstance(items, list | tuple):
+        return [*items[::step], *items[-NUM_SPOTS:]]
+    return [*itertools.islice(items, 0, None, step)]
 
 
 def _token(value: Any) -> object:
     try:
-        if isinstance(value, list | tuple | set | frozenset | dict | collections.deque) and len(value) > MAX_ELEMENTS:
-            parts = list(value.items()) if isinstance(value, dict) else list(value)
-            return len(parts), xxhash.xxh3_64_digest(value_codec.encode(_some(parts)))
+        if isinstance(value, (*_CONTAINERS, tuple, frozenset)) and len(value) > MAX_ELEMENTS:
+            some = _some(value.items() if isinstance(value, dict) else value)
+            return len(value), xxhash.xxh3_64_digest(value_codec.encode(list(some)))
         return xxhash.xxh3_64_digest(value_codec.encode(_stored(value) if isinstance(value, _CONTAINERS) else value))
     except HoldfastError:
         return repr(value)
