@@ -28,8 +28,8 @@ from holdfast.base.config import Config
 from holdfast.base.errors import KeeperLost, LevelNotReached, UsageError
 from holdfast.base.events import Events
 from holdfast.core.appointments import Appointment, Proposal
-from holdfast.core.faults import Phase
 from holdfast.core.model import Level, Shard, Version
+from holdfast.core.sight import Phase
 from holdfast.tiers.duplicate import duplicate
 from holdfast.tiers.storage import open_storage
 from holdfast.train import agree, alive, beats, exposure, found
