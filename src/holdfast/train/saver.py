@@ -423,6 +423,9 @@ class Saver:
         key = (self._structure_key, self._trust.generation)
         if self._split is None or key != self._split_key:
             late, watched = self._trust.late(gathered.tensors), self._trust.watched(gathered.tensors)
+            on_host = {name for name in late if gathered.tensors[name].local.device.type == "cpu"}
+            if on_host != late and sum(gathered.tensors[name].local.nbytes for name in on_host) <= ASIDE_BYTES:
+                late -= on_host  # counts of steps: a host that waits for them at the fence waits for the device as well
             if self._config.verify_capture:
                 # What cannot be digested where it lies is copied at once, and so cannot go wrong.
                 late = {name for name in late if can_digest(gathered.tensors[name].local)}
