@@ -1,4 +1,4 @@
-"""What is tried on the simulated device, each in a process of its own: `device_cases.py CASE [BUG]`.
+"""What is tried on the simulated device, each in a process of its own: `device_cases.py CASE[,CASE...] [BUG]`.
 
 A case is a function that asserts. A bug is something of ours taken out before the case begins; the case must then fail.
 Called by test_on_device.py, which tells which bug is found by which case. Ends without the interpreter's clean-up: a
@@ -94,16 +94,7 @@ def streams_are_not_held() -> None:
 
 @bug
 def the_side_stream_does_not_wait_for_what_is_queued() -> None:
-    queue = SideStreams.queue
-
-    def eager(self: SideStreams, targets: Any, sources: Any) -> DeviceCopy:
-        waiting, torch.Stream.wait_stream = torch.Stream.wait_stream, lambda *_: None  # type: ignore[method-assign]
-        try:
-            return queue(self, targets, sources)
-        finally:
-            torch.Stream.wait_stream = waiting  # type: ignore[method-assign]
-
-    SideStreams.queue = eager  # type: ignore[method-assign]
+    devices.Device.current_stream = lambda self, at: self.new_stream(at)  # type: ignore[method-assign]
 
 
 @case
@@ -122,15 +113,16 @@ def work_before_the_call_is_in_the_copy() -> None:
 
 @case
 def what_is_freed_while_it_is_copied_is_copied() -> None:
-    simulated.set_copy_rate(100 * MIB)
     streams = SideStreams()
     source = torch.full((4 * MIB,), 3.0, device=place())
+    torch.accelerator.synchronize()
+    simulated.set_copy_rate(100 * MIB)
     with slot_of(source.nbytes) as (slot, target):
         streams.pin(slot, source.device)
         copy = streams.queue([target], [source])
         del source
         gc.collect()
-        other = torch.full((4 * MIB,), -1.0, device=place())  # the allocator gives away what is free at once
+        other = torch.empty(4 * MIB, device=place()).fill_(-1)  # the allocator gives away what is free at once
         assert copy.wait(never)
         assert bool((target == 3).all()), "another tensor's memory was copied"
         assert float(other[0]) == -1
@@ -234,7 +226,7 @@ def copies_go_in_the_waits_of_a_pipeline() -> None:
             told: list[bool] = []
             copy = PacedCopy(
                 streams, streams.queue([], []), batches([target], [source], most=source.nbytes // 8), rate=1e9, beside=1,
-                patience_s=60.0, told=lambda _spans, _bytes, inside, told=told: told.append(inside),
+                patience_s=1.0, told=lambda _spans, _bytes, inside, told=told: told.append(inside),
             )  # fmt: skip
             copy.feed(None)
             copy.hold_current_streams()
@@ -292,7 +284,9 @@ class Job1:
         self.data = torch.randn(16, 256, generator=torch.Generator().manual_seed(5)).to(place())
         self.sums: dict[int, float] = {}
         self.events: list[str] = []
-        self.checkpointer = holdfast.Checkpointer(directory, model=self.model, optimizer=self.optimizer)
+        self.checkpointer = holdfast.Checkpointer(
+            directory, model=self.model, optimizer=self.optimizer, config=holdfast.Config(every="1", linger_s=1.0)
+        )
         self.handles: list[Any] = []
 
     def step(self, number: int, *, save: bool = True) -> None:
@@ -347,11 +341,11 @@ def a_device_far_behind_its_host_gives_no_version_up() -> None:
     with directory() as root:
         job = Job1(root, foreach=True)
         job.checkpointer.restore()
-        for number in range(3):
+        for number in range(4):
             simulated.sleep(1.5)  # the proofs wait for the device, which is behind by more than any bound of ours
             job.step(number)
         waits = job.checkpointer.events.counters()["fence_wait_seconds"]
-        for number in range(3, 8):
+        for number in range(4, 9):
             simulated.sleep(0.2)
             job.step(number)
         assert waits > 1.2
@@ -404,7 +398,7 @@ def a_proof_takes_no_memory_of_the_device_to_speak_of() -> None:
     copy[-1] = 2
     assert not trust.same_bits(source.view(1, -1), copy.view(1, -1))
     more = module.max_memory_allocated() - before
-    assert more <= 64 * MIB, f"{more >> 20} MiB"
+    assert more <= 40 * MIB, f"{more >> 20} MiB of a tensor of 64"
 
 
 @bug
@@ -616,6 +610,7 @@ def a_step_in_a_graph_is_captured_and_never_copied_late() -> None:
         for number in range(5):
             job.step(number)
         job.checkpointer.settle()
+        torch.accelerator.empty_host_cache = lambda: None  # torch has none for a device of another backend
         graph = torch.accelerator.Graph()
         job.forward(5)
         with graph:
@@ -628,7 +623,7 @@ def a_step_in_a_graph_is_captured_and_never_copied_late() -> None:
             sums[number] = job.sum()
         graph.replay()
         job.checkpointer.abandon()
-        assert not [handle for handle in job.handles[-3:] if handle.given_up]
+        assert len(job.given_up()) <= 1, job.given_up()  # the one that was being copied when the graph was captured
         simulated.set_copy_rate(0)
         again = Job1(root, foreach=True, capturable=True)
         first = again.checkpointer.restore()
@@ -638,8 +633,9 @@ def a_step_in_a_graph_is_captured_and_never_copied_late() -> None:
 
 
 @bug
-def a_capture_is_not_seen() -> None:
+def nobody_looks_for_graphs() -> None:
     devices.Device.capturing = lambda _: False  # type: ignore[method-assign]
+    saver.Saver._look_for_graphs = lambda _: None  # type: ignore[method-assign]
 
 
 # --- restore
@@ -676,22 +672,35 @@ def a_restore_comes_from_ordinary_memory() -> None:
 
 @case
 def a_restore_waits_for_what_is_queued_for_its_tensors() -> None:
-    with directory() as root:
-        job = Job1(root, foreach=True)
-        job.checkpointer.restore()
-        job.step(0)
-        expected = job.sum()
-        job.checkpointer.close()
-        again = Job1(root, foreach=True)
-        side = torch.Stream(device=place())
-        with side:  # the script builds its model on a stream of its own
-            simulated.sleep(0.5)
-            with torch.no_grad():
-                for parameter in again.model.parameters():
-                    parameter.fill_(9)
-            again.checkpointer.restore()
-            assert again.sum() == expected, "an initialisation that was queued before came after the restore"
-        again.checkpointer.close()
+    target = torch.zeros(MIB, device=place())
+    simulated.sleep(0.3)
+    target.fill_(9)  # the script's initialisation; the device has not come to it
+    sender = staging.Staging(staging.Starts([target]), target.nbytes)
+    for value in range(4):
+        buffer = sender.take(target.nbytes)
+        buffer.view(torch.float32).fill_(value)
+        sender.send(buffer, [target], [staging.placed(buffer, buffer.data_ptr(), buffer).view(torch.float32)])
+    sender.close()
+    torch.accelerator.synchronize()
+    assert bool((target.cpu() == 3).all()), "what was queued before came after the restore"
+
+
+@case
+def a_buffer_is_used_again_when_the_device_has_read_it() -> None:
+    simulated.set_copy_rate(50 * MIB)
+    targets = [torch.zeros(MIB // 2, device=place()) for _ in range(6)]
+    sender = staging.Staging(staging.Starts(targets), targets[0].nbytes)
+    for value, target in enumerate(targets):
+        buffer = sender.take(target.nbytes)
+        buffer.view(torch.float32).fill_(value)
+        sender.send(buffer, [target], [buffer.view(torch.float32)])
+    sender.close()
+    assert [float(target.cpu().unique()) for target in targets] == list(range(6)), "overwritten on its way"
+
+
+@bug
+def a_buffer_is_used_again_at_once() -> None:
+    staging._await = lambda _: None
 
 
 @bug
@@ -710,11 +719,16 @@ def main(name: str, planted: str = "") -> int:
     module.register, module.unregister = simulated.register, simulated.unregister
     if planted:
         BUGS[planted]()
-    try:
-        CASES[name]()
-    except BaseException:  # noqa: BLE001 - whatever it is, the case failed
-        traceback.print_exc()
-        return 1
+    for one in name.split(","):
+        simulated.set_copy_rate(0)
+        simulated.set_kernel_time(0)
+        torch.accelerator.set_device_index(0)
+        try:
+            CASES[one]()
+        except BaseException:  # noqa: BLE001 - whatever it is, the case failed
+            traceback.print_exc()
+            sys.stderr.write(f"{one} failed\n")
+            return 1
     assert threading.main_thread() is threading.current_thread()
     return 0
 
