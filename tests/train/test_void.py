@@ -26,6 +26,21 @@ from holdfast.train.remains import Survivor
 from holdfast.train.state import State
 
 
+class Imagined:
+    """An accelerator that the process uses."""
+
+    kind = "imagined"
+
+    def random_state(self) -> None:
+        """It has no generator."""
+
+    def leave_captures_alone(self) -> None:
+        """Nothing breaks one."""
+
+    def capturing(self) -> bool:
+        return False
+
+
 class Mark:
     """An event, passed or not."""
 
@@ -90,7 +105,7 @@ class Thing:
 @pytest.fixture(autouse=True)
 def used_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The process uses a device, which is well."""
-    monkeypatch.setattr(devices, "in_use", lambda: SimpleNamespace(kind="imagined", random_state=lambda: None))
+    monkeypatch.setattr(devices, "in_use", Imagined)
     monkeypatch.setattr(devices, "healthy", lambda _: True)
     yield
     alive.begin()

@@ -302,7 +302,10 @@ class Agent(MeetingAgent):
         silent_nodes = {node: (seconds, ranks) for ranks, (node, seconds) in nodes.items()}
         size, elsewhere = self._worker_group.workers[0].world_size, self._round.stuck_elsewhere(now)
         of_many: Verdict | None = None
-        for verdict in self._watch.poll(now, silent_nodes, world_size=size, stuck_elsewhere=elsewhere):
+        may_replace = self._cases.may_fail()
+        for verdict in self._watch.poll(
+            now, silent_nodes, world_size=size, stuck_elsewhere=elsewhere, may_replace=may_replace
+        ):
             for rank in verdict.ranks:
                 if verdict.kind in ("restart_rank", "replace_node") and rank in mine:
                     self._found[rank] = verdict

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 POLL_S = 1e-3
 # cuMemHostRegister and hipHostRegister: for all contexts of the process.
 _PORTABLE = 1
+# Of CUDA and HIP: a thread may ask for events while another one captures a graph in whatever mode.
+_RELAXED = 2
 
 
 class Device:
@@ -81,6 +83,9 @@ class Device:
         asked = getattr(self._module(), "is_current_stream_capturing", None)
         return bool(asked()) if asked is not None else False
 
+    def leave_captures_alone(self) -> None:
+        """Nothing this thread asks breaks a capture of another thread from now on; where it would, is the vendor's."""
+
     # The process.
 
     def in_use(self) -> bool:
@@ -94,6 +99,22 @@ class Device:
         if _accelerator() == self.kind:
             return torch.device(self.kind, torch.accelerator.current_device_index())
         return torch.device(self.kind, self._module().current_device())
+
+    def reset(self) -> None:
+        """Makes the current device and stream what a new process has, and gives a share of memory back that was limited."""
+        before = self.current()
+        default = getattr(self._module(), "default_stream", None)
+        if default is not None:
+            torch.accelerator.set_stream(default(before))
+        unlimited = getattr(self._module(), "set_per_process_memory_fraction", None)
+        if unlimited is not None:
+            unlimited(1.0)
+        if before.index != 0 and self._has_context(0):
+            torch.accelerator.set_device_index(0)
+
+    def _has_context(self, index: int) -> bool:
+        """Whether making a device the current one begins nothing on it."""
+        return index < self.count()
 
     def release(self) -> None:
         """Gives the memory that torch keeps for later back to the device."""
@@ -162,6 +183,15 @@ class _Cuda(Device):
             logger.info("the driver does not register %d bytes of host memory: code %d", num_bytes, code)
         return not code
 
+    def leave_captures_alone(self) -> None:
+        call = _symbol("hipThreadExchangeStreamCaptureMode", "cuThreadExchangeStreamCaptureMode")
+        if call is not None:
+            call(ctypes.byref(ctypes.c_int(_RELAXED)))
+
+    def _has_context(self, index: int) -> bool:
+        asked = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+        return asked is not None and bool(asked(index))  # a context costs half a gigabyte of the card of another rank
+
     def unregister(self, device: torch.device, address: int) -> None:
         call = _symbol("hipHostUnregister", "cuMemHostUnregister")
         if call is not None:
@@ -217,6 +247,19 @@ def current() -> torch.device | None:
     """Returns the current device of the accelerator that this process uses, or None."""
     device = in_use()
     return device.current() if device is not None else None
+
+
+def capturing() -> bool:
+    """Returns whether what this thread queues is recorded into a graph, to run later and often."""
+    device = in_use()
+    return device is not None and device.capturing()
+
+
+def leave_captures_alone() -> None:
+    """Looks of this thread at events break no capture of another thread from now on. Once per thread."""
+    device = in_use()
+    if device is not None:
+        device.leave_captures_alone()
 
 
 def passed(event: torch.Event) -> bool:

@@ -54,10 +54,11 @@ from holdfast.core.cadence import Cadence
 from holdfast.core.identity import GUARD_S
 from holdfast.core.ladder import Limits
 from holdfast.core.model import Version
+from holdfast.core.watch_mode import CAREFUL, MODES
 from holdfast.node.start import ensure_keeper
 from holdfast.train import aliases, runner
 from holdfast.train.agent import Agent
-from holdfast.train.compile_cache import make_cache
+from holdfast.train.compile_cache import CompileCache, make_cache
 from holdfast.train.control import Order
 from holdfast.train.early import Early
 from holdfast.train.moving import MovingRendezvous
@@ -121,7 +122,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--spares", type=int, default=1, metavar="N", help="processes of this node that wait to replace a failed one"
     )
     group.add_argument(
-        "--watchdog", choices=("on", "off"), default="on", help="find workers that hang; off: only those that end"
+        "--watchdog",
+        choices=(*MODES, "off"),
+        default=CAREFUL.name,
+        help="find workers that hang; careful (default): after minutes, and only on proof; quick: after seconds, for scripts "
+        "whose ranks never pause; off: only those that end",
     )
     group.add_argument(
         "--guard-time",
@@ -189,10 +194,10 @@ def main(argv: Sequence[str] | None = None, *, script: Callable[[Order], None] =
         config, entrypoint, entrypoint_args = _launch_config(args)
         program = _program(args, config)
         _check_version(args.from_version, program)
+        cache = _cache(args.compile_cache, settings)
     except HoldfastError as error:
         sys.stderr.write(f"holdfast run: {error}\n")
         return 2
-    cache = make_cache(args.compile_cache, directory_of(settings) / "compiled", os.environ)
     if cache is not None:
         cache.fetch()
     label_process("hf agent")
@@ -224,6 +229,12 @@ def main(argv: Sequence[str] | None = None, *, script: Callable[[Order], None] =
             cache.close()
         if watch is not None:
             watch.close(code)
+
+
+def _cache(given: str | None, settings: Config) -> CompileCache | None:
+    """The compile cache of this node, below the runtime directory."""
+    directory, secret = directory_of(settings) / "compiled", settings.secret_file
+    return make_cache(given, directory, os.environ, below=settings.runtime_path, secret_file=secret)
 
 
 def _plain_torchrun(argv: Sequence[str] | None) -> int:

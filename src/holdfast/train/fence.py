@@ -35,7 +35,7 @@ import torch
 
 from holdfast.base.errors import HoldfastError, LevelNotReached
 from holdfast.base.events import Events
-from holdfast.train import alive, capture
+from holdfast.train import alive, capture, devices
 from holdfast.train.capture import Batch
 from holdfast.train.copies import DeviceCopy, Span
 from holdfast.train.device_pace import PacedCopy
@@ -178,6 +178,11 @@ class Fence:
         """Optimizer steps that have begun, of all that may write the state."""
         return self._steps.begun
 
+    @property
+    def captured(self) -> bool:
+        """Whether a step was recorded into a graph of a device: what that replays passes no fence."""
+        return self._steps.captured
+
     def under_way(self) -> set[int]:
         """Returns the identifiers of the threads that are within a step that may write the state."""
         return self._steps.under_way()
@@ -185,7 +190,7 @@ class Fence:
     def guard(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Puts the fence before every step that may write a parameter of these optimizers."""
         self._steps.close()
-        self._steps = Steps(optimizers, before=self._before_step, warn=True)
+        self._steps = Steps(optimizers, before=self._before_step, recorded=self._recorded, warn=True)
 
     def begin(self) -> None:
         """A version is about to be copied."""
@@ -294,6 +299,12 @@ class Fence:
         if self._open is not None:
             self._pass(stepping=True, compare=True)
 
+    def _recorded(self) -> None:
+        """A graph records the step; when it is replayed no fence is passed. Nothing is waited for, or the capture fails."""
+        job = self._open
+        if job is not None and job.stop("an optimizer's step is recorded into a graph, which passes no fence"):
+            logger.info("a late copy is given up: %s", job.stop_reason)
+
     def _pass(self, *, stepping: bool, compare: bool, behind_s: float = BEHIND_S) -> None:
         with self._passing:
             while (job := self._open) is not None:
@@ -340,6 +351,7 @@ class Fence:
                 self._wake.notify_all()
 
     def _run(self) -> None:
+        devices.leave_captures_alone()
         while True:
             with self._wake:
                 # A job that no wait woke us for is begun all the same: perhaps the loop has none for a while.

@@ -90,6 +90,7 @@ class Survivor:
         self._is_void = False
         self._passed: Version | None = None  # what the devices had finished when the job broke off
         self._begun = -1
+        self._unseen = False  # between the last two notes no optimizer made a step, as far as anybody saw
         self._storages = -1
         self._late: dict[str, LiveTensor] = {}
         self._spots = Spots((), ())
@@ -109,6 +110,9 @@ class Survivor:
             looked_at = {name: live.local for name, live in self._late.items() if has_spots(live.local)}
             self._spots = Spots(list(looked_at.values()), list(looked_at))
             self._storages = gathered.storages
+        before = self._noted[0]
+        # Also graphs that were captured before anybody could see it: a step was finished, and no optimizer made one.
+        self._unseen = before is not None and before.step < version.step and self._begun == self._window.begun
         self._noted, self._begun = (version, self._events()), self._window.begun
         self._seen = self._look(version)
 
@@ -152,6 +156,8 @@ class Survivor:
             return self._noter.refused if self._noter and self._noter.refused else "no step was noted"
         if self._is_void and version != self._passed:
             return f"the device had not finished {version} when the job broke off"
+        if self._window.captured or self._unseen:
+            return f"optimizer steps may have been made after {version} that nobody saw: a graph replays them"
         if self._window.open:
             return f"interrupted inside the optimizer step after {version}"
         if self._window.begun != self._begun:

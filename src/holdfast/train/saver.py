@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch.optim import Optimizer
 
 from holdfast.base.config import Config
@@ -40,7 +41,7 @@ from holdfast.train.fill import MAX_THREADS
 from holdfast.train.handle import SaveHandle
 from holdfast.train.link import Link
 from holdfast.train.live import Gathered
-from holdfast.train.trust import Trust, can_digest, digest
+from holdfast.train.trust import Trust, can_digest, differing, digest, named
 from holdfast.train.twins import Shared
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ logger = logging.getLogger(__name__)
 ASIDE_BYTES = 1 << 20
 # How long the end waits for a device that still copies; after a collective was aborted that is a moment.
 DRAIN_S = 3.0
+# Of a late copy so many tensors are looked at if no step was seen behind it.
+NUM_SMALLEST = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,15 @@ class _Taken:
     spots: bytes
     steps: int
     durable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """A late copy from a device: how many steps had been seen, and the smallest tensors with their copies."""
+
+    handle: SaveHandle
+    num_steps: int
+    smallest: list[tuple[str, torch.Tensor, torch.Tensor]]
 
 
 class Contents(Protocol):
@@ -123,6 +135,7 @@ class Saver:
         self._watched: tuple[int, ...] = ()
         self._pledged: tuple[int, ...] = ()
         self._checks = Checks()
+        self._last_late: _Late | None = None
         self._owed: list[tuple[SaveHandle, str]] = []
         self._aside_key: object = None
         self._aside: tuple[str, ...] | None = None
@@ -206,6 +219,7 @@ class Saver:
         if not quiet:
             alive.broken.stuck = "a device does not finish what it writes to the memory of a save"
             logger.error("%s; this process must end before that memory is used again", alive.broken.stuck)
+        self._last_late = None
         self._views.clear()
         return quiet
 
@@ -222,6 +236,7 @@ class Saver:
             raise LevelNotReached(what)
         self._growing = False
         self._pay()
+        self._look_for_graphs()
         steps = self.fence.num_steps
         within = self.fence.under_way()
         if within - {threading.get_ident()}:
@@ -244,6 +259,22 @@ class Saver:
             self._copy(taken, self._open(taken, self._grow))
         else:
             self._copy_late(replace(taken, gathered=aside))
+
+    def _look_for_graphs(self) -> None:
+        """Nothing may be copied late if steps are made that pass no fence: those that a graph of a device replays.
+
+        That one records a step is seen. One that was recorded before is found by what it does: the smallest tensors of a
+        late copy (counts of steps, for one) changed, and no step was seen. That version may be torn.
+        """
+        last, self._last_late = self._last_late, None
+        if self.fence.captured:
+            self._trust.stop("an optimizer's step is replayed by a graph, which passes no fence")
+        if last is None or last.num_steps != self.fence.num_steps or last.handle.given_up:
+            return
+        changed = differing(last.smallest)
+        if changed:
+            self._trust.stop(f"{named(sorted(changed))} changed, and no step of an optimizer was seen")
+            self.give_up(last.handle, "steps were made that passed no fence while it was copied")
 
     def _open(self, taken: _Taken, grow: Callable[[KeeperClient, int, Gathered], object]) -> SlotView:
         """A slot for the version, with everything in it that is not a tensor; `grow` gets larger slots if need be."""
@@ -318,6 +349,11 @@ class Saver:
         if late.targets or device is not None:
             job = Job(self._batches(late), device, ending.copied, at_fence, steps=taken.steps)
             self._events.count("late_copied_bytes", job.num_bytes)
+            if late.device_targets:
+                names = [parts[i].name for i in taken.split.late if sources[i].device.type != "cpu"]
+                rows = zip(names, late.device_sources, late.device_targets, strict=True)
+                smallest = sorted(rows, key=lambda row: row[1].nbytes)[:NUM_SMALLEST]
+                self._last_late = _Late(taken.handle, self.fence.num_steps, smallest)
             self.fence.start(job)
             return
         ending.copied(STEPPED if self.fence.num_steps != taken.steps else "")
@@ -419,6 +455,7 @@ class Saver:
             raise LevelNotReached(f"the state outgrew its slots, and larger ones take longer than {timeout_s:g} s")
 
     def _prepare(self, client: KeeperClient, num_bytes: int, gathered: Gathered) -> tuple[Slot, ...]:
+        self._last_late = None
         self._views.clear()
         if not self._streams.unpin(DRAIN_S):
             raise LevelNotReached("a device does not finish what it writes to the former slots")

@@ -10,6 +10,7 @@ Used by `train.runner` only.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -17,6 +18,7 @@ import random
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -46,6 +48,8 @@ class Stage:
     main: ModuleType = field(default_factory=lambda: sys.modules["__main__"])
     hook: Any = field(default_factory=lambda: sys.excepthook)
     num_threads: int = field(default_factory=torch.get_num_threads)
+    precision: str = field(default_factory=torch.get_float32_matmul_precision)
+    flags: list[tuple[Any, str, Any]] = field(default_factory=lambda: list(_flags()))
     home: str = ""  # of the script
 
     def enter(self, order: Order) -> None:
@@ -70,6 +74,7 @@ class Stage:
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(False)
+        self._reset_devices()
         torch.manual_seed(DEFAULT_SEED)
         random.seed()
         numpy = sys.modules.get("numpy")
@@ -78,6 +83,27 @@ class Stage:
         tracker = sys.modules.get("torch.distributed.tensor._random")
         if hasattr(tracker, "_rng_tracker"):
             tracker._rng_tracker = None  # type: ignore[union-attr]  # of a mesh that is gone
+
+    def _reset_devices(self) -> None:
+        """What a script may have chosen for all that comes: where tensors are made, in which precision, by which kernels."""
+        torch.set_default_device(None)
+        device = devices.in_use()
+        for kind in ("cpu", *([device.kind] if device is not None else [])):
+            torch.set_autocast_enabled(kind, False)
+        torch.set_autocast_cache_enabled(True)
+        torch.clear_autocast_cache()
+        torch.autograd.set_detect_anomaly(False)
+        if torch.get_float32_matmul_precision() != self.precision:
+            torch.set_float32_matmul_precision(self.precision)
+        for owner, name, value in self.flags:
+            with contextlib.suppress(RuntimeError, AttributeError):  # torch refuses a mixture of its old and new names
+                if getattr(owner, name) != value:
+                    setattr(owner, name, value)
+        if device is not None:
+            try:
+                device.reset()
+            except RuntimeError as error:
+                logger.info("%s was not reset: %s", device.kind, error)
 
     def clear(self, error: BaseException | None) -> None:
         """Frees what the run left behind. The error's frames hold its tensors, so they go first."""
@@ -113,6 +139,25 @@ class Stage:
 def _without_ours(path: list[str]) -> list[str]:
     """Return the search path without the working directory, which `python -m` puts first for the launcher itself."""
     return path[1:] if path and path[0] in ("", os.getcwd()) else list(path)
+
+
+def _flags() -> Iterator[tuple[Any, str, Any]]:
+    """Owner, name and value of torch's switches for kernels of devices; asking begins no device."""
+    backends: Any = torch.backends
+    for owner, names in (
+        (backends, ("fp32_precision",)),
+        (backends.cudnn, ("enabled", "benchmark", "benchmark_limit", "deterministic", "fp32_precision", "allow_tf32")),
+        (backends.cudnn.conv, ("fp32_precision",)),
+        (backends.cudnn.rnn, ("fp32_precision",)),
+        (backends.cuda.matmul, (
+            "fp32_precision", "allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction",
+            "allow_fp16_accumulation",
+        )),
+        (backends.mkldnn, ("enabled", "deterministic")),
+    ):  # fmt: skip
+        for name in names:
+            with contextlib.suppress(RuntimeError, AttributeError):
+                yield owner, name, getattr(owner, name)
 
 
 def _clear_frames(error: BaseException | None, seen: set[int]) -> None:
