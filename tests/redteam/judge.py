@@ -16,8 +16,10 @@ from typing import Any
 import psutil
 
 import forked
+import holdfast
 from holdfast.base.errors import HoldfastError
 from holdfast.base.events import Events
+from holdfast.tiers.cipher import KeySource
 from holdfast.tiers.storage import open_storage
 from redteam.case import Case
 
@@ -122,7 +124,8 @@ def _judged(case: Case, root: Path) -> list[str]:
 
 
 def _verified(case: Case, root: Path) -> list[str]:
-    storage = open_storage(str(root / "job"), Events(), encryption_key=str(root / "key") if case.encrypted else "")
+    config = holdfast.Config(encryption_key=str(root / "key") if case.encrypted else "")
+    storage = open_storage(str(root / "job"), Events(), encryption=KeySource.of(config))
     found = []
     for version in storage.versions():
         try:
