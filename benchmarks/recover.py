@@ -8,7 +8,8 @@ without a spare (`--spares 0`: the replacement is forked after the fault, from a
 torchrun gets `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`: without it most of its restarts hang. Where the seconds of ours went
 (T1 order, T2 leaving and starting, T3 groups and loading) is told from their journals.
 
-SIGSTOP of one rank: until the watchdog has ended it (torchrun waits for the timeout of the groups, half an hour). The loss
+A hang on a lock before a quick watchdog, and SIGSTOP before a careful one: until the rank has been ended (torchrun waits for
+the timeout of the groups, half an hour). The loss
 of a node: two launchers, one of which dies with its ranks; its replacement is started in the same moment. Both with
 their own defaults: torchrun misses a silent launcher after 15 s, holdfast after 3 s.
 
@@ -43,6 +44,8 @@ GOALS = {"resumable": "<= 0.15", "rerun": "<= 0.4", "cold": "<= 0.5"}
 WAIT_S = 120.0
 # A job is hit when it has trained for so long: versions exist, spares are there.
 CALM_S = 4.0
+# The watchdog's mode per job. A stopped rank is found alike in both; a hang after minutes in careful mode (docs/watchdog.md).
+WATCHDOG = {"resumable": "quick", "rerun": "careful", "cold": "careful"}
 MOST_HANGS, MOST_LOSSES = 5, 3
 
 
@@ -67,7 +70,7 @@ class Arm:
         module = "torch.distributed.run" if stock else "holdfast.train.elastic"
         command = [sys.executable, "-m", module, "--standalone", f"--nproc-per-node={self.ranks}", "--max-restarts=100"]
         if not stock:
-            command += [f"--run-id={self.name}", f"--runtime-dir={self.home}/run", "--watchdog=on"]
+            command += [f"--run-id={self.name}", f"--runtime-dir={self.home}/run", f"--watchdog={WATCHDOG[self.name]}"]
             command += ["--spares=0"] if self.name == "cold" else []
         command += [WORKER, "rerun" if self.name == "cold" else self.name]
         command += [str(self.events), str(self.home / f"ck-{self.name}"), str(self.mib)]
@@ -99,14 +102,14 @@ class Arm:
         self.seconds.append(max(row["t"] for row in self.wait(self.kills)) - killed_at)
         return self.seconds[-1]
 
-    def stop(self) -> float:
-        """SIGSTOP of one rank; seconds until it was ended. Returns when all have finished a step again."""
+    def hang(self, signal_: signal.Signals) -> float:
+        """One rank stops (SIGSTOP) or hangs on a lock (SIGUSR1); seconds until it was ended. Returns when all go on."""
         victim = next(row for row in self.wait(self.kills) if row["rank"] == self.ranks // 2)
         stopped_at = time.time()
-        os.kill(victim["pid"], signal.SIGSTOP)
+        os.kill(victim["pid"], signal_)
         while Path(f"/proc/{victim['pid']}/stat").exists():
             if time.time() - stopped_at > WAIT_S:
-                raise TimeoutError(f"{self.name}: nobody missed the stopped rank; see {self.home}")
+                raise TimeoutError(f"{self.name}: nobody missed the rank; see {self.home}")
             time.sleep(0.01)
         found = time.time() - stopped_at
         self.kills += 1
@@ -232,10 +235,11 @@ def main() -> None:
                 time.sleep(CALM_S)
                 arm.hit()
         parts = {arm.name: arm.parts() for arm in arms}
-        hangs = []
+        stops, hangs = [], []
         for _ in range(min(rounds, MOST_HANGS)):
             time.sleep(CALM_S)
-            hangs.append(arms[1].stop())
+            hangs.append(arms[1].hang(signal.SIGUSR1))
+            stops.append(arms[2].hang(signal.SIGSTOP))
     finally:
         for arm in arms:
             arm.end()
@@ -250,7 +254,9 @@ def main() -> None:
             "parts": parts[arm.name],
         }
         report.figure(f"{arm.name}_recovery_ratio", statistics.median(ratios), "", GOALS[arm.name], **more)
-    report.figure("hang_found_seconds", statistics.median(hangs), "s", "<= 3", ranks=options.ranks, runs=rounded(hangs))
+    for name, arm, runs in (("hang", arms[1], hangs), ("stop", arms[2], stops)):
+        more = {"ranks": options.ranks, "runs": rounded(runs), "watchdog": WATCHDOG[arm.name]}
+        report.figure(f"{name}_found_seconds", statistics.median(runs), "s", "<= 3", **more)
     report.figure(
         "watchdog_overhead_percent", watchdog.measure(options.quick)["watchdog_overhead_percent"], "%", "<= 0.1"
     )

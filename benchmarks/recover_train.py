@@ -2,14 +2,16 @@
 
 recover_train.py ARM EVENTS CHECKPOINTS MIB: ARM is `torchrun` (state in `torch.distributed.checkpoint`), `rerun` (the same
 loop with a holdfast.Checkpointer) or `resumable` (its loop is a resumable function; what holds no group stays). Appends
-one JSON line to EVENTS for the first step of every run.
+one JSON line to EVENTS for the first step of every run. SIGUSR1 makes a rank hang.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -54,7 +56,15 @@ class Job:
         self.optimizer.zero_grad()
 
 
+def hang(*_: object) -> None:
+    """What SIGUSR1 does to a rank: it waits for itself."""
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
 def loop(job: Job, start: int, save: Any) -> None:
+    signal.signal(signal.SIGUSR1, hang)
     for step in range(start, 1 << 40):
         job.step()
         if step == start:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from holdfast.core.faults import Beat, Exit, Phase, Sight, Watch, cause, first_failure
+from holdfast.core.faults import Exit, Watch, cause, first_failure
+from holdfast.core.sight import Beat, Phase, Sight
+from holdfast.core.watch_mode import MODES
 from scenario_kit import Args, Lines, numbers
 
 LOOK_EVERY_S = 0.05
@@ -37,9 +39,9 @@ class Worker:
 class Watching:
     """One node's workers and its Watch; time passes by command."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: str = "quick") -> None:
         self.now_s = 0.0
-        self.watch, self.world_size = Watch(), 0
+        self.watch, self.world_size = Watch(MODES[mode]), 0
         self.stuck: dict[int, tuple[int, ...]] = {}
         self.workers: dict[int, Worker] = {}
         self.silent: dict[int, float] = {}
@@ -51,7 +53,8 @@ class Watching:
 
     def do_job(self, args: Args) -> None:
         ranks = numbers(args["ranks"])
-        self.watch, self.world_size = Watch(), int(args.get("world", len(ranks)))
+        mode = MODES[args["mode"]] if "mode" in args else self.watch.mode
+        self.watch, self.world_size = Watch(mode), int(args.get("world", len(ranks)))
         for rank in ranks:
             self._start(rank, float(args.get("every", "0.1")))
 
@@ -133,7 +136,7 @@ class Watching:
             busy_s=worker.sight.busy_s + busy * seconds,
             spent_s=worker.sight.spent_s + (busy + MOVING * (worker.way == "moves")) * seconds,
             wakes=worker.sight.wakes + round(wakes * seconds),
-            read_bytes=worker.sight.read_bytes + round(read * seconds),
+            file_bytes=worker.sight.file_bytes + round(read * seconds),
             starved_s=worker.sight.starved_s + (0.97 * seconds if worker.way == "starved" else 0.0),
             state=state,
             stands=None if worker.way == "steps" else worker.stack,

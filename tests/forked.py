@@ -313,6 +313,7 @@ def _load() -> None:
     import torch.distributed.tensor.parallel
     import torch.nn.parallel
 
+    import holdfast.adapters.run
     import holdfast.node.process
     import holdfast.train.checkpointer
     import holdfast.train.elastic  # noqa: F401

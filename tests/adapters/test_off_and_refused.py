@@ -51,6 +51,7 @@ import torch
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(3):
+    optimizer.zero_grad()
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
 print("hook", {HOOK!r} in globals())

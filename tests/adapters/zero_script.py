@@ -43,8 +43,8 @@ torch.manual_seed(100 + rank)
 total, history = 0.0, [1.0]
 
 for step in range(options.steps):
-    if not hasattr(say, "told"):  # of this process, unlike everything that is restored
-        say.told = True
+    if not hasattr(sys, "told"):  # of this process, unlike everything that the script has and that is carried
+        sys.told = True
         say(rank=rank, start=step)
     loss = model(torch.randn(4, 32)).square().mean()
     optimizer.zero_grad()

@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from faults_kit import Watching
-from holdfast.core.faults import FLOORS_S, Beat, Kind, Phase, Watch, limit_s
+from holdfast.core.faults import Kind, Verdict, Watch
+from holdfast.core.sight import Beat, Phase, Sight
+from holdfast.core.watch_mode import CAREFUL, MODES, QUICK
 
 HEALTHY = ("steps", "waits", "moves", "reads", "traced", "device", "starved", "unheard")
 STUCK = ("hangs", "stopped")
@@ -71,11 +73,18 @@ def test_all_are_interrupted_only_if_each_stands_and_nobody_moves_bytes(
     assert said == (set(ways) == {"waits"} and told >= elsewhere)
 
 
-@given(st.floats(0, 100), st.integers(0, 40), st.sampled_from(list(Phase)))
-def test_a_limit_is_never_below_its_floor_and_follows_what_was_measured(p99: float, samples: int, phase: Phase) -> None:
-    beat = Beat(1, 1, phase, p99_s={phase: p99}, samples={phase: samples})
-    assert limit_s(beat, phase) >= FLOORS_S[phase][0]
-    assert limit_s(beat, phase) >= (2 * p99 if samples >= 8 else FLOORS_S[phase][0])
+@given(
+    st.sampled_from(sorted(MODES)), st.floats(0, 100), st.floats(0, 9), st.integers(0, 40), st.sampled_from(list(Phase))
+)
+def test_a_limit_is_never_below_its_floor_and_follows_what_was_measured(
+    name: str, p99: float, longer: float, samples: int, phase: Phase
+) -> None:
+    mode, longest = MODES[name], p99 * (1 + longer)
+    beat = Beat(1, 1, phase, p99_s={phase: p99}, samples={phase: samples}, longest_s={phase: longest})
+    limit = mode.limit_s(beat, phase)
+    assert limit >= mode.floors_s[phase][0]
+    assert limit >= (2 * p99 if samples >= 8 else mode.floors_s[phase][0])
+    assert limit >= (1.5 * longest if name == "careful" else 0)
 
 
 def test_a_replaced_rank_starts_with_a_clean_record() -> None:
@@ -85,8 +94,72 @@ def test_a_replaced_rank_starts_with_a_clean_record() -> None:
     stage.run("pass", {"seconds": "2"})
     stage.run("ranks", {"who": "0", "way": "stopped"})
     assert verdicts(stage, 4)[-1] == (Kind.RESTART_RANK, 0)
-    stage.watch = Watch()
+    stage.watch = Watch(QUICK)
     stage.watch.started(0, stage.now_s)
     stage.workers[0].sight = type(stage.workers[0].sight)(0, Beat())
     stage.workers[0].way = "hangs"
     assert verdicts(stage, 60) == []
+
+
+def hung_at(step: int, watch: Watch, now_s: float, seconds: float, *, state: str = "S", **more: bool) -> list[Verdict]:
+    """Rank 1 begins anew, makes so many steps, and hangs while rank 0 waits for it."""
+    known = dict.fromkeys(Phase, 300)
+    watch.started(1, now_s)
+    said: list[Verdict] = []
+    for look in range(round(seconds / 0.25)):
+        hung = Sight(1, Beat(step, step, Phase.STEP, samples=known), state, wakes=1)
+        waits = Sight(0, Beat(step, step, Phase.COLLECTIVE, "all_reduce", 3, True, samples=known), wakes=1)
+        said += watch.look(now_s + 0.25 * look, [waits, hung], world_size=2, **more)
+    return [verdict for verdict in said if verdict.kind not in (Kind.WAIT, Kind.LOOK)]
+
+
+def test_a_rank_that_is_to_be_replaced_is_gone_and_its_evidence_stands() -> None:
+    watch = Watch()
+    (first,) = hung_at(30, watch, 0.0, 130)
+    assert (first.kind, first.rank) == (Kind.RESTART_RANK, 1)
+    zombie = Sight(1, Beat(30, 30, Phase.STEP), "Z", wakes=1)
+    later = [verdict for look in range(4000) for verdict in watch.look(130 + look / 4, [zombie], world_size=2)]
+    assert [verdict for verdict in later if verdict.rank == 1] == []
+
+
+def test_a_rank_that_stops_at_the_same_step_again_is_reported_and_left_alone() -> None:
+    """The first time may have been a false alarm; the second time proves that it was, and must not end the job."""
+    watch = Watch()
+    (first,) = hung_at(30, watch, 0.0, 250)
+    again = hung_at(30, watch, 1000.0, 1200)
+    assert (first.kind, [verdict.kind for verdict in again]) == (Kind.RESTART_RANK, [Kind.REPORT])
+    assert "replaced at this step before: left alone" in again[0].reason
+
+
+def test_each_verdict_doubles_the_limit_of_that_rank_in_that_phase() -> None:
+    watch = Watch()
+    found = [hung_at(step, watch, 10_000.0 * step, 1200)[0].found_after_s for step in (1, 2, 3)]
+    assert [round(seconds / 120) for seconds in found] == [1, 2, 4]
+    (stopped,) = hung_at(4, watch, 50_000.0, 10, state="T")
+    assert stopped.found_after_s < 4, "a stop signal is proof by itself"
+
+
+def test_the_last_failure_that_a_job_may_have_is_not_spent_on_a_verdict() -> None:
+    assert [verdict.kind for verdict in hung_at(30, Watch(), 0.0, 500, may_replace=False)] == [Kind.REPORT]
+    assert [verdict.kind for verdict in hung_at(30, Watch(QUICK), 0.0, 500, may_replace=False)] == [Kind.RESTART_RANK]
+    stopped = hung_at(30, Watch(), 0.0, 500, state="T", may_replace=False)
+    assert [verdict.kind for verdict in stopped] == [Kind.RESTART_RANK]
+
+
+def test_who_waits_for_each_other_at_the_same_step_again_is_only_reported() -> None:
+    watch, kinds = Watch(), []
+    known = dict.fromkeys(Phase, 300)
+    for began in (0.0, 1000.0):
+        for rank in range(2):
+            watch.started(rank, began)
+        for look in range(400):
+            beats = [Beat(9, 9, Phase.COLLECTIVE, "barrier", rank, True, samples=known) for rank in range(2)]
+            sights = [Sight(rank, beat, wakes=1) for rank, beat in enumerate(beats)]
+            kinds += [v.kind for v in watch.look(began + 0.25 * look, sights, world_size=2)]
+    assert [kind for kind in kinds if kind not in (Kind.WAIT, Kind.LOOK)] == [Kind.RESTART_ALL, Kind.REPORT]
+
+
+def test_a_scaled_mode_keeps_all_proportions() -> None:
+    small = CAREFUL.scaled(1 / 60)
+    assert small.floors_s[Phase.STEP] == (2.0, 5.0)
+    assert (small.busy_s, small.together_s, small.learns) == (15.0, 1.0, True)

@@ -57,7 +57,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 QUICK = (
     "overwrite-the-oldest", "abandoned-stays", "pins-ignored", "slot-by-counting", "all-but-one-is-enough",
     "replicated-at-once", "parts-not-awaited", "retention-keeps-one", "waiters-condemned", "heartbeats-believed",
-    "always-quiet", "never-quiet", "notes-not-awaited", "window-not-seen", "never-stops", "unreachable-is-damaged",
+    "always-quiet", "never-quiet", "notes-not-awaited", "window-not-seen", "never-stops", "unreachable-is-damaged", "device-believed",
 )  # fmt: skip
 
 

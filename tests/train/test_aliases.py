@@ -125,7 +125,8 @@ def test_code_that_another_machine_or_version_made_is_never_used(monkeypatch: py
     assert compile_cache.key({"TORCHINDUCTOR_CACHE_DIR": "/elsewhere", "HOME": "/x"}) == here
     foreign = {compile_cache.key({name: "1"}) for name in ("TRITON_INTERPRET", "CXX")}
     for owner, name, value in (
-        (compile_cache, "_devices", lambda: "Model: another"),
+        (compile_cache.devices, "_models", lambda: ["Model: another"]),
+        (compile_cache.devices, "_cards", lambda: ["0x10de:0x2330"]),
         (compile_cache, "_processor", lambda: "flags: fewer"),
         (compile_cache.torch, "__version__", "99.0"),
         (compile_cache.torch.version, "cuda", "99.0"),
@@ -134,7 +135,7 @@ def test_code_that_another_machine_or_version_made_is_never_used(monkeypatch: py
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
             foreign.add(compile_cache.key({}))
-    assert len(foreign | {here}) == 8
+    assert len(foreign | {here}) == 9
 
 
 def test_where_the_caches_lie_is_the_users_word_and_off_is_off(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 COMPILES = """
 import torch
-from holdfast.core.faults import Phase
+from holdfast.core.sight import Phase
 from holdfast.train import beats, page
 fd = page.make_page()
 beats.attach(fd)

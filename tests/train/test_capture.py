@@ -283,21 +283,21 @@ def test_comparison_is_bitwise_on_any_layout() -> None:
 
 @pytest.mark.gpu
 def test_copies_from_a_gpu_hold_the_state_at_the_call_whatever_the_stream_does_next() -> None:
-    from holdfast.train.cuda import SideStreams
+    from holdfast.train.copies import SideStreams
 
     streams = SideStreams()
     source = torch.ones(8 << 20, device="cuda")
     with slot_of(source.nbytes) as slot:
-        streams.pin(slot)
+        streams.pin(slot, source.device)
         target = torch.frombuffer(slot.view, dtype=torch.float32)[: source.numel()]
         for value in range(5):
             source.fill_(value)
             copy = streams.queue([target], [source])
             copy.hold_current_streams()
             source.fill_(-1)  # the next optimizer step
-            copy.wait()
+            copy.wait(lambda: False)
             assert bool((target == value).all())
-        streams.unpin()
+        assert streams.unpin(20.0)
         del target
 
 

@@ -6,8 +6,8 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-from holdfast.core.faults import Phase
 from holdfast.core.ladder import Failure, Fault, Limits, Rung
+from holdfast.core.sight import Phase
 from holdfast.train.cases import PROGRESS_S, RENEWED_S, Cases
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from holdfast.core.faults import FLOORS_S, TOGETHER_FACTOR, Phase
+from holdfast.core.sight import Phase
+from holdfast.core.watch_mode import QUICK, TOGETHER_FACTOR
 from launch_kit import Job, Nodes, free_port
 
 
 def launch(job: Job, num_nodes: int, how_often: str, *flags: str) -> list[int]:
-    """Exit codes of the launchers of two ranks which enter two groups in different orders."""
+    """Exit codes of the launchers of two ranks which enter two groups in different orders, before a quick watchdog."""
+    flags = ("--watchdog=quick", *flags)
     if num_nodes == 1:
         launchers = [job.launch("--standalone", "--nproc-per-node=2", *flags, worker=("--cross", how_often))]
     else:
@@ -48,8 +50,8 @@ def test_ranks_that_do_so_every_time_stop_the_job(job: Job, num_nodes: int) -> N
     psutil.virtual_memory().available < 12 << 30, reason="four ranks reduce 2 GiB each: needs 12 GiB of memory"
 )
 def test_one_huge_message_is_no_alarm(job: Job) -> None:
-    launcher = job.launch("--standalone", "--nproc-per-node=4", worker=("--huge",))
+    launcher = job.launch("--standalone", "--nproc-per-node=4", "--watchdog=quick", worker=("--huge",))
     assert launcher.wait(150) == 0, job.logs()
     took = [float((job.directory / f"huge{rank}").read_text()) for rank in range(4)]
-    assert min(took) > TOGETHER_FACTOR * FLOORS_S[Phase.COLLECTIVE][0], "too short to tell anything"
+    assert min(took) > TOGETHER_FACTOR * QUICK.floors_s[Phase.COLLECTIVE][0], "too short to tell anything"
     assert [row[1] for row in job.ranks(4) or ()] == [0] * 4, job.logs()

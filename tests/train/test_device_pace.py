@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from holdfast.base.events import Events
 from holdfast.train.capture import batches
 from holdfast.train.clock import DeviceClock
-from holdfast.train.cuda import SideStreams
+from holdfast.train.copies import SideStreams
 from holdfast.train.device_pace import PacedCopy
 from holdfast.train.fence import Fence, Job
 from holdfast.train.pipeline import Bubbles
@@ -23,6 +23,11 @@ from train.test_clock import Device as Times
 
 RATE = 1000.0
 BATCH = 10  # bytes: ten milliseconds
+
+
+def never() -> bool:
+    """Nobody gives the version up."""
+    return False
 
 
 class Queued:
@@ -34,8 +39,20 @@ class Queued:
     def hold_current_streams(self) -> None:
         self.device.said.append("held")
 
-    def wait(self) -> None:
+    def begun(self) -> bool:
+        return True
+
+    def passed(self) -> bool:
+        return True
+
+    def wait(self, stopped: Callable[[], bool]) -> bool:
         self.device.said.append("waited for")
+        return True
+
+    def seconds(self) -> float:
+        return 0.0
+
+    num_bytes = 0
 
 
 class Device:
@@ -105,7 +122,7 @@ def test_every_byte_is_queued_once_and_before_the_step(count, waits, data) -> No
 
 def test_who_waits_for_the_bytes_waits_until_all_are_queued() -> None:
     job, done = Copying(3), threading.Event()
-    thread = threading.Thread(target=lambda: (job.copy.wait(), done.set()), daemon=True)
+    thread = threading.Thread(target=lambda: (job.copy.wait(never), done.set()), daemon=True)
     thread.start()
     assert not done.wait(0.1)
     job.copy.hold_current_streams()
@@ -115,7 +132,7 @@ def test_who_waits_for_the_bytes_waits_until_all_are_queued() -> None:
 
 def test_a_loop_that_comes_to_no_fence_is_not_waited_for() -> None:
     job = Copying(3, patience_s=0.0)
-    job.copy.wait()
+    job.copy.wait(never)
     assert torch.equal(job.target, job.source)
     assert job.told == [], "the clock of the device is the trainer's"
 
@@ -125,7 +142,7 @@ def test_what_is_given_up_is_not_queued_any_more() -> None:
     job.copy.stop()
     job.copy.feed(None)
     job.copy.hold_current_streams()
-    job.copy.wait()
+    job.copy.wait(never)
     assert job.device.num_queued == 0
 
 
@@ -195,7 +212,7 @@ def test_a_gpu_is_read_wait_by_wait_as_it_was_at_the_call() -> None:
         copy.feed(None)
         copy.hold_current_streams()
         source.fill_(-1)  # the next optimizer step
-        copy.wait()
+        copy.wait(never)
         assert bool((target == value).all())
     assert [inside for *_, inside in told] == [False, True, *[False] * 6] * 5
     assert all(began.elapsed_time(ended) > 0 for spans, *_ in told for began, ended in spans)

@@ -11,7 +11,7 @@ import threading
 import time
 from dataclasses import asdict, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch.distributed import TCPStore
@@ -19,7 +19,9 @@ from torch.distributed.elastic.agent.server.api import WorkerState
 
 from holdfast.base.errors import InUse
 from holdfast.train.agent import Agent
-from holdfast.train.identity import Identity
+from holdfast.train.identity import BEAT_S, Identity
+from holdfast.train.meeting_agent import MeetingAgent
+from holdfast.train.plain import PlainAgent
 
 
 @pytest.fixture
@@ -107,3 +109,28 @@ def test_what_runs_on_another_machine_is_not_proven_gone_here(store: TCPStore) -
     began = time.monotonic()
     claimed(store, guard_s=0.6)
     assert time.monotonic() - began >= 0.6
+
+
+def test_a_launcher_that_waits_in_a_meeting_keeps_its_name(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replacement of another node may take minutes to come, and nobody monitors workers meanwhile."""
+    over, agent = threading.Event(), cast(MeetingAgent, object.__new__(MeetingAgent))
+    agent._meeting, agent._identity = None, Identity(store, "node1", guard_s=30.0)
+
+    def meet(self: MeetingAgent, _: object) -> None:
+        assert self._identity is not None
+        self._identity.claim()
+        over.wait(30)
+
+    monkeypatch.setattr(PlainAgent, "_initialize_workers", meet)
+    waiting = threading.Thread(target=agent._initialize_workers, args=(None,))
+    waiting.start()
+    try:
+        while not store.check(["holdfast.nodes/node1"]):
+            time.sleep(0.01)
+        with pytest.raises(InUse, match="has the name and lives"):
+            claimed(store, guard_s=4 * BEAT_S)
+    finally:
+        over.set()
+        waiting.join()
+    assert agent._identity.holds(time.monotonic() + 10)
+    assert not [thread for thread in threading.enumerate() if thread.name == "holdfast claim"]

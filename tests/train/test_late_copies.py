@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -155,6 +156,161 @@ def test_a_wait_in_another_thread_leaves_the_fence_shut(make: Make, held: Held) 
     assert handle.given_up == ""
     checkpointer.restore(handle.version)
     assert trainee.fingerprint() == expected
+
+
+def test_a_handler_may_save_while_the_step_waits(make: Make, held: Held) -> None:  # noqa: F811
+    """As schedulers send SIGUSR1 before they preempt; it comes in the thread that waits for the copy."""
+    trainee = Trainee()
+    checkpointer = trusted(make, trainee)
+    handles: list[Any] = []
+    expected: list[bytes] = []
+
+    def handle(*_: Any) -> None:
+        expected.append(trainee.fingerprint())
+        handles.append(checkpointer.save(NUM_PROOFS + 2))
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    main = threading.main_thread().ident
+    assert main is not None
+    held.gate.clear()
+    first = checkpointer.save(NUM_PROOFS + 1)
+
+    def interrupt() -> None:
+        signal.pthread_kill(main, signal.SIGUSR1)
+        held.gate.set()
+
+    timer = threading.Timer(0.2, interrupt)
+    timer.start()
+    try:
+        trainee.train()
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert [handle.wait("captured", 10) for handle in (first, *handles)]
+    assert len(handles) == 1
+    checkpointer.restore(handles[0].version)
+    assert [trainee.fingerprint()] == expected
+
+
+def test_a_save_within_a_step_is_copied_in_the_call(make: Make, held: Held) -> None:  # noqa: F811
+    """A closure is called in the middle of the step, whose rest passes no fence."""
+    trainee = Trainee()
+    checkpointer = trusted(make, trainee)
+    late = checkpointer.events.counters()["late_copied_bytes"]
+    held.gate.clear()
+    taken: list[Any] = []
+
+    def closure() -> float:
+        taken.append((trainee.fingerprint(), checkpointer.save(NUM_PROOFS + 1)))
+        return 0.0
+
+    for parameter in trainee.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    trainee.optimizers[0].step(closure)
+    held.gate.set()
+    (expected, handle), *more = taken
+    assert not more
+    assert handle.wait("captured", 10)
+    assert checkpointer.events.counters()["late_copied_bytes"] == late
+    assert checkpointer._run.saver._trust._refused == set()
+    checkpointer.restore(handle.version)
+    assert trainee.fingerprint() == expected
+
+
+class Slow(torch.optim.SGD):
+    """Stops in the middle of a step until it is told to go on."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1.0)
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def step(self, closure: Any = None) -> Any:
+        self.begun.set()
+        assert self.go_on.wait(20.0)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("when", ["before the call", "in the call"])
+def test_a_step_of_another_thread_during_the_call_gives_it_up(
+    make: Make,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+    late: bool,
+) -> None:
+    trainee = Trainee()
+    checkpointer = trusted(make, trainee, overlap=late) if late else make(trainee, overlap=False)
+    if not late:
+        checkpointer.restore()
+        trainee.train()
+    slow = Slow([*trainee.model.parameters()])
+    stepping = threading.Thread(target=slow.step)
+
+    def begin() -> None:
+        if not stepping.is_alive() and not slow.begun.is_set():
+            stepping.start()
+            assert slow.begun.wait(20.0)
+
+    if when == "before the call":
+        begin()
+    gather = checkpointer._run.state.gather
+    monkeypatch.setattr(checkpointer._run.state, "gather", lambda: (gather(), begin())[0])
+    handle = checkpointer.save(NUM_PROOFS + 1)
+    slow.go_on.set()
+    stepping.join(20.0)
+    with pytest.raises(LevelNotReached, match="stepped in another thread"):
+        handle.wait("captured", 10)
+    trainee.train()
+    assert checkpointer.save(NUM_PROOFS + 2).wait("captured", 10)
+
+
+def test_a_save_in_the_middle_of_a_save_is_given_up_by_name(
+    make: Make,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A signal's handler that saves, and it comes in a save; or a state_dict() that saves."""
+    trainee = Trainee()
+    checkpointer = trusted(make, trainee)
+    inner: list[Any] = []
+    loader, state_dict = trainee.loader, trainee.loader.state_dict
+
+    def saves() -> dict[str, int]:
+        inner.append(checkpointer.save(NUM_PROOFS + 2))
+        return state_dict()
+
+    expected = trainee.fingerprint()
+    monkeypatch.setattr(loader, "state_dict", saves)
+    outer = checkpointer.save(NUM_PROOFS + 1)
+    monkeypatch.undo()
+    assert inner
+    assert all("in the middle of another save" in handle.given_up for handle in inner)
+    assert outer.wait("captured", 10)
+    trainee.train()
+    assert checkpointer.save(NUM_PROOFS + 3).wait("captured", 10)
+    checkpointer.restore(outer.version)
+    assert trainee.fingerprint() == expected
+
+
+def test_a_step_that_raised_is_not_under_way() -> None:
+    class Fails(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise ValueError("of the script")
+
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = Fails([parameter], lr=1.0)
+    steps = Steps([optimizer])
+    with pytest.raises(ValueError, match="of the script"):
+        optimizer.step()
+    assert steps.under_way() == set()
+    slow = Slow([parameter])
+    thread = threading.Thread(target=slow.step)
+    thread.start()
+    assert slow.begun.wait(20.0)
+    assert steps.under_way() == {thread.ident}
+    slow.go_on.set()
+    thread.join(20.0)
+    assert steps.under_way() == set()
+    steps.close()
 
 
 @pytest.mark.parametrize("who", ["another", "successor"])

@@ -43,9 +43,9 @@ def test_a_worker_whose_children_compute_or_read_is_seen_at_work() -> None:
     """Its own main thread does nothing but wait for them."""
     with worker(PARENT, "while True: pass") as pid:
         idle = becomes(pid, lambda seen: seen.state == "S" and seen.wakes > 0)
-        assert becomes(pid, lambda seen: seen.busy_s > idle.busy_s + 0.2)
+        assert becomes(pid, lambda seen: seen.family_s > idle.family_s + 0.2)
     with worker(PARENT, "f = open('/dev/zero', 'rb', 0)\nwhile True: f.read(4096)") as pid:
-        assert becomes(pid, lambda seen: seen.read_bytes > 1 << 20)
+        assert becomes(pid, lambda seen: seen.file_bytes > 1 << 20)
 
 
 def test_what_its_other_threads_compute_is_told_apart() -> None:

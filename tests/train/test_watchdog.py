@@ -17,11 +17,11 @@ import torch
 import torch.utils.data
 
 from holdfast.base.errors import UsageError
-from holdfast.core.faults import Phase
+from holdfast.core.sight import Phase
 from holdfast.train import beats, page
 from holdfast.train.checkpointer import Checkpointer
 from holdfast.train.handle import SaveHandle
-from holdfast.train.watchdog import where_it_stands
+from holdfast.train.stacks import read_stack
 
 JOBS = str(Path(__file__).with_name("watch_jobs.py"))
 # What the limits of these jobs are (their steps take some hundredths of a second), and what a busy machine may add.
@@ -199,5 +199,5 @@ def test_whoever_saves_or_loads_has_the_patience_for_it(tmp_path: Path) -> None:
 def test_where_a_stack_stands(frames: list[str], phase: Phase | None) -> None:
     other = 'Thread 0x1 (most recent call first):\n  File "/x/torch/utils/data/_utils/pin.py", line 1 in loop\n\n'
     lines = "\n".join(f"  File {frame}" for frame in frames)
-    assert where_it_stands(f"{other}Current thread 0x2 (most recent call first):\n{lines}\n") is phase
-    assert where_it_stands("") is None
+    assert read_stack(f"{other}Current thread 0x2 (most recent call first):\n{lines}\n").stands is phase
+    assert read_stack("").stands is None

@@ -90,3 +90,4 @@ def _judge_report(runtime_dir: Path) -> None:
     assert report["seconds"]["detection"] > 2.5
     assert report["seconds"]["steps"] > 0.5
     assert report["finished"]
+    assert report["watchdog"] == "careful"

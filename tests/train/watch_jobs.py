@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
+from holdfast.core.watch_mode import QUICK
 from holdfast.train import beats, page
 from holdfast.train.watchdog import Watchdog
 
@@ -107,10 +108,11 @@ class Job:
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
         store = tempfile.mktemp(prefix=f"store-{name}-", dir=directory)
-        self.watchdog = Watchdog(directory / name)
+        self.watchdog = Watchdog(directory / name, QUICK)
         self.pages = [page.make_page() for _ in range(2)]
         self.pids = [self._fork(rank, store) for rank in range(2)]
         self.said: list[dict[str, object]] = []
+        self.stands = {0: "", 1: ""}
         for rank, pid in enumerate(self.pids):
             self.watchdog.started(rank, pid, self.pages[rank])
 
@@ -127,6 +129,10 @@ class Job:
         os._exit(1)
 
     def poll(self, now: float) -> None:
+        for rank in range(len(self.pids)):
+            stood = self.watchdog.stands(rank)
+            if stood is not None:
+                self.stands[rank] = stood.name
         for verdict in self.watchdog.poll(now, world_size=2):
             self.said.append(
                 {
@@ -142,7 +148,6 @@ class Job:
 
     def end(self) -> None:
         steps = self.steps()
-        stands = {r: w.stands.name if w.stands else "" for r, w in self.watchdog._workers.items()}
         self.watchdog.close()
         alive = []
         for pid in self.pids:
@@ -150,7 +155,7 @@ class Job:
             if alive[-1]:
                 os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-        print(json.dumps({"job": self.name, "said": self.said, "steps": steps, "alive": alive, "stands": stands}))
+        print(json.dumps({"job": self.name, "said": self.said, "steps": steps, "alive": alive, "stands": self.stands}))
 
 
 def main() -> None:

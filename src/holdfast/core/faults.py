@@ -1,70 +1,45 @@
-"""From facts about the workers of a node to verdicts: wait, look closer, or replace what failed. With the reason.
+"""From facts about the workers of a node to verdicts: wait, look closer, report, or replace what failed. With the reason.
 
 Pure: `now_s` is an argument, what was seen of a worker is a value. Called by train.watchdog on what it reads, by the
-simulator and by scenarios. One `Watch` serves one node.
+simulator and by scenarios. One `Watch` serves one node; how patient it is says its core.watch_mode.
 
-- An exit is a fact by itself. Anything else that is healthy to look at is interrupted only on **two kinds of
-  evidence**: no progress for longer than the limit, *and* what the kernel says of the process (stopped; neither computing
-  nor waking nor reading; or busy for long while all others wait for it). A lost heartbeat alone never interrupts
-  steps that go on: the heartbeat of a node that is silent counts only when ranks here are stuck as well.
-- Limits are learned: a factor times the 99th percentile of what the rank's own phase took, not below a floor. Phases
-  that may take long (start-up, compilation, evaluation, saving, loading) have floors of their own.
+- An exit is a fact by itself, and so is a process that a signal stopped. Anything else is interrupted only on **two
+  kinds of evidence**: no progress for longer than the phase deserves, *and* signs of life that are missing (core.activity):
+  its threads and all its descendants neither compute nor wake, and no byte of files, sockets or memory moves; or it
+  computes for very long, its stack stays at one place, nothing moves, and all others wait for it.
+- In careful mode the other ranks are asked first: minutes are enough only where all others stand still because of this
+  one. A rank that waits for something of its own choice, or for which nobody waits, is given much longer, or left alone.
+- A lost heartbeat alone never interrupts steps that go on: the heartbeat of a node that is silent counts only when ranks
+  here are stuck as well.
 - Of ranks stuck in one collective the culprits are those that have *not* entered it. At half the limit the stuck are
   asked where they stand (LOOK: a stack dump); they are judged at the whole limit, dump in hand.
 - Time that nobody could have used is not counted: while the watcher itself woke late, and while the worker waited
-  for a processor. A process that a debugger holds, or that waits for a device (state D), is never killed here.
+  for a processor. A process that a debugger holds, or whose control group is frozen, is never killed here.
+- A rank that was replaced and stops at the same place again was healthy, and so the limit wrong: careful mode reports it
+  and leaves it alone. Its limit for that phase is doubled with every verdict.
 """
 
 from __future__ import annotations
 
 import enum
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-FACTOR = 2.4  # p99 comes from buckets a fifth wide, so this is at most three times what was measured
-ENOUGH_SAMPLES = 8
-# A rank that computes while all others wait for it may be evaluating or building something: be slow to judge.
-BUSY_FACTOR, BUSY_FLOOR_S = 3.0, 30.0
-# In a wait for a device a process cannot be killed; its device and number are not to be used again.
-DEVICE_FACTOR, DEVICE_FLOOR_S = 10.0, 120.0
-# All stand in collectives, nobody is missing, and no thread of theirs computes: what one of them sent may be on its way.
-# Where threads compute, bytes may be moving; or it waits for a device by spinning, which looks the same.
-TOGETHER_FACTOR, MOVING_FACTOR, MOVING_FLOOR_S = 3.0, 10.0, 120.0
+from holdfast.core.activity import WINDOW_S, Activity
+from holdfast.core.sight import DEBUGGER, HELD, STEPPING, Beat, Phase, Sight
+from holdfast.core.watch_mode import BUSY_FACTOR, CAREFUL, DEVICE_FACTOR, Mode
+
 # A node of which nothing is heard for so long, while ranks elsewhere stand still for as long, is lost: longer than a
 # virtual machine stands still when it is moved.
 LOST_S = 8.0
-# Below these a process is quiet: it does not compute, it wakes at most as often as a wait with a timeout does.
-QUIET_SHARE, QUIET_WAKES_HZ, QUIET_READ_BYTES = 0.02, 1.5, 64 << 10
 # A watcher that was to wake 20 times a second and wakes this late did not run either.
 LATE_S = 0.25
-
-
-class Phase(enum.IntEnum):
-    """What a rank is doing, as far as it says."""
-
-    START = 0
-    COMPILE = 1
-    STEP = 2
-    COLLECTIVE = 3
-    DATA = 4
-    EVALUATION = 5
-    SAVING = 6
-    LOADING = 7
-
-
-# Seconds without progress: (at least, while there are not enough samples to learn from).
-FLOORS_S: Mapping[Phase, tuple[float, float]] = {
-    Phase.START: (1800.0, 1800.0),
-    Phase.COMPILE: (1800.0, 1800.0),
-    Phase.STEP: (2.8, 300.0),
-    Phase.COLLECTIVE: (2.8, 300.0),
-    Phase.DATA: (2.8, 300.0),
-    Phase.EVALUATION: (60.0, 600.0),
-    # Beyond the ten minutes that holdfast itself gives a last save or a restore (close_timeout_s).
-    Phase.SAVING: (900.0, 900.0),
-    Phase.LOADING: (1800.0, 1800.0),
-}
-QUICK = (Phase.STEP, Phase.COLLECTIVE, Phase.DATA)
+# So many stack dumps in a row must show a rank at one place before its loop is taken for endless.
+SAME_PLACES = 3
+# Looks in a row that must find a process in state D.
+DISK_LOOKS = 20
 
 
 class Kind(str, enum.Enum):
@@ -72,59 +47,10 @@ class Kind(str, enum.Enum):
 
     WAIT = "wait"
     LOOK = "look"  # ask for a stack dump
+    REPORT = "report"  # tell people, and do nothing
     RESTART_RANK = "restart_rank"
     REPLACE_NODE = "replace_node"
     RESTART_ALL = "restart_all"
-
-
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """What a worker wrote into its page, and what its page tells of the past.
-
-    Attributes:
-        changes: grows with every sign of progress; 0 means that it never wrote.
-        step: optimizer steps that it finished.
-        collective: the one that it stands in or stood in last; empty if none is known.
-        sequence: how many collectives it has entered, of whatever group.
-        inside: whether it has not left it yet.
-        p99_s, samples: per phase, what passed between two signs of progress.
-        step_p99_s: what a whole step takes.
-    """
-
-    changes: int = 0
-    step: int = 0
-    phase: Phase = Phase.START
-    collective: str = ""
-    sequence: int = 0
-    inside: bool = False
-    p99_s: Mapping[Phase, float] = field(default_factory=dict)
-    samples: Mapping[Phase, int] = field(default_factory=dict)
-    step_p99_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Sight:
-    """What is seen of one worker at one moment.
-
-    Attributes:
-        state: the kernel's letter: R running, S sleeping, D waiting for a device, T stopped, t held by a debugger.
-        busy_s: processor seconds of its main thread and its children, ever.
-        spent_s: processor seconds of all its threads, ever: a collective that moves bytes spends some.
-        starved_s: seconds that it was ready and got no processor, ever.
-        wakes: how often its main thread went to sleep by itself, ever.
-        read_bytes: what it and its children read, ever.
-        stands: where its last stack dump shows it: a phase, or None if there is no dump of this silence.
-    """
-
-    rank: int
-    beat: Beat
-    state: str = "S"
-    busy_s: float = 0.0
-    spent_s: float = 0.0
-    starved_s: float = 0.0
-    wakes: int = 0
-    read_bytes: int = 0
-    stands: Phase | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,34 +112,70 @@ def first_failure(exits: Sequence[tuple[int, Exit]]) -> int:
 
 @dataclass(slots=True)
 class _Track:
-    """A rank since its last sign of progress."""
+    """A rank since its last sign of progress.
+
+    Attributes:
+        disk_s, num_disk: since when, and at how many looks, it has been in state D and nothing moved.
+        num_asked: how often it was asked for its stacks after its limit.
+    """
 
     sight: Sight
     since_s: float
-    start: Sight
+    starved_s: float
+    activity: Activity
+    disk_s: float = 0.0
+    num_disk: int = 0
+    num_asked: int = 0
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What was decided about ranks in this job, whatever process has them.
+
+    Attributes:
+        places: (rank, step) at which a rank was replaced; rank -1: all were interrupted.
+        doubled: how often the limit of a (rank, phase) is doubled.
+    """
+
+    places: set[tuple[int, int]] = field(default_factory=set)
+    doubled: Counter[tuple[int, Phase]] = field(default_factory=Counter)
 
 
 class Watch:
     """The workers of one node, and the nodes beside it.
 
+    Args:
+        mode: how patient it is.
+
     Attributes:
-        stuck: whether at the last look all ranks here stood in collectives, for three limits. Others are to know it.
+        stuck: whether at the last look all ranks here stood in collectives, for very long. Others are to know it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mode: Mode = CAREFUL) -> None:
+        self.mode = mode
         self.stuck = False
         self._tracks: dict[int, _Track] = {}
+        self._gone: set[int] = set()
+        self._condemned: set[int] = set()
+        self._interrupts = False  # all were to be interrupted, and nobody has begun anew yet
+        self._memory = _Memory()
         self._looked_at_s: float | None = None
         self._said: frozenset[tuple[Kind, tuple[int, ...]]] = frozenset()
+        self._world_size = 0
+        self._elsewhere: Sequence[int] = ()
+        self._may_replace = True
 
     def started(self, rank: int, now_s: float) -> None:
-        """A new process has the rank; what was known of the old one is forgotten."""
-        nothing = Sight(rank, Beat())
-        self._tracks[rank] = _Track(nothing, now_s, nothing)
+        """A new process has the rank, or it begins anew; what was seen of the old one is forgotten."""
+        self._gone.discard(rank)
+        self._condemned.discard(rank)
+        self._interrupts = False
+        self._track(Sight(rank, Beat()), now_s)
 
     def gone(self, rank: int) -> None:
-        """The rank has no process here any more."""
+        """The rank has no process here any more that is to be judged."""
         self._tracks.pop(rank, None)
+        self._gone.add(rank)
 
     def look(
         self,
@@ -223,8 +185,9 @@ class Watch:
         *,
         world_size: int | None = None,
         stuck_elsewhere: Sequence[int] = (),
+        may_replace: bool = True,
     ) -> tuple[Verdict, ...]:
-        """Judges everything anew.
+        """Judges everything anew. A rank that is to be replaced is gone from then on: its verdict stands.
 
         Args:
             now_s: monotonic.
@@ -232,35 +195,55 @@ class Watch:
             silent_nodes: other nodes: (seconds since last heard, their ranks).
             world_size: ranks of the job, if known.
             stuck_elsewhere: ranks of the nodes whose own watches are `stuck`.
+            may_replace: False: one more failure would end the job, so in careful mode hangs are only reported.
         """
         late = 0.0 if self._looked_at_s is None else max(0.0, now_s - self._looked_at_s - LATE_S)
         self._looked_at_s = now_s
         for sight in sights:
-            self._take(sight, now_s, late)
+            if sight.rank not in self._gone:
+                self._take(sight, now_s, late)
+        self._world_size, self._elsewhere = world_size or len(self._tracks), stuck_elsewhere
+        self._may_replace = may_replace or not self.mode.learns
         verdicts = [*self._judge_nodes(now_s, silent_nodes or {}), *self._judge_ranks(now_s)]
-        if self.stuck and {*self._tracks, *stuck_elsewhere} == set(range(world_size or 0)):
-            verdicts.append(self._judge_all(now_s, stuck_elsewhere))
-        return self._news(verdicts)
+        everybody = {*self._tracks, *stuck_elsewhere} == set(range(world_size or 0))
+        if self.stuck and everybody and not self._interrupts:
+            verdicts.append(self._judge_all(now_s))
+        news = self._news(verdicts)
+        for verdict in news:
+            self._remember(verdict)
+        return news
 
     def silence_s(self, rank: int, now_s: float) -> float:
         """Seconds without progress that the rank could have used."""
         track = self._tracks[rank]
-        return max(0.0, now_s - track.since_s - (track.sight.starved_s - track.start.starved_s))
+        return max(0.0, now_s - track.since_s - (track.sight.starved_s - track.starved_s))
 
     def limit_s(self, rank: int) -> float:
         """How long the rank may go without progress where it is now."""
         sight = self._tracks[rank].sight
-        return limit_s(sight.beat, _phase(sight))
+        phase = _phase(sight, self.mode)
+        return float(self.mode.limit_s(sight.beat, phase) * 2 ** self._memory.doubled[rank, phase])
+
+    def _track(self, sight: Sight, now_s: float) -> None:
+        self._tracks[sight.rank] = _Track(sight, now_s, sight.starved_s, Activity(now_s), disk_s=now_s)
 
     def _take(self, sight: Sight, now_s: float, late_s: float) -> None:
         track = self._tracks.get(sight.rank)
         if track is None or sight.beat.changes != track.sight.beat.changes:
-            self._tracks[sight.rank] = _Track(sight, now_s, sight)
+            self._track(sight, now_s)
+            self._tracks[sight.rank].activity.take(sight, now_s)
             return
-        if not track.start.busy_s and not track.start.wakes:
-            track.start = sight  # the first look at this process
-        track.since_s = min(now_s, track.since_s + late_s)
+        if not track.sight.busy_s and not track.sight.wakes:
+            track.starved_s = sight.starved_s  # the first look at this process
+        if late_s:
+            track.since_s = min(now_s, track.since_s + late_s)
+            track.activity.slept(late_s)
+        moved_s = track.activity.moved_s
+        track.activity.take(sight, now_s)
         track.sight = sight
+        if sight.state != "D" or track.activity.moved_s > moved_s or late_s:
+            track.num_disk, track.disk_s = 0, now_s
+        track.num_disk += sight.state == "D"
 
     def _news(self, verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
         """What was not said at the last look already: reasons to wait are told when they change, orders once."""
@@ -268,6 +251,21 @@ class Watch:
         fresh = tuple(verdict for key, verdict in said.items() if key not in self._said)
         self._said = frozenset(said)
         return fresh
+
+    def _remember(self, verdict: Verdict) -> None:
+        """An order was given. One that rests on a stopped or unkillable process proves itself, and teaches nothing."""
+        if verdict.kind is Kind.RESTART_ALL:
+            self._interrupts = True
+            self._memory.places.add((-1, self._step()))
+        if verdict.kind not in (Kind.RESTART_RANK, Kind.REPLACE_NODE) or verdict.rank not in self._tracks:
+            return
+        sight = self._tracks[verdict.rank].sight
+        if sight.state not in "TD":
+            self._memory.places.add((verdict.rank, sight.beat.step))
+            if self.mode.learns:
+                self._memory.doubled[verdict.rank, _phase(sight, self.mode)] += 1
+        self.gone(verdict.rank)
+        self._condemned.add(verdict.rank)
 
     # --- nodes
 
@@ -292,94 +290,144 @@ class Watch:
         found: list[Verdict] = []
         waiting: list[int] = []
         for rank in sorted(self._tracks):
-            silence, limit = self.silence_s(rank, now_s), self.limit_s(rank)
-            if self._tracks[rank].sight.state == "T":  # no phase stops by itself
-                limit = min(limit, FLOORS_S[Phase.STEP][0])
-            if silence > limit / 2:
-                verdict = self._judge(rank, now_s, silence, limit)
-                found += [verdict] if verdict else []
-                waiting += [rank] if verdict is None else []
+            sight, silence, limit = self._tracks[rank].sight, self.silence_s(rank, now_s), self.limit_s(rank)
+            if sight.state == "T":  # no phase stops by itself
+                limit = min(limit, self.mode.stopped_s)
+            if silence <= limit / 2 or sight.state in "ZX":  # what ended, its parent sees
+                continue
+            verdict = self._judge(rank, now_s, silence, limit)
+            found += [verdict] if verdict else []
+            found += self._ask_again(rank, silence, limit) if verdict else []
+            waiting += [rank] if verdict is None else []
         culprits = [rank for verdict in found if verdict.kind is Kind.RESTART_RANK for rank in verdict.ranks]
         self.stuck = False
         if waiting and not culprits:  # for somebody who is not among them
             reason, where = f"{_waiting(waiting)} in a collective for others", self._where(waiting)
             found.append(Verdict(Kind.WAIT, tuple(waiting), reason, (where,)))
-            self.stuck = len(waiting) == len(self._tracks) and self._longest(now_s) > self._together_s(now_s)
+            nobody_missing = len(waiting) == len(self._tracks) and not self._condemned
+            self.stuck = nobody_missing and all(self._is_past_hope(rank, now_s) for rank in waiting)
         return found
 
     def _judge(self, rank: int, now_s: float, silence: float, limit: float) -> Verdict | None:
         """About one silent rank. None: it waits for others."""
         sight = self._tracks[rank].sight
-        if sight.state == "t":
-            return self._wait(rank, "a debugger holds it")
+        if sight.state == "t" or sight.waits_in in HELD:
+            return self._wait(rank, f"{sight.waits_in if sight.waits_in in HELD else DEBUGGER} holds it")
+        if sight.state == "F":
+            return self._wait(rank, "its control group is frozen; it will be continued")
         if sight.state == "D":
-            return self._judge_device(rank, silence, limit)
+            return self._judge_disk(rank, now_s, limit)
         if sight.state == "T":
             return self._judge_stopped(rank, now_s, silence, limit)
         if silence <= limit:
-            return self._ask(rank, silence)
+            return Verdict(Kind.LOOK, (rank,), f"rank {rank} made no progress for {silence:.1f} s", (), "", silence)
         if self._stands(rank):
             return None
-        if self._is_quiet(rank, silence):
-            return self._condemn(rank, now_s, silence, limit, "it neither computes nor wakes nor reads")
+        if self._is_quiet(rank, now_s, silence, limit):
+            return self._judge_quiet(rank, now_s, silence, limit)
         return self._judge_busy(rank, now_s, silence, limit)
 
-    def _ask(self, rank: int, silence: float) -> Verdict:
-        """Half the limit is over: where does it stand?"""
-        return Verdict(Kind.LOOK, (rank,), f"rank {rank} made no progress for {silence:.1f} s", found_after_s=silence)
+    def _ask_again(self, rank: int, silence: float, limit: float) -> list[Verdict]:
+        """Asks for another dump each half limit: only several tell a loop that is endless from one that goes on."""
+        track = self._tracks[rank]
+        halves = int(2 * silence / limit)
+        if not self.mode.learns or silence <= limit or halves == track.num_asked or track.sight.state in "TDtF":
+            return []
+        track.num_asked = halves
+        return [Verdict(Kind.LOOK, (rank,), f"rank {rank} made no progress for {silence:.1f} s", (), "", silence)]
 
     def _judge_stopped(self, rank: int, now_s: float, silence: float, limit: float) -> Verdict:
         if silence <= limit:
             return self._wait(rank, "it is stopped; it may be continued")
-        return self._condemn(rank, now_s, silence, limit, "its process is stopped")
+        return self._condemn(rank, now_s, silence, limit, ("its process is stopped",))
 
-    def _judge_device(self, rank: int, silence: float, limit: float) -> Verdict:
-        if silence <= max(DEVICE_FACTOR * limit, DEVICE_FLOOR_S):
+    def _judge_disk(self, rank: int, now_s: float, limit: float) -> Verdict:
+        """In state D a process cannot be killed; its device and number are not to be used again."""
+        track = self._tracks[rank]
+        waited = now_s - track.disk_s
+        if track.num_disk < DISK_LOOKS or waited <= max(DEVICE_FACTOR * limit, self.mode.disk_s):
             return self._wait(rank, "it waits for a device or a file system")
         reason = (
-            f"rank {rank} has waited for a device for {silence:.0f} s and cannot be killed: its node is to be replaced"
+            f"rank {rank} has waited for a device for {waited:.0f} s and cannot be killed: its node is to be replaced"
         )
-        return Verdict(Kind.REPLACE_NODE, (rank,), reason, (f"no progress for {silence:.0f} s", "state D"), "", silence)
+        evidence = (f"no progress for {self.silence_s(rank, now_s):.0f} s", f"state D at {track.num_disk} looks")
+        return Verdict(Kind.REPLACE_NODE, (rank,), reason, evidence, "", waited)
+
+    def _judge_quiet(self, rank: int, now_s: float, silence: float, limit: float) -> Verdict:
+        """Neither it nor anything that descends from it gives a sign of life."""
+        sight, waiters = self._tracks[rank].sight, self._waiters(rank, now_s)
+        patience, why = limit, "it is quiet; it may go on"
+        if sight.device:
+            patience, why = max(patience, self.mode.device_s), "it may wait for its accelerator"
+        if sight.waits_in:
+            patience, why = max(patience, self.mode.chosen_s), f"it waits for {sight.waits_in}"
+        if not waiters and self.mode.learns:
+            patience, why = self._unwaited_s(sight, patience), f"{why}, and nobody waits for it"
+        if silence <= patience or not self._is_quiet(rank, now_s, silence, patience):
+            return self._wait(rank, why)
+        second = "it neither computes nor wakes nor reads"
+        others = f"{_waiting(waiters)} for it and make no progress" if waiters and self.mode.learns else ""
+        return self._condemn(rank, now_s, silence, patience, (second, others))
+
+    def _unwaited_s(self, sight: Sight, patience: float) -> float:
+        """How long a quiet rank is left alone that harms nobody; for ever, if it is known what it waits for."""
+        if sight.waits_in:
+            return math.inf
+        return max(patience, self.mode.alone_s if self._world_size <= 1 else self.mode.unwaited_s)
 
     def _judge_busy(self, rank: int, now_s: float, silence: float, limit: float) -> Verdict:
-        others = [other for other in self._tracks if other != rank]
-        waiting = [r for r in others if self._stands(r) and self.silence_s(r, now_s) > self.limit_s(r)]
-        if others and waiting == others and silence > max(BUSY_FACTOR * limit, BUSY_FLOOR_S):
-            return self._condemn(rank, now_s, silence, limit, f"it computes, and {_waiting(waiting)} for it")
-        return self._wait(rank, "it computes, reads or wakes: slow, not stuck")
+        waiters, track = self._waiters(rank, now_s), self._tracks[rank]
+        patience = max(BUSY_FACTOR * limit, self.mode.busy_s)
+        if self.mode.learns and now_s - track.activity.main_s > 2 * WINDOW_S:  # its threads or its children do
+            patience = max(patience, self.mode.unwaited_s)
+        still = now_s - track.activity.transferred_s
+        if not waiters or not self._all_wait(rank, now_s) or min(silence, still) <= patience:
+            return self._wait(rank, "it computes, reads or wakes: slow, not stuck")
+        evidence = [f"it computes, and {_waiting(waiters)} for it"]
+        places = track.sight.places[-SAME_PLACES:]
+        if self.mode.learns:
+            if len(places) < SAME_PLACES or len(set(places)) > 1:
+                return self._wait(rank, "it computes at changing places: slow, not stuck")
+            evidence.append(f"no byte moves, and {len(places)} stacks show it at {places[-1]}")
+        return self._condemn(rank, now_s, silence, patience, evidence)
 
-    def _judge_all(self, now_s: float, elsewhere: Sequence[int]) -> Verdict:
+    def _judge_all(self, now_s: float) -> Verdict:
         """All wait for each other."""
-        longest = self._longest(now_s)
+        longest = max(self.silence_s(rank, now_s) for rank in self._tracks)
         reason = f"all ranks wait in collectives for {longest:.1f} s and none is missing"
-        others = (f"{_waiting(elsewhere)} on other nodes, as their launchers say",) if elsewhere else ()
-        ranks = (*self._tracks, *elsewhere)
-        return Verdict(
-            Kind.RESTART_ALL, ranks, reason, (self._where(sorted(self._tracks)), *others), found_after_s=longest
-        )
+        others = (f"{_waiting(self._elsewhere)} on other nodes, as their launchers say",) if self._elsewhere else ()
+        ranks, kind = (*self._tracks, *self._elsewhere), Kind.RESTART_ALL
+        if self.mode.learns and (-1, self._step()) in self._memory.places:
+            kind, reason = Kind.REPORT, f"{reason}, as before at this step: left alone"
+        return Verdict(kind, ranks, reason, (self._where(sorted(self._tracks)), *others), found_after_s=longest)
+
+    def _step(self) -> int:
+        return max((track.sight.beat.step for track in self._tracks.values()), default=-1)
 
     def _where(self, ranks: Iterable[int]) -> str:
         return "; ".join(f"rank {rank} in {_place(self._tracks[rank].sight.beat)}" for rank in ranks)
 
-    def _together_s(self, now_s: float) -> float:
-        """How long all may stand in collectives."""
-        limit = max(self.limit_s(rank) for rank in self._tracks)
-        for rank, track in self._tracks.items():
-            if track.sight.spent_s - track.start.spent_s > _noise(self.silence_s(rank, now_s)):
-                return max(MOVING_FACTOR * limit, MOVING_FLOOR_S)
-        return TOGETHER_FACTOR * limit
+    def _is_past_hope(self, rank: int, now_s: float) -> bool:
+        """Whether it stands in a collective for longer than all may, and no byte of it moves."""
+        track = self._tracks[rank]
+        moving = now_s - track.activity.threads_s < WINDOW_S
+        limit = self.mode.together_limit_s(track.sight.beat, moving=moving)
+        return min(self.silence_s(rank, now_s), now_s - track.activity.transferred_s) > limit
 
-    def _longest(self, now_s: float) -> float:
-        return max(self.silence_s(rank, now_s) for rank in self._tracks)
-
-    def _condemn(self, rank: int, now_s: float, silence: float, limit: float, second: str) -> Verdict:
-        beat = self._tracks[rank].sight.beat
-        phase = _phase(self._tracks[rank].sight).name.lower()
-        first = f"no progress for {silence:.1f} s in phase {phase}, limit {limit:.1f} s, after step {beat.step}"
+    def _condemn(self, rank: int, now_s: float, silence: float, limit: float, more: Iterable[str]) -> Verdict:
+        sight = self._tracks[rank].sight
+        phase = _phase(sight, self.mode).name.lower()
+        first = f"no progress for {silence:.1f} s in phase {phase}, limit {limit:.1f} s, after step {sight.beat.step}"
+        second, *others = (fact for fact in more if fact)
         missing = self._missing(rank)
-        evidence = (first, second, *([missing] if missing else []))
-        reason = f"rank {rank} is stuck: {second}"
-        return Verdict(Kind.RESTART_RANK, (rank,), reason, evidence, missing, now_s - self._tracks[rank].since_s)
+        evidence = (first, second, *others, *([missing] if missing else []))
+        kind, reason = Kind.RESTART_RANK, f"rank {rank} is stuck: {second}"
+        if self.mode.learns and sight.state != "T":
+            if (rank, sight.beat.step) in self._memory.places:
+                kind, reason = Kind.REPORT, f"{reason}. It was replaced at this step before: left alone"
+            elif not self._may_replace:
+                kind, reason = Kind.REPORT, f"{reason}. One more failure would end the job: left alone"
+        return Verdict(kind, (rank,), reason, evidence, missing, now_s - self._tracks[rank].since_s)
 
     def _wait(self, rank: int, why: str) -> Verdict:
         return Verdict(Kind.WAIT, (rank,), f"rank {rank} made no progress: {why}")
@@ -394,35 +442,42 @@ class Watch:
 
     def _stands(self, rank: int) -> bool:
         sight = self._tracks[rank].sight
-        return sight.state != "T" and (sight.beat.inside or sight.stands is Phase.COLLECTIVE)
+        return sight.state not in "TF" and (sight.beat.inside or sight.stands is Phase.COLLECTIVE)
 
-    def _is_quiet(self, rank: int, silence: float) -> bool:
-        track = self._tracks[rank]
-        now, then = track.sight, track.start
-        computed = now.busy_s - then.busy_s > _noise(silence)
-        woke = now.wakes - then.wakes > 3 + QUIET_WAKES_HZ * silence
-        return not (computed or woke or now.read_bytes - then.read_bytes > QUIET_READ_BYTES)
+    def _waiters(self, rank: int, now_s: float) -> list[int]:
+        """Who stands in a collective because of this rank; nobody, if any other rank here makes progress.
+
+        Where no other rank is here, those of other nodes count: if all of them are stuck, this one is what they wait for.
+        """
+        others = [other for other in self._tracks if other != rank]
+        if not others:
+            return list(self._elsewhere) if 0 < self._world_size - 1 == len(set(self._elsewhere) - {rank}) else []
+        least = self.mode.floors_s[Phase.COLLECTIVE][0]
+        if any(self.silence_s(other, now_s) <= least for other in others):
+            return []
+        return [other for other in others if self._stands(other)]
+
+    def _all_wait(self, rank: int, now_s: float) -> bool:
+        """Whether every other rank that is known stands in a collective, and has for its limit."""
+        return all(
+            self._stands(other) and self.silence_s(other, now_s) > self.mode.limit_s(track.sight.beat, Phase.COLLECTIVE)
+            for other, track in self._tracks.items()
+            if other != rank
+        )
+
+    def _is_quiet(self, rank: int, now_s: float, silence: float, limit: float) -> bool:
+        """Whether nothing has moved for as long as the limit, and for most of the time without progress."""
+        return now_s - self._tracks[rank].activity.moved_s > max(limit, silence / 2)
 
 
-def _noise(silence: float) -> float:
-    """Processor seconds that are no computing."""
-    return max(0.1, QUIET_SHARE * silence)
-
-
-def limit_s(beat: Beat, phase: Phase) -> float:
-    """Seconds without progress that are not yet strange in `phase`."""
-    floor, unlearned = FLOORS_S[phase]
-    quick = phase in QUICK
-    if sum(beat.samples.get(p, 0) for p in QUICK) < ENOUGH_SAMPLES if quick else beat.samples.get(phase, 0) < 1:
-        return unlearned
-    known = max(beat.p99_s.get(phase, 0.0), beat.step_p99_s if quick else 0.0)
-    return max(floor, FACTOR * known)
-
-
-def _phase(sight: Sight) -> Phase:
-    """Where it says it is, unless its stack shows something slower."""
+def _phase(sight: Sight, mode: Mode) -> Phase:
+    """Where it says it is, unless its stack shows something slower, or a collective inside a step."""
     said, shown = sight.beat.phase, sight.stands
-    return shown if shown is not None and FLOORS_S[shown][0] > FLOORS_S[said][0] else said
+    if shown is None:
+        return said
+    if shown is Phase.COLLECTIVE and said in STEPPING:
+        return shown
+    return shown if mode.floors_s[shown][0] > mode.floors_s[said][0] else said
 
 
 def _place(beat: Beat) -> str:

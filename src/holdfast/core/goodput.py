@@ -42,6 +42,8 @@ class Goodput:
         steps: how many are finished, those of runs before included.
         made: of them, by this run, each counted once.
         again: made in this run more than once.
+        watchdog: its mode; empty if the journal does not say.
+        reports: what the watchdog told and left alone.
     """
 
     wall_s: float
@@ -51,6 +53,8 @@ class Goodput:
     again: int
     incidents: tuple[Incident, ...]
     finished: bool
+    watchdog: str = ""
+    reports: tuple[str, ...] = ()
 
     @property
     def share(self) -> float:
@@ -121,6 +125,8 @@ def goodput(lines: Sequence[Mapping[str, Any]]) -> Goodput | None:
         again=max(0, lives.num_made - (lives.newest - lives.first)),
         incidents=records,
         finished=finished,
+        watchdog=next((str(line["watchdog"]) for line in lines if line.get("watchdog")), ""),
+        reports=tuple(str(line.get("reason", "")) for line in lines if line.get("event") == "report"),
     )
 
 

@@ -70,6 +70,8 @@ def _document(found: Goodput) -> Mapping[str, Any]:
         "steps_made": found.made,
         "steps_made_again": found.again,
         "finished": found.finished,
+        "watchdog": found.watchdog,
+        "reports": list(found.reports),
         "incidents": [{**asdict(incident), "total_s": incident.total_s} for incident in found.incidents],
     }
 
@@ -77,6 +79,8 @@ def _document(found: Goodput) -> Mapping[str, Any]:
 def _show(path: Path, found: Goodput) -> None:
     for incident in found.incidents:
         print(box(incident))
+    for reason in found.reports:
+        print(f"watchdog: {reason}")
     rows = [
         (name, round(seconds, 1), f"{100 * seconds / found.wall_s:.1f} %")
         for name in ORDER
@@ -88,4 +92,5 @@ def _show(path: Path, found: Goodput) -> None:
     again = f", {found.again} of them again" if found.again else ""
     steps = f"{found.made} steps{before}{again}"
     print(f"{found.wall_s:.1f} s, {steps}, {len(found.incidents)} incidents; {state}")
-    print(f"goodput {100 * found.share:.1f} %  ({path})")
+    watchdog = f", watchdog {found.watchdog}" if found.watchdog else ""
+    print(f"goodput {100 * found.share:.1f} %{watchdog}  ({path})")

@@ -33,7 +33,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from holdfast.core.faults import Exit, Verdict, first_failure
 from holdfast.core.ladder import Answer, Failure, Fault, Rung
 from holdfast.core.rerun import cannot_run_twice
-from holdfast.train import assignment, leaving, page
+from holdfast.train import assignment, devices, page
 from holdfast.train.cases import Cases, step_of
 from holdfast.train.control import Order
 from holdfast.train.meeting_agent import MeetingAgent
@@ -55,7 +55,9 @@ LOST_AND_BROKEN_S = 4.0
 SPARE_DELAY_S = 1.0
 # How often it is said which workers are awaited at the end of the job.
 SAY_S = 60.0
-HEARD = {"started": Doing.RUNS, "finished": Doing.FINISHED, "raised": Doing.HOLDS, "failed": Doing.ENDS}
+HEARD = {
+    "started": Doing.RUNS, "finished": Doing.FINISHED, "raised": Doing.HOLDS, "failed": Doing.ENDS, "stuck": Doing.STUCK,
+}  # fmt: skip
 
 
 class Agent(MeetingAgent):
@@ -238,6 +240,8 @@ class Agent(MeetingAgent):
             if spent:
                 self._round.propose(self._current.number + 1, f"scripts do not run again in this job: {self._unfit}")
             return None
+        if all(seat.doing is Doing.STUCK for seat in dead):
+            return self._look_again(dead)
         ends = [(seat.local_rank, Exit(seat.code, report=seat.error)) for seat in dead]
         first = self._workers.seats[first_failure(ends)]
         dead.sort(key=lambda seat: seat is not first)
@@ -289,6 +293,19 @@ class Agent(MeetingAgent):
             condemned=rank in self._found,
         )
 
+    def _look_again(self, stuck: list[Seat]) -> Over | None:
+        """Processes that left a run, as they were told, and found their device out of order: no failure of its own."""
+        assert self._workers is not None
+        assert self._round is not None
+        for seat in stuck:
+            self._note_death(seat)
+            self._workers.replace(seat.local_rank, self._recoveries + 1)
+        ranks = [self._worker_group.workers[seat.local_rank].global_rank for seat in stuck]
+        reason = f"the processes of ranks {ranks} are replaced: {stuck[0].error}"
+        logger.warning("%s", reason)
+        self._round.propose(self._current.number + 1, reason)
+        return None
+
     def _died(self, seat: Seat) -> bool:
         code = seat.proc.poll()
         if code is None or (seat.doing is Doing.FINISHED and seat.order == self._serial):
@@ -296,7 +313,8 @@ class Agent(MeetingAgent):
         self._hear(seat)  # what it said last
         if seat.doing is Doing.UNFIT:
             return False
-        if code == 0 and seat.order == self._serial:
+        # Who has not begun its order ends a run that was broken off, whose results are void.
+        if code == 0 and seat.order == self._serial and seat.doing is not Doing.LEAVES:
             seat.now(Doing.FINISHED)  # the script left by a way of its own, and well
             return False
         return True
@@ -332,7 +350,10 @@ class Agent(MeetingAgent):
         silent_nodes = {node: (seconds, ranks) for ranks, (node, seconds) in nodes.items()}
         size, elsewhere = self._worker_group.workers[0].world_size, self._round.stuck_elsewhere(now)
         of_many: Verdict | None = None
-        for verdict in self._watch.poll(now, silent_nodes, world_size=size, stuck_elsewhere=elsewhere):
+        may_replace = self._cases.may_fail()
+        for verdict in self._watch.poll(
+            now, silent_nodes, world_size=size, stuck_elsewhere=elsewhere, may_replace=may_replace
+        ):
             for rank in verdict.ranks:
                 if verdict.kind in ("restart_rank", "replace_node") and rank in mine:
                     self._found[rank] = verdict
@@ -570,8 +591,9 @@ class Agent(MeetingAgent):
         assert self._program is not None
         rank = worker.local_rank
         logged = self._workers.envs[rank].get("TORCHELASTIC_ERROR_FILE")
-        presets = leaving.DEVICE_PRESETS if os.path.exists("/dev/nvidiactl") else {}
-        environment = {**os.environ, **self._environment(worker), **presets}
+        environment = {**os.environ, **self._environment(worker)}
+        if self._watch is not None:  # without it a hang would be left to nobody
+            environment |= devices.presets(environment)
         if logged is not None:
             environment["TORCHELASTIC_ERROR_FILE"] = logged
         arguments = macros.substitute(list(self._program.arguments), str(rank))

@@ -15,6 +15,7 @@ import torch
 from torch import distributed as dist
 
 from holdfast.base.errors import HoldfastError, UsageError, kind_of
+from holdfast.train.devices import device_of
 
 T = TypeVar("T")
 
@@ -176,7 +177,6 @@ def _retell(text: bytes, rank: int, count: int) -> HoldfastError:
 
 
 def _device() -> torch.device:
-    """Where collectives of the default group can be run."""
-    if "cpu" in str(dist.get_backend_config()):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    """Where collectives of the default group can be run: on the host, or on the current device of the group's kind."""
+    kinds = [part.partition(":")[0] for part in str(dist.get_backend_config()).split(",")]
+    return torch.device("cpu") if "cpu" in kinds else device_of(kinds[0]).current()

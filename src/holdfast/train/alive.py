@@ -3,6 +3,10 @@
 A script that is interrupted and run again in the same process builds its objects anew. The old ones may hold this
 rank's place at the keeper, so they are closed, not left to the garbage collector. Weak references only: this list
 keeps nothing alive. Used by `train.checkpointer` (which registers itself) and `train.runner`.
+
+When the job breaks off on a device, `void` comes before anything else: before sockets are cut and groups are aborted. An
+aborted collective ends, and what was queued behind it runs on with what happens to be there. So whatever a device had not
+finished at that moment, and all that is queued later in the same run, is nothing that may be saved or given to others.
 """
 
 from __future__ import annotations
@@ -10,13 +14,35 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
+
+from holdfast.train import devices
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class Broken:
+    """Whether the run of this process broke off while it used a device, and its groups are aborted or soon will be.
+
+    Attributes:
+        reason: why nothing counts that a device has not finished yet; empty as long as everything does.
+        stuck: why this process must end: a device may still write to memory of ours, or does nothing any more.
+    """
+
+    reason: str = ""
+    stuck: str = ""
+
+
+broken = Broken()
+
+
 class Abandonable(Protocol):
     """What can be let go of without saving anything."""
+
+    def void(self) -> None:
+        """What a device has not finished by now counts neither as saved nor as live. From any thread; does not wait."""
 
     def abandon(self) -> None:
         """Ends everything it has; nothing is saved. Does not wait long."""
@@ -61,6 +87,23 @@ _open: weakref.WeakSet[Abandonable] = weakref.WeakSet()
 def register(thing: Abandonable) -> None:
     """`thing` is open from now on."""
     _open.add(thing)
+
+
+def void() -> None:
+    """What a device has not finished by now is void. MUST come before any group is aborted. From any thread; does not wait."""
+    if devices.in_use() is None:
+        return  # groups of hosts raise in whoever waits for them, and nothing runs on behind them
+    broken.reason = broken.reason or "the job broke off before the device had finished it"
+    for thing in list(_open):
+        try:
+            thing.void()
+        except Exception as error:  # noqa: BLE001 - the job must be left whatever it is; what is not told is refused later
+            logger.warning("%s was not told that the job broke off: %s", type(thing).__name__, error)
+
+
+def begin() -> None:
+    """A new run begins in this process, and what it queues counts."""
+    broken.reason = ""
 
 
 def opened() -> list[Abandonable]:

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import Work
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from holdfast.core.faults import Phase
+from holdfast.core.sight import Phase
 from holdfast.train.page import Writer
 
 # Nobody else's: the first few are taken by libc, and libraries that use real-time signals take low ones.

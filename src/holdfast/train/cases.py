@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.core.faults import Phase
 from holdfast.core.ladder import Answer, Failure, Fault, Ladder, Limits, Rung
 from holdfast.core.rerun import Burst
+from holdfast.core.sight import Phase
 from holdfast.train.page import Reading
 
 # Of workers that tell no steps: running for so long is taken for the first step, and for progress.
@@ -59,6 +59,10 @@ class Cases:
     def summary(self) -> str:
         """The first error and what was tried."""
         return self._ladder.summary()
+
+    def may_fail(self) -> bool:
+        """Whether one more failure would be mended."""
+        return self._ladder.num_failures < self._ladder.limits.failures
 
     def judge(
         self, failure: Failure, now: float, readings: Sequence[Reading], facts: Mapping[str, Any] | None = None

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -27,8 +28,8 @@ from holdfast.base.config import Config
 from holdfast.base.errors import KeeperLost, LevelNotReached, UsageError
 from holdfast.base.events import Events
 from holdfast.core.appointments import Appointment, Proposal
-from holdfast.core.faults import Phase
 from holdfast.core.model import Level, Shard, Version
+from holdfast.core.sight import Phase
 from holdfast.tiers.duplicate import duplicate
 from holdfast.tiers.storage import open_storage
 from holdfast.train import agree, alive, beats, exposure, found
@@ -113,6 +114,7 @@ class Checkpointer:
         self._ranks = agree.ranks  # all of the process group; one door is a job of one rank
         self._run: Run | None = None
         self._closed = False
+        self._saving = 0  # the thread that saves now
         self.events = Events()
         self.last_restore: RestoreReport | None = None
         self.bubbles = Bubbles(schedule, self.events, named=True) if schedule is not None else None
@@ -315,6 +317,13 @@ class Checkpointer:
         finally:
             self._leave(finished=finished)
 
+    def void(self) -> None:
+        """The job broke off: what a device has not finished by now counts neither as saved nor as live. From any thread."""
+        run = self._run
+        if run is not None:
+            run.survivor.void()
+            run.saver.void()
+
     def abandon(self) -> None:
         """Leaves without saving, so that another one of this process can take the rank. Calling it again does nothing."""
         if not self._closed:
@@ -328,9 +337,10 @@ class Checkpointer:
         if run is not None:
             run.survivor.leave()
             run.lower.close()
-            run.saver.close()
+            quiet = run.saver.close()
             run.recorder.watch(None)
-            run.link.close(finished=False)
+            if quiet:  # else the keeper must not give our slots away before this process has ended
+                run.link.close(finished=False)
             self._storage.leave()
         self.bubbles = found.let_go(self.bubbles)
 
@@ -433,7 +443,8 @@ class Checkpointer:
     @beats.phase(Phase.SAVING)
     def _save(self, run: Run, step: int, level: Level) -> SaveHandle:
         durable = level is Level.DURABLE
-        if run.last is not None and run.last.version.step == step:
+        nested = self._saving == threading.get_ident()
+        if not nested and run.last is not None and run.last.version.step == step:
             return self._raise_level(run, run.last, level)
         handle = SaveHandle(
             run.job.version(step),
@@ -443,9 +454,19 @@ class Checkpointer:
             num_nodes=len(run.job.topology.nodes),
             timeout_s=self._config.close_timeout_s,
         )
+        if nested:  # a signal's handler, or state_dict() of an object: whatever the first save holds, it holds still
+            handle.give_up("it was asked for in the middle of another save, by the same thread")
+            logger.warning("%s is given up: %s", handle.version, handle.given_up)
+            if run.last is None or run.last.version != handle.version:
+                run.link.skip(handle.version)
+            return handle
         if durable or not isinstance(run.saver, DirectSaver):  # which refuses all else
             run.last = handle
-        run.saver.save(handle, durable=durable)
+        before, self._saving = self._saving, threading.get_ident()
+        try:
+            run.saver.save(handle, durable=durable)
+        finally:
+            self._saving = before
         if durable:
             run.durables.add(handle)
         run.schedule.saved(step, durable=durable)
@@ -500,9 +521,10 @@ class Checkpointer:
         if self._run is not None:
             self._run.survivor.close()
             self._run.lower.close()
-            self._run.saver.close()
+            quiet = self._run.saver.close()
             self._run.durables.close()
-            self._run.link.close(finished=finished)
+            if quiet:  # else the keeper must not give our slots away before this process has ended
+                self._run.link.close(finished=finished)
             self._run.recorder.close()
         self._storage.leave()
 

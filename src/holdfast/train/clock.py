@@ -1,6 +1,6 @@
-"""When something began and ended: by the wall clock on a processor, by events in the stream on a GPU.
+"""When something began and ended: by the wall clock on a processor, by events in the stream on an accelerator.
 
-A GPU runs behind the program that feeds it, and its waits never block the host. So moments there are events, recorded
+An accelerator runs behind the program that feeds it, and its waits never block the host. So moments there are events, recorded
 where the program is and read once the device has passed them; nobody ever waits for one. Until then what depends on
 them is kept in order. Seconds on the axis of `time.perf_counter`. Called by `train.pipeline`.
 """
@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+
+from holdfast.train.devices import device_of
 
 # What may be left to read; a device that is further behind loses its oldest measurements, nothing else. A bound.
 MAX_UNREAD = 50_000
@@ -42,7 +44,7 @@ class DeviceClock:
     """Moments of one device, in the order of its current stream.
 
     Args:
-        device: a CUDA device.
+        device: an accelerator.
         event: makes one that is recorded in the current stream now; for tests.
     """
 
@@ -68,12 +70,11 @@ class DeviceClock:
             told(*(self._first_s + self._first.elapsed_time(mark) / 1e3 for mark in passed))
 
     def _recorded(self) -> Any:
-        made = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's classes of CUDA lack types
-        made.record(torch.cuda.current_stream(self._device))
-        return made
+        interface = device_of(self._device.type)
+        return interface.record(interface.current_stream(self._device))
 
 
 def clock_of(device: Any) -> Clock:
     """The clock of a stage that computes on `device`; None is the processor."""
     kind = getattr(device, "type", "cpu")
-    return DeviceClock(device) if kind == "cuda" else HostClock()
+    return HostClock() if kind in ("cpu", "meta") else DeviceClock(device)

@@ -27,6 +27,7 @@ import torch
 
 from holdfast.base.errors import HoldfastError
 from holdfast.tiers.urls import open_backend
+from holdfast.train import devices
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +50,7 @@ def key(environ: Mapping[str, str]) -> str:
     """The name of everything that compiled code depends on besides the code: a hex digest."""
     flags = {n: v for n, v in environ.items() if n.startswith(FLAGS) and n not in DIRECTORIES}
     parts = [
-        sys.version, torch.__version__, str(torch.version.cuda), str(torch.version.hip), platform.machine(), _processor(),
-        _devices(), json.dumps(flags, sort_keys=True),
+        sys.version, torch.__version__, platform.machine(), _processor(), devices.names(), json.dumps(flags, sort_keys=True),
     ]  # fmt: skip
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
@@ -62,16 +62,6 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-
-
-def _devices() -> str:
-    """Names of the GPUs, from their driver's files: asking CUDA would make a context in this process."""
-    found = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    try:
-        lines = [line for path in found for line in path.read_text().splitlines() if line.startswith("Model")]
-    except OSError:
-        return "unknown"
-    return ",".join(sorted(set(lines)))
 
 
 class CompileCache:

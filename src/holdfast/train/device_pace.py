@@ -1,12 +1,12 @@
-"""Copies from a GPU in the waits of a pipeline: queued wait by wait, behind the moment at which the device begins to wait.
+"""Copies from an accelerator in the waits of a pipeline: queued wait by wait, behind the moment at which the device begins to wait.
 
-On a GPU the waits are the device's: the program that feeds it runs ahead and never stops in one. So nothing is held by a
+On an accelerator the waits are the device's: the program that feeds it runs ahead and never stops in one. So nothing is held by a
 gate. As the trainer queues a wait, it queues as many batches on the side stream as the wait should hold, behind all that
 the current stream holds then; the device begins them where it begins to wait. What is left is queued at the fence, in
 front of the step. A loop that comes to no fence for long is not waited for: the copying thread queues the rest itself.
 
 The sources change at the optimizer's step only, which is queued behind the fence: whoever queues a copy, it reads the
-state at the call. Made by `train.saver`, fed by `train.fence`. Not reached when no tensor lives on a GPU.
+state at the call. Made by `train.saver`, fed by `train.fence`. Not reached when no tensor lives on a device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from holdfast.core.bubbles import GUARD_SHARE
 from holdfast.train.capture import Batch
-from holdfast.train.cuda import DeviceCopy, Span
+from holdfast.train.copies import DeviceCopy, Span
 
 # A batch is one call for the host; it takes a device a millisecond.
 BATCH_BYTES = 32 << 20
@@ -58,6 +58,7 @@ class PacedCopy:
     ) -> None:
         self._device, self._rate, self._patience_s, self._told = device, rate, patience_s, told
         self._todo = deque(batches)
+        self._stopped = False
         self._queued = [queued]
         self._lock = threading.Lock()
         self._all = threading.Event()
@@ -82,16 +83,37 @@ class PacedCopy:
         for copy in self._queued:
             copy.hold_current_streams()
 
-    def wait(self) -> None:
-        """Returns when the bytes are in host memory."""
+    def begun(self) -> bool:
+        """Returns whether all is queued, and the devices have come as far as the last of it."""
+        return self._all.is_set() and self._queued[-1].begun()
+
+    def passed(self) -> bool:
+        """Returns whether all was queued and the bytes are in host memory. Does not wait."""
+        return not self._stopped and self._all.is_set() and all(copy.passed() for copy in tuple(self._queued))
+
+    def wait(self, stopped: Callable[[], bool]) -> bool:
+        """Returns True when the bytes are in host memory, False as soon as `stopped` says so.
+
+        Raises:
+            LevelNotReached: a device failed.
+        """
         if not self._all.wait(self._patience_s):
             self._rest(told=False)
-        for copy in self._queued:
-            copy.wait()
+        return all(copy.wait(stopped) for copy in tuple(self._queued))
+
+    def seconds(self) -> float:
+        """Returns how long the devices copied."""
+        return sum(copy.seconds() for copy in self._queued)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that were queued."""
+        return sum(copy.num_bytes for copy in self._queued)
 
     def stop(self) -> None:
         """Queues nothing more: the version is given up."""
         with self._lock:
+            self._stopped = self._stopped or bool(self._todo)
             self._todo.clear()
             self._settle()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.base.config import Config
-from holdfast.base.errors import ConfigError, CorruptError, HoldfastError, MemoryRefused
+from holdfast.base.errors import ConfigError, CorruptError, HoldfastError, LevelNotReached, MemoryRefused
 from holdfast.base.events import Events
 from holdfast.core.bundles import fingerprint_of
 from holdfast.core.model import Topology, Version
@@ -32,10 +33,10 @@ from holdfast.tiers.budget import read_limits
 from holdfast.tiers.manifest import BundleFile, Manifest
 from holdfast.tiers.registry import make_stamp
 from holdfast.tiers.storage import Storage
-from holdfast.train import agree
+from holdfast.train import agree, alive
 from holdfast.train.assembly import Job
 from holdfast.train.capture import PlacedImage, Plan, Structure
-from holdfast.train.fence import Fence
+from holdfast.train.fence import STEPPED, Fence
 from holdfast.train.handle import SaveHandle
 from holdfast.train.link import Link
 from holdfast.train.live import Gathered
@@ -87,7 +88,7 @@ class DirectSaver:
         first = topology.ranks_on(topology.node_of[rank])[0] == rank
         self._place: Place | None = place_of(job.assembly.root, config) if first else None
         self._resumed: Version | None = None
-        self.fence = Fence(timeout_s=config.fence_timeout_s, events=events)
+        self.fence = Fence(timeout_s=config.fence_timeout_s, behind_s=config.close_timeout_s, events=events)
         self.fence.guard(state.optimizers)
 
     def begin(self) -> None:
@@ -114,11 +115,15 @@ class DirectSaver:
     def settle(self, *, release: bool = False) -> None:
         """Does nothing: no copy is under way between two calls."""
 
-    def close(self) -> None:
-        """Removes the hooks, and the note for `holdfast status`."""
+    def void(self) -> None:
+        """Does nothing: what was read from a device is proven to be in time before it is committed."""
+
+    def close(self) -> bool:
+        """Removes the hooks, and the note for `holdfast status`; nothing is written to memory of keepers."""
         self.fence.close()
         if self._place is not None:
             notice.withdraw(self._place)
+        return True
 
     def save(self, handle: SaveHandle, *, durable: bool) -> None:
         """Saves the state as it is now as `handle.version`, and returns when it is durable or given up. Collective."""
@@ -148,12 +153,24 @@ class DirectSaver:
         gathered = agree.together(group, self._state.gather)
         self._shared.look_at((gathered.structure, gathered.storages), gathered.tensors)
         _require_equal(agree.gather_json(group, self._shared.digests(version.step)))
-        mine = agree.together(group, lambda: self._write(version))
+        mine = agree.together(group, lambda: self._write_still(version))
         rows = agree.gather_json(group, [mine.name, mine.length, mine.digest, mine.rows] if mine else None)
         written = [_Written(row[0], row[1], row[2], tuple(map(tuple, row[3]))) for row in rows if row]
         agree.together(group, lambda: self._commit(version, written) if group.rank == 0 else None)
         if group.rank == 0:
             self._retire(version)
+
+    def _write_still(self, version: Version) -> _Written | None:
+        """As `_write`, while no other thread steps.
+
+        Raises:
+            LevelNotReached: one does.
+        """
+        steps, within = self.fence.num_steps, self.fence.under_way() - {threading.get_ident()}
+        written = self._write(version)
+        if within or self.fence.num_steps != steps:
+            raise LevelNotReached(STEPPED)
+        return written
 
     def _write(self, version: Version) -> _Written | None:
         """This rank's bundles and the part that lists them; None if it has none."""
@@ -185,6 +202,8 @@ class DirectSaver:
         for image in plan.images:
             view = memory[: image.plan.length]
             _fill(view, image, plan, values.get(image.ref.bundle_id, b""), gathered)
+            if alive.broken.reason:  # read from a device behind a collective that was aborted, perhaps
+                raise LevelNotReached(alive.broken.reason)
             seal = image_format.seal(image.ref.bundle_id, view)
             yield self._storage.write_bundle(version, image.ref, seal, view, stamp=stamp)
 

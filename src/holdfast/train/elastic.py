@@ -54,6 +54,7 @@ from holdfast.core.cadence import Cadence
 from holdfast.core.identity import GUARD_S
 from holdfast.core.ladder import Limits
 from holdfast.core.model import Version
+from holdfast.core.watch_mode import CAREFUL, MODES
 from holdfast.node.start import ensure_keeper
 from holdfast.train import aliases, runner
 from holdfast.train.agent import Agent
@@ -122,7 +123,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--spares", type=int, default=1, metavar="N", help="processes of this node that wait to replace a failed one"
     )
     group.add_argument(
-        "--watchdog", choices=("on", "off"), default="on", help="find workers that hang; off: only those that end"
+        "--watchdog",
+        choices=(*MODES, "off"),
+        default=CAREFUL.name,
+        help="find workers that hang; careful (default): after minutes, and only on proof; quick: after seconds, for scripts "
+        "whose ranks never pause; off: only those that end",
     )
     group.add_argument(
         "--guard-time",

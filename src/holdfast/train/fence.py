@@ -13,8 +13,13 @@ A job may have to be opened first: asking the keeper for a slot is a round trip 
 In a pipeline the copy keeps to the waits of the schedule (`Pace`): batches that fit into none are copied at once, each
 other one when it is given a turn, and what is left at the fence without waiting for turns.
 
-Copies from a GPU are queued on a side stream, at the call or in the waits of a pipeline (`train.device_pace`); there the
-fence makes the current stream wait for them, and the host does not wait at all. Called by `train.checkpointer`.
+Copies from a device are queued on a side stream, at the call or in the waits of a pipeline (`train.device_pace`); there
+the fence makes the current stream wait for them, and the host does not wait at all. Where the host has to (what was copied
+is compared), it waits in two parts: until the device has come as far as the copy, which is the device's time and not
+ours, and then for the copy itself, as above.
+
+When the job breaks off, what a device had not copied by then is void (`void`): behind a collective that was aborted
+everything that is queued runs on, on gradients that nobody reduced. Called by `train.checkpointer`.
 """
 
 from __future__ import annotations
@@ -30,9 +35,9 @@ import torch
 
 from holdfast.base.errors import HoldfastError, LevelNotReached
 from holdfast.base.events import Events
-from holdfast.train import capture
+from holdfast.train import alive, capture, devices
 from holdfast.train.capture import Batch
-from holdfast.train.cuda import DeviceCopy, Span
+from holdfast.train.copies import DeviceCopy, Span
 from holdfast.train.device_pace import PacedCopy
 from holdfast.train.steps import Steps
 
@@ -44,6 +49,11 @@ FIRST_RATE_BYTES_PER_S = 2e9
 UNTOLD_S = 1.0
 # What asking a keeper for a slot is expected to take before it was measured.
 FIRST_OPENING_S = 1e-3
+# How far a device may be behind its host, by default.
+BEHIND_S = 600.0
+# How often it is looked whether a device has come as far as a copy that is waited for.
+LOOK_S = 0.02
+STEPPED = "an optimizer stepped in another thread while the state was looked at"
 # How long `close` waits for the thread to end; it stops between two batches.
 JOIN_TIMEOUT_S = 30.0
 
@@ -98,6 +108,7 @@ class Job:
         at_fence: called once the copy is done, in the thread that is about to step, or that saves again without a step
             in between; told which of the two it is.
         opening: makes the batches and the end of the job, in the copying thread; None: they are there.
+        steps: how many optimizer steps had begun when the state was looked at; None: no state was.
     """
 
     batches: list[Batch]
@@ -105,6 +116,7 @@ class Job:
     finish: Callable[[str], None]
     at_fence: Callable[[bool], None] | None = None
     opening: Callable[[], Opened] | None = None
+    steps: int | None = None
     copied_bytes: int = 0
     stop_reason: str = ""
     done: threading.Event = field(default_factory=threading.Event)
@@ -122,6 +134,11 @@ class Job:
             self.stop_reason = self.stop_reason or ("" if self._complete else reason)
             return not self._complete
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the copy is to end before its next batch."""
+        return bool(self.stop_reason)
+
     def complete(self) -> bool:
         """Notes that the last byte is copied, so that nothing stops the job any more; False if it was stopped."""
         with self._lock:
@@ -134,14 +151,19 @@ class Fence:
 
     Args:
         timeout_s: how long a step may wait beyond the expected time of the copy.
+        behind_s: how far a device may be behind its host when the host has to wait for a copy from it; a device that is
+            further behind hangs, and the version is given up.
     """
 
-    def __init__(self, *, timeout_s: float, events: Events) -> None:
+    def __init__(self, *, timeout_s: float, events: Events, behind_s: float = BEHIND_S) -> None:
         self._timeout_s = timeout_s
+        self._behind_s = behind_s
         self._events = events
-        self._rate = FIRST_RATE_BYTES_PER_S
+        self._rate = self._device_rate = FIRST_RATE_BYTES_PER_S
         self._steps = Steps(())
-        self._passing = threading.Lock()  # one step after the other: the second must not write what the first compares
+        # One step after the other: the second must not write what the first compares. A signal's handler may save while
+        # its thread waits here.
+        self._passing = threading.RLock()
         self._thread: threading.Thread | None = None
         self._wake = threading.Condition()
         self._queue: Job | None = None
@@ -156,10 +178,19 @@ class Fence:
         """Optimizer steps that have begun, of all that may write the state."""
         return self._steps.begun
 
+    @property
+    def captured(self) -> bool:
+        """Whether a step was recorded into a graph of a device: what that replays passes no fence."""
+        return self._steps.captured
+
+    def under_way(self) -> set[int]:
+        """Returns the identifiers of the threads that are within a step that may write the state."""
+        return self._steps.under_way()
+
     def guard(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Puts the fence before every step that may write a parameter of these optimizers."""
         self._steps.close()
-        self._steps = Steps(optimizers, before=self._before_step, warn=True)
+        self._steps = Steps(optimizers, before=self._before_step, recorded=self._recorded, warn=True)
 
     def begin(self) -> None:
         """A version is about to be copied."""
@@ -170,10 +201,14 @@ class Fence:
         """Copies `job` in the background. The one before must have passed `release`, and this one `begin`."""
         assert self._open is None, "the former copy was not released"
         self._open = job
+        if job.steps not in (None, self._steps.begun):  # whoever begins from now on waits
+            job.stop(STEPPED)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="holdfast-capture", daemon=True)
             self._thread.start()
         with self._wake:
+            if alive.broken.reason:  # the host was not stopped yet, and the device runs on something else by now
+                job.stop(alive.broken.reason)
             self._queue = job
             # Woken now, the thread would take processor and interpreter from a step that is about to begin.
             if self.pace is None or not self.pace.has_waits:
@@ -219,16 +254,28 @@ class Fence:
         if job is not None:
             self._wait(job)
 
-    def release(self, *, expected: bool = False) -> None:
+    def release(self, *, expected: bool = False, behind_s: float = BEHIND_S) -> None:
         """Waits for the copy and ends its watch; for the thread that saves.
 
         Args:
             expected: what is compared at a fence is about to change, and somebody said so: nothing is compared.
+            behind_s: a device that is further behind than this, too, is not waited for.
         """
-        self._pass(stepping=False, compare=not expected)
+        self._pass(stepping=False, compare=not expected, behind_s=behind_s)
+
+    def void(self) -> None:
+        """The job broke off: no copy counts any more that a device has not passed by now. From any thread."""
+        with self._wake:
+            jobs = {id(job): job for job in (self._queue, self._open) if job is not None}
+        for job in jobs.values():
+            if job.device is not None and not job.device.passed() and job.stop(alive.broken.reason):
+                job.device.stop()
 
     def idle(self, timeout_s: float) -> bool:
-        """Waits until nothing is written to any slot any more, given-up copies included."""
+        """Waits until nothing is written to any slot any more, given-up copies included; so long beyond a device's start."""
+        job = self._queue
+        if job is not None:
+            self._await_device(job, BEHIND_S)
         with self._wake:
             return self._wake.wait_for(lambda: self._queue is None, timeout_s)
 
@@ -252,17 +299,23 @@ class Fence:
         if self._open is not None:
             self._pass(stepping=True, compare=True)
 
-    def _pass(self, *, stepping: bool, compare: bool) -> None:
-        with self._passing:
-            job = self._open
-            if job is None:
-                return
-            self._wait(job)
-            self._open = None
-            if compare and job.done.is_set() and not job.stop_reason and job.at_fence is not None:
-                job.at_fence(stepping)
+    def _recorded(self) -> None:
+        """A graph records the step; when it is replayed no fence is passed. Nothing is waited for, or the capture fails."""
+        job = self._open
+        if job is not None and job.stop("an optimizer's step is recorded into a graph, which passes no fence"):
+            logger.info("a late copy is given up: %s", job.stop_reason)
 
-    def _wait(self, job: Job) -> None:
+    def _pass(self, *, stepping: bool, compare: bool, behind_s: float = BEHIND_S) -> None:
+        with self._passing:
+            while (job := self._open) is not None:
+                self._wait(job, behind_s)
+                if self._open is not job:  # a signal's handler passed it meanwhile, and saved again
+                    continue
+                self._open = None
+                if compare and job.done.is_set() and not job.stop_reason and job.at_fence is not None:
+                    job.at_fence(stepping)
+
+    def _wait(self, job: Job, behind_s: float = BEHIND_S) -> None:
         if job.done.is_set() or job.stop_reason:
             return
         if job.device is not None:
@@ -271,8 +324,10 @@ class Fence:
             return
         self._hurry()
         started = time.monotonic()
+        self._await_device(job, behind_s)
         left_bytes = (job.num_bytes or self._last_bytes) - job.copied_bytes
         expected_s = left_bytes / self._rate + (self._opening_s if job.opening is not None else 0.0)
+        expected_s += job.device.num_bytes / self._device_rate if job.device is not None else 0.0
         if not job.done.wait(max(0.0, expected_s) + self._timeout_s) and not job.stop(
             f"the copy took longer than expected and {self._timeout_s:g} s more; the step goes on"
         ):
@@ -280,6 +335,13 @@ class Fence:
         waited = time.monotonic() - started
         self._events.count("fence_wait_seconds", waited)
         self._events.emit("fence", seconds=waited, stopped=job.stop_reason)
+
+    def _await_device(self, job: Job, behind_s: float) -> None:
+        """Waits until the device has come as far as the job's copies, or the job needs nobody to wait any more."""
+        until = time.monotonic() + min(behind_s, self._behind_s)
+        while job.device is not None and not job.stopped and not job.device.begun() and time.monotonic() < until:
+            if job.done.wait(LOOK_S):
+                return
 
     def _hurry(self) -> None:
         """Somebody waits for the copying thread: it waits for no turn any more."""
@@ -289,6 +351,7 @@ class Fence:
                 self._wake.notify_all()
 
     def _run(self) -> None:
+        devices.leave_captures_alone()
         while True:
             with self._wake:
                 # A job that no wait woke us for is begun all the same: perhaps the loop has none for a while.
@@ -348,8 +411,10 @@ class Fence:
             self._rate = (self._rate + job.num_bytes / max(spent, 1e-6)) / 2
             if pace is None:
                 self._events.emit("copied", seconds=time.perf_counter() - started, size_bytes=job.num_bytes)
-        if job.device is not None:
-            job.device.wait()
+        if job.device is not None and job.device.wait(lambda: job.stopped):
+            seconds = job.device.seconds()
+            if job.device.num_bytes and seconds:
+                self._device_rate = (self._device_rate + job.device.num_bytes / seconds) / 2
 
 
 def _nothing(reason: str) -> None:

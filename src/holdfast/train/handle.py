@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from holdfast.base.errors import HoldfastError, LevelNotReached, UsageError
-from holdfast.core.faults import Phase
 from holdfast.core.model import Level, Version
+from holdfast.core.sight import Phase
 from holdfast.node.activity import WRITING
 from holdfast.node.client import KeeperClient
 from holdfast.train import beats

@@ -1,5 +1,7 @@
 """A launcher's claim to its node's name, in the rendezvous store: made before every meeting, renewed every second.
 
+A meeting may last for minutes, while a replacement of another node is waited for: then a thread renews the claim.
+
 Decisions are `core.identity`. Keys: `holdfast.nodes/<name>`. A launcher whose node has no name of its own (two may run
 on one host) makes no claim, and a rendezvous without a store that outlives its rounds has none. Used by `train.agent`.
 """
@@ -9,8 +11,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -25,6 +30,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "holdfast.nodes"
 BEAT_S = 1.0
 LOOK_S = 0.2
+JOIN_S = 2.0
 
 
 class Identity:
@@ -89,6 +95,23 @@ class Identity:
         except (DistError, RuntimeError) as error:
             logger.info("the claim to node %s was not renewed: %s", self._name, error)
         return True
+
+    @contextmanager
+    def renewed(self) -> Iterator[None]:
+        """While the block lasts a thread renews the claim, as soon as there is one. Whether it still stands `holds` tells later."""
+        ended = threading.Event()
+        thread = threading.Thread(target=self._renew, args=(ended,), name="holdfast claim", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(JOIN_S)  # a store that says nothing may keep it; it ends with its next answer
+
+    def _renew(self, ended: threading.Event) -> None:
+        while not ended.wait(BEAT_S / 2):
+            if not self.holds(time.monotonic()):
+                return
 
     def leave(self) -> None:
         """The name is free. Does not raise: the store may be gone with the job."""

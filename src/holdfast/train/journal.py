@@ -10,12 +10,12 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from holdfast.core.faults import Phase
 from holdfast.core.incident import box, from_facts
+from holdfast.core.sight import Phase
 from holdfast.train import page
 
 logger = logging.getLogger(__name__)
@@ -29,10 +29,14 @@ SHARE_OF_AGE = 1 / 2000
 
 
 class Journal:
-    """Appends to `directory/journal.jsonl`; times are seconds of the machine's monotonic clock."""
+    """Appends to `directory/journal.jsonl`; times are seconds of the machine's monotonic clock.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    Args:
+        watchdog: the mode of the watchdog that the run has.
+    """
+
+    def __init__(self, directory: Path, watchdog: str = "") -> None:
+        self._directory, self._watchdog = directory, watchdog
         self._file: IO[str] | None = None
         self._failed = False
         self._began_s = self._sampled_s = time.monotonic()
@@ -43,7 +47,8 @@ class Journal:
     def progress(self, now_s: float, pages: Mapping[int, int], *, always: bool = False) -> None:
         """Where the ranks (rank -> descriptor of its page) stand, if it is time to say so."""
         if self._file is None and not self._failed and not self._closed:
-            self._write({"event": "run", "t": round(self._began_s, 3), "wall": time.time(), "ranks": sorted(pages)})
+            begin = {"event": "run", "t": round(self._began_s, 3), "wall": time.time(), "ranks": sorted(pages)}
+            self._write({**begin, "watchdog": self._watchdog})
         distance = max(SAMPLE_S, (now_s - self._began_s) * SHARE_OF_AGE)
         if not pages or not (always or now_s - self._sampled_s >= distance):
             return
@@ -66,6 +71,10 @@ class Journal:
         sys.stderr.write(box(record) + "\n")
         sys.stderr.flush()
         self._write({**facts, "event": "incident", "number": record.number, "t": round(time.monotonic(), 3)})
+
+    def report(self, ranks: Sequence[int], reason: str) -> None:
+        """Ranks that make no progress, and are left alone."""
+        self._write({"event": "report", "t": round(time.monotonic(), 3), "ranks": list(ranks), "reason": reason})
 
     def close(self, code: int | None = None) -> None:
         """The run is over on this node."""

@@ -12,8 +12,12 @@ back, of 960 that were cut in this one at most two.
 Which sockets belong to groups is known because torch opens them while it makes a group: `GroupSockets.install` notes
 which appear then. Sockets of the script itself (storage, logging services) are left alone.
 
-Device groups (NCCL and the like) are aborted, all together, by what the installed torch offers. That part is written
-by capability and has not been run on a GPU.
+Device groups (NCCL and the like) are aborted, all together and once, by what the installed torch offers: one abort may
+wait for another group's kernel, so those that know group calls are aborted inside one (as torch does it, pytorch
+119797), and the others each in a thread of its own. An abort may hang itself (nccl 1777), so whoever goes on asks whether
+all have ended. This part is written by capability, tested on a simulated device, and has not been run on a GPU.
+
+Before a group is cut or aborted, `alive.void` MUST have been called: see `leave`.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ import logging
 import os
 import socket
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,12 +37,8 @@ from torch.distributed import distributed_c10d as c10d
 
 logger = logging.getLogger(__name__)
 
-# Set before the first group exists, so that a device group that was aborted raises instead of ending the process.
-DEVICE_PRESETS = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-}
+# How long an abort may take until the process is no good any more; the agent ends one that stands still for 5 s.
+ABORT_S = 3.0
 
 
 class GroupSockets:
@@ -118,19 +120,71 @@ def shut(fd: int, *spared_ports: int) -> bool:
         return False  # not connected (any more)
 
 
-def abort_device_groups() -> None:
-    """Aborts groups that are not gloo's, all together. Returns at once; threads of its own do it."""
-    for group in tuple(getattr(getattr(c10d, "_world", None), "pg_map", ())):
-        abort = getattr(group, "abort", None)
-        if abort is not None and _has_device(group):
-            threading.Thread(target=_quietly, args=(abort,), name="holdfast-abort", daemon=True).start()
+class Aborts:
+    """The aborts of the device groups of this process, each group once, in threads of their own."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def begin(self) -> None:
+        """Aborts groups that are not gloo's, all together, unless they are being aborted. Returns at once."""
+        groups = [group for group in getattr(getattr(c10d, "_world", None), "pg_map", ()) if _aborts(group)]
+        groups = [group for group in groups if group not in self._known]
+        self._known.update(groups)
+        batched = [group for group in groups if _batcher(group) is not None]
+        calls = [_all_in_one(batched)] if batched else []
+        calls += [group.abort for group in groups if group not in batched]
+        for call in calls:
+            thread = threading.Thread(target=_quietly, args=(call,), name="holdfast-abort", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def ended(self, timeout_s: float) -> bool:
+        """Returns whether all of them have come to an end, after so many seconds at most."""
+        until = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        return not self._threads
 
 
-def _has_device(group: Any) -> bool:
+def _aborts(group: Any) -> bool:
+    return hasattr(group, "abort") and bool(_device_types(group))
+
+
+def _device_types(group: Any) -> list[Any]:
     try:
-        return any(device.type != "cpu" for device in group._device_types)
+        return [device for device in group._device_types if device.type != "cpu"]
     except (AttributeError, RuntimeError):
-        return False
+        return []
+
+
+def _batcher(group: Any) -> Any:
+    """The backend of a group whose library takes several calls as one, or None."""
+    for device in _device_types(group):
+        try:
+            backend = group._get_backend(device)
+        except (AttributeError, RuntimeError):
+            continue
+        if hasattr(backend, "_group_start") and hasattr(backend, "_group_end"):
+            return backend
+    return None
+
+
+def _all_in_one(groups: list[Any]) -> Callable[[], None]:
+    """Aborts them inside one group call, the newest first, as torch does."""
+    first = _batcher(groups[0])
+
+    def abort() -> None:
+        first._group_start()
+        try:
+            for group in reversed(groups):
+                _quietly(group.abort)
+        finally:
+            first._group_end()
+
+    return abort
 
 
 def _quietly(abort: Callable[[], object]) -> None:

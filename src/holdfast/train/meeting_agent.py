@@ -5,6 +5,8 @@ Used by `train.agent`. Decisions: `core.identity`, `core.gathering`.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.launcher.api import LaunchConfig
 
@@ -29,7 +31,8 @@ class MeetingAgent(PlainAgent):
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         while True:
             try:
-                super()._initialize_workers(worker_group)
+                with self._identity.renewed() if self._identity is not None else nullcontext():
+                    super()._initialize_workers(worker_group)
                 return
             except LOST as error:
                 if self._meeting is None:

@@ -250,6 +250,10 @@ class _Keeper:
     def _reap(self, pidfd: int) -> None:
         pid = self._pidfds.pop(pidfd)
         os.close(pidfd)
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        if ended is None or ended.si_code != os.CLD_EXITED or ended.si_status:
+            # Loaders of a worker that was killed would hold its device for some seconds more. Its number is not given away yet.
+            _kill_group(pid)
         _, status = os.waitpid(pid, 0)
         self._tell({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
@@ -261,11 +265,15 @@ class _Keeper:
 
     def _end(self) -> None:
         for pid in self._pidfds.values():
-            try:
-                os.killpg(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # ended meanwhile, or has not made its group yet and finds its line cut
+            _kill_group(pid)
         os._exit(0)
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # ended meanwhile, or has not made its group yet and finds its line cut
 
 
 def _import_quietly(name: str) -> None:

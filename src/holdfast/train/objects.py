@@ -27,6 +27,9 @@ ALL_RANKS = "load_state_dicts"
 # The method of an object that knows who holds the same: `holders(name)` gives the ranks, in ascending order, that hold the
 # tensor of this name alike, or None for one of this rank's own. Two groups must not give the same name to different bytes.
 HOLDERS = "holders"
+# The method of an object that looks at the saved state before anything is loaded, and raises if it must not be:
+# `holdfast_accepts(state)`, with references in the place of tensors.
+ACCEPTS = "holdfast_accepts"
 
 
 @runtime_checkable
@@ -66,7 +69,13 @@ class StatefulPart:
         out.passing(self.name, self._object.state_dict(), holders=getattr(self._object, HOLDERS, None))
 
     def plan(self, loading: Loading) -> None:
-        """Claims the saved state, with memory of its own for every tensor in it; of all ranks if the object can do that."""
+        """Claims the saved state, with memory of its own for every tensor in it; of all ranks if the object can do that.
+
+        Raises:
+            HoldfastError: the object does not accept it.
+        """
+        if hasattr(self._object, ACCEPTS):
+            getattr(self._object, ACCEPTS)(loading.offered(self.name))
         self._of_ranks = loading.states_of_ranks(self.name) if hasattr(self._object, ALL_RANKS) else None
         if self._of_ranks is not None:
             return

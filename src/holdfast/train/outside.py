@@ -9,8 +9,10 @@ connections are groups', so all of TCP are cut except those to the rendezvous st
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
+from collections.abc import Iterator
 
 from holdfast.train import leaving
 
@@ -23,9 +25,24 @@ def cut(pid: int, pidfd: int, *, spared_ports: tuple[int, ...]) -> int:
     """Shuts down the connections of another process; returns how many."""
     num_cut = 0
     try:
+        for copy in copies_of_sockets(pid, pidfd):
+            num_cut += leaving.shut(copy, *spared_ports)
+            os.close(copy)
+    except OSError as error:
+        logger.info("the sockets of process %d cannot be cut from outside: %s", pid, error.strerror)
+    return num_cut
+
+
+def copies_of_sockets(pid: int, pidfd: int) -> Iterator[int]:
+    """A descriptor of our own for each socket of another process, one after the other; the caller closes it.
+
+    Raises:
+        OSError: the kernel does not let us have copies.
+    """
+    try:
         entries = os.listdir(f"/proc/{pid}/fd")
     except OSError:
-        return 0  # it ended
+        return  # it ended
     for entry in entries:
         try:
             if not os.readlink(f"/proc/{pid}/fd/{entry}").startswith("socket:["):
@@ -33,14 +50,10 @@ def cut(pid: int, pidfd: int, *, spared_ports: tuple[int, ...]) -> int:
         except OSError:
             continue  # closed meanwhile
         copy = _libc.syscall(PIDFD_GETFD, pidfd, int(entry), 0)
-        if copy < 0:
-            logger.info(
-                "the sockets of process %d cannot be cut from outside: %s", pid, os.strerror(ctypes.get_errno())
-            )
-            return num_cut
-        num_cut += leaving.shut(copy, *spared_ports)
-        os.close(copy)
-    return num_cut
+        if copy >= 0:
+            yield copy
+        elif ctypes.get_errno() not in (errno.EBADF, errno.ESRCH):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

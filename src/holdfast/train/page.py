@@ -1,8 +1,8 @@
 """The page that a worker writes its beats into and its launcher reads: 4 KiB of shared memory, no thread, no lock.
 
-Layout (little endian): a head with the present (see `_HEAD`), seconds spent per phase, and histograms of what passes
-between two signs of progress, per phase and for whole steps. A bucket is a fifth wider than the one before, so a p99
-is right within that. What lies behind the page is text: stack dumps, which the worker's fault handler appends.
+Layout (little endian): a head with the present (see `_HEAD`), seconds spent per phase, histograms of what passes between
+two signs of progress, per phase and for whole steps, and the longest of those pauses per phase. A bucket is a fifth
+wider than the one before, so a p99 is right within that. What lies behind the page is text: stack dumps, which the worker's fault handler appends.
 
 The writer is the worker's main thread alone. A reader may see a head half written; the next look, 50 ms later, sees it
 whole, and nothing is decided on one look. Called by train.beats (writer) and train.watchdog (reader). No torch.
@@ -16,19 +16,22 @@ import os
 import struct
 import time
 
-from holdfast.core.faults import Beat, Phase
+from holdfast.core.sight import Beat, Phase
 
 PAGE_BYTES = 4096
 MAGIC = 0x48464231
-# magic, pid, signal that dumps the stacks, phase, inside, changes, step, sequence, name of the collective
-_HEAD = struct.Struct("<IIIBBxxQQQ32s")
+# magic, pid, signal that dumps the stacks, phase, inside, settled, changes, step, sequence, name of the collective
+_HEAD = struct.Struct("<IIIBBBxQQQ32s")
 _SPENT_AT, _HISTOGRAMS_AT = 128, 256
 NUM_BUCKETS = 80
 LEAST_S = 0.001
 _PER_OCTAVE = 4
-_STARTED = 16
+# Who makes no optimizer step steps all the same after so many collectives, and has settled after so long: before training
+# many short ones are made, and then one rank prepares the data alone.
+_STARTED, SETTLED_S = 16, 600.0
 _ROWS = len(Phase) + 1  # the last row is that of whole steps
 _NUM_PHASES = len(Phase)
+_LONGEST_AT = _HISTOGRAMS_AT + 4 * NUM_BUCKETS * _ROWS
 
 
 def make_page() -> int:
@@ -50,19 +53,22 @@ class Writer:
         self._map = mmap.mmap(fd, PAGE_BYTES)
         self._counts = memoryview(self._map)[_HISTOGRAMS_AT : _HISTOGRAMS_AT + 4 * NUM_BUCKETS * _ROWS].cast("I")
         self._spent = memoryview(self._map)[_SPENT_AT : _SPENT_AT + 8 * _NUM_PHASES].cast("d")
+        self._longest = memoryview(self._map)[_LONGEST_AT : _LONGEST_AT + 8 * _NUM_PHASES].cast("d")
         before = _HEAD.unpack_from(self._map)
         self._map[_SPENT_AT:PAGE_BYTES] = bytes(PAGE_BYTES - _SPENT_AT)
         self._signal = dump_signal
-        self._changes, self._step, self._sequence = before[5], before[6], 0
+        self._changes, self._step, self._sequence = before[6], before[7], 0
         self._collective, self._inside = b"", 0
         self.phase = Phase.START
         self._at_s, self._stepped_at_s = time.monotonic(), 0.0
+        self._began_s, self._settled = self._at_s, 0
         self._progressed()
 
     def close(self) -> None:
         """Leaves the page as it is."""
         self._counts.release()
         self._spent.release()
+        self._longest.release()
         self._map.close()
 
     def _progressed(self) -> None:
@@ -70,8 +76,8 @@ class Writer:
         self._write()
 
     def _write(self) -> None:
-        head = (MAGIC, os.getpid(), self._signal, self.phase, self._inside, self._changes, self._step, self._sequence)
-        _HEAD.pack_into(self._map, 0, *head, self._collective)
+        head = (MAGIC, os.getpid(), self._signal, self.phase, self._inside, self._settled)
+        _HEAD.pack_into(self._map, 0, *head, self._changes, self._step, self._sequence, self._collective)
 
     def turn(self, phase: Phase) -> None:
         """What was done until now took the time since the last sign; from now on it is `phase`."""
@@ -80,12 +86,15 @@ class Writer:
         self._at_s = now
         self._count(self.phase, passed)
         self._spent[self.phase] += passed
+        if passed > self._longest[self.phase]:
+            self._longest[self.phase] = passed
         self.phase = phase
         self._progressed()
 
     def stepped(self) -> None:
         """A step is finished. The first one of a process is not counted: it makes buffers and compiles."""
         self._step += 1
+        self._settled = 1
         now = time.monotonic()
         if self._stepped_at_s:
             self._count(_NUM_PHASES, now - self._stepped_at_s)
@@ -108,8 +117,9 @@ class Writer:
     def leave(self, before: Phase) -> None:
         """The collective is over. Who waits for many without an optimizer has started all the same."""
         self._inside = 0
-        if before is Phase.START and self._sequence > _STARTED:
-            before = Phase.STEP
+        if self._sequence > _STARTED:
+            before = Phase.STEP if before is Phase.START else before
+            self._settled |= time.monotonic() - self._began_s > SETTLED_S
         self.turn(before)
 
     def _count(self, row: int, seconds: float) -> None:
@@ -129,7 +139,7 @@ class Reading:
     """
 
     def __init__(self, content: bytes) -> None:
-        magic, self.pid, self.dump_signal, phase, inside, changes, step, sequence, name = _HEAD.unpack_from(content)
+        magic, self.pid, self.dump_signal, phase, inside, settled, *numbers, name = _HEAD.unpack_from(content)
         if magic != MAGIC or phase >= _NUM_PHASES:
             self.pid = self.dump_signal = 0
             self.beat, self.spent_s, self.num_steps = Beat(), dict.fromkeys(Phase, 0.0), 0
@@ -140,16 +150,19 @@ class Reading:
             for row in range(_ROWS)
         ]
         self.num_steps = sum(rows[-1])
+        longest = struct.unpack_from(f"<{_NUM_PHASES}d", content, _LONGEST_AT)
         self.beat = Beat(
-            changes=changes,
-            step=step,
+            changes=numbers[0],
+            step=numbers[1],
             phase=Phase(phase),
             collective=name.rstrip(b"\0").decode(errors="replace"),
-            sequence=sequence,
+            sequence=numbers[2],
             inside=bool(inside),
+            settled=bool(settled),
             p99_s={p: _p99(rows[p]) for p in Phase},
             samples={p: sum(rows[p]) for p in Phase},
             step_p99_s=_p99(rows[-1]),
+            longest_s=dict(zip(Phase, longest, strict=True)),
         )
 
 

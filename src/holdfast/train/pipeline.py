@@ -28,7 +28,7 @@ from holdfast.core.pipeline import Kind
 from holdfast.core.windows import Waits
 from holdfast.node.windows import WindowPage
 from holdfast.train.clock import HostClock, clock_of
-from holdfast.train.cuda import Span
+from holdfast.train.copies import Span
 from holdfast.train.gate import Gate
 from holdfast.train.orders import orders_of, stages_of
 

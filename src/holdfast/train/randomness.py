@@ -1,8 +1,9 @@
 """States of random number generators as objects with `state_dict` and `load_state_dict`.
 
 `ProcessRandomness` is everything a training step may draw from: Python, NumPy (if the process has imported it), torch
-on the CPU and on every CUDA device (if CUDA is in use; a save must not be what starts it). Reading a CUDA generator's
-state does not wait for the device: seed and offset live in host memory.
+on the CPU and on the process's current device (if it uses one; a save must not be what starts it). A rank that comes back
+on another device of its node goes on with the same sequence there. Reading a generator's state waits for no device: seed
+and offset live in host memory.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import sys
 from typing import Any
 
 import torch
+
+from holdfast.train import devices
 
 
 class ProcessRandomness:
@@ -30,8 +33,10 @@ class ProcessRandomness:
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             state["numpy"] = numpy.random.get_state(legacy=False)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            state["cuda"] = {str(i): gen.get_state() for i, gen in enumerate(torch.cuda.default_generators)}
+        device = devices.in_use()
+        words = device.random_state() if device is not None else None
+        if device is not None and words is not None:
+            state["device"] = {"kind": device.kind, "words": words}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -43,9 +48,18 @@ class ProcessRandomness:
             import numpy  # noqa: ICN001, PLC0415 - only a process that drew from it has such a state
 
             numpy.random.set_state(state["numpy"])  # noqa: NPY002 - the generator behind numpy.random.*
-        for index, words in state.get("cuda", {}).items():
-            if torch.cuda.is_available() and int(index) < torch.cuda.device_count():
-                torch.cuda.set_rng_state(words, int(index))
+        self._load_device(state)
+
+    def _load_device(self, state: dict[str, Any]) -> None:
+        device = devices.in_use()
+        if device is None:
+            return
+        saved = state.get("device")
+        if saved is not None and saved["kind"] == device.kind:
+            device.set_random_state(saved["words"])
+        for index, words in state.get("cuda", {}).items() if device.kind == "cuda" else ():
+            if int(index) < device.count():  # as versions before saved it: every device by its number
+                device.set_random_state(words, int(index))
 
 
 class GeneratorState:

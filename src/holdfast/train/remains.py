@@ -5,6 +5,10 @@ begun since (`train.window`), and nobody else has written parameters or optimize
 holds those of that step: they are copied to host memory, until the next restore has used or refused them. For that long
 the state lies in memory twice.
 
+On a device the host's order says little: the device may be steps behind, and when the job breaks off what is queued runs on
+behind collectives that were aborted. So every note records an event, and a state is live only if the device had passed it
+by then (`void`).
+
 Must never: call a state live of which a part may have moved. A write of a few elements past torch's counts is not seen. Used by `train.checkpointer` and `train.livefill`.
 """
 
@@ -19,7 +23,8 @@ import torch
 
 from holdfast.core.livefill import Offer
 from holdfast.core.model import Version
-from holdfast.train import notes
+from holdfast.train import devices, notes
+from holdfast.train.devices import device_of
 from holdfast.train.live import LiveTensor
 from holdfast.train.notes import Note, Noter
 from holdfast.train.spots import Spots, has_spots
@@ -80,8 +85,12 @@ class Survivor:
         page = notes.page()
         self._window = Window(state.optimizers if page is not None else ())
         self._noter = Noter(page, job=job, rank=rank, world_size=world_size) if page is not None else None
-        self._version: Version | None = None
+        # The newest note, and events behind all that makes up its state; one value, as `void` comes from another thread.
+        self._noted: tuple[Version | None, tuple[torch.Event, ...]] = (None, ())
+        self._is_void = False
+        self._passed: Version | None = None  # what the devices had finished when the job broke off
         self._begun = -1
+        self._unseen = False  # between the last two notes no optimizer made a step, as far as anybody saw
         self._storages = -1
         self._late: dict[str, LiveTensor] = {}
         self._spots = Spots((), ())
@@ -90,7 +99,7 @@ class Survivor:
     def note(self, version: Version) -> None:
         """The state is that of `version` now. Outside of an optimizer's step."""
         noter = self._noter
-        if noter is None or not noter.affordable():
+        if noter is None or self._is_void or not noter.affordable():
             return
         gathered = self._state.glance()
         if not noter.write(version, gathered):
@@ -101,12 +110,22 @@ class Survivor:
             looked_at = {name: live.local for name, live in self._late.items() if has_spots(live.local)}
             self._spots = Spots(list(looked_at.values()), list(looked_at))
             self._storages = gathered.storages
-        self._version, self._begun = version, self._window.begun
+        before = self._noted[0]
+        # Also graphs that were captured before anybody could see it: a step was finished, and no optimizer made one.
+        self._unseen = before is not None and before.step < version.step and self._begun == self._window.begun
+        self._noted, self._begun = (version, self._events()), self._window.begun
         self._seen = self._look(version)
 
     def moved(self) -> None:
         """The tensors are about to be written by a restore: nothing is live until the next note."""
-        self._version = None
+        self._noted = (None, ())
+
+    def void(self) -> None:
+        """The job broke off: what the devices have not passed by now is no step's state. From any thread; does not wait."""
+        version, events = self._noted
+        if not self._is_void:
+            self._passed = version if all(map(devices.passed, events)) else None
+            self._is_void = True
 
     def leave(self) -> None:
         """The job broke off: what is live is copied.
@@ -122,7 +141,7 @@ class Survivor:
                 late = {name: live.local.detach().to("cpu", copy=True) for name, live in self._late.items()}
             except RuntimeError as error:  # a device that failed, or no memory
                 why = f"the state cannot be copied: {error}"
-        remains.job, remains.version = self._job, None if why else self._version
+        remains.job, remains.version = self._job, None if why else self._noted[0]
         remains.late, remains.why = {} if why else late, why
         self.close()
 
@@ -132,18 +151,28 @@ class Survivor:
         self._late, self._spots = {}, Spots((), ())
 
     def _why_not(self) -> str:
-        if self._version is None:
+        version = self._noted[0]
+        if version is None:
             return self._noter.refused if self._noter and self._noter.refused else "no step was noted"
+        if self._is_void and version != self._passed:
+            return f"the device had not finished {version} when the job broke off"
+        if self._window.captured or self._unseen:
+            return f"optimizer steps may have been made after {version} that nobody saw: a graph replays them"
         if self._window.open:
-            return f"interrupted inside the optimizer step after {self._version}"
+            return f"interrupted inside the optimizer step after {version}"
         if self._window.begun != self._begun:
-            return f"the optimizer went on after {self._version}"
+            return f"the optimizer went on after {version}"
         if not self._state.still():
-            return f"parameters or optimizer state are other tensors than at {self._version}"
-        writes, spots = self._look(self._version)
+            return f"parameters or optimizer state are other tensors than at {version}"
+        writes, spots = self._look(version)
         if writes != self._seen[0] or self._spots.differing(spots, self._seen[1]):
-            return f"parameters were written outside of an optimizer step after {self._version}"
+            return f"parameters were written outside of an optimizer step after {version}"
         return ""
+
+    def _events(self) -> tuple[torch.Event, ...]:
+        """Behind all that is queued now, one for each device that has a part of the state."""
+        found = {live.local.device for live in self._late.values() if live.local.device.type not in ("cpu", "meta")}
+        return tuple(device_of(d.type).record(device_of(d.type).current_stream(d)) for d in found)
 
     def _look(self, version: Version) -> tuple[list[int], tuple[Any, ...]]:
         """What a write outside of an optimizer's step changes: torch's counts of writes, which `.data` goes past and fused

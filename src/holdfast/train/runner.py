@@ -2,10 +2,11 @@
 
 The main thread runs the script. A second thread hears the agent; when a newer order arrives while the script runs, it
 interrupts it: a signal makes the main thread raise `Interrupted` wherever Python runs, the sockets of its groups are cut
-wherever it waits in a collective, and both are repeated until it has left. Then frames, tensors and groups are freed and
-the script runs again *in the same process*. A process that is not healthy does not stay: an error of the script's own
-ends it with the traceback and exit code that plain Python gives. The end of a process is the script's own too: its
-threads and exit handlers run as in plain Python, and find its `__main__` and its groups as it left them.
+wherever it waits in a collective, and both are repeated until it has left (`_break_off`). Then frames, tensors and groups
+are freed and the script runs again *in the same process*. A process that is not healthy does not stay: an error of the
+script's own ends it with the traceback and exit code that plain Python gives, and a device that does not run one more
+kernel ends it too; the agent is told first, and replaces it. The end of a process is the script's own too: its threads and
+exit handlers run as in plain Python, and find its `__main__` and its groups as it left them.
 
 A script that left something which cannot be put back (`train.traces`) does not run again here: the process ends at once
 with all that it started, and its agent forks another one for the rank.
@@ -32,7 +33,7 @@ from types import FrameType, TracebackType
 from holdfast.base.errors import Interrupted
 from holdfast.base.label import label_process
 from holdfast.core.rerun import why_not
-from holdfast.train import alive, beats, leaving, main_module, notes, reaching
+from holdfast.train import alive, beats, devices, leaving, main_module, notes, reaching
 from holdfast.train.control import Line, Order, order_of
 from holdfast.train.stage import Stage
 from holdfast.train.traces import Look
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 WAKE = signal.SIGRTMAX - 3
 # An interrupt that was swallowed (`except BaseException`, a finaliser) is repeated.
 AGAIN_S = 0.1
+# How long a device may take for one more kernel after its groups were aborted; the agent ends one that stands still for 5 s.
+PROBE_S = 3.0
 # Words in the text of an error that broken groups raise; gloo and NCCL raise RuntimeError, DDP does it outside of Python.
 _BROKEN = re.compile(
     r"gloo|nccl|process ?group|connection (closed|reset|refused)|broken pipe|socket|tcpstore", re.IGNORECASE
@@ -69,6 +72,7 @@ class Runner:
         self._verdict = ""  # "end" or "fail"; under _changed
         self._lingers = False  # a script has finished, and what it left stands until the next run or the end
         self._main = threading.main_thread().ident or 0
+        self._aborts = leaving.Aborts()
 
     def serve(self) -> int:
         """Until the agent says that it is over. Returns the exit code."""
@@ -107,6 +111,9 @@ class Runner:
         error: BaseException | None = None
         if self._lingers:
             self._lingers = False
+            assert self._running is not None, "a run has finished"
+            if not order.anew:
+                self._prove_device(self._running)
             self._make_ready(order, None)
         try:
             self.begin(order)
@@ -124,6 +131,7 @@ class Runner:
             if not again:
                 _redirect(order)
             self._stage.enter(order)
+            alive.begin()
             signal.signal(WAKE, self._wake)
             self._running = order
         self._started(order, again=again)
@@ -160,6 +168,7 @@ class Runner:
     def _make_ready(self, order: Order, error: BaseException | None) -> None:
         """Clear the process for `order`, or end it: at once, so that its rank has another one within milliseconds."""
         unfit = "" if order.anew else why_not(self._stage.clear(error, *self._looks))
+        self._end_if_stuck()
         if order.anew or unfit:
             logger.info(
                 "this process ends, for the script cannot run again in it: %s", unfit or "as those of other ranks"
@@ -174,26 +183,68 @@ class Runner:
             leaving.destroy_groups()
 
     def is_over(self, order: Order, error: BaseException) -> bool:
-        """Whether `error` is no fault of ours: a newer order is there, or comes after we told of broken groups."""
+        """Whether `error` is no fault of ours: a newer order is there, or comes after we told of broken groups.
+
+        If it is, the process may stay: its device works. Else this does not return.
+        """
+        if not self._is_replaced(order, error):
+            return False
+        self._prove_device(order)
+        return True
+
+    def _prove_device(self, order: Order) -> None:
+        """Returns if the device of a process that left a run can be used in the next one; else the process ends."""
+        with self._changed:
+            self._break_off(order)  # the newer order may have come a moment ago
+        if not self._aborts.ended(leaving.ABORT_S):
+            alive.broken.stuck = "the communicators of its device cannot be aborted"
+        elif not devices.healthy(PROBE_S):
+            alive.broken.stuck = f"its device did not run one more kernel within {PROBE_S:g} s"
+        self._end_if_stuck()
+
+    def _is_replaced(self, order: Order, error: BaseException) -> bool:
         with self._changed:
             if self._newer(order.number) is not None:
                 return True
         if isinstance(error, SystemExit | KeyboardInterrupt | Interrupted) or not looks_broken(error):
             return False
-        self._sockets.cut(_store_port(order))
-        leaving.abort_device_groups()
+        with self._changed:
+            self._break_off(order)
         self._line.send("raised", order.number, error=f"{type(error).__name__}: {error}"[:500])
         with self._changed:
             self._changed.wait_for(lambda: bool(self._verdict) or self._newer(order.number) is not None)
             return self._newer(order.number) is not None
 
+    def _break_off(self, order: Order) -> None:
+        """Ends what the processes of a run have in common. Under the lock, from any thread, as often as it takes.
+
+        The order of the steps is an invariant of the protocol (S20): an aborted collective ends, what a device has queued
+        behind it runs on, and so does a rank whose sockets are cut. Nothing of that may count.
+        """
+        alive.void()
+        self._sockets.cut(_store_port(order))
+        self._aborts.begin()
+
+    def _end_if_stuck(self) -> None:
+        """A process whose device is out of order ends; the agent hears why, and replaces it."""
+        if not alive.broken.stuck:
+            return
+        logger.error("this process ends, and another one takes its place: %s", alive.broken.stuck)
+        with self._changed:
+            newest = self._order
+        if newest is not None:
+            self._line.send("stuck", newest.number, error=alive.broken.stuck)
+        _end_now()
+
     def rejoin(self, after: Order) -> None:
         """The process takes the order that replaces `after`, in the middle of the script. For `train.resume`."""
+        self._end_if_stuck()
         with self._changed:
             newer = self._newer(after.number)
             assert newer is not None, "is_over said that there is one"
             self._sockets.forget()
             os.environ.update(newer.environment)
+            alive.begin()
             self._running = newer
         self._started(newer)
 
@@ -235,8 +286,7 @@ class Runner:
                     self._changed.notify_all()
             with self._changed:  # `begin` takes it too: what is cut here is of the run that must end
                 if self._must_leave() and self._running is not None:
-                    self._sockets.cut(_store_port(self._running))
-                    leaving.abort_device_groups()
+                    self._break_off(self._running)
                     signal.pthread_kill(self._main, WAKE)
                     self._changed.wait(AGAIN_S)
 

@@ -2,7 +2,8 @@
 
 Order of a save: settle the copy before it, gather, plan (cached), ask for a slot, copy what must be copied now, queue
 the rest, tell the keeper when the last byte is in the slot. The snapshot is the state at the call, or there is none:
-every way out that is not complete gives the version up, aloud.
+every way out that is not complete gives the version up, aloud. A step that another thread makes during the call is such
+a way out; of a save within a step nothing is copied late.
 
 Once what must be copied now is small, it is set aside and the call ends there: planning, the question for a slot (a
 round trip to another process) and all copies are the copying thread's, behind the next forward and backward.
@@ -14,11 +15,13 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch.optim import Optimizer
 
 from holdfast.base.config import Config
@@ -27,24 +30,28 @@ from holdfast.base.events import Events
 from holdfast.core.model import Shard, Topology, Version
 from holdfast.node.client import CALL_TIMEOUT_S, KeeperClient, Slot
 from holdfast.tiers.memory import SPARE_BYTES
-from holdfast.train import capture, device_pace
+from holdfast.train import alive, capture, device_pace
 from holdfast.train.capture import Batch, Copies, Plan, SlotView, Split, Structure
 from holdfast.train.checks import Checks, CopyCheck
-from holdfast.train.cuda import DeviceCopy, SideStreams
+from holdfast.train.copies import DeviceCopy, SideStreams
 from holdfast.train.device_pace import PacedCopy
 from holdfast.train.ending import Ending, Pledged, Watched
-from holdfast.train.fence import Fence, Job, Opened, Pace
+from holdfast.train.fence import STEPPED, Fence, Job, Opened, Pace
 from holdfast.train.fill import MAX_THREADS
 from holdfast.train.handle import SaveHandle
 from holdfast.train.link import Link
 from holdfast.train.live import Gathered
-from holdfast.train.trust import Trust, can_digest, digest
+from holdfast.train.trust import Trust, can_digest, differing, digest, named
 from holdfast.train.twins import Shared
 
 logger = logging.getLogger(__name__)
 
 # What must be copied in the call is set aside in memory of ours up to this size: random states, counters, buffers.
 ASIDE_BYTES = 1 << 20
+# How long the end waits for a device that still copies; after a collective was aborted that is a moment.
+DRAIN_S = 3.0
+# Of a late copy so many tensors are looked at if no step was seen behind it.
+NUM_SMALLEST = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,7 @@ class _Taken:
         split: what is copied in the call, and what late.
         check: what the late part was; None if nothing late is in host memory.
         spots: of what ranks of this node share.
+        steps: how many optimizer steps had begun.
     """
 
     handle: SaveHandle
@@ -64,7 +72,17 @@ class _Taken:
     split: Split
     check: CopyCheck | None
     spots: bytes
+    steps: int
     durable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """A late copy from a device: how many steps had been seen, and the smallest tensors with their copies."""
+
+    handle: SaveHandle
+    num_steps: int
+    smallest: list[tuple[str, torch.Tensor, torch.Tensor]]
 
 
 class Contents(Protocol):
@@ -103,7 +121,7 @@ class Saver:
         self._shared = Shared(set(here) - {rank})
         optimizers = state.optimizers
         self._trust = Trust(overlap=config.overlap and bool(optimizers))
-        self.fence = Fence(timeout_s=config.fence_timeout_s, events=events)
+        self.fence = Fence(timeout_s=config.fence_timeout_s, behind_s=config.close_timeout_s, events=events)
         self.fence.guard(optimizers)
         self._streams = SideStreams()
         self._structure: Structure | None = None
@@ -117,6 +135,8 @@ class Saver:
         self._watched: tuple[int, ...] = ()
         self._pledged: tuple[int, ...] = ()
         self._checks = Checks()
+        self._last_late: _Late | None = None
+        self._owed: list[tuple[SaveHandle, str]] = []
         self._aside_key: object = None
         self._aside: tuple[str, ...] | None = None
 
@@ -187,12 +207,21 @@ class Saver:
         else:
             self.fence.settle()
 
-    def close(self) -> None:
-        """Ends the copying thread, removes the hooks, lets go of the slots."""
-        self.fence.release()
+    def void(self) -> None:
+        """The job broke off: what a device has not copied by now is given up. From any thread; does not wait."""
+        self.fence.void()
+
+    def close(self) -> bool:
+        """Ends the copying thread, removes the hooks, lets go of the slots; returns whether nothing writes to them any more."""
+        self.fence.release(behind_s=DRAIN_S)
         self.fence.close()
-        self._streams.unpin()
+        quiet = self._streams.unpin(DRAIN_S)
+        if not quiet:
+            alive.broken.stuck = "a device does not finish what it writes to the memory of a save"
+            logger.error("%s; this process must end before that memory is used again", alive.broken.stuck)
+        self._last_late = None
         self._views.clear()
+        return quiet
 
     def _save(self, handle: SaveHandle, *, durable: bool) -> None:
         self.fence.release()
@@ -206,19 +235,46 @@ class Saver:
             what = "larger slots are still being made" if self._growing else "the copy of an earlier version runs"
             raise LevelNotReached(what)
         self._growing = False
+        self._pay()
+        self._look_for_graphs()
+        steps = self.fence.num_steps
+        within = self.fence.under_way()
+        if within - {threading.get_ident()}:
+            raise LevelNotReached(STEPPED)
         gathered = self._state.gather()
         self.fence.begin()
         structure = self._structure_of(gathered, client)
+        spots = self._shared.words(handle.version.step)
+        if within:  # the rest of the step passes no fence: all is copied before it goes on
+            everything = Split(tuple(range(len(structure.pieces))), ())
+            taken = _Taken(handle, client, gathered, structure, everything, None, spots, steps, durable)
+            self._copy(taken, self._open(taken, self._grow), watch=False)
+            return
         split = self._split_of(structure, gathered)
         key = (self._structure_key, self._storages, self._trust.generation)
         check = self._checks.look(key, structure, split.late, gathered.tensors, turn=handle.version.step)
-        spots = self._shared.words(handle.version.step)
-        taken = _Taken(handle, client, gathered, structure, split, check, spots, durable)
+        taken = _Taken(handle, client, gathered, structure, split, check, spots, steps, durable)
         aside = self._set_aside(gathered)
         if aside is None:
             self._copy(taken, self._open(taken, self._grow))
         else:
             self._copy_late(replace(taken, gathered=aside))
+
+    def _look_for_graphs(self) -> None:
+        """Nothing may be copied late if steps are made that pass no fence: those that a graph of a device replays.
+
+        That one records a step is seen. One that was recorded before is found by what it does: the smallest tensors of a
+        late copy (counts of steps, for one) changed, and no step was seen. That version may be torn.
+        """
+        last, self._last_late = self._last_late, None
+        if self.fence.captured:
+            self._trust.stop("an optimizer's step is replayed by a graph, which passes no fence")
+        if last is None or last.num_steps != self.fence.num_steps or last.handle.given_up:
+            return
+        changed = differing(last.smallest)
+        if changed:
+            self._trust.stop(f"{named(sorted(changed))} changed, and no step of an optimizer was seen")
+            self.give_up(last.handle, "steps were made that passed no fence while it was copied")
 
     def _open(self, taken: _Taken, grow: Callable[[KeeperClient, int, Gathered], object]) -> SlotView:
         """A slot for the version, with everything in it that is not a tensor; `grow` gets larger slots if need be."""
@@ -277,25 +333,30 @@ class Saver:
             job.at_fence = ending.at_fence
             return self._batches(late), ending.copied
 
-        job = Job([], None, lambda reason: self.give_up(handle, reason), opening=opened)
+        job = Job([], None, lambda reason: self.give_up(handle, reason), opening=opened, steps=taken.steps)
         self.fence.start(job)
 
-    def _copy(self, taken: _Taken, view: SlotView) -> None:
-        """Copies in the call what may change, and what has to be compared; queues the rest."""
+    def _copy(self, taken: _Taken, view: SlotView, *, watch: bool = True) -> None:
+        """Copies in the call what may change, and what has to be compared, which `watch` asks for; queues the rest."""
         now, late = view.assign(taken.gathered.tensors, taken.split)
         parts, sources, targets = view.plan.parts, view.sources, view.targets
-        pledged = [Pledged(parts[i].name, digest(sources[i]), targets[i]) for i in self._pledged]
+        pledged = [Pledged(parts[i].name, digest(sources[i]), targets[i]) for i in self._pledged if watch]
         device = self._queue(now, late) if now.device_targets or late.device_targets else None
         capture.copy_at_once(now.targets, now.sources, self._num_threads)
-        watched = [Watched(parts[i].name, sources[i], targets[i]) for i in self._watched]
+        watched = [Watched(parts[i].name, sources[i], targets[i]) for i in self._watched if watch]
         ending = replace(self._ending(taken, view), watched=watched, pledged=pledged)
         at_fence = ending.at_fence if ending.needs_fence else None
         if late.targets or device is not None:
-            job = Job(self._batches(late), device, ending.copied, at_fence)
+            job = Job(self._batches(late), device, ending.copied, at_fence, steps=taken.steps)
             self._events.count("late_copied_bytes", job.num_bytes)
+            if late.device_targets:
+                names = [parts[i].name for i in taken.split.late if sources[i].device.type != "cpu"]
+                rows = zip(names, late.device_sources, late.device_targets, strict=True)
+                smallest = sorted(rows, key=lambda row: row[1].nbytes)[:NUM_SMALLEST]
+                self._last_late = _Late(taken.handle, self.fence.num_steps, smallest)
             self.fence.start(job)
             return
-        ending.copied("")
+        ending.copied(STEPPED if self.fence.num_steps != taken.steps else "")
         if at_fence is not None:
             self.fence.watch(at_fence)
 
@@ -308,16 +369,18 @@ class Saver:
         return capture.batches(late.targets, late.sources, most=most)
 
     def _queue(self, now: Copies, late: Copies) -> DeviceCopy | PacedCopy | None:
-        """Copies from GPUs. The current streams wait for what may change at any time; for the rest only the fence."""
+        """Copies from devices. The current streams wait for what may change at any time; for the rest only the fence."""
         first = self._streams.queue(now.device_targets, now.device_sources)
         first.hold_current_streams()
         pace = self.fence.pace
         if pace is not None and pace.has_waits and self._config.overlap:
             return self._paced(first, late, pace)
-        both = DeviceCopy((*first.events, *self._streams.queue(late.device_targets, late.device_sources).events))
+        both = first + self._streams.queue(late.device_targets, late.device_sources)
         if self._config.overlap:
             return both
-        both.wait()
+        both.wait(lambda: bool(alive.broken.reason))
+        if alive.broken.reason:
+            raise LevelNotReached(alive.broken.reason)
         return None
 
     def _paced(self, first: DeviceCopy, late: Copies, pace: Pace) -> PacedCopy:
@@ -392,8 +455,10 @@ class Saver:
             raise LevelNotReached(f"the state outgrew its slots, and larger ones take longer than {timeout_s:g} s")
 
     def _prepare(self, client: KeeperClient, num_bytes: int, gathered: Gathered) -> tuple[Slot, ...]:
+        self._last_late = None
         self._views.clear()
-        self._streams.unpin()
+        if not self._streams.unpin(DRAIN_S):
+            raise LevelNotReached("a device does not finish what it writes to the former slots")
         try:
             slots = client.prepare(num_bytes, self._config.num_slots)
         except MemoryRefused as error:
@@ -401,16 +466,28 @@ class Saver:
             raise
         self.refused = ""
         self._reserved = min(slot.num_bytes for slot in slots)
-        if any(live.local.device.type == "cuda" for live in gathered.tensors.values()):
+        on = next((live.local.device for live in gathered.tensors.values() if live.local.device.type != "cpu"), None)
+        if on is not None:
             for slot in slots:
-                self._streams.pin(slot)
+                self._streams.pin(slot, on)
         return slots
 
     def give_up(self, handle: SaveHandle, reason: str) -> None:
         """The version is not complete and never will be: said in the log, to the handle, and to the keeper."""
         logger.warning("%s is given up: %s", handle.version, reason)
         handle.give_up(reason)
-        self._streams.drain()  # the keeper may give the slot away as soon as it hears
+        if not self._streams.drain(self._config.fence_timeout_s):
+            # The keeper gives the slot away as soon as it hears, and a device may still write to it.
+            self._owed.append((handle, reason))
+            return
+        self._abandon(handle, reason)
+
+    def _pay(self) -> None:
+        """Tells the keeper of versions that were given up while a device still wrote to their slots."""
+        while self._owed and self._streams.drain(0.0):
+            self._abandon(*self._owed.pop(0))
+
+    def _abandon(self, handle: SaveHandle, reason: str) -> None:
         client = self._link.client
         try:
             if client is None or self._link.silent:

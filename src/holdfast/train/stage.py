@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import faulthandler
 import gc
 import linecache
@@ -26,7 +27,7 @@ import threading
 import traceback
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -34,9 +35,11 @@ from typing import Any
 import torch
 
 from holdfast.core.rerun import Left
-from holdfast.train import alive, leaving, main_module
+from holdfast.train import alive, devices, leaving, main_module
 from holdfast.train.control import Order
 from holdfast.train.traces import Look, Traces
+
+logger = logging.getLogger(__name__)
 
 # torch's own seed of a new process.
 DEFAULT_SEED = 67280421310721
@@ -48,8 +51,6 @@ _GLOBALS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (sys, ("excepthook", "displayhook", "unraisablehook", "stdin", "stdout", "stderr")),
     (threading, ("excepthook",)),
     (warnings, ("showwarning", "formatwarning")),
-    (torch.backends.cudnn, ("benchmark", "deterministic", "allow_tf32", "enabled")),
-    (torch.backends.cuda.matmul, ("allow_tf32",)),
 )
 
 
@@ -89,6 +90,7 @@ class Stage:
     recursion: int = field(default_factory=sys.getrecursionlimit)
     num_threads: int = field(default_factory=torch.get_num_threads)
     precision: str = field(default_factory=torch.get_float32_matmul_precision)
+    flags: list[tuple[Any, str, Any]] = field(default_factory=lambda: list(_flags()))
     home: str = ""  # of the script
     traces: Traces | None = None  # what was there before its first line
     at_exit: list[Callable[..., Any]] = field(default_factory=list)  # exit handlers that the script registered
@@ -130,18 +132,13 @@ class Stage:
         socket.setdefaulttimeout(None)
         multiprocessing.set_start_method(None, force=True)
 
-    def _reset_switches(self) -> None:
-        torch.set_grad_enabled(True)
-        torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
-        torch.autograd.set_detect_anomaly(mode=False)
-        torch.set_float32_matmul_precision(self.precision)
-        torch.use_deterministic_algorithms(False)
-
     def _reset_torch(self, order: Order) -> None:
         threads = order.environment.get("OMP_NUM_THREADS", "")
         torch.set_num_threads(int(threads) if threads.isdigit() and int(threads) else self.num_threads)
-        self._reset_switches()
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+        self._reset_devices()
         torch.manual_seed(DEFAULT_SEED)
         random.seed()
         numpy = sys.modules.get("numpy")
@@ -150,6 +147,27 @@ class Stage:
         tracker = sys.modules.get("torch.distributed.tensor._random")
         if hasattr(tracker, "_rng_tracker"):
             tracker._rng_tracker = None  # type: ignore[union-attr]  # of a mesh that is gone
+
+    def _reset_devices(self) -> None:
+        """What a script may have chosen for all that comes: where tensors are made, in which precision, by which kernels."""
+        torch.set_default_device(None)
+        device = devices.in_use()
+        for kind in ("cpu", *([device.kind] if device is not None else [])):
+            torch.set_autocast_enabled(kind, False)
+        torch.set_autocast_cache_enabled(True)
+        torch.clear_autocast_cache()
+        torch.autograd.set_detect_anomaly(False)
+        if torch.get_float32_matmul_precision() != self.precision:
+            torch.set_float32_matmul_precision(self.precision)
+        for owner, name, value in self.flags:
+            with contextlib.suppress(RuntimeError, AttributeError):  # torch refuses a mixture of its old and new names
+                if getattr(owner, name) != value:
+                    setattr(owner, name, value)
+        if device is not None:
+            try:
+                device.reset()
+            except RuntimeError as error:
+                logger.info("%s was not reset: %s", device.kind, error)
 
     def clear(self, error: BaseException | None, *looks: Look) -> list[Left]:
         """Free what the run left behind and return what cannot be freed. The error's frames hold its tensors, so they go first."""
@@ -160,7 +178,7 @@ class Stage:
         seen: set[int] = set()
         _clear_frames(error, seen)
         self._reset_python()
-        self._reset_switches()
+        torch.set_default_device(None)
         self._drop_modules()
         while self.at_exit:
             atexit.unregister(self.at_exit.pop())
@@ -170,8 +188,12 @@ class Stage:
         vars(sys).pop("last_exc", None)  # from Python 3.12 on
         _forget_in_caches()
         gc.collect()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.empty_cache()
+        device = devices.in_use()
+        if device is not None:
+            try:
+                device.release()
+            except RuntimeError as error:  # it has no such allocator, or it failed; `is_over` asked whether it is well
+                logger.info("%s keeps the memory of the former run: %s", device.kind, error)
         return self.traces.left(*looks) if self.traces is not None else []
 
     def _drop_modules(self) -> None:
@@ -231,6 +253,25 @@ def _forget_in_caches() -> None:
         clean()
     made = getattr(sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard"), "cls_to_fsdp_cls", {})
     made.clear()
+
+
+def _flags() -> Iterator[tuple[Any, str, Any]]:
+    """Owner, name and value of torch's switches for kernels of devices; asking begins no device."""
+    backends: Any = torch.backends
+    for owner, names in (
+        (backends, ("fp32_precision",)),
+        (backends.cudnn, ("enabled", "benchmark", "benchmark_limit", "deterministic", "fp32_precision", "allow_tf32")),
+        (backends.cudnn.conv, ("fp32_precision",)),
+        (backends.cudnn.rnn, ("fp32_precision",)),
+        (backends.cuda.matmul, (
+            "fp32_precision", "allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction",
+            "allow_fp16_accumulation",
+        )),
+        (backends.mkldnn, ("enabled", "deterministic")),
+    ):  # fmt: skip
+        for name in names:
+            with contextlib.suppress(RuntimeError, AttributeError):
+                yield owner, name, getattr(owner, name)
 
 
 def _clear_frames(error: BaseException | None, seen: set[int]) -> None:

@@ -2,8 +2,11 @@
 
 torch calls global hooks before and after the step of every optimizer of the process, so a second optimizer over the
 same parameters, or one that took the place of the given one, is seen too. Steps of optimizers that write nothing of the
-state are left alone. What a CUDA graph replays, and what code writes past `torch.optim`, no hook sees: `train.checks`
-finds that afterwards.
+state are left alone.
+
+What a graph of a device replays no hook sees. That a step is recorded into one is seen (`captured`): nothing runs then, and
+nothing may be waited for, but from then on steps come by without a word. What code writes past `torch.optim` no hook sees
+either: `train.checks` finds that afterwards.
 
 An exception of ours never leaves the user's `step()`. In a forked child nothing is done: the state that the hooks guard
 is its parent's. Used by `train.fence` and `train.window`.
@@ -14,15 +17,22 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from holdfast.train import devices
+
 logger = logging.getLogger(__name__)
+
+# The file of the function that torch puts around every `step`.
+_AROUND_STEPS = Optimizer.profile_hook_step.__code__.co_filename
 
 
 class Steps:
@@ -32,10 +42,12 @@ class Steps:
         optimizers: those whose state is saved. Their parameters are what a step is judged by.
         before: called before such a step, in the thread that steps.
         after: called behind it, unless it raised.
+        recorded: called instead of both when the step is recorded into a graph, in the thread that records.
         warn: whether another optimizer over the same parameters is named in the log, once.
 
     Attributes:
         begun: steps that have begun, ever.
+        captured: a step was recorded into a graph: from then on steps may be made that nobody sees here.
     """
 
     def __init__(
@@ -44,17 +56,29 @@ class Steps:
         *,
         before: Callable[[], None] = lambda: None,
         after: Callable[[], None] = lambda: None,
+        recorded: Callable[[], None] = lambda: None,
         warn: bool = False,
     ) -> None:
-        self.begun = 0
-        self._before, self._after, self._warn = before, after, warn
+        self.begun, self.captured = 0, False
+        self._before, self._after, self._recorded, self._warn = before, after, recorded, warn
         self._given = list(optimizers)
         self._pid = os.getpid()
         self._hooks: list[Any] = []
         self._others: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self._inside: dict[int, int] = {}  # thread -> steps within steps; one that raised is never counted down
         if self._given:
             self._hooks.append(register_optimizer_step_pre_hook(_Hook(self._begin)))
             self._hooks.append(register_optimizer_step_post_hook(_Hook(self._end)))
+
+    def under_way(self) -> set[int]:
+        """Returns the identifiers of the threads that are within a step now; one that raised has ended."""
+        if not self._inside:
+            return set()
+        frames = sys._current_frames()
+        within = {thread for thread in self._inside.copy() if _steps(frames.get(thread))}
+        for thread in self._inside.keys() - within:
+            self._inside.pop(thread, None)
+        return within
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -63,12 +87,23 @@ class Steps:
         self._hooks.clear()
 
     def _begin(self, optimizer: Optimizer) -> None:
-        if self._concerns(optimizer):
-            self.begun += 1
-            self._before()
+        if not self._concerns(optimizer):
+            return
+        if devices.capturing():
+            self.captured = True
+            self._recorded()
+            return
+        thread = threading.get_ident()
+        self._inside[thread] = self._inside.get(thread, 0) + 1  # before it counts: no moment is left out
+        self.begun += 1
+        self._before()
 
     def _end(self, optimizer: Optimizer) -> None:
-        if self._concerns(optimizer):
+        if self._concerns(optimizer) and not devices.capturing():
+            thread = threading.get_ident()
+            left = self._inside.pop(thread, 1) - 1
+            if left:
+                self._inside[thread] = left
             self._after()
 
     def _concerns(self, optimizer: Optimizer) -> bool:
@@ -93,6 +128,13 @@ class Steps:
                 type(optimizer).__name__,
             )
         return shared
+
+
+def _steps(frame: FrameType | None) -> bool:
+    """Whether a stack has a frame of torch's own around a step, compiled or not."""
+    while frame is not None and frame.f_code.co_filename != _AROUND_STEPS:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _memory(optimizer: Optimizer) -> set[int]:

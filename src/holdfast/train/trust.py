@@ -49,6 +49,13 @@ class Trust:
         self._refused: set[str] = set()
         self.generation = 0
 
+    def stop(self, reason: str) -> None:
+        """Nothing is copied late any more, for `reason`; said once."""
+        if self._overlap:
+            logger.warning("everything is copied in the call from now on: %s", reason)
+            self._overlap = False
+            self.generation += 1
+
     def forget(self) -> None:
         """The structure changed: every tensor has to prove itself again; refusals stay."""
         self._proofs.clear()
@@ -92,10 +99,12 @@ def same_bits(live: torch.Tensor, copy: torch.Tensor) -> bool:
     """Whether a live tensor on any device equals its copy in host memory bit for bit (NaN equals itself)."""
     if live.device.type == "cpu" and live.is_contiguous():
         return not live.nbytes or _libc.memcmp(live.data_ptr(), copy.data_ptr(), live.nbytes) == 0
-    if live.device.type == "cpu" or not live.dim():
+    if live.device.type == "cpu" or not live.dim() or not live.numel():
         return torch.equal(_bits(live.contiguous()), _bits(copy.to(live.device)))
     # Before a step a device may have no memory left for a whole tensor: block by block.
-    rows = max(1, BLOCK_BYTES // max(1, live[:1].nbytes)) if live.numel() else 1
+    if live.is_contiguous() and copy.is_contiguous():
+        live, copy = live.view(-1), copy.view(-1)
+    rows = max(1, BLOCK_BYTES // max(1, live[:1].nbytes))
     return all(
         torch.equal(_bits(mine.contiguous()), _bits(theirs.to(live.device)))
         for mine, theirs in zip(torch.split(live, rows), torch.split(copy, rows), strict=True)

@@ -1,60 +1,115 @@
-"""What the kernel says of a worker: running or stopped, computing, starved, waking, reading. No word of the worker's own.
+"""What the kernel says of a worker: running or stopped, computing, starved, waking, moving bytes. No word of its own.
 
-Everything is of its main thread, where training runs, plus the processor time and bytes of its direct children (data
-loaders, compilers); `spent_s` is of all its threads. Read only when a worker has been silent for a while: about 50
-microseconds a look. No torch.
+Of its main thread, where training runs: state, wakes, hunger, the system call that it waits in. Of all its threads and of
+everything that descends from it (data loaders, compilers, what a shell started): processor time, bytes through files,
+pipes and TCP connections, memory. Read only when a worker has been silent for a while: a look costs some 100 microseconds
+and the family is counted again at most twice a second. No torch.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import socket
+import struct
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from holdfast.core.sight import PERSON, SLEEP
+from holdfast.train.outside import copies_of_sockets
+
 _TICKS_HZ = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+FAMILY_EVERY_S = 0.5
+# Descriptors are copied to ask for these, so seldom.
+SOCKETS_EVERY_S = 2.0
+# struct tcp_info of linux/tcp.h: tcpi_bytes_acked and tcpi_bytes_received.
+_TCP_BYTES, _TCP_BYTES_AT = struct.Struct("=QQ"), 120
+# Numbers of nanosleep, clock_nanosleep and read, per machine.
+_CALLS = {"x86_64": ((35, 230), 0), "aarch64": ((101, 115), 63)}
+_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/davinci", "/dev/accel", "/dev/vfio/")
 
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """See core.faults.Sight. `catches`: the signals that the process handles, as the kernel's mask."""
+    """See core.sight.Sight. `catches`: the signals that the process handles, as the kernel's mask."""
 
     state: str = "S"
     busy_s: float = 0.0
     spent_s: float = 0.0
+    family_s: float = 0.0
     starved_s: float = 0.0
     wakes: int = 0
-    read_bytes: int = 0
+    file_bytes: int = 0
+    socket_bytes: int | None = None
+    memory_bytes: int = 0
+    device: bool = False
+    waits_in: str = ""
     catches: int = 0
 
 
-def vitals(pid: int) -> Vitals | None:
-    """The worker's; None if it is gone."""
-    try:
-        state, *spent = _stat(pid)
-        run_ns, wait_ns, _ = _read(f"/proc/{pid}/task/{pid}/schedstat").split()
-        status = dict(
-            line.split(":\t", 1) for line in _read(f"/proc/{pid}/task/{pid}/status").splitlines() if ":\t" in line
-        )
-        children = [int(child) for child in _read(f"/proc/{pid}/task/{pid}/children").split()]
-        busy, moved = int(run_ns) / 1e9, _moved_bytes(pid)
-    except (OSError, ValueError, IndexError):
-        return None
-    for child in children:
+@dataclass(slots=True)
+class _Family:
+    """What was counted of one worker's descendants, and when."""
+
+    at_s: float = -1e9
+    members: tuple[int, ...] = ()
+    busy_s: float = 0.0
+    file_bytes: int = 0
+    memory_bytes: int = 0
+    sockets_at_s: float = -1e9
+    socket_bytes: int | None = None
+    device: bool = False
+
+
+@dataclass(slots=True)
+class Examiner:
+    """Looks at workers; remembers what is too dear for every look."""
+
+    _families: dict[int, _Family] = field(default_factory=dict)
+
+    def look(self, pid: int, now_s: float) -> Vitals | None:
+        """The worker's vitals; None if it is gone. Bytes of sockets only where the kernel lets us ask (as for our children)."""
         try:
-            _, user, system = _stat(child)
-            busy += (user + system) / _TICKS_HZ
-            moved += _moved_bytes(child)
+            state, user, system, _, _ = _stat(pid)
+            run_ns, wait_ns, _ = _read(f"/proc/{pid}/task/{pid}/schedstat").split()
+            status = dict(
+                line.split(":\t", 1) for line in _read(f"/proc/{pid}/task/{pid}/status").splitlines() if ":\t" in line
+            )
+            moved, memory = _moved_bytes(pid), _memory_bytes(pid)
         except (OSError, ValueError, IndexError):
-            continue  # it ended meanwhile
-    return Vitals(
-        state=state,
-        busy_s=busy,
-        spent_s=sum(spent) / _TICKS_HZ,
-        starved_s=int(wait_ns) / 1e9,
-        wakes=int(status.get("voluntary_ctxt_switches", "0")),
-        read_bytes=moved,
-        catches=int(status.get("SigCgt", "0"), 16),
-    )
+            self._families.pop(pid, None)
+            return None
+        family = self._families.setdefault(pid, _Family())
+        if now_s - family.at_s >= FAMILY_EVERY_S:
+            _count(pid, family, now_s)
+        if now_s - family.sockets_at_s >= SOCKETS_EVERY_S:
+            family.sockets_at_s = now_s
+            family.socket_bytes = _socket_bytes((pid, *family.members))
+            family.device = _has_device(pid)
+        return Vitals(
+            state="F" if state in "SD" and is_frozen(pid) else state,
+            busy_s=int(run_ns) / 1e9,
+            spent_s=(user + system) / _TICKS_HZ,
+            family_s=family.busy_s,
+            starved_s=int(wait_ns) / 1e9,
+            wakes=int(status.get("voluntary_ctxt_switches", "0")),
+            file_bytes=moved + family.file_bytes,
+            socket_bytes=family.socket_bytes,
+            memory_bytes=memory + family.memory_bytes,
+            device=family.device,
+            waits_in=_waits_in(pid),
+            catches=int(status.get("SigCgt", "0"), 16),
+        )
+
+    def forget(self, pid: int) -> None:
+        """The worker is not watched any more."""
+        self._families.pop(pid, None)
+
+
+def vitals(pid: int) -> Vitals | None:
+    """One look by itself; None if the process is gone."""
+    return Examiner().look(pid, time.monotonic())
 
 
 def state(pid: int) -> str:
@@ -75,20 +130,138 @@ def oom_kills() -> int:
         return 0
 
 
-def _stat(pid: int) -> tuple[str, int, int]:
-    """State, user and system ticks of the whole process."""
+def is_frozen(pid: int, root: str = "/sys/fs/cgroup") -> bool:
+    """Whether its control group, or one above it, is frozen: a container that was paused, a job that was suspended."""
+    try:
+        lines = [line.split(":", 2) for line in _read(f"/proc/{pid}/cgroup").splitlines()]
+    except OSError:
+        return False
+    for _, controllers, path in lines:
+        try:
+            if not controllers:  # version 2
+                frozen = "frozen 1" in _read(f"{root}{path}/cgroup.events")
+            else:
+                freezes = "freezer" in controllers.split(",") and path != "/"
+                frozen = freezes and not _read(f"{root}/freezer{path}/freezer.state").startswith("THAWED")
+        except OSError:
+            continue  # the root has no such file
+        if frozen:
+            return True
+    return False
+
+
+def _count(pid: int, family: _Family, now_s: float) -> None:
+    """Adds up what descends from the worker, by parent or by session: what a shell left behind has another parent."""
+    family.at_s = now_s
+    parents: dict[int, tuple[int, int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                text = _read(f"/proc/{entry}/stat")
+                fields = text[text.rindex(")") + 2 :].split()
+                parents[int(entry)] = (int(fields[1]), int(fields[3]))
+            except (OSError, ValueError, IndexError):
+                continue  # it ended meanwhile
+    members = {child for child, (_, session) in parents.items() if session == pid and child != pid}
+    grows = True
+    while grows:
+        more = {child for child, (parent, _) in parents.items() if parent == pid or parent in members} - members - {pid}
+        grows = bool(more)
+        members |= more
+    busy, moved, memory = 0.0, 0, 0
+    for member in members:
+        try:
+            _, user, system, waited, _ = _stat(member)
+            busy += (user + system + waited) / _TICKS_HZ
+            moved += _moved_bytes(member)
+            memory += _memory_bytes(member)
+        except (OSError, ValueError, IndexError):
+            continue
+    try:
+        busy += _stat(pid)[3] / _TICKS_HZ  # of children that ended
+    except (OSError, ValueError, IndexError):
+        pass  # it ended; the next look says so
+    family.members = tuple(sorted(members))
+    family.busy_s, family.file_bytes, family.memory_bytes = busy, moved, memory
+
+
+def _socket_bytes(pids: tuple[int, ...]) -> int | None:
+    """Bytes that went through their open TCP connections; None if the kernel forbids to ask."""
+    total, asked = 0, False
+    for pid in pids:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            continue  # it ended
+        try:
+            for copy in copies_of_sockets(pid, pidfd):
+                asked = True
+                with socket.socket(fileno=copy) as link:
+                    total += _tcp_bytes(link)
+        except OSError:
+            return None
+        finally:
+            os.close(pidfd)
+    return total if asked else 0
+
+
+def _tcp_bytes(link: socket.socket) -> int:
+    try:
+        told = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        return sum(_TCP_BYTES.unpack_from(told, _TCP_BYTES_AT))
+    except (OSError, struct.error):
+        return 0  # of another kind, or closed
+
+
+def _has_device(pid: int) -> bool:
+    try:
+        return any(_leads_to_device(f"/proc/{pid}/fd/{entry}") for entry in os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return False
+
+
+def _leads_to_device(link: str) -> bool:
+    try:
+        return os.readlink(link).startswith(_DEVICES)
+    except OSError:
+        return False  # closed meanwhile
+
+
+def _waits_in(pid: int) -> str:
+    """What the system call of its main thread shows of its own will: a sleep ends by itself, a terminal is a person's."""
+    sleeps, reads = _CALLS.get(os.uname().machine, ((), -1))
+    try:
+        number, first, *_ = _read(f"/proc/{pid}/task/{pid}/syscall").split()
+        if int(number) in sleeps:
+            return SLEEP
+        if int(number) == reads and os.readlink(f"/proc/{pid}/fd/{int(first, 16)}").startswith(
+            ("/dev/pts/", "/dev/tty")
+        ):
+            return PERSON
+    except (OSError, ValueError):
+        pass  # it runs, or the kernel does not tell
+    return ""
+
+
+def _stat(pid: int) -> tuple[str, int, int, int, int]:
+    """State; user and system ticks of the whole process, those of children that ended; pages read from disks."""
     text = _read(f"/proc/{pid}/stat")
     fields = text[text.rindex(")") + 2 :].split()
-    return fields[0], int(fields[11]), int(fields[12])
+    return fields[0], int(fields[11]), int(fields[12]), int(fields[13]) + int(fields[14]), int(fields[9])
 
 
 def _moved_bytes(pid: int) -> int:
-    """Read and written, through files and pipes; sockets are not counted by the kernel."""
+    """Read and written, through files and pipes, and as pages; what `recv` and `send` move is not counted here."""
+    pages = _stat(pid)[4] * _PAGE_BYTES
     try:
         lines = _read(f"/proc/{pid}/io").splitlines()
     except OSError:
-        return 0
-    return sum(int(line.split(": ")[1]) for line in lines if line.startswith(("rchar", "wchar", "read_bytes")))
+        return pages
+    return pages + sum(int(line.split(": ")[1]) for line in lines if line.startswith(("rchar", "wchar", "read_bytes")))
+
+
+def _memory_bytes(pid: int) -> int:
+    return int(_read(f"/proc/{pid}/statm").split()[1]) * _PAGE_BYTES
 
 
 def _read(path: str) -> str:

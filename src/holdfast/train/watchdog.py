@@ -1,9 +1,9 @@
 """Looks at the workers of one node ten to twenty times a second and says which are to be replaced. In the launcher.
 
 Reads each worker's page (train.page) and, when it is silent, what the kernel says of it (train.vitals); the verdict is
-core.faults'. A worker that made no progress for half its limit gets the signal on which its fault handler appends all
-stacks to its page: they tell whether it waits in a collective, compiles or loads, and go to a file for people. No thread
-of the worker is needed for any of this, and none of ours is started: `poll` is called by whoever supervises.
+core.faults', with the patience of a core.watch_mode. A worker that made no progress for half its limit gets the signal on
+which its fault handler appends all stacks to its page: what they show is read by train.stacks, and they go to a file for
+people. No thread of the worker is needed for any of this, and none of ours is started: `poll` is called by whoever supervises.
 
 Must never: kill (the caller does), block, send a signal that the worker does not handle, or raise.
 """
@@ -16,21 +16,25 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from holdfast.base.config import Config
-from holdfast.core.faults import Beat, Exit, Kind, Phase, Sight, Verdict, Watch, cause
+from holdfast.core.faults import Exit, Kind, Verdict, Watch, cause
+from holdfast.core.sight import Phase, Sight
+from holdfast.core.watch_mode import CAREFUL, MODES, Mode
 from holdfast.train import page
 from holdfast.train.journal import Journal
-from holdfast.train.vitals import oom_kills, vitals
+from holdfast.train.stacks import UNKNOWN, Stack, read_stack
+from holdfast.train.vitals import Examiner, oom_kills, vitals
 
 logger = logging.getLogger(__name__)
 
 # Below this a worker is not looked at more closely than its page.
 CLOSER_AFTER_S = 0.4
 MAX_STACKS = 64
+MAX_PLACES = 8
 
 
 @dataclass(slots=True)
@@ -41,15 +45,14 @@ class _Worker:
     changes: int = -1
     since_s: float = 0.0
     asked: bool = False
-    stands: Phase | None = None
-    sight: Sight = field(default_factory=lambda: Sight(-1, Beat()))
+    stack: Stack = UNKNOWN
+    places: tuple[str, ...] = ()
 
 
 def make_watch(settings: Config, options: argparse.Namespace) -> Watchdog | None:
     """The watchdog of this launcher; None if it is switched off."""
-    if getattr(options, "watchdog", "on") == "off":
-        return None
-    return Watchdog(directory_of(settings))
+    mode = MODES.get(getattr(options, "watchdog", CAREFUL.name))
+    return None if mode is None else Watchdog(directory_of(settings), mode)
 
 
 def directory_of(settings: Config) -> Path:
@@ -62,12 +65,14 @@ class Watchdog:
 
     Args:
         directory: for stack dumps and the journal; created when needed.
+        mode: how patient it is.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, mode: Mode = CAREFUL) -> None:
         self.directory = directory
-        self.journal = Journal(directory)
-        self._watch = Watch()
+        self.journal = Journal(directory, mode.name)
+        self._watch = Watch(mode)
+        self._examiner = Examiner()
         self._workers: dict[int, _Worker] = {}
         self._num_stacks = 0
         self._oom_kills = oom_kills()
@@ -91,7 +96,13 @@ class Watchdog:
         self._watch.gone(rank)
         worker = self._workers.pop(rank, None)
         if worker is not None:
+            self._examiner.forget(worker.pid)
             os.close(worker.pidfd)
+
+    def stands(self, rank: int) -> Phase | None:
+        """Where the last stack dump of its silence shows the rank; None if there is none."""
+        worker = self._workers.get(rank)
+        return worker.stack.stands if worker is not None else None
 
     def close(self, code: int | None = None) -> None:
         """No more workers; the launcher's exit code goes into the journal."""
@@ -118,26 +129,36 @@ class Watchdog:
         *,
         world_size: int | None = None,
         stuck_elsewhere: Sequence[int] = (),
+        may_replace: bool = True,
     ) -> list[Verdict]:
-        """What is to be done now; every order is given once.
+        """What is to be done now; every order is given once, and its rank is not looked at any more until it starts again.
 
         Args:
             now: monotonic.
             silent_nodes: other nodes of which nothing is heard: (for how many seconds, their ranks).
             world_size: ranks of the job, if known.
             stuck_elsewhere: ranks of nodes whose watchdogs are `stuck`.
+            may_replace: False: one more failure would end the job.
         """
         sights = [self._look(rank, worker, now) for rank, worker in self._workers.items()]
         orders = []
-        looked = self._watch.look(now, sights, silent_nodes, world_size=world_size, stuck_elsewhere=stuck_elsewhere)
+        looked = self._watch.look(
+            now, sights, silent_nodes,
+            world_size=world_size, stuck_elsewhere=stuck_elsewhere, may_replace=may_replace,
+        )  # fmt: skip
         for verdict in looked:
             if verdict.kind is Kind.LOOK:
                 self._ask(verdict.rank)
             elif verdict.kind is Kind.WAIT:
                 logger.info("%s", verdict.reason)
+            elif verdict.kind is Kind.REPORT:
+                logger.warning("watchdog: %s (%s)", verdict.reason, "; ".join(verdict.evidence))
+                self.journal.report(verdict.ranks, verdict.reason)
             else:
                 logger.warning("%s (%s)", verdict.reason, "; ".join(verdict.evidence))
                 orders.append(verdict)
+        for rank in (rank for order in orders if order.kind is not Kind.RESTART_ALL for rank in order.ranks):
+            self.gone(rank)
         self.journal.progress(now, self._workers_read())
         return orders
 
@@ -156,12 +177,12 @@ class Watchdog:
         reading = page.read(worker.page_fd) if worker.page_fd >= 0 else page.Reading(bytes(page.PAGE_BYTES))
         if reading.beat.changes != worker.changes:
             worker.changes, worker.since_s = reading.beat.changes, now
-            worker.asked, worker.stands = False, None
+            worker.asked, worker.stack, worker.places = False, UNKNOWN, ()
         if now - worker.since_s < CLOSER_AFTER_S:
             return Sight(rank, reading.beat)
         if worker.asked:
             self._collect(rank, worker)
-        seen = vitals(worker.pid)
+        seen = self._examiner.look(worker.pid, now)
         if seen is None:
             return Sight(rank, reading.beat, state="Z")
         return Sight(
@@ -170,10 +191,16 @@ class Watchdog:
             state=seen.state,
             busy_s=seen.busy_s,
             spent_s=seen.spent_s,
+            family_s=seen.family_s,
             starved_s=seen.starved_s,
             wakes=seen.wakes,
-            read_bytes=seen.read_bytes,
-            stands=worker.stands,
+            file_bytes=seen.file_bytes,
+            socket_bytes=seen.socket_bytes,
+            memory_bytes=seen.memory_bytes,
+            device=seen.device,
+            stands=worker.stack.stands,
+            waits_in=worker.stack.waits_in or seen.waits_in,
+            places=worker.places,
         )
 
     def _ask(self, rank: int) -> None:
@@ -195,7 +222,8 @@ class Watchdog:
         text = page.take_dump(worker.page_fd)
         if not text:
             return
-        worker.stands = where_it_stands(text)
+        worker.stack = read_stack(text)
+        worker.places = (*worker.places, worker.stack.place)[-MAX_PLACES:]
         if self._num_stacks >= MAX_STACKS:
             return
         self._num_stacks += 1
@@ -208,28 +236,3 @@ class Watchdog:
             logger.warning("the stacks of rank %d could not be written: %s", rank, error)
         else:
             logger.info("the stacks of rank %d, which makes no progress, are in %s", rank, path)
-
-
-def where_it_stands(dump: str) -> Phase | None:
-    """The phase that the main thread's stack shows, innermost first; None if nothing is known of its kind.
-
-    In a dump of the fault handler the main thread comes last.
-    """
-    blocks = [block for block in dump.split("\n\n") if "File " in block]
-    if not blocks:
-        return None
-    frames = [line.strip() for line in blocks[-1].splitlines() if line.strip().startswith("File ")]
-    inner, whole = " ".join(frames[:3]), " ".join(frames)
-    if any(place in whole for place in ("torch/_dynamo/", "torch/_inductor/", "/triton/")):
-        return Phase.COMPILE
-    waits_in_c = "torch/autograd/graph.py" in frames[0] and "_engine_run_backward" in frames[0]
-    functional = "torch/_ops.py" in frames[0] and "torch/distributed" in inner
-    if waits_in_c or functional or "torch/distributed/" in frames[0] or "train/beats.py" in frames[0]:
-        return Phase.COLLECTIVE
-    if "torch/utils/data/" in whole:
-        return Phase.DATA
-    if "torch/serialization.py" in whole or "torch/distributed/checkpoint/" in whole:
-        return Phase.LOADING if "load" in whole else Phase.SAVING
-    if "<frozen importlib._bootstrap>" in whole:
-        return Phase.START
-    return None

@@ -140,6 +140,11 @@ class DcpJob:
         if not self.closed:
             self._leave(finished=True)
 
+    def void(self) -> None:
+        """The job broke off: what a device has not copied by now is given up. From any thread; does not wait."""
+        if hasattr(self, "saver"):
+            self.saver.void()
+
     def abandon(self) -> None:
         """Leaves without a word about the future, so that another process can be this rank."""
         if not self.closed:
@@ -149,10 +154,12 @@ class DcpJob:
 
     def _leave(self, *, finished: bool) -> None:
         self.closed = True
+        quiet = True
         if hasattr(self, "saver"):
             self.saver.settle()
-            self.saver.close()
-        self.link.close(finished=finished)
+            quiet = self.saver.close()
+        if quiet:  # else the keeper must not give our slots away before this process has ended
+            self.link.close(finished=finished)
         self.storage.leave()
 
 

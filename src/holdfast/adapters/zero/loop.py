@@ -1,22 +1,33 @@
 """The kept loop at run time: looks at what is there when it begins, restores, saves after every step, ends in good order.
 
 Put into the script under the name `script.HOOK`. What it may never do: change how a script runs that it does not keep.
+
+A version says where it is by value: the range, and the number that the loop had. It carries every plain value that is not
+as it was when the loop began (`changes.py`); whatever else changed makes the loop one that is not kept. A version that does
+not fit the loop that asks for it is refused before anything of it is loaded: the script then runs as it was written. When
+all steps are made the loop yields nothing, and what lies behind it runs with everything restored.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from holdfast.adapters.door import Checkpointer
+from holdfast.adapters.zero.changes import Changed, Changes
 from holdfast.adapters.zero.objects import Kept, sort_out
+from holdfast.adapters.zero.reach import MAX_ELEMENTS, Look, Reach, is_plain
 from holdfast.adapters.zero.script import Loop
-from holdfast.base.errors import UsageError
+from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
 from holdfast.train import agree, alive
+from holdfast.train.layout_of import local_of
 
 logger = logging.getLogger(__name__)
 
@@ -28,84 +39,176 @@ UNKEPT = (
 
 
 class KeptLoop:
-    """What the loop of one script iterates over.
+    """The thing that the loop of one script iterates over.
 
     Args:
         loop: what the text of the script told.
         root: directory or URL of the checkpoints.
 
     Attributes:
-        back: whether the coming step is the first one after a restore, and has values to take.
+        back: whether values of a version are there to be taken: by the first step after a restore, or by what lies behind.
     """
 
     def __init__(self, loop: Loop, root: str) -> None:
         self._loop = loop
         self._root = root
         self._begun = False
-        self._values: tuple[Any, ...] = ()
+        self._values: dict[str, Any] = {}
         self.back = False
 
     def take(self) -> tuple[Any, ...]:
-        """The carried values of the version, once."""
+        """Returns the carried values of the version, once."""
         self.back = False
-        return self._values
+        return tuple(self._values[name] for name in self._loop.carried)
+
+    def rest(self) -> tuple[Any, ...]:
+        """Returns what the code behind the loop reads, when no step was left to make."""
+        self.back = False
+        return tuple(self._values[name] for name in (*self._loop.carried, *self._loop.after))
 
     def __call__(self, steps: range) -> Iterator[int]:
-        """The numbers that are left of `steps`."""
-        frame = sys._getframe(1)
-        names = lambda: {**frame.f_globals, **frame.f_locals}  # noqa: E731 - f_locals is made anew at every look
-        checkpointer = None if self._begun else self._begin(names)
+        """Returns the numbers that are left of `steps`."""
+        kept = None if self._begun else self._begin(steps, Names.of(sys._getframe(1)))
         self._begun = True
-        return iter(steps) if checkpointer is None else self._kept(steps, checkpointer)
+        return iter(steps) if kept is None else self._kept(steps, *kept)
 
-    def _begin(self, names: Callable[[], Mapping[str, Any]]) -> Checkpointer | None:
-        """A Checkpointer of what is there; None, and a reason told, if anything is unsure on any rank."""
+    def _begin(self, steps: range, names: Names) -> tuple[Checkpointer, _Carried] | None:
+        """Returns a Checkpointer of what is there; None, and a reason told, if anything is unsure on any rank."""
         try:
             group = agree.ranks()
         except UsageError as error:
             say(str(error.what))
             return None
-        found = sort_out(self._loop.used, self._loop.carried, names())
+        found = sort_out(self._loop.used, self._loop.carried, names.all())
         if any(isinstance(thing, Checkpointer) for thing in alive.opened()):
             found = "the script has a Checkpointer of its own"
+        changes = None
+        if isinstance(found, Kept):
+            try:
+                changes = _changes(self._loop, names, found)
+            except Exception as error:  # noqa: BLE001 - objects of other people are asked, and the script must run
+                found = f"what it holds cannot be looked at: {type(error).__name__}: {error}"
+        if changes is not None and changes.before.unsure:
+            (path, kind), *_ = changes.before.unsure
+            found = f"nobody can be sure what {path!r}, a {kind}, keeps from one step to the next"
         told = agree.gather_json(group, found if isinstance(found, str) else "")
         reasons = [f"rank {rank}: {reason}" if len(told) > 1 else reason for rank, reason in enumerate(told) if reason]
-        if isinstance(found, str) or reasons:
+        if isinstance(found, str) or changes is None or reasons:
             if group.rank == 0:
                 say(f"this script is not kept, {reasons[0]}; {UNKEPT}")
             return None
-        carried = _Carried(self._loop.carried, found, names)
+        carried = _Carried(self._loop, steps, names, changes, group)
+        carried.stepped = _stepped(found)
         checkpointer = Checkpointer(self._root, main_values=carried, **found.objects)
-        carried.owner = self
         if group.rank == 0:
             say(f"this script is kept in {self._root}: {', '.join(sorted(found.objects))}")
-        return checkpointer
+        return checkpointer, carried
 
-    def got(self, values: tuple[Any, ...]) -> None:
-        """A version was restored that carries these."""
-        self._values, self.back = values, bool(values)
-
-    def _kept(self, steps: range, checkpointer: Checkpointer) -> Iterator[int]:
-        start = checkpointer.restore()
-        if start >= len(steps) > 0:
-            say(f"all {len(steps)} steps are made")
-            checkpointer.close()
-            raise SystemExit(0)
+    def _kept(self, steps: range, checkpointer: Checkpointer, carried: _Carried) -> Iterator[int]:
+        if not self._restored(checkpointer, carried):
+            yield from steps
+            return
+        first = 0 if carried.value is None else steps.index(carried.value) + 1
+        if carried.restored is not None and first:
+            names = self._loop.carried if first < len(steps) else (*self._loop.carried, *self._loop.after)
+            self._values, self.back = carried.restored, bool(names)
+        if first == len(steps) > 0:
+            say(f"all {len(steps)} steps are made; what lies behind the loop runs")
+            checkpointer.save(first - 1, "durable")  # it may lie in memory alone
+            _close(checkpointer)
+            return
         count = _Count()
         ended = False
         try:
-            for number in range(start, len(steps)):
+            for number in range(first, len(steps)):
                 before = count.steps
                 yield steps[number]
-                if count.steps > before:  # between two steps of the optimizer gradients are on their way: no version
-                    checkpointer.step(number)
+                if count.steps == before or not carried.note(number):
+                    continue  # gradients are on their way, or what lies behind the loop could not be run again
+                if carried.unsure and carried.alone:
+                    _close(checkpointer)  # what was saved before that is right
+                    yield from steps[number + 1 :]
+                    return
+                checkpointer.step(number)
             ended = True
         finally:
             count.close()
             if ended:
-                checkpointer.close()
+                _close(checkpointer)
             else:  # left by break or by an error: what was saved counts
                 checkpointer.__exit__(UsageError, None, None)
+
+    def _restored(self, checkpointer: Checkpointer, carried: _Carried) -> bool:
+        """Tell whether what was saved is here, if there is anything; False, and the reason told, if it is not of this loop."""
+        group = agree.ranks()
+        try:
+            checkpointer.restore()
+        except MismatchError:
+            told = [reason for reason in agree.gather_json(group, carried.refused) if reason]
+            if not told:
+                raise
+            checkpointer.abandon()
+            if group.rank == 0:
+                say(
+                    f"this script is not kept, {told[0]}; it runs as it is written, and nothing of it is saved. To begin "
+                    f"anew with it, give another --checkpoint-dir, or remove {self._root}"
+                )
+            return False
+        return True
+
+
+def _close(checkpointer: Checkpointer) -> None:
+    """The last step is durable, or it is said that it is not: what lies behind the loop runs in either case."""
+    try:
+        checkpointer.close()
+    except LevelNotReached as error:
+        say(f"the last step is not durable: {error}")
+
+
+def _changes(loop: Loop, names: Names, kept: Kept) -> Changes:
+    reach = Reach(names.home, sets=loop.sets, used=loop.used, kept=kept.things)
+
+    def look() -> Look:
+        return reach.look(names.main, names.frames())
+
+    return Changes(look, dict(loop.lines))
+
+
+def _stepped(kept: Kept) -> list[torch.Tensor]:
+    return [p for group in kept.objects["optimizer"].param_groups for p in group["params"]]
+
+
+class Names:
+    """The names of the running script, read anew at every look.
+
+    Args:
+        main: those of the script itself.
+        frames: the functions of the script that run, the one with the loop first.
+    """
+
+    def __init__(self, main: dict[str, Any], frames: Sequence[FrameType] = ()) -> None:
+        self.main = main
+        self.home = os.path.dirname(os.path.abspath(str(main.get("__file__", ""))))
+        self._frames = frames
+
+    @classmethod
+    def of(cls, frame: FrameType) -> Names:
+        """Returns the names where the loop runs."""
+        main: dict[str, Any] = frame.f_globals
+        frames: list[FrameType] = []
+        around: FrameType | None = frame
+        while around is not None and around.f_globals is main and around.f_code.co_name != "<module>":
+            frames.append(around)
+            around = around.f_back
+        return cls(main, frames)
+
+    def frames(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """Returns the functions of the script that run, the one with the loop first, with their names."""
+        return [(f"{frame.f_code.co_name}()", frame.f_locals) for frame in self._frames]
+
+    def all(self) -> dict[str, Any]:
+        """Returns what names mean where the loop is."""
+        return {**self.main, **(self._frames[0].f_locals if self._frames else {})}
 
 
 class _Count:
@@ -124,32 +227,138 @@ class _Count:
 
 
 class _Carried:
-    """Carried values and containers, as an object with a state."""
+    """The position and all that is carried, as an object with a state.
 
-    def __init__(self, carried: tuple[str, ...], kept: Kept, names: Callable[[], Mapping[str, Any]]) -> None:
-        self._carried = carried
-        self._containers = kept.containers
-        self._names = names
-        self.owner: KeptLoop | None = None
+    Attributes:
+        value: the number that the loop had in the version that was restored; None if there was none.
+        restored: what names of the script meant then; None if nothing was restored.
+        refused: why a version was not taken.
+        unsure: why no version of this run can be right any more.
+        alone: whether this rank is the job.
+        stepped: the parameters that the optimizer steps.
+    """
+
+    def __init__(self, loop: Loop, steps: range, names: Names, changes: Changes, group: agree.Ranks) -> None:
+        self._loop, self._steps, self._names, self._changes = loop, steps, names, changes
+        self._rank = group.rank
+        self.alone = group.world_size == 1
+        self.stepped: list[torch.Tensor] = []
+        self.value: int | None = None
+        self.restored: dict[str, Any] | None = None
+        self.refused = self.unsure = ""
+        self._began = changes.began(loop.used, loop.bounds) if loop.reads_files else {}
+        self._noted: dict[str, Any] = self._state(None, {}, {}, Changed([], []))
+
+    def note(self, number: int) -> bool:
+        """Takes everything as it is now, behind step `number` of the range; False: this step must be in no version."""
+        names = self._names.all()
+        after: dict[str, Any] = {}
+        if number == len(self._steps) - 1:
+            for name in self._loop.after:
+                packed = _packed(names.get(name, self), number=name in self._loop.numbers)
+                if packed is None:
+                    say(f"the last step is made again after a failure behind the loop, which reads {name!r}")
+                    return False
+                after[name] = packed
+        changed = self._changes.now()
+        carried = {name: names[name] for name in self._loop.carried if name in names and is_plain(names[name])}
+        self._doubt(changed.reason or self._why_unsure(carried, names))
+        self._noted = self._state(self._steps[number], carried, after, changed)
+        return True
 
     def state_dict(self) -> dict[str, Any]:
-        """As they are now."""
-        now = self._names()
-        return {"carried": {name: now[name] for name in self._carried}, "containers": dict(self._containers)}
+        """Returns what was noted last."""
+        return self._noted
+
+    def holdfast_accepts(self, state: Any) -> None:
+        """Looks at a version before anything of it is loaded.
+
+        Raises:
+            MismatchError: it is not of this loop, or cannot be right.
+        """
+        self.refused = self._why_not(state) if isinstance(state, dict) else ""
+        if self.refused:
+            raise MismatchError(self.refused, where=self._loop_name())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Containers in place; carried values when the first step begins."""
-        for name, value in state["containers"].items():
-            live = self._containers.get(name)
-            if isinstance(live, list):
-                live[:] = value
-            elif live is not None:
-                live.clear()
-                live.update(value)
-        if self.owner is not None:
-            self.owner.got(tuple(state["carried"][name] for name in self._carried))
+        """Plain values in place; names of the script when the first step begins."""
+        self._noted = state
+        self.value = state["value"]
+        self._changes.put(state["rows"], state["gone"])
+        self.restored = {**state["carried"], **{name: _unpacked(value) for name, value in state["after"].items()}}
+
+    def _state(self, value: int | None, carried: Any, after: Any, changed: Changed) -> dict[str, Any]:
+        steps = self._steps
+        return {
+            "range": [steps.start, steps.stop, steps.step], "value": value, "carried": carried, "after": after,
+            "rows": changed.rows, "gone": changed.gone, "unsure": self.unsure, "began": self._began,
+        }  # fmt: skip
+
+    def _doubt(self, reason: str) -> None:
+        if reason and not self.unsure:
+            self.unsure = reason
+            who = "" if self.alone else f"rank {self._rank}: "
+            say(f"{who}this script is not kept any more, {reason}; {UNKEPT}")
+
+    def _why_unsure(self, carried: Mapping[str, Any], names: Mapping[str, Any]) -> str:
+        for name in self._loop.carried:
+            if name not in carried:
+                what = f"a {type(names[name]).__qualname__}" if name in names else "without a value"
+                return f"{name!r}, {what}, is carried from one step to the next"
+        if not self._loop.clears:
+            for parameter in self.stepped:
+                if parameter.grad is not None and bool(local_of(parameter.grad).count_nonzero()):
+                    return "gradients live from one step to the next"
+        return ""
+
+    def _why_not(self, state: Mapping[str, Any]) -> str:
+        """Returns why a version does not fit this loop; empty if it does."""
+        steps, loop = self._steps, self._loop
+        if not {"range", "value", "rows", "unsure", "began"} <= state.keys():
+            return "what was saved is of another release of holdfast"
+        if state["unsure"]:
+            return f"the run that saved was not sure of it: {state['unsure']}"
+        start, _, stride = state["range"]
+        if (start, stride) != (steps.start, steps.step):
+            return (
+                f"its loop counts from {steps.start} by {steps.step}, and the one that was saved counted from {start} by "
+                f"{stride}: it may have gone on from a file of its own"
+            )
+        if state["value"] is not None and state["value"] not in steps:
+            return f"step {state['value']} was saved, and is not one of {steps}"
+        if state["value"] is not None and state["carried"].keys() != set(loop.carried):
+            return "other names live from step to step than in the script that saved"
+        if state["value"] is not None and state["value"] == steps[-1] and not state["after"].keys() >= set(loop.after):
+            missing = sorted(set(loop.after) - state["after"].keys())
+            return f"all steps are made, and {missing[0]!r}, which is read behind the loop, was not saved"
+        for path, token in state["began"].items() if self._loop.reads_files else ():
+            if self._began.get(path, token) != token:
+                return (
+                    f"{path!r} was {token} when the loop began that was saved, and is {self._began[path]}: the script may "
+                    f"have gone on from a file of its own"
+                )
+        return self._changes.misses(state["rows"])
+
+    def _loop_name(self) -> str:
+        return f"the loop over {self._steps}"
+
+
+def _packed(value: Any, *, number: bool) -> Any:
+    """Returns a value as it can be stored; None if it cannot."""
+    if is_plain(value):
+        return {"plain": value}
+    if isinstance(value, torch.Tensor) and number and value.numel() <= MAX_ELEMENTS and not value.is_quantized:
+        where = str(value.device)
+        return {"tensor": value.detach().tolist(), "dtype": str(value.dtype).removeprefix("torch."), "device": where}
+    return None
+
+
+def _unpacked(packed: Mapping[str, Any]) -> Any:
+    if "plain" in packed:
+        return packed["plain"]
+    return torch.tensor(packed["tensor"], dtype=getattr(torch, packed["dtype"]), device=packed["device"])
 
 
 def say(what: str) -> None:
-    """One line for the person who started the job."""
+    """Writes one line for the person who started the job."""
     sys.stderr.write(f"holdfast: {what}\n")

@@ -1,56 +1,54 @@
-"""What a loop uses, sorted into what is kept, what never changes, and what nobody can be sure of.
+"""Everything that a loop uses, sorted into what is kept, what never changes, and what nobody can be sure of.
 
-Kept: one optimizer, the modules that hold its parameters, schedulers, scaler, generators, tensors, and everything else
-that has `state_dict` and `load_state_dict`; numbers, text, lists and dicts of these as values. Never changing: modules of
-Python, functions, classes, settings, datasets and samplers without a position of their own. Everything else (an iterator, an
-object of an unknown class) may carry state that nobody can restore: then nothing is restored.
+Kept: one optimizer, the modules that hold its parameters, schedulers, scaler, tensors, and everything else that has
+`state_dict` and `load_state_dict`. Taken as it is found: plain values, generators of random numbers, functions, classes,
+settings, datasets and samplers without a position of their own; that these are as they were, or are carried, is proven at
+every step (`reach.py`, `changes.py`). Everything else (an iterator, an object of an unknown class) may carry state that
+nobody can restore: then nothing is restored.
 """
 
 from __future__ import annotations
 
-import argparse
 import inspect
-import logging
-import pathlib
-import types
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset
 
-from holdfast.base.errors import HoldfastError
-from holdfast.tiers import values as value_codec
+from holdfast.adapters.zero.reach import STANDING, is_plain, random_state
 from holdfast.train.objects import Stateful
 
-_CONSTANT = (
-    types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, type(None), bool, int, float,
-    complex, str, bytes, range, torch.dtype, torch.device, torch.Size, pathlib.PurePath, logging.Logger, argparse.Namespace,
-    DeviceMesh, dist.ProcessGroup, Sampler, DataLoader,
-)  # fmt: skip
-_CONTAINERS = (list, dict, set)
+_CONSTANT = (type(None), bool, int, float, complex, str, bytes, *STANDING)
+_CONTAINERS = (list, dict, set, deque)
 
 
 @dataclass(slots=True)
 class Kept:
-    """What is restored and saved.
+    """The objects that are restored and saved.
 
     Attributes:
         objects: arguments of a Checkpointer, by name.
-        containers: lists, dicts and sets that are restored in place.
     """
 
     objects: dict[str, Any] = field(default_factory=dict)
-    containers: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def things(self) -> list[Any]:
+        """Lists them one by one."""
+        found: list[Any] = []
+        for value in self.objects.values():
+            parts = value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else [value]
+            found += parts
+        return found
 
 
 def sort_out(used: Iterable[str], carried: Iterable[str], scope: Mapping[str, Any]) -> Kept | str:
-    """What to keep, or what is in the way.
+    """Returns what to keep, or what is in the way.
 
     Args:
         used: names that the loop reads.
@@ -68,7 +66,7 @@ def sort_out(used: Iterable[str], carried: Iterable[str], scope: Mapping[str, An
         elif isinstance(value, Optimizer):
             optimizers[name] = value
         elif isinstance(value, _CONTAINERS):
-            reason = _take_container(name, value, kept)
+            reason = _why_no_container(name, value)
             if reason:
                 return reason
         elif isinstance(value, torch.Tensor):
@@ -77,17 +75,17 @@ def sort_out(used: Iterable[str], carried: Iterable[str], scope: Mapping[str, An
             kept.objects[f"main_{name}"] = {"tensor": value}
         elif isinstance(value, Stateful) and not isinstance(value, type):
             kept.objects[f"main_{name}"] = value
-        elif not _never_changes(value):
+        elif not _never_changes(value) and not is_plain(value):
             return f"nobody can be sure what {name!r}, a {_kind(value)}, keeps from one step to the next"
     return _with_model(kept, modules, optimizers, scope)
 
 
 def _carried_badly(carried: Iterable[str], scope: Mapping[str, Any]) -> str:
-    """Why a carried name cannot be restored; empty if all can."""
+    """Returns why a carried name cannot be restored; empty if all can."""
     for name in carried:
         if name not in scope:
             return f"{name!r} is carried from one step to the next and has no value before the loop"
-        if not _is_plain(scope[name]):
+        if not is_plain(scope[name]):
             return f"{name!r}, a {_kind(scope[name])}, is carried from one step to the next"
     return ""
 
@@ -120,17 +118,19 @@ def _with_model(
     return kept
 
 
-def _take_container(name: str, value: Any, kept: Kept) -> str:
-    """Notes a container of plain values; why not, if it is not one."""
-    if _is_plain(value):
-        kept.containers[name] = value
+def _why_no_container(name: str, value: Any) -> str:
+    """Returns why nobody can be sure of a container; empty if it is one of plain values, or of what never changes."""
+    if is_plain(value):
         return ""
     parts = value.values() if isinstance(value, dict) else value
-    if all(_never_changes(part) and not isinstance(part, nn.Module) for part in parts) or all(
-        isinstance(part, torch.Tensor) and not part.requires_grad for part in parts
-    ):
-        return ""  # tensors in a list are data: what trains is in a module
-    return f"{name!r} is a {_kind(value)} of things that nobody can be sure of"
+    for part in parts:
+        if isinstance(part, torch.Tensor):  # data: what trains is in a module
+            sure = not part.requires_grad
+        else:
+            sure = (_never_changes(part) and not isinstance(part, nn.Module)) or is_plain(part)
+        if not sure:
+            return f"{name!r} is a {_kind(value)} of things that nobody can be sure of"
+    return ""
 
 
 def _never_changes(value: Any) -> bool:
@@ -140,15 +140,7 @@ def _never_changes(value: Any) -> bool:
         return False
     if isinstance(value, Dataset):
         return hasattr(value, "__getitem__")
-    return isinstance(value, _CONSTANT) or (callable(value) and isinstance(value, nn.modules.loss._Loss))
-
-
-def _is_plain(value: Any) -> bool:
-    try:
-        value_codec.encode(value)
-    except HoldfastError:
-        return False
-    return True
+    return isinstance(value, _CONSTANT) or random_state(value) is not None
 
 
 def _kind(value: Any) -> str:

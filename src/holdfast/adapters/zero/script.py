@@ -1,29 +1,43 @@
-"""Finds the training loop of a script, and writes the two lines into it that nobody had to write.
+"""Finds the training loop of a script, and writes the lines into it that nobody had to write.
 
     for step in range(1000):          for step in __holdfast_kept__(range(1000)):
         ...                               if __holdfast_kept__.back:
                                               total, = __holdfast_kept__.take()
                                           ...
+    print(total, step)                if __holdfast_kept__.back:
+                                          total, step, = __holdfast_kept__.rest()
+                                      print(total, step)
 
 Pure: a syntax tree in, a tree or a reason out. What is looked for: exactly one loop over a `range` of numbers, in which,
 or in functions of the script that it calls, there is a call of `backward` and one of `step`; no such loop around or inside
 it. Names that live from one step to the next are found too (`carried`): those that a step may read before it has set them,
-and those that it may leave unset and that are read behind the loop.
+and those that it may leave unset and that are read behind the loop. What every step sets and code behind the loop reads
+(`after`) is needed when all steps are made and that code runs again.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
+
+from holdfast.adapters.zero.names import Function, Functions, Reader, loaded, stored
 
 HOOK = "__holdfast_kept__"
 # Why a script that calls us by itself is left alone.
 ITSELF = "the script uses holdfast itself"
 NO_LOOP = "no loop with backward() and step() was found"
 
-_Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+# What may be asked of a tensor so that one without its graph gives the same answer.
+_NUMBER_METHODS = {"item", "tolist", "detach"}
+_NUMBER_FUNCTIONS = {"float", "int", "bool"}
+
+# Words of scripts that look for a file of their own and go on from it.
+_READS = {"exists", "isfile", "is_file", "isdir", "is_dir", "glob", "listdir", "open", "read_text", "read_bytes"}
+# Calls by which names are read that the text does not name.
+_BY_TEXT = {"globals", "locals", "eval", "exec"}
+
 _Scope: TypeAlias = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -32,18 +46,32 @@ class Loop:
     """A script with a loop that can be kept, as far as its text tells.
 
     Attributes:
-        tree: the script with the two lines.
+        tree: the script with the lines.
         carried: names that live from one step to the next.
         used: names that the loop, or any function of the script, reads and the loop does not set.
+        after: names that every step sets and that are read outside of the loop, the loop's own number among them.
+        numbers: those of them of which only the number is asked for, so that a tensor may come back without its graph.
+        sets: names that the loop itself sets.
+        clears: whether every step clears the gradients before it computes new ones.
+        reads_files: whether the script calls something that may have it go on from a file of its own.
+        bounds: names and attributes that say how far the loop counts.
+        lines: attribute or name -> the first line of the loop, or of a function, that stores to it or calls a method of it.
     """
 
     tree: ast.Module
     carried: tuple[str, ...]
     used: tuple[str, ...]
+    after: tuple[str, ...] = ()
+    numbers: frozenset[str] = frozenset()
+    sets: frozenset[str] = frozenset()
+    clears: bool = False
+    reads_files: bool = False
+    bounds: frozenset[str] = frozenset()
+    lines: tuple[tuple[str, int], ...] = ()
 
 
 def find(source: str) -> Loop | str:
-    """The loop, or why there is none that can be kept.
+    """Returns the loop, or why there is none that can be kept.
 
     Raises:
         SyntaxError: it is no Python.
@@ -51,7 +79,7 @@ def find(source: str) -> Loop | str:
     tree = ast.parse(source)
     if any(name.split(".")[0] == "holdfast" for name in _imported(tree)):
         return ITSELF
-    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, _Function)}
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, Function)}
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While) and _trains(node, functions)]
     inner = [loop for loop in loops if not any(other is not loop and other in loops for other in ast.walk(loop))]
     if not loops:
@@ -67,12 +95,46 @@ def find(source: str) -> Loop | str:
     ):
         return f"the loop of line {loop.lineno} does not simply count: for step in range(...)"
     scope = _scope_of(tree, loop)
-    carried = _carried(loop, scope)
-    stored = _stored(loop.body) | {loop.target.id}
-    used = {n for part in (loop, *functions.values()) for n in _loaded([part])} - (stored - set(carried))
-    _rewrite(loop, carried)
-    ast.fix_missing_locations(tree)
-    return Loop(tree, carried, tuple(sorted(used - {HOOK})))
+    if any(isinstance(node, ast.Yield | ast.YieldFrom | ast.Await) for node in _own(scope)):
+        return f"the loop of line {loop.lineno} stands in a generator, whose caller runs between two steps"
+    return _described(tree, loop, loop.target.id, scope, functions)
+
+
+def _described(tree: ast.Module, loop: ast.For, target: str, scope: _Scope, functions: dict[str, Function]) -> Loop:
+    known = Functions(tree)
+    reader = Reader({target}, known)
+    done = reader.body(loop.body)
+    sets = stored(loop.body) | {target}
+    # What the function of the loop declares to be somebody else's may be read anywhere.
+    outside = loaded(scope.body, without=loop) | {
+        name for node in _own(scope) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names
+    }
+    early = reader.early | (known.ambient - {target}) | _read_by_text(tree, loop)
+    carried = sorted((early & (sets - {target})) | ((sets - done) & outside))
+    after = sorted((sets & outside) - set(carried))
+    used = {n for part in (loop, *functions.values()) for n in loaded([part])} - (sets - set(carried))
+    words = {
+        n.attr if isinstance(n, ast.Attribute) else n.id
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Attribute | ast.Name)
+    }
+    bounds = {ast.unparse(n) for n in ast.walk(loop.iter) if isinstance(n, ast.Attribute | ast.Name)}
+    clears = _clears_first(loop.body, functions, frozenset()) is True
+    lines = _lines(loop, functions.values())
+    numbers = frozenset(name for name in after if _only_numbers(scope, loop, name))
+    _rewrite(scope, loop, carried, after)
+    return Loop(
+        tree,
+        tuple(carried),
+        tuple(sorted(used - {HOOK})),
+        after=tuple(after),
+        numbers=numbers,
+        sets=frozenset(sets),
+        clears=clears,
+        reads_files=any(word in _READS or word.startswith(("load", "resume", "restore")) for word in words),
+        bounds=frozenset(bounds),
+        lines=tuple(sorted(lines.items())),
+    )
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
@@ -83,13 +145,13 @@ def _imported(tree: ast.Module) -> Iterator[str]:
             yield node.module or ""
 
 
-def _trains(loop: ast.For | ast.While, functions: dict[str, _Function]) -> bool:
+def _trains(loop: ast.For | ast.While, functions: dict[str, Function]) -> bool:
     called = _called(loop.body, functions, set())
     return {"backward", "step"} <= called
 
 
-def _called(body: Sequence[ast.AST], functions: dict[str, _Function], seen: set[str]) -> set[str]:
-    """Names of methods that are called here, and in functions of the script that are called here."""
+def _called(body: Sequence[ast.AST], functions: dict[str, Function], seen: set[str]) -> set[str]:
+    """Returns names of methods that are called here, and in functions of the script that are called here."""
     found: set[str] = set()
     for part in body:
         for node in ast.walk(part):
@@ -114,114 +176,132 @@ def _is_range(node: ast.expr) -> bool:
 
 
 def _scope_of(tree: ast.Module, loop: ast.For) -> _Scope:
-    """The innermost function around the loop, or the script."""
+    """Returns the innermost function around the loop, or the script."""
     found: _Scope = tree
     for node in ast.walk(tree):
-        if isinstance(node, _Function) and any(inner is loop for inner in ast.walk(node)):
+        if isinstance(node, Function) and any(inner is loop for inner in ast.walk(node)):
             found = node  # ast.walk goes from the outside in
     return found
 
 
-def _carried(loop: ast.For, scope: _Scope) -> tuple[str, ...]:
-    assert isinstance(loop.target, ast.Name)
-    reader = _Reader({loop.target.id})
-    done = reader.run(loop.body)
-    stored = _stored(loop.body)
+def _own(scope: _Scope) -> Iterator[ast.AST]:
+    """Yields the nodes of a scope without those of functions and classes in it."""
+    waiting: list[ast.AST] = list(scope.body)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, Function | ast.Lambda | ast.ClassDef):
+            waiting += ast.iter_child_nodes(node)
+
+
+def _read_by_text(tree: ast.Module, loop: ast.For) -> set[str]:
+    """Returns the names with a value before the loop, if the script reads names in a way that its text does not show."""
+    calls = [
+        (node.func.id, node.args)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    ]
+    if not any(name in _BY_TEXT or (name == "vars" and not arguments) for name, arguments in calls):
+        return set()
     inside = {id(node) for node in ast.walk(loop)}
-    outside = {
-        node.id
+    names = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in inside)
+    return {node.id for node in names if isinstance(node.ctx, ast.Store)}
+
+
+def _only_numbers(scope: _Scope, loop: ast.For, name: str) -> bool:
+    """Tell whether outside of the loop nothing is asked of a name but its number: `x.item()`, `float(x)`, `f"{x:.3f}"`."""
+    inside = {id(node) for node in ast.walk(loop)}
+    plain: set[int] = set()
+    for node in ast.walk(scope):
+        if (isinstance(node, ast.Attribute) and node.attr in _NUMBER_METHODS) or (
+            isinstance(node, ast.FormattedValue) and node.conversion == -1
+        ):
+            plain.add(id(node.value))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _NUMBER_FUNCTIONS:
+            plain.update(map(id, node.args))
+    return all(
+        id(node) in plain or id(node) in inside
         for node in ast.walk(scope)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in inside
-    }
-    return tuple(sorted((reader.early & stored) | ((stored - done) & outside)))
+        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+    )
 
 
-class _Reader:
-    """Goes through statements in order.
-
-    Attributes:
-        early: names that are read where they may not have been set in this step.
-    """
-
-    def __init__(self, known: set[str]) -> None:
-        self._known = known
-        self.early: set[str] = set()
-
-    def run(self, body: Sequence[ast.stmt]) -> set[str]:
-        """The names that are surely set when the statements are through."""
-        done = set(self._known)
-        for statement in body:
-            done = self._one(statement, done)
-        return done
-
-    def _one(self, statement: ast.stmt, done: set[str]) -> set[str]:
-        branches = [
-            getattr(statement, name) for name in ("body", "orelse", "finalbody") if getattr(statement, name, None)
-        ]
-        branches += [handler.body for handler in getattr(statement, "handlers", ())]
-        if not branches or isinstance(statement, _Function | ast.ClassDef):
-            self._read([statement], done)
-            return done | _stored([statement])
-        heads = [
-            child for child in ast.iter_child_nodes(statement) if not isinstance(child, ast.stmt | ast.excepthandler)
-        ]
-        self._read(heads, done)
-        sure = done | _stored(heads) if isinstance(statement, ast.With) else set(done)
-        ends = []
-        for branch in branches:
-            inner = _Reader(sure | _stored(heads))
-            ends.append(inner.run(branch))
-            self.early |= inner.early
-        if isinstance(statement, ast.With):
-            return ends[0]
-        if isinstance(statement, ast.If) and statement.orelse:
-            return ends[0] & ends[1]
-        return sure
-
-    def _read(self, nodes: Sequence[ast.AST], done: set[str]) -> None:
-        # `x += 1` reads x, which its tree does not say.
-        augmented = {
-            node.target.id
-            for part in nodes
-            for node in ast.walk(part)
-            if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
-        }
-        self.early |= (_loaded(nodes) | augmented) - done
+def _clears_first(body: Sequence[ast.stmt], functions: dict[str, Function], seen: frozenset[str]) -> bool | None:
+    """Tell whether gradients are cleared before any are computed, in every step; None if neither is surely done here."""
+    for statement in body:
+        if isinstance(statement, ast.With | ast.AsyncWith):
+            found = _clears_first(statement.body, functions, seen)
+        elif isinstance(statement, ast.If | ast.While | ast.Try | ast.Match | ast.For) and not _sets_grad(statement):
+            found = False if "backward" in _called([statement], functions, set()) else None
+        else:
+            found = True if _sets_grad(statement) else _order(statement, functions, seen)
+        if found is not None:
+            return found
+    return None
 
 
-def _stored(nodes: Sequence[ast.AST]) -> set[str]:
-    return {name for node in nodes for name, sets in _names(node) if sets}
+def _order(statement: ast.stmt, functions: dict[str, Function], seen: frozenset[str]) -> bool | None:
+    for node in ast.walk(statement):
+        if not isinstance(node, ast.Call):
+            continue
+        if isinstance(node.func, ast.Attribute) and node.func.attr in ("zero_grad", "backward"):
+            return node.func.attr == "zero_grad"
+        if isinstance(node.func, ast.Name) and node.func.id in functions and node.func.id not in seen:
+            found = _clears_first(functions[node.func.id].body, functions, seen | {node.func.id})
+            if found is not None:
+                return found
+    return None
 
 
-def _loaded(nodes: Sequence[ast.AST]) -> set[str]:
-    return {name for node in nodes for name, sets in _names(node) if not sets}
+def _sets_grad(statement: ast.stmt) -> bool:
+    """Tell whether this is `p.grad = None`, alone or for all of something."""
+    if isinstance(statement, ast.For):
+        return len(statement.body) == 1 and _sets_grad(statement.body[0])
+    return (
+        isinstance(statement, ast.Assign)
+        and any(isinstance(target, ast.Attribute) and target.attr == "grad" for target in statement.targets)
+        and isinstance(statement.value, ast.Constant)
+        and statement.value.value is None
+    )
 
 
-def _names(node: ast.AST) -> Iterator[tuple[str, bool]]:
-    """(name, whether it is set) of all names of this scope; names of comprehensions and lambdas are their own."""
-    if isinstance(node, ast.Name):
-        yield node.id, isinstance(node.ctx, ast.Store | ast.Del)
-        return
-    own: set[str] = set()
-    if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
-        own = {n.id for part in node.generators for n in ast.walk(part.target) if isinstance(n, ast.Name)}
-    elif isinstance(node, ast.Lambda):
-        own = {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}
-    elif isinstance(node, _Function | ast.ClassDef):
-        yield node.name, True
-        inside = [found for part in ast.iter_child_nodes(node) for found in _names(part)]
-        own = {name for name, sets in inside if sets} | {a.arg for a in ast.walk(node) if isinstance(a, ast.arg)}
-    for child in ast.iter_child_nodes(node):
-        yield from ((name, sets) for name, sets in _names(child) if name not in own)
+def _lines(loop: ast.For, functions: Iterable[Function]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for part in (loop, *functions):
+        for node in ast.walk(part):
+            name = ""
+            if isinstance(node, ast.Attribute):
+                name = node.attr if isinstance(node.ctx, ast.Store | ast.Del) else _root(node.value)
+            elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+                name = _root(node.value)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
+                name = node.id
+            if name:
+                found.setdefault(name, node.lineno)  # type: ignore[attr-defined]  # all of these have a line
+    return found
 
 
-def _rewrite(loop: ast.For, carried: Sequence[str]) -> None:
+def _root(node: ast.expr) -> str:
+    """Returns the last name of `a.b`: what is stored into."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _rewrite(scope: _Scope, loop: ast.For, carried: Sequence[str], after: Sequence[str]) -> None:
     loop.iter = ast.Call(ast.Name(HOOK, ast.Load()), [loop.iter], [])
     if carried:
-        names = ", ".join(carried)
-        lines = ast.parse(f"if {HOOK}.back:\n    {names}, = {HOOK}.take()").body
-        for node in ast.walk(lines[0]):
-            if hasattr(node, "lineno"):
-                ast.copy_location(node, loop)
-        loop.body[:0] = lines
-    ast.fix_missing_locations(loop)
+        loop.body[:0] = _taking("take", carried, loop)
+    if carried or after:
+        for node in ast.walk(scope):
+            for _, block in ast.iter_fields(node):
+                if isinstance(block, list) and any(part is loop for part in block):
+                    place = next(index for index, part in enumerate(block) if part is loop)
+                    block[place + 1 : place + 1] = _taking("rest", [*carried, *after], loop)
+    ast.fix_missing_locations(scope)
+
+
+def _taking(method: str, names: Sequence[str], loop: ast.For) -> list[ast.stmt]:
+    lines = ast.parse(f"if {HOOK}.back:\n    {', '.join(names)}, = {HOOK}.{method}()").body
+    for node in ast.walk(lines[0]):
+        if hasattr(node, "lineno"):
+            ast.copy_location(node, loop)
+    return lines

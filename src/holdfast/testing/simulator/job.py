@@ -400,6 +400,7 @@ class Job:
         self.recovering = True
         attempt = self.attempt
         self.clock.say(f"recovery {attempt}: {why}")
+        self.memories.break_off()
         for rank in self.layouts:
             self.kill_rank(rank)
         self.clock.after(

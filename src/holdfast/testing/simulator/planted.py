@@ -110,6 +110,10 @@ def _window_not_seen(_: Any) -> Any:
     return lambda self: Offer(self.noted, tuple(self.notes), "")
 
 
+def _device_believed(_: Any) -> Any:
+    return lambda _self: None
+
+
 def _waiters_condemned(_: Any) -> Any:
     return lambda *_args: False
 
@@ -165,6 +169,7 @@ BUGS: dict[str, Bug] = {
     "unreachable-is-damaged": Bug(recovery, "_awaited", _unreachable_is_damaged, ("S1",)),
     "notes-not-awaited": Bug(livefill, "agree", _notes_not_awaited, ("S3",)),
     "window-not-seen": Bug(Memory, "offer", _window_not_seen, ("S12",)),
+    "device-believed": Bug(Memory, "void", _device_believed, ("S20",)),
     "retention-keeps-one": Bug(persisting, "to_retire", _retention_keeps_one, ("S11",)),
     "waiters-condemned": Bug(Watch, "_stands", _waiters_condemned, ("V4",)),
     "always-quiet": Bug(Watch, "_is_quiet", _always_quiet, ("V4",)),

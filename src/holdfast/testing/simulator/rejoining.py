@@ -1,8 +1,9 @@
 """What the trainers of the simulated job hold beside their slots: the live state of a step, and notes of the last two.
 
 A step of a rank is an update that takes a moment, then a note. A rank that is interrupted in between holds nothing that
-may be gone on from. Who dies loses the live state; its notes stay on its node, and go with that. The choice is
-core.livefill's; the truth about every rank's memory is kept here beside it, and judged (S3, S10, S12). Called by
+may be gone on from. Its device is behind: it has the noted state only a moment later, and if the job breaks off before, it
+has something else for ever, since what is queued runs on behind collectives that were aborted. Who dies loses the live state; its notes stay on its node, and go with that. The choice is
+core.livefill's; the truth about every rank's memory is kept here beside it, and judged (S3, S10, S12, S20). Called by
 testing.simulator.job.
 """
 
@@ -17,6 +18,9 @@ from holdfast.core.livefill import Offer
 from holdfast.core.model import BundleRef, Version
 from holdfast.testing.simulator.clock import Clock, Violation
 
+# How far a device is behind its host.
+LAG_S = 0.15
+
 
 @dataclass(slots=True)
 class Memory:
@@ -26,27 +30,39 @@ class Memory:
         truth: the version whose parameters lie here; None: something between two, or nothing.
         noted: the version of its last note.
         torn: its update is under way.
+        behind: its device has not passed the last note.
         notes: the two newest, oldest first; they outlive the process, not the node.
     """
 
     truth: Version | None = None
     noted: Version | None = None
     torn: bool = False
+    behind: bool = False
     notes: list[Version] = field(default_factory=list)
 
     def update(self) -> None:
         """The optimizer's step begins."""
-        self.torn, self.truth = True, None
+        self.torn, self.behind, self.truth = True, False, None
 
     def note(self, version: Version) -> None:
-        """The step is over and noted."""
-        self.torn, self.truth, self.noted = False, version, version
+        """The step is over for the host, and noted; its device has it later."""
+        self.torn, self.behind, self.noted = False, True, version
         self.notes = [*(v for v in self.notes if v != version), version][-2:]
+
+    def passes(self, version: Version) -> None:
+        """The device has come as far as the note of this version."""
+        if self.noted == version and not self.torn:
+            self.truth, self.behind = version, False
+
+    def void(self) -> None:
+        """The job breaks off: what the device has not passed is no step's state (train.remains)."""
+        if self.behind:
+            self.noted = None
 
     def die(self) -> None:
         """The process ends; its notes stay."""
         self.truth = self.noted = None
-        self.torn = False
+        self.torn = self.behind = False
 
     def offer(self) -> Offer:
         """As train.remains makes it, from what the process itself can know."""
@@ -61,6 +77,11 @@ class Memories:
         self.of = {rank: Memory() for rank in ranks}
         self._table = table
         self.fills = 0
+
+    def break_off(self) -> None:
+        """All ranks leave the run."""
+        for memory in self.of.values():
+            memory.void()
 
     def lose(self, ranks: Iterable[int]) -> None:
         """Their node is gone."""
@@ -85,6 +106,10 @@ class Memories:
         return version
 
     def _prove(self, giver: int, version: Version) -> None:
+        if self.of[giver].behind:
+            raise Violation(
+                "S20", f"rank {giver} gives {version}, which its device had not finished when the job broke off"
+            )
         if self.of[giver].truth != version:
             raise Violation("S12", f"rank {giver} gives what is not the state of {version}")
 
@@ -103,12 +128,16 @@ class Memories:
             memory.die()
             if version is not None:
                 memory.note(version)
+                memory.passes(version)
 
 
 def stepper(
     clock: Clock, memory: Memory, version: Version, goes_on: Callable[[], bool], save: Callable[[], None]
 ) -> Callable[[], None]:
-    """One step of a rank: an update that takes a moment, the note, the save. It breaks off when `goes_on` says so."""
+    """One step of a rank: an update that takes a moment, the note, the save; later the device passes the note.
+
+    It breaks off when `goes_on` says so.
+    """
 
     def update() -> None:
         if goes_on():
@@ -118,6 +147,11 @@ def stepper(
     def noted() -> None:
         if goes_on():
             memory.note(version)
+            clock.after(LAG_S, passed)
             save()
+
+    def passed() -> None:
+        if goes_on():
+            memory.passes(version)
 
     return update

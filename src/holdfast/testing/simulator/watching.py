@@ -7,19 +7,24 @@ testing.simulator.run.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 
-from holdfast.core.faults import LOST_S, Beat, Kind, Phase, Sight, Verdict, Watch, limit_s
+from holdfast.core.faults import LATE_S, LOST_S, Kind, Verdict, Watch
 from holdfast.core.model import Topology
+from holdfast.core.sight import Beat, Phase, Sight
+from holdfast.core.watch_mode import CAREFUL, QUICK, Mode
 from holdfast.testing.simulator.clock import Violation
 
 LOOK_S = 0.2
+# Minutes pass before a careful watch; looks that are further apart would count as late.
+CAREFUL_LOOK_S = LATE_S
 # Healthy ways to make no progress, besides waiting for the one that hangs.
 EXCUSES = ("evaluates", "reads", "starved", "traced")
 
 
 def find_hang(chance: random.Random, culprit: int, topology: Topology) -> float:
-    """Seconds until the culprit is condemned by the watch of its node."""
+    """Seconds until the culprit is condemned by the quick watch of its node. The careful one must find it too, later."""
     ranks = topology.ranks_on(topology.node_of[culprit])
     step_s = chance.choice([0.05, 0.4, 1.2])
     stopped = chance.random() < 0.5
@@ -28,19 +33,25 @@ def find_hang(chance: random.Random, culprit: int, topology: Topology) -> float:
         if rank != culprit and chance.random() < 0.3:
             ways[rank] = chance.choice(EXCUSES)
     ways[culprit] = "stopped" if stopped else "hangs"
-    watch = Watch()
-    sights = {rank: _sight(rank, step_s, ways[rank]) for rank in ranks}
-    for rank in ranks:
+    if "waits" in ways.values() and "starved" not in ways.values():  # else the others may go on: an hour
+        _find(CAREFUL, culprit, ways, step_s, topology, CAREFUL_LOOK_S)
+    return _find(QUICK, culprit, ways, step_s, topology, LOOK_S)
+
+
+def _find(mode: Mode, culprit: int, ways: Mapping[int, str], step_s: float, topology: Topology, look_s: float) -> float:
+    watch = Watch(mode)
+    sights = {rank: _sight(rank, step_s, way) for rank, way in ways.items()}
+    for rank in ways:
         watch.started(rank, 0.0)
-    limit = limit_s(sights[culprit].beat, Phase.STEP)
+    stopped = ways[culprit] == "stopped"
+    limit = mode.stopped_s if stopped else mode.limit_s(sights[culprit].beat, Phase.STEP)
     now = 0.0
-    while now < limit + 2.0:
-        now += LOOK_S
-        sights = {rank: _live(sight, ways[rank]) for rank, sight in sights.items()}
-        found = _judge(watch.look(now, sights.values(), world_size=topology.world_size), culprit)
-        if found:
+    while now < limit + 2.0 + look_s:
+        now += look_s
+        sights = {rank: _live(sight, ways[rank], look_s) for rank, sight in sights.items()}
+        if _judge(watch.look(now, sights.values(), world_size=topology.world_size), culprit):
             return now
-    raise Violation("V4", f"rank {culprit} {ways[culprit]} for {now:.1f} s, its limit is {limit:.1f} s")
+    raise Violation("V4", f"rank {culprit} {ways[culprit]} for {now:.1f} s, its limit ({mode.name}) is {limit:.1f} s")
 
 
 def find_lost_node(chance: random.Random, lost: int, topology: Topology) -> float:
@@ -57,7 +68,7 @@ def find_lost_node(chance: random.Random, lost: int, topology: Topology) -> floa
         now += LOOK_S
         if now < going_on:
             sights = {r: replace(s, beat=replace(s.beat, changes=s.beat.changes + 1)) for r, s in sights.items()}
-        sights = {rank: _live(sight, "waits") for rank, sight in sights.items()}
+        sights = {rank: _live(sight, "waits", LOOK_S) for rank, sight in sights.items()}
         silent = {lost: (now - silent_since, topology.ranks_on(lost))}
         for verdict in watch.look(now, sights.values(), silent, world_size=topology.world_size):
             if verdict.kind is Kind.REPLACE_NODE:
@@ -76,15 +87,17 @@ def _sight(rank: int, step_s: float, way: str) -> Sight:
     return Sight(rank, beat, wakes=1)
 
 
-def _live(sight: Sight, way: str) -> Sight:
+def _live(sight: Sight, way: str, seconds: float) -> Sight:
     if way == "stopped":
         return replace(sight, state="T")
+    if way == "evaluates":
+        return replace(sight, busy_s=sight.busy_s + 0.5 * seconds)
     if way == "traced":
         return replace(sight, state="t")
     if way == "reads":
-        return replace(sight, read_bytes=sight.read_bytes + (1 << 20))
+        return replace(sight, file_bytes=sight.file_bytes + (1 << 20))
     if way == "starved":
-        return replace(sight, state="R", starved_s=sight.starved_s + 0.97 * LOOK_S)
+        return replace(sight, state="R", starved_s=sight.starved_s + 0.97 * seconds)
     return sight
 
 

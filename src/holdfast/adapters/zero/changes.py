@@ -1,0 +1,142 @@
+"""Compares what a loop can reach with how it was when the loop began: what changed is carried, or the loop is not kept.
+
+A script that is started again comes to its loop with everything as it was at the first start. So a version is right if it
+carries each plain value that differs from that, and if nothing else differs. `Changes.now` says both, at every step; `put`
+sets carried values in a process that has just come to the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.adapters.zero.reach import Look
+from holdfast.base.errors import HoldfastError
+from holdfast.tiers import values as value_codec
+
+# So many values are compared with those of an earlier start, in so many characters; larger numbers are times of a clock.
+MAX_BEGAN, MAX_TEXT, CLOCK = 500, 200, 1e9
+# More of plain values is not kept with every step.
+MAX_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """The part of a version that one step changed.
+
+    Attributes:
+        rows: path, owner, key and value of each plain value that is not as it was.
+        gone: path, owner and key of each that is no longer there.
+        reason: what can neither be carried nor be left out; empty if all is well.
+    """
+
+    rows: list[list[Any]]
+    gone: list[list[Any]]
+    reason: str = ""
+
+
+class Changes:
+    """Everything that the loop can reach, as it was at its beginning.
+
+    Args:
+        look: looks at all of it.
+        lines: attribute or name -> line of the script that stores to it.
+    """
+
+    def __init__(self, look: Callable[[], Look], lines: Mapping[str, int]) -> None:
+        self._look = look
+        self._lines = lines
+        self.before = look()
+
+    def now(self) -> Changed:
+        """Returns what differs from the beginning of the loop."""
+        before = self.before
+        try:
+            now = self._look()
+        except Exception as error:  # noqa: BLE001 - objects of other people are asked, and training must go on
+            return Changed([], [], f"what it holds cannot be looked at: {type(error).__name__}: {error}")
+        reason = self._fixed(before.fixed, now.fixed)
+        rows: list[list[Any]] = []
+        for path, leaf in now.leaves.items():
+            old = before.leaves.get(path)
+            if old is not None and old.token == leaf.token:
+                continue
+            if old is None and leaf.owner not in before.owners:
+                reason = (
+                    reason or f"{path!r} came to be in the loop{self._where(path)}, and a restart has no place for it"
+                )
+            rows.append([path, leaf.owner, leaf.key, leaf.value()])
+        gone = [[p, leaf.owner, leaf.key] for p, leaf in before.leaves.items() if p not in now.leaves]
+        gone = [row for row in gone if row[0] not in now.fixed]
+        try:
+            size = len(value_codec.encode(rows)) if rows else 0
+        except HoldfastError as error:
+            rows, reason = [], reason or f"{self._named(rows, error)} cannot be carried to a restart"
+        else:
+            if size > MAX_BYTES:
+                largest = max(rows, key=lambda row: len(value_codec.encode(row[3])))
+                rows, reason = [], reason or f"{largest[0]!r}{self._where(largest[0])} is too large to be carried"
+        return Changed(rows, gone, reason)
+
+    def began(self, used: Container[str], bounds: Container[str]) -> dict[str, str]:
+        """Returns the numbers and texts, by path, that the loop reads and that stood before it began.
+
+        Args:
+            used: names that the loop reads.
+            bounds: paths that say how far it counts, which may be others at every start.
+        """
+        found: dict[str, str] = {}
+        for path, leaf in self.before.leaves.items():
+            root = path.replace("[", ".").partition(".")[0]
+            value = leaf.value() if root in used and path not in bounds and len(found) < MAX_BEGAN else None
+            if type(value) in (bool, int, str) or (type(value) is float and value < CLOCK):
+                found[path] = repr(value)[:MAX_TEXT]
+        return found
+
+    def put(self, rows: list[list[Any]], gone: list[list[Any]]) -> None:
+        """Sets everything as a version has it."""
+        for path, owner, key, value in rows:
+            leaf = self.before.leaves.get(path)
+            if leaf is not None:
+                leaf.put(value)
+            else:
+                self.before.owners[owner].put(key, value)
+        for path, owner, key in gone:
+            if path in self.before.leaves:
+                self.before.owners[owner].drop(key)
+
+    def misses(self, rows: list[list[Any]]) -> str:
+        """Returns why these values have no place here; empty if all have one."""
+        for path, owner, _, _ in rows:
+            if path not in self.before.leaves and owner not in self.before.owners:
+                return f"{path!r} was carried by the run that saved, and is not there now"
+        return ""
+
+    def _fixed(self, before: Mapping[str, object], now: Mapping[str, object]) -> str:
+        """Returns the first thing that differs and cannot be carried."""
+        for path, token in now.items():
+            if path not in before:
+                return f"{path!r} came to be in the loop{self._where(path)}, and cannot be carried to a restart"
+            if before[path] != token:
+                return f"{path!r} changes in the loop{self._where(path)}, and cannot be carried to a restart"
+        for path in before:
+            if path not in now:
+                return f"{path!r} is taken away in the loop{self._where(path)}, which cannot be carried to a restart"
+        return ""
+
+    def _where(self, path: str) -> str:
+        """Returns the line of the script that stores to it, as far as it is known."""
+        words = [word for part in path.replace("[", ".").split(".") for word in [part.strip("()'\"]")] if word]
+        for word in reversed(words):
+            if word in self._lines:
+                return f" (line {self._lines[word]})"
+        return ""
+
+    def _named(self, rows: list[list[Any]], error: HoldfastError) -> str:
+        for row in rows:
+            try:
+                value_codec.encode(row)
+            except HoldfastError:
+                return repr(row[0]) + self._where(row[0])
+        return str(error)

@@ -1,0 +1,177 @@
+"""Tells, of a piece of Python text, which names it reads and sets, and in which order.
+
+Pure: syntax trees in, sets of names out. Where the text leaves it open (a branch, a handler, a `continue` before the line) a
+name counts as read and not as set, so that a loop carries rather one name too many. A function of the script that is
+called, or that anybody may call, reads at that place what its own text reads.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+_LEAVES = (ast.Continue, ast.Break, ast.Return)
+_OWN_LOOP = (ast.For, ast.AsyncFor, ast.While)
+_COMPREHENSION = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def stored(nodes: Sequence[ast.AST]) -> set[str]:
+    """Returns the names that are set, or deleted, in the scope of the nodes."""
+    return {name for node in nodes for name, sets in _names(node) if sets}
+
+
+def loaded(nodes: Sequence[ast.AST], without: ast.AST | None = None) -> set[str]:
+    """Returns the names of the scope that are read, but not in `without`; `x += 1` reads x."""
+    return {name for node in nodes for name, sets in _names(node, without) if not sets}
+
+
+def _names(node: ast.AST, without: ast.AST | None = None) -> Iterator[tuple[str, bool]]:
+    """Yields (name, whether it is set) of all names of this scope; names of comprehensions and lambdas are their own."""
+    if node is without:
+        return
+    if isinstance(node, ast.Name):
+        yield node.id, isinstance(node.ctx, ast.Store | ast.Del)
+        return
+    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+        yield node.target.id, False
+    yield from ((name, True) for name in _bound(node))
+    own: set[str] = set()
+    if isinstance(node, _COMPREHENSION):
+        own = {n.id for part in node.generators for n in ast.walk(part.target) if isinstance(n, ast.Name)}
+    elif isinstance(node, ast.Lambda):
+        own = {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}
+    elif isinstance(node, Function | ast.ClassDef):
+        yield node.name, True
+        inside = [found for part in ast.iter_child_nodes(node) for found in _names(part)]
+        own = {name for name, sets in inside if sets} | {a.arg for a in ast.walk(node) if isinstance(a, ast.arg)}
+        own -= {name for n in ast.walk(node) if isinstance(n, ast.Global | ast.Nonlocal) for name in n.names}
+    for child in ast.iter_child_nodes(node):
+        yield from ((name, sets) for name, sets in _names(child, without) if name not in own)
+
+
+def _bound(node: ast.AST) -> Iterator[str]:
+    """Yields the names that a node sets without an `ast.Name`: of imports, handlers, patterns."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        yield from ((alias.asname or alias.name).split(".")[0] for alias in node.names)
+    elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+        yield node.name
+    elif isinstance(node, ast.MatchMapping) and node.rest:
+        yield node.rest
+
+
+class Functions:
+    """The functions of a script, by name: what calls of them read.
+
+    Attributes:
+        by_name: functions, methods and lambdas that have a name; of several of one name the last.
+        ambient: names that functions read which anybody may call at any time: methods, and functions that are handed on.
+    """
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.by_name: dict[str, ast.AST] = {node.name: node for node in ast.walk(tree) if isinstance(node, Function)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+                self.by_name.update({target.id: node.value for target in node.targets if isinstance(target, ast.Name)})
+        methods = {
+            n.name for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for n in c.body if isinstance(n, Function)
+        }
+        called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        handed = {
+            node.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in called
+        }
+        lambdas = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
+        self.ambient = self.reads((methods | handed) & self.by_name.keys()) | loaded(lambdas)
+
+    def reads(self, names: set[str]) -> set[str]:
+        """Returns what functions of these names read, and the functions of the script that they call."""
+        found: set[str] = set()
+        waiting, seen = list(names & self.by_name.keys()), set()
+        while waiting:
+            name = waiting.pop()
+            if name not in seen:
+                seen.add(name)
+                inside = loaded([self.by_name[name]])
+                found |= inside
+                waiting += inside & self.by_name.keys()
+        return found
+
+
+class Reader:
+    """Goes through the statements of a loop's body in order.
+
+    Args:
+        known: names that are set before.
+        functions: what calls read.
+
+    Attributes:
+        early: names that are read where they may not have been set in this step.
+    """
+
+    def __init__(self, known: set[str], functions: Functions, exits: list[set[str]] | None = None) -> None:
+        self._known = known
+        self._functions = functions
+        self._exits: list[set[str]] = [] if exits is None else exits
+        self.early: set[str] = set()
+
+    def body(self, statements: Sequence[ast.stmt]) -> set[str]:
+        """Returns the names that every step has surely set when it ends, also one that ends by `continue` or `break`."""
+        done = self.run(statements)
+        return done.intersection(*self._exits)
+
+    def run(self, statements: Sequence[ast.stmt]) -> set[str]:
+        """Returns the names that are surely set where the statements are through."""
+        done = set(self._known)
+        for statement in statements:
+            done = self._one(statement, done)
+        return done
+
+    def _one(self, statement: ast.stmt, done: set[str]) -> set[str]:
+        if isinstance(statement, _LEAVES):
+            self._exits.append(set(done))
+        parts = [part for name in ("handlers", "cases") for part in getattr(statement, name, ())]
+        branches = [
+            getattr(statement, name) for name in ("body", "orelse", "finalbody") if getattr(statement, name, None)
+        ]
+        branches += [part.body for part in parts]
+        if not branches or isinstance(statement, Function | ast.ClassDef):
+            self._read([statement], done)
+            return done | stored([statement])
+        heads = [
+            child
+            for child in ast.iter_child_nodes(statement)
+            if not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case)
+        ]
+        heads += [
+            head for case in getattr(statement, "cases", ()) for head in (case.pattern, case.guard) if head is not None
+        ]
+        self._read(heads, done)
+        with_heads = done | stored(heads)
+        caught = {part.name for part in parts if isinstance(part, ast.ExceptHandler) and part.name}
+        ends = []
+        for branch in branches:
+            # A `break` of an inner loop ends that one; what is set in its body is not surely set anyway.
+            exits = [] if isinstance(statement, _OWN_LOOP) else self._exits
+            inner = Reader(with_heads | caught, self._functions, exits)
+            ends.append(inner.run(branch))
+            self.early |= inner.early
+        if isinstance(statement, ast.With | ast.AsyncWith):
+            return with_heads if _suppresses(statement) else ends[0]
+        if isinstance(statement, ast.If) and statement.orelse:
+            return ends[0] & ends[1]
+        return set(done)
+
+    def _read(self, nodes: Sequence[ast.AST], done: set[str]) -> None:
+        names = loaded(nodes)
+        called = names | {n.attr for node in nodes for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+        self.early |= (names | self._functions.reads(called)) - done
+
+
+def _suppresses(statement: ast.With | ast.AsyncWith) -> bool:
+    words = {
+        n.attr if isinstance(n, ast.Attribute) else getattr(n, "id", "") for i in statement.items for n in ast.walk(i)
+    }
+    return bool(words & {"suppress", "raises"})

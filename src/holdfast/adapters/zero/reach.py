@@ -1,0 +1,631 @@
+"""Looks at everything that a script's loop can reach and that no `state_dict` hands out: plain values, and what must stay.
+
+    look = Reach(home, names, kept).look(globals, frames)
+    look.leaves       path -> a plain value and how it is set: `args.global_step`, `Net.calls`, `step().count`, `rng`
+    look.fixed        path -> token of something that nobody can set back: a tensor, an array, the class of an object
+    look.unsure       what may hold a place that nobody can read: iterators, generators, files
+
+A path says how a thing is reached from the names of the script, so a script that was started again has the same thing under
+the same path. Two looks are compared: a leaf that changed can be carried, something fixed that changed cannot. The walk goes
+through containers, functions (defaults, closures, attributes), partials, bound methods, classes and modules of the user,
+objects of the user's classes, data loaders, samplers, and models. Objects of libraries are not opened, but for those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime as dt
+import enum
+import functools
+import io
+import itertools
+import logging
+import os
+import pathlib
+import random
+import re
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+from torch import distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer, optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from holdfast.base.errors import HoldfastError
+from holdfast.tiers import values as value_codec
+from holdfast.train.layout_of import local_of
+
+# Of a container or tensor with more elements so many are looked at; with fewer all.
+MAX_ELEMENTS, NUM_SPOTS = 4096, 64
+MAX_DEPTH = 40
+
+_CONTAINERS = (list, dict, set, collections.deque)
+_ATOMS = (type(None), bool, int, float, complex, str, bytes)
+# Never changed in place, and not storable: another one in its place is seen by what it is called.
+_NAMED = (
+    torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, range, slice, pathlib.PurePath, enum.Enum,
+    types.BuiltinFunctionType, types.BuiltinMethodType, types.MethodWrapperType,
+)  # fmt: skip
+# Objects of libraries that keep nothing from one step to the next.
+STANDING = (
+    *_NAMED, types.ModuleType, types.FunctionType, types.MethodType, type, logging.Logger, argparse.Namespace, DeviceMesh,
+    dist.ProcessGroup, functools.partial, Sampler, DataLoader, nn.modules.loss._Loss, re.Pattern, dt.date, dt.time,
+    dt.timedelta, dt.tzinfo,
+)  # fmt: skip
+_MODULE_KEYS = frozenset(vars(nn.Module()))
+_MODULE_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
+_ATOM_SET = frozenset(_ATOMS)
+# How much is asked of a thing: nothing, that it is no place in a sequence, that it is known to keep nothing.
+NOTHING, NO_PLACE, ALL = 0, 1, 2
+_INSTALLED = {"site-packages", "dist-packages"}
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A plain value.
+
+    Attributes:
+        token: equal as long as the value is.
+        owner, key: path of what holds it, and under which key.
+        value: gives the value, as it can be stored.
+        put: sets it in place, where it is.
+    """
+
+    token: object
+    owner: str
+    key: str | int
+    value: Callable[[], Any]
+    put: Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Something with keys: a namespace, the attributes of an object, a dict.
+
+    Attributes:
+        put: sets a key.
+        drop: removes a key.
+    """
+
+    put: Callable[[Any, Any], None]
+    drop: Callable[[Any], None]
+
+
+@dataclass(slots=True)
+class Look:
+    """The things that were found; see the top of the file."""
+
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+    owners: dict[str, Owner] = field(default_factory=dict)
+    fixed: dict[str, object] = field(default_factory=dict)
+    unsure: list[tuple[str, str]] = field(default_factory=list)
+
+
+class Reach:
+    """Walks from the names of one script.
+
+    Args:
+        home: directory of the script: modules from there are the user's.
+        sets: names that the loop itself sets; what they hold is no concern of the walk.
+        used: names that the loop reads: what they hold must not keep a place that nobody can read.
+        kept: objects that hand out their state.
+    """
+
+    def __init__(self, home: str, *, sets: Iterable[str], used: Iterable[str], kept: Iterable[Any]) -> None:
+        self._home = os.path.abspath(home)
+        self._sets = frozenset(sets)
+        self._used = frozenset(used)
+        self._kept = list(kept)
+        self._users: dict[str, bool] = {}
+
+    def look(self, main: dict[str, Any], frames: Sequence[tuple[str, Mapping[str, Any]]]) -> Look:
+        """Returns what is there now.
+
+        Args:
+            main: the names of the script itself.
+            frames: name and local names of the functions that are running, the innermost, with the loop, first.
+        """
+        local = {name: value for _, scope in frames[:1] for name, value in scope.items() if name in self._sets}
+        walk = _Walk(self._is_users, frozenset() if frames else self._sets, self._kept, local)
+        walk.found.owners[""] = Owner(main.__setitem__, main.pop)
+        names = {id(value): name for _, scope in [*frames, ("", main)] for name, value in scope.items()}
+        for number, thing in enumerate(self._kept):
+            walk.inside(names.get(id(thing), f"kept{number}"), thing)
+        sets = self._sets
+        for path, scope in frames:
+            for name in self._in_order(scope):
+                if name not in sets:
+                    walk.visit(f"{path}.{name}", scope[name], asks=ALL if name in self._used else NOTHING)
+            sets = frozenset()
+        for name in self._in_order(main):
+            if not name.startswith("__") and name not in walk.hidden:
+                walk.visit(name, main[name], asks=ALL if name in self._used else NOTHING, hold=("", name))
+        walk.settings()
+        return walk.found
+
+    def _in_order(self, names: Mapping[str, Any]) -> list[str]:
+        """Lists what the loop uses first, so that what is reached twice counts as used."""
+        return sorted((str(name) for name in names), key=lambda name: (name not in self._used, name))
+
+    def _is_users(self, module: str) -> bool:
+        known = self._users.get(module)
+        if known is None:
+            file = getattr(sys.modules.get(module), "__file__", None) or ""
+            place = os.path.abspath(file) if file else ""
+            inside = place.startswith(self._home + os.sep) and not _INSTALLED & set(place.split(os.sep))
+            top = module.partition(".")[0]
+            installed = top in sys.stdlib_module_names or top in ("holdfast", "torch")
+            self._users[module] = module == "__main__" or (inside and not installed)
+        return self._users[module]
+
+
+class _Walk:
+    """One walk."""
+
+    def __init__(
+        self, is_users: Callable[[str], bool], hidden: frozenset[str], kept: Iterable[Any], local: Mapping[str, Any]
+    ) -> None:
+        self.found = Look()
+        self.hidden = hidden
+        self._local = local
+        self._is_users = is_users
+        self._kept = {id(thing) for thing in kept}
+        self._seen: dict[int, Any] = {}  # keeps what it has seen, or another object could get its number
+        self._paths: dict[int, str] = {}
+        self._users_kinds: dict[type, bool] = {}
+        self._depth = 0
+
+    def visit(self, path: str, value: Any, *, asks: int, hold: tuple[str, str | int] | None = None) -> None:
+        """Looks at a value that is held under `hold`, if it is held where another can be put.
+
+        Args:
+            path: how it is reached.
+            value: what it is.
+            asks: how much is asked of it.
+            hold: path of the owner, and the key.
+        """
+        is_atom = type(value) in _ATOMS
+        if hold is not None and (is_atom or (type(value) in (tuple, frozenset) and is_plain(value))):
+            put = functools.partial(self.found.owners[hold[0]].put, hold[1])
+            token = repr(value) if is_atom else _token(value)
+            self.found.leaves[path] = Leaf((type(value), token), *hold, functools.partial(_itself, value), put)
+            return
+        if is_atom:
+            return
+        if self._depth > MAX_DEPTH:
+            return
+        if id(value) in self._seen:
+            if hold is not None and isinstance(value, _CONTAINERS) and self._paths.get(id(value), path) != path:
+                self.found.fixed[path] = f"another name of {self._paths[id(value)]}"
+            return
+        self._seen[id(value)] = value
+        self._paths[id(value)] = path
+        self._depth += 1
+        try:
+            self._open(path, value, asks, hold or (path, ""))
+        finally:
+            self._depth -= 1
+
+    def keys(self, path: str, items: Mapping[Any, Any], owner: Owner, *, asks: int, dot: bool = True) -> None:
+        """Looks at everything that has a key in one owner."""
+        self.found.owners[path] = owner
+        for key, value in list(items.items()):
+            if type(key) is str or type(key) is int:
+                self.visit(f"{path}.{key}" if dot else f"{path}[{key!r}]", value, asks=asks, hold=(path, key))
+
+    def inside(self, path: str, thing: Any) -> None:
+        """Looks at what a kept object does not hand out."""
+        if id(thing) in self._seen:
+            return
+        self._seen[id(thing)] = thing
+        if isinstance(thing, nn.Module):
+            self._model(path, thing, kept=True)
+        elif isinstance(thing, Optimizer):
+            self.found.fixed[f"the parameter groups of {path}"] = [len(group["params"]) for group in thing.param_groups]
+            self._hooks(path, thing)
+            self._atoms(path, thing)
+        elif self._is_users_object(thing):
+            self._atoms(path, thing)
+        else:
+            self._each(f"{path}.lr_lambdas", enumerate(getattr(thing, "lr_lambdas", ())), asks=ALL)
+            for number, inner in enumerate(getattr(thing, "_schedulers", ())):
+                self.inside(f"{path}._schedulers[{number}]", inner)
+
+    def _atoms(self, path: str, thing: Any) -> None:
+        """Looks at the numbers of an object of the user's class that hands out its state: it may forget one."""
+        if self._is_users_object(thing) and hasattr(thing, "__dict__"):
+            plain = {key: value for key, value in vars(thing).items() if type(value) in _ATOMS}
+            self.keys(path, plain, _attributes(thing), asks=NOTHING)
+
+    def _hooks(self, path: str, thing: Any, names: Iterable[str] = ()) -> None:
+        """Looks at the functions of the user's that somebody else calls."""
+        held = vars(thing)
+        for name in names or [name for name in held if name.endswith("_hooks")]:
+            hooks = held.get(name)
+            if hooks and isinstance(hooks, dict):
+                users = [hook for hook in hooks.values() if self._is_users(getattr(hook, "__module__", "") or "")]
+                self._each(f"{name} of {path}", enumerate(users), asks=ALL)
+
+    def _is_users_object(self, value: Any) -> bool:
+        """Tell whether its class, or one that this is made from, is the user's."""
+        known = self._users_kinds.get(type(value))
+        if known is None:
+            known = self._users_kinds[type(value)] = any(
+                self._is_users(kind.__module__) for kind in type(value).__mro__
+            )
+        return known
+
+    def settings(self) -> None:
+        """Looks at what holds for the whole process."""
+        self.found.fixed["torch's settings"] = repr((
+            torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled(),
+        ))  # fmt: skip
+        self.found.fixed["the working directory"] = os.getcwd()
+        for place in (nn.modules.module, optimizer):
+            self._hooks("torch", place)
+
+    def _open(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
+        kind = type(value)
+        if id(value) in self._kept:
+            return
+        if isinstance(value, torch.Tensor):
+            self.found.fixed[path] = _of_tensor(value)
+        elif isinstance(value, _CONTAINERS):
+            self._container(path, value, asks, hold)
+        elif isinstance(value, tuple | frozenset):
+            self.found.fixed[path] = (kind.__qualname__, _token(value) if is_plain(value) else len(value))
+            self._each(path, enumerate(value), asks=asks)
+        elif kind.__module__ == "numpy" and hasattr(value, "tobytes"):
+            self._array(path, value, hold)
+        elif isinstance(value, _NAMED):
+            self.found.fixed[path] = (kind.__qualname__, repr(value))
+        elif not self._random(path, value, hold) and not self._code(path, value, asks):
+            self._object(path, value, asks)
+
+    def _random(self, path: str, value: Any, hold: tuple[str, str | int]) -> bool:
+        """Looks at a generator of random numbers; False if it is none."""
+        found = random_state(value)
+        if found is not None:
+            self.found.leaves[path] = Leaf(_token(found[0]()), *hold, *found)
+        return found is not None
+
+    def _code(self, path: str, value: Any, asks: int) -> bool:
+        """Looks at functions, classes and modules; False if it is none of these."""
+        if isinstance(value, types.FunctionType):
+            self._function(path, value, asks)
+        elif isinstance(value, functools.partial):
+            self._each(path, enumerate((value.func, *value.args, *value.keywords.values())), asks=asks)
+        elif isinstance(value, types.MethodType):
+            self._each(path, (("self", value.__self__), ("function", value.__func__)), asks=asks)
+        elif isinstance(value, type):
+            self._class(path, value, asks)
+        elif isinstance(value, types.ModuleType):
+            if self._is_users(value.__name__) and value.__name__ != "__main__":
+                shown = {k: v for k, v in vars(value).items() if not k.startswith("__")}
+                self.keys(path, shown, _attributes(value), asks=min(asks, NO_PLACE))
+        else:
+            return False
+        return True
+
+    def _object(self, path: str, value: Any, asks: int) -> None:
+        kind = type(value)
+        self.found.fixed[path] = kind.__qualname__
+        within = min(asks, NO_PLACE)
+        if isinstance(value, nn.Module):
+            self._model(path, value, kept=False)
+        elif isinstance(value, DataLoader):
+            if asks and value.num_workers and value.persistent_workers:
+                self.found.unsure.append((path, "DataLoader whose workers stay, with all that they keep,"))
+            parts = ("dataset", "sampler", "batch_sampler", "generator", "collate_fn", "worker_init_fn")
+            for name in parts:
+                self.visit(f"{path}.{name}", getattr(value, name, None), asks=within)
+        elif isinstance(value, Optimizer):
+            self._optimizer(path, value)
+        elif isinstance(value, LRScheduler | GradScaler):
+            self._stateful(path, value, asks)
+        elif hasattr(value, "__next__") or isinstance(value, io.IOBase):
+            if asks:
+                self.found.unsure.append((path, kind.__qualname__))
+        elif isinstance(value, Dataset | Sampler):
+            self._instance(path, value, within)
+        elif isinstance(value, argparse.Namespace | types.SimpleNamespace) or self._is_users_object(value):
+            self._instance(path, value, asks)
+        elif asks == ALL and not isinstance(value, STANDING):
+            self.found.unsure.append((path, kind.__qualname__))
+
+    def _optimizer(self, path: str, value: Optimizer) -> None:
+        """One that is not kept: it must not train."""
+        groups = [{key: part for key, part in group.items() if key != "params"} for group in value.param_groups]
+        steps = [repr(state.get("step")) for state in list(value.state.values())[:NUM_SPOTS]]
+        self.found.fixed[f"the state of {path}"] = (len(value.state), steps, repr(groups))
+
+    def _stateful(self, path: str, value: Any, asks: int) -> None:
+        """One that is not kept by name, as a function of the script has it: its state is carried."""
+        state = value.state_dict()
+        if is_plain(state):
+            self.found.leaves[path] = Leaf(_token(state), path, "", value.state_dict, value.load_state_dict)
+        elif asks:
+            self.found.unsure.append((path, type(value).__qualname__))
+
+    def _instance(self, path: str, value: Any, asks: int) -> None:
+        shown = dict(getattr(value, "__dict__", {}))
+        for name in (name for part in type(value).__mro__ for name in _slots(part)):
+            if hasattr(value, name):
+                shown[name] = getattr(value, name)
+        self.keys(path, shown, _attributes(value), asks=asks)
+        self.visit(type(value).__qualname__, type(value), asks=asks)
+
+    def _container(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
+        if is_plain(value):
+            stored, refill = (
+                functools.partial(_stored, value),
+                functools.partial(_refill, self.found.owners, value, hold),
+            )
+            self.found.leaves[path] = Leaf(_token(value), *hold, stored, refill)
+        elif isinstance(value, dict):
+            self.keys(path, value, Owner(value.__setitem__, value.pop), asks=asks, dot=False)
+            self.found.fixed[f"the keys of {path}"] = sum(
+                type(key) is not str and type(key) is not int for key in value
+            )
+        else:
+            self.found.fixed[f"the length of {path}"] = len(value)
+            self._each(path, enumerate(_some(value)), asks=asks)
+
+    def _array(self, path: str, value: Any, hold: tuple[str, str | int]) -> None:
+        if value.shape == () and is_plain(value) and hold[0] in self.found.owners:
+            put = functools.partial(self.found.owners[hold[0]].put, hold[1])
+            self.found.leaves[path] = Leaf(_token(value), *hold, functools.partial(_itself, value), put)
+        else:
+            self.found.fixed[path] = _of_array(value)
+
+    def _function(self, path: str, value: types.FunctionType, asks: int) -> None:
+        self.found.fixed[path] = f"{value.__module__}.{value.__qualname__}"
+        home = value.__globals__.get("__name__", "")  # a decorator of a library has the name of what it decorates
+        if not self._is_users(home):
+            self.visit(f"{path}.__wrapped__", getattr(value, "__wrapped__", None), asks=asks)
+            return
+        self.keys(path, vars(value), _attributes(value), asks=asks)
+        self._each(f"the defaults of {path}", enumerate(value.__defaults__ or ()), asks=asks)
+        self._each(f"the defaults of {path}", (value.__kwdefaults__ or {}).items(), asks=asks)
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
+            self._cell(f"{path}().{name}", cell, asks)
+        if home != "__main__":
+            self.visit(home, sys.modules.get(home), asks=asks)
+        else:
+            for name in sorted((_global_names(value.__code__) & value.__globals__.keys()) - self.hidden):
+                if not name.startswith("__"):
+                    self.visit(name, value.__globals__[name], asks=asks, hold=("", name))
+
+    def _cell(self, path: str, cell: types.CellType, asks: int) -> None:
+        if id(cell) in self._seen:
+            return
+        self._seen[id(cell)] = cell
+        try:
+            value = cell.cell_contents
+        except ValueError:  # empty as yet
+            return
+        if self._local.get(path.rpartition(".")[2], self) is value:  # the loop's own name
+            return
+        put = functools.partial(_put_cell, cell)
+        self.found.owners[f"cell {path}"] = Owner(put, functools.partial(_put_cell, cell, new=None))
+        self.visit(path, value, asks=asks, hold=(f"cell {path}", ""))
+
+    def _class(self, path: str, value: type, asks: int) -> None:
+        self.found.fixed[path] = value.__qualname__
+        if not self._is_users(value.__module__) or issubclass(value, enum.Enum):
+            return
+        shown: dict[str, Any] = {}
+        for key, part in vars(value).items():
+            if isinstance(part, staticmethod | classmethod):
+                shown[key] = part.__func__
+            elif isinstance(part, property):
+                shown[key] = part.fget
+            elif isinstance(part, types.FunctionType) or not key.startswith(("__", "_abc_")):
+                shown[key] = part
+        self.keys(path, shown, _attributes(value), asks=asks)
+        for base in value.__bases__:
+            self.visit(base.__qualname__, base, asks=asks)
+
+    def _model(self, path: str, model: nn.Module, *, kept: bool) -> None:
+        params, modules = dict(model.named_parameters()), dict(model.named_modules())
+        tensors = {**params, **dict(model.named_buffers())}
+        self.found.fixed[f"the tensors of {path}"] = [(name, t.shape, t.dtype) for name, t in tensors.items()]
+        for name, tensor in tensors.items():
+            for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks):
+                if hooks:
+                    self._each(f"hooks of {path}.{name}", enumerate(hooks.values()), asks=ALL)
+            if id(tensor) not in self._seen and not kept:
+                self.found.fixed[f"{path}.{name}"] = _of_tensor(tensor)
+            self._seen[id(tensor)] = tensor
+        frozen = [name for name, p in params.items() if not p.requires_grad]
+        still = [name for name, part in modules.items() if not part.training]
+        for what, value, put in (
+            (f"requires_grad of {path}", frozen, functools.partial(_freeze, params)),
+            (f"train() or eval() of {path}", still, functools.partial(_still, modules)),
+        ):
+            self.found.leaves[what] = Leaf(tuple(value), what, "", functools.partial(_itself, value), put)
+        for name, part in modules.items():
+            self._seen[id(part)] = part
+            self._module(f"{path}.{name}" if name else path, part)
+
+    def _module(self, path: str, part: nn.Module) -> None:
+        for key in part._non_persistent_buffers_set:
+            if (buffer := part._buffers.get(key)) is not None:
+                self.found.fixed[f"{path}.{key}"] = _of_tensor(buffer)
+        self._hooks(path, part, _MODULE_HOOKS)
+        if self._is_users_object(part):
+            shown = {key: value for key, value in vars(part).items() if key not in _MODULE_KEYS}
+            self.keys(path, shown, _attributes(part), asks=NO_PLACE)
+            self.visit(type(part).__qualname__, type(part), asks=NO_PLACE)
+
+    def _each(self, path: str, items: Iterable[tuple[Any, Any]], *, asks: int) -> None:
+        for key, value in items:
+            self.visit(f"{path}[{key!r}]", value, asks=asks)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _refill(owners: Mapping[str, Owner], live: Any, hold: tuple[str, str | int], value: Any) -> None:
+    """In place, for others may hold it too; unless it is something else now."""
+    if isinstance(live, dict) is not isinstance(value, dict) or not isinstance(value, list | dict | set):
+        owners[hold[0]].put(hold[1], value)
+        return
+    live.clear()
+    live.update(value) if isinstance(live, dict | set) else live.extend(value)
+
+
+def _put_cell(cell: types.CellType, _: Any, new: Any) -> None:
+    cell.cell_contents = new
+
+
+def _freeze(params: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
+    frozen = set(names)
+    for name, parameter in params.items():
+        parameter.requires_grad_(name not in frozen)
+
+
+def _still(modules: Mapping[str, nn.Module], names: Iterable[str]) -> None:
+    still = set(names)
+    for name, module in modules.items():
+        module.training = name not in still
+
+
+def _attributes(thing: Any) -> Owner:
+    """Sets in the object's own dict where it has one, so that no `__setattr__` of the user's runs."""
+    return Owner(functools.partial(_put_attribute, thing), functools.partial(delattr, thing))
+
+
+def _put_attribute(thing: Any, key: str, new: Any) -> None:
+    own = getattr(thing, "__dict__", None)
+    if isinstance(own, dict) and not any(key in _slots(part) for part in type(thing).__mro__):
+        own[key] = new
+    else:
+        setattr(thing, key, new)
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    names = vars(kind).get("__slots__", ())
+    return (names,) if isinstance(names, str) else tuple(name for name in names if not name.startswith("__"))
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _global_names(constant)
+    return found
+
+
+def is_plain(value: Any, depth: int = 0) -> bool:
+    """Tell whether a value can be stored: numbers, text, containers of these."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return True
+    if depth > MAX_DEPTH or not isinstance(value, list | tuple | dict | set | frozenset | collections.deque):
+        return kind.__module__ == "numpy" and getattr(value, "shape", None) == () and value.dtype.kind in "biufc"
+    if depth and kind not in (list, tuple, dict, set, frozenset, collections.OrderedDict, collections.Counter):
+        return False  # inside of another it is stored whole, and would come back as something else
+    if isinstance(value, dict) and not {str, int}.issuperset(map(type, value)):
+        return False
+    parts = _some(value.values() if isinstance(value, dict) else value)
+    return _ATOM_SET.issuperset(map(type, parts)) or all(is_plain(part, depth + 1) for part in parts)
+
+
+def _stored(value: Any) -> Any:
+    """Returns a plain container as one that can be stored: without what a subclass adds."""
+    if isinstance(value, dict):
+        return dict(value)
+    return set(value) if isinstance(value, set) else list(value)
+
+
+def _some(items: Any) -> Any:
+    """Returns the items of a container, of a large one some of them."""
+    if len(items) <= MAX_ELEMENTS:
+        return items
+    step = len(items) // NUM_SPOTS
+    if isinstance(items, list | tuple):
+        return [*items[::step], *items[-NUM_SPOTS:]]
+    return [*itertools.islice(items, 0, None, step)]
+
+
+def _token(value: Any) -> object:
+    try:
+        if isinstance(value, (*_CONTAINERS, tuple, frozenset)) and len(value) > MAX_ELEMENTS:
+            some = _some(value.items() if isinstance(value, dict) else value)
+            return len(value), xxhash.xxh3_64_digest(value_codec.encode(list(some)))
+        return xxhash.xxh3_64_digest(value_codec.encode(_stored(value) if isinstance(value, _CONTAINERS) else value))
+    except HoldfastError:
+        return repr(value)
+
+
+def _of_tensor(tensor: torch.Tensor) -> object:
+    local = local_of(tensor)
+    facts = (tuple(local.shape), str(local.dtype), str(local.device), local.requires_grad)
+    if local.device.type != "cpu" or local.layout is not torch.strided or local.is_quantized or not local.numel():
+        return (*facts, local._version)
+    flat = local.detach().reshape(-1) if local.is_contiguous() else local.detach().flatten()
+    if flat.numel() > MAX_ELEMENTS:
+        flat = torch.cat([flat[:: max(1, flat.numel() // NUM_SPOTS)], flat[-NUM_SPOTS:]])
+    data = flat.resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy().tobytes()
+    # A write is counted, but for those through `.data` or an array; a tensor made anew counts from 0.
+    return (*facts, xxhash.xxh3_64_digest(data))
+
+
+def _of_array(array: Any) -> object:
+    facts = (tuple(array.shape), str(array.dtype))
+    if array.dtype.hasobject:
+        return facts
+    flat = array.reshape(-1)
+    if flat.size > MAX_ELEMENTS:
+        return (*facts, xxhash.xxh3_64_digest(flat[:: flat.size // NUM_SPOTS].tobytes() + flat[-NUM_SPOTS:].tobytes()))
+    return (*facts, xxhash.xxh3_64_digest(flat.tobytes()))
+
+
+def random_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
+    """Returns how the place of a generator of random numbers is read and set; None for anything else."""
+    if isinstance(value, torch.Generator):
+        return lambda: value.get_state().numpy().tobytes(), lambda state: _set_torch(value, state)
+    if isinstance(value, random.Random):
+        if type(value) is not random.Random:
+            return None
+        return value.getstate, value.setstate
+    numpy = sys.modules.get("numpy")
+    if numpy is None or "random" not in vars(numpy):
+        return None
+    if isinstance(value, numpy.random.Generator):
+        bits = value.bit_generator
+        return lambda: _lists(bits.state), lambda state: setattr(bits, "state", _arrays(state))
+    if isinstance(value, numpy.random.RandomState):
+        return lambda: _lists(value.get_state(legacy=False)), lambda state: value.set_state(_arrays(state))
+    return None
+
+
+def _set_torch(generator: torch.Generator, state: bytes) -> None:
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _lists(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _lists(part) for key, part in tree.items()}
+    return {"array": tree.tolist(), "dtype": str(tree.dtype)} if hasattr(tree, "tolist") and tree.ndim else tree
+
+
+def _arrays(tree: Any) -> Any:
+    if isinstance(tree, dict) and tree.keys() == {"array", "dtype"}:
+        import numpy  # noqa: ICN001, PLC0415 - only a process that has such a generator comes here
+
+        return numpy.array(tree["array"], dtype=tree["dtype"])
+    return {key: _arrays(part) for key, part in tree.items()} if isinstance(tree, dict) else tree

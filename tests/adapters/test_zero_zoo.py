@@ -1,0 +1,86 @@
+"""Every script of the zoo, killed once: it ends as if nothing had been, or it was said why nothing was kept."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Container, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forked
+from adapters.zero_zoo import CASES, KEPT, Case
+
+LIFE = str(Path(__file__).with_name("zero_life.py"))
+# A sample of all kinds; the others are slow.
+SAMPLE = {
+    "global counter", "global set in the loop, read in a function", "closure with nonlocal", "closure over an iterator",
+    "namespace that counts", "rare change that cannot be carried", "list that grows", "loader with a generator of its own",
+    "del of an earlier name", "early stopping", "killed behind the loop, number of the loss", "killed behind the loop, loss as it is",
+    "resumes by itself, far", "shorter at the second time", "loop in a function with nonlocal", "layer that is frozen later",
+    "gradients that are never cleared", "function of a module of the user's",
+}  # fmt: skip
+WITH_A_KEEPER = {
+    "global counter", "killed behind the loop", "killed behind the loop, loss as it is", "early break", "killed behind a break",
+    "stride", "backwards", "longer at the second time", "random.Random", "loop in a function with nonlocal",
+}  # fmt: skip
+
+
+def live(
+    case: Case, home: Path, root: str, *, again: bool = True, pocket: bool = True
+) -> subprocess.CompletedProcess[str]:
+    home.mkdir(exist_ok=True)
+    (home / "train.py").write_text(case.text())
+    (home / "helper.py").write_text(case.helper)
+    environment = {
+        **os.environ, "MARK": str(home / "mark"), "PYTHONPATH": str(Path(LIFE).parent.parent), "HOLDFAST_DURABLE_EVERY": "1",
+        **(dict(case.again) if again else {}), **({"POCKET": "1"} if pocket else {}),
+    }  # fmt: skip
+    command = [sys.executable, LIFE, root, str(home / "train.py")]
+    return forked.run(command, capture_output=True, text=True, env=environment, timeout=60)
+
+
+def check(case: Case, tmp_path: Path, *, pocket: bool) -> None:
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    (undisturbed / "mark").touch()  # nobody dies here
+    expected = live(case, undisturbed, "-")
+    assert expected.returncode == 0, expected.stderr
+    assert "END" in expected.stdout
+    home, root = tmp_path / "killed", str(tmp_path / "root")
+    first = live(case, home, root, again=False, pocket=pocket)
+    assert first.returncode == -signal.SIGKILL, first.stderr
+    second = live(case, home, root, pocket=pocket)
+    assert second.returncode == 0, second.stderr
+    assert second.stdout == expected.stdout, first.stderr + second.stderr
+    said = [line for line in (first.stderr + second.stderr).splitlines() if "nothing of it is saved" in line]
+    if case.expected == KEPT:
+        assert not said
+        assert "made 0\n" not in second.stderr, "it began anew"
+    else:
+        assert said, second.stderr
+        assert all(case.expected in line for line in said), said
+
+
+def some(names: Iterable[str], sample: Container[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in sample else [pytest.mark.slow]) for name in names]
+
+
+@pytest.mark.parametrize("name", some(CASES, SAMPLE))
+def test_a_script_of_the_zoo_is_never_wrong(name: str, tmp_path: Path) -> None:
+    check(CASES[name], tmp_path, pocket=True)
+
+
+@pytest.mark.usefixtures("runtime_dir")
+@pytest.mark.parametrize("name", some(sorted(WITH_A_KEEPER), {"killed behind the loop"}))
+def test_with_a_keeper_it_is_the_same(name: str, tmp_path: Path) -> None:
+    check(CASES[name], tmp_path, pocket=False)
+
+
+def test_the_samples_are_of_the_zoo() -> None:
+    assert len(CASES) >= 60
+    assert CASES.keys() >= SAMPLE | WITH_A_KEEPER

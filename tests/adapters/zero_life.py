@@ -1,0 +1,63 @@
+"""One life of a script under zero lines, as a worker of `holdfast run` has it, without the launcher. Not a test itself.
+
+python zero_life.py ROOT SCRIPT; ROOT `-` runs the script as it is. With POCKET in the environment versions are a file that
+the process writes itself, of the state that a Checkpointer saves; there is no keeper then.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from holdfast.adapters.run import Unasked
+from holdfast.adapters.zero import loop
+from holdfast.train.control import Order
+from holdfast.train.runner import run_script
+from holdfast.train.state import State
+from state_kit import restore, save
+
+
+class Pocket:
+    """What the loop asks of a Checkpointer; a version is there, whole, or not."""
+
+    def __init__(self, root, **objects):
+        self._file = Path(root) / "pocket"
+        self._file.parent.mkdir(exist_ok=True)
+        self._state = State({name: thing for name, thing in objects.items() if thing is not None}, rank=0, world_size=1)
+
+    def restore(self):
+        self._state.trained()
+        if not self._file.exists():
+            return 0
+        step, saved = torch.load(self._file, weights_only=False)
+        restore(self._state, saved)
+        return step + 1
+
+    def step(self, step):
+        new = self._file.with_suffix(".new")
+        torch.save((step, save(self._state)), new)
+        new.replace(self._file)
+
+    def save(self, step, level):
+        self.step(step)
+
+    def close(self):
+        pass
+
+    abandon = close
+
+    def __exit__(self, *_):
+        pass
+
+
+torch.set_num_threads(1)
+root, script = sys.argv[1:]
+order = Order(1, arguments=(script,), environment=dict(os.environ))
+sys.path.insert(0, os.path.dirname(script))
+if "POCKET" in os.environ:
+    loop.Checkpointer = Pocket
+if root == "-":
+    run_script(order)
+else:
+    Unasked(root)(order)

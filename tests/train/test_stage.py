@@ -1,0 +1,75 @@
+"""What a script finds when it is run again in the same process: nothing that the run before chose for all that comes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.train import devices
+from holdfast.train.control import Order
+from holdfast.train.stage import Stage
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Stage]:
+    before, path, argv, seed = dict(os.environ), list(sys.path), list(sys.argv), torch.get_rng_state()
+    yield Stage()
+    os.environ.clear()
+    os.environ.update(before)
+    sys.path[:], sys.argv[:] = path, argv
+    torch.set_rng_state(seed)
+
+
+def again(stage: Stage) -> None:
+    stage.enter(Order(2, dict(os.environ), ("script.py",)))
+
+
+def test_where_and_how_tensors_are_made_is_as_in_a_new_process(stage: Stage) -> None:
+    torch.set_default_device("meta")
+    torch.set_autocast_enabled("cpu", True)
+    torch.set_autocast_cache_enabled(False)
+    torch.autograd.set_detect_anomaly(True)
+    again(stage)
+    assert torch.empty(1).device.type == "cpu"
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_autocast_cache_enabled()
+    assert not torch.is_anomaly_enabled()
+
+
+def test_kernels_are_chosen_as_in_a_new_process(stage: Stage) -> None:
+    backends = torch.backends
+    backends.cudnn.benchmark = backends.cudnn.deterministic = True
+    backends.cudnn.enabled = False
+    backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    again(stage)
+    assert (backends.cudnn.benchmark, backends.cudnn.deterministic, backends.cudnn.enabled) == (False, False, True)
+    assert backends.cuda.matmul.allow_bf16_reduced_precision_reduction is True
+
+
+def test_precision_of_matrix_products_is_as_in_a_new_process(stage: Stage) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        again(stage)
+        assert torch.get_float32_matmul_precision() == before
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_the_device_of_the_process_is_reset_too(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Device:
+        kind = "cpu"
+
+        def reset(self) -> None:
+            said.append("reset")
+
+    monkeypatch.setattr(devices, "in_use", Device)
+    again(stage)
+    assert said == ["reset"]

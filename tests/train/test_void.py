@@ -1,0 +1,364 @@
+"""What a device had not finished when the job broke off counts for nothing, and that comes before any group is aborted.
+
+The device is an event that says what it is told: what matters is when it is asked.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.base.errors import LevelNotReached
+from holdfast.base.events import Events
+from holdfast.core.model import Version
+from holdfast.train import alive, devices, direct, notes, remains, runner
+from holdfast.train.agent import Agent
+from holdfast.train.capture import batches
+from holdfast.train.device_pace import PacedCopy
+from holdfast.train.fence import Fence, Job
+from holdfast.train.processes import Doing
+from holdfast.train.remains import Survivor
+from holdfast.train.state import State
+
+
+class Imagined:
+    """An accelerator that the process uses."""
+
+    kind = "imagined"
+
+    def random_state(self) -> None:
+        """It has no generator."""
+
+    def leave_captures_alone(self) -> None:
+        """Nothing breaks one."""
+
+    def capturing(self) -> bool:
+        return False
+
+
+class Mark:
+    """An event, passed or not."""
+
+    def __init__(self, passed: bool = False) -> None:
+        self.has_passed = passed
+
+    def query(self) -> bool:
+        return self.has_passed
+
+
+class Copy:
+    """A copy on a device, as the fence sees it; it ends when it is told to."""
+
+    num_bytes = 1
+
+    def __init__(self, passed: bool = False) -> None:
+        self.event, self.stopped = threading.Event(), False
+        if passed:
+            self.event.set()
+
+    def hold_current_streams(self) -> None:
+        """The streams of this device hold by themselves."""
+
+    def begun(self) -> bool:
+        return True
+
+    def passed(self) -> bool:
+        return self.event.is_set()
+
+    def wait(self, stopped: Callable[[], bool]) -> bool:
+        while not self.event.wait(0.005):
+            if stopped():
+                return False
+        return True
+
+    def seconds(self) -> float:
+        return 1.0
+
+    def feed(self, expected_s: float | None) -> None:
+        """Nothing is left to queue."""
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+class Thing:
+    """What is open in this process and hears that the job broke off."""
+
+    def __init__(self, *calls: Callable[[], None]) -> None:
+        self._calls = calls
+
+    def void(self) -> None:
+        for call in self._calls:
+            call()
+
+    def abandon(self) -> None:
+        """Nothing to let go of."""
+
+    interrupted = abandon
+
+
+@pytest.fixture(autouse=True)
+def used_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The process uses a device, which is well."""
+    monkeypatch.setattr(devices, "in_use", Imagined)
+    monkeypatch.setattr(devices, "healthy", lambda _: True)
+    yield
+    alive.begin()
+    alive.broken.stuck = ""
+
+
+@pytest.fixture
+def fence() -> Iterator[Fence]:
+    made = Fence(timeout_s=5.0, events=Events())
+    thing = Thing(made.void)
+    alive.register(thing)
+    yield made
+    made.close()
+
+
+class Ended:
+    """How jobs ended."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def job(self, device: Any, batches: list[Any] | None = None) -> Job:
+        return Job(batches or [], device, self.reasons.append)
+
+
+def test_a_copy_that_a_device_had_not_passed_is_void_although_it_passes_it_later(fence: Fence) -> None:
+    ended, copy = Ended(), Copy()
+    job = ended.job(copy)
+    fence.start(job)
+    alive.void()
+    copy.event.set()  # the collective in front of it was aborted
+    assert job.done.wait(20)
+    assert "broke off" in ended.reasons[0]
+    assert copy.stopped, "nothing more of it is queued"
+
+
+def test_a_copy_that_a_device_had_passed_counts(fence: Fence) -> None:
+    ended, copy = Ended(), Copy(passed=True)
+    job = ended.job(copy)
+    alive_before = alive.broken.reason
+    fence.start(job)
+    alive.void()
+    assert job.done.wait(20)
+    assert (alive_before, ended.reasons) == ("", [""])
+
+
+def test_what_is_queued_after_the_job_broke_off_is_void_and_that_of_the_next_run_is_not(fence: Fence) -> None:
+    """The host runs on until it is interrupted: it may save a step whose collectives were aborted."""
+    ended = Ended()
+    alive.void()
+    fence.start(first := ended.job(Copy(passed=True)))
+    assert first.done.wait(20)
+    fence.release()
+    assert fence.idle(20)
+    alive.begin()
+    fence.start(second := ended.job(Copy(passed=True)))
+    assert second.done.wait(20)
+    assert [bool(reason) for reason in ended.reasons] == [True, False]
+
+
+def test_without_a_device_nothing_is_void(fence: Fence, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo raises in whoever waits, and nothing runs on behind it: copies of host memory are what they were."""
+    monkeypatch.setattr(devices, "in_use", lambda: None)
+    ended, target = Ended(), torch.zeros(4)
+    alive.void()
+    fence.start(job := ended.job(None, batches([target], [torch.ones(4)])))
+    assert job.done.wait(20)
+    assert (ended.reasons, target.sum()) == ([""], 4)
+
+
+def test_a_copy_in_the_waits_of_a_pipeline_is_void_unless_all_of_it_had_passed() -> None:
+    def paced() -> PacedCopy:
+        stream = SimpleNamespace(queue=lambda *_: queued)
+        whole = batches([torch.zeros(2, dtype=torch.uint8)], [torch.ones(2, dtype=torch.uint8)], most=1)
+        return PacedCopy(stream, queued, whole, rate=1.0, beside=1, patience_s=60.0, told=lambda *_: None)
+
+    queued = Copy(passed=True)
+    queued.spans = ()  # type: ignore[attr-defined]  # nothing is measured here
+    copy = paced()
+    assert not copy.passed(), "a batch is not even queued"
+    copy.hold_current_streams()
+    assert copy.passed()
+    queued.event.clear()
+    assert not copy.passed()
+    queued.event.set()
+    given_up = paced()
+    given_up.stop()
+    assert not given_up.passed(), "what was given up never counts"
+
+
+@pytest.fixture
+def survivor(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Survivor, list[Mark]]]:
+    """One rank whose device passes what it is told, and the events that its notes record."""
+    notes.attach(notes.make_page())
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = State({"model": model, "optimizer": optimizer}, rank=0, world_size=1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    marks: list[Mark] = []
+    made = Survivor(state, job="job", rank=0, world_size=1)
+
+    def events() -> tuple[Mark, ...]:
+        marks.append(Mark())
+        return (marks[-1],)
+
+    monkeypatch.setattr(made, "_events", events)
+    yield made, marks
+    notes.attach(-1)
+    remains.remains.forget()
+
+
+def test_a_step_that_a_device_had_not_finished_is_not_live(survivor: tuple[Survivor, list[Mark]]) -> None:
+    made, marks = survivor
+    made.note(Version(1, 4))
+    made.void()
+    marks[0].has_passed = True  # with gradients that nobody reduced
+    made.leave()
+    assert remains.remains.version is None
+    assert "had not finished" in remains.remains.why
+
+
+def test_a_step_that_a_device_had_finished_is_live(survivor: tuple[Survivor, list[Mark]]) -> None:
+    made, marks = survivor
+    made.note(Version(1, 4))
+    marks[0].has_passed = True
+    made.void()
+    made.leave()
+    assert remains.remains.version == Version(1, 4)
+
+
+def test_a_step_that_is_noted_after_the_job_broke_off_is_not_live(survivor: tuple[Survivor, list[Mark]]) -> None:
+    made, marks = survivor
+    made.note(Version(1, 4))
+    marks[0].has_passed = True
+    made.void()
+    made.note(Version(1, 5))
+    made.leave()
+    assert remains.remains.version in (None, Version(1, 4))
+    assert len(marks) == 1, "nor is there a note of it"
+
+
+def test_a_note_that_was_under_way_when_the_job_broke_off_is_not_live(
+    survivor: tuple[Survivor, list[Mark]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, marks = survivor
+    recorded = made._events
+
+    def events() -> tuple[Any, ...]:
+        made.void()  # the other thread, in the middle of a note
+        return recorded()
+
+    monkeypatch.setattr(made, "_events", events)
+    made.note(Version(1, 4))
+    marks[0].has_passed = True
+    made.leave()
+    assert remains.remains.version is None
+
+
+def test_what_storage_is_given_was_read_before_the_job_broke_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job without memory of keepers writes live tensors to storage: bytes that were read behind an abort are not."""
+    written: list[object] = []
+    saver = SimpleNamespace(_storage=SimpleNamespace(write_bundle=lambda *args, **_: written.append(args)))
+    image = SimpleNamespace(plan=SimpleNamespace(length=8), ref=SimpleNamespace(bundle_id="b"))
+    plan: Any = SimpleNamespace(images=[image])
+    monkeypatch.setattr(direct, "_fill", lambda *_: alive.void())
+    with pytest.raises(LevelNotReached, match="broke off"):
+        list(direct.DirectSaver._write_images(saver, Version(1, 1), plan, {}, None))  # type: ignore[arg-type]
+    assert not written
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is done to leave a run, in order."""
+    done: list[str] = []
+    monkeypatch.setattr(alive, "void", lambda: done.append("void"))
+    monkeypatch.setattr(runner.leaving.GroupSockets, "cut", lambda *_: done.append("cut"))
+    monkeypatch.setattr(runner.leaving.Aborts, "begin", lambda *_: done.append("abort"))
+    return done
+
+
+class Line:
+    """The agent: silent, and hears everything."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def send(self, op: str, *_: object, **__: object) -> None:
+        self.said.append(op)
+
+
+def rank(line: Line) -> runner.Runner:
+    """A worker of which only what leaves a run is used."""
+    made = runner.Runner.__new__(runner.Runner)
+    made._line, made._changed = line, threading.Condition()  # type: ignore[assignment]
+    made._sockets, made._aborts = runner.leaving.GroupSockets(), runner.leaving.Aborts()
+    made._order = made._running = None
+    made._verdict = "fail"
+    return made
+
+
+def test_a_run_that_is_over_is_void_before_it_is_cut_and_aborted(steps: list[str]) -> None:
+    order: Any = SimpleNamespace(number=1, environment={})
+    made = rank(Line())
+    made._running, made._order = order, SimpleNamespace(number=2)  # type: ignore[assignment]
+    assert made.is_over(order, RuntimeError("whatever"))
+    assert steps == ["void", "cut", "abort"]
+
+
+def test_a_broken_group_is_void_before_it_is_cut_and_aborted_and_before_anybody_is_told(steps: list[str]) -> None:
+    line = Line()
+    order: Any = SimpleNamespace(number=1, environment={})
+    assert not rank(line).is_over(order, RuntimeError("NCCL communicator was aborted"))
+    assert (steps, line.said) == (["void", "cut", "abort"], ["raised"])
+
+
+def test_a_device_that_runs_no_kernel_ends_the_process_and_the_agent_is_told(
+    steps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line, ended = Line(), []
+    monkeypatch.setattr(devices, "healthy", lambda _: False)
+    monkeypatch.setattr(runner, "_end_now", lambda: ended.append(1))
+    order: Any = SimpleNamespace(number=1, environment={})
+    made = rank(line)
+    made._running, made._order = order, SimpleNamespace(number=2)  # type: ignore[assignment]
+    made.is_over(order, RuntimeError("whatever"))
+    assert (line.said, ended) == (["stuck"], [1])
+
+
+@pytest.mark.parametrize(("doing", "died"), [(Doing.LEAVES, True), (Doing.RUNS, False)])
+def test_a_process_that_ends_well_without_having_begun_its_order_ends_a_void_run(doing: Doing, died: bool) -> None:
+    seat: Any = SimpleNamespace(proc=SimpleNamespace(poll=lambda: 0), doing=doing, order=3)
+    seat.now = lambda doing: setattr(seat, "doing", doing)
+    agent: Any = SimpleNamespace(_serial=3, _hear=lambda _: None)
+    assert Agent._died(agent, seat) is died
+    assert (seat.doing is Doing.FINISHED) is not died
+
+
+def test_a_process_whose_device_failed_is_replaced_and_not_counted() -> None:
+    replaced: list[int] = []
+    proposed: list[int] = []
+    worker = SimpleNamespace(global_rank=4)
+    seat: Any = SimpleNamespace(doing=Doing.STUCK, local_rank=0, error="its device is out of order")
+    agent: Any = SimpleNamespace(
+        _workers=SimpleNamespace(replace=lambda rank, _: replaced.append(rank)),
+        _round=SimpleNamespace(propose=lambda number, _: proposed.append(number)),
+        _seats=lambda: [seat],
+        _died=lambda _: True,
+        _note_death=lambda _: None,
+        _recoveries=1,
+        _current=SimpleNamespace(number=2),
+        _worker_group=SimpleNamespace(workers=[worker]),
+    )
+    agent._look_again = lambda stuck: Agent._look_again(agent, stuck)
+    assert Agent._look(agent) is None
+    assert (replaced, proposed) == ([0], [3])
