@@ -58,7 +58,7 @@ from holdfast.core.watch_mode import CAREFUL, MODES
 from holdfast.node.start import ensure_keeper
 from holdfast.train import aliases, runner
 from holdfast.train.agent import Agent
-from holdfast.train.compile_cache import make_cache
+from holdfast.train.compile_cache import CompileCache, make_cache
 from holdfast.train.control import Order
 from holdfast.train.early import Early
 from holdfast.train.moving import MovingRendezvous
@@ -206,10 +206,10 @@ def main(
         config, entrypoint, entrypoint_args = _launch_config(args)
         program = _program(args, config)
         _check_version(args.from_version, program)
+        cache = _cache(args.compile_cache, settings)
     except HoldfastError as error:
         sys.stderr.write(f"holdfast run: {error}\n")
         return 2
-    cache = make_cache(args.compile_cache, directory_of(settings) / "compiled", os.environ)
     if cache is not None:
         cache.fetch()
     label_process("hf agent")
@@ -241,6 +241,12 @@ def main(
             cache.close()
         if watch is not None:
             watch.close(code)
+
+
+def _cache(given: str | None, settings: Config) -> CompileCache | None:
+    """The compile cache of this node, below the runtime directory."""
+    directory, secret = directory_of(settings) / "compiled", settings.secret_file
+    return make_cache(given, directory, os.environ, below=settings.runtime_path, secret_file=secret)
 
 
 def _plain_torchrun(argv: Sequence[str] | None) -> int:
