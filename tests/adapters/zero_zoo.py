@@ -458,7 +458,7 @@ CASES: dict[str, Case] = {
     "gradients that are never cleared": Case("gradients live", step=STEP.replace("optimizer.zero_grad()\n", "")),
     "gradients that are cleared late": Case(
         step="loss = model(torch.randn(2, 4)).square().mean() * {scale}\nloss.backward()\n"
-        "if step % 2:\n    optimizer.step()\n    optimizer.zero_grad()\n", when=6,
+        "if step % 2:\n    optimizer.step()\n    optimizer.zero_grad()\n", counts="range(14)", when=10,
     ),
     "gradients that are cleared sometimes": Case(
         "gradients live",
@@ -493,5 +493,14 @@ CASES: dict[str, Case] = {
     "iterator behind a function of the user's": Case(
         "_it", helper="_it = iter([*range(99)])\ndef up():\n    return next(_it)\n", pre="from helper import up", scale="up()"
     ),
+    "variable of the environment": Case(
+        "rehearsal of a restart differs in", pre="os.environ['N'] = '0'",
+        body="os.environ['N'] = str(int(os.environ['N']) + 1)", scale="(1 + int(os.environ['N']))",
+    ),
+    "number in a module of a library": Case(
+        "rehearsal of a restart differs in", pre="math.n = 0", body="math.n += 1", scale="(1 + math.n)"
+    ),
+    "clock that is read": Case(pre="import time\nlast = time.time()", body="took = time.time() - last; last = time.time()", shown="step"),
+    "script that writes in its steps": Case(body="open(os.environ['MARK'] + '.log', 'a').write(f'{step}\\n')", shown="step"),
     "working directory": Case("working directory", body="if step == 3: os.chdir('/')", shown="os.getcwd()"),
 }  # fmt: skip

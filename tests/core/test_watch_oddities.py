@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from oddities import HEALTHY, SICK
 
 from holdfast.core.watch_mode import CAREFUL, MODES, QUICK
+from oddities import HEALTHY, SICK
 from oddities_kit import Case, found_s, kills
 
 SAMPLE = 5  # every fifth, in the default suite

@@ -35,6 +35,7 @@ _NUMBER_FUNCTIONS = {"float", "int", "bool"}
 
 # Words of scripts that look for a file of their own and go on from it.
 _READS = {"exists", "isfile", "is_file", "isdir", "is_dir", "glob", "listdir", "open", "read_text", "read_bytes"}
+_CLOCKS = {"time", "perf_counter", "monotonic", "process_time", "datetime", "time_ns", "perf_counter_ns"}
 # Calls by which names are read that the text does not name.
 _BY_TEXT = {"globals", "locals", "eval", "exec"}
 
@@ -53,6 +54,7 @@ class Loop:
         numbers: those of them of which only the number is asked for, so that a tensor may come back without its graph.
         sets: names that the loop itself sets.
         clears: whether every step clears the gradients before it computes new ones.
+        reads_clock: whether the script reads a clock.
         reads_files: whether the script calls something that may have it go on from a file of its own.
         bounds: names and attributes that say how far the loop counts.
         lines: attribute or name -> the first line of the loop, or of a function, that stores to it or calls a method of it.
@@ -65,6 +67,7 @@ class Loop:
     numbers: frozenset[str] = frozenset()
     sets: frozenset[str] = frozenset()
     clears: bool = False
+    reads_clock: bool = False
     reads_files: bool = False
     bounds: frozenset[str] = frozenset()
     lines: tuple[tuple[str, int], ...] = ()
@@ -131,6 +134,7 @@ def _described(tree: ast.Module, loop: ast.For, target: str, scope: _Scope, func
         numbers=numbers,
         sets=frozenset(sets),
         clears=clears,
+        reads_clock=bool(words & _CLOCKS),
         reads_files=any(word in _READS or word.startswith(("load", "resume", "restore")) for word in words),
         bounds=frozenset(bounds),
         lines=tuple(sorted(lines.items())),
