@@ -58,6 +58,11 @@ class KeptLoop:
         self._begun = False
         self._values: dict[str, Any] = {}
         self.back = False
+        self._left = False
+
+    def leave(self) -> None:
+        """The script leaves its loop in good order, by `break` or `return`."""
+        self._left = True
 
     def take(self) -> tuple[Any, ...]:
         """Returns the carried values of the version, once."""
@@ -171,9 +176,9 @@ class KeptLoop:
             ended = True
         finally:
             count.close()
-            if ended:
+            if ended or self._left:
                 _close(checkpointer)
-            else:  # left by break or by an error: what was saved counts
+            else:  # left by an error: what was saved counts
                 checkpointer.__exit__(UsageError, None, None)
 
     def _restored(self, checkpointer: Checkpointer, carried: _Carried, check: SelfCheck) -> bool:
@@ -206,12 +211,13 @@ def _close(checkpointer: Checkpointer) -> None:
 
 
 def _changes(loop: Loop, names: Names, kept: Kept) -> Changes:
-    reach = Reach(names.home, sets=loop.sets, used=loop.used, kept=kept.things)
+    lines = dict(loop.lines)
+    reach = Reach(names.home, sets=loop.sets, used=loop.used, kept=kept.things, stored=lines)
 
     def look() -> Look:
         return reach.look(names.main, names.frames())
 
-    return Changes(look, dict(loop.lines))
+    return Changes(look, lines)
 
 
 def _stepped(kept: Kept) -> list[torch.Tensor]:
