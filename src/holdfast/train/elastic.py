@@ -64,6 +64,7 @@ from holdfast.train.early import Early
 from holdfast.train.moving import MovingRendezvous
 from holdfast.train.nursery import Nursery
 from holdfast.train.rules import EXIT_GRACE_S, Program, Rules
+from holdfast.train.traces import Look
 from holdfast.train.watchdog import directory_of, make_watch
 
 logger = logging.getLogger(__name__)
@@ -175,8 +176,19 @@ def checkpoint_dir(argv: Sequence[str] | None = None) -> str:
         return ""
 
 
-def main(argv: Sequence[str] | None = None, *, script: Callable[[Order], None] = runner.run_script) -> int:
-    """Runs the job; returns the exit code. `script`: how a worker runs the script of an order."""
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    script: Callable[[Order], None] = runner.run_script,
+    looks: Sequence[Look] = (),
+) -> int:
+    """Runs the job; returns the exit code.
+
+    Args:
+        argv: the flags and the script; None: of this process.
+        script: how a worker runs the script of an order.
+        looks: what else a worker asks before it runs a script again in its process.
+    """
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.WARNING)
     try:
         if disabled():
@@ -202,7 +214,7 @@ def main(argv: Sequence[str] | None = None, *, script: Callable[[Order], None] =
         cache.fetch()
     label_process("hf agent")
     # Before any thread exists; workers come out here with their exit code.
-    nursery = Nursery.start(functools.partial(runner.serve, script=script))
+    nursery = Nursery.start(functools.partial(runner.serve, script=script, looks=looks))
     if cache is not None:
         cache.start()
     early = start_keeper(args.checkpoint_dir, settings) if args.checkpoint_dir else Early()
