@@ -60,7 +60,7 @@ class Still:
         except Moved as error:
             return error.what
         if writes != self._seen[0] or self._spots.differing(spots, self._seen[1]):
-            return "parameters or optimizer state were written outside of an optimizer's step"
+            return "parameters or optimizer state were written outside of an optimizer step"
         return ""
 
     def forget(self) -> None:
