@@ -366,7 +366,7 @@ class Watch:
         if silence <= patience or not self._is_quiet(rank, now_s, silence, patience):
             return self._wait(rank, why)
         second = "it neither computes nor wakes nor reads"
-        others = f"{_waiting(waiters)} for it and make no progress" if waiters and self.mode.learns else ""
+        others = f"{_waiting(waiters)} for it, without progress" if waiters and self.mode.learns else ""
         return self._condemn(rank, now_s, silence, patience, (second, others))
 
     def _unwaited_s(self, sight: Sight, patience: float) -> float:
