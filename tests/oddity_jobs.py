@@ -132,7 +132,7 @@ def breakpoint_() -> None:
     """A person looks at a prompt, and goes on."""
     keyboard, person = os.pipe()
     os.dup2(keyboard, 0)
-    sys.stdin = os.fdopen(0)
+    sys.stdin, sys.stdout = os.fdopen(0), sys.stderr
     threading.Timer(ODD_S, os.write, (person, b"continue\n")).start()
     breakpoint()  # noqa: T100 - what this is about
 
