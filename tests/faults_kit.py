@@ -79,7 +79,9 @@ class Watching:
             changes = beat.changes + (worker.way in ("waits", "moves", "sends", "steps") or "phase" in args)
             worker.sight = replace(
                 worker.sight,
-                beat=replace(beat, changes=changes, step=step, phase=phase, collective=name, sequence=entered, inside=inside),
+                beat=replace(
+                    beat, changes=changes, step=step, phase=phase, collective=name, sequence=entered, inside=inside
+                ),
                 state=WAYS[worker.way][3],
             )
 
