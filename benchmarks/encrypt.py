@@ -20,6 +20,7 @@ from benchmarks.measure import MIB, Report, ratio, timed
 from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Version
 from holdfast.tiers import format as image_format
+from holdfast.tiers.cipher import KeySource
 from holdfast.tiers.registry import make_stamp
 from holdfast.tiers.storage import Storage, open_storage
 
@@ -41,7 +42,7 @@ def main() -> None:
         ref, stamp = BundleRef("b", (0,), 0, 1, size, "f"), make_stamp(1)
 
         def job(name: str, setting: str) -> Storage:
-            storage = open_storage(home / name, Events(), encryption_key=setting)
+            storage = open_storage(home / name, Events(), encryption=KeySource(setting))
             storage.claim()
             return storage
 

@@ -21,6 +21,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
+import device_kit
 import forked
 
 # Property tests have no deadline per example: the machine is shared, and pytest's own limit holds.
@@ -121,9 +122,26 @@ def _reasons_to_skip(item: pytest.Item, *, slow: bool) -> Iterator[str]:
         yield "needs root"
     if item.get_closest_marker("gpu") and not Path("/dev/nvidiactl").exists():
         yield "needs a CUDA device"
+    if item.get_closest_marker("device") and (reason := device_kit.unavailable()):
+        yield reason
     for marker in item.iter_markers("rival"):
         if importlib.util.find_spec(marker.args[0]) is None:
             yield f"compares with {marker.args[0]}, which is not installed"
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    device_kit.prepare(session)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """A test of the simulated device runs in a child, with those of its file; here it is reported."""
+    return device_kit.report(item) if device_kit.belongs_to_child(item) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    device_kit.tell_parent(report)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -57,7 +57,7 @@ def check(case: Case, tmp_path: Path, *, pocket: bool) -> None:
     second = live(case, home, root, pocket=pocket)
     assert second.returncode == 0, second.stderr
     assert second.stdout == expected.stdout, first.stderr + second.stderr
-    said = [line for line in (first.stderr + second.stderr).splitlines() if "this script is not kept" in line]
+    said = [line for line in (first.stderr + second.stderr).splitlines() if "nothing of it is saved" in line]
     if case.expected == KEPT:
         assert not said
         assert "made 0\n" not in second.stderr, "it began anew"

@@ -28,12 +28,15 @@ class Pocket:
 
     def restore(self):
         self._state.trained()
-        if self._file.exists():
-            restore(self._state, torch.load(self._file, weights_only=False))
+        if not self._file.exists():
+            return 0
+        step, saved = torch.load(self._file, weights_only=False)
+        restore(self._state, saved)
+        return step + 1
 
     def step(self, step):
         new = self._file.with_suffix(".new")
-        torch.save(save(self._state), new)
+        torch.save((step, save(self._state)), new)
         new.replace(self._file)
 
     def save(self, step, level):

@@ -136,6 +136,20 @@ CASES: dict[str, Case] = {
         pre="calls = [0]\ndef hook(*_):\n    calls[0] += 1\nmodel.register_forward_hook(hook)",
         scale="calls[0]", shown="calls",
     ),
+    "counter in a hook of a parameter": Case(
+        pre="def make():\n    n = 0\n    def hook(g):\n        nonlocal n\n        n += 1\n        return g * n\n    return hook\n"
+        "model[0].weight.register_hook(make())",
+    ),
+    "counter in a hook of all optimizers": Case(
+        pre="def make():\n    n = [0]\n    def hook(o, *_):\n        n[0] += 1\n        o.param_groups[0]['lr'] = 0.1 / (1 + n[0])\n"
+        "    return hook\nfrom torch.optim.optimizer import register_optimizer_step_post_hook\n"
+        "register_optimizer_step_post_hook(make())",
+    ),
+    "optimizer of the user's with a number": Case(
+        pre="class Mine(torch.optim.SGD):\n    n = 0\n    def step(self, closure=None):\n        self.n += 1\n"
+        "        self.param_groups[0]['lr'] = 0.1 / self.n\n        return super().step(closure)\n"
+        "optimizer = Mine(model.parameters(), lr=0.1)", shown="optimizer.n",
+    ),
     "counter in a hook of the optimizer": Case(
         pre="def make():\n    n = 0\n    def hook(*_):\n        nonlocal n\n        n += 1\n        for g in optimizer.param_groups:\n"
         "            g['lr'] = 0.1 / (1 + n)\n    return hook\noptimizer.register_step_post_hook(make())",
@@ -194,6 +208,12 @@ CASES: dict[str, Case] = {
     "long list that grows": Case(pre="history = [0] * 5000", body="history.append(step)", scale="len(history)", shown="history[-9:]"),
     "list beside another name for it": Case(
         pre='history = []\nstate = {"h": history, "f": len}', body="history.append(step)", shown='state["h"]'
+    ),
+    "two lists become one": Case(
+        "'b' came to be", pre="a, b = [1], [1]\ndef join():\n    global b\n    b = a", body="if step == 3: join()\nb.append(step)", scale="len(a)"
+    ),
+    "list that another one takes the place of": Case(
+        pre="a, b = [1], [2]\ndef swap():\n    global b\n    b = [*b, step]", body="swap()", scale="len(b)", shown="a, b"
     ),
     "deque": Case(pre="last = collections.deque([1.0], maxlen=3)", body="last.append(loss.item())", scale="sum(last)", shown="last"),
     "defaultdict": Case(pre="c = collections.defaultdict(int)", body='c["n"] += 1', scale='(1 + c["n"])', shown="dict(c)"),
@@ -302,6 +322,52 @@ CASES: dict[str, Case] = {
         body="if step == 4: torch.save({'model': model.state_dict(), 'rng': torch.get_rng_state(), 'step': step}, file)",
         counts="range(first, 40)", when=25, shown="step",
     ),
+    "resumes by itself and skips": Case(
+        "'first' was 0",
+        pre="first, file = 0, os.environ['MARK'] + '.own'\nif os.path.exists(file):\n    own = torch.load(file)\n"
+        "    model.load_state_dict(own['model']); torch.set_rng_state(own['rng']); first = own['step'] + 1",
+        step="if step < first: continue\n" + STEP.lstrip(),
+        body="if step == 4: torch.save({'model': model.state_dict(), 'rng': torch.get_rng_state(), 'step': step}, file)",
+        shown="step",
+    ),
+    "resumes a phase by itself": Case(
+        "'args.phase' was 0",
+        pre="args, file = argparse.Namespace(phase=0, first=0), os.environ['MARK'] + '.own'\nif os.path.exists(file):\n"
+        "    own = torch.load(file)\n    model.load_state_dict(own['model']); torch.set_rng_state(own['rng'])\n"
+        "    args.phase, args.first = 1, 5",
+        step="if step < args.first: continue\n" + STEP.lstrip(),
+        body="if step == 4:\n    args.phase = 1\n"
+        "    torch.save({'model': model.state_dict(), 'rng': torch.get_rng_state(), 'step': step}, file)",
+        shown="args.phase",
+    ),
+    "loop in a generator": Case("in a generator", whole="""
+        def fit():
+            for step in range(10):
+                sys.stderr.write(f"made {step}\\n")
+                loss = model(torch.randn(2, 4)).square().mean()
+                optimizer.zero_grad(); loss.backward(); optimizer.step()
+                yield loss.item()
+                die(step)
+        def main():
+            total = 0
+            for loss in fit():
+                total += loss
+            print("END", total)
+        main()
+        """),
+    "loop in a function that declares a global": Case(whole="""
+        last = None
+        def fit():
+            global last
+            for step in range(10):
+                sys.stderr.write(f"made {step}\\n")
+                loss = model(torch.randn(2, 4)).square().mean()
+                optimizer.zero_grad(); loss.backward(); optimizer.step()
+                last = loss.item()
+        fit()
+        die(0, 0)
+        print("END", last)
+        """),
     "loop in a function": Case(whole="""
         def main():
             total = 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.core.model import Level
-from holdfast.node.metrics import MAX_REQUEST_BYTES, MetricsPort, render
+from holdfast.node.metrics import MAX_CLIENTS, MAX_REQUEST_BYTES, MetricsPort, render
 from node.rig import reached, rig_in, save_all
 
 NASTY = 'a"b\\nc\nd</script>'  # a backslash before an n is no new line
@@ -141,6 +144,41 @@ def test_anything_else_is_refused_shortly(port: MetricsPort, request_bytes: byte
     answer = ask(port, request_bytes)
     assert answer.split(b" ")[1] == status
     assert answer.endswith(b"\r\n\r\n"), "nothing that was sent comes back"
+
+
+def test_who_sends_a_byte_now_and_then_delays_nobody_and_no_end() -> None:
+    """Longer than a request may take altogether, and more of them than are served at a time."""
+    served = MetricsPort(0, lambda: "page\n")
+    slow = [socket.create_connection(("127.0.0.1", served.port), timeout=10) for _ in range(2 * MAX_CLIENTS)]
+    ended = threading.Event()
+
+    def trickle() -> None:
+        while not ended.wait(0.1):
+            for client in slow:
+                with contextlib.suppress(OSError):
+                    client.send(b"G")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    try:
+        started = time.monotonic()
+        for _ in range(3):
+            assert b"page" in ask(served, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert time.monotonic() - started < 10  # at once on a quiet machine
+        for client in slow:  # each is cut off, whatever it goes on to send
+            with contextlib.suppress(ConnectionError):
+                while client.recv(65536):
+                    pass
+        again = socket.create_connection(("127.0.0.1", served.port), timeout=10)
+        again.send(b"G")
+        served.stop()
+        assert again.recv(1) == b""
+        again.close()
+    finally:
+        ended.set()
+        thread.join()
+        for client in slow:
+            client.close()
 
 
 def test_a_keeper_serves_its_metrics_when_asked(tmp_path: Path) -> None:

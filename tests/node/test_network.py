@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 import socket
 import ssl
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.base.errors import ConfigError, Fenced, KeeperError, KeeperLost
+from holdfast.base.errors import ConfigError, Fenced, HoldfastError, KeeperError, KeeperLost
 from holdfast.base.events import Events
 from holdfast.core.commit import Announcement, Kind
 from holdfast.core.ledger import Reports
@@ -232,6 +233,65 @@ def test_the_secret_is_in_no_argument_environment_or_log(remote_rig: MakeRig) ->
     process = Path(f"/proc/{rig.pid_of(place)}")
     for text in (process / "cmdline", process / "environ", place.log):
         assert SECRET.hex().encode() not in text.read_bytes()
+
+
+def test_the_keys_command_is_in_no_argument_or_log(make_rig: MakeRig) -> None:
+    """It may have the key among its words. The keeper gets it, for what it writes is encrypted."""
+    key = "ab" * 32
+    rig = make_rig(encryption_key=f"!sh -c 'echo {key}' --token=t0ken")
+    place = rig.keeper(0)
+    process = Path(f"/proc/{rig.pid_of(place)}")
+    for text in (process / "cmdline", place.log):
+        assert key.encode() not in text.read_bytes()
+        assert b"t0ken" not in text.read_bytes()
+    trainers = rig.start()
+    version = save_all(trainers, 7, durable=True)
+    reached(trainers, version, Level.DURABLE)
+    assert list(Path(rig.root).glob("*/*.encrypted"))
+    limits = (process / "limits").read_text()
+    assert re.search(r"Max core file size +0 +0 ", limits), "a core dump would hold the key"
+
+
+def test_who_answers_must_be_a_keeper(remote_rig: MakeRig) -> None:
+    rig = remote_rig()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            return
+        channel = wire.Channel(sock, where="a viewer")
+        with contextlib.suppress(HoldfastError):
+            channel.secure(proof(rig, role=messages.VIEWER), server=True, timeout_s=5)
+        channel.close()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        with pytest.raises(KeeperError, match="no keeper, but a viewer"):
+            with caller_to(f"tcp:127.0.0.1:{listener.getsockname()[1]}", keeper_hello(rig), proof(rig)):
+                pass
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)  # in case that nobody came
+        thread.join()
+        listener.close()
+
+
+@pytest.mark.root
+def test_a_process_of_another_pid_namespace_is_local(remote_rig: MakeRig) -> None:
+    """The kernel names no process for it: it is let in at the Unix socket all the same, as one of this machine."""
+    rig = remote_rig()
+    place = rig.keeper(0)
+    code = (
+        "import sys; from holdfast.node.messages import Hello, VIEWER; from holdfast.node.rpc import ring; "
+        "ring(sys.argv[1], Hello(job=sys.argv[2], role=VIEWER), timeout_s=10)"
+    )
+    command = ["unshare", "--pid", "--fork", sys.executable, "-c", code, place.address, place.job]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    if "unshare failed" in done.stderr:
+        pytest.skip("no PID namespaces here")
+    assert done.returncode == 0, done.stderr
 
 
 def misnamed(rig: Rig) -> Credentials:

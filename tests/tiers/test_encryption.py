@@ -5,19 +5,22 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import xxhash
 
-from holdfast.base.errors import ConfigError, CorruptError
+from holdfast.base.errors import ConfigError, CorruptError, NewerFormat
 from holdfast.base.events import Events
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import Level, Version
 from holdfast.core.recovery import Facts, Stored, choose_version, fetches
 from holdfast.tiers import format as image_format
+from holdfast.tiers import manifest as manifests
+from holdfast.tiers import strict
 from holdfast.tiers.bundle_files import MAGIC, Trailer
-from holdfast.tiers.cipher import Key, Name, load_key
+from holdfast.tiers.cipher import Key, KeySource, Name, load_key
 from holdfast.tiers.format import CHUNK_BYTES
 from holdfast.tiers.manifest import BundleFile, Manifest
 from holdfast.tiers.registry import make_stamp
@@ -39,14 +42,14 @@ def key_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(tmp_path: Path, key_file: Path) -> Storage:
-    made = open_storage(tmp_path / "root", Events(), encryption_key=str(key_file))
+    made = open_storage(tmp_path / "root", Events(), encryption=KeySource(str(key_file)))
     made.claim()
     made.register_incarnation()
     return made
 
 
 def reopened(store: Storage, key: str) -> Storage:
-    return open_storage(store.where, Events(), encryption_key=key)
+    return open_storage(store.where, Events(), encryption=KeySource(key))
 
 
 def big(store: Storage, version: Version, seed: int = 3) -> BundleFile:
@@ -262,3 +265,79 @@ def test_commands_take_the_key_from_the_settings_file(tmp_path: Path, store: Sto
     )
     assert with_key.returncode == 0, with_key.stderr
     assert "weight" in with_key.stdout
+
+
+@pytest.mark.parametrize("with_key", ["none", "another"])
+def test_a_version_that_somebody_without_the_key_made_is_refused(store: Storage, tmp_path: Path, with_key: str) -> None:
+    save(store, V1)
+    if with_key == "none":
+        forger = reopened(store, "")
+    else:
+        other = tmp_path / "other"
+        other.write_text(bytes(32).hex())
+        other.chmod(0o600)
+        forger = reopened(store, str(other))
+    save(forger, V2, seed=99)
+
+    assert forger.manifest(V2).version == V2
+    if with_key == "none":
+        with pytest.raises(CorruptError, match="plain") as caught:
+            store.manifest(V2)
+        assert "encryption_required" in caught.value.remedy
+    else:
+        assert not any(store.opens(file) for file in store.manifest(V2).bundles)
+    assert store.manifest(V1).version == V1
+
+
+def test_a_manifest_that_was_changed_is_refused_by_who_has_the_key(store: Storage) -> None:
+    """All its checksums fit: they need no key."""
+    save(store, V1)
+    root = Path(store.where) / str(V1) / "manifest.json"
+    good = root.read_bytes()
+    honest = manifests.decode_root(good, "root")
+    assert len(honest.mac) == 64
+
+    for changed in (
+        replace(honest, layout="e" * 32),
+        replace(honest, world_size=honest.world_size + 1),
+        replace(honest, resumed_from=Version(0, 1)),
+        replace(honest, mac="0" * 64),
+    ):
+        root.write_bytes(manifests.encode_root(changed))
+        with pytest.raises(CorruptError, match="does not have the key"):
+            store.manifest(V1)
+    root.write_bytes(manifests.encode_root(replace(honest, mac="")))
+    with pytest.raises(CorruptError, match="not authenticated"):
+        store.manifest(V1)
+    assert reopened(store, "").manifest(V1).version == V1, "who has no key can look, and proves nothing"
+    root.write_bytes(good)
+    assert store.manifest(V1).mac == honest.mac
+
+
+def test_a_job_that_began_without_a_key_comes_back_when_it_says_so(tmp_path: Path, key_file: Path) -> None:
+    plain = open_storage(tmp_path / "root", Events(), encryption=KeySource())
+    plain.claim()
+    plain.register_incarnation()
+    save(plain, V1)
+    for required in (True, False):
+        with_key = (
+            reopened(plain, str(key_file))
+            if required
+            else open_storage(plain.where, Events(), encryption=KeySource(str(key_file), required=False))
+        )
+        if required:
+            with pytest.raises(CorruptError, match="a key is required"):
+                with_key.manifest(V1)
+        else:
+            assert with_key.manifest(V1).version == V1
+            save(with_key, V2)
+            assert with_key.manifest(V2).mac
+
+
+def test_a_root_of_a_newer_format_is_told_by_older_readers() -> None:
+    proved = manifests.encode_root(
+        Manifest(V1, "ab" * 8, 1, "l", None, {"manifest-0.json": (1, "0" * 32)}, mac="0" * 64)
+    )
+    assert b'"format_version":2' in proved
+    with pytest.raises(NewerFormat):
+        strict.decode_record(proved, manifests._Root, "as a reader that knows format 1")

@@ -204,11 +204,41 @@ def test_hostile_manifests_are_refused_in_little_memory(case: str) -> None:
         tracemalloc.stop()
 
 
+def test_a_root_that_claims_parts_without_bound_is_refused_before_they_are_read() -> None:
+    for parts in (
+        {"manifest-0.json": (1 << 62, "0" * 32)},
+        {f"manifest-{number}.json": (16 << 20, "0" * 32) for number in range(200)},
+    ):
+        hostile = manifests.encode_root(dataclasses.replace(ROOT, parts=parts))
+        with pytest.raises(CorruptError, match="long"):
+            manifests.decode_root(hostile, "here")
+
+
+def test_groups_without_number_are_counted_in_one_pass() -> None:
+    """16,000 bundles of one group each: time grows with their number, not with its square."""
+
+    def seconds(count: int) -> float:
+        rows = [
+            dataclasses.replace(FILES[0], ref=dataclasses.replace(FILES[0].ref, bundle_id=f"g{n:05}", ranks=(n,)))
+            for n in range(count)
+        ]
+        rows = [
+            dataclasses.replace(row, file=manifests.bundle_file_name(row.ref.bundle_id, row.digest)) for row in rows
+        ]
+        data = manifests.encode_part(rows)
+        began = time.thread_time()
+        assert len(manifests.decode_part(data, "here")) == count
+        return time.thread_time() - began
+
+    seconds(100)
+    assert seconds(16_000) < 16 * seconds(4_000), "4 times is linear, 16 times is the square"
+
+
 @pytest.mark.parametrize("data", [PART, ROOT_BYTES], ids=["part", "root"])
 def test_a_newer_format_is_refused_by_naming_both_even_if_nothing_else_is_known(data: bytes) -> None:
     newer = sealed(b'{"format":"holdfast-manifest","format_version":3,"what":{"is":["this"]}')
     decode = manifests.decode_part if data is PART else manifests.decode_root
-    with pytest.raises(NewerFormat, match=r"format 3; .* up to 1.*upgrade"):
+    with pytest.raises(NewerFormat, match=rf"format 3; .* up to {1 if data is PART else 2}.*upgrade"):
         decode(newer, "here")
 
 

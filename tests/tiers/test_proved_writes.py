@@ -13,6 +13,7 @@ from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Seal, Version
 from holdfast.tiers import format as image_format
 from holdfast.tiers.backend import Chunks
+from holdfast.tiers.cipher import KeySource
 from holdfast.tiers.format import CHUNK_BYTES
 from holdfast.tiers.manifest import BundleFile
 from holdfast.tiers.storage import Storage, open_storage
@@ -44,7 +45,7 @@ def key(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture(params=["directory", "s3"])
 def store(request: pytest.FixtureRequest, server: Server, tmp_path: Path, key: str) -> Storage:
     place = tmp_path / "root" if request.param == "directory" else f"s3://{BUCKET}/proved-{next(_prefixes)}"
-    made = open_storage(place, Events(), encryption_key=key)
+    made = open_storage(place, Events(), encryption=KeySource(key))
     made.claim()
     return made
 

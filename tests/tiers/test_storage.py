@@ -24,6 +24,7 @@ from holdfast.base.events import Events
 from holdfast.core.model import Version
 from holdfast.tiers import format as image_format
 from holdfast.tiers.local import LocalBackend
+from holdfast.tiers.manifest import Manifest
 from holdfast.tiers.registry import make_stamp
 from holdfast.tiers.storage import Storage, open_storage
 from tiers.faults import damage
@@ -310,14 +311,14 @@ def test_a_newer_incarnation_that_registers_during_a_commit_fences_it(
     """Reading the parts may take long; whether anybody newer runs is asked after it too."""
     manifest = save(store, V1)
     (tmp_path / "root" / str(V1) / "manifest.json").unlink()
-    assemble = Storage._assemble
+    read = Storage._parts
 
-    def slow(self: Storage, root: object) -> object:
-        found = assemble(self, root)  # type: ignore[arg-type]
+    def slow(self: Storage, root: Manifest) -> dict[str, bytes]:
+        found = read(self, root)
         open_storage(tmp_path / "root", Events()).register_incarnation()
         return found
 
-    monkeypatch.setattr(Storage, "_assemble", slow)
+    monkeypatch.setattr(Storage, "_parts", slow)
     with pytest.raises(Fenced, match="newer incarnation"):
         store.commit(manifest, stamp=make_stamp(1))
     assert store.versions() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import struct
@@ -199,6 +200,12 @@ HOSTILE = {
     "no UTF-8": b'"\xff"',
     "longer than allowed": b'"' + b"x" * (17 << 20) + b'"',
     "two texts": b"1 2",
+    "members that share a hash": json.dumps(
+        {"$set": [{"$int": hex(k * (2**61 - 1))} for k in range(1, 16_000)]}
+    ).encode(),
+    "keys that share a hash": json.dumps(
+        {"$dict": [[{"$int": hex(k * (2**61 - 1))}, 1] for k in range(1, 16_000)]}
+    ).encode(),
 }
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import io
+import string
+from pathlib import Path
 
 import pytest
+import typer
 
 from holdfast.base.errors import StorageFull
 from holdfast.tools import output
@@ -44,6 +48,36 @@ def test_long_work_shows_bytes_rate_and_time_left(monkeypatch: pytest.MonkeyPatc
 def test_an_error_says_what_where_and_remedy() -> None:
     text = output.error_text(StorageFull("no space is left", where="/ckpts", remedy="free some"))
     assert text == "error HF201: no space is left\n  where:  /ckpts\n  remedy: free some"
+
+
+HOSTILE = "a\x1b]0;owned\x07\x9b31m\u202eb\x7f\ud800"
+PLAIN = r"a\x1b]0;owned\x07\x9b31m\u202eb\x7f\ud800"
+
+
+def test_what_a_terminal_obeys_is_spelt_out(capsys: pytest.CaptureFixture[str]) -> None:
+    output.say(HOSTILE)
+    output.print_table(("name", HOSTILE), [(HOSTILE, 1)])
+    with pytest.raises(typer.Exit), output.errors_shown(as_json=False):
+        raise StorageFull(HOSTILE, where=HOSTILE)
+    told = capsys.readouterr()
+    assert set(told.out + told.err) <= set(string.printable)
+    assert told.out.count(PLAIN) == 3
+    assert str(StorageFull(HOSTILE)).startswith(PLAIN), "tracebacks and logs show errors too"
+    stream = Terminal()
+    output.Progress(HOSTILE, 1, stream)._show(1.0)
+    assert "owned\x07" not in stream.getvalue()
+
+
+def test_no_command_prints_past_it() -> None:
+    """Text of files reaches the terminal through `say` alone."""
+    rooms = Path(output.__file__).parent
+    loose = {
+        f"{path.name}:{node.lineno}"
+        for path in rooms.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    }
+    assert {where.partition(":")[0] for where in loose} == {"output.py"}
 
 
 def test_columns_line_up(capsys: pytest.CaptureFixture[str]) -> None:

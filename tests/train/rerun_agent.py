@@ -29,7 +29,7 @@ def main() -> None:
     count, losses, script = int(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else SCRIPT
     thread = threading.Thread(target=order_again_and_again, args=(line, count, losses, script), daemon=True)
     thread.start()
-    code = serve(theirs, make_page())
+    code = serve(theirs, make_page(), looks=())
     assert code == 0, code
 
 

@@ -45,7 +45,7 @@ def main() -> None:
         over.wait()  # the line stays open until the process ends
 
     threading.Thread(target=agent, daemon=True).start()
-    sys.exit(serve(theirs, make_page()))
+    sys.exit(serve(theirs, make_page(), looks=()))
 
 
 if __name__ == "__main__":

@@ -120,6 +120,47 @@ def test_an_archive_travels_and_a_damaged_one_is_passed_over(tmp_path: Path) -> 
     assert CompileCache(str(root), tmp_path / "d", {}).fetch() == 0
 
 
+def test_with_a_secret_only_who_has_it_spreads_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root, secret = str(tmp_path / "kept"), b"s" * 32
+    for name, said in (("stranger", b""), ("ours", secret)):
+        cache = CompileCache(root, tmp_path / name, {}, secret=said)
+        cache.fetch()
+        code = cache.directory / "inductor" / name
+        code.parent.mkdir(parents=True)
+        code.write_bytes(b"code")
+        assert cache.keep() == 1
+    second = CompileCache(root, tmp_path / "second", {}, secret=secret)
+    assert second.fetch() == 1
+    assert {path.name for path in second.directory.rglob("*") if path.is_file()} == {"ours"}
+    assert "not of a process with this job's secret" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"[" * 200_000, b'[["\\ud800",0,false]]', b'[["../x",0,false]]', b'[["/x",0,false]]', b"9" * 5000],
+    ids=repr,
+)
+def test_an_archive_that_is_none_stops_no_job(tmp_path: Path, head: bytes) -> None:
+    assert compile_cache.unpack(len(head).to_bytes(8, "little") + head) == []
+    kept = CompileCache(str(tmp_path / "kept"), tmp_path / "a", {})
+    directory = tmp_path / "kept" / kept.key
+    directory.mkdir(parents=True)
+    archive = len(head).to_bytes(8, "little") + head
+    (directory / kept._name(archive)).write_bytes(archive)
+    assert kept.fetch() == 0
+
+
+def test_an_archive_without_bound_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compile_cache, "MAX_BYTES", 1000)
+    cache = CompileCache(str(tmp_path / "kept"), tmp_path / "a", {})
+    (tmp_path / "kept" / cache.key).mkdir(parents=True)
+    (tmp_path / "kept" / cache.key / f"{'0' * 32}.cache").write_bytes(bytes(1001))
+    assert cache.fetch() == 0
+    assert "larger than 1000 bytes" in caplog.text
+
+
 def test_code_that_another_machine_or_version_made_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
     here = compile_cache.key({})
     assert compile_cache.key({"TORCHINDUCTOR_CACHE_DIR": "/elsewhere", "HOME": "/x"}) == here

@@ -538,7 +538,9 @@ def test_damage_is_refused_by_name_and_never_a_silent_fresh_start(make: Make, tm
         trainee.train()
         states.append(trainee.fingerprint())
         checkpointer.save(step, level="durable").wait(timeout_s=10)
+    keeper = psutil.Process(checkpointer.keeper_status()["pid"])
     checkpointer.close()
+    wait_gone(keeper)  # while it lingers, its memory holds both versions undamaged
     newest, oldest = (next((tmp_path / "job").glob(f"i*-s000000000{step}/*.safetensors")) for step in (1, 0))
     flip(newest)
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from holdfast.adapters import singletons
 from holdfast.adapters.zero.frameworks import Finder
 from holdfast.adapters.zero.loop import UNKEPT, KeptLoop, say
 from holdfast.adapters.zero.script import HOOK, ITSELF, NO_LOOP, find
@@ -58,7 +59,7 @@ class Unasked:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the job; returns the exit code."""
     root = elastic.checkpoint_dir(argv)
-    return elastic.main(argv, script=Unasked(root) if root else run_script)
+    return elastic.main(argv, script=Unasked(root) if root else run_script, looks=[singletons.left])
 
 
 if __name__ == "__main__":

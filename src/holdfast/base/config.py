@@ -97,6 +97,8 @@ class Config:
         backup_node: label of the node that keeps this one's replicas; `""` lets holdfast choose.
         encryption_key: file with the key that bundle files in storage are encrypted with, or `!command` that prints it;
             64 hex digits. `""` writes them plain, as stock readers need them.
+        encryption_required: with a key, whether versions that are not authenticated with it are refused; false as long as
+            a job that began without a key has to come back from plain versions.
         ranks_per_reader: one node reads a bundle from storage for so many ranks that hold it; the others get it from
             that node. 512: one stream out of storage feeds them until its node is the bottleneck.
         metrics_port: port on loopback where the keeper serves its metrics for Prometheus; 0 serves none.
@@ -131,6 +133,7 @@ class Config:
     rack_label: str = ""
     backup_node: str = ""
     encryption_key: str = ""
+    encryption_required: bool = True
     ranks_per_reader: int = 512
     metrics_port: int = 0
     stop_file: str = ""
@@ -148,7 +151,8 @@ class Config:
         _require(bool(re.fullmatch(r"[A-Za-z0-9._-]{1,128}", self.run_id)), "run_id", self.run_id, "a plain name")
         for name in ("node_label", "rack_label", "backup_node"):
             text = getattr(self, name)
-            _require(bool(re.fullmatch(r"[A-Za-z0-9._-]{0,128}", text)), name, text, "a plain name")
+            plain = re.fullmatch(r"[A-Za-z0-9._-]{0,128}", text) and text not in {".", ".."}  # they name directories
+            _require(bool(plain), name, text, "a plain name")
         _require(self.log_level.upper() in LOG_LEVELS, "log_level", self.log_level, f"one of {', '.join(LOG_LEVELS)}")
         for name in ("memory_budget", "replicate_bandwidth"):
             parse_size(getattr(self, name) or "0")
@@ -165,9 +169,18 @@ class Config:
         if self.runtime_dir:
             return Path(self.runtime_dir)
         base = os.environ.get("XDG_RUNTIME_DIR")
-        if base and os.access(base, os.W_OK):
+        if base and _is_ours(base):
             return Path(base) / "holdfast"
         return Path(tempfile.gettempdir()) / f"holdfast-{os.getuid()}"
+
+
+def _is_ours(directory: str) -> bool:
+    """Returns whether nobody else may put anything there; under `sudo -E` the directory is another user's."""
+    try:
+        found = os.stat(directory)
+    except OSError:
+        return False
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o022 and os.access(directory, os.W_OK)
 
 
 def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] | None = None) -> Config:

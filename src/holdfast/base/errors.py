@@ -34,6 +34,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from holdfast.base.terminal import shown
+
 
 class HoldfastError(Exception):
     """Base of the tree. Raised only through a subclass.
@@ -58,7 +60,7 @@ class HoldfastError(Exception):
     def __str__(self) -> str:
         place = f" [{self.where}]" if self.where else ""
         advice = f" Remedy: {self.remedy}" if self.remedy else ""
-        return f"{self.what}{place}{advice}"
+        return shown(f"{self.what}{place}{advice}")
 
 
 class UsageError(HoldfastError):

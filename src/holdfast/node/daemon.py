@@ -57,6 +57,7 @@ from holdfast.node.uplink import Uplink
 from holdfast.node.vault import Vault
 from holdfast.node.windows import Windows
 from holdfast.tiers.budget import Budget
+from holdfast.tiers.cipher import KeySource
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class KeeperOptions:
         memory_budget: as in Config.
         linger_s: how long it waits for a trainer before it ends.
         network: how it talks to other nodes.
-        encryption_key: as in Config, a file by its absolute path.
+        encryption: where the key of bundle files comes from.
         metrics_port: as in Config.
         run_id: as in Config; names the journal of this node's launcher.
     """
@@ -84,7 +85,7 @@ class KeeperOptions:
     memory_budget: str
     linger_s: float
     network: Network = field(default_factory=Network)
-    encryption_key: str = ""
+    encryption: KeySource = field(default_factory=KeySource)
     metrics_port: int = 0
     run_id: str = "default"
 
@@ -99,7 +100,7 @@ class Keeper:
         self._events = Events()
         place = options.place
         self._state = NodeState(place, Arena(Budget(place.budget, options.memory_budget)))
-        vault = Vault(options.root, self._events, encryption_key=options.encryption_key)
+        vault = Vault(options.root, self._events, encryption=options.encryption)
         self._examiner = Examiner(self._state)
         self._activities = Activities(self._state)
         self._run_facts = RunFacts(place.runtime / f"run-{options.run_id}-{place.node}" / JOURNAL)

@@ -8,10 +8,13 @@ logged and costs a page.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import socket
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,6 +27,8 @@ Facts = Mapping[str, Any]
 Sample = tuple[dict[str, object], float]
 
 REQUEST_TIMEOUT_S = 2.0
+# Clients at a time; one more takes the place of the oldest, so that who asks at once is answered.
+MAX_CLIENTS = 8
 MAX_REQUEST_BYTES = 4096
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _HOSTS = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?\Z", re.IGNORECASE)
@@ -144,6 +149,7 @@ class MetricsPort:
         self._listener = socket.create_server(("127.0.0.1", port), backlog=8)
         self._listener.settimeout(_POLL_S)
         self._stopping = threading.Event()
+        self._clients: deque[socket.socket] = deque()
         self._thread = threading.Thread(target=self._serve, name="holdfast metrics", daemon=True)
         self._thread.start()
 
@@ -157,6 +163,8 @@ class MetricsPort:
         self._stopping.set()
         self._thread.join()
         self._listener.close()
+        for client in self._clients:
+            _cut(client)
 
     def _serve(self) -> None:
         while not self._stopping.is_set():
@@ -167,18 +175,40 @@ class MetricsPort:
             except OSError as error:
                 logger.warning("the metrics port is lost: %s", error)
                 return
-            with client:
-                try:
-                    client.settimeout(REQUEST_TIMEOUT_S)
-                    client.sendall(_reply(_request(client), self._page))
-                except (OSError, HoldfastError) as error:
-                    logger.debug("a client of the metrics port: %s", error)
+            self._clients.append(client)
+            if len(self._clients) > MAX_CLIENTS:
+                _cut(self._clients.popleft())
+            threading.Thread(target=self._answer, args=(client,), name="holdfast metrics client", daemon=True).start()
+
+    def _answer(self, client: socket.socket) -> None:
+        with client:
+            try:
+                request = _request(client, time.monotonic() + REQUEST_TIMEOUT_S)
+                client.settimeout(REQUEST_TIMEOUT_S)  # of the whole answer
+                client.sendall(_reply(request, self._page))
+            except (OSError, HoldfastError) as error:
+                logger.debug("a client of the metrics port: %s", error)
+        with contextlib.suppress(ValueError):  # it was cut off
+            self._clients.remove(client)
 
 
-def _request(client: socket.socket) -> bytes:
-    """The head of a request; cut where it is too long."""
+def _cut(client: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended
+        client.shutdown(socket.SHUT_RDWR)
+
+
+def _request(client: socket.socket, deadline: float) -> bytes:
+    """The head of a request; cut where it is too long.
+
+    Raises:
+        TimeoutError: it did not come by the deadline, however many parts came.
+    """
     data = b""
     while b"\r\n\r\n" not in data and len(data) < MAX_REQUEST_BYTES:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the request did not end")
+        client.settimeout(left)
         part = client.recv(MAX_REQUEST_BYTES - len(data))
         if not part:
             break

@@ -90,11 +90,11 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or _asks(host, lambda address: address.is_loopback)
 
 
-def secret_pipe(secret: bytes) -> int:
-    """A descriptor that a child inherits to read the secret from; memory without a name."""
+def hidden(text: bytes) -> int:
+    """A descriptor that a child inherits to read a secret from, which no argument may hold; memory without a name."""
     fd = os.memfd_create("holdfast-secret", os.MFD_CLOEXEC)
     os.fchmod(fd, 0o600)
-    os.write(fd, secret.hex().encode())
+    os.write(fd, text)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.base import private
 from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError
 from holdfast.tiers.procs import take_lock
@@ -98,9 +98,7 @@ class Place:
         """
         unix_path(str(self.socket))
         try:
-            self.runtime.parent.mkdir(parents=True, exist_ok=True)
-            for path in (self.runtime, self.runtime / self.job, self.directory):
-                _make_private(path)
+            private.make(self.directory, below=self.runtime)
         except OSError as error:
             raise ConfigError(
                 f"cannot create the runtime directory: {error.strerror}",
@@ -123,16 +121,3 @@ def job_digest(root: str, run_id: str) -> str:
     """Identity of the job: 16 hex digits of blake2b over the absolute root and the run id."""
     text = f"{absolute_root(root)}\n{run_id}".encode()
     return hashlib.blake2b(text, digest_size=8).hexdigest()
-
-
-def _make_private(path: Path) -> None:
-    try:
-        path.mkdir(mode=0o700)
-    except FileExistsError:
-        found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise ConfigError(
-                "the runtime directory is not ours alone (owner, or open to others)",
-                where=str(path),
-                remedy="chmod 700 it, or set HOLDFAST_RUNTIME_DIR to a private directory",
-            ) from None

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from holdfast.base.trace import TraceFile
 from holdfast.node.daemon import Keeper, KeeperOptions, become_keeper, clean
 from holdfast.node.network import Network
 from holdfast.node.places import Place, job_digest
+from holdfast.tiers.cipher import KeySource
 from holdfast.tiers.tls import read_secret
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,8 @@ def run(options: argparse.Namespace) -> int:
     os.chdir("/")  # no mount is held busy
     label_process("hf keeper")
     _give_way()
+    if options.secret_fd >= 0 or options.key_fd >= 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would hold what they name
     try:
         lock = become_keeper(place)
     except (HoldfastError, OSError) as error:
@@ -53,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
                 options.memory_budget,
                 options.linger_s,
                 _network(options),
-                encryption_key=options.encryption_key,
+                encryption=_key_source(options.key_fd),
                 metrics_port=options.metrics_port,
                 run_id=options.run_id,
             )
@@ -109,7 +113,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--linger-s", type=float, default=600.0)
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--trace-dir", default="")
-    parser.add_argument("--encryption-key", default="")
+    parser.add_argument("--key-fd", type=int, default=-1)
     parser.add_argument("--metrics-port", type=int, default=0)
     parser.add_argument("--ready-fd", type=int, default=-1)
     parser.add_argument("--listen", default="")
@@ -125,6 +129,14 @@ def _network(options: argparse.Namespace) -> Network:
         secret = read_secret(f"fd:{options.secret_fd}")
         os.close(options.secret_fd)
     return Network(options.listen, options.listen_unsafe, secret, options.bandwidth)
+
+
+def _key_source(fd: int) -> KeySource:
+    """Where the key of encrypted files comes from."""
+    if fd < 0:
+        return KeySource()
+    with os.fdopen(fd, "rb") as file:
+        return KeySource(**json.load(file))
 
 
 def _tell(fd: int, **facts: object) -> bool:

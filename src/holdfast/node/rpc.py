@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from holdfast.base.errors import HoldfastError, KeeperError, KeeperLost
-from holdfast.node.messages import AnyMessage, Hello, Message, Refusal, Welcome, decode, encode, raise_refusal
+from holdfast.node.messages import KEEPER, AnyMessage, Hello, Message, Refusal, Welcome, decode, encode, raise_refusal
 from holdfast.tiers import wire
 
 logger = logging.getLogger(__name__)
@@ -179,6 +179,8 @@ def _greet(
 ) -> tuple[wire.Channel, Welcome]:
     channel = wire.connect(address, timeout_s=timeout_s, security=security)
     try:
+        if channel.principal is not None and channel.principal.role != KEEPER:
+            raise KeeperError(f"who answers is no keeper, but a {channel.principal.role}", where=address)
         channel.send(encode(hello), timeout_s=timeout_s)
         body, fds = channel.receive(timeout_s=timeout_s)
         wire.close_fds(fds)

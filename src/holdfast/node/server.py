@@ -62,7 +62,7 @@ class Connection:
         self._pushes: OrderedDict[str, bytes] = OrderedDict()
         self._changed = threading.Condition()
         self._ended = False
-        self.is_remote = self.pid == 0
+        self.is_remote = channel.is_remote
         self._may_write = False
         self._writer: threading.Thread | None = None
 

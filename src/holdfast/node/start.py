@@ -20,7 +20,7 @@ import holdfast
 from holdfast.base.config import Config, parse_size
 from holdfast.base.errors import KeeperError, KeeperLost, KeeperNotStarted
 from holdfast.node.messages import VIEWER, Hello
-from holdfast.node.network import Network, secret_pipe
+from holdfast.node.network import Network, hidden
 from holdfast.node.places import Place, absolute_root, place_of
 from holdfast.node.rpc import ring
 from holdfast.tiers.tls import read_secret
@@ -112,7 +112,9 @@ def _lock_within(place: Place, deadline: float) -> int:
 def _spawn(place: Place, root: str, config: Config, deadline: float) -> bool:
     """Starts a keeper; False if it found another one that holds the lock."""
     network = network_of(config)  # before anything is started: a wrong setting is told as such
-    secret_fd = secret_pipe(network.secret) if network.secret is not None else -1
+    secret_fd = hidden(network.secret.hex().encode()) if network.secret is not None else -1
+    key = {"setting": _absolute_key(config.encryption_key), "required": config.encryption_required}
+    key_fd = hidden(json.dumps(key).encode()) if config.encryption_key else -1  # a command may have it among its words
     ready, theirs = os.pipe()
     try:
         command = [
@@ -122,7 +124,7 @@ def _spawn(place: Place, root: str, config: Config, deadline: float) -> bool:
             "--linger-s", str(config.linger_s), "--log-level", config.log_level, "--ready-fd", str(theirs),
             "--listen", network.listen, "--secret-fd", str(secret_fd), "--bandwidth", str(network.bandwidth),
             *(["--listen-unsafe"] if network.unsafe else []),
-            "--encryption-key", _absolute_key(config.encryption_key), "--metrics-port", str(config.metrics_port),
+            "--key-fd", str(key_fd), "--metrics-port", str(config.metrics_port),
             "--trace-dir", str(Path(config.trace_dir).absolute()) if config.trace_dir else "",
         ]  # fmt: skip
         try:
@@ -131,7 +133,7 @@ def _spawn(place: Place, root: str, config: Config, deadline: float) -> bool:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(theirs,) if secret_fd < 0 else (theirs, secret_fd),
+                pass_fds=[fd for fd in (theirs, secret_fd, key_fd) if fd >= 0],
                 start_new_session=True,
                 env=_environment(),
             )
@@ -140,9 +142,9 @@ def _spawn(place: Place, root: str, config: Config, deadline: float) -> bool:
         _reap(launcher, deadline)
         return _await_ready(ready, place, deadline)
     finally:
-        os.close(ready)
-        if secret_fd >= 0:
-            os.close(secret_fd)
+        for fd in (ready, secret_fd, key_fd):
+            if fd >= 0:
+                os.close(fd)
 
 
 def network_of(config: Config) -> Network:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import threading
 
 from holdfast.base.events import Events
+from holdfast.tiers.cipher import KeySource
 from holdfast.tiers.storage import Storage, open_storage
 
 
 class Vault:
     """Opens the storage once and remembers it; a failed attempt is made again by the next caller."""
 
-    def __init__(self, root: str, events: Events, *, encryption_key: str = "") -> None:
+    def __init__(self, root: str, events: Events, *, encryption: KeySource | None = None) -> None:
         self._root = root
-        self._encryption_key = encryption_key
+        self._encryption = encryption or KeySource()
         self.events = events
         self._lock = threading.Lock()
         self._storage: Storage | None = None
@@ -29,7 +30,7 @@ class Vault:
         """
         with self._lock:
             if self._storage is None:
-                self._storage = open_storage(self._root, self.events, encryption_key=self._encryption_key)
+                self._storage = open_storage(self._root, self.events, encryption=self._encryption)
             return self._storage
 
     def forget(self) -> None:

@@ -6,15 +6,19 @@ version, bundle, length, digest), and the nonce is the number of the chunk. The 
 texts: other content has another digest, and so another key. The same names and the chunk's place are authenticated with
 every chunk, so a chunk that was moved, left out or taken from another file or version does not open.
 
+The root of a manifest is authenticated (HMAC-SHA256 under another key that is derived), and with it all that it lists: a
+version that somebody without the key made is refused.
+
 Specification: docs/spec/format.md, section 6. The key comes from a file or a command, and never into argv or a log.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
 import shlex
-import stat
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,12 +27,32 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from holdfast.base import private
+from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError, CorruptError
 
 KEY_BYTES = 32
 TAG_BYTES = 16
 COMMAND_TIMEOUT_S = 30.0
 _MAX_KEY_FILE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class KeySource:
+    """Where the key of a job comes from.
+
+    Attributes:
+        setting: as in Config, a file by its absolute path; empty for no key.
+        required: as `Config.encryption_required`.
+    """
+
+    setting: str = ""
+    required: bool = True
+
+    @classmethod
+    def of(cls, config: Config) -> KeySource:
+        """What the settings of a process say."""
+        return cls(config.encryption_key, config.encryption_required)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +82,19 @@ class Key:
                 remedy="make one with `openssl rand -hex 32 > key; chmod 600 key`",
             )
         self._secret = secret
+        self._manifests = _derive(secret, b"holdfast manifest key", b"", KEY_BYTES)
         self.id = _derive(secret, b"holdfast key id", b"", 8).hex()
 
     def __repr__(self) -> str:
         return f"Key({self.id})"
+
+    def authenticate(self, texts: Iterable[bytes]) -> str:
+        """Returns the HMAC-SHA256 of texts in their order, each with its length before it, as hex digits."""
+        made = hmac.new(self._manifests, digestmod="sha256")
+        for text in texts:
+            made.update(len(text).to_bytes(8, "little"))
+            made.update(text)
+        return made.hexdigest()
 
     def of_file(self, name: Name) -> FileKey:
         """The key of one file."""
@@ -123,9 +156,10 @@ def _read(path: Path) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
-                raise ConfigError("the key's file is open to others, or no file", where=str(path), remedy=remedy)
+            if not private.is_secret(os.fstat(descriptor)):
+                raise ConfigError(
+                    "the key's file is open to others, another user's, or no file", where=str(path), remedy=remedy
+                )
             return os.read(descriptor, _MAX_KEY_FILE)
         finally:
             os.close(descriptor)

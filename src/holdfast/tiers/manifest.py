@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
@@ -23,15 +23,18 @@ from holdfast.base.errors import CorruptError
 from holdfast.core.model import NAME_PATTERN, BundleRef, Seal, Version
 from holdfast.core.recovery import Stored
 from holdfast.tiers import format as image_format
-from holdfast.tiers.strict import Record, decode_record, encode_record
+from holdfast.tiers.strict import AUTHENTICATED_FORMAT, MAX_RECORD_BYTES, Record, decode_record, encode_record
 
 ROOT_NAME = "manifest.json"
 MAX_RANKS = 1 << 20
 MAX_PARTS = 1 << 17
+# All parts of a version together: they are held at once.
+MAX_PART_BYTES = 2 << 30
 
 _PART_NAME = re.compile(r"manifest-(?:0|[1-9][0-9]{0,5})\.json\Z")
 ENCRYPTED = re.compile(r".+-[0-9a-f]{32}\.([0-9a-f]{16})\.encrypted\Z")
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
+_MAC = re.compile(r"[0-9a-f]{64}\Z")
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _Run: TypeAlias = tuple[_Count, _Count, _Count]
@@ -74,6 +77,7 @@ class Manifest:
         resumed_from: what the version's incarnation started from; None for a fresh start.
         parts: name of a part's file -> (length, digest).
         bundles: what the parts list, sorted by bundle; empty as long as only the root was read.
+        mac: proof of whoever has the job's key (64 hex digits, see `proved_texts`); empty without encryption.
     """
 
     version: Version
@@ -83,6 +87,7 @@ class Manifest:
     resumed_from: Version | None
     parts: Mapping[str, tuple[int, str]]
     bundles: tuple[BundleFile, ...] = ()
+    mac: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -103,6 +108,11 @@ class _Root(Record, frozen=True, forbid_unknown_fields=True, kw_only=True):
     layout: str
     resumed_from: str | None
     parts: dict[str, _PartRef]
+
+
+class _ProvedRoot(_Root, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    format_version: int = AUTHENTICATED_FORMAT
+    mac: str
 
 
 class _Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -152,16 +162,24 @@ def encode_part(bundles: Iterable[BundleFile]) -> bytes:
 
 def encode_root(manifest: Manifest) -> bytes:
     """The bytes of the root; `manifest.bundles` is not part of it."""
-    return encode_record(
-        _Root(
-            version=str(manifest.version),
-            job_id=manifest.job_id,
-            world_size=manifest.world_size,
-            layout=manifest.layout,
-            resumed_from=str(manifest.resumed_from) if manifest.resumed_from else None,
-            parts={name: _PartRef(*manifest.parts[name]) for name in sorted(manifest.parts)},
-        )
+    root = _Root(
+        version=str(manifest.version),
+        job_id=manifest.job_id,
+        world_size=manifest.world_size,
+        layout=manifest.layout,
+        resumed_from=str(manifest.resumed_from) if manifest.resumed_from else None,
+        parts={name: _PartRef(*manifest.parts[name]) for name in sorted(manifest.parts)},
     )
+    if not manifest.mac:
+        return encode_record(root)
+    fields = {name: getattr(root, name) for name in root.__struct_fields__ if name != "format_version"}
+    return encode_record(_ProvedRoot(**fields, mac=manifest.mac))
+
+
+def proved_texts(root: Manifest, parts: Mapping[str, bytes]) -> Iterator[bytes]:
+    """What `mac` is a proof of: the root without it, and every part, in the order of their names."""
+    yield encode_root(dataclasses.replace(root, mac=""))
+    yield from (parts[name] for name in sorted(root.parts))
 
 
 def decode_part(data: bytes, where: str) -> tuple[BundleFile, ...]:
@@ -175,9 +193,10 @@ def decode_part(data: bytes, where: str) -> tuple[BundleFile, ...]:
     ids = [row.id for row in rows]
     _check(all(a < b for a, b in itertools.pairwise(ids)), "bundles are not sorted, or named twice", where)
     known: dict[tuple[_Run, ...], tuple[int, ...]] = {}  # groups recur; each is spread out, and paid for, once
+    num_ranks = 0
     for row in rows:
         if row.ranks not in known:
-            num_ranks = sum(map(len, known.values())) + _num_ranks(row.ranks, where)
+            num_ranks += _num_ranks(row.ranks, where)
             _check(num_ranks <= MAX_RANKS, f"more than {MAX_RANKS} ranks", where)
             known[row.ranks] = _spread(row.ranks, where)
     return tuple(_checked(row, known[row.ranks], where) for row in rows)
@@ -190,20 +209,24 @@ def decode_root(data: bytes, where: str) -> Manifest:
         NewerFormat: of a newer format.
         CorruptError: damaged, or nothing that `encode_root` writes.
     """
-    root = decode_record(data, _Root, where)
+    root = decode_record(data, _Root, where, later=_ProvedRoot)
+    mac = root.mac if isinstance(root, _ProvedRoot) else ""
     version = Version.parse(root.version)
     resumed_from = Version.parse(root.resumed_from) if root.resumed_from is not None else None
     _check(version is not None, f"{root.version[:40]!r} is not a version", where)
     _check(root.resumed_from is None or resumed_from is not None, "it resumed from no version", where)
     _check(0 < root.world_size <= MAX_RANKS and 0 < len(root.parts) <= MAX_PARTS, "no ranks, or too many", where)
     _check(bool(NAME_PATTERN.match(root.job_id)), "the job has no proper name", where)
+    _check(not isinstance(root, _ProvedRoot) or bool(_MAC.match(mac)), "its proof is none", where)
+    _check(sum(part.length for part in root.parts.values()) <= MAX_PART_BYTES, "its parts are too long", where)
     _check(list(root.parts) == sorted(root.parts), "the parts are not sorted", where)
     for name, part in root.parts.items():
         _check(bool(_PART_NAME.match(name)), f"{name[:40]!r} is not the name of a part", where)
         _check(bool(_DIGEST.match(part.digest)), f"part {name} has no digest", where)
+        _check(part.length <= MAX_RECORD_BYTES, f"part {name} is longer than any record", where)
     assert version is not None  # checked above; tells the type checker
     parts = {name: (part.length, part.digest) for name, part in root.parts.items()}
-    return Manifest(version, root.job_id, root.world_size, root.layout, resumed_from, parts)
+    return Manifest(version, root.job_id, root.world_size, root.layout, resumed_from, parts, mac=mac)
 
 
 def assemble(root: Manifest, parts: Mapping[str, bytes], where: str) -> Manifest:

@@ -13,9 +13,11 @@ Layout of the directory: docs/spec/format.md, section 1.
 from __future__ import annotations
 
 import functools
+import hmac
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -37,7 +39,7 @@ from holdfast.tiers import manifest as manifests
 from holdfast.tiers import registry
 from holdfast.tiers.backend import Backend
 from holdfast.tiers.bundle_files import BundleFiles, listed, stored_length
-from holdfast.tiers.cipher import Key, load_key
+from holdfast.tiers.cipher import Key, KeySource, load_key
 from holdfast.tiers.format import Entry, Image
 from holdfast.tiers.leaselock import LeaseLock
 from holdfast.tiers.manifest import ENCRYPTED, BundleFile, Manifest
@@ -59,19 +61,19 @@ READ_BYTES = 64 << 20
 _BUNDLE_FILE = re.compile(r"(.+)-[0-9a-f]{32}\.safetensors\Z")
 
 
-def open_storage(url: str | Path, events: Events, *, encryption_key: str | None = None) -> Storage:
+def open_storage(url: str | Path, events: Events, *, encryption: KeySource | None = None) -> Storage:
     """The storage behind a path, a `file://` URL, or a bucket's URL. Touches nothing yet.
 
     Args:
         url: where.
         events: see Storage.
-        encryption_key: as in Config; None is what the settings of this process say.
+        encryption: where the key comes from; None is what the settings of this process say.
 
     Raises:
         ConfigError: a scheme that this release does not know, obstore is missing, or the key cannot be had.
     """
-    setting = load().encryption_key if encryption_key is None else encryption_key
-    return Storage(open_backend(url), events, key=load_key(setting))
+    source = KeySource.of(load()) if encryption is None else encryption
+    return Storage(open_backend(url), events, key=load_key(source.setting), key_required=source.required)
 
 
 def _in_place(read: Callable[Concatenate[Storage, P], T]) -> Callable[Concatenate[Storage, P], T]:
@@ -98,10 +100,13 @@ class Storage:
         backend: where the bytes go.
         events: counts `storage_written_bytes` and `storage_read_bytes` (images) and `storage_record_read_bytes`
             (everything else that is read).
-        key: what bundle files are encrypted with.
+        key: what bundle files are encrypted with, and manifests are authenticated.
+        key_required: with a key, whether a version that is not authenticated with it counts as damaged.
     """
 
-    def __init__(self, backend: Backend, events: Events, *, key: Key | None = None) -> None:
+    def __init__(self, backend: Backend, events: Events, *, key: Key | None = None, key_required: bool = True) -> None:
+        self._key = key
+        self._key_required = key_required
         self._backend = backend
         self._events = events
         self._files = BundleFiles(backend, key, self.job_id)
@@ -246,7 +251,8 @@ class Storage:
         # it counts.
         self._require_newest(version, registry.enlist(self._backend, version.incarnation, manifest.resumed_from))
         try:
-            whole = self._assemble(manifest)
+            parts = self._parts(manifest)
+            whole = manifests.assemble(manifest, parts, f"{self.where}/{version}")
         except VersionNotFound as error:
             raise _incomplete("a part of the manifest is missing", f"{self.where}/{version}") from error
         if wrong := self._missing(whole):
@@ -254,7 +260,8 @@ class Storage:
             raise _incomplete(what, f"{self.where}/{version}")
         self._require_newest(version, self.highest_incarnation())  # once more, for all this may have taken long
         name = f"{version}/{manifests.ROOT_NAME}"
-        self._backend.create(name, manifests.encode_root(manifest), stamp=stamp)  # THE commit
+        root = replace(manifest, mac=self._mac(manifest, parts))
+        self._backend.create(name, manifests.encode_root(root), stamp=stamp)  # THE commit
         self._take_back_if_retired(whole, name)
         try:
             self._backend.put(LATEST, [memoryview(f"{version}\n".encode())], stamp=stamp)
@@ -313,7 +320,7 @@ class Storage:
 
         Raises:
             VersionNotFound: it was never committed, or is retired, perhaps while it was read.
-            CorruptError: it is damaged, or a part of it is missing.
+            CorruptError: it is damaged, or a part of it is missing, or nobody who has our key made it.
             InUse: it is of another job.
             NewerFormat: it is of a newer holdfast.
             StorageError: the path refuses, or has vanished.
@@ -325,7 +332,10 @@ class Storage:
             raise CorruptError(f"the manifest is of version {root.version}", where=where)
         if root.job_id != self.job_id():
             raise InUse(f"the version belongs to job {root.job_id}", where=where, remedy="choose another path")
-        return self._assemble(root)
+        parts = self._parts(root)
+        whole = manifests.assemble(root, parts, where)
+        self._require_proof(whole, parts, where)
+        return whole
 
     def opens(self, file: BundleFile) -> bool:
         """Whether a bundle's file is plain, or its key is here."""
@@ -535,10 +545,32 @@ class Storage:
             raise self._vanished()  # an empty mount point is no job without versions
         return names
 
-    def _assemble(self, root: Manifest) -> Manifest:
-        where = f"{self.where}/{root.version}"
-        parts = {name: self._read_listed(root.version, name, length=root.parts[name][0] + 1) for name in root.parts}
-        return manifests.assemble(root, parts, where)
+    def _parts(self, root: Manifest) -> dict[str, bytes]:
+        """The bytes of every part that a root lists; decode_root bounded their lengths."""
+        return {name: self._read_listed(root.version, name, length=root.parts[name][0] + 1) for name in root.parts}
+
+    def _mac(self, root: Manifest, parts: Mapping[str, bytes]) -> str:
+        return self._key.authenticate(manifests.proved_texts(root, parts)) if self._key else ""
+
+    def _require_proof(self, whole: Manifest, parts: Mapping[str, bytes], where: str) -> None:
+        """With a key: somebody who has it made this version. Versions of another key are told apart when they are opened."""
+        ids = {bundle.key_id for bundle in whole.bundles}
+        if self._key is None or ids - {"", self._key.id}:
+            return
+        if whole.mac:
+            if not hmac.compare_digest(whole.mac, self._mac(whole, parts)):
+                raise CorruptError("the version was changed by somebody who does not have the key", where=where)
+        elif self._key_required:
+            what = (
+                "the version is plain, or was made by an older holdfast"
+                if "" in ids or not ids
+                else "the version is not authenticated"
+            )
+            raise CorruptError(
+                f"{what}, and a key is required",
+                where=where,
+                remedy="if the job began without a key: `encryption_required = false` in the settings, until a new version is there",
+            )
 
     def _remove(self, version: Version, files: Iterable[str], parts: Iterable[str]) -> None:
         """Removes the files, and what a paused committer may have created since the commit was removed: it looked for them

@@ -18,8 +18,10 @@ import xxhash
 
 from holdfast.base.errors import CorruptError, NewerFormat, UsageError
 
-# The newest format that this holdfast writes and reads; one number for images, manifests and registrations.
+# What this holdfast writes; one number for images, manifests and registrations.
 FORMAT_VERSION = 1
+# The format of the root of a manifest that is authenticated. The newest that this holdfast reads.
+AUTHENTICATED_FORMAT = 2
 # Longest record file. A manifest is cut into parts by line of writers, so that none comes near it.
 MAX_RECORD_BYTES = 16 << 20
 
@@ -85,17 +87,22 @@ def peek(data: bytes | str, kind: type[T], where: str, what: str) -> T:
         raise CorruptError(f"{what} is not valid: {error}", where=where) from error
 
 
-def check_version(found: int, where: str) -> None:
+def check_version(found: int, where: str, *, newest: int = FORMAT_VERSION) -> None:
     """Refuses a format that this holdfast does not know.
+
+    Args:
+        found: what the file says.
+        where: the file, for the error.
+        newest: the newest format of files of this kind.
 
     Raises:
         NewerFormat: a newer one; names both.
         CorruptError: one that never existed.
     """
-    if found > FORMAT_VERSION:
-        what = f"written in format {found}; this holdfast reads formats up to {FORMAT_VERSION}"
+    if found > newest:
+        what = f"written in format {found}; this holdfast reads formats up to {newest}"
         raise NewerFormat(what, where=where, remedy="upgrade holdfast")
-    if found != FORMAT_VERSION:
+    if found < 1:
         raise CorruptError(f"there is no format {found}", where=where)
 
 
@@ -105,8 +112,14 @@ def encode_record(record: Record) -> bytes:
     return body + b',"checksum":"%s"}\n' % xxhash.xxh3_128_hexdigest(body).encode()
 
 
-def decode_record(data: bytes, kind: type[R], where: str) -> R:
+def decode_record(data: bytes, kind: type[R], where: str, *, later: type[R] | None = None) -> R:
     """The record that a file holds.
+
+    Args:
+        data: the file's bytes.
+        kind: what it should be.
+        where: the file, for the error.
+        later: what it should be in AUTHENTICATED_FORMAT; None if there is no such.
 
     Raises:
         NewerFormat: intact, but of a newer format.
@@ -120,6 +133,8 @@ def decode_record(data: bytes, kind: type[R], where: str) -> R:
         raise CorruptError("the checksum does not fit: the file is damaged or incomplete", where=where)
     text = body + b"}"
     head = peek(text, _Head, where, "the record")
-    check_version(head.format_version, where)
+    check_version(head.format_version, where, newest=AUTHENTICATED_FORMAT if later else FORMAT_VERSION)
+    if later is not None and head.format_version == AUTHENTICATED_FORMAT:
+        kind = later
     record: R = decode(text, kind, where, f"the record {head.format[:40]!r}")
     return record

@@ -20,13 +20,13 @@ import re
 import select
 import socket
 import ssl
-import stat
 import struct
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast.base import private
 from holdfast.base.errors import ConfigError, KeeperError
 from holdfast.tiers.wire import Blocked, Principal
 
@@ -53,10 +53,7 @@ def read_secret(source: str) -> bytes:
     try:
         fd = os.dup(int(source[3:])) if inherited else os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            found = os.fstat(fd)
-            if not inherited and (
-                not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077
-            ):
+            if not inherited and not private.is_secret(os.fstat(fd)):
                 raise ConfigError(
                     "the secret is not a file of ours alone (owner, mode 0600)", where=source, remedy=remedy
                 )

@@ -19,13 +19,15 @@ import re
 import struct
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from holdfast.base.errors import CorruptError, UsageError
 
 MAX_DEPTH = 100
+# -1 and -2 share a hash in Python; honest members hardly ever do.
+MAX_SAME_HASH = 16
 MAX_BYTES = 16 << 20
 # Beyond this a JSON number is not safe in other languages (RFC 8259, section 6); larger ones are written in hex.
 MAX_PLAIN_INT = 2**53 - 1
@@ -222,7 +224,9 @@ def _items(tree: Json, depth: int) -> list[Any]:
 
 
 def _pairs(tree: Json, depth: int) -> dict[Any, Any]:
-    found = {_key(key): _from_json(item, depth + 1) for key, item in tree}
+    keys = [_key(key) for key, _ in tree]
+    _require_spread(keys)
+    found = {key: _from_json(item, depth + 1) for key, (_, item) in zip(keys, tree, strict=True)}
     if type(tree) is not list or len(found) != len(tree):
         raise ValueError("a dict names a key twice, or is not a list of pairs")
     return found
@@ -236,10 +240,18 @@ def _key(tree: Json) -> str | int:
 
 
 def _set(tree: Json, depth: int) -> set[Any]:
-    found = set(items := _items(tree, depth))
+    items = _items(tree, depth)
+    _require_spread(items)
+    found = set(items)
     if len(found) != len(items):
         raise ValueError("a set names a member twice")
     return found
+
+
+def _require_spread(members: Sequence[Any]) -> None:
+    """Refuses what was chosen to share one hash, as multiples of 2**61 - 1 do: each would be compared with all others."""
+    if max(Counter(map(hash, members)).values(), default=0) > MAX_SAME_HASH:
+        raise ValueError(f"more than {MAX_SAME_HASH} members share a hash")
 
 
 def _float(tree: Json) -> float:

@@ -118,6 +118,11 @@ class Channel:
         self._aborted = False
         self._send_lock = threading.Lock()
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether it came over the network. The kernel names no process for a peer in another PID namespace either."""
+        return self._sock.family != socket.AF_UNIX
+
     def secure(self, security: Security, *, server: bool, timeout_s: float) -> None:
         """Proves both ends to each other; before this nothing may be sent or received on a TCP connection.
 
@@ -403,8 +408,8 @@ def accept(listener: socket.socket) -> Channel | None:
 
 
 def peer_pid(channel: Channel) -> int:
-    """The process at the other end, as the kernel knows it; 0 if it is on another node."""
-    if channel._sock.family != socket.AF_UNIX:
+    """The process at the other end, as the kernel knows it; 0 if it is on another node, or in a PID namespace that is not ours."""
+    if channel.is_remote:
         return 0
     return _credentials(channel._sock)[0]
 

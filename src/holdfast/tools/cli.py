@@ -23,7 +23,7 @@ from holdfast.tools import remove as remove_tool
 from holdfast.tools import report as report_tool
 from holdfast.tools import status as status_tool
 from holdfast.tools import trace as trace_tool
-from holdfast.tools.output import errors_shown
+from holdfast.tools.output import errors_shown, say
 
 HELP = """Keeps distributed PyTorch training alive.
 
@@ -69,7 +69,7 @@ VersionName = Annotated[str | None, typer.Argument(metavar="[VERSION]", help="As
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(__version__)
+        say(__version__)
         raise typer.Exit
 
 

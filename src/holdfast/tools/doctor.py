@@ -74,7 +74,7 @@ def doctor(root: str | None, *, as_json: bool) -> int:
         output.print_table(("check", "state", "seen"), [(c.name, c.state, c.detail) for c in checks])
         for check in checks:
             if check.remedy:
-                print(f"{check.name}: {check.remedy}")
+                output.say(f"{check.name}: {check.remedy}")
     return output.GOOD if healthy else output.PROBLEM
 
 

@@ -128,4 +128,4 @@ def _tell(content: Content, target: Path, form: str, *, as_json: bool) -> None:
         output.print_json(document)
     else:
         size = output.size_text(content.num_bytes)
-        print(f"{content.version}: {len(content.tensors)} tensors, {size}, as {form} in {target}")
+        output.say(f"{content.version}: {len(content.tensors)} tensors, {size}, as {form} in {target}")

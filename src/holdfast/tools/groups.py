@@ -181,7 +181,7 @@ def _names(shards: Iterable[Shard]) -> list[str]:
 def _print_groups(subject: _Subject, found: _Groups) -> None:
     num_entries = len({shard.name for shards in found.values() for shard in shards})
     ranks, groups = picture.count_text(subject.world_size, "rank"), picture.count_text(len(found), "group")
-    print(f"{subject.title}: {num_entries} entries, {ranks} in {groups}")
+    output.say(f"{subject.title}: {num_entries} entries, {ranks} in {groups}")
     rows = [
         (
             picture.ranks_text(ranks),
@@ -193,13 +193,13 @@ def _print_groups(subject: _Subject, found: _Groups) -> None:
     ]
     output.print_table(("ranks that hold the same", "entries", "size", "the first of them"), rows[:MAX_ROWS])
     if len(rows) > MAX_ROWS:
-        print(f"... and {len(rows) - MAX_ROWS} more groups; --json shows all")
+        output.say(f"... and {len(rows) - MAX_ROWS} more groups; --json shows all")
 
 
 def _print_alone(alone: Mapping[int, Sequence[Shard]], topology: Topology) -> None:
-    print()
+    output.say()
     if not alone:
-        print("Every part is held by at least two nodes: any one of them may die.")
+        output.say("Every part is held by at least two nodes: any one of them may die.")
     for node, shards in list(alone.items())[:MAX_ROWS]:
         names, size = _names(shards), output.size_text(sum(shard.num_bytes for shard in shards))
         if len(topology.nodes) > 1:
@@ -207,7 +207,7 @@ def _print_alone(alone: Mapping[int, Sequence[Shard]], topology: Topology) -> No
             rescue = f"a replica on {keepers} saves it"
         else:
             rescue = "UNPROTECTED, but for what is in storage: there is no other node"
-        print(f"{topology.nodes[node]} alone holds {size} of {len(names)} entries; {rescue}")
-        print(f"  {picture.names_text(names)}")
+        output.say(f"{topology.nodes[node]} alone holds {size} of {len(names)} entries; {rescue}")
+        output.say(f"  {picture.names_text(names)}")
     if len(alone) > MAX_ROWS:
-        print(f"... and {len(alone) - MAX_ROWS} more nodes; --json shows all")
+        output.say(f"... and {len(alone) - MAX_ROWS} more nodes; --json shows all")

@@ -51,7 +51,7 @@ def list_versions(root: str, *, as_json: bool) -> int:
         )
         for row in rows:
             if row.error:
-                print(output.error_text(row.error))
+                output.say(output.error_text(row.error))
     return output.PROBLEM if any(row.error for row in rows) else output.GOOD
 
 
@@ -140,7 +140,9 @@ def _entry_document(entry: Entry, bundle: str) -> dict[str, Any]:
 
 
 def _print_entries(manifest: Manifest, entries: list[tuple[Entry, str]]) -> None:
-    print(f"{manifest.version}: {len(entries)} entries in {len(manifest.bundles)} bundles, {manifest.world_size} ranks")
+    output.say(
+        f"{manifest.version}: {len(entries)} entries in {len(manifest.bundles)} bundles, {manifest.world_size} ranks"
+    )
     rows = [(e.name, e.dtype, list(e.global_shape), _extent_text(e), bundle, e.end - e.start) for e, bundle in entries]
     output.print_table(("entry", "dtype", "shape", "extent", "bundle", "bytes"), rows)
 
@@ -155,11 +157,11 @@ def _extent_text(entry: Entry) -> str:
 
 def _print_values(stored: dict[str, Any]) -> None:
     for bundle, found in sorted(stored.items()):
-        print(f"values of {bundle}")
+        output.say(f"values of {bundle}")
         for name, value in found.items() if isinstance(found, dict) else [("", found)]:
             text = repr(value)
             short = text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}... ({len(text)} characters)"
-            print(f"  {name} = {short}")
+            output.say(f"  {name} = {short}")
 
 
 def choose(storage: Storage, text: str | None) -> Version:
@@ -256,9 +258,9 @@ def _print_verdict(result: Verdict) -> None:
     found = result.manifest
     files = "" if found is None else f", {len(found.bundles)} files, {output.size_text(found.num_bytes)}"
     words = {"damaged": "DAMAGED", "retired": "retired while it was verified"}
-    print(f"{result.version}: {words.get(result.state, result.state)}{files}")
+    output.say(f"{result.version}: {words.get(result.state, result.state)}{files}")
     for problem in result.problems:
-        print(output.error_text(problem))
+        output.say(output.error_text(problem))
 
 
 def _document(result: Verdict) -> dict[str, Any]:

@@ -78,18 +78,18 @@ def print_answer(found: Answer | None, topology: Topology) -> None:
     who = picture.nodes_text(found.members, topology.nodes) if labels else f"all that {holders}"
     who = f"nodes {who}" if labels and len(found.members) > 1 else who
     verb = "are" if labels and len(found.members) > 1 else "is"
-    print()
+    output.say()
     if not found.losses:
         rest = "twins and replicas on other nodes" if labels else "other ranks"
-        print(f"If {who} {verb} lost: nothing is, {rest} hold all of it.")
+        output.say(f"If {who} {verb} lost: nothing is, {rest} hold all of it.")
         return
     size = output.size_text(sum(loss.num_bytes for loss in found.losses))
     where = "in no memory any more: storage has its last version" if labels else "held by no other rank"
-    print(f"If {who} {verb} lost: {size} of {len(found.losses)} tensors is {where}.")
+    output.say(f"If {who} {verb} lost: {size} of {len(found.losses)} tensors is {where}.")
     rows = [(loss.name, loss.num_slices, output.size_text(loss.num_bytes)) for loss in found.losses]
     output.print_table(("lost of", "parts", "size"), rows[:MAX_ROWS])
     if len(rows) > MAX_ROWS:
-        print(f"... and {len(rows) - MAX_ROWS} more tensors; --json shows all")
+        output.say(f"... and {len(rows) - MAX_ROWS} more tensors; --json shows all")
 
 
 def _numbers(text: str, count: int, kind: str, labels: Sequence[str]) -> tuple[int, ...]:

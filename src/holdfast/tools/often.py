@@ -81,8 +81,8 @@ def advise(costs: JobPlan, assumptions: Assumptions) -> Advice:
 def print_advice(advice: Advice, assumptions: Assumptions) -> None:
     """The assumptions, and a row per cadence."""
     costs = advice.costs
-    print()
-    print(
+    output.say()
+    output.say(
         f"How often to save, if a node fails every {assumptions.mtbf}, a step takes {assumptions.step_time}, a save stops "
         f"training for {_text(costs.save_s)} and coming back takes {_text(costs.recovery_s)}:"
     )
@@ -98,7 +98,7 @@ def print_advice(advice: Advice, assumptions: Assumptions) -> None:
         for row in advice.rows
     ]
     output.print_table(("every", "or", "time for saves", "a failure costs", "overhead", "training"), rows)
-    print(f"* {advice.reason}")
+    output.say(f"* {advice.reason}")
 
 
 def document(advice: Advice) -> dict[str, Any]:

@@ -19,12 +19,18 @@ import typer
 from holdfast.base import progress
 from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.base.progress import QUIET_S, progress_text
+from holdfast.base.terminal import shown
 
 GOOD, PROBLEM, USAGE = 0, 1, 2
 TERMINAL_REFRESH_S = 0.1
 LOG_REFRESH_S = 5.0
 
 size_text = progress.size_text
+
+
+def say(text: object = "", *, file: TextIO | None = None, end: str = "\n") -> None:
+    """Prints a line, or several. Everything that a command tells people goes through here."""
+    print(shown(text), file=file, end=end)
 
 
 def print_json(document: Any) -> None:
@@ -34,7 +40,7 @@ def print_json(document: Any) -> None:
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Columns aligned by spaces; numbers to the right."""
-    lines = [list(titles), *([str(cell) for cell in row] for row in rows)]
+    lines = [list(titles), *([shown(cell) for cell in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
     right = [all(isinstance(row[column], int | float) for row in rows) for column in range(len(titles))]
     for line in lines:
@@ -42,7 +48,7 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None
             cell.rjust(width) if to_right else cell.ljust(width)
             for cell, width, to_right in zip(line, widths, right, strict=True)
         ]
-        print("  ".join(cells).rstrip())
+        say("  ".join(cells).rstrip())
 
 
 def error_document(error: HoldfastError) -> dict[str, Any]:
@@ -77,7 +83,7 @@ def errors_shown(*, as_json: bool) -> Iterator[None]:
         if as_json:
             print_json({"error": error_document(error)})
         else:
-            print(error_text(error), file=sys.stderr)
+            say(error_text(error), file=sys.stderr)
         raise typer.Exit(USAGE if isinstance(error, UsageError) else PROBLEM) from None
 
 
@@ -110,7 +116,7 @@ class Progress:
             self._stream.write("\n")
 
     def _show(self, seconds: float) -> None:
-        text = f"{self._subject}: {progress_text(self._done, self._total, seconds)}"
+        text = f"{shown(self._subject)}: {progress_text(self._done, self._total, seconds)}"
         # Carriage return and "erase to the end of the line" (ECMA-48, 8.3.41).
         self._stream.write(f"\r{text}\x1b[K" if self._stream.isatty() else f"{text}\n")
         self._stream.flush()

@@ -8,6 +8,7 @@ from itertools import zip_longest
 
 from holdfast.core.model import Topology
 from holdfast.tiers.manifest import runs
+from holdfast.tools import output
 
 # What is larger than this is told in numbers.
 MAX_RANKS = 64
@@ -64,24 +65,24 @@ def stand_ins_document(twins: Sequence[tuple[int, ...]]) -> list[dict[str, objec
 def print_stand_ins(twins: Sequence[tuple[int, ...]], topology: Topology | None) -> None:
     """Who can stand in for whom: a picture of a small job, a few lines of a large one."""
     classes = stand_ins(twins)
-    print()
+    output.say()
     if len(twins) <= MAX_RANKS and len(classes) <= len(string.ascii_letters):
-        print("ranks with the same letter are interchangeable:")
+        output.say("ranks with the same letter are interchangeable:")
         letters = {
             rank: letter for (ranks, _), letter in zip(classes, string.ascii_letters, strict=False) for rank in ranks
         }
         for line in _drawn(letters, topology):
-            print(f"  {line}")
+            output.say(f"  {line}")
         if all(len(together) == 1 for _, together in classes):
-            print("  none is: no rank holds all that another one holds")
+            output.say("  none is: no rank holds all that another one holds")
         classes = [(ranks, together) for ranks, together in classes if ranks != together]
     elif all(len(together) == 1 for _, together in classes):
-        print("no rank holds all that another one holds")
+        output.say("no rank holds all that another one holds")
         return
     for ranks, together in classes[:MAX_NAMES]:
-        print(f"  all that rank {ranks_text(ranks)} holds is held by {ranks_text(together)}")
+        output.say(f"  all that rank {ranks_text(ranks)} holds is held by {ranks_text(together)}")
     if len(classes) > MAX_NAMES:
-        print(f"  ... and {len(classes) - MAX_NAMES} more such lists; --json shows all")
+        output.say(f"  ... and {len(classes) - MAX_NAMES} more such lists; --json shows all")
 
 
 def _drawn(letters: dict[int, str], topology: Topology | None) -> Iterator[str]:

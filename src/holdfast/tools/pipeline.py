@@ -319,25 +319,25 @@ def _show(found: Prediction, html: str | None) -> None:
     plan, step = found.plan, found.step
     start, end = plan.shown[0], min(plan.shown[1] or _end(found), _end(found))
     picture = timeline.Picture((end - start) / COLUMNS, start, end, _shades())
-    print(f"{_title(plan)}; a step takes {step.period:.3g} s")
-    print(f"{timeline.legend(found.tracks, picture)}\n")
-    print(f"from {start:.4g} s to {end:.4g} s, {_ms(picture.column_s)} ms a column")
+    output.say(f"{_title(plan)}; a step takes {step.period:.3g} s")
+    output.say(f"{timeline.legend(found.tracks, picture)}\n")
+    output.say(f"from {start:.4g} s to {end:.4g} s, {_ms(picture.column_s)} ms a column")
     for line in timeline.draw(found.tracks[:MAX_LINES], picture):
-        print(line)
+        output.say(line)
     if plan.ranks > MAX_LINES:
-        print(f"and {plan.ranks - MAX_LINES} ranks more")
-    print()
+        output.say(f"and {plan.ranks - MAX_LINES} ranks more")
+    output.say()
     rows = [
         (rank, f"{step.idle_share(rank):.1%}", _ms(one.hidden_seconds + one.left_seconds), _ms(one.hidden_seconds), _ms(one.left_seconds))
         for rank, one in list(found.placements.items())[:MAX_LINES]
     ]  # fmt: skip
     output.print_table(("rank", "idle", "copy ms", "in waits ms", "beside ms"), rows)
     every, reason = _cadence(found)
-    print(
+    output.say(
         f"\ncheckpoint every {every} step{'s' if every > 1 else ''}: {reason}" if every else f"\nnot in waits: {reason}"
     )
     if html is not None:
-        print(f"{html}    open it in a browser")
+        output.say(f"{html}    open it in a browser")
 
 
 def _shades() -> str:

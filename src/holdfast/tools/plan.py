@@ -151,10 +151,10 @@ def _print_job(costs: JobPlan) -> None:
     layout, num_nodes = costs.layout, len(costs.topology.nodes)
     meshes = ", ".join(map(str, layout.meshes))
     counted = [picture.count_text(layout.world_size, "rank"), picture.count_text(num_nodes, "node")]
-    print(f"{' on '.join(counted)}, mesh {meshes}")
+    output.say(f"{' on '.join(counted)}, mesh {meshes}")
     once, held = output.size_text(costs.unique_bytes), output.size_text(sum(costs.ranks.held))
     files = picture.count_text(costs.num_bundles, "file")
-    print(f"{len(layout.tensors)} tensors: {once} once, {held} in all ranks; {files} per version\n")
+    output.say(f"{len(layout.tensors)} tensors: {once} once, {held} in all ranks; {files} per version\n")
     rows = []
     for form, tensors in _forms(layout).items():
         groups = costs.census.groups[form]
@@ -181,7 +181,7 @@ def _host_bytes(costs: JobPlan, node: int) -> int:
 
 def _print_nodes(costs: JobPlan) -> None:
     """A row per kind of node; kinds that read the same are one."""
-    print()
+    output.say()
     nodes = costs.nodes
     rows: dict[tuple[str, ...], list[int]] = {}
     for alike in costs.nodes_alike():
@@ -194,14 +194,14 @@ def _print_nodes(costs: JobPlan) -> None:
     titles = ("nodes", "a rank holds", "a save copies", "writes", "keeps replicas", "host memory")
     output.print_table(titles, shown[:MAX_ROWS])
     if len(shown) > MAX_ROWS:
-        print(f"... and {len(shown) - MAX_ROWS} more kinds of nodes; --json shows all")
+        output.say(f"... and {len(shown) - MAX_ROWS} more kinds of nodes; --json shows all")
 
 
 def _print_losses(costs: JobPlan, *, safe: bool) -> None:
     """What is gone with any one node, and where it comes back from; nodes that lose the same in one line."""
-    print()
+    output.say()
     if not any(costs.nodes.alone):
-        print("Any one node may die: every part of every tensor has a twin on another node.")
+        output.say("Any one node may die: every part of every tensor has a twin on another node.")
     found: dict[tuple[int, int, tuple[str, ...]], list[int]] = {}
     classes = costs.nodes_alike()
     for alike in classes[:MAX_ROWS]:
@@ -213,11 +213,11 @@ def _print_losses(costs: JobPlan, *, safe: bool) -> None:
         parts = [f"{output.size_text(back)} from twins"] if back or not alone else []
         parts += [f"{output.size_text(alone)} {fate}"] if alone else []
         which = picture.nodes_text(sorted(nodes), costs.topology.nodes)
-        print(f"If {'' if len(nodes) == 1 else 'any one of nodes '}{which} dies: {', '.join(parts)}")
+        output.say(f"If {'' if len(nodes) == 1 else 'any one of nodes '}{which} dies: {', '.join(parts)}")
         if names:
-            print(f"  {len(names)} tensors live there only: {picture.names_text(names)}")
+            output.say(f"  {len(names)} tensors live there only: {picture.names_text(names)}")
     if len(classes) > MAX_ROWS:
-        print("Further kinds of nodes: --json")
+        output.say("Further kinds of nodes: --json")
 
 
 def _document(costs: JobPlan, twins: Sequence[tuple[int, ...]], *, safe: bool) -> dict[str, Any]:

@@ -38,11 +38,11 @@ def remove(root: str, names: Sequence[str], *, abandoned: bool, as_json: bool) -
         output.print_json({"root": storage.where, "removed": [str(version) for version in gone], "problems": problems})
     else:
         for version in gone:
-            print(f"{version}: removed")
+            output.say(f"{version}: removed")
         for version, fault in faults.items():
-            print(f"{version}: not removed\n{output.error_text(fault)}")
+            output.say(f"{version}: not removed\n{output.error_text(fault)}")
         if not chosen:
-            print("nothing to remove")
+            output.say("nothing to remove")
     return output.PROBLEM if faults else output.GOOD
 
 

@@ -11,12 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from holdfast.base import config
 from holdfast.base.errors import UsageError
 from holdfast.core.goodput import ORDER, Goodput
 from holdfast.core.incident import box
 from holdfast.node.journal import NAME, newest_run
-from holdfast.tools.output import GOOD, PROBLEM, print_json, print_table
+from holdfast.tools import status
+from holdfast.tools.output import GOOD, PROBLEM, print_json, print_table, say
 
 
 def report(run: str | None, *, as_json: bool) -> int:
@@ -48,7 +48,7 @@ def _journal(run: str | None) -> Path:
         return given
     if given is not None and (given / NAME).is_file():
         return given / NAME
-    root = config.load().runtime_path
+    root = status.runtime_path(None)
     journals = sorted(root.glob(f"run-*/{NAME}"), key=lambda path: path.stat().st_mtime)
     if run:
         journals = [path for path in journals if path.parent.name.startswith((f"run-{run}-", run))]
@@ -78,9 +78,9 @@ def _document(found: Goodput) -> Mapping[str, Any]:
 
 def _show(path: Path, found: Goodput) -> None:
     for incident in found.incidents:
-        print(box(incident))
+        say(box(incident))
     for reason in found.reports:
-        print(f"watchdog: {reason}")
+        say(f"watchdog: {reason}")
     rows = [
         (name, round(seconds, 1), f"{100 * seconds / found.wall_s:.1f} %")
         for name in ORDER
@@ -91,6 +91,6 @@ def _show(path: Path, found: Goodput) -> None:
     before = f" after {found.steps - found.made} of runs before" if found.steps > found.made else ""
     again = f", {found.again} of them again" if found.again else ""
     steps = f"{found.made} steps{before}{again}"
-    print(f"{found.wall_s:.1f} s, {steps}, {len(found.incidents)} incidents; {state}")
+    say(f"{found.wall_s:.1f} s, {steps}, {len(found.incidents)} incidents; {state}")
     watchdog = f", watchdog {found.watchdog}" if found.watchdog else ""
-    print(f"goodput {100 * found.share:.1f} %{watchdog}  ({path})")
+    say(f"goodput {100 * found.share:.1f} %{watchdog}  ({path})")

@@ -9,10 +9,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast.base import private
 from holdfast.base.config import load
 from holdfast.base.errors import HoldfastError
 from holdfast.base.progress import progress_text
@@ -44,7 +46,7 @@ def status(*, runtime_dir: str | None, watch_s: float | None, as_json: bool, pro
             answers = [_ask(place) for place in places(runtime_dir)]
             notices = list(notice.posted(runtime_path(runtime_dir)))
             if prometheus:
-                print(render([answer.facts for answer in answers if answer.error is None]), end="")
+                output.say(render([answer.facts for answer in answers if answer.error is None]), end="")
             elif as_json:
                 documents = [_document(answer) for answer in answers]
                 output.print_json({"keepers": documents, "durable_only": [_noticed(told) for told in notices]})
@@ -59,8 +61,15 @@ def status(*, runtime_dir: str | None, watch_s: float | None, as_json: bool, pro
 
 
 def runtime_path(runtime_dir: str | None) -> Path:
-    """Where keepers live, under the settings in force."""
-    return load({"runtime_dir": runtime_dir}).runtime_path.absolute()
+    """Where keepers live, under the settings in force.
+
+    Raises:
+        ConfigError: it is not ours alone; what lies there is not believed.
+    """
+    path = load({"runtime_dir": runtime_dir}).runtime_path.absolute()
+    with suppress(FileNotFoundError):  # nothing ran here
+        private.prove(path)
+    return path
 
 
 def places(runtime_dir: str | None) -> Iterator[Place]:
@@ -97,19 +106,21 @@ def _noticed(told: Notice) -> dict[str, Any]:
 
 def _print_answers(answers: list[Answer], notices: list[Notice], *, clear: bool) -> None:
     if clear:
-        print(CLEAR, end="")
+        sys.stdout.write(CLEAR)
     for told in notices:
-        print(f"DURABLE-ONLY  node {told.place.node}, job {told.place.job}, process {told.pid}: no level in memory")
-        print(f"  root      {told.root}\n  safe      durable {told.durable or 'none'}\n  why       {told.reason}")
+        output.say(
+            f"DURABLE-ONLY  node {told.place.node}, job {told.place.job}, process {told.pid}: no level in memory"
+        )
+        output.say(f"  root      {told.root}\n  safe      durable {told.durable or 'none'}\n  why       {told.reason}")
     if not answers and not notices:
-        print("no keeper runs here")
+        output.say("no keeper runs here")
     for answer in answers:
-        print(f"keeper of node {answer.place.node}, job {answer.place.job}")
+        output.say(f"keeper of node {answer.place.node}, job {answer.place.job}")
         if answer.error is not None:
-            print(output.error_text(answer.error))
+            output.say(output.error_text(answer.error))
         else:
             for line in _lines(answer.facts):
-                print(f"  {line}")
+                output.say(f"  {line}")
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:

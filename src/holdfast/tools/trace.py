@@ -85,9 +85,9 @@ def trace(directories: Sequence[str], *, html: str | None, perfetto: str | None,
     if as_json:
         output.print_json({**summary, "html": str(file), "perfetto": str(events)})
     else:
-        print(f"{len(tracks)} tracks, {count} spans over {seconds:.1f} s")
-        print(f"{file}    open it in a browser")
-        print(f"{events}    open it at ui.perfetto.dev, or in chrome://tracing")
+        output.say(f"{len(tracks)} tracks, {count} spans over {seconds:.1f} s")
+        output.say(f"{file}    open it in a browser")
+        output.say(f"{events}    open it at ui.perfetto.dev, or in chrome://tracing")
     return 0
 
 

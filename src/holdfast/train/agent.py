@@ -32,6 +32,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from holdfast.core.faults import Exit, Verdict, first_failure
 from holdfast.core.ladder import Answer, Failure, Fault, Rung
+from holdfast.core.rerun import cannot_run_twice
 from holdfast.train import assignment, devices, page
 from holdfast.train.cases import Cases, step_of
 from holdfast.train.control import Order
@@ -97,6 +98,7 @@ class Agent(MeetingAgent):
         self._version = rules.version
         self._jobs: dict[str, str] = {}  # checkpoint path -> whose it is, as workers told
         self._all_anew = False
+        self._unfit = ""  # why no process of this job runs its script again
         self._mended_at = time.monotonic()
 
     # What torchrun's loop calls.
@@ -141,6 +143,7 @@ class Agent(MeetingAgent):
             self._hear(seat)
         silent = self._round.beat(now, stuck=self._watch is not None and self._watch.stuck)
         lost = self._obey_watch(now, silent)
+        self._renew_unfit()
         over = self._round.over() or lost or self._look() or self._look_at_groups(now, silent)
         if over is not None:
             return self._leave_round(over, worker_group)
@@ -212,6 +215,10 @@ class Agent(MeetingAgent):
                 seat.now(Doing.ENDS)
                 if self._round is not None:
                     self._round.ends(self._current.number)
+            if message["op"] == "unfit":  # of whatever run: it cannot run again
+                seat.now(Doing.UNFIT)
+                self._run_anew(message["why"], seat)
+            seat.again = bool(message.get("again", seat.again))
             if message["number"] != seat.order or message["op"] not in HEARD:
                 continue  # of an incarnation before, or the greeting
             seat.now(HEARD[message["op"]])
@@ -222,8 +229,16 @@ class Agent(MeetingAgent):
     def _look(self) -> Over | None:
         """Workers that ended although they should not have."""
         assert self._workers is not None
+        assert self._round is not None
         dead = [seat for seat in self._seats() if self._died(seat)]
+        spent = [seat for seat in dead if self._cannot_run_twice(seat)]
+        for seat in spent:
+            self._run_anew(f"it ended with {self._why(seat.code)} before its first step: {seat.error}", seat)
+            self._workers.replace(seat.local_rank, self._recoveries + 1)
+        dead = [seat for seat in dead if seat not in spent]
         if not dead:
+            if spent:
+                self._round.propose(self._current.number + 1, f"scripts do not run again in this job: {self._unfit}")
             return None
         if all(seat.doing is Doing.STUCK for seat in dead):
             return self._look_again(dead)
@@ -247,6 +262,37 @@ class Agent(MeetingAgent):
                 self._workers.replace(seat.local_rank, self._recoveries + 1)
         return self._act(answer, f"rank {ranks[0]} ended with {self._why(code)}")
 
+    def _renew_unfit(self) -> None:
+        """Processes that cannot run the script again are replaced by forks, which get the order in force."""
+        assert self._workers is not None
+        for worker in self._worker_group.workers:
+            seat = self._workers.seats[worker.local_rank]
+            if seat.doing is Doing.UNFIT and seat.proc.poll() is not None:
+                self._give_order(worker, self._workers.replace(worker.local_rank, self._recoveries))
+                self._cases.renewed(worker.global_rank)
+
+    def _run_anew(self, why: str, seat: Seat) -> None:
+        """From now on no process of this job runs its script again: what holds for one holds for others."""
+        assert self._round is not None
+        rank = self._worker_group.workers[seat.local_rank].global_rank
+        if why and not self._unfit:
+            self._unfit = self._round.all_anew(f"rank {rank}: {why}"[:1000])
+            logger.warning(
+                "the script cannot run again in its process (%s). Processes that live are replaced from now on, which"
+                " counts as no failure; they go on from what was saved in memory",
+                self._unfit,
+            )
+
+    def _cannot_run_twice(self, seat: Seat) -> bool:
+        rank = self._worker_group.workers[seat.local_rank].global_rank
+        return cannot_run_twice(
+            again=seat.again,
+            num_steps=step_of(page.read(seat.page)),
+            ran_s=time.monotonic() - self._mended_at,
+            code=seat.code,
+            condemned=rank in self._found,
+        )
+
     def _look_again(self, stuck: list[Seat]) -> Over | None:
         """Processes that left a run, as they were told, and found their device out of order: no failure of its own."""
         assert self._workers is not None
@@ -265,6 +311,8 @@ class Agent(MeetingAgent):
         if code is None or (seat.doing is Doing.FINISHED and seat.order == self._serial):
             return False
         self._hear(seat)  # what it said last
+        if seat.doing is Doing.UNFIT:
+            return False
         # Who has not begun its order ends a run that was broken off, whose results are void.
         if code == 0 and seat.order == self._serial and seat.doing is not Doing.LEAVES:
             seat.now(Doing.FINISHED)  # the script left by a way of its own, and well
@@ -340,6 +388,10 @@ class Agent(MeetingAgent):
         if self._round.somebody_ends(self._current.number):
             return None  # the cause is known, and is told as soon as that process is gone
         first = min(holding, key=lambda seat: seat.since)
+        if not self._unfit and self._cannot_run_twice(first):
+            self._run_anew(f"it failed before its first step: {first.error}", first)
+            self._round.propose(self._current.number + 1, f"scripts do not run again in this job: {self._unfit}")
+            return None
         if now - first.since < (HOLD_S if self._round.size > 1 else HOLD_ALONE_S):
             return None
         rank = self._worker_group.workers[first.local_rank].global_rank
@@ -418,23 +470,28 @@ class Agent(MeetingAgent):
         assert self._workers is not None
         assert self._round is not None
         before = {worker.id for worker in self._worker_group.workers}
+        self._unfit = self._round.all_anew(self._unfit)
         self._serial += 1  # incarnations are counted anew in every round, orders are not
         for worker in self._worker_group.workers:
             seat = self._workers.seats[worker.local_rank]
             if seat.proc.poll() is not None:
                 seat = self._workers.replace(worker.local_rank, self._recoveries)
-            worker.id = seat.proc.pid
-            seat.order = self._serial
-            if seat.doing is Doing.ENDS:
-                continue  # it hears nothing any more; its end is the next failure
-            self._workers.forget_error(worker.local_rank)
-            seat.line.order(self._order(worker), self._workers.notes_of(worker.local_rank))
-            seat.now(Doing.LEAVES)
-            if self._watch is not None:
-                self._watch.started(worker.global_rank, seat.proc.pid, seat.page)
+            self._give_order(worker, seat)
         self._mended_at = time.monotonic()
         kept = [worker.global_rank for worker in self._worker_group.workers if worker.id in before]
         self._cases.ordered(self._mended_at, kept)
+
+    def _give_order(self, worker: Worker, seat: Seat) -> None:
+        assert self._workers is not None
+        worker.id = seat.proc.pid
+        seat.order = self._serial
+        if seat.doing in (Doing.ENDS, Doing.UNFIT):
+            return  # it hears nothing any more, and is replaced when it has ended
+        self._workers.forget_error(worker.local_rank)
+        seat.line.order(self._order(worker), self._workers.notes_of(worker.local_rank))
+        seat.now(Doing.LEAVES)
+        if self._watch is not None:
+            self._watch.started(worker.global_rank, seat.proc.pid, seat.page)
 
     def _push(self, now: float) -> None:
         """Workers that have not begun their order are helped, then ended. A spare is forked in a quiet moment."""
@@ -550,6 +607,7 @@ class Agent(MeetingAgent):
             older=self._current.older,
             version=self._current.version,
             jobs=dict(self._jobs),
+            anew=bool(self._unfit),
         )
 
     def _seats(self) -> list[Seat]:

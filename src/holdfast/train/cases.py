@@ -10,11 +10,12 @@ Used by `train.agent`. Times are monotonic.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.core.ladder import Answer, Failure, Ladder, Limits
+from holdfast.core.ladder import Answer, Failure, Fault, Ladder, Limits, Rung
+from holdfast.core.rerun import Burst
 from holdfast.core.sight import Phase
 from holdfast.train.page import Reading
 
@@ -52,6 +53,7 @@ class Cases:
         self._case: _Case | None = None
         self._best_step = -1
         self._ordered_s = 0.0
+        self._burst = Burst()
 
     @property
     def summary(self) -> str:
@@ -74,6 +76,11 @@ class Cases:
             facts: for the record.
         """
         facts = facts or {}
+        ranks = facts.get("ranks", [failure.rank])
+        if failure.fault is Fault.PROCESS and self._burst.joins(ranks, now):
+            self._join(ranks)
+            return Answer(Rung.REPLACE, "it was hit by the failure before, and is part of it")
+        self._burst.failed(ranks)
         newest = max(map(step_of, readings), default=-1)
         if newest > self._best_step >= 0:  # steps may be quicker than our looks
             self._ladder.progressed()
@@ -81,15 +88,26 @@ class Cases:
         answer = self._ladder.failed(failure)
         told = {**facts, "first_error": failure.first_error, "action": answer.rung.value, "why": answer.reason}
         if self._case is not None:  # a second failure during the recovery belongs to the same incident
-            ranks = dict.fromkeys([*self._case.facts.get("ranks", ()), *facts.get("ranks", ())])
-            self._case.facts |= {"ranks": list(ranks), "action": told["action"], "why": told["why"]}
+            self._join(facts.get("ranks", ()))
+            self._case.facts |= {"action": told["action"], "why": told["why"]}
         else:
             self._case = _Case(told, now, newest, max(map(_step_seconds, readings), default=0.0))
         return answer
 
+    def _join(self, ranks: Iterable[int]) -> None:
+        if self._case is not None:
+            self._case.facts["ranks"] = list(dict.fromkeys([*self._case.facts.get("ranks", ()), *ranks]))
+
+    def renewed(self, rank: int) -> None:
+        """The rank's process was replaced although nothing failed in it."""
+        kept = self._case.facts.get("kept", []) if self._case is not None else []
+        if rank in kept:
+            kept.remove(rank)
+
     def ordered(self, now: float, kept: list[int]) -> None:
         """Everybody has the order; `kept`: ranks whose processes stay."""
         self._ordered_s = now
+        self._burst.ordered(now, survivors=bool(kept))
         if self._case is not None:
             self._case.facts["kept"] = kept
             self._case.ordered_s, self._case.running_s, self._case.over_s = now, 0.0, 0.0

@@ -30,6 +30,7 @@ from holdfast.base.events import Events
 from holdfast.core.appointments import Appointment, Proposal
 from holdfast.core.model import Level, Shard, Version
 from holdfast.core.sight import Phase
+from holdfast.tiers.cipher import KeySource
 from holdfast.tiers.duplicate import duplicate
 from holdfast.tiers.storage import open_storage
 from holdfast.train import agree, alive, beats, exposure, found
@@ -119,7 +120,7 @@ class Checkpointer:
         self.last_restore: RestoreReport | None = None
         self.bubbles = Bubbles(schedule, self.events, named=True) if schedule is not None else None
         self._recorder: Recorder | None = None
-        self._storage = open_storage(self._root, self.events, encryption_key=self._config.encryption_key)
+        self._storage = open_storage(self._root, self.events, encryption=KeySource.of(self._config))
         alive.register(self)
 
     @beats.phase(Phase.LOADING)
@@ -431,8 +432,8 @@ class Checkpointer:
 
         def copy(version: Version, place: str) -> None:
             if group.rank == 0:
-                key = self._config.encryption_key
-                duplicate(self._storage, open_storage(place, self.events, encryption_key=key), version)
+                further = open_storage(place, self.events, encryption=KeySource.of(self._config))
+                duplicate(self._storage, further, version)
 
         return Durables(self._on_durable, copy, timeout_s=self._config.close_timeout_s)
 

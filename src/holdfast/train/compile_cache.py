@@ -7,12 +7,15 @@ code and flags (a changed script misses by itself), and the archive by everythin
 versions of Python, torch and Triton, the processor, the devices, the flags. Archives are named by their digest; one that
 is torn or damaged is passed over. Without the flag torch keeps its caches where it always does.
 
-Compiled code is code: whoever may write to URL can have it run. Must never stop a job: every fault is a log line.
+Compiled code is code: whoever may write to URL can have it run, unless the job has a secret. Then archives are
+authenticated with it (HMAC-SHA256) and others are passed over. The directory of a node must belong to this user alone, or
+nothing is cached. Must never stop a job: every fault is a log line.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import logging
 import os
@@ -25,7 +28,10 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
+from holdfast.base import private
 from holdfast.base.errors import HoldfastError
+from holdfast.tiers.backend import Backend
+from holdfast.tiers.tls import read_secret
 from holdfast.tiers.urls import open_backend
 from holdfast.train import devices
 
@@ -69,13 +75,26 @@ class CompileCache:
 
     Args:
         url: where archives are kept between runs and nodes.
-        directory: of this node; made when needed.
+        directory: of this node; made when needed, within `below`.
         environ: is read for the key and, by `fetch`, told the directories; what the user set stays.
+        below: this directory and all from it on must be this user's alone; by default `directory` itself.
+        secret: authenticates archives; empty: they are told apart from damaged ones only.
     """
 
-    def __init__(self, url: str, directory: Path, environ: MutableMapping[str, str]) -> None:
+    def __init__(
+        self,
+        url: str,
+        directory: Path,
+        environ: MutableMapping[str, str],
+        *,
+        below: Path | None = None,
+        secret: bytes = b"",
+    ) -> None:
         self._url = url
         self._environ = environ
+        self._below = below or directory
+        self._secret = secret
+        self._is_fit = False
         self.key = key(environ)
         self.directory = directory / self.key
         self._known: set[str] = set()
@@ -85,19 +104,34 @@ class CompileCache:
 
     def fetch(self) -> int:
         """Fills the directory and points torch at it; returns how many files came. Before the first worker starts."""
+        try:
+            private.make(self.directory, below=self._below)
+        except (HoldfastError, OSError) as error:
+            logger.warning("nothing that is compiled is kept or fetched: %s", error)
+            return 0
+        self._is_fit = True
         for variable, name in DIRECTORIES.items():
             self._environ.setdefault(variable, str(self.directory / name))
         try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             backend = open_backend(self._url)
-            names = [name for name, _ in backend.listing(self.key) if name.endswith(_SUFFIX)]
-            return sum(self._unpack(name, backend.read(f"{self.key}/{name}")) for name in names)
+            return sum(self._fetched(backend, name, size) for name, size in backend.listing(self.key))
         except (HoldfastError, OSError) as error:
             logger.warning("the compile cache could not be fetched: %s", error)
             return 0
 
+    def _fetched(self, backend: Backend, name: str, size: int) -> int:
+        """How many files of one archive came."""
+        if not name.endswith(_SUFFIX):
+            return 0
+        if size > MAX_BYTES:
+            logger.warning("the compile cache %s is larger than %d bytes and passed over", name, MAX_BYTES)
+            return 0
+        return self._unpack(name, backend.read(f"{self.key}/{name}", length=size))
+
     def start(self, *, first_s: float = FIRST_SYNC_S) -> None:
         """Brings what is new to storage from now on, in a thread of its own."""
+        if not self._is_fit:
+            return
         self._thread = threading.Thread(target=self._sync, args=(first_s,), name="holdfast compile cache", daemon=True)
         self._thread.start()
 
@@ -106,7 +140,8 @@ class CompileCache:
         self._ended.set()
         if self._thread is not None:
             self._thread.join(JOIN_TIMEOUT_S)
-        self.keep()
+        if self._is_fit:
+            self.keep()
 
     def _sync(self, pause_s: float) -> None:
         while not self._ended.wait(pause_s):
@@ -115,8 +150,9 @@ class CompileCache:
 
     def _unpack(self, name: str, archive: bytes) -> int:
         """Writes the files of one archive; none if it is damaged."""
-        if f"{hashlib.sha256(archive).hexdigest()[:32]}{_SUFFIX}" != name:
-            logger.warning("the compile cache %s is damaged and passed over", name)
+        if not hmac.compare_digest(self._name(archive), name):
+            what = "damaged, or not of a process with this job's secret," if self._secret else "damaged"
+            logger.warning("the compile cache %s is %s and passed over", name, what)
             return 0
         count = 0
         self._archives.add(name)
@@ -149,7 +185,7 @@ class CompileCache:
             # A heap of archives costs every start: now and then one takes the place of all whose files are here.
             replaced = sorted(self._archives) if len(self._archives) >= MAX_ARCHIVES else []
             archive = pack(found if replaced else files)
-            name = f"{hashlib.sha256(archive).hexdigest()[:32]}{_SUFFIX}"
+            name = self._name(archive)
             backend.put(f"{self.key}/{name}", [memoryview(archive)], stamp=STAMP)
             if replaced:
                 backend.delete(*(f"{self.key}/{old}" for old in replaced if old != name))
@@ -159,6 +195,14 @@ class CompileCache:
         except (HoldfastError, OSError) as error:
             logger.warning("the compile cache could not be kept: %s", error)
             return 0
+
+    def _name(self, archive: bytes) -> str:
+        """The name of an archive: its digest, with the job's secret if there is one."""
+        if not self._secret:
+            return f"{hashlib.sha256(archive).hexdigest()[:32]}{_SUFFIX}"
+        proof = hmac.new(self._secret, f"holdfast compile cache {self.key} ".encode(), hashlib.sha256)
+        proof.update(archive)
+        return f"{proof.hexdigest()[:32]}{_SUFFIX}"
 
     def _files(self) -> Iterator[tuple[str, Path]]:
         total = 0
@@ -187,16 +231,31 @@ def unpack(archive: bytes) -> list[tuple[str, bytes, bool]]:
         rows = json.loads(archive[8:begin])
         found = []
         for name, size, executable in rows:
+            os.fsencode(name)  # a name that no file can have is refused here
             parts = PurePosixPath(name).parts
             if not parts or PurePosixPath(name).is_absolute() or ".." in parts or "\0" in name or size < 0:
                 return []
             found.append((name, archive[begin : begin + size], bool(executable)))
             begin += size
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return []
     return found if begin == len(archive) else []
 
 
-def make_cache(given: str | None, directory: Path, environ: MutableMapping[str, str]) -> CompileCache | None:
-    """The cache that the flag asks for; None without it or with `off`."""
-    return CompileCache(given, directory, environ) if given and given != "off" else None
+def make_cache(
+    given: str | None,
+    directory: Path,
+    environ: MutableMapping[str, str],
+    *,
+    below: Path | None = None,
+    secret_file: str = "",
+) -> CompileCache | None:
+    """Returns the cache that the flag asks for; None without it or with `off`.
+
+    Raises:
+        ConfigError: the secret's file is unfit.
+    """
+    if not given or given == "off":
+        return None
+    secret = read_secret(secret_file) if secret_file else b""
+    return CompileCache(given, directory, environ, below=below, secret=secret)

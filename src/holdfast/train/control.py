@@ -1,7 +1,8 @@
 """The line between a worker and its agent: JSON lines over a socket pair, nothing else passes between them.
 
-Agent to worker: `Order` (run the script as this rank), `END` (leave when you are done), `FAIL` (your error stands).
-Worker to agent: `STARTED` n (runs order n), `FINISHED` n, `RAISED` n (its groups broke; it waits), `IDLE`.
+Agent to worker: an `Order` (run the script as this rank), `end` (leave when you are done), `fail` (your error stands).
+Worker to agent: `idle`, and of order n: `started`, `finished`, `raised` (its groups broke; it waits), `failed` (an error of
+its own; it ends), `unfit` (the script cannot run again in this process; it ends at once).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Order:
         version: restore this one, because the operator named it (`--from-version`).
         jobs: checkpoint path -> id of the job that it belonged to earlier in this run: an empty path is no beginning then.
         notes: a descriptor of the seat's page of notes comes with it (`Line.descriptors`).
+        anew: no script of this job runs again in its process: whoever would ends, and is replaced.
     """
 
     number: int
@@ -45,6 +47,7 @@ class Order:
     version: str = ""
     jobs: Mapping[str, str] = field(default_factory=dict)
     notes: bool = False
+    anew: bool = False
 
 
 class Line:
@@ -123,6 +126,7 @@ def order_of(message: Mapping[str, Any]) -> Order:
         version=message["version"],
         jobs=message["jobs"],
         notes=bool(message["notes"]),
+        anew=bool(message["anew"]),
     )
 
 

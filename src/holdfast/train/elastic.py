@@ -58,12 +58,13 @@ from holdfast.core.watch_mode import CAREFUL, MODES
 from holdfast.node.start import ensure_keeper
 from holdfast.train import aliases, runner
 from holdfast.train.agent import Agent
-from holdfast.train.compile_cache import make_cache
+from holdfast.train.compile_cache import CompileCache, make_cache
 from holdfast.train.control import Order
 from holdfast.train.early import Early
 from holdfast.train.moving import MovingRendezvous
 from holdfast.train.nursery import Nursery
 from holdfast.train.rules import EXIT_GRACE_S, Program, Rules
+from holdfast.train.traces import Look
 from holdfast.train.watchdog import directory_of, make_watch
 
 logger = logging.getLogger(__name__)
@@ -175,8 +176,19 @@ def checkpoint_dir(argv: Sequence[str] | None = None) -> str:
         return ""
 
 
-def main(argv: Sequence[str] | None = None, *, script: Callable[[Order], None] = runner.run_script) -> int:
-    """Runs the job; returns the exit code. `script`: how a worker runs the script of an order."""
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    script: Callable[[Order], None] = runner.run_script,
+    looks: Sequence[Look] = (),
+) -> int:
+    """Runs the job; returns the exit code.
+
+    Args:
+        argv: the flags and the script; None: of this process.
+        script: how a worker runs the script of an order.
+        looks: what else a worker asks before it runs a script again in its process.
+    """
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.WARNING)
     try:
         if disabled():
@@ -194,15 +206,15 @@ def main(argv: Sequence[str] | None = None, *, script: Callable[[Order], None] =
         config, entrypoint, entrypoint_args = _launch_config(args)
         program = _program(args, config)
         _check_version(args.from_version, program)
+        cache = _cache(args.compile_cache, settings)
     except HoldfastError as error:
         sys.stderr.write(f"holdfast run: {error}\n")
         return 2
-    cache = make_cache(args.compile_cache, directory_of(settings) / "compiled", os.environ)
     if cache is not None:
         cache.fetch()
     label_process("hf agent")
     # Before any thread exists; workers come out here with their exit code.
-    nursery = Nursery.start(functools.partial(runner.serve, script=script))
+    nursery = Nursery.start(functools.partial(runner.serve, script=script, looks=looks))
     if cache is not None:
         cache.start()
     early = start_keeper(args.checkpoint_dir, settings) if args.checkpoint_dir else Early()
@@ -229,6 +241,12 @@ def main(argv: Sequence[str] | None = None, *, script: Callable[[Order], None] =
             cache.close()
         if watch is not None:
             watch.close(code)
+
+
+def _cache(given: str | None, settings: Config) -> CompileCache | None:
+    """The compile cache of this node, below the runtime directory."""
+    directory, secret = directory_of(settings) / "compiled", settings.secret_file
+    return make_cache(given, directory, os.environ, below=settings.runtime_path, secret_file=secret)
 
 
 def _plain_torchrun(argv: Sequence[str] | None) -> int:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from holdfast.base import private
+from holdfast.base.errors import ConfigError
 from holdfast.core.incident import box, from_facts
 from holdfast.core.sight import Phase
 from holdfast.train import page
@@ -92,13 +95,13 @@ class Journal:
             return
         try:
             if self._file is None:
-                self._directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # a keeper wants it private
-                self._directory.mkdir(mode=0o700, exist_ok=True)
-                path = self._directory / NAME
-                full = path.exists() and path.stat().st_size > MAX_BYTES
-                self._file = path.open("w" if full else "a", encoding="utf-8")
+                private.make(self._directory, below=self._directory.parent)
+                fd = private.open_in(self._directory, NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                if os.fstat(fd).st_size > MAX_BYTES:
+                    os.ftruncate(fd, 0)
+                self._file = os.fdopen(fd, "a", encoding="utf-8")
             self._file.write(json.dumps(line, default=str) + "\n")
             self._file.flush()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ConfigError) as error:
             self._failed = True
             logger.warning("the journal of this run ends here: %s", error)

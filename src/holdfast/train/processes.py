@@ -40,6 +40,7 @@ class Doing(enum.Enum):
     HOLDS = "met a broken group and waits for a word"
     FINISHED = "finished the script"
     ENDS = "told of an error of its own and ends"
+    UNFIT = "cannot run the script again and ends"
     STUCK = "left a run, found its device out of order, and ends"
 
 
@@ -58,6 +59,7 @@ class Seat:
         num_still: at how many such cuts in a row its main thread was asleep or stopped.
         told: the exit code that it said it would end with, after an error of its own.
         cut_short: it had its time to end after that, and was killed.
+        again: it runs the script for the second time or more.
     """
 
     local_rank: int
@@ -74,6 +76,7 @@ class Seat:
     began: bool = False
     told: int = 0
     cut_short: bool = False
+    again: bool = False
 
     @property
     def code(self) -> int:

@@ -8,7 +8,7 @@ So every key that workers write belongs to one incarnation, and late writes of a
 Agents also leave a beat here every second, and in it whether all their ranks stand in collectives; what it means that one
 is silent, or that all stand, is `agent`'s and core.faults' business.
 Calls are short; only `open` waits. One thread uses it. Keys: `recoveries/<group rank>`, `version/<group rank>`,
-`keeper/<group rank>`, `ranks/<group rank>`, `now`, `want/<n>`, `ends/<n>`, `done/<n>`, `beat/<group rank>`, `over`, `left`.
+`keeper/<group rank>`, `ranks/<group rank>`, `now`, `want/<n>`, `ends/<n>`, `anew`, `done/<n>`, `beat/<group rank>`, `over`, `left`.
 """
 
 from __future__ import annotations
@@ -160,6 +160,12 @@ class Round:
     def somebody_ends(self, number: int) -> bool:
         """Whether a worker of any agent is on its way out of incarnation `number`."""
         return bool(self._store.check([f"ends/{number}"]))
+
+    def all_anew(self, reason: str = "") -> str:
+        """Return why no process of this job runs its script again; empty if they do. `reason`: of this agent."""
+        if reason:
+            self._store.compare_set("anew", "", reason)
+        return self._store.get("anew").decode() if self._store.check(["anew"]) else ""
 
     def finish(self, number: int) -> None:
         """All workers of this agent have finished in incarnation `number`."""

@@ -8,6 +8,9 @@ script's own ends it with the traceback and exit code that plain Python gives, a
 kernel ends it too; the agent is told first, and replaces it. The end of a process is the script's own too: its threads and
 exit handlers run as in plain Python, and find its `__main__` and its groups as it left them.
 
+A script that left something which cannot be put back (`train.traces`) does not run again here: the process ends at once
+with all that it started, and its agent forks another one for the rank.
+
 An error that looks like a broken group is held back until the agent says whose fault it was: another process died
 (run again), or nobody's (it stands). Its sockets are cut at once, because ranks further away wait for this one.
 
@@ -24,14 +27,16 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 
 from holdfast.base.errors import Interrupted
 from holdfast.base.label import label_process
+from holdfast.core.rerun import why_not
 from holdfast.train import alive, beats, devices, leaving, main_module, notes, reaching
 from holdfast.train.control import Line, Order, order_of
 from holdfast.train.stage import Stage
+from holdfast.train.traces import Look
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +58,9 @@ class Runner:
 
     current: Runner | None = None
 
-    def __init__(self, link: socket.socket, page: int, script: Callable[[Order], None]) -> None:
+    def __init__(self, link: socket.socket, page: int, script: Callable[[Order], None], looks: Sequence[Look]) -> None:
         self._script = script
+        self._looks = looks
         self._line = Line(link)
         self._page = page
         self._stage = Stage()
@@ -106,10 +112,9 @@ class Runner:
         if self._lingers:
             self._lingers = False
             assert self._running is not None, "a run has finished"
-            self._prove_device(self._running)
-            self._stage.clear(None)
-            self._sockets.forget()
-            self._end_if_stuck()
+            if not order.anew:
+                self._prove_device(self._running)
+            self._make_ready(order, None)
         try:
             self.begin(order)
             self._execute(order)
@@ -122,13 +127,14 @@ class Runner:
     def begin(self, order: Order) -> None:
         """This process is `order` from now on."""
         with self._changed:
-            if self._running is None:
+            again = self._running is not None
+            if not again:
                 _redirect(order)
             self._stage.enter(order)
             alive.begin()
             signal.signal(WAKE, self._wake)
             self._running = order
-        self._started(order)
+        self._started(order, again=again)
 
     def _works_on(self, root: str, job: str) -> None:
         running = self._running
@@ -150,14 +156,26 @@ class Runner:
             self._line.send("finished", order.number)
             return None
         if self.is_over(order, error):
-            self._stage.clear(error)
-            self._sockets.forget()
-            self._end_if_stuck()
+            with self._changed:
+                newer = self._newer(order.number)
+            self._make_ready(newer or order, error)
             return None
         code = _code_of(error)
         self._line.send("failed", order.number, error=f"{type(error).__name__}: {error}"[:500], code=code)
         _print(error)
         return code
+
+    def _make_ready(self, order: Order, error: BaseException | None) -> None:
+        """Clear the process for `order`, or end it: at once, so that its rank has another one within milliseconds."""
+        unfit = "" if order.anew else why_not(self._stage.clear(error, *self._looks))
+        self._end_if_stuck()
+        if order.anew or unfit:
+            logger.info(
+                "this process ends, for the script cannot run again in it: %s", unfit or "as those of other ranks"
+            )
+            self._line.send("unfit", order.number, why=unfit)
+            _end_now()
+        self._sockets.forget()
 
     def _at_exit(self) -> None:
         """After a good end, groups that the script left open are closed: gloo's threads may abort a process that just ends."""
@@ -230,7 +248,7 @@ class Runner:
             self._running = newer
         self._started(newer)
 
-    def _started(self, order: Order) -> None:
+    def _started(self, order: Order, *, again: bool = False) -> None:
         alive.wish.older, alive.wish.version, alive.wish.jobs = order.older, order.version, order.jobs
         label_process(f"hf rank {order.environment.get('RANK', '')}")
         beats.attach(self._page)
@@ -239,7 +257,7 @@ class Runner:
             fd, self._notes = self._notes, -1
         if fd >= 0:
             notes.attach(fd)
-        self._line.send("started", order.number)
+        self._line.send("started", order.number, again=again)
 
     @property
     def running(self) -> Order | None:
@@ -347,21 +365,30 @@ def _code_of(error: BaseException) -> int:
 def _print(error: BaseException) -> None:
     """Print the error as Python would."""
     if not isinstance(error, SystemExit):
-        error.__traceback__ = _scripts_part(error.__traceback__)
+        error.__traceback__ = _scripts_part(error)
         sys.excepthook(type(error), error, error.__traceback__)
     elif not isinstance(error.code, int | None):
         sys.stderr.write(f"{error.code}\n")
 
 
-def _scripts_part(trace: TracebackType | None) -> TracebackType | None:
+def _scripts_part(error: BaseException) -> TracebackType | None:
     """Return the traceback from the script's first line on, without what ran it; all of it if the script never began."""
-    part = trace
+    part = error.__traceback__
     while part is not None and part.tb_frame.f_globals.get("__name__") != "__main__":
         part = part.tb_next
-    return part or trace
+    return part if part is not None or isinstance(error, SyntaxError) else error.__traceback__
 
 
-def serve(link: socket.socket, page: int, *, script: Callable[[Order], None] = run_script) -> int:
-    """What the nursery calls in a forked worker: its line to the agent, the page for its beats, how a script is run."""
+def serve(
+    link: socket.socket, page: int, *, looks: Sequence[Look], script: Callable[[Order], None] = run_script
+) -> int:
+    """Serve as a forked worker, for the nursery; returns the exit code.
+
+    Args:
+        link: to the agent.
+        page: descriptor of the page for its beats.
+        script: how a script is run.
+        looks: further looks at what a run left, of libraries.
+    """
     label_process("hf spare")
-    return Runner(link, page, script).serve()
+    return Runner(link, page, script, looks).serve()

@@ -1,32 +1,43 @@
 """What a script finds when it starts, also for the second time in the same process, and what is cleared behind it.
 
 `enter` makes the process look like a new interpreter that was started for this script: environment, arguments, search
-path, working directory, signal handlers, seeds, torch's global switches. `clear` drops what a run left: frames, the
-`__main__` module, the user's own modules, groups. What is expensive stays: imported libraries, device context,
-allocator, compiled code.
+path, working directory, signal handlers, standard files, seeds, torch's global switches. `clear` drops what a run left:
+timers, frames, the `__main__` module, the user's own modules, exit handlers, groups, and tells what it could not drop
+(`train.traces`). What is expensive stays: imported libraries, device context, allocator, compiled code.
 
 Used by `train.runner` only.
 """
 
 from __future__ import annotations
 
+import atexit
+import builtins
 import contextlib
+import faulthandler
 import gc
+import linecache
 import logging
+import multiprocessing
 import os
 import random
 import signal
+import socket
 import sys
+import threading
 import traceback
-from collections.abc import Iterator
+import typing
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from holdfast.core.rerun import Left
 from holdfast.train import alive, devices, leaving, main_module
 from holdfast.train.control import Order
+from holdfast.train.traces import Look, Traces
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +45,28 @@ logger = logging.getLogger(__name__)
 DEFAULT_SEED = 67280421310721
 # Directories of what was installed, not written by the user.
 _INSTALLED = {"site-packages", "dist-packages"}
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+# Attributes of modules that scripts replace: a value for each as it was.
+_GLOBALS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (sys, ("excepthook", "displayhook", "unraisablehook", "stdin", "stdout", "stderr")),
+    (threading, ("excepthook",)),
+    (warnings, ("showwarning", "formatwarning")),
+)
+
+
+def _handlers() -> dict[int, Any]:
+    """Return how Python handles each signal; real-time signals, which are ours, are left out."""
+    known = {number: signal.getsignal(number) for number in signal.valid_signals() if number < signal.SIGRTMIN}
+    return {number: handler for number, handler in known.items() if handler is not None}
+
+
+def _globals() -> list[tuple[Any, str, Any]]:
+    return [(owner, name, getattr(owner, name)) for owner, names in _GLOBALS for name in names]
+
+
+def _loggers() -> dict[str, logging.Logger]:
+    found = {name: it for name, it in logging.root.manager.loggerDict.items() if isinstance(it, logging.Logger)}
+    return {"": logging.root, **found}
 
 
 @dataclass(slots=True)
@@ -43,14 +75,25 @@ class Stage:
 
     path: list[str] = field(default_factory=lambda: _without_ours(sys.path))
     directory: str = field(default_factory=os.getcwd)
-    handlers: dict[int, Any] = field(default_factory=lambda: {n: signal.getsignal(n) for n in _HANDLED})
+    handlers: dict[int, Any] = field(default_factory=_handlers)
+    mask: set[Any] = field(default_factory=lambda: set(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
     modules: set[str] = field(default_factory=lambda: set(sys.modules))
     main: ModuleType = field(default_factory=lambda: sys.modules["__main__"])
-    hook: Any = field(default_factory=lambda: sys.excepthook)
+    globals: list[tuple[Any, str, Any]] = field(default_factory=_globals)
+    builtins: dict[str, Any] = field(default_factory=lambda: dict(vars(builtins)))
+    filters: list[Any] = field(default_factory=lambda: list(warnings.filters))
+    loggers: dict[str, tuple[list[logging.Handler], int, bool, bool]] = field(
+        default_factory=lambda: {
+            name: (list(it.handlers), it.level, it.propagate, it.disabled) for name, it in _loggers().items()
+        }
+    )
+    recursion: int = field(default_factory=sys.getrecursionlimit)
     num_threads: int = field(default_factory=torch.get_num_threads)
     precision: str = field(default_factory=torch.get_float32_matmul_precision)
     flags: list[tuple[Any, str, Any]] = field(default_factory=lambda: list(_flags()))
     home: str = ""  # of the script
+    traces: Traces | None = None  # what was there before its first line
+    at_exit: list[Callable[..., Any]] = field(default_factory=list)  # exit handlers that the script registered
 
     def enter(self, order: Order) -> None:
         """Everything is as a new interpreter would have it."""
@@ -63,10 +106,31 @@ class Stage:
         # As `python` would: the script's directory, then what the environment adds, then the rest.
         added = [part for part in order.environment.get("PYTHONPATH", "").split(os.pathsep) if part]
         sys.path[:] = list(dict.fromkeys([first, *added, *self.path]))
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
-        sys.excepthook = self.hook
+        self._reset_python()
         self._reset_torch(order)
+        if self.traces is None:
+            self.traces = Traces()
+            atexit.register = self._registering(atexit.register)
+
+    def _reset_python(self) -> None:
+        for number, handler in self.handlers.items():
+            if signal.getsignal(number) != handler and signal.getsignal(number) is not None:
+                signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
+        signal.set_wakeup_fd(-1)
+        for owner, name, value in self.globals:
+            if getattr(owner, name) is not value:
+                setattr(owner, name, value)
+        for name in vars(builtins).keys() - self.builtins.keys():
+            delattr(builtins, name)
+        vars(builtins).update(self.builtins)
+        warnings.filters[:] = self.filters  # type: ignore[index]
+        sys.setrecursionlimit(self.recursion)
+        sys.settrace(None)
+        sys.setprofile(None)
+        gc.enable()
+        socket.setdefaulttimeout(None)
+        multiprocessing.set_start_method(None, force=True)
 
     def _reset_torch(self, order: Order) -> None:
         threads = order.environment.get("OMP_NUM_THREADS", "")
@@ -105,17 +169,24 @@ class Stage:
             except RuntimeError as error:
                 logger.info("%s was not reset: %s", device.kind, error)
 
-    def clear(self, error: BaseException | None) -> None:
-        """Frees what the run left behind. The error's frames hold its tensors, so they go first."""
-        main_module.clear(self.main)
+    def clear(self, error: BaseException | None, *looks: Look) -> list[Left]:
+        """Free what the run left behind and return what cannot be freed. The error's frames hold its tensors, so they go first."""
+        for timer in _TIMERS:
+            signal.setitimer(timer, 0)
+        faulthandler.cancel_dump_traceback_later()
         alive.abandon_all()
         seen: set[int] = set()
         _clear_frames(error, seen)
-        for name in [name for name, module in tuple(sys.modules.items()) if self._is_users(name, module)]:
-            del sys.modules[name]
+        self._reset_python()
+        torch.set_default_device(None)
+        self._drop_modules()
+        while self.at_exit:
+            atexit.unregister(self.at_exit.pop())
+        self._reset_loggers()
         leaving.destroy_groups()
         sys.last_value = sys.last_traceback = None
         vars(sys).pop("last_exc", None)  # from Python 3.12 on
+        _forget_in_caches()
         gc.collect()
         device = devices.in_use()
         if device is not None:
@@ -123,6 +194,40 @@ class Stage:
                 device.release()
             except RuntimeError as error:  # it has no such allocator, or it failed; `is_over` asked whether it is well
                 logger.info("%s keeps the memory of the former run: %s", device.kind, error)
+        return self.traces.left(*looks) if self.traces is not None else []
+
+    def _drop_modules(self) -> None:
+        """Drop the script and the modules that it brought. No local name may hold them when this returns."""
+        users = {name: module for name, module in tuple(sys.modules.items()) if self._is_users(name, module)}
+        main = sys.modules["__main__"]
+        if self.traces is not None:
+            self.traces.note({**users, **({"__main__": main} if main is not self.main else {})})
+        main_module.clear(self.main)
+        for name in users:
+            del sys.modules[name]
+
+    def _reset_loggers(self) -> None:
+        """Put back the handlers of the root and of loggers that the script made. Libraries set up their own once."""
+        for name, logger in _loggers().items():
+            known = self.loggers.get(name)
+            if known is None and name.partition(".")[0] not in (*sys.modules, "__main__"):
+                known = ([], logging.NOTSET, True, False)
+            if known is not None and name.partition(".")[0] not in ("torch", "holdfast"):
+                logger.handlers[:], logger.propagate, logger.disabled = known[0], known[2], known[3]
+                logger.setLevel(known[1])
+        logging.disable(logging.NOTSET)
+
+    def _registering(self, register: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `atexit.register`, which notes what the script registers: what libraries do stays, for they stay too."""
+
+        def noting(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals
+            name, module = caller.get("__name__", ""), sys.modules.get(caller.get("__name__", ""))
+            if name == "__main__" or (module is not None and self._is_users(name, module)):
+                self.at_exit.append(function)
+            return register(function, *args, **kwargs)
+
+        return noting
 
     def _is_users(self, name: str, module: ModuleType) -> bool:
         """Whether the script brought this module from its own directory: it is made anew, as its state may matter.
@@ -139,6 +244,15 @@ class Stage:
 def _without_ours(path: list[str]) -> list[str]:
     """Return the search path without the working directory, which `python -m` puts first for the launcher itself."""
     return path[1:] if path and path[0] in ("", os.getcwd()) else list(path)
+
+
+def _forget_in_caches() -> None:
+    """Empty caches of Python and torch that hold classes of the script only because they saw them once."""
+    linecache.clearcache()
+    for clean in getattr(typing, "_cleanups", ()):
+        clean()
+    made = getattr(sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard"), "cls_to_fsdp_cls", {})
+    made.clear()
 
 
 def _flags() -> Iterator[tuple[Any, str, Any]]:

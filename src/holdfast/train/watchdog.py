@@ -20,7 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from holdfast.base import private
 from holdfast.base.config import Config
+from holdfast.base.errors import ConfigError
 from holdfast.core.faults import Exit, Kind, Verdict, Watch, cause
 from holdfast.core.sight import Beat, Phase, Sight
 from holdfast.core.watch_mode import CAREFUL, MODES, Mode
@@ -234,13 +236,18 @@ class Watchdog:
         worker.places = (*worker.places, worker.stack.place)[-MAX_PLACES:]
         if self._num_stacks >= MAX_STACKS:
             return
+        self._keep(rank, worker.pid, text)
+
+    def _keep(self, rank: int, pid: int, text: str) -> None:
+        """Writes stacks into a file for people."""
         self._num_stacks += 1
         try:
-            self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # a keeper wants it private
-            self.directory.mkdir(mode=0o700, exist_ok=True)
-            path = self.directory / f"stacks-rank{rank}-{worker.pid}-{self._num_stacks}.txt"
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
+            private.make(self.directory, below=self.directory.parent)
+            name = f"stacks-rank{rank}-{pid}-{self._num_stacks}.txt"
+            fd = private.open_in(self.directory, name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
+                file.write(text)
+        except (OSError, ConfigError) as error:
             logger.warning("the stacks of rank %d could not be written: %s", rank, error)
         else:
-            logger.info("the stacks of rank %d, which makes no progress, are in %s", rank, path)
+            logger.info("the stacks of rank %d, which makes no progress, are in %s", rank, self.directory / name)

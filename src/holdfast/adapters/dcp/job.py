@@ -18,6 +18,7 @@ from holdfast.base.errors import LevelNotReached, UsageError
 from holdfast.base.events import Events
 from holdfast.core.model import Level, Version
 from holdfast.node.places import absolute_root
+from holdfast.tiers.cipher import KeySource
 from holdfast.tiers.storage import open_storage
 from holdfast.train import agree, beats
 from holdfast.train.assembly import Asked, Job, assemble
@@ -42,7 +43,7 @@ class DcpJob:
         self.root = absolute_root(root)
         self.config = dataclasses.replace(config, require_memory=True)  # DCP's calls have no way around the keepers
         self.events = Events()
-        self.storage = open_storage(root, self.events, encryption_key=config.encryption_key)
+        self.storage = open_storage(root, self.events, encryption=KeySource.of(config))
         self.group = agree.ranks()
         self.contents = Contents()
         self.loaded: Version | None = None

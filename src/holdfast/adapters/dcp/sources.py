@@ -20,6 +20,7 @@ from holdfast.core import reshard
 from holdfast.core.model import Extent, Version
 from holdfast.core.recovery import Choice
 from holdfast.tiers import values as value_codec
+from holdfast.tiers.cipher import KeySource
 from holdfast.tiers.manifest import BundleFile
 from holdfast.tiers.storage import open_storage
 from holdfast.tiers.values import TensorRef
@@ -41,7 +42,7 @@ class Alone:
     """Storage only, for this process."""
 
     def __init__(self, root: str, config: Config) -> None:
-        self._storage = open_storage(root, Events(), encryption_key=config.encryption_key)
+        self._storage = open_storage(root, Events(), encryption=KeySource.of(config))
         self._version: Version | None = None
         self._files: dict[str, BundleFile] = {}
 

@@ -7,7 +7,7 @@ sets carried values in a process that has just come to the loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from holdfast.adapters.zero.reach import Look
 from holdfast.base.errors import HoldfastError
 from holdfast.tiers import values as value_codec
 
+# So many values are compared with those of an earlier start, in so many characters; larger numbers are times of a clock.
+MAX_BEGAN, MAX_TEXT, CLOCK = 500, 200, 1e9
 # More of plain values is not kept with every step.
 MAX_BYTES = 4 << 20
 
@@ -49,7 +51,11 @@ class Changes:
 
     def now(self) -> Changed:
         """Returns what differs from the beginning of the loop."""
-        before, now = self.before, self._look()
+        before = self.before
+        try:
+            now = self._look()
+        except Exception as error:  # noqa: BLE001 - objects of other people are asked, and training must go on
+            return Changed([], [], f"what it holds cannot be looked at: {type(error).__name__}: {error}")
         reason = self._fixed(before.fixed, now.fixed)
         rows: list[list[Any]] = []
         for path, leaf in now.leaves.items():
@@ -72,6 +78,21 @@ class Changes:
                 largest = max(rows, key=lambda row: len(value_codec.encode(row[3])))
                 rows, reason = [], reason or f"{largest[0]!r}{self._where(largest[0])} is too large to be carried"
         return Changed(rows, gone, reason)
+
+    def began(self, used: Container[str], bounds: Container[str]) -> dict[str, str]:
+        """Returns the numbers and texts, by path, that the loop reads and that stood before it began.
+
+        Args:
+            used: names that the loop reads.
+            bounds: paths that say how far it counts, which may be others at every start.
+        """
+        found: dict[str, str] = {}
+        for path, leaf in self.before.leaves.items():
+            root = path.replace("[", ".").partition(".")[0]
+            value = leaf.value() if root in used and path not in bounds and len(found) < MAX_BEGAN else None
+            if type(value) in (bool, int, str) or (type(value) is float and value < CLOCK):
+                found[path] = repr(value)[:MAX_TEXT]
+        return found
 
     def put(self, rows: list[list[Any]], gone: list[list[Any]]) -> None:
         """Sets everything as a version has it."""

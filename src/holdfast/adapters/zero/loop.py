@@ -82,7 +82,12 @@ class KeptLoop:
         found = sort_out(self._loop.used, self._loop.carried, names.all())
         if any(isinstance(thing, Checkpointer) for thing in alive.opened()):
             found = "the script has a Checkpointer of its own"
-        changes = None if isinstance(found, str) else _changes(self._loop, names, found)
+        changes = None
+        if isinstance(found, Kept):
+            try:
+                changes = _changes(self._loop, names, found)
+            except Exception as error:  # noqa: BLE001 - objects of other people are asked, and the script must run
+                found = f"what it holds cannot be looked at: {type(error).__name__}: {error}"
         if changes is not None and changes.before.unsure:
             (path, kind), *_ = changes.before.unsure
             found = f"nobody can be sure what {path!r}, a {kind}, keeps from one step to the next"
@@ -241,6 +246,7 @@ class _Carried:
         self.value: int | None = None
         self.restored: dict[str, Any] | None = None
         self.refused = self.unsure = ""
+        self._began = changes.began(loop.used, loop.bounds) if loop.reads_files else {}
         self._noted: dict[str, Any] = self._state(None, {}, {}, Changed([], []))
 
     def note(self, number: int) -> bool:
@@ -285,7 +291,7 @@ class _Carried:
         steps = self._steps
         return {
             "range": [steps.start, steps.stop, steps.step], "value": value, "carried": carried, "after": after,
-            "rows": changed.rows, "gone": changed.gone, "unsure": self.unsure,
+            "rows": changed.rows, "gone": changed.gone, "unsure": self.unsure, "began": self._began,
         }  # fmt: skip
 
     def _doubt(self, reason: str) -> None:
@@ -308,7 +314,7 @@ class _Carried:
     def _why_not(self, state: Mapping[str, Any]) -> str:
         """Returns why a version does not fit this loop; empty if it does."""
         steps, loop = self._steps, self._loop
-        if not {"range", "value", "rows", "unsure"} <= state.keys():
+        if not {"range", "value", "rows", "unsure", "began"} <= state.keys():
             return "what was saved is of another release of holdfast"
         if state["unsure"]:
             return f"the run that saved was not sure of it: {state['unsure']}"
@@ -325,6 +331,12 @@ class _Carried:
         if state["value"] is not None and state["value"] == steps[-1] and not state["after"].keys() >= set(loop.after):
             missing = sorted(set(loop.after) - state["after"].keys())
             return f"all steps are made, and {missing[0]!r}, which is read behind the loop, was not saved"
+        for path, token in state["began"].items() if self._loop.reads_files else ():
+            if self._began.get(path, token) != token:
+                return (
+                    f"{path!r} was {token} when the loop began that was saved, and is {self._began[path]}: the script may "
+                    f"have gone on from a file of its own"
+                )
         return self._changes.misses(state["rows"])
 
     def _loop_name(self) -> str:

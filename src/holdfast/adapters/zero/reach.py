@@ -19,6 +19,7 @@ import datetime as dt
 import enum
 import functools
 import io
+import itertools
 import logging
 import os
 import pathlib
@@ -36,7 +37,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
+from torch.optim import Optimizer, optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -62,6 +63,8 @@ STANDING = (
     dt.timedelta, dt.tzinfo,
 )  # fmt: skip
 _MODULE_KEYS = frozenset(vars(nn.Module()))
+_MODULE_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
+_ATOM_SET = frozenset(_ATOMS)
 # How much is asked of a thing: nothing, that it is no place in a sequence, that it is known to keep nothing.
 NOTHING, NO_PLACE, ALL = 0, 1, 2
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -159,10 +162,10 @@ class Reach:
         if known is None:
             file = getattr(sys.modules.get(module), "__file__", None) or ""
             place = os.path.abspath(file) if file else ""
-            known = module == "__main__" or (
-                place.startswith(self._home + os.sep) and not _INSTALLED & set(place.split(os.sep))
-            )
-            self._users[module] = known and module.partition(".")[0] not in ("holdfast", "torch")
+            inside = place.startswith(self._home + os.sep) and not _INSTALLED & set(place.split(os.sep))
+            top = module.partition(".")[0]
+            installed = top in sys.stdlib_module_names or top in ("holdfast", "torch")
+            self._users[module] = module == "__main__" or (inside and not installed)
         return self._users[module]
 
 
@@ -178,6 +181,8 @@ class _Walk:
         self._is_users = is_users
         self._kept = {id(thing) for thing in kept}
         self._seen: dict[int, Any] = {}  # keeps what it has seen, or another object could get its number
+        self._paths: dict[int, str] = {}
+        self._users_kinds: dict[type, bool] = {}
         self._depth = 0
 
     def visit(self, path: str, value: Any, *, asks: int, hold: tuple[str, str | int] | None = None) -> None:
@@ -192,13 +197,19 @@ class _Walk:
         is_atom = type(value) in _ATOMS
         if hold is not None and (is_atom or (type(value) in (tuple, frozenset) and is_plain(value))):
             put = functools.partial(self.found.owners[hold[0]].put, hold[1])
-            self.found.leaves[path] = Leaf((type(value), repr(value)), *hold, functools.partial(_itself, value), put)
+            token = repr(value) if is_atom else _token(value)
+            self.found.leaves[path] = Leaf((type(value), token), *hold, functools.partial(_itself, value), put)
             return
         if is_atom:
             return
-        if id(value) in self._seen or self._depth > MAX_DEPTH:
+        if self._depth > MAX_DEPTH:
+            return
+        if id(value) in self._seen:
+            if hold is not None and isinstance(value, _CONTAINERS) and self._paths.get(id(value), path) != path:
+                self.found.fixed[path] = f"another name of {self._paths[id(value)]}"
             return
         self._seen[id(value)] = value
+        self._paths[id(value)] = path
         self._depth += 1
         try:
             self._open(path, value, asks, hold or (path, ""))
@@ -221,14 +232,38 @@ class _Walk:
             self._model(path, thing, kept=True)
         elif isinstance(thing, Optimizer):
             self.found.fixed[f"the parameter groups of {path}"] = [len(group["params"]) for group in thing.param_groups]
-            for name, hooks in vars(thing).items():
-                if name.endswith("_hooks") and isinstance(hooks, dict):
-                    self._each(f"{path}.{name}", enumerate(hooks.values()), asks=ALL)
-        elif self._is_users(type(thing).__module__) and hasattr(thing, "__dict__"):
-            plain = {key: value for key, value in vars(thing).items() if type(value) in _ATOMS}
-            self.keys(path, plain, _attributes(thing), asks=NOTHING)
+            self._hooks(path, thing)
+            self._atoms(path, thing)
+        elif self._is_users_object(thing):
+            self._atoms(path, thing)
         else:
             self._each(f"{path}.lr_lambdas", enumerate(getattr(thing, "lr_lambdas", ())), asks=ALL)
+            for number, inner in enumerate(getattr(thing, "_schedulers", ())):
+                self.inside(f"{path}._schedulers[{number}]", inner)
+
+    def _atoms(self, path: str, thing: Any) -> None:
+        """Looks at the numbers of an object of the user's class that hands out its state: it may forget one."""
+        if self._is_users_object(thing) and hasattr(thing, "__dict__"):
+            plain = {key: value for key, value in vars(thing).items() if type(value) in _ATOMS}
+            self.keys(path, plain, _attributes(thing), asks=NOTHING)
+
+    def _hooks(self, path: str, thing: Any, names: Iterable[str] = ()) -> None:
+        """Looks at the functions of the user's that somebody else calls."""
+        held = vars(thing)
+        for name in names or [name for name in held if name.endswith("_hooks")]:
+            hooks = held.get(name)
+            if hooks and isinstance(hooks, dict):
+                users = [hook for hook in hooks.values() if self._is_users(getattr(hook, "__module__", "") or "")]
+                self._each(f"{name} of {path}", enumerate(users), asks=ALL)
+
+    def _is_users_object(self, value: Any) -> bool:
+        """Tell whether its class, or one that this is made from, is the user's."""
+        known = self._users_kinds.get(type(value))
+        if known is None:
+            known = self._users_kinds[type(value)] = any(
+                self._is_users(kind.__module__) for kind in type(value).__mro__
+            )
+        return known
 
     def settings(self) -> None:
         """Looks at what holds for the whole process."""
@@ -237,6 +272,8 @@ class _Walk:
             torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled(),
         ))  # fmt: skip
         self.found.fixed["the working directory"] = os.getcwd()
+        for place in (nn.modules.module, optimizer):
+            self._hooks("torch", place)
 
     def _open(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
         kind = type(value)
@@ -302,7 +339,7 @@ class _Walk:
                 self.found.unsure.append((path, kind.__qualname__))
         elif isinstance(value, Dataset | Sampler):
             self._instance(path, value, within)
-        elif isinstance(value, argparse.Namespace | types.SimpleNamespace) or self._is_users(kind.__module__):
+        elif isinstance(value, argparse.Namespace | types.SimpleNamespace) or self._is_users_object(value):
             self._instance(path, value, asks)
         elif asks == ALL and not isinstance(value, STANDING):
             self.found.unsure.append((path, kind.__qualname__))
@@ -331,7 +368,10 @@ class _Walk:
 
     def _container(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
         if is_plain(value):
-            stored, refill = functools.partial(_stored, value), functools.partial(self._refill, value, hold)
+            stored, refill = (
+                functools.partial(_stored, value),
+                functools.partial(_refill, self.found.owners, value, hold),
+            )
             self.found.leaves[path] = Leaf(_token(value), *hold, stored, refill)
         elif isinstance(value, dict):
             self.keys(path, value, Owner(value.__setitem__, value.pop), asks=asks, dot=False)
@@ -340,15 +380,7 @@ class _Walk:
             )
         else:
             self.found.fixed[f"the length of {path}"] = len(value)
-            self._each(path, enumerate(_some(list(value))), asks=asks)
-
-    def _refill(self, live: Any, hold: tuple[str, str | int], value: Any) -> None:
-        """In place, for others may hold it too; unless it is something else now."""
-        if isinstance(live, dict) is not isinstance(value, dict) or not isinstance(value, list | dict | set):
-            self.found.owners[hold[0]].put(hold[1], value)
-            return
-        live.clear()
-        live.update(value) if isinstance(live, dict | set) else live.extend(value)
+            self._each(path, enumerate(_some(value)), asks=asks)
 
     def _array(self, path: str, value: Any, hold: tuple[str, str | int]) -> None:
         if value.shape == () and is_plain(value) and hold[0] in self.found.owners:
@@ -359,7 +391,8 @@ class _Walk:
 
     def _function(self, path: str, value: types.FunctionType, asks: int) -> None:
         self.found.fixed[path] = f"{value.__module__}.{value.__qualname__}"
-        if not self._is_users(value.__module__):
+        home = value.__globals__.get("__name__", "")  # a decorator of a library has the name of what it decorates
+        if not self._is_users(home):
             self.visit(f"{path}.__wrapped__", getattr(value, "__wrapped__", None), asks=asks)
             return
         self.keys(path, vars(value), _attributes(value), asks=asks)
@@ -367,8 +400,8 @@ class _Walk:
         self._each(f"the defaults of {path}", (value.__kwdefaults__ or {}).items(), asks=asks)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
             self._cell(f"{path}().{name}", cell, asks)
-        if value.__module__ != "__main__":
-            self.visit(value.__module__, sys.modules.get(value.__module__), asks=asks)
+        if home != "__main__":
+            self.visit(home, sys.modules.get(home), asks=asks)
         else:
             for name in sorted((_global_names(value.__code__) & value.__globals__.keys()) - self.hidden):
                 if not name.startswith("__"):
@@ -409,6 +442,9 @@ class _Walk:
         tensors = {**params, **dict(model.named_buffers())}
         self.found.fixed[f"the tensors of {path}"] = [(name, t.shape, t.dtype) for name, t in tensors.items()]
         for name, tensor in tensors.items():
+            for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks):
+                if hooks:
+                    self._each(f"hooks of {path}.{name}", enumerate(hooks.values()), asks=ALL)
             if id(tensor) not in self._seen and not kept:
                 self.found.fixed[f"{path}.{name}"] = _of_tensor(tensor)
             self._seen[id(tensor)] = tensor
@@ -427,9 +463,8 @@ class _Walk:
         for key in part._non_persistent_buffers_set:
             if (buffer := part._buffers.get(key)) is not None:
                 self.found.fixed[f"{path}.{key}"] = _of_tensor(buffer)
-        hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values(), *part._backward_hooks.values()]
-        self._each(f"the hooks of {path}", enumerate(hooks), asks=ALL)
-        if self._is_users(type(part).__module__):
+        self._hooks(path, part, _MODULE_HOOKS)
+        if self._is_users_object(part):
             shown = {key: value for key, value in vars(part).items() if key not in _MODULE_KEYS}
             self.keys(path, shown, _attributes(part), asks=NO_PLACE)
             self.visit(type(part).__qualname__, type(part), asks=NO_PLACE)
@@ -441,6 +476,15 @@ class _Walk:
 
 def _itself(value: Any) -> Any:
     return value
+
+
+def _refill(owners: Mapping[str, Owner], live: Any, hold: tuple[str, str | int], value: Any) -> None:
+    """In place, for others may hold it too; unless it is something else now."""
+    if isinstance(live, dict) is not isinstance(value, dict) or not isinstance(value, list | dict | set):
+        owners[hold[0]].put(hold[1], value)
+        return
+    live.clear()
+    live.update(value) if isinstance(live, dict | set) else live.extend(value)
 
 
 def _put_cell(cell: types.CellType, _: Any, new: Any) -> None:
@@ -461,16 +505,15 @@ def _still(modules: Mapping[str, nn.Module], names: Iterable[str]) -> None:
 
 def _attributes(thing: Any) -> Owner:
     """Sets in the object's own dict where it has one, so that no `__setattr__` of the user's runs."""
+    return Owner(functools.partial(_put_attribute, thing), functools.partial(delattr, thing))
+
+
+def _put_attribute(thing: Any, key: str, new: Any) -> None:
     own = getattr(thing, "__dict__", None)
-    slots = {name for part in type(thing).__mro__ for name in _slots(part)}
-
-    def put(key: Any, new: Any) -> None:
-        if isinstance(own, dict) and key not in slots:
-            own[key] = new
-        else:
-            setattr(thing, key, new)
-
-    return Owner(put, lambda key: delattr(thing, key))
+    if isinstance(own, dict) and not any(key in _slots(part) for part in type(thing).__mro__):
+        own[key] = new
+    else:
+        setattr(thing, key, new)
 
 
 def _slots(kind: type) -> tuple[str, ...]:
@@ -495,10 +538,10 @@ def is_plain(value: Any, depth: int = 0) -> bool:
         return kind.__module__ == "numpy" and getattr(value, "shape", None) == () and value.dtype.kind in "biufc"
     if depth and kind not in (list, tuple, dict, set, frozenset, collections.OrderedDict, collections.Counter):
         return False  # inside of another it is stored whole, and would come back as something else
-    if isinstance(value, dict) and not all(type(key) is str or type(key) is int for key in value):
+    if isinstance(value, dict) and not {str, int}.issuperset(map(type, value)):
         return False
-    parts: Iterable[Any] = value.values() if isinstance(value, dict) else value
-    return all(is_plain(part, depth + 1) for part in (parts if len(value) <= MAX_ELEMENTS else _some(list(parts))))
+    parts = _some(value.values() if isinstance(value, dict) else value)
+    return _ATOM_SET.issuperset(map(type, parts)) or all(is_plain(part, depth + 1) for part in parts)
 
 
 def _stored(value: Any) -> Any:
@@ -508,18 +551,21 @@ def _stored(value: Any) -> Any:
     return set(value) if isinstance(value, set) else list(value)
 
 
-def _some(items: list[Any]) -> list[Any]:
+def _some(items: Any) -> Any:
+    """Returns the items of a container, of a large one some of them."""
     if len(items) <= MAX_ELEMENTS:
         return items
-    step = max(1, len(items) // NUM_SPOTS)
-    return [*items[::step], *items[-NUM_SPOTS:]]
+    step = len(items) // NUM_SPOTS
+    if isinstance(items, list | tuple):
+        return [*items[::step], *items[-NUM_SPOTS:]]
+    return [*itertools.islice(items, 0, None, step)]
 
 
 def _token(value: Any) -> object:
     try:
-        if isinstance(value, list | tuple | set | frozenset | dict | collections.deque) and len(value) > MAX_ELEMENTS:
-            parts = list(value.items()) if isinstance(value, dict) else list(value)
-            return len(parts), xxhash.xxh3_64_digest(value_codec.encode(_some(parts)))
+        if isinstance(value, (*_CONTAINERS, tuple, frozenset)) and len(value) > MAX_ELEMENTS:
+            some = _some(value.items() if isinstance(value, dict) else value)
+            return len(value), xxhash.xxh3_64_digest(value_codec.encode(list(some)))
         return xxhash.xxh3_64_digest(value_codec.encode(_stored(value) if isinstance(value, _CONTAINERS) else value))
     except HoldfastError:
         return repr(value)

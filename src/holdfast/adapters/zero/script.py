@@ -33,6 +33,8 @@ NO_LOOP = "no loop with backward() and step() was found"
 _NUMBER_METHODS = {"item", "tolist", "detach"}
 _NUMBER_FUNCTIONS = {"float", "int", "bool"}
 
+# Words of scripts that look for a file of their own and go on from it.
+_READS = {"exists", "isfile", "is_file", "isdir", "is_dir", "glob", "listdir", "open", "read_text", "read_bytes"}
 # Calls by which names are read that the text does not name.
 _BY_TEXT = {"globals", "locals", "eval", "exec"}
 
@@ -51,6 +53,8 @@ class Loop:
         numbers: those of them of which only the number is asked for, so that a tensor may come back without its graph.
         sets: names that the loop itself sets.
         clears: whether every step clears the gradients before it computes new ones.
+        reads_files: whether the script calls something that may have it go on from a file of its own.
+        bounds: names and attributes that say how far the loop counts.
         lines: attribute or name -> the first line of the loop, or of a function, that stores to it or calls a method of it.
     """
 
@@ -61,6 +65,8 @@ class Loop:
     numbers: frozenset[str] = frozenset()
     sets: frozenset[str] = frozenset()
     clears: bool = False
+    reads_files: bool = False
+    bounds: frozenset[str] = frozenset()
     lines: tuple[tuple[str, int], ...] = ()
 
 
@@ -88,20 +94,31 @@ def find(source: str) -> Loop | str:
         or loop.orelse
     ):
         return f"the loop of line {loop.lineno} does not simply count: for step in range(...)"
-    return _described(tree, loop, loop.target.id, functions)
-
-
-def _described(tree: ast.Module, loop: ast.For, target: str, functions: dict[str, Function]) -> Loop:
     scope = _scope_of(tree, loop)
+    if any(isinstance(node, ast.Yield | ast.YieldFrom | ast.Await) for node in _own(scope)):
+        return f"the loop of line {loop.lineno} stands in a generator, whose caller runs between two steps"
+    return _described(tree, loop, loop.target.id, scope, functions)
+
+
+def _described(tree: ast.Module, loop: ast.For, target: str, scope: _Scope, functions: dict[str, Function]) -> Loop:
     known = Functions(tree)
     reader = Reader({target}, known)
     done = reader.body(loop.body)
     sets = stored(loop.body) | {target}
-    outside = loaded(scope.body, without=loop)
+    # What the function of the loop declares to be somebody else's may be read anywhere.
+    outside = loaded(scope.body, without=loop) | {
+        name for node in _own(scope) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names
+    }
     early = reader.early | (known.ambient - {target}) | _read_by_text(tree, loop)
     carried = sorted((early & (sets - {target})) | ((sets - done) & outside))
     after = sorted((sets & outside) - set(carried))
     used = {n for part in (loop, *functions.values()) for n in loaded([part])} - (sets - set(carried))
+    words = {
+        n.attr if isinstance(n, ast.Attribute) else n.id
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Attribute | ast.Name)
+    }
+    bounds = {ast.unparse(n) for n in ast.walk(loop.iter) if isinstance(n, ast.Attribute | ast.Name)}
     clears = _clears_first(loop.body, functions, frozenset()) is True
     lines = _lines(loop, functions.values())
     numbers = frozenset(name for name in after if _only_numbers(scope, loop, name))
@@ -114,6 +131,8 @@ def _described(tree: ast.Module, loop: ast.For, target: str, functions: dict[str
         numbers=numbers,
         sets=frozenset(sets),
         clears=clears,
+        reads_files=any(word in _READS or word.startswith(("load", "resume", "restore")) for word in words),
+        bounds=frozenset(bounds),
         lines=tuple(sorted(lines.items())),
     )
 
@@ -163,6 +182,16 @@ def _scope_of(tree: ast.Module, loop: ast.For) -> _Scope:
         if isinstance(node, Function) and any(inner is loop for inner in ast.walk(node)):
             found = node  # ast.walk goes from the outside in
     return found
+
+
+def _own(scope: _Scope) -> Iterator[ast.AST]:
+    """Yields the nodes of a scope without those of functions and classes in it."""
+    waiting: list[ast.AST] = list(scope.body)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, Function | ast.Lambda | ast.ClassDef):
+            waiting += ast.iter_child_nodes(node)
 
 
 def _read_by_text(tree: ast.Module, loop: ast.For) -> set[str]:

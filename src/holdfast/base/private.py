@@ -1,0 +1,84 @@
+"""Directories that belong to this user alone, and files in them: made or proved, never reached through a link.
+
+The runtime directory often lies where every user of the machine may write (`/tmp`), under a name that anybody can guess. So
+whoever writes there, or believes what lies there, comes through here first.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from holdfast.base.errors import ConfigError
+
+REMEDY = "chmod 700 it, or set HOLDFAST_RUNTIME_DIR to a private directory"
+
+
+def make(path: Path, *, below: Path | None = None) -> None:
+    """Makes a directory that is ours alone (0700), or proves that it is.
+
+    Args:
+        path: the directory.
+        below: the first of the directories on the way to `path` that must be ours alone as well; by default `path` itself.
+
+    Raises:
+        ConfigError: one of them is a link, another user's, or open to others. OSError: one cannot be made.
+    """
+    top = below or path
+    top.parent.mkdir(parents=True, exist_ok=True)
+    for directory in (*reversed([each for each in path.parents if each.is_relative_to(top)]), path):
+        try:
+            directory.mkdir(mode=0o700)
+        except FileExistsError:
+            prove(directory)
+
+
+def prove(path: Path) -> None:
+    """Returns if `path` is a directory of ours alone.
+
+    Raises:
+        ConfigError: it is not. FileNotFoundError: it is not there.
+    """
+    _require(path.lstat(), path)
+
+
+def open_in(directory: Path, name: str, flags: int) -> int:
+    """Opens a file of ours in a directory of ours alone; returns the descriptor. A new file has mode 0600.
+
+    Raises:
+        ConfigError: the directory is not ours alone, or the file is a link, or not ours. OSError: it cannot be opened.
+    """
+    at = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _require(os.fstat(at), directory)
+        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=at)
+    finally:
+        os.close(at)
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink != 1:
+        os.close(fd)
+        raise ConfigError("the file is not ours alone", where=str(directory / name), remedy="remove it")
+    return fd
+
+
+def is_secret(found: os.stat_result) -> bool:
+    """Returns whether a file may hold a secret: ours, or root's, and open to nobody else.
+
+    Kubernetes mounts secrets as root's, readable for a group of the container (mode 0440 under `fsGroup`); that is accepted.
+    """
+    if not stat.S_ISREG(found.st_mode) or found.st_uid not in {os.geteuid(), 0}:
+        return False
+    may_group_read = found.st_uid == 0 != os.geteuid() and found.st_gid in {os.getegid(), *os.getgroups()}
+    return not found.st_mode & (0o037 if may_group_read else 0o077)
+
+
+def is_private(found: os.stat_result) -> bool:
+    """Returns whether this is a directory of ours that nobody else may enter."""
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def _require(found: os.stat_result, path: Path) -> None:
+    if not is_private(found):
+        what = "the runtime directory is not ours alone (owner, or open to others)"
+        raise ConfigError(what, where=str(path), remedy=REMEDY)

@@ -1,0 +1,141 @@
+// Copies: within a device, between devices, and between a device and the host, late and at the rate that settings give.
+
+#include <ATen/ops/_foreach_copy_native.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include <cstring>
+
+#include "aten/allocator.h"
+#include "aten/launch.h"
+#include "runtime/device.h"
+#include "runtime/event.h"
+#include "runtime/host_memory.h"
+#include "runtime/settings.h"
+
+namespace simdev {
+
+namespace {
+
+constexpr size_t kPieces = 16;           // in which a copy moves, so that a write in between tears it
+constexpr size_t kSmallestPiece = 4096;  // bytes
+
+bool is_plain(const at::Tensor& to, const at::Tensor& from) {
+  return to.scalar_type() == from.scalar_type() && to.is_contiguous() && from.is_contiguous() &&
+         to.sizes() == from.sizes() && to.is_conj() == from.is_conj() && to.is_neg() == from.is_neg();
+}
+
+// One copy between a device and the host, as its stream carries it out.
+struct Crossing {
+  int device;
+  at::Tensor to, from;  // on the host, both
+  const void* host;     // where the host's side begins; its end is `bytes` further
+  size_t bytes;
+  bool host_waits;
+
+  void operator()() const {
+    const double rate = settings().copy_rate;
+    const double seconds = rate > 0 ? static_cast<double>(bytes) / rate : 0;
+    if (is_plain(to, from)) return move_in_pieces(seconds);
+    simdev::device(device).pause(seconds);
+    touch(host, bytes, [this] { at::Tensor(to).copy_(from); });
+  }
+
+ private:
+  void move_in_pieces(double seconds) const {
+    const size_t piece = std::max(kSmallestPiece, (bytes + kPieces - 1) / kPieces);
+    auto* const target = static_cast<char*>(to.data_ptr());
+    const auto* const source = static_cast<const char*>(from.const_data_ptr());
+    for (size_t begin = 0; begin < bytes; begin += piece) {
+      const size_t size = std::min(piece, bytes - begin);
+      touch(static_cast<const char*>(host) + begin, size, [=] { std::memcpy(target + begin, source + begin, size); });
+      simdev::device(device).pause(seconds * static_cast<double>(size) / static_cast<double>(bytes));
+    }
+  }
+
+  // While the host waits it keeps the memory; later somebody may have unregistered it.
+  void touch(const void* address, size_t size, const Work& move) const {
+    host_waits ? move() : reach(address, size, move);
+  }
+};
+
+void copy_across(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
+  const int index = is_ours(self) ? self.device().index() : source.device().index();
+  const at::Tensor& host = is_ours(self) ? source : self;
+  const bool late = non_blocking && host.is_contiguous() && is_reachable(host.const_data_ptr(), host.nbytes());
+  Crossing crossing{index, on_host(self), on_host(source), host.const_data_ptr(), self.nbytes(), !late};
+  if (!is_ours(source) && self.nbytes() != source.nbytes()) crossing.bytes = source.nbytes();
+  Stream& stream = current_stream(index);
+  if (!late) {
+    ++counts().blocking_copies;
+    stream.push(crossing);
+    stream.drain();
+    return;
+  }
+  ++counts().late_copies;
+  crossing.from = is_ours(source) ? crossing.from : on_host(source);
+  const auto kept = is_from_pinned_allocator(host.storage().data_ptr()) ? host.storage() : c10::Storage();
+  stream.push([crossing, kept] { crossing(); });
+}
+
+// As CUDA does it: on the source's stream, which waits for the target's, which waits for the copy.
+void copy_between(at::Tensor& self, const at::Tensor& source) {
+  Stream& theirs = current_stream(self.device().index());
+  Stream& ours = current_stream(source.device().index());
+  Event ready(false), copied(false);
+  ready.record(theirs);
+  ready.block(ours);
+  launch(source.device().index(), [to = on_host(self), from = on_host(source)]() mutable { to.copy_(from); });
+  copied.record(ours);
+  copied.block(theirs);
+}
+
+at::Tensor& copy_(at::Tensor& self, const at::Tensor& given, bool non_blocking) {
+  if (self.numel() == 0 || self.is_same(given)) return self;
+  const auto source = given.sizes() == self.sizes() ? given : given.expand(self.sizes());
+  if (is_ours(self) != is_ours(source)) {
+    copy_across(self, source, non_blocking);
+  } else if (self.device() != source.device()) {
+    copy_between(self, source);
+  } else {
+    launch(self.device().index(), [to = on_host(self), from = on_host(source)]() mutable { to.copy_(from); });
+  }
+  return self;
+}
+
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_blocking) {
+  at::Tensor to = target;
+  return copy_(to, self, non_blocking);
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& target) {
+  at::Tensor to = target;
+  if (to.sizes() != self.sizes()) to.resize_(self.sizes());
+  return copy_(to, self, false);
+}
+
+void foreach_copy_(at::TensorList self, at::TensorList source, bool non_blocking) {
+  TORCH_CHECK(self.size() == source.size(), "lists of ", self.size(), " and ", source.size(), " tensors");
+  for (size_t i = 0; i < self.size(); ++i) {
+    at::Tensor to = self[i];
+    to.copy_(source[i], non_blocking);
+  }
+}
+
+at::Scalar local_scalar_dense(const at::Tensor& self) {
+  at::Scalar value;
+  run_and_wait(self.device().index(), [&value, host = on_host(self)] { value = host.item(); });
+  return value;
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("copy_", copy_);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_foreach_copy_", foreach_copy_);
+  m.impl("_local_scalar_dense", local_scalar_dense);
+}
+
+}  // namespace
+
+}  // namespace simdev

@@ -1,0 +1,12 @@
+#pragma once
+// Collectives that run on the device: tasks of a stream of their own, as NCCL's kernels are. The host goes on; a peer
+// that is missing hangs the device; abort() lets the device go on with whatever is in its memory.
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+namespace simdev {
+
+// Wraps a backend of the host, which carries the bytes, and which nobody else may use.
+c10::intrusive_ptr<c10d::Backend> make_backend(c10::intrusive_ptr<c10d::Backend> carrier, double timeout_s);
+
+}  // namespace simdev

@@ -1,0 +1,47 @@
+#include "runtime/settings.h"
+
+#include <c10/util/Exception.h>
+
+#include <cstdlib>
+#include <cstring>
+
+namespace simdev {
+
+namespace {
+
+double number(const char* variable, double otherwise) {
+  const char* text = std::getenv(variable);
+  if (!text || !*text) return otherwise;
+  char* end = nullptr;
+  const double value = std::strtod(text, &end);
+  TORCH_CHECK(*end == '\0' && value >= 0, variable, " is '", text, "', and must be a number that is not negative");
+  return value;
+}
+
+std::string text(const char* variable, const char* otherwise) {
+  const char* value = std::getenv(variable);
+  return value && *value ? value : otherwise;
+}
+
+}  // namespace
+
+Settings& settings() {
+  static auto* const chosen = new Settings{
+      text("SIMULATED_DEVICE_NAME", "sim"),
+      static_cast<int>(number("SIMULATED_DEVICE_COUNT", 4)),
+      static_cast<size_t>(number("SIMULATED_DEVICE_MEMORY", 16.0 * (1ull << 30))),
+      static_cast<size_t>(number("SIMULATED_DEVICE_CONTEXT", 32.0 * (1ull << 20))),
+      text("SIMULATED_DEVICE_CARDS", ""),
+      number("SIMULATED_DEVICE_COPY_RATE", 0),
+      number("SIMULATED_DEVICE_KERNEL_TIME", 0),
+      text("SIMULATED_DEVICE_ABORT", "") == "error",
+  };
+  return *chosen;
+}
+
+Counts& counts() {
+  static auto* const all = new Counts;
+  return *all;
+}
+
+}  // namespace simdev

@@ -1,0 +1,103 @@
+"""Tests of the simulated device, each file's in a child process: the device may not be loaded where others fork.
+
+A test marked `device` is not run by the pytest that collected it. The first test of a file starts a pytest for all tests
+of that file that are wanted; the reports of the child are told as if the tests had run here. A child that dies fails the
+tests that it has not reported, with the end of its output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CHILD = "TEST_SUITE_OF_HOLDFAST_DEVICE_CHILD"  # in a child: the file for its reports
+REPORTS = pytest.StashKey[dict[str, list[dict[str, Any]]]]()
+
+
+def unavailable() -> str | None:
+    """Why there is no simulated device here; imports PyTorch."""
+    from holdfast.testing.device import build
+
+    return build.unavailable()
+
+
+def is_child() -> bool:
+    return CHILD in os.environ
+
+
+def belongs_to_child(item: pytest.Item) -> bool:
+    skipped = any(item.iter_markers("skip"))
+    return item.get_closest_marker("device") is not None and not skipped and not is_child()
+
+
+def prepare(session: pytest.Session) -> None:
+    """Build the device before any test's time runs."""
+    if any(map(belongs_to_child, session.items)):
+        from holdfast.testing.device import build
+
+        build.build()
+
+
+def report(item: pytest.Item) -> bool:
+    """Tell what became of a test in the child of its file, which the first of them starts."""
+    reports = item.session.stash.setdefault(REPORTS, {})
+    if item.nodeid not in reports:
+        reports |= _run_file(item)
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for data in reports[item.nodeid]:
+        told = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+        item.ihook.pytest_runtest_logreport(report=told)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def _run_file(first: pytest.Item) -> dict[str, list[dict[str, Any]]]:
+    wanted = [item for item in first.session.items if item.path == first.path and belongs_to_child(item)]
+    slow = ["--slow"] if first.config.getoption("--slow") else []
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "reports"
+        file.touch()
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *slow]
+        answer = subprocess.run(
+            [*command, *(item.nodeid for item in wanted)],
+            cwd=ROOT,
+            env=os.environ | {CHILD: str(file)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        told = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    reports: dict[str, list[dict[str, Any]]] = {item.nodeid: [] for item in wanted}
+    for data in told:
+        reports[data["nodeid"]].append(data)
+    _fail_what_is_missing(reports, wanted, answer)
+    return reports
+
+
+def _fail_what_is_missing(
+    reports: dict[str, list[dict[str, Any]]], wanted: list[pytest.Item], answer: subprocess.CompletedProcess[str]
+) -> None:
+    missing = [item for item in wanted if not any(data["when"] == "teardown" for data in reports[item.nodeid])]
+    if not missing and answer.returncode in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}:
+        told_failure = any(data["outcome"] == "failed" for all_of_it in reports.values() for data in all_of_it)
+        if answer.returncode == pytest.ExitCode.OK or told_failure:
+            return
+    why = f"the child of this file ended with {answer.returncode}:\n{answer.stdout[-6000:]}"
+    for item in missing or wanted[-1:]:
+        failed = pytest.TestReport(item.nodeid, item.location, {}, "failed", why, "teardown")
+        reports[item.nodeid].append(item.config.hook.pytest_report_to_serializable(config=item.config, report=failed))
+
+
+def tell_parent(report: pytest.TestReport) -> None:
+    """In a child: write a report down for the parent."""
+    if is_child():
+        with open(os.environ[CHILD], "a", encoding="utf-8") as file:
+            file.write(json.dumps(report._to_json() | {"$report_type": "TestReport"}) + "\n")

@@ -1,0 +1,106 @@
+"""Numbers on the simulated device are those of the CPU, whatever the optimizer, precision or compiler."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytestmark = pytest.mark.device
+
+
+def train(device: str, steps: int = 5, **options: Any) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        batch = torch.randn(16, 64, generator=generator).to(device)
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"foreach": False}, {"foreach": True}, {"fused": True}, {"capturable": True}],
+    ids=lambda options: next(iter(options)) + str(next(iter(options.values()))),
+)
+def test_optimizer_comes_to_the_numbers_of_the_cpu(sim: ModuleType, options: dict[str, bool]) -> None:
+    before = sim.counts()["waited"]
+    assert torch.allclose(train("sim", **options), train("cpu"), atol=2e-6)
+    assert sim.counts()["waited"] == before, "training waited for the device"
+
+
+def test_convolution_and_its_gradients(sim: ModuleType) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3, stride=2))
+    images = torch.randn(2, 3, 16, 16)
+    plain(images).square().mean().backward()
+    gradients = [parameter.grad for parameter in plain.parameters()]
+    plain.zero_grad()
+    ours = plain.to("sim")
+    ours(images.to("sim")).square().mean().backward()
+    for parameter, gradient in zip(ours.parameters(), gradients, strict=True):
+        assert torch.allclose(parameter.grad.cpu(), gradient, atol=1e-5)
+
+
+def test_autocast_lowers_and_scaler_steps(sim: ModuleType) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8).to("sim")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("sim", init_scale=8.0)
+    before = model.weight.detach().cpu().clone()
+    with torch.autocast("sim", dtype=torch.bfloat16):
+        output = model(torch.randn(4, 8, device="sim"))
+        assert output.dtype == torch.bfloat16
+        assert torch.softmax(output, -1).dtype == torch.float32
+    scaler.scale(output.float().square().mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 8.0
+    assert not torch.equal(model.weight.detach().cpu(), before)
+
+
+def test_random_numbers_follow_the_devices_own_seed(sim: ModuleType) -> None:
+    torch.manual_seed(5)
+    first = torch.randn(1000, device="sim")
+    host = torch.randn(3)
+    state = torch.get_device_module("sim").get_rng_state()
+    second = torch.randn(1000, device="sim")
+    torch.get_device_module("sim").set_rng_state(state)
+    assert torch.equal(second, torch.randn(1000, device="sim"))
+    torch.manual_seed(5)
+    assert torch.equal(first, torch.randn(1000, device="sim"))
+    assert torch.equal(host, torch.randn(3)), "the device drew from the host's generator"
+    assert abs(first.mean().item()) < 0.2
+    mask = torch.nn.functional.dropout(torch.ones(10_000, device="sim"), 0.25)
+    assert abs(mask.mean().item() - 1) < 0.05
+    assert sorted(mask.unique().tolist()) == [0, pytest.approx(4 / 3)]
+
+
+def test_mistakes_in_a_call_reach_the_caller(sim: ModuleType) -> None:
+    x = torch.zeros(4, device="sim")
+    with pytest.raises(RuntimeError, match="size"):
+        x.add_(torch.zeros(3, device="sim"))
+    with pytest.raises(RuntimeError, match="same device"):
+        x + torch.zeros(4)
+    assert (x + torch.tensor(2.0)).tolist() == [2] * 4
+    assert torch.nonzero(torch.tensor([0, 1, 1], device="sim")).flatten().tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_model_trains(sim: ModuleType, backend: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    batch = torch.randn(4, 8)
+    plain(batch).sum().backward()
+    gradient = plain[0].weight.grad
+    plain.zero_grad()
+    compiled = torch.compile(plain.to("sim"), backend=backend)
+    compiled(batch.to("sim")).sum().backward()
+    assert torch.allclose(plain[0].weight.grad.cpu(), gradient, atol=1e-6)
