@@ -127,14 +127,17 @@ def test_every_healthy_oddity_lives_and_goes_on(tmp_path: Path, loops: int) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("mode", ["careful", "quick"])
 def test_every_hang_is_found(tmp_path: Path, mode: str) -> None:
-    """Prints how long that takes with the true limits (`-rP`)."""
+    """Prints how long that takes with the true limits (`-rP`). Time without a processor does not count: allow for it."""
     scale = SCALE if mode == "careful" else 1.0
+    sick = sorted(oddity_jobs.SICK)
+    if mode == "quick":
+        sick.remove("evaluation hangs")  # ten minutes
     rows: dict[str, dict[str, Any]] = {}
-    for names in in_parts(sorted(oddity_jobs.SICK), 6):
-        rows |= run_jobs(tmp_path, 150, *names, mode=mode, scale=scale)
+    for names in in_parts(sick, 6):
+        rows |= run_jobs(tmp_path, 300, *names, mode=mode, scale=scale)
     for row in rows.values():
         assert_found(row)
     found = sorted(row["said"][0]["after_s"] / scale for row in rows.values())

@@ -160,10 +160,9 @@ class Job:
     def end(self) -> None:
         steps = self.steps()
         self.watchdog.close()
-        alive = []
-        for pid in self.pids:
-            alive.append(os.waitpid(pid, os.WNOHANG)[0] == 0)
-            if alive[-1]:
+        alive = [os.waitpid(pid, os.WNOHANG)[0] == 0 for pid in self.pids]
+        for pid, lives in zip(self.pids, alive, strict=True):
+            if lives:
                 os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
         print(json.dumps({"job": self.name, "said": self.said, "steps": steps, "alive": alive, "stands": self.stands}))
