@@ -21,13 +21,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from oddity_jobs import BOTH, HEALTHY, ODD_S, SICK
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from holdfast.core.watch_mode import MODES, Mode
 from holdfast.train import beats, page
 from holdfast.train.watchdog import Watchdog
+from oddity_jobs import BOTH, HEALTHY, ODD_S, SICK
 
 FAULT_AFTER_STEP = 20
 CULPRIT = 1
