@@ -18,7 +18,12 @@ EXAMPLES_lightning := lightning_fit or stateful_loader
 EXAMPLES_deepspeed := deepspeed_zero
 EXAMPLES_ray := ray_train
 
-.PHONY: help venv demo test lint format bench clean doors $(DOORS:%=door-%)
+# How long `make redteam` attacks, from which seed (drawn and told by default), and the number of one case of it.
+SECONDS ?= 60
+SEED ?=
+CASE ?=
+
+.PHONY: help venv demo test lint format bench redteam clean doors $(DOORS:%=door-%)
 .PRECIOUS: .venv-%/.installed
 
 help:
@@ -27,6 +32,8 @@ help:
 	@echo "make test    ruff, mypy and the test suite"
 	@echo "make lint    ruff and mypy only"
 	@echo "make bench   the benchmarks in their short form"
+	@echo "make redteam what scripts do around a save x faults x moments x settings, for SECONDS= (60), drawn from SEED=;"
+	@echo "             one of them again: make redteam SEED=7 CASE=12; what fails is made as plain as it can be"
 	@echo "make doors   the tests of every framework, each in a .venv-NAME; one of them: make door-NAME"
 	@echo "             ($(DOORS))"
 
@@ -57,6 +64,9 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.restore --quick
 	$(BIN)/python -m benchmarks.persist --quick
 	$(BIN)/python -m benchmarks.plan --quick
+
+redteam: $(STAMP)
+	cd tests && ../$(BIN)/python -m redteam --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE))
 
 doors:
 	@failed=; for door in $(DOORS); do $(MAKE) --no-print-directory door-$$door || failed="$$failed $$door"; done; \

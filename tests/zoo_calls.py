@@ -241,6 +241,16 @@ def data_swapped(run: Run) -> None:
     run.back(kept)
 
 
+@call()
+def swapped_and_waited(run: Run) -> None:
+    """Evaluation with other weights, and only then a look at the save."""
+    kept = run.kept()
+    for p in reversed(run.params):
+        p.data.fill_(7.0)
+    quiet(lambda: run.saves[-1].handle.wait("captured", WAIT_S))()
+    run.back(kept)
+
+
 @call(harmless=True)
 def swapped_after_settle(run: Run) -> None:
     run.checkpointer.settle()
@@ -469,11 +479,17 @@ def codebook_reset_in_forward(run: Run) -> None:
     run.number += 1
 
 
-@call()
+def _convert(world: World) -> None:
+    """Buffers that shared memory do so no more."""
+    if all(p.dtype == torch.float32 for p in world.model.parameters()):
+        world.model.half()
+        world.model.float()
+
+
+@call(rebuild=_convert)
 def half_and_back(run: Run) -> None:
-    if all(p.dtype == torch.float32 for p in run.model.parameters()):
-        run.model.half()
-        run.model.float()
+    _convert(run.world)
+    run.rebuilt = True
 
 
 @call(harmless=True)
@@ -526,7 +542,7 @@ def optimizer_of_others(run: Run) -> None:
 
 @call()
 def lbfgs(run: Run) -> None:
-    params = [p for p in run.params if p.dtype == torch.float32]
+    params = [p for p in run.params if p.dtype == torch.float32 and p.is_contiguous()]
     if not params:
         return
 
@@ -544,7 +560,7 @@ def lbfgs(run: Run) -> None:
 @call()
 def closure_that_saves(run: Run) -> None:
     """A closure is called in the middle of the step; what it saves is the state in the middle of the step."""
-    params = [p for p in run.params if p.dtype == torch.float32]
+    params = [p for p in run.params if p.dtype == torch.float32 and p.is_contiguous()]
     if not params:
         return
 
@@ -688,8 +704,10 @@ def _add_group(world: World) -> None:
 
 @call(rebuild=_add_group)
 def group_added(run: Run) -> None:
-    if isinstance(run.optimizer, torch.optim.SGD | torch.optim.Adam | torch.optim.NAdam) and not hasattr(
-        run.optimizer, "slow"
+    if (
+        "averaged" not in run.world.objects
+        and isinstance(run.optimizer, torch.optim.SGD | torch.optim.Adam | torch.optim.NAdam)
+        and not hasattr(run.optimizer, "slow")
     ):
         _add_group(run.world)
         run.rebuilt = True
@@ -701,9 +719,10 @@ def _add_buffer(world: World) -> None:
 
 @call(rebuild=_add_buffer)
 def buffer_added(run: Run) -> None:
-    _add_buffer(run.world)
-    run.rebuilt = True
-    run.model.late_buffer.add_(1)
+    if "averaged" not in run.world.objects:
+        _add_buffer(run.world)
+        run.rebuilt = True
+        run.model.late_buffer.add_(1)
 
 
 @call()
