@@ -410,11 +410,11 @@ class Agent(MeetingAgent):
         if self._round.somebody_ends(self._current.number):
             return None  # the cause is known, and is told as soon as that process is gone
         first = min(holding, key=lambda seat: seat.since)
+        if now - first.since < (HOLD_S if self._round.size > 1 else HOLD_ALONE_S):
+            return None
         if not self._unfit and self._cannot_run_twice(first):
             self._run_anew(f"it failed before its first step: {first.error}", first)
             self._round.propose(self._current.number + 1, f"scripts do not run again in this job: {self._unfit}")
-            return None
-        if now - first.since < (HOLD_S if self._round.size > 1 else HOLD_ALONE_S):
             return None
         rank = self._worker_group.workers[first.local_rank].global_rank
         failure = Failure(Fault.GROUPS, first_error=f"rank {rank}: {first.error}", node=self._node)
