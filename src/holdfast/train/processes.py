@@ -43,7 +43,6 @@ class Doing(enum.Enum):
     ENDS = "told of an error of its own and ends"
     VACANT = "is dead, and no process could be forked for the rank yet"
     UNFIT = "cannot run the script again and ends"
-    STUCK = "left a run, found its device out of order, and ends"
 
 
 @dataclass(slots=True)
