@@ -641,7 +641,7 @@ class Agent(MeetingAgent):
         logged = self._workers.envs[rank].get("TORCHELASTIC_ERROR_FILE")
         environment = {**os.environ, **self._environment(worker)}
         if self._watch is not None:  # without it a hang would be left to nobody
-            environment |= devices.presets(environment)
+            environment |= devices.presets(os.environ)  # what the user set stays; torchrun's own default does not
         if logged is not None:
             environment["TORCHELASTIC_ERROR_FILE"] = logged
         arguments = macros.substitute(list(self._program.arguments), str(rank))
