@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+import forked
+
 pytestmark = pytest.mark.device
 WORKER = Path(__file__).with_name("collectives_worker.py")
 
@@ -26,7 +28,7 @@ def job(directory: Path, *modes: str, size: int = 2) -> list[Any]:
     """Run a job to its end; return what its ranks told, None for those that told nothing."""
     out = directory / "told"
     workers = [
-        subprocess.Popen(
+        forked.Popen(
             [sys.executable, str(WORKER), str(out), *modes],
             env=os.environ | {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,

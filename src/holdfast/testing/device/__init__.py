@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 from holdfast.testing.device import build, collectives, module
@@ -18,6 +19,8 @@ unavailable = build.unavailable
 
 __all__ = [
     "BuildFailed",
+    "autoload_directory",
+    "build_now",
     "counts",
     "fault",
     "free",
@@ -64,6 +67,16 @@ def _import(path: Any) -> Any:
     native = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(native)
     return native
+
+
+def build_now() -> None:
+    """Build the device if that was never done, and do not load it: 20 to 60 s."""
+    build.build()
+
+
+def autoload_directory() -> str:
+    """Return a folder: with it on PYTHONPATH, `import torch` loads the device, in scripts that know nothing of it."""
+    return str(Path(__file__).resolve().parent / "autoload")
 
 
 def _native() -> Any:

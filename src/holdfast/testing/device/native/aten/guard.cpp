@@ -28,7 +28,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 
   c10::Device getDevice() const override { return as_device(current_device()); }
   void setDevice(c10::Device device) const override { exchange_device(index_of(device)); }
-  void uncheckedSetDevice(c10::Device device) const noexcept override { exchange_device(index_of(device)); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    if (index_of(device) < num_devices()) exchange_device(index_of(device));
+  }
   c10::Device exchangeDevice(c10::Device device) const override { return as_device(exchange_device(index_of(device))); }
 
   c10::Stream getStream(c10::Device device) const override {

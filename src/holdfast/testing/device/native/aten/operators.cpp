@@ -2,6 +2,8 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -85,6 +87,8 @@ class Call {
       : op_(op),
         schema_(op.schema()),
         given_(stack.end() - static_cast<long>(schema_.arguments().size()), stack.end()) {
+    TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU), schema_.name(),
+                                " has no code for the CPU, and therefore none for simulated devices");
     find_device();
     take_to_host();
   }
@@ -226,14 +230,40 @@ class Call {
 
   static void call_and_fill(const c10::OperatorHandle& op, torch::jit::Stack& stack,
                             const std::vector<Tensors>& fresh) {
-    op.callBoxed(&stack);
+    call_with_outputs(op, stack);
     for (size_t i = 0; i < fresh.size(); ++i) {
       if (fresh[i].empty()) continue;
       const Tensors computed = stack[i].isTensor() ? Tensors{stack[i].toTensor()} : stack[i].toTensorVector();
       for (size_t k = 0; k < computed.size(); ++k) {
-        if (computed[k].defined() && fresh[i].at(k).defined()) at::Tensor(fresh[i][k]).copy_(computed[k]);
+        // Where the CPU says by an empty tensor that it has nothing to tell, other devices may have room for it.
+        const bool is_told = computed[k].defined() && computed[k].numel() > 0;
+        if (is_told && fresh[i].at(k).defined()) at::Tensor(fresh[i][k]).copy_(computed[k]);
       }
     }
+  }
+
+  // Kernels of the CPU may give an `out=` another size for a while, and other memory with it.
+  static void call_with_outputs(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+    const auto& arguments = op.schema().arguments();
+    std::vector<std::pair<at::Tensor, at::Tensor>> outputs;  // what the kernel is given, and where it belongs
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      if (!arguments[i].is_out() || !stack[i].isTensor()) continue;
+      outputs.emplace_back(resizable(stack[i].toTensor()), stack[i].toTensor());
+      stack[i] = IValue(outputs.back().first);
+    }
+    op.callBoxed(&stack);
+    for (auto& [written, target] : outputs) {
+      if (written.numel() > 0 && written.const_data_ptr() != target.const_data_ptr()) target.copy_(written);
+    }
+  }
+
+  static at::Tensor resizable(const at::Tensor& host) {
+    return at::for_blob(host.data_ptr(), host.sizes())
+        .strides(host.strides())
+        .options(host.options())
+        .allocator(c10::GetCPUAllocator())
+        .resizeable_storage()
+        .make_tensor();
   }
 
   at::Tensor fresh_like(const at::Tensor& shape) const {
