@@ -6,6 +6,7 @@ is aborted a moment later, and runs on with gradients that nobody reduced.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from functools import cache
@@ -25,7 +26,7 @@ def run(directory: Path, kind: str, *words: str) -> tuple[set[str], str]:
     launcher = [sys.executable, "-m", "holdfast.train.elastic", f"--nproc-per-node={RANKS[kind]}", "--max-restarts=3"]
     command = [*launcher, JOB, str(directory / "checkpoints"), kind, *words]
     answer = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280)
-    ends = [line.split()[-1] for line in answer.stdout.splitlines() if " ends with " in line]
+    ends = re.findall(r"ends with (\S+)", answer.stdout)
     assert answer.returncode == 0, answer.stdout[-4000:]
     assert len(ends) == RANKS[kind], answer.stdout[-4000:]
     return set(ends), answer.stdout
