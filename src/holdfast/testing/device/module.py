@@ -182,17 +182,6 @@ class DeviceModule(types.ModuleType):
         """Let the peaks begin with what is held now."""
         torch.accelerator.reset_peak_memory_stats(self.index(device))
 
-    def register(self, address: int, num_bytes: int) -> bool:
-        """Register memory of the host for copies that the host does not wait for.
-
-        Belongs to the current device, which it starts. False, and nothing changes, where a part is registered already.
-        """
-        return bool(self._native.register(address, num_bytes))
-
-    def unregister(self, address: int) -> bool:
-        """Take back a registration. False where none begins at the address."""
-        return bool(self._native.unregister(address))
-
     # Random numbers.
 
     @property
