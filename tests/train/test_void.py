@@ -363,6 +363,7 @@ def test_a_process_whose_device_failed_is_replaced_and_not_counted() -> None:
     )  # fmt: skip
     agent._run_anew = lambda why, seat: Agent._run_anew(agent, why, seat)
     agent._hear = lambda seat: Agent._hear(agent, seat)
+    agent._note_state = lambda *_: None
     assert not Agent._died(agent, seat), "it is judged as a failure"
     Agent._renew_unfit(agent)
     assert (renewed, agent._unfit) == ([4], "")
