@@ -53,7 +53,7 @@ def prepare(session: pytest.Session) -> None:
         build.build()
 
 
-def report(item: pytest.Item) -> bool:
+def report(item: pytest.Item, following: pytest.Item | None) -> bool:
     """Tell what became of a test in the child of its file, which the first of them starts."""
     reports = item.session.stash.setdefault(REPORTS, {})
     if item.nodeid not in reports:
@@ -63,6 +63,7 @@ def report(item: pytest.Item) -> bool:
         told = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
         item.ihook.pytest_runtest_logreport(report=told)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    item.session._setupstate.teardown_exact(following)  # what a test before this one left for its folder or file
     return True
 
 

@@ -79,6 +79,28 @@ def test_sharded_training_equals_one_process(told: list[Any], mode: str) -> None
         assert torch.allclose(torch.tensor(rank[mode]), torch.tensor(rank["plain"]), atol=1e-6)
 
 
+def test_groups_made_again_and_again_leave_no_threads(tmp_path: Path) -> None:
+    code = """
+import os, torch, torch.distributed as dist
+from holdfast.testing import device
+device.load()
+counts = []
+for turn in range(6):
+    dist.init_process_group("cpu:gloo,sim:simccl", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(4, device="sim"))
+    torch.accelerator.synchronize()
+    if turn % 2:
+        dist.distributed_c10d._get_default_group().abort()
+    dist.destroy_process_group()
+    names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+    counts.append(sum("sim stream" in name for name in names))
+print(counts)
+"""
+    answer = forked.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout == f"{[2] * 6}\n", "the stream of a group that is gone is not used again"
+
+
 def test_lost_peer_hangs_the_device_until_an_abort(tmp_path: Path) -> None:
     told = job(tmp_path, "lost_peer")[0]["lost_peer"]
     for how in ("goes on", "error"):

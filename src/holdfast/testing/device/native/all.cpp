@@ -10,6 +10,7 @@
 #include "aten/launch.cpp"
 #include "aten/operators.cpp"
 #include "aten/recurrent.cpp"
+#include "aten/shapes.cpp"
 #include "aten/special.cpp"
 #include "aten/tensors.cpp"
 #include "distributed/backend.cpp"

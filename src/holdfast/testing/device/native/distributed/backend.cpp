@@ -41,8 +41,10 @@ class Backend final : public c10d::Backend {
       : c10d::Backend(carrier->getRank(), carrier->getSize()), carrier_(std::move(carrier)), timeout_s_(timeout_s) {}
 
   ~Backend() override {
+    if (forked()) return;
+    // Streams of a group that was aborted end what they have soon; one that hangs is nobody's any more.
     for (auto& [key, stream] : streams_) {
-      if (is_quiet(*stream)) stream->device().take_back(*stream);
+      if (*aborted_ || stream->drain_within(0)) stream->device().take_back(*stream);
     }
   }
 
@@ -365,8 +367,6 @@ class Backend final : public c10d::Backend {
     for (const auto& [key, stream] : streams_) all.push_back(stream);
     return all;
   }
-
-  static bool is_quiet(Stream& stream) { return !forked() && stream.drain_within(0); }
 
   const c10::intrusive_ptr<c10d::Backend> carrier_;
   const double timeout_s_;
