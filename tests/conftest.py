@@ -134,9 +134,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """A test of the simulated device runs in a child, with those of its file; here it is reported."""
-    return device_kit.report(item) if device_kit.belongs_to_child(item) else None
+    return device_kit.report(item, nextitem) if device_kit.belongs_to_child(item) else None
 
 
 @pytest.hookimpl(tryfirst=True)

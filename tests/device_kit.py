@@ -1,8 +1,9 @@
-"""Tests of the simulated device, each file's in a child process: the device may not be loaded where others fork.
+"""Tests on the simulated device run in a child process, one for each file: it may not be loaded where others fork.
 
-A test marked `device` is not run by the pytest that collected it. The first test of a file starts a pytest for all tests
-of that file that are wanted; the reports of the child are told as if the tests had run here. A child that dies fails the
-tests that it has not reported, with the end of its output.
+A test with the fixture `sim` is not run by the pytest that collected it. The first of a file starts a pytest for all of
+that file that are wanted; the reports of the child are told as if the tests had run here. A child that dies fails the
+tests that it has not reported, with the end of its output. Tests that start processes of their own need no child; like
+the others they carry the mark `device`, so that they are skipped where no device can be built.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 CHILD = "TEST_SUITE_OF_HOLDFAST_DEVICE_CHILD"  # in a child: the file for its reports
@@ -34,19 +37,23 @@ def is_child() -> bool:
 
 
 def belongs_to_child(item: pytest.Item) -> bool:
-    skipped = any(item.iter_markers("skip"))
-    return item.get_closest_marker("device") is not None and not skipped and not is_child()
+    return "sim" in getattr(item, "fixturenames", ()) and not _is_skipped(item) and not is_child()
+
+
+def _is_skipped(item: pytest.Item) -> bool:
+    return any(item.iter_markers("skip"))
 
 
 def prepare(session: pytest.Session) -> None:
     """Build the device before any test's time runs."""
-    if any(map(belongs_to_child, session.items)):
+    wanted = [item for item in session.items if item.get_closest_marker("device") and not _is_skipped(item)]
+    if wanted and not is_child():
         from holdfast.testing.device import build
 
         build.build()
 
 
-def report(item: pytest.Item) -> bool:
+def report(item: pytest.Item, following: pytest.Item | None) -> bool:
     """Tell what became of a test in the child of its file, which the first of them starts."""
     reports = item.session.stash.setdefault(REPORTS, {})
     if item.nodeid not in reports:
@@ -56,6 +63,7 @@ def report(item: pytest.Item) -> bool:
         told = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
         item.ihook.pytest_runtest_logreport(report=told)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    item.session._setupstate.teardown_exact(following)  # what a test before this one left for its folder or file
     return True
 
 
@@ -66,7 +74,7 @@ def _run_file(first: pytest.Item) -> dict[str, list[dict[str, Any]]]:
         file = Path(directory) / "reports"
         file.touch()
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *slow]
-        answer = subprocess.run(
+        answer = forked.run(
             [*command, *(item.nodeid for item in wanted)],
             cwd=ROOT,
             env=os.environ | {CHILD: str(file)},

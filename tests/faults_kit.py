@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from holdfast.core.faults import Exit, Watch, cause, first_failure
+from holdfast.core.faults import LATE_S, Exit, Watch, cause, first_failure
 from holdfast.core.sight import Beat, Phase, Sight
 from holdfast.core.watch_mode import MODES
 from scenario_kit import Args, Lines, numbers
@@ -20,6 +20,7 @@ WAYS = {
     "hangs": (0.0, 0, 0, "S"),  # on a lock
     "spins": (1.0, 0, 0, "R"),
     "reads": (0.01, 0, 1 << 20, "S"),
+    "sends": (0.0, 0, 0, "S"),  # in a collective, over a slow link
     "stopped": (0.0, 0, 0, "T"),
     "traced": (0.0, 0, 0, "t"),
     "device": (0.0, 0, 0, "D"),
@@ -53,6 +54,7 @@ class Watching:
 
     def do_job(self, args: Args) -> None:
         ranks = numbers(args["ranks"])
+        self.workers = {}
         mode = MODES[args["mode"]] if "mode" in args else self.watch.mode
         self.watch, self.world_size = Watch(mode), int(args.get("world", len(ranks)))
         for rank in ranks:
@@ -63,20 +65,23 @@ class Watching:
         self.workers[rank] = Worker("steps", Sight(rank, Beat(phase=Phase.STEP), wakes=1), every_s)
 
     def do_ranks(self, args: Args) -> None:
-        """`ranks who=1,2 way=hangs phase=data stack=collective`."""
+        """`ranks who=1,2 way=hangs phase=data stack=collective at=20`: the step, if it is another one."""
         for rank in numbers(args["who"]):
             worker = self.workers[rank]
             worker.way = args.get("way", worker.way)
             worker.every_s = float(args.get("every", worker.every_s))
             worker.stack = Phase[args["stack"].upper()] if "stack" in args else None
-            beat, inside = worker.sight.beat, worker.way in ("waits", "moves")
+            beat, inside = worker.sight.beat, worker.way in ("waits", "moves", "sends")
             phase = Phase[args["phase"].upper()] if "phase" in args else Phase.COLLECTIVE if inside else beat.phase
             entered = beat.sequence + 1 if inside else beat.sequence
             name = args.get("collective", "all_reduce") if inside else beat.collective
-            changes = beat.changes + (worker.way in ("waits", "moves", "steps") or "phase" in args)
+            step = int(args.get("at", beat.step))
+            changes = beat.changes + (worker.way in ("waits", "moves", "sends", "steps") or "phase" in args)
             worker.sight = replace(
                 worker.sight,
-                beat=replace(beat, changes=changes, phase=phase, collective=name, sequence=entered, inside=inside),
+                beat=replace(
+                    beat, changes=changes, step=step, phase=phase, collective=name, sequence=entered, inside=inside
+                ),
                 state=WAYS[worker.way][3],
             )
 
@@ -113,7 +118,8 @@ class Watching:
         """`pass seconds=5 asleep=2`: the watcher itself is late by `asleep` at first."""
         lines: Lines = []
         end = self.now_s + float(args["seconds"])
-        step = float(args.get("asleep", LOOK_EVERY_S))
+        every = LATE_S if self.watch.mode.learns else LOOK_EVERY_S  # minutes pass before a careful watch
+        step = float(args.get("asleep", every))
         while self.now_s < end - 1e-9:
             self.now_s += step
             for worker in self.workers.values():
@@ -126,7 +132,7 @@ class Watching:
             ):
                 lines.append(f"{self.now_s:6.2f} {verdict.kind.value}: {verdict.reason}")
                 lines += [f"         {fact}" for fact in verdict.evidence if verdict.kind.value != "wait"]
-            step = LOOK_EVERY_S
+            step = every
         return lines or ["nothing to say"]
 
     def _live(self, worker: Worker, seconds: float) -> None:
@@ -137,6 +143,7 @@ class Watching:
             spent_s=worker.sight.spent_s + (busy + MOVING * (worker.way == "moves")) * seconds,
             wakes=worker.sight.wakes + round(wakes * seconds),
             file_bytes=worker.sight.file_bytes + round(read * seconds),
+            socket_bytes=(worker.sight.socket_bytes or 0) + round((1 << 20) * seconds * (worker.way == "sends")),
             starved_s=worker.sight.starved_s + (0.97 * seconds if worker.way == "starved" else 0.0),
             state=state,
             stands=None if worker.way == "steps" else worker.stack,

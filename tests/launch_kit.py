@@ -25,10 +25,11 @@ class Job:
 
     directory: Path
     script: str = WORKER
+    program: tuple[str, ...] = ("-m", "holdfast.train.elastic")
     launchers: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def launch(self, *flags: str, worker: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "holdfast.train.elastic", *flags, self.script, str(self.directory), *worker]
+        command = [sys.executable, *self.program, *flags, self.script, str(self.directory), *worker]
         log = (self.directory / f"launcher{len(self.launchers)}.log").open("w")
         with log:
             launcher = subprocess.Popen(command, stdout=log, stderr=log, text=True)

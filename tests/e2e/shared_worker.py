@@ -1,6 +1,7 @@
 """One rank of two that share a node and their model; between two averagings their weights differ, as under local SGD.
 
-Usage: shared_worker.py ROOT FACTS BUDGET. Writes what it saw as JSON to FACTS/<rank>.json.
+Usage: shared_worker.py ROOT FACTS BUDGET [WHAT]. Writes what it saw as JSON to FACTS/<rank>.json. WHAT differs: "owned" by an
+optimizer, which is the default, "unowned" parameters that the script updates itself, or a "dict" that is replicated.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import holdfast
 from holdfast.base.errors import LevelNotReached
 
 
-def main(root: str, facts: Path, budget: str) -> None:
+def main(root: str, facts: Path, budget: str, what: str = "owned") -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)]))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     config = holdfast.Config(every="0", durable_every="0", memory_budget=budget)
+    if what != "owned":
+        differing_beside(what, root, facts, config, model)
+        return
     checkpointer = holdfast.Checkpointer(root, model=model, optimizer=optimizer, config=config)
     checkpointer.restore()
     given_up: list[str] = []
@@ -59,5 +63,35 @@ def main(root: str, facts: Path, budget: str) -> None:
     dist.destroy_process_group()
 
 
+def differing_beside(
+    what: str, root: str, facts: Path, config: holdfast.Config, model: DistributedDataParallel
+) -> None:
+    """What no optimizer owns differs at every other step; a tensor of the dict is another one each time."""
+    rank, average = dist.get_rank(), {"w": torch.zeros(64, 64)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3) if what == "dict" else None
+    shown = {"model": model, "optimizer": optimizer, "average": average}
+    checkpointer = holdfast.Checkpointer(root, **shown, replicated=["average*"], config=config)
+    checkpointer.restore()
+    given_up = []
+    for step in range(4):
+        value = float(step if step % 2 else 10 * step + rank + 1)
+        if what == "dict":
+            average["w"] = torch.full((64, 64), value)
+        else:
+            for parameter in model.parameters():
+                parameter.data.fill_(value)
+        try:
+            checkpointer.save(step, "durable").wait("durable", 60)
+            given_up.append("")
+        except LevelNotReached as error:
+            given_up.append(str(error))
+    dist.barrier()
+    checkpointer.restore()
+    found = average["w"] if what == "dict" else next(model.parameters()).detach()
+    (facts / f"{rank}.json").write_text(json.dumps({"given_up": given_up, "holds": found.unique().tolist()}))
+    checkpointer.close()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

@@ -73,3 +73,13 @@ def test_no_version_is_made_of_rows_of_two_ranks_of_a_node(tmp_path: Path, budge
         assert facts["equal"]
     if budget == "1GiB":
         assert "model.0.bias, model.0.weight" in seen[0]["given_up"][6], "late by then, and named all the same"
+
+
+@pytest.mark.parametrize("what", ["dict", "unowned"])
+@pytest.mark.usefixtures("runtime_dir")
+def test_what_no_optimizer_owns_is_compared_too(tmp_path: Path, what: str) -> None:
+    seen = run(tmp_path, 2, "1GiB", what, worker=WORKER.with_name("shared_worker.py"), node="n0")
+
+    for facts in seen:
+        assert [bool(reason) for reason in facts["given_up"]] == [True, False] * 2
+        assert facts["holds"] == [3.0]

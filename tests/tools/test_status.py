@@ -71,7 +71,10 @@ FACTS: dict[str, Any] = {
     "preloaded": {"version": None}, "root": "/ck/run1", "incarnation": 3, "nodes": ["a", "b"], "resumed_from": "v1",
     "newest": {"captured": "v9", "replicated": "v8", "durable": None},
     "replication": {"behind_versions": 1, "lag_s": 2.25}, "counters": {"takeovers": 2.0},
-    "run": {"goodput": 0.953, "wall_s": 1000.0, "incidents": 2, "recovery_s": {"T0": 1.5, "T3": 0.5}},
+    "run": {
+        "goodput": 0.953, "wall_s": 1000.0, "incidents": 2, "recovery_s": {"T0": 1.5, "T3": 0.5},
+        "watchdog": "careful", "reports": ["rank 3 is stuck: left alone"],
+    },
     "ranks": {
         "0": {"pid": 8, "finished": False, "cadence": "every 3 steps", "restored": None, "slots": [slot(1, "v9")], "waits": WAITS},
         "1": {"pid": None, "finished": False, "cadence": "", "slots": [], "waits": None, "restored": {"version": "v1", "bytes": {"peer": 5 << 20}}},
@@ -93,6 +96,8 @@ def test_a_person_is_told_what_is_safe_what_is_behind_and_what_is_wrong() -> Non
         "lag       1 captured and not in two nodes yet, the oldest for 2.2 s",
         "takeovers 2: this node wrote what others should have written",
         "goodput   95.3 % of 1000 s, 2 incidents (2.0 s to come back)",
+        "watchdog  careful",
+        "watchdog  rank 3 is stuck: left alone",
         "cadence   every 3 steps",
         "backup    of ranks 4, 5",
         "rank 0    process 8; slot 1 v9 sealed, 1.0 MiB of 2.0 MiB",

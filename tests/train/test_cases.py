@@ -6,6 +6,8 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from holdfast.core.ladder import Failure, Fault, Limits, Rung
 from holdfast.core.sight import Phase
 from holdfast.train.cases import PROGRESS_S, RENEWED_S, Cases
@@ -104,8 +106,59 @@ def test_a_step_that_was_never_made_before_is_progress_and_health_gives_all_back
     assert mended(cases, 5.0, 6) is Rung.STOP, "four were mended"
     cases = Cases(Limits(failures=1))
     assert mended(cases, 0.0, 5) is Rung.REPLACE
+    cases.saved(8)
     cases.look(RENEWED_S + 1.0, {1: page(9)}, all_run=True)
     assert mended(cases, RENEWED_S + 2.0, 9) is Rung.REPLACE
+
+
+@pytest.mark.parametrize("step", [9, 0])
+def test_health_without_saved_progress_gives_nothing_back(step: int) -> None:
+    """Else a script that fails after ten minutes and a bit would be restarted for ever. `step` 0: it tells none."""
+    cases = Cases(Limits(failures=1))
+    cases.saved(5)
+    assert mended(cases, 0.0, step) is Rung.REPLACE
+    cases.saved(5)
+    cases.look(RENEWED_S + 1.0, {1: page(step)}, all_run=True)
+    assert mended(cases, RENEWED_S + 2.0, step) is Rung.STOP
+
+
+def test_what_the_job_comes_back_to_counts_as_saved() -> None:
+    cases = Cases(Limits(failures=1))
+    assert mended(cases, 0.0, 5) is Rung.REPLACE
+    cases.restored(1, {"step": 4, "source": "its own slot"})
+    cases.look(RENEWED_S + 1.0, {1: page(9)}, all_run=True)
+    assert mended(cases, RENEWED_S + 2.0, 9) is Rung.REPLACE
+
+
+def test_steps_that_were_made_before_are_no_progress() -> None:
+    """A script that begins at its first step again and fails ever earlier."""
+    cases = Cases(Limits(failures=99))
+    rungs = []
+    for number, step in enumerate([9, 5, 7, 8, 8]):
+        cases.look(float(number), {1: page(step)}, all_run=True)
+        rungs.append(cases.judge(died(1, step), float(number), [page(step)], {}).rung)
+        cases.ordered(float(number), [])
+    assert rungs[:4] == [Rung.REPLACE, Rung.REPLACE, Rung.RESTART_ALL, Rung.RESTART_ALL]
+    assert rungs[4] is Rung.STOP
+
+
+def test_the_same_error_of_a_script_without_steps_stops_the_job_unless_something_was_saved_in_between() -> None:
+    def fail(cases: Cases, now: float, text: str = "ValueError: a bug") -> Rung:
+        cases.look(now, {1: page(0)}, all_run=True)
+        failure = Failure(Fault.PROCESS, rank=1, first_error=text, said=True)
+        rung = cases.judge(failure, now, [page(0)], {"ranks": [1]}).rung
+        cases.ordered(now, [])
+        return rung
+
+    cases = Cases(Limits(failures=99))
+    assert [fail(cases, 10.0 * number) for number in range(3)] == [Rung.REPLACE, Rung.REPLACE, Rung.STOP]
+    cases = Cases(Limits(failures=99))
+    assert Rung.STOP not in [fail(cases, 10.0 * number, f"ValueError: {number}") for number in range(5)]
+    cases, rungs = Cases(Limits(failures=99)), []
+    for number in range(5):
+        cases.saved(number)
+        rungs.append(fail(cases, 10.0 * number))
+    assert Rung.STOP not in rungs
 
 
 def test_of_workers_that_tell_no_steps_running_for_a_while_is_progress() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import forked
+from launch_kit import wait_for
 
 LAUNCH = [sys.executable, "-W", "ignore", "-m", "holdfast.train.elastic", "--standalone"]
 
@@ -168,3 +169,29 @@ def test_a_signal_to_all_processes_leaves_the_nursery_alone(number: int) -> None
     command = [sys.executable, "-c", SIGNALLED, str(int(number))]
     done = forked.run(command, capture_output=True, text=True, timeout=30)
     assert "SIG_DFL" in done.stdout, done.stderr[-2000:]
+
+
+# Every rank stands where no signal gets it out, as in a foreign device; once with something that is safe.
+HANGS = """
+import os, pathlib, signal, time
+from holdfast.train import alive
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.environ.get("SAFE"):
+    alive.wish.saved(41)
+pathlib.Path(os.environ["HERE"], "hangs" + os.environ["RANK"]).touch()
+signal.sigwait([signal.SIGUSR1])
+"""
+
+
+@pytest.mark.parametrize("safe", ["", "1"])
+def test_a_job_whose_ranks_all_hang_ends_within_its_grace_and_says_what_is_safe(tmp_path: Path, safe: str) -> None:
+    (tmp_path / "script.py").write_text(HANGS)
+    environment = {**os.environ, "HERE": str(tmp_path), "SAFE": safe, "HOLDFAST_RUNTIME_DIR": str(tmp_path / "run")}
+    command = [*LAUNCH, "--nproc-per-node=2", "--shutdown-timeout=1", "script.py"]
+    with forked.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as launcher:
+        wait_for(lambda: all((tmp_path / f"hangs{rank}").exists() for rank in range(2)), "the ranks", str)
+        launcher.terminate()
+        _, said = launcher.communicate(timeout=30)
+        assert launcher.returncode == 128 + signal.SIGTERM
+    assert "0 of 2 workers ended well" in said
+    assert ("after step 41" in said) == bool(safe), said[-2000:]

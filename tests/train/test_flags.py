@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import forked
+
 WORKER = Path(__file__).with_name("seen_worker.py")
 TORCHRUN, OURS = "torch.distributed.run", "holdfast.train.elastic"
 # What differs by its nature: a port, a random directory, and who hosts the workers' store (the agent, on a port of each
@@ -96,3 +98,28 @@ def test_a_replacement_writes_logs_of_its_own_and_an_exit_code_is_told(tmp_path:
     left = launch(OURS, tmp_path / "left", *FLAGS, "--max-restarts=0", first=("leave",))
     assert left.done.returncode == 1
     assert "exitcode  : 7" in left.done.stderr
+
+
+# A launcher on a node that has NVIDIA's driver, as far as the presets can tell.
+WITH_DRIVER = """
+import os, sys
+from holdfast.train import devices, elastic
+devices._PRESETS = {"/": devices._NCCL}
+sys.exit(elastic.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("mine", "flags", "found"), [("", (), "0"), ("3", (), "3"), ("", ("--watchdog=off",), "1"), ("3", ("--watchdog=off",), "3")]
+)  # fmt: skip
+def test_settings_of_the_users_are_never_overridden_and_none_is_made_without_a_watchdog(
+    tmp_path: Path, mine: str, flags: tuple[str, ...], found: str
+) -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    script = tmp_path / "script.py"
+    script.write_text(f"import os, sys; open(sys.argv[1], 'w').write(os.environ[{name!r}])")
+    environment = {**os.environ, **({name: mine} if mine else {}), "HOLDFAST_RUNTIME_DIR": str(tmp_path / "run")}
+    command = [sys.executable, "-c", WITH_DRIVER, "--standalone", *flags, str(script), str(tmp_path / "found")]
+    done = forked.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "found").read_text() == found

@@ -8,8 +8,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,7 +25,7 @@ from holdfast.core.model import Version
 from holdfast.train import capture, notes, trust
 from holdfast.train.fence import Fence, Job
 from holdfast.train.remains import Survivor, remains
-from holdfast.train.spots import Spots, has_spots
+from holdfast.train.spots import SPOT_BYTES, Spots, has_spots
 from holdfast.train.state import State
 from holdfast.train.steps import Steps
 from holdfast.train.trust import NUM_PROOFS
@@ -548,3 +551,93 @@ def test_spots_are_the_same_elements_in_any_memory_layout() -> None:
         assert (one.folded(one.read(3)) != other.folded(other.read(3))).sum() == number + 1
     assert not has_spots(torch.randn(3, dtype=torch.complex64).conj())
     assert not has_spots(torch.empty(0))
+
+
+MOVING = """
+import sys, torch, holdfast
+import torch.multiprocessing as mp
+
+def reader(queue, done):
+    while (state := queue.get()) is not None:
+        done.put(sum(float(tensor.sum()) for tensor in state.values()))
+
+def take_away(model):
+    for parameter in model.parameters():
+        kept, size = parameter.detach().clone(), parameter.untyped_storage().nbytes()
+        parameter.untyped_storage().resize_(0)
+        parameter.untyped_storage().resize_(size)
+        parameter.data.copy_(kept)
+
+def main(how):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    checkpointer = holdfast.Checkpointer(sys.argv[1], model=model, optimizer=optimizer, every=0, durable_every=0)
+    checkpointer.restore()
+    context = mp.get_context("fork")
+    queue, done = context.Queue(), context.Queue()
+    process = context.Process(target=reader, args=(queue, done))
+    process.start()
+    for step in range(9):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        states = [parameter.detach().clone() for parameter in model.parameters()]
+        handle = checkpointer.save(step)
+        if step == 5:
+            handle._settle()
+            if how == "share":
+                model.share_memory()
+            elif how == "send":
+                queue.put(model.state_dict())
+                done.get()
+            else:
+                take_away(model)
+        else:
+            handle.wait("captured", 20)
+    queue.put(None)
+    process.join()
+    handle.wait("captured", 20)
+    checkpointer.restore(handle.version)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), states))
+    checkpointer.close()
+    print("went on")
+
+if __name__ == "__main__":
+    main(sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("how", ["share", "send", "take away"])
+@pytest.mark.usefixtures("runtime_dir")
+def test_memory_that_torch_moves_in_place_ends_no_training(tmp_path: Path, how: str) -> None:
+    """Spots are read by addresses: of memory that is not there any more the kernel makes a SIGSEGV."""
+    script = tmp_path / "moving.py"
+    script.write_text(MOVING)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "job"), how],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "went on" in done.stdout
+
+
+def test_an_inner_part_of_a_large_tensor_that_is_written_and_put_back_is_found(make: Make, held: Held) -> None:  # noqa: F811
+    """The copy took half of it as it never was; nothing tells that but elements within."""
+    trainee = Trainee(width=1 << 17)
+    large = max(trainee.model.parameters(), key=torch.numel)
+    assert large.nbytes >= 8 * SPOT_BYTES
+    checkpointer = trusted(make, trainee, memory_budget="2GiB")
+    rows = len(large) // 4
+    inner, kept = large.data[rows : 3 * rows], large.data[rows : 3 * rows].clone()
+    held.gate.clear()
+    handle = checkpointer.save(20)
+    inner.zero_()
+    held.gate.set()
+    assert checkpointer._run.saver.fence.idle(20.0)
+    inner.copy_(kept)
+    with pytest.raises(LevelNotReached, match="written while it was copied"):
+        handle.wait("captured", 10)

@@ -168,3 +168,28 @@ def test_a_node_that_only_stood_still_is_met_again_where_no_other_comes(job: Job
 
 def is_child(pid: int, launcher: subprocess.Popen[str]) -> bool:
     return pid in {process.pid for process in family(launcher)}
+
+
+# A launcher that dies after the others count it in, and before it says a word to them.
+DIES_IN_THE_GAP = """
+import os, signal, sys
+from holdfast.train import elastic, rounds
+rounds.Round.open = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(elastic.main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_node_that_dies_between_the_meeting_and_its_first_word_is_replaced(job: Job) -> None:
+    nodes = Nodes(job, f"127.0.0.1:{free_port()}", "3")
+    living = [nodes.start(node) for node in (0, 1)]
+    job.program = ("-c", DIES_IN_THE_GAP)
+    gone = nodes.start(2)
+    assert gone.wait(60) == -signal.SIGKILL
+    job.program = ("-m", "holdfast.train.elastic")
+    living.append(nodes.start(2))
+    job.running(3)
+    job.stop()
+    assert [launcher.wait(60) for launcher in living] == [0, 0, 0], job.logs()
+    assert "the job meets again" in job.logs()

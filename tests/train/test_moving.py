@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 
 from holdfast.train.moving import MovingRendezvous
+from holdfast.train.standby import Dialler
 
 
 @pytest.fixture
@@ -38,3 +40,20 @@ def test_ranks_with_a_gap_are_not_believed(alone: MovingRendezvous, caplog: pyte
 
 def test_a_word_that_never_comes_is_not_waited_for_for_ever(alone: MovingRendezvous) -> None:
     assert alone.next_rendezvous().store.timeout.total_seconds() <= 20.0
+
+
+def test_a_launcher_at_an_address_of_ipv6_keeps_a_store_that_others_reach() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
+    port = TCPStore("::1", 0, is_master=True, wait_for_workers=False).port
+    params = RendezvousParameters("c10d", f"[::1]:{port}", "moving", 1, 1, "::1", is_host=True)
+    made = MovingRendezvous(params)
+    try:
+        found = Dialler().ask([made._standby.address])
+        assert found.keys() == {made._standby.address}
+        assert made._standby.address.startswith("[::1]:")
+        assert found[made._standby.address][0].uses == f"[::1]:{port}"
+    finally:
+        made.shutdown()

@@ -22,7 +22,7 @@ MAY_GROW_BYTES = 12 << 20
 def runs(tmp_path: Path, count: int) -> tuple[list[dict[str, Any]], list[str]]:
     losses = tmp_path / "losses"
     command = [sys.executable, AGENT, str(count), str(losses)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=1100, check=False)
     assert answer.returncode == 0, answer.stderr[-3000:]
     return [json.loads(line) for line in answer.stdout.splitlines()], losses.read_text().splitlines()
 
@@ -37,10 +37,9 @@ def stays_flat(tmp_path: Path, count: int) -> None:
     assert steady[-1]["rss"] - rows[WARM_UP - 1]["rss"] < MAY_GROW_BYTES, [row["rss"] >> 20 for row in rows]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(560)
-def test_a_hundred_runs_in_one_process_leave_nothing_behind(tmp_path: Path) -> None:
-    stays_flat(tmp_path, 100)
+@pytest.mark.parametrize("count", [10, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+def test_many_runs_in_one_process_leave_nothing_behind(tmp_path: Path, count: int) -> None:
+    stays_flat(tmp_path, count)
 
 
 # Leaves behind whatever a script may leave: what it was given is what it finds when it is run again.

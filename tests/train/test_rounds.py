@@ -7,9 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import DistError, TCPStore
 
-from holdfast.train.rounds import BEAT_S, Over, Round
+from holdfast.train.rounds import BEAT_S, Apart, Over, Round
 
 Make = Callable[[int], list[Round]]
 
@@ -32,7 +32,7 @@ def agents() -> Make:
 def opened(agents: list[Round], *recoveries: int) -> None:
     """All have the first incarnation."""
     with ThreadPoolExecutor(len(agents)) as pool:
-        found = list(pool.map(Round.open, agents, recoveries))
+        found = list(pool.map(lambda agent, number: agent.open(number, str), agents, recoveries))
     assert len(set(found)) == 1, "every agent starts its workers with the same"
     assert found[0].recoveries == max(recoveries), "a new node knows of none"
 
@@ -125,7 +125,7 @@ def test_an_agent_that_gives_no_sign_of_life_is_missed(silent: int, told: list[d
 def test_who_says_that_all_of_his_ranks_stand_is_believed_while_his_beats_are_new(agents: Make) -> None:
     one, two = agents(2)
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda agent: agent.open(0), (one, two)))
+        list(pool.map(lambda agent: agent.open(0, str), (one, two)))
     for second, stuck, told in ((0, False, []), (1, True, [3, 4]), (2, False, []), (3, True, [3, 4])):
         two.beat(100.0 + second * BEAT_S, stuck=stuck)
         one.beat(100.0 + second * BEAT_S)
@@ -138,5 +138,20 @@ def test_who_says_that_all_of_his_ranks_stand_is_believed_while_his_beats_are_ne
 def test_everybody_knows_whose_ranks_an_agent_has(agents: Make) -> None:
     one, two = agents(2)
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda agent: agent.open(0), (one, two)))
+        list(pool.map(lambda agent: agent.open(0, str), (one, two)))
     assert one.ranks_of(1) == two.ranks_of(1) == (3, 4)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_waits_for_one_that_is_gone_meets_again_instead(agents: Make, rank: int) -> None:
+    """Rank 2 met the others and died before its first word: the leader waits for it, and rank 1 for the leader."""
+    asked: list[int] = []
+
+    def apart() -> str:
+        asked.append(1)
+        return "1 of 3 launchers that met is gone" if len(asked) > 1 else ""
+
+    with pytest.raises(Apart, match="is gone"):
+        agents(3)[rank].open(0, apart)
+    assert len(asked) == 2, "as soon as it is known, and not before"
+    assert issubclass(Apart, DistError), "whoever moves with the store knows it"

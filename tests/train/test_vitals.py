@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from holdfast.train.vitals import Vitals, vitals
+import pytest
+
+from holdfast.core.sight import PERSON, SLEEP
+from holdfast.train.vitals import Examiner, Vitals, is_frozen, vitals
 
 WAIT_S = 30.0
 # A worker that waits, and a child of it (a data loader) that does the work.
@@ -28,10 +33,11 @@ def worker(*command: str) -> Iterator[int]:
         process.communicate()
 
 
-def becomes(pid: int, right: Callable[[Vitals], bool]) -> Vitals:
+def becomes(pid: int, right: Callable[[Vitals], bool], examiner: Examiner | None = None) -> Vitals:
+    """What a look shows as soon as it is right; several looks of one examiner see the dear things now and then."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
-        seen = vitals(pid)
+        seen = examiner.look(pid, time.monotonic()) if examiner is not None else vitals(pid)
         assert seen is not None, "it ended"
         if right(seen):
             return seen
@@ -57,6 +63,74 @@ def test_what_its_other_threads_compute_is_told_apart() -> None:
         idle = becomes(pid, lambda seen: seen.state == "S" and seen.spent_s > 0.1)
         later = becomes(pid, lambda seen: seen.spent_s > idle.spent_s + 0.5)
         assert later.busy_s - idle.busy_s < 0.1
+
+
+SENDER = r"""
+import socket, subprocess, sys
+ours = socket.create_server(("127.0.0.1", 0))
+subprocess.Popen([sys.executable, "-ISc", "import socket, time; c = socket.create_connection(('127.0.0.1', %d))\n"
+    "while True: c.send(bytes(4096)); time.sleep(0.01)" % ours.getsockname()[1]])
+link, _ = ours.accept()
+while link.recv(65536): pass
+"""
+
+
+def test_bytes_that_come_through_its_connections_are_seen() -> None:
+    """`recv` is in none of the kernel's counters of a process."""
+    examiner = Examiner()
+    with worker(SENDER) as pid:
+        first = becomes(pid, lambda seen: (seen.socket_bytes or 0) > 0, examiner)
+        assert first.socket_bytes is not None
+        becomes(pid, lambda seen: (seen.socket_bytes or 0) > (first.socket_bytes or 0) + 8192, examiner)
+
+
+def test_what_a_shell_left_behind_counts_too() -> None:
+    """It has another parent, and the session of the worker."""
+    orphan = "import subprocess, sys; subprocess.run(['bash', '-c', sys.argv[1]]); sys.stdin.read()"
+    with worker(orphan, f"({sys.executable} -ISc 'while True: pass') > /dev/null &") as pid:
+        becomes(pid, lambda seen: seen.family_s > 0.3)
+
+
+def test_growth_of_memory_is_seen() -> None:
+    with worker("import sys; sys.stdin.readline(); held = bytearray(64 << 20); sys.stdin.read()") as pid:
+        before = becomes(pid, lambda seen: seen.memory_bytes > 0)
+        with open(f"/proc/{pid}/fd/0", "w") as keyboard:
+            keyboard.write("\n")
+        becomes(pid, lambda seen: seen.memory_bytes > before.memory_bytes + (60 << 20))
+
+
+def test_a_sleep_and_a_question_at_a_terminal_are_known_by_their_system_call() -> None:
+    with worker("import time; time.sleep(100)") as pid:
+        becomes(pid, lambda seen: seen.waits_in == SLEEP)
+    ours, terminal = pty.openpty()
+    asks = subprocess.Popen([sys.executable, "-ISc", "input()"], stdin=terminal)
+    try:
+        becomes(asks.pid, lambda seen: seen.waits_in == PERSON)
+    finally:
+        asks.kill()
+        asks.wait()
+        os.close(ours)
+        os.close(terminal)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("cgroup.events", "populated 1\nfrozen {}\n"), ("freezer.state", "{}")], ids=["v2", "v1"]
+)
+def test_a_frozen_control_group_is_known(name: str, told: str, tmp_path: Path) -> None:
+    """The files of both versions; a group of this process's own is not frozen."""
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    kinds = {"cgroup.events": "", "freezer.state": "freezer"}
+    paths = [path for _, kind, path in lines if kinds[name] in kind.split(",")]
+    if not paths or (name == "freezer.state" and paths[0] == "/"):
+        pytest.skip("this machine has no such control group")
+    place = tmp_path / (("freezer" + paths[0]) if name == "freezer.state" else paths[0].lstrip("/"))
+    place.mkdir(parents=True, exist_ok=True)
+    frozen, thawed = ("FROZEN", "THAWED") if name == "freezer.state" else ("1", "0")
+    (place / name).write_text(told.format(thawed))
+    assert not is_frozen(os.getpid(), str(tmp_path))
+    (place / name).write_text(told.format(frozen))
+    assert is_frozen(os.getpid(), str(tmp_path))
+    assert not is_frozen(os.getpid())
 
 
 def test_time_that_it_waits_for_a_processor_is_told() -> None:

@@ -1,7 +1,9 @@
 """What tests/train/test_watchdog.py runs: several small jobs at once, forked from one process that has torch, each with
 a fault of its own and a Watchdog. Prints one JSON line per job: what was said, about whom, after how long.
 
-    watch_jobs.py DIRECTORY SECONDS JOB...
+    watch_jobs.py DIRECTORY SECONDS MODE SCALE JOB...
+
+SCALE multiplies every limit of the mode: with careful and 1/30 two minutes are four seconds, and all proportions stay.
 """
 
 from __future__ import annotations
@@ -22,19 +24,21 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from holdfast.core.watch_mode import QUICK
+from holdfast.core.watch_mode import MODES, Mode
 from holdfast.train import beats, page
 from holdfast.train.watchdog import Watchdog
+from oddity_jobs import BOTH, HEALTHY, ODD_S, SICK
 
 FAULT_AFTER_STEP = 20
 CULPRIT = 1
+PAST = FAULT_AFTER_STEP + 10
 
 
 class Blocks(Dataset[torch.Tensor]):
     """Of which one element never comes."""
 
-    def __init__(self, broken: bool) -> None:
-        self.broken = broken
+    def __init__(self, broken: bool, slow: bool) -> None:
+        self.broken, self.slow = broken, slow
 
     def __len__(self) -> int:
         return 100_000
@@ -42,6 +46,8 @@ class Blocks(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         if self.broken and index >= FAULT_AFTER_STEP:
             os.read(os.pipe()[0], 1)
+        if self.slow and index == FAULT_AFTER_STEP:
+            time.sleep(0.8 * ODD_S)
         return torch.ones(4)
 
 
@@ -72,7 +78,9 @@ def train(job: str, rank: int, store: str) -> None:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     culprit = rank == CULPRIT
-    batches = iter(DataLoader(Blocks(job == "data" and culprit), batch_size=1))
+    blocks = Blocks(job in ("data", "no object") and culprit, job == "slow object" and culprit)
+    # As before there were workers, or one that can be slow by itself.
+    batches = iter(DataLoader(blocks, batch_size=1, num_workers=int("object" in job)))
     for step in range(100_000):
         loss = model(next(batches)).sum()
         loss.backward()
@@ -82,7 +90,7 @@ def train(job: str, rank: int, store: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         time.sleep(0.05)
-        if step == FAULT_AFTER_STEP and culprit:
+        if step == FAULT_AFTER_STEP and (culprit or job in BOTH):
             Fault.of(job, model)
 
 
@@ -99,16 +107,19 @@ class Fault:
             "unheard": beats.detach,
             "evaluation": lambda: evaluate(model),
         }
-        kinds.get(job, lambda: None)()
+        if job in kinds:
+            kinds[job]()
+        elif job in (odd := {**HEALTHY, **SICK}):
+            odd[job](model)
 
 
 class Job:
     """Two ranks, their pages, their watchdog."""
 
-    def __init__(self, name: str, directory: Path) -> None:
+    def __init__(self, name: str, directory: Path, mode: Mode) -> None:
         self.name = name
         store = tempfile.mktemp(prefix=f"store-{name}-", dir=directory)
-        self.watchdog = Watchdog(directory / name, QUICK)
+        self.watchdog = Watchdog(directory / name, mode)
         self.pages = [page.make_page() for _ in range(2)]
         self.pids = [self._fork(rank, store) for rank in range(2)]
         self.said: list[dict[str, object]] = []
@@ -121,7 +132,7 @@ class Job:
         if pid:
             return pid
         try:
-            os.setpgid(0, 0)
+            os.setsid()  # as the launcher's workers
             beats.attach(self.pages[rank])
             train(self.name, rank, store)
         except BaseException:  # noqa: BLE001 - a fork ends here, whatever happened
@@ -149,27 +160,29 @@ class Job:
     def end(self) -> None:
         steps = self.steps()
         self.watchdog.close()
-        alive = []
-        for pid in self.pids:
-            alive.append(os.waitpid(pid, os.WNOHANG)[0] == 0)
-            if alive[-1]:
+        alive = [os.waitpid(pid, os.WNOHANG)[0] == 0 for pid in self.pids]
+        for pid, lives in zip(self.pids, alive, strict=True):
+            if lives:
                 os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
         print(json.dumps({"job": self.name, "said": self.said, "steps": steps, "alive": alive, "stands": self.stands}))
 
 
 def main() -> None:
-    directory, seconds, names = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    directory, seconds, names = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[5:]
+    mode = MODES[sys.argv[3]].scaled(float(sys.argv[4]))
     torch.set_num_threads(1)
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0).zero_grad()  # what it imports, it imports once
-    jobs = [Job(name, directory) for name in names]
+    jobs = [Job(name, directory, mode) for name in names]
     deadline = time.monotonic() + 60
-    faulty = [job for job in jobs if job.name not in ("healthy", "unheard", "evaluation")]
-    started = False
+    faulty = [job for job in jobs if job.name not in ("healthy", "unheard", "evaluation", *HEALTHY)]
+    started, zoo = False, {*names} <= {*HEALTHY, *SICK}
     try:
         while time.monotonic() < deadline and not (len(faulty) == len(jobs) and all(job.said for job in faulty)):
             for job in jobs:
                 job.poll(time.monotonic())
+            if zoo and all(job.said or min(job.steps()) > PAST for job in jobs):
+                break
             if not started and all(job.steps()[0] >= FAULT_AFTER_STEP for job in jobs):
                 started, deadline = True, time.monotonic() + seconds
             time.sleep(0.05)

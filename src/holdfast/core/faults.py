@@ -328,12 +328,12 @@ class Watch:
         return self._judge_busy(rank, now_s, silence, limit)
 
     def _ask_again(self, rank: int, silence: float, limit: float) -> list[Verdict]:
-        """Asks for another dump each half limit: only several tell a loop that is endless from one that goes on."""
+        """Asks for more dumps: only several tell a loop that is endless from one that goes on. Then seldom."""
         track = self._tracks[rank]
-        halves = int(2 * silence / limit)
-        if not self.mode.learns or silence <= limit or halves == track.num_asked or track.sight.state in "TDtF":
+        due = limit * (1.5 + track.num_asked / 2 if track.num_asked < SAME_PLACES else 2**track.num_asked)
+        if not self.mode.learns or silence <= due or track.sight.state in "TDtF":
             return []
-        track.num_asked = halves
+        track.num_asked += 1
         return [Verdict(Kind.LOOK, (rank,), f"rank {rank} made no progress for {silence:.1f} s", (), "", silence)]
 
     def _judge_stopped(self, rank: int, now_s: float, silence: float, limit: float) -> Verdict:
@@ -366,7 +366,7 @@ class Watch:
         if silence <= patience or not self._is_quiet(rank, now_s, silence, patience):
             return self._wait(rank, why)
         second = "it neither computes nor wakes nor reads"
-        others = f"{_waiting(waiters)} for it and make no progress" if waiters and self.mode.learns else ""
+        others = f"{_waiting(waiters)} for it, without progress" if waiters and self.mode.learns else ""
         return self._condemn(rank, now_s, silence, patience, (second, others))
 
     def _unwaited_s(self, sight: Sight, patience: float) -> float:

@@ -44,6 +44,7 @@ class Failure:
         step: the newest step that the rank is known to have begun; -1 if that is not known.
         first_error: what the process said, or how it ended.
         node: where; for the summary.
+        said: the process said so itself, before it ended.
     """
 
     fault: Fault
@@ -51,6 +52,7 @@ class Failure:
     step: int = -1
     first_error: str = ""
     node: str = ""
+    said: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,9 @@ class Limits:
 
     Attributes:
         failures: all failures that are mended in one life of the job; torchrun's `--max-restarts`.
-        renewed: whether a long time of health gives all of them back (when nobody gave a number).
-        same_place: failures of one rank at one step before the older version is tried.
+        renewed: whether a long time of health with saved progress gives all of them back (when nobody gave a number).
+        same_place: failures of one rank at one step before the older version is tried; and how often one and the same error
+            of a process without steps stops the job.
         rung: attempts of one rung without progress before the next.
     """
 
@@ -85,20 +88,27 @@ class Ladder:
 
     limits: Limits
     num_failures: int = 0
+    errors: dict[str, int] = field(default_factory=dict)  # what processes said, since something was saved
     tried: list[tuple[Failure, Answer]] = field(default_factory=list)
 
     def progressed(self) -> None:
         """A step was finished that had not been finished before: the next failure begins at the bottom."""
         self.tried.clear()
 
+    def saved(self) -> None:
+        """Something beyond the last failure was saved: what failed before is no loop."""
+        self.errors.clear()
+
     def renew(self) -> None:
-        """The job has been well for long: all failures are forgotten, unless somebody gave their number."""
+        """The job has been well for long and saved progress: all failures are forgotten, unless somebody gave their number."""
         if self.limits.renewed:
             self.num_failures = 0
 
     def failed(self, failure: Failure) -> Answer:
         """What is done about it."""
         self.num_failures += 1
+        if failure.said:
+            self.errors[failure.first_error] = self.errors.get(failure.first_error, 0) + 1
         answer = self._answer(failure)
         self.tried.append((failure, answer))
         return answer
@@ -119,6 +129,8 @@ class Ladder:
     def _answer(self, failure: Failure) -> Answer:
         if self.num_failures > self.limits.failures:
             return Answer(Rung.STOP, f"{self.limits.failures} failures were mended, more are not allowed")
+        if self._repeats(failure):
+            return Answer(Rung.STOP, f"the same error {self.limits.same_place} times, and nothing was saved in between")
         if failure.fault is Fault.NODE:
             return Answer(Rung.REPLACE_NODE, "a node was lost; its ranks need another one")
         same = [answer for known, answer in self.tried if _same_place(known, failure)]
@@ -130,6 +142,12 @@ class Ladder:
                 Rung.REPLACE, f"rank {failure.rank} failed {times} times at one step; older version", older=True
             )
         return self._cheapest(failure)
+
+    def _repeats(self, failure: Failure) -> bool:
+        """Return whether this error comes again and again; where steps are known, and where somebody gave a number, those decide."""
+        if failure.step >= 0 or not failure.said or not self.limits.renewed:
+            return False
+        return self.errors.get(failure.first_error, 0) >= self.limits.same_place
 
     def _cheapest(self, failure: Failure) -> Answer:
         rungs = (

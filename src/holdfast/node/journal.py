@@ -57,6 +57,8 @@ def _facts(found: Goodput) -> dict[str, Any]:
         "incidents": len(found.incidents),
         "detection_s": sum(incident.found_s for incident in found.incidents),
         "recovery_s": parts,
+        "watchdog": found.watchdog,
+        "reports": list(found.reports),
     }
 
 

@@ -12,17 +12,13 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from holdfast.base import program
+
 PROGRAMS = {
     "run": "holdfast.adapters.run",
     "demo": "holdfast.testing.demo",
     "drill": "holdfast.testing.drill",
 }
-
-# `python -m` without the working directory in the search path, where a user's `secrets.py` may lie.
-AS_MODULE = (
-    "import sys; getattr(sys.flags, 'safe_path', False) or sys.path.pop(0); import runpy; "
-    "runpy._run_module_as_main(sys.argv.pop(1))"
-)
 
 QUESTIONS = {
     "exported": "holdfast.adapters.exported",
@@ -31,16 +27,16 @@ QUESTIONS = {
 }
 
 
-def become(program: str, arguments: Sequence[str]) -> NoReturn:
+def become(name: str, arguments: Sequence[str]) -> NoReturn:
     """Replaces this process by the program, arguments passed through."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-c", AS_MODULE, PROGRAMS[program], *arguments])
+    os.execv(sys.executable, program.command(PROGRAMS[name], *arguments))
 
 
-def ask(program: str, arguments: Sequence[str]) -> bytes:
+def ask(name: str, arguments: Sequence[str]) -> bytes:
     """What the program answers on standard output; empty if it fails. Its errors go where ours do."""
     sys.stderr.flush()
-    command = [sys.executable, "-c", AS_MODULE, QUESTIONS[program], *arguments]
+    command = program.command(QUESTIONS[name], *arguments)
     answer = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
     return answer.stdout if answer.returncode == 0 else b""

@@ -142,6 +142,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     if run := facts["run"]:
         back = sum(run["recovery_s"].values())
         yield f"goodput   {100 * run['goodput']:.1f} % of {run['wall_s']:.0f} s, {run['incidents']} incidents ({back:.1f} s to come back)"
+        yield f"watchdog  {run.get('watchdog') or 'not told'}"
+        yield from (f"watchdog  {reason}" for reason in run.get("reports", ()))
     for reason in sorted({found["cadence"] for found in facts["ranks"].values()} - {""}):
         yield f"cadence   {reason}"
     backed = sorted({slot["rank"] for slot in facts["replicas"]})

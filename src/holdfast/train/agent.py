@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import select
 import signal
 import socket
 import time
@@ -38,10 +37,11 @@ from holdfast.train.cases import Cases, step_of
 from holdfast.train.control import Order
 from holdfast.train.meeting_agent import MeetingAgent
 from holdfast.train.moving import LOST, Moved
-from holdfast.train.nursery import Nursery
+from holdfast.train.nursery import NotForked, readable
 from holdfast.train.processes import Doing, Seat, Workers
 from holdfast.train.rounds import Incarnation, Over, Round
 from holdfast.train.rules import Program, Rules
+from holdfast.train.supply import Supply
 from holdfast.train.urging import urge
 from holdfast.train.watchdog import Watchdog
 
@@ -53,11 +53,11 @@ HOLD_ALONE_S = 1.0
 # Broken groups and a node of which nothing was heard for so long: it is lost. (Without broken groups: core.faults.LOST_S.)
 LOST_AND_BROKEN_S = 4.0
 SPARE_DELAY_S = 1.0
+# How long a rank may be without a process because none can be forked.
+VACANT_S = 600.0
 # How often it is said which workers are awaited at the end of the job.
 SAY_S = 60.0
-HEARD = {
-    "started": Doing.RUNS, "finished": Doing.FINISHED, "raised": Doing.HOLDS, "failed": Doing.ENDS, "stuck": Doing.STUCK,
-}  # fmt: skip
+HEARD = {"started": Doing.RUNS, "finished": Doing.FINISHED, "raised": Doing.HOLDS, "failed": Doing.ENDS}
 
 
 class Agent(MeetingAgent):
@@ -74,14 +74,14 @@ class Agent(MeetingAgent):
         spec: WorkerSpec,
         config: LaunchConfig,
         *,
-        nursery: Nursery,
+        supply: Supply,
         program: Program | None,
         num_spares: int,
         watch: Watchdog | None,
         rules: Rules,
     ) -> None:
         super().__init__(spec, config, rules)
-        self._nursery, self._program, self._num_spares = nursery, program, num_spares
+        self._supply, self._program, self._num_spares = supply, program, num_spares
         self._watch, self._rules = watch, rules
         self._cases = Cases(rules.limits)
         self._found: dict[int, Verdict] = {}
@@ -112,7 +112,7 @@ class Agent(MeetingAgent):
             keeper=self._rules.early.address(), ranks=[worker.global_rank for worker in group.workers],
         )  # fmt: skip
         self._round.version = self._version
-        self._current = self._round.open(self._recoveries)
+        self._current = self._round.open(self._recoveries, self._meeting.apart if self._meeting is not None else str)
         self._rules.early.starts(group, self._round.keepers())
         self._recoveries = self._current.recoveries
         if self._workers is None:
@@ -144,7 +144,7 @@ class Agent(MeetingAgent):
         silent = self._round.beat(now, stuck=self._watch is not None and self._watch.stuck)
         lost = self._obey_watch(now, silent)
         self._renew_unfit()
-        over = self._round.over() or lost or self._look() or self._look_at_groups(now, silent)
+        over = self._round.over() or lost or self._fill_vacant(now) or self._look() or self._look_at_groups(now, silent)
         if over is not None:
             return self._leave_round(over, worker_group)
         newest = self._round.newest()
@@ -182,10 +182,22 @@ class Agent(MeetingAgent):
         super()._shutdown(death_sig, *args, **kwargs)
 
     def exit_code_after(self, sigval: signal.Signals) -> int:
-        """0 if every worker ended well after the signal, else the shell's 128 + signal."""
+        """0 if every worker ended well after the signal, else the shell's 128 + signal. Says what is safe."""
         seats = self._seats()
         if not seats:
             return super().exit_code_after(sigval)
+        for seat in seats:
+            self._hear(seat)  # what it said last
+        well = sum(seat.proc.poll() == 0 for seat in seats)
+        step = self._cases.saved_step
+        safe = (
+            f"the newest state that workers told to be safe is that after step {step}"
+            if step >= 0
+            else "no worker told of state that is safe"
+        )
+        logger.warning(
+            "the job was told to end (%s): %d of %d workers ended well; %s", sigval.name, well, len(seats), safe
+        )
         return 0 if all(seat.proc.poll() == 0 for seat in seats) else 128 + sigval
 
     # What is seen.
@@ -193,22 +205,15 @@ class Agent(MeetingAgent):
     def _wait(self) -> None:
         """Until something happens, or the monitor interval is over."""
         lines = [seat.line.fileno for seat in self._seats() if not seat.silent]
-        select.select([self._nursery.fileno, *lines], [], [], self._interval_s)
+        nursery = self._supply.nursery
+        readable([*lines, *([] if nursery.lost else [nursery.fileno])], self._interval_s)
 
     def _hear(self, seat: Seat) -> None:
         messages = [] if seat.silent else seat.line.receive(wait=False)
         if messages is None:
             seat.silent = True
         for message in messages or ():
-            if message["op"] == "works on":
-                self._jobs[message["root"]] = message["job"]
-            if message["number"] == seat.order and message["op"] == "restored":
-                self._version = ""  # the job came back once as the operator wanted; from now on it goes on from there
-                if self._round is not None:
-                    self._round.version = ""
-                self._cases.restored(self._worker_group.workers[seat.local_rank].global_rank, message)
-                if self._watch is not None and seat.local_rank == 0:
-                    self._watch.restored(int(message["step"]) + 1)
+            self._note_state(seat, message)
             seat.began |= message["op"] == "started"  # also an order that was replaced: it needs help to leave that
             if message["op"] == "failed":  # whatever was ordered meanwhile: it has not heard of it, and ends
                 seat.told = int(message["code"])
@@ -226,6 +231,20 @@ class Agent(MeetingAgent):
                 self._watch.gone(self._worker_group.workers[seat.local_rank].global_rank)
             seat.error = message.get("error", "")
 
+    def _note_state(self, seat: Seat, message: Mapping[str, Any]) -> None:
+        """What a worker tells of its job's state: whose it is, where it came back from, what is safe by now."""
+        if message["op"] == "works on":
+            self._jobs[message["root"]] = message["job"]
+        if message["op"] == "saved":
+            self._cases.saved(int(message["step"]))
+        if message["number"] == seat.order and message["op"] == "restored":
+            self._version = ""  # the job came back once as the operator wanted; from now on it goes on from there
+            if self._round is not None:
+                self._round.version = ""
+            self._cases.restored(self._worker_group.workers[seat.local_rank].global_rank, message)
+            if self._watch is not None and seat.local_rank == 0:
+                self._watch.restored(int(message["step"]) + 1)
+
     def _look(self) -> Over | None:
         """Workers that ended although they should not have."""
         assert self._workers is not None
@@ -234,14 +253,12 @@ class Agent(MeetingAgent):
         spent = [seat for seat in dead if self._cannot_run_twice(seat)]
         for seat in spent:
             self._run_anew(f"it ended with {self._why(seat.code)} before its first step: {seat.error}", seat)
-            self._workers.replace(seat.local_rank, self._recoveries + 1)
+            self._replace(seat.local_rank, self._recoveries + 1)
         dead = [seat for seat in dead if seat not in spent]
         if not dead:
             if spent:
                 self._round.propose(self._current.number + 1, f"scripts do not run again in this job: {self._unfit}")
             return None
-        if all(seat.doing is Doing.STUCK for seat in dead):
-            return self._look_again(dead)
         ends = [(seat.local_rank, Exit(seat.code, report=seat.error)) for seat in dead]
         first = self._workers.seats[first_failure(ends)]
         dead.sort(key=lambda seat: seat is not first)
@@ -255,11 +272,11 @@ class Agent(MeetingAgent):
         error = found.reason if found else first.error or self._why(code)
         by, after_s = ("; ".join(found.evidence), found.found_after_s) if found else (self._why(code), 0.0)
         facts = {"ranks": ranks, "nodes": [self._node], "found_by": by, "found_s": after_s}
-        failed = Failure(Fault.PROCESS, ranks[0], step, error, self._node)
+        failed = Failure(Fault.PROCESS, ranks[0], step, error, self._node, said=not found and bool(first.error))
         answer = self._cases.judge(failed, time.monotonic(), readings, facts)
         if answer.rung is Rung.REPLACE:
             for seat in dead:
-                self._workers.replace(seat.local_rank, self._recoveries + 1)
+                self._replace(seat.local_rank, self._recoveries + 1)
         return self._act(answer, f"rank {ranks[0]} ended with {self._why(code)}")
 
     def _renew_unfit(self) -> None:
@@ -268,7 +285,8 @@ class Agent(MeetingAgent):
         for worker in self._worker_group.workers:
             seat = self._workers.seats[worker.local_rank]
             if seat.doing is Doing.UNFIT and seat.proc.poll() is not None:
-                self._give_order(worker, self._workers.replace(worker.local_rank, self._recoveries))
+                self._replace(worker.local_rank, self._recoveries)
+                self._give_order(worker)
                 self._cases.renewed(worker.global_rank)
 
     def _run_anew(self, why: str, seat: Seat) -> None:
@@ -293,22 +311,9 @@ class Agent(MeetingAgent):
             condemned=rank in self._found,
         )
 
-    def _look_again(self, stuck: list[Seat]) -> Over | None:
-        """Processes that left a run, as they were told, and found their device out of order: no failure of its own."""
-        assert self._workers is not None
-        assert self._round is not None
-        for seat in stuck:
-            self._note_death(seat)
-            self._workers.replace(seat.local_rank, self._recoveries + 1)
-        ranks = [self._worker_group.workers[seat.local_rank].global_rank for seat in stuck]
-        reason = f"the processes of ranks {ranks} are replaced: {stuck[0].error}"
-        logger.warning("%s", reason)
-        self._round.propose(self._current.number + 1, reason)
-        return None
-
     def _died(self, seat: Seat) -> bool:
         code = seat.proc.poll()
-        if code is None or (seat.doing is Doing.FINISHED and seat.order == self._serial):
+        if code is None or seat.doing is Doing.VACANT or (seat.doing is Doing.FINISHED and seat.order == self._serial):
             return False
         self._hear(seat)  # what it said last
         if seat.doing is Doing.UNFIT:
@@ -388,11 +393,11 @@ class Agent(MeetingAgent):
         if self._round.somebody_ends(self._current.number):
             return None  # the cause is known, and is told as soon as that process is gone
         first = min(holding, key=lambda seat: seat.since)
+        if now - first.since < (HOLD_S if self._round.size > 1 else HOLD_ALONE_S):
+            return None
         if not self._unfit and self._cannot_run_twice(first):
             self._run_anew(f"it failed before its first step: {first.error}", first)
             self._round.propose(self._current.number + 1, f"scripts do not run again in this job: {self._unfit}")
-            return None
-        if now - first.since < (HOLD_S if self._round.size > 1 else HOLD_ALONE_S):
             return None
         rank = self._worker_group.workers[first.local_rank].global_rank
         failure = Failure(Fault.GROUPS, first_error=f"rank {rank}: {first.error}", node=self._node)
@@ -475,17 +480,60 @@ class Agent(MeetingAgent):
         for worker in self._worker_group.workers:
             seat = self._workers.seats[worker.local_rank]
             if seat.proc.poll() is not None:
-                seat = self._workers.replace(worker.local_rank, self._recoveries)
-            self._give_order(worker, seat)
+                self._replace(worker.local_rank, self._recoveries)
+            self._give_order(worker)
         self._mended_at = time.monotonic()
         kept = [worker.global_rank for worker in self._worker_group.workers if worker.id in before]
         self._cases.ordered(self._mended_at, kept)
 
-    def _give_order(self, worker: Worker, seat: Seat) -> None:
+    def _replace(self, local_rank: int, incarnation: int) -> None:
+        """Another process takes the seat; if none can be had the seat is vacant for a while."""
         assert self._workers is not None
+        try:
+            self._workers.replace(local_rank, incarnation)
+        except NotForked as error:
+            self._not_forked(error)
+        else:
+            self._supply.worked()
+
+    def _not_forked(self, error: NotForked) -> None:
+        self._supply.failed(error, time.monotonic())
+        if self._workers is not None:
+            self._workers.fork_from(self._supply.nursery)
+
+    def _fill_vacant(self, now: float) -> Over | None:
+        """Ranks without a process get one as soon as there is one; a job that gets none for long is over."""
+        assert self._workers is not None
+        assert self._round is not None
+        for worker in self._worker_group.workers:
+            seat = self._workers.seats[worker.local_rank]
+            if seat.doing is not Doing.VACANT:
+                continue
+            if now - seat.since > VACANT_S:
+                what = f"no process could be had for rank {worker.global_rank} for {VACANT_S:.0f} s"
+                self._round.end(Over("stop", what))
+                return self._round.over()
+            if self._supply.may_try(now) and not self._round.wanted(self._current.number + 1):
+                since = seat.since
+                self._replace(worker.local_rank, self._recoveries)
+                self._give_order(worker)
+                seat.since = since
+        return None
+
+    def _refill(self, now: float) -> None:
+        if self._workers is None or not self._supply.may_try(now):
+            return
+        try:
+            self._workers.refill()
+        except NotForked as error:
+            self._not_forked(error)
+
+    def _give_order(self, worker: Worker) -> None:
+        assert self._workers is not None
+        seat = self._workers.seats[worker.local_rank]
         worker.id = seat.proc.pid
         seat.order = self._serial
-        if seat.doing in (Doing.ENDS, Doing.UNFIT):
+        if seat.doing in (Doing.ENDS, Doing.UNFIT, Doing.VACANT):
             return  # it hears nothing any more, and is replaced when it has ended
         self._workers.forget_error(worker.local_rank)
         seat.line.order(self._order(worker), self._workers.notes_of(worker.local_rank))
@@ -500,7 +548,7 @@ class Agent(MeetingAgent):
             urge(seat, now, store_port=self._current.port, exit_grace_s=self._rules.exit_grace_s)
         still = any(seat.doing is Doing.LEAVES for seat in self._seats())
         if not still and now - self._mended_at > SPARE_DELAY_S:
-            self._workers.refill()
+            self._refill(now)
 
     def _note_progress(self, now: float) -> None:
         all_run = all(seat.doing in (Doing.RUNS, Doing.FINISHED) for seat in self._seats())
@@ -527,7 +575,7 @@ class Agent(MeetingAgent):
             seat.line.send("end")
         self._await_ends()
         ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
-        failed = [seat for seat in self._seats() if seat.proc.returncode]
+        failed = [seat for seat in self._seats() if seat.proc.returncode and not seat.proc.guessed]
         for seat in failed:
             logger.error(
                 "rank %d finished its script and then ended with %s", ranks[seat.local_rank], _exit_text(seat.code)
@@ -543,7 +591,7 @@ class Agent(MeetingAgent):
     def _await_ends(self) -> None:
         said = time.monotonic()
         while lasting := [seat for seat in self._seats() if seat.proc.poll() is None]:
-            self._nursery.await_news(self._interval_s or 1.0)
+            self._supply.nursery.await_news(self._interval_s or 1.0)
             now = time.monotonic()
             if self._identity is not None:
                 self._identity.holds(now)
@@ -562,7 +610,7 @@ class Agent(MeetingAgent):
         known = inspect.signature(SubprocessContext).parameters
         names = ("duplicate_stdout_filters", "duplicate_stderr_filters")
         return Workers(
-            self._nursery,
+            self._supply.nursery,
             self._logs_specs,
             self._num_spares,
             name=spec.role,
@@ -593,7 +641,7 @@ class Agent(MeetingAgent):
         logged = self._workers.envs[rank].get("TORCHELASTIC_ERROR_FILE")
         environment = {**os.environ, **self._environment(worker)}
         if self._watch is not None:  # without it a hang would be left to nobody
-            environment |= devices.presets(environment)
+            environment |= devices.presets(os.environ)  # what the user set stays; torchrun's own default does not
         if logged is not None:
             environment["TORCHELASTIC_ERROR_FILE"] = logged
         arguments = macros.substitute(list(self._program.arguments), str(rank))

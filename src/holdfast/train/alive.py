@@ -60,6 +60,7 @@ class Wish:
         jobs: checkpoint path -> id of the job that it belonged to earlier in this run.
         works_on: called with a checkpoint path and the id of the job that it belongs to.
         restored: called with the step (-1: from the beginning) and where most of the state came from.
+        saved: called with a step whose state is durable, from any thread.
     """
 
     def __init__(self) -> None:
@@ -68,6 +69,7 @@ class Wish:
         self.jobs: Mapping[str, str] = {}
         self.works_on: Callable[[str, str], None] = lambda *_: None
         self.restored: Callable[[int, str], None] = lambda *_: None
+        self.saved: Callable[[int], None] = lambda _: None
 
     def take_older(self) -> bool:
         """Whether the newest version is to be passed over; it is, once."""

@@ -52,8 +52,15 @@ class Cases:
         self._ladder = Ladder(limits)
         self._case: _Case | None = None
         self._best_step = -1
+        self._saved = -1  # the newest step that was saved, or came back from somewhere, as workers told
+        self._beyond = -1  # of these the newest at the last failure: only what comes after it is progress that lasts
         self._ordered_s = 0.0
         self._burst = Burst()
+
+    @property
+    def saved_step(self) -> int:
+        """The newest step that workers told to be safe; -1 if they told of none."""
+        return self._saved
 
     @property
     def summary(self) -> str:
@@ -84,7 +91,9 @@ class Cases:
         newest = max(map(step_of, readings), default=-1)
         if newest > self._best_step >= 0:  # steps may be quicker than our looks
             self._ladder.progressed()
-        self._best_step = newest  # what has to be passed to count as progress
+        self._best_step = max(self._best_step, newest)  # what has to be passed to count as progress
+        self._look_at_saved()
+        self._beyond = self._saved
         answer = self._ladder.failed(failure)
         told = {**facts, "first_error": failure.first_error, "action": answer.rung.value, "why": answer.reason}
         if self._case is not None:  # a second failure during the recovery belongs to the same incident
@@ -113,8 +122,17 @@ class Cases:
             self._case.ordered_s, self._case.running_s, self._case.over_s = now, 0.0, 0.0
             self._case.restored.clear()
 
+    def saved(self, step: int) -> None:
+        """A rank told that the state after this step lasts: it would come back after a failure."""
+        self._saved = max(self._saved, step)
+
+    def _look_at_saved(self) -> None:
+        if self._saved > self._beyond:
+            self._ladder.saved()
+
     def restored(self, rank: int, told: Mapping[str, Any]) -> None:
         """A rank holds the state of a step again."""
+        self.saved(int(told["step"]))
         if self._case is not None:
             self._case.restored[rank] = told
 
@@ -127,7 +145,7 @@ class Cases:
         if newest > self._best_step >= 0 or (newest < 0 and now - self._ordered_s > PROGRESS_S):
             self._ladder.progressed()
         self._best_step = max(self._best_step, newest)
-        if now - self._ordered_s > RENEWED_S:
+        if now - self._ordered_s > RENEWED_S and self._saved > self._beyond:
             self._ladder.renew()
         return told
 

@@ -112,6 +112,7 @@ class Checkpointer:
         self._replicated, self._exclude = tuple(replicated), tuple(exclude)
         self._on_durable = on_durable
         self._signal = StopSignal(self._config.stop_file)
+        self._pid = os.getpid()
         self._ranks = agree.ranks  # all of the process group; one door is a job of one rank
         self._run: Run | None = None
         self._closed = False
@@ -152,8 +153,7 @@ class Checkpointer:
             cannot be read and an older one would have to be taken. On every rank the same class, and no rank has begun to
             train.
         """
-        if self._closed:
-            raise UsageError("the checkpointer is closed", remedy="build a new one")
+        self._require_own()
         asked = self._asked(as_version(version), fresh=fresh, strict=strict, required=required)
         group = self._ranks()
         run = self._run
@@ -238,12 +238,18 @@ class Checkpointer:
                 rank its own; `holdfast inspect` shows them, `last_restore.info` has them. No tensors.
 
         Raises:
-            UsageError: before `restore`, an unknown level, a step before the last one saved, or info that cannot be kept.
+            UsageError: before `restore`, an unknown level, a step before the last one saved, that one again after an
+                optimizer's step, or info that cannot be kept.
         """
         run = self._running()
         wanted = Level.DURABLE if also_to else as_level(level)
         if run.last is not None and step < run.last.version.step:
             raise UsageError(f"step {step} cannot be saved after step {run.last.version.step}")
+        if run.last is not None and step == run.last.version.step and run.saver.fence.num_steps != run.saved_steps:
+            raise UsageError(
+                f"step {step} is saved already, and an optimizer made a step since",
+                remedy="number saves by a count that grows with every optimizer step, not by epochs",
+            )
         run.at(step)
         with run.state.info.beside(info, saved=run.last is not None and run.last.version.step == step):
             handle = self._save(run, step, wanted)
@@ -273,8 +279,9 @@ class Checkpointer:
         evaluation, a codebook that is reset) calls this before. Waits no longer than a step would. Any thread may call
         it; where nothing is being copied it returns at once.
         """
-        if self._run is not None:
+        if self._run is not None and not self._is_forked:
             self._run.saver.settle(release=True)
+            self._run.survivor.moved()  # the state is about to be written
 
     def pin(self, version: Version | str) -> None:
         """Keeps a version from ever being removed by retention; it may become durable later. Any rank may call it.
@@ -308,7 +315,7 @@ class Checkpointer:
             LevelNotReached: the last save is not durable; says which level it has, and why. The keeper then stays and
             keeps what it holds.
         """
-        if self._closed:
+        if self._closed or self._is_forked:
             return
         finished = False
         try:
@@ -327,7 +334,7 @@ class Checkpointer:
 
     def abandon(self) -> None:
         """Leaves without saving, so that another one of this process can take the rank. Calling it again does nothing."""
-        if not self._closed:
+        if not self._closed and not self._is_forked:
             if self._run is not None:
                 self._run.survivor.leave()
             self._leave(finished=False)
@@ -352,15 +359,19 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Closes. After an exception nothing is copied, for the objects may hold half a step; but the last version that
-        was saved, which is whole, is sent to storage, and the keeper stays to finish that.
+        was saved, which is whole, is sent to storage, and the keeper stays to finish that. In a forked child, which
+        leaves the block as well, nothing is done.
         """
+        if self._is_forked:
+            return
         if kind is None:
             self.close()
             return
         run = None if self._closed else self._run
-        if run is not None and run.last is not None and not run.last.given_up:
+        if run is not None:
             run.saver.settle()
-            self._raise_level(run, run.last, Level.DURABLE)
+            if (whole := run.whole) is not None:
+                self._raise_level(run, whole, Level.DURABLE)
         self.abandon()
 
     # Inside.
@@ -402,9 +413,22 @@ class Checkpointer:
             self._run = None
             raise
 
-    def _running(self) -> Run:
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this process was forked from the trainer: what the checkpointer has is its parent's."""
+        return os.getpid() != self._pid
+
+    def _require_own(self) -> None:
+        if self._is_forked:
+            raise UsageError(
+                "this process was forked from the one that the checkpointer belongs to",
+                remedy="save in the parent; a child reads what it needs by a Checkpointer or a reader of its own",
+            )
         if self._closed:
             raise UsageError("the checkpointer is closed", remedy="build a new one")
+
+    def _running(self) -> Run:
+        self._require_own()
         if self._run is None:
             raise UsageError("restore() has not been called", remedy="call it once before training, also on a new run")
         return self._run
@@ -462,7 +486,8 @@ class Checkpointer:
                 run.link.skip(handle.version)
             return handle
         if durable or not isinstance(run.saver, DirectSaver):  # which refuses all else
-            run.last = handle
+            run.last, run.saved_steps = handle, run.saver.fence.num_steps
+            run.recent.append(handle)
         before, self._saving = self._saving, threading.get_ident()
         try:
             run.saver.save(handle, durable=durable)
@@ -498,21 +523,31 @@ class Checkpointer:
         raise SystemExit(0)
 
     def _finish(self, run: Run) -> None:
-        """The last step, or if training went on since then the last save, is durable."""
+        """The last step is durable; if its state is not here any more, the newest version that was saved, aloud."""
         run.saver.settle()
         run.link.wait_mended(self._config.close_timeout_s)
-        direct = isinstance(run.saver, DirectSaver)
-        if run.last is not None and run.last.given_up and (direct or run.link.unskip(run.last.version)):
-            run.last = None
-        last_step = run.last.version.step if run.last is not None else -1
-        if run.state_step > last_step and run.saver.fence.num_steps == run.optimizer_steps:
-            self._save(run, run.state_step, Level.DURABLE)
-        elif run.last is not None:
-            self._raise_level(run, run.last, Level.DURABLE)
-        if run.lower.closing(run):
-            self._save(run, run.state_step, Level.DURABLE)
-        if run.last is not None:
-            run.last.wait(Level.DURABLE)
+        direct, last, changed = isinstance(run.saver, DirectSaver), run.last, run.changed
+        if last is not None and last.given_up and not changed and (direct or run.link.unskip(last.version)):
+            run.last = last = None
+        if run.state_step > (last.version.step if last is not None else -1) and not changed:
+            last = self._save(run, run.state_step, Level.DURABLE)
+        elif (whole := run.whole) is not None:
+            last = self._raise_level(run, whole, Level.DURABLE)
+        if not changed and run.lower.closing(run):
+            last = self._save(run, run.state_step, Level.DURABLE)
+        if last is not None:
+            last.wait(Level.DURABLE)
+        elif run.state_step >= 0:
+            raise LevelNotReached(
+                f"nothing of this run is durable: step {run.state_step} was not due, and {changed} after it was reported",
+                remedy="report a step behind the last optimizer step, and close before other weights are loaded",
+            )
+        if last is not None and last.version.step < run.state_step:
+            logger.error(
+                "step %d is not saved: %s after it was reported. What is durable is step %d; report a step behind the last "
+                "optimizer step, and close before other weights are loaded",
+                run.state_step, changed or last.given_up, last.version.step,
+            )  # fmt: skip
 
     def _leave(self, *, finished: bool) -> None:
         self._closed = True

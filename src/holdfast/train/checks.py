@@ -25,7 +25,7 @@ import torch
 from holdfast.core.model import Piece
 from holdfast.train.capture import SlotView, Structure, rows_of
 from holdfast.train.live import LiveTensor
-from holdfast.train.spots import Spots, has_spots
+from holdfast.train.spots import Moved, Spots, has_spots
 from holdfast.train.trust import same_bits
 
 # The stretch: this share of the bytes that are copied late, within bounds, and at most so many tensors.
@@ -62,13 +62,14 @@ class CopyCheck:
     def torn(self, view: SlotView) -> set[str]:
         """Names of entries that are not in the slot as they were at the call, or were written before the copy ended."""
         parts, targets = self._parts, view.targets
+        moved = self.moved()  # asked first: what is moved away is not read
         wrong = set(parts.spots.differing(self._spots, parts.spots_in(view).read(self.turn))) | self._written()
         wrong |= {
             s.part
             for s in self._stretches
             if not same_bits(s.kept, targets[parts.indices[s.part]].view(-1)[s.start : s.start + s.kept.numel()])
         }
-        return {parts.names[number] for number in wrong} | self.moved()
+        return {parts.names[number] for number in wrong} | moved
 
     @property
     def looks(self) -> bool:
@@ -78,7 +79,11 @@ class CopyCheck:
     def moved(self) -> set[str]:
         """Names of entries whose live tensors are not those of the call any more."""
         parts = self._parts
-        return {parts.names[number] for number in parts.spots.differing(self._spots, parts.spots.read(self.turn))}
+        try:
+            changed = parts.spots.differing(self._spots, parts.spots.read(self.turn))
+        except Moved as error:
+            changed = error.numbers
+        return {parts.names[number] for number in changed}
 
     def _written(self) -> set[int]:
         now = self._parts.writes()

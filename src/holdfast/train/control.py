@@ -1,8 +1,9 @@
 """The line between a worker and its agent: JSON lines over a socket pair, nothing else passes between them.
 
 Agent to worker: an `Order` (run the script as this rank), `end` (leave when you are done), `fail` (your error stands).
-Worker to agent: `idle`, and of order n: `started`, `finished`, `raised` (its groups broke; it waits), `failed` (an error of
-its own; it ends), `unfit` (the script cannot run again in this process; it ends at once).
+Worker to agent: `idle`, and of order n: `started`, `works on`, `restored`, `saved`, `finished`, `raised` (its groups broke; it
+waits), `failed` (an error of its own; it ends), `unfit` (the script cannot run again in this process; it ends at once;
+without a reason others may).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import socket
 import struct
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -51,7 +53,7 @@ class Order:
 
 
 class Line:
-    """One end. `send` may be called by any one thread, `receive` by one other.
+    """One end. `send` may be called by any thread, `receive` by one.
 
     Attributes:
         descriptors: those that came with the messages, in their order; whoever takes one closes it.
@@ -61,6 +63,7 @@ class Line:
         self.socket = link
         self.descriptors: list[int] = []
         self._unread = b""
+        self._sending = threading.RLock()  # taken again by a signal's handler that interrupts a send
 
     @property
     def fileno(self) -> int:
@@ -77,11 +80,12 @@ class Line:
         return self._send(json.dumps(facts).encode() + b"\n", *([notes] if notes >= 0 else []))
 
     def _send(self, data: bytes, *descriptors: int) -> bool:
-        try:
-            sent = socket.send_fds(self.socket, [data], descriptors) if descriptors else 0
-            self.socket.sendall(data[sent:])
-        except OSError:
-            return False
+        with self._sending:
+            try:
+                sent = socket.send_fds(self.socket, [data], descriptors) if descriptors else 0
+                self.socket.sendall(data[sent:])
+            except OSError:
+                return False
         return True
 
     def receive(self, *, wait: bool) -> list[dict[str, Any]] | None:

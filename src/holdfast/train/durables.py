@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from holdfast.base.errors import HoldfastError, LevelNotReached
 from holdfast.core.model import Version
+from holdfast.train import alive
 from holdfast.train.handle import SaveHandle
 
 logger = logging.getLogger(__name__)
@@ -131,6 +132,8 @@ class Durables:
     def _tell(self, version: Version, why: str) -> None:
         if why:
             logger.warning("%s is not durable: %s", version, why)
+        else:
+            alive.wish.saved(version.step)
         if self._on_durable is None:
             return
         try:

@@ -31,6 +31,7 @@ import functools
 import logging
 import os
 import re
+import resource
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,20 +51,21 @@ from holdfast.base.config import DISABLE_VARIABLE, ENVIRONMENT, Config, disabled
 from holdfast.base.config import aliases as config_aliases
 from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.base.label import label_process
+from holdfast.base.program import command
 from holdfast.core.cadence import Cadence
 from holdfast.core.identity import GUARD_S
 from holdfast.core.ladder import Limits
 from holdfast.core.model import Version
 from holdfast.core.watch_mode import CAREFUL, MODES
 from holdfast.node.start import ensure_keeper
-from holdfast.train import aliases, runner
+from holdfast.train import aliases, nursery, runner
 from holdfast.train.agent import Agent
 from holdfast.train.compile_cache import CompileCache, make_cache
 from holdfast.train.control import Order
 from holdfast.train.early import Early
 from holdfast.train.moving import MovingRendezvous
-from holdfast.train.nursery import Nursery
 from holdfast.train.rules import EXIT_GRACE_S, Program, Rules
+from holdfast.train.supply import Supply
 from holdfast.train.traces import Look
 from holdfast.train.watchdog import directory_of, make_watch
 
@@ -82,6 +84,9 @@ DEFAULT_MAX_RESTARTS = _Unsaid(3)
 # undisturbed until the next restart, at which it joins again.
 KEEP_ALIVE = {"keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
 KEEP_ALIVE_MAX_NODES = 32
+MAX_DESCRIPTORS = 1 << 16
+# Behind the arguments of a launcher, and followed by a descriptor: be a nursery for it. No flag for people.
+AS_NURSERY = "--as-nursery-of-a-launcher"
 
 # Flag of ours -> field of the settings, passed on to the trainers through its environment variable.
 PASSED_ON = {
@@ -190,6 +195,10 @@ def main(
         looks: what else a worker asks before it runs a script again in its process.
     """
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.WARNING)
+    work = functools.partial(runner.serve, script=script, looks=looks)
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[-2:-1] == [AS_NURSERY]:
+        return nursery.serve(int(given[-1]), work)
     try:
         if disabled():
             return _plain_torchrun(argv)
@@ -214,7 +223,9 @@ def main(
         cache.fetch()
     label_process("hf agent")
     # Before any thread exists; workers come out here with their exit code.
-    nursery = Nursery.start(functools.partial(runner.serve, script=script, looks=looks))
+    forked = nursery.Nursery.start(work)
+    _raise_descriptor_limit()  # of this process alone: workers have what the user gave them
+    supply = Supply(forked, _another_nursery(given))
     if cache is not None:
         cache.start()
     early = start_keeper(args.checkpoint_dir, settings) if args.checkpoint_dir else Early()
@@ -223,7 +234,7 @@ def main(
     agent = Agent(
         spec,
         config,
-        nursery=nursery,
+        supply=supply,
         program=program,
         num_spares=args.spares,
         watch=watch,
@@ -236,7 +247,7 @@ def main(
             aliases.tell_done(found)
         return code
     finally:
-        nursery.close()
+        supply.close()
         if cache is not None:
             cache.close()
         if watch is not None:
@@ -247,6 +258,23 @@ def _cache(given: str | None, settings: Config) -> CompileCache | None:
     """The compile cache of this node, below the runtime directory."""
     directory, secret = directory_of(settings) / "compiled", settings.secret_file
     return make_cache(given, directory, os.environ, below=settings.runtime_path, secret_file=secret)
+
+
+def _another_nursery(argv: Sequence[str]) -> list[str]:
+    """Return the command that starts a nursery for this launcher, but for the descriptor of its line."""
+    spec = sys.modules["__main__"].__spec__
+    return command(spec.name, *argv, AS_NURSERY) if spec is not None else []
+
+
+def _raise_descriptor_limit() -> None:
+    """A launcher needs some thirty descriptors for each rank, which is more than the usual soft limit on a large node."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError) as error:
+            logger.info("the limit of %d descriptors stays: %s", soft, error)
 
 
 def _plain_torchrun(argv: Sequence[str] | None) -> int:
@@ -382,26 +410,26 @@ def launch(agent: Agent, spec: WorkerSpec, config: LaunchConfig) -> int:
     `torch.distributed.launcher.api.launch_agent` with our agent, which it cannot be given.
     """
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
-    close_rendezvous = True
+    close_rendezvous = False  # only a job that is over closes it: other nodes may go on without this one
     try:
-        return record(_run_agent)(agent, str(spec.entrypoint), config) or 0
+        code = record(_run_agent)(agent, str(spec.entrypoint), config) or 0
+        close_rendezvous = True
+        return code
     except ChildFailedError as error:
         sys.stderr.write(f"{error}\n")
+        close_rendezvous = True
         return 1
     except HoldfastError as error:
         sys.stderr.write(f"holdfast run: {error}\n")
-        close_rendezvous = False  # it is the others'
         return 1
     except RendezvousTimeoutError:
         sys.stderr.write(
             f"holdfast run: the other nodes did not come in time: {config.min_nodes} are needed; start them, or give more "
             "time (--rdzv-conf join_timeout=SECONDS; default: 600)\n"
         )
-        close_rendezvous = False  # the others may come
         return 1
     except SignalException as error:
         # Another node may still be at work, or this one may come back: the rendezvous stays open.
-        close_rendezvous = False
         return agent.exit_code_after(error.sigval)
     finally:
         if close_rendezvous:

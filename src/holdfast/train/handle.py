@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 
@@ -47,6 +48,7 @@ class SaveHandle:
         self._timeout_s = timeout_s
         self._given_up = ""
         self._is_committed = False
+        self._pid = os.getpid()
 
     def __repr__(self) -> str:
         return f"SaveHandle({self.version}, {self._given_up or self.reached.name.lower()})"
@@ -97,7 +99,10 @@ class SaveHandle:
 
         Raises:
             LevelNotReached: it was given up by some rank, time is over, or the keeper is lost. Says which and why.
+            UsageError: in a forked child of the process that saved.
         """
+        if os.getpid() != self._pid:
+            raise UsageError("a forked child cannot wait for a save of its parent", remedy="wait in the parent")
         wanted = self.level if level is None else as_level(level)
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         self._settle()

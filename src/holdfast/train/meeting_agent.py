@@ -5,6 +5,7 @@ Used by `train.agent`. Decisions: `core.identity`, `core.gathering`.
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
@@ -13,7 +14,10 @@ from torch.distributed.launcher.api import LaunchConfig
 from holdfast.train.identity import Identity
 from holdfast.train.moving import LOST, MovingRendezvous
 from holdfast.train.plain import PlainAgent
+from holdfast.train.rounds import Apart
 from holdfast.train.rules import Rules
+
+logger = logging.getLogger(__name__)
 
 
 class MeetingAgent(PlainAgent):
@@ -34,6 +38,10 @@ class MeetingAgent(PlainAgent):
                 with self._identity.renewed() if self._identity is not None else nullcontext():
                     super()._initialize_workers(worker_group)
                 return
+            except Apart as error:  # the store lives, and whoever is left meets there again
+                if self._meeting is None:
+                    raise
+                logger.warning("the job meets again: %s", error)
             except LOST as error:
                 if self._meeting is None:
                     raise

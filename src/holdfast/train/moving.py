@@ -37,7 +37,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from holdfast.core.gathering import is_whole, where
-from holdfast.train.standby import USES, Dialler, Standby
+from holdfast.train.standby import USES, Dialler, Standby, address_of
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class MovingRendezvous(RendezvousHandler):
     def __init__(self, params: RendezvousParameters) -> None:
         self._params = params
         host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
-        self._endpoint = f"{host}:{port}"
+        self._endpoint = address_of(host, port)
         self._members: dict[int, str] = {}
         self._told = ""
         self._rank = -1
@@ -177,6 +177,16 @@ class MovingRendezvous(RendezvousHandler):
             logger.warning("this launcher was counted as dead by mistake; it joins the others again")
             return 1
         return waiting
+
+    def apart(self) -> str:
+        """Return why those who met last are no longer together; empty if they are. May raise one of `LOST`."""
+        waiting = self._handler.num_nodes_waiting()
+        state = self._handler._state_holder.state
+        if self._round_number() != self._number:
+            return "the others meet without this launcher"
+        if len(state.participants) < self._size:
+            return f"{self._size - len(state.participants)} of {self._size} launchers that met are gone"
+        return "a launcher waits to be let in" if waiting else ""
 
     def get_backend(self) -> str:
         """c10d."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import math
 import os
 import pkgutil
 import select
@@ -23,7 +24,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast.base.label import label_process
@@ -35,6 +36,7 @@ WARM = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "
         "torch.distributed.checkpoint", "safetensors.torch", "holdfast.train.checkpointer")  # fmt: skip
 IDLE_S = 2.0
 ANSWER_TIMEOUT_S = 60.0
+CLOSE_S = 10.0
 _MAX_MESSAGE = 1 << 16
 
 # Torch's launcher handles these in any case, so the programs that it starts have the default.
@@ -49,7 +51,11 @@ ENDING = (
 Work = Callable[[socket.socket, int], int]
 
 
-class NurseryLost(Exception):
+class NotForked(Exception):
+    """No worker could be forked now: there is no process, descriptor or memory for it. Later there may be."""
+
+
+class NurseryLost(NotForked):
     """The nursery is gone: no worker can be forked, and nobody tells how those that live will end."""
 
 
@@ -59,6 +65,7 @@ class Child:
     def __init__(self, nursery: Nursery, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
+        self.guessed = False  # nobody was left who knew how it ended
         self._nursery = nursery
         try:
             self.pidfd = os.pidfd_open(pid)
@@ -69,6 +76,7 @@ class Child:
         """The exit code (negative: the signal), or None while it lives."""
         if self.returncode is None:
             self.returncode = self._nursery.exit_code(self.pid)
+            self.guessed = self.returncode is not None and self._nursery.guessed(self.pid)
             if self.returncode is not None and self.pidfd >= 0:
                 os.close(self.pidfd)
                 self.pidfd = -1
@@ -103,11 +111,14 @@ class Nursery:
     def __init__(self, link: socket.socket, pid: int) -> None:
         self._link = link
         self.pid = pid
+        self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""
         self._forked: list[int] = []
         self._exits: dict[int, int] = {}
-        self._children: set[int] = set()
-        self._lost = False
+        self._refused: list[str] = []
+        self._guessed: set[int] = set()
+        self._ready = True
+        self.lost = False
 
     @classmethod
     def start(cls, work: Work) -> Nursery:
@@ -127,56 +138,94 @@ class Nursery:
         theirs.close()
         return cls(ours, pid)
 
+    @classmethod
+    def start_program(cls, program: Sequence[str]) -> Nursery:
+        """Start another one in place of a lost one: as a program, for this process has threads by now. Returns at once.
+
+        Args:
+            program: a command that calls `serve` with the descriptor that is appended to it.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen([*program, str(theirs.fileno())], pass_fds=(theirs.fileno(),))
+        made = cls(ours, process.pid)
+        made._ready, made._process = False, process
+        return made
+
     @property
     def fileno(self) -> int:
         """Readable when there is news."""
         return self._link.fileno()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has imported what it needs."""
+        if not self._ready:
+            self.await_news(0.0)
+        return self._ready or self.lost
 
     def fork(self, control: socket.socket, page: int) -> Child:
         """A new worker with `control` as its line to us and `page` for its beats.
 
         Raises:
             NurseryLost: it is gone, or does not answer.
+            NotForked: it says why it could not.
         """
+        if not self.ready:
+            raise NotForked("the process that workers are forked from is starting")
         try:
             socket.send_fds(self._link, [b"f"], [control.fileno(), page])
         except OSError as error:
-            raise NurseryLost(f"the nursery is gone: {error}") from error
+            self.lost = True
+            raise NurseryLost(f"the process that workers are forked from is gone: {error}") from error
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
-        while not self._forked:
-            if self._lost or time.monotonic() > deadline:
-                raise NurseryLost("the nursery does not answer")
+        while not self._forked and not self._refused:
+            if self.lost or time.monotonic() > deadline:
+                self.lost = True
+                raise NurseryLost("the process that workers are forked from does not answer")
             self.await_news(1.0)
-        pid = self._forked.pop(0)
-        self._children.add(pid)
-        return Child(self, pid)
+        if self._refused:
+            raise NotForked(self._refused.pop())
+        return Child(self, self._forked.pop(0))
+
+    def guessed(self, pid: int) -> bool:
+        """Whether `exit_code` does not know how the child ended, only that it did."""
+        return pid in self._guessed
 
     def exit_code(self, pid: int) -> int | None:
         """How the child ended, if it did."""
         if pid not in self._exits:
             self.await_news(0.0)
-        if self._lost and pid not in self._exits and not _lives(pid):
+        if self.lost and pid not in self._exits and not _lives(pid):
             self._exits[pid] = -signal.SIGKILL  # nobody is left who knows better
+            self._guessed.add(pid)
         return self._exits.get(pid)
 
     def await_news(self, timeout_s: float) -> None:
         """Waits for one message of the nursery, or until time is over."""
-        if self._lost:
+        if self.lost:
             time.sleep(min(timeout_s, 0.05))
             return
-        if not select.select([self._link], [], [], timeout_s)[0]:
+        if not readable([self._link.fileno()], timeout_s):
             return
         try:
             part = self._link.recv(_MAX_MESSAGE)
         except OSError:
             part = b""
         if not part:
-            self._lost = True
+            self.lost = True
             logger.error("the process that workers are forked from is gone; those that live go on")
         *lines, self._unread = (self._unread + part).split(b"\n")
         for line in lines:
-            told: dict[str, int] = json.loads(line)
-            if "code" in told:
+            told: dict[str, Any] = json.loads(line)
+            if "ready" in told:
+                self._ready = True
+            elif "no" in told:
+                self._refused.append(told["no"])
+            elif "code" in told:
                 self._exits[told["pid"]] = told["code"]
             else:
                 self._forked.append(told["pid"])
@@ -184,10 +233,43 @@ class Nursery:
     def close(self) -> None:
         """The nursery ends, and kills the workers that are left."""
         self._link.close()
+        deadline = time.monotonic() + CLOSE_S
         try:
-            os.waitpid(self.pid, 0)
+            while os.waitpid(self.pid, os.WNOHANG)[0] == 0:
+                if time.monotonic() > deadline:  # it is stopped, or has no processor
+                    os.kill(self.pid, signal.SIGKILL)
+                    deadline = math.inf
+                time.sleep(0.01)
         except ChildProcessError:
             pass  # somebody else asked
+        if self._process is not None:
+            self._process.returncode = 0  # it was waited for here
+
+
+def serve(link: int, work: Work) -> int:
+    """Be the nursery that `Nursery.start_program` started; returns as that does which is forked.
+
+    Args:
+        link: descriptor of the line to the launcher.
+        work: what workers do.
+    """
+    label_process("hf nursery")
+    keeper = _Keeper(socket.socket(fileno=link), work)
+    keeper.greet()
+    return keeper.serve()
+
+
+def readable(descriptors: Sequence[int], timeout_s: float | None) -> list[int]:
+    """Return those of the descriptors that have something to read, or whose other end is gone; any number may be given.
+
+    Args:
+        descriptors: of files, sockets or processes.
+        timeout_s: how long to wait for the first; None: for ever.
+    """
+    poll = select.poll()
+    for fd in descriptors:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))]
 
 
 class _Keeper:
@@ -201,6 +283,10 @@ class _Keeper:
         self._asked = False
         self._before: dict[int, Any] = {}  # how signals were handled in the launcher when it forked
 
+    def greet(self) -> None:
+        """Tell the launcher that requests are answered from now on."""
+        self._tell({"ready": 1})
+
     def serve(self) -> int:
         """Until the launcher is gone. Returns the exit code in the nursery, and that of the work in each child."""
         for number in ENDING:
@@ -208,17 +294,26 @@ class _Keeper:
         while True:
             waiting = IDLE_S if self._asked and self._to_warm else None
             link = self._link.fileno()
-            ready = select.select([link, *self._pidfds], [], [], waiting)[0]
+            ready = readable([link, *self._pidfds], waiting)
             for pidfd in ready:
                 if pidfd != link:
                     self._reap(pidfd)
             if link in ready:
                 given = self._receive()
-                for control, page in zip(given[::2], given[1::2], strict=True):
+                if len(given) != 2:
+                    for fd in given:
+                        os.close(fd)
+                    self._tell({"no": "too few descriptors (ulimit -n) where workers are forked"})
+                    continue
+                control, page = given
+                try:
                     pid = os.fork()
-                    if pid == 0:
-                        return self._become_worker(control, page)
-                    self._born(pid, control, page)
+                except OSError as error:
+                    self._refuse(control, page, error)
+                    continue
+                if pid == 0:
+                    return self._become_worker(control, page)
+                self._born(pid, control, page)
             elif not ready:
                 _import_quietly(self._to_warm.pop(0))
 
@@ -231,10 +326,21 @@ class _Keeper:
         return list(descriptors)
 
     def _born(self, pid: int, control: int, page: int) -> None:
+        try:
+            self._pidfds[os.pidfd_open(pid)] = pid
+        except OSError as error:  # nobody would hear of its end
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            self._refuse(control, page, error)
+            return
         os.close(control)
         os.close(page)
-        self._pidfds[os.pidfd_open(pid)] = pid
         self._tell({"pid": pid})
+
+    def _refuse(self, control: int, page: int, error: OSError) -> None:
+        os.close(control)
+        os.close(page)
+        self._tell({"no": f"no process could be forked: {error.strerror}"})
 
     def _become_worker(self, control: int, page: int) -> int:
         os.setsid()  # a group of its own: what it starts can be ended with it
@@ -257,7 +363,7 @@ class _Keeper:
         _, status = os.waitpid(pid, 0)
         self._tell({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
-    def _tell(self, message: Mapping[str, int]) -> None:
+    def _tell(self, message: Mapping[str, Any]) -> None:
         try:
             self._link.sendall(json.dumps(message).encode() + b"\n")
         except OSError:

@@ -23,12 +23,13 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from holdfast.train import notes
 from holdfast.train.control import Line, pair
-from holdfast.train.nursery import Child, Nursery
+from holdfast.train.nursery import Child, NotForked, Nursery
 from holdfast.train.page import make_page
 
 logger = logging.getLogger(__name__)
 
 EXIT_S = 30.0
+CLOSE_S = 5
 
 
 class Doing(enum.Enum):
@@ -40,8 +41,8 @@ class Doing(enum.Enum):
     HOLDS = "met a broken group and waits for a word"
     FINISHED = "finished the script"
     ENDS = "told of an error of its own and ends"
+    VACANT = "is dead, and no process could be forked for the rank yet"
     UNFIT = "cannot run the script again and ends"
-    STUCK = "left a run, found its device out of order, and ends"
 
 
 @dataclass(slots=True)
@@ -102,7 +103,10 @@ class Seat:
             self.proc.wait(max(0.0, grace_s))
         except subprocess.TimeoutExpired:
             self.cut_off()
-            self.proc.wait(EXIT_S)
+            try:
+                self.proc.wait(EXIT_S)
+            except subprocess.TimeoutExpired:
+                logger.error("process %d does not die, as it hangs in the kernel: it is left behind", self.proc.pid)
 
     def cut_off(self) -> None:
         """The worker had its time to end after an error, and is killed with all that it started."""
@@ -117,6 +121,7 @@ class Seat:
         """The process is dead: whatever it started dies too, and the line is closed."""
         self.close(signal.SIGKILL)
         self.line.close()
+        self.silent = True
         if self.page >= 0:
             os.close(self.page)
             self.page = -1
@@ -156,10 +161,10 @@ class Workers(SubprocessContext):
         """Another process takes the seat: a spare if there is one, else a new fork.
 
         Raises:
-            NurseryLost: nobody can fork.
+            NotForked: there is none now; the seat is vacant until the next attempt.
         """
         self.seats[local_rank].bury()
-        self._new_logs(local_rank, incarnation)
+        self.seats[local_rank].now(Doing.VACANT)
         while self._spares:
             child, line, page = self._spares.pop(0)
             if child.poll() is None:
@@ -168,6 +173,7 @@ class Workers(SubprocessContext):
             os.close(page)
         else:
             child, line, page = self._fork()
+        self._new_logs(local_rank, incarnation)
         self.seats[local_rank] = Seat(local_rank, child, line, page)
         return self.seats[local_rank]
 
@@ -179,7 +185,11 @@ class Workers(SubprocessContext):
                 Path(known).unlink(missing_ok=True)
 
     def refill(self) -> None:
-        """Forks one spare if there are too few."""
+        """Forks one spare if there are too few.
+
+        Raises:
+            NotForked: there is none now.
+        """
         if len(self._spares) < self._num_spares:
             self._spares.append(self._fork())
 
@@ -187,24 +197,43 @@ class Workers(SubprocessContext):
         """Those that wait for nothing any more end."""
         for child, line, page in self._spares:
             child.send_signal(signal.SIGKILL)
-            child.wait(5)
+            try:
+                child.wait(5)
+            except subprocess.TimeoutExpired:
+                logger.warning("process %d, a spare, does not die", child.pid)
             line.close()
             os.close(page)
         self._spares = []
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
         self.dismiss_spares()
-        super()._close(death_sig, timeout)
+        super()._close(death_sig, min(timeout, CLOSE_S))  # the agent gave them their time, and killed them
         for seat in self.seats.values():
             seat.bury()
         while self._notes:
             os.close(self._notes.popitem()[1])
 
+    def fork_from(self, nursery: Nursery) -> None:
+        """Replacements come from this nursery from now on."""
+        self._nursery = nursery
+
     def _fork(self) -> tuple[Child, Line, int]:
-        line, theirs = pair()
-        page = make_page()
-        with theirs:
-            return self._nursery.fork(theirs, page), line, page
+        try:
+            line, theirs = pair()
+        except OSError as error:
+            raise NotForked(f"no line to a new process: {error.strerror}") from error
+        page = -1
+        try:
+            with theirs:
+                page = make_page()
+                return self._nursery.fork(theirs, page), line, page
+        except (NotForked, OSError) as error:
+            line.close()
+            if page >= 0:
+                os.close(page)
+            if isinstance(error, NotForked):
+                raise
+            raise NotForked(f"no page for a new process: {error.strerror}") from error
 
     def _new_logs(self, local_rank: int, incarnation: int) -> None:
         """Log files of a replacement, in a directory of their own; those of the dead one stay."""

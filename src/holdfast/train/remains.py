@@ -1,7 +1,7 @@
 """What this process keeps of the state when the job breaks off, so that nothing need be lost: the live state of one step.
 
 At every step the rank's own small state is noted (`train.notes`). When the job is interrupted, no optimizer step has
-begun since (`train.window`), and nobody else has written parameters or optimizer state (`train.spots`), this process still
+begun since (`train.window`), and nobody else has written parameters or optimizer state (`train.still`), this process still
 holds those of that step: they are copied to host memory, until the next restore has used or refused them. For that long
 the state lies in memory twice.
 
@@ -9,7 +9,7 @@ On a device the host's order says little: the device may be steps behind, and wh
 behind collectives that were aborted. So every note records an event, and a state is live only if the device had passed it
 by then (`void`).
 
-Must never: call a state live of which a part may have moved. A write of a few elements past torch's counts is not seen. Used by `train.checkpointer` and `train.livefill`.
+Must never: call a state live of which a part may have moved. A write past torch's counts of part of a tensor may not be seen. Used by `train.checkpointer` and `train.livefill`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -25,10 +24,9 @@ from holdfast.core.livefill import Offer
 from holdfast.core.model import Version
 from holdfast.train import devices, notes
 from holdfast.train.devices import device_of
-from holdfast.train.live import LiveTensor
 from holdfast.train.notes import Note, Noter
-from holdfast.train.spots import Spots, has_spots
 from holdfast.train.state import State
+from holdfast.train.still import Still
 from holdfast.train.window import Window
 
 logger = logging.getLogger(__name__)
@@ -91,13 +89,11 @@ class Survivor:
         self._passed: Version | None = None  # what the devices had finished when the job broke off
         self._begun = -1
         self._unseen = False  # between the last two notes no optimizer made a step, as far as anybody saw
-        self._storages = -1
-        self._late: dict[str, LiveTensor] = {}
-        self._spots = Spots((), ())
-        self._seen: tuple[list[int], tuple[Any, ...]] = ([], ())
+        self._still = Still(state)
 
     def note(self, version: Version) -> None:
         """The state is that of `version` now. Outside of an optimizer's step."""
+        self._still.note(version.step)
         noter = self._noter
         if noter is None or self._is_void or not noter.affordable():
             return
@@ -105,16 +101,14 @@ class Survivor:
         if not noter.write(version, gathered):
             logger.info("a failed rank cannot be filled from a twin's live state: %s", noter.refused)
             return
-        if gathered.storages != self._storages:
-            self._late = {name: live for name, live in gathered.tensors.items() if live.late}
-            looked_at = {name: live.local for name, live in self._late.items() if has_spots(live.local)}
-            self._spots = Spots(list(looked_at.values()), list(looked_at))
-            self._storages = gathered.storages
         before = self._noted[0]
         # Also graphs that were captured before anybody could see it: a step was finished, and no optimizer made one.
         self._unseen = before is not None and before.step < version.step and self._begun == self._window.begun
         self._noted, self._begun = (version, self._events()), self._window.begun
-        self._seen = self._look(version)
+
+    def why_changed(self) -> str:
+        """Returns why the state is not that of the last step that was noted; empty if it is, as far as can be seen."""
+        return self._still.why_not()
 
     def moved(self) -> None:
         """The tensors are about to be written by a restore: nothing is live until the next note."""
@@ -138,7 +132,7 @@ class Survivor:
         why, late = self._why_not(), {}
         if not why:
             try:
-                late = {name: live.local.detach().to("cpu", copy=True) for name, live in self._late.items()}
+                late = {name: live.detach().to("cpu", copy=True) for name, live in self._still.owned.items()}
             except RuntimeError as error:  # a device that failed, or no memory
                 why = f"the state cannot be copied: {error}"
         remains.job, remains.version = self._job, None if why else self._noted[0]
@@ -148,7 +142,7 @@ class Survivor:
     def close(self) -> None:
         """Removes the hooks and lets go of the tensors."""
         self._window.close()
-        self._late, self._spots = {}, Spots((), ())
+        self._still.forget()
 
     def _why_not(self) -> str:
         version = self._noted[0]
@@ -162,20 +156,10 @@ class Survivor:
             return f"interrupted inside the optimizer step after {version}"
         if self._window.begun != self._begun:
             return f"the optimizer went on after {version}"
-        if not self._state.still():
-            return f"parameters or optimizer state are other tensors than at {version}"
-        writes, spots = self._look(version)
-        if writes != self._seen[0] or self._spots.differing(spots, self._seen[1]):
-            return f"parameters were written outside of an optimizer step after {version}"
-        return ""
+        why = self._still.why_not()
+        return f"{why}, after {version}" if why else ""
 
     def _events(self) -> tuple[torch.Event, ...]:
         """Behind all that is queued now, one for each device that has a part of the state."""
-        found = {live.local.device for live in self._late.values() if live.local.device.type not in ("cpu", "meta")}
+        found = {tensor.device for tensor in self._still.owned.values() if tensor.device.type not in ("cpu", "meta")}
         return tuple(device_of(d.type).record(device_of(d.type).current_stream(d)) for d in found)
-
-    def _look(self, version: Version) -> tuple[list[int], tuple[Any, ...]]:
-        """What a write outside of an optimizer's step changes: torch's counts of writes, which `.data` goes past and fused
-        updates too, and spots.
-        """
-        return [live.local._version for live in self._late.values()], self._spots.read(version.step)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "holdfast"
 BEAT_S = 1.0
+LOOK_S = 1.0
 OPEN_TIMEOUT_S = 120.0
 POLL_S = 0.01
 LEAVE_S = 5.0
@@ -52,6 +53,10 @@ class Incarnation:
     reason: str = ""
     older: bool = False
     version: str = ""
+
+
+class Apart(DistError):
+    """A round that comes to nothing: who met is no longer together, and meets again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,32 +101,30 @@ class Round:
         """Whether this agent is the one that publishes."""
         return self._rank == 0
 
-    def open(self, recoveries: int) -> Incarnation:
+    def open(self, recoveries: int, apart: Callable[[], str]) -> Incarnation:
         """The first incarnation of the round, or the newest if others have gone on already.
 
         Args:
             recoveries: how often the job came back, as far as this agent knows; a new node knows of none.
+            apart: asked once a second while others are waited for: why this round comes to nothing; empty: it does not.
 
         Raises:
-            TimeoutError: the leader published none.
+            Apart: somebody who met is gone, or did not say a word for long.
         """
-        deadline = time.monotonic() + OPEN_TIMEOUT_S
         self._store.set(f"keeper/{self._rank}", self._keeper)
         self._store.set(f"ranks/{self._rank}", json.dumps(self._ranks))
         self._store.set(f"version/{self._rank}", self.version)
         self._store.set(f"recoveries/{self._rank}", str(recoveries))
         if self.leads and not self._store.check(["now"]):
             told = [f"recoveries/{rank}" for rank in range(self.size)]
-            self._store.wait(told, timedelta(seconds=OPEN_TIMEOUT_S))
+            _await(lambda: bool(self._store.check(told)), apart)
             # A node that joins later was started with the same command, and the job has come back to it long ago.
             if not all(self._store.get(f"version/{rank}") for rank in range(self.size)):
                 self.version = ""
             self._publish(1, max(int(self._store.get(key)) for key in told), "start")
-        while (found := self.newest()) is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError("the leading agent published no incarnation")
-            time.sleep(POLL_S)
-        return found
+        _await(lambda: self.newest() is not None, apart)
+        assert self._known is not None
+        return self._known
 
     def keepers(self) -> list[str]:
         """Where the keepers of all nodes are, once the round is open."""
@@ -245,3 +248,18 @@ class Round:
         stored = self._store.compare_set("now", self._raw, json.dumps(row)).decode()
         if json.loads(stored)["port"] == fresh.port:
             self._workers_store = fresh
+
+
+def _await(ready: Callable[[], bool], apart: Callable[[], str]) -> None:
+    """Wait for a word of another agent, as long as all who met are there."""
+    deadline = time.monotonic() + OPEN_TIMEOUT_S
+    look_at = time.monotonic() + LOOK_S
+    while not ready():
+        now = time.monotonic()
+        if now > deadline:
+            raise Apart(f"an agent that met the others said nothing for {OPEN_TIMEOUT_S:.0f} s")
+        if now > look_at:
+            look_at = now + LOOK_S
+            if why := apart():
+                raise Apart(why)
+        time.sleep(POLL_S)

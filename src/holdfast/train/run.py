@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from holdfast.train.assembly import Job
@@ -47,6 +48,20 @@ class Run:
     state_step: int = -1  # the newest step whose state we were given, by `step` or `save`
     optimizer_steps: int = 0  # made until then
     last: SaveHandle | None = None
+    saved_steps: int = 0  # optimizer steps made until `last`
+    recent: deque[SaveHandle] = field(default_factory=lambda: deque(maxlen=4))  # saves, given up or not
+
+    @property
+    def whole(self) -> SaveHandle | None:
+        """The newest save that this rank has not given up."""
+        return next((handle for handle in reversed(self.recent) if not handle.given_up), None)
+
+    @property
+    def changed(self) -> str:
+        """Why the objects do not hold the state of the last reported step any more; empty if they do, as far as is seen."""
+        if self.saver.fence.num_steps != self.optimizer_steps:
+            return "an optimizer made a step"
+        return self.survivor.why_changed()
 
     def at(self, step: int) -> None:
         """The objects hold the state after `step` now."""

@@ -81,7 +81,7 @@ class Runner:
         self._sockets.install()
         reaching.install()
         signal.signal(WAKE, self._wake)
-        alive.wish.works_on, alive.wish.restored = self._works_on, self._restored
+        alive.wish.works_on, alive.wish.restored, alive.wish.saved = self._works_on, self._restored, self._saved
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]  # torchrun starts Python with -u
         threading.Thread(target=self._hear, name="holdfast-agent", daemon=True).start()
@@ -145,6 +145,11 @@ class Runner:
         running = self._running
         if running is not None:
             self._line.send("restored", running.number, step=step, source=source)
+
+    def _saved(self, step: int) -> None:
+        running = self._running
+        if running is not None:
+            self._line.send("saved", running.number, step=step)
 
     def _execute(self, order: Order) -> None:
         self._script(order)
@@ -226,14 +231,12 @@ class Runner:
         self._aborts.begin()
 
     def _end_if_stuck(self) -> None:
-        """A process whose device is out of order ends; the agent hears why, and replaces it."""
+        """A process whose device is out of order ends, and is replaced; others may run the script again in theirs."""
         if not alive.broken.stuck:
             return
         logger.error("this process ends, and another one takes its place: %s", alive.broken.stuck)
-        with self._changed:
-            newest = self._order
-        if newest is not None:
-            self._line.send("stuck", newest.number, error=alive.broken.stuck)
+        if self._running is not None:
+            self._line.send("unfit", self._running.number, why="")
         _end_now()
 
     def rejoin(self, after: Order) -> None:

@@ -2,10 +2,13 @@
 
 Two readings at different times tell that somebody wrote a tensor; readings of a tensor and of its copy tell that the copy
 is another state; readings of two ranks tell that their tensors differ. The first and the last element of a tensor are
-always read, for whoever writes a whole tensor begins at one of them; the others change from turn to turn.
+always read, for whoever writes a whole tensor begins at one of them; the others change from turn to turn. A large tensor
+has one more for each MiB.
 
 Reading costs some 50 ns a spot where nothing is in the processor's caches: the addresses are worked out once, and one
-indexed read per element size follows, without a call into torch per tensor. Tensors on devices have no spots here.
+indexed read per element size follows. Before it every tensor is asked where its memory is, for torch moves that in place
+(`share_memory`, a tensor that is sent to another process) or takes it away (`resize_(0)` of a storage). Tensors on devices
+have no spots here.
 """
 
 from __future__ import annotations
@@ -19,8 +22,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# Elements that are read of each tensor: the first, the last, and others in turn.
+from holdfast.base.errors import LevelNotReached
+
+# Elements that are read of each tensor: the first, the last, and others in turn; one of the others more for so many bytes.
 SPOTS = 3
+SPOT_BYTES = 1 << 20
 # So many times the others change before they are the first ones again: their places are worked out once.
 TURNS = 16
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -30,6 +36,20 @@ _GOLDEN = 0x9E3779B1
 _PRIME = np.uint64(0x9E3779B185EBCA87)
 
 Words: TypeAlias = npt.NDArray[np.uint64]
+
+
+class Moved(LevelNotReached):
+    """Tensors do not have the memory any more that they had; nothing was read.
+
+    Attributes:
+        numbers: which tensors.
+    """
+
+    def __init__(self, numbers: Sequence[int], names: Sequence[str]) -> None:
+        self.numbers = list(numbers)
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        remedy = "call settle() before tensors are shared with another process, or their memory is taken away"
+        super().__init__(f"the memory of {shown} was moved or taken away", remedy=remedy)
 
 
 def has_spots(tensor: torch.Tensor) -> bool:
@@ -65,6 +85,13 @@ class _Group:
     ) -> None:
         self.numbers = np.array(numbers, dtype=np.intp)
         self._size = size
+        spots = np.array([SPOTS + tensor.nbytes // SPOT_BYTES for tensor in tensors], dtype=np.intp)
+        self.firsts = np.cumsum(spots) - spots
+        self.owners = np.repeat(np.arange(len(tensors)), spots)
+        # Which spot of its tensor each one is: the first two are the ends.
+        self._which = np.arange(len(self.owners)) - self.firsts[self.owners]
+        # Equal elements at two spots of a tensor must not cancel each other in its word.
+        self.salt = (self._which.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) << np.uint64(16)
         self._counts = np.array([tensor.numel() for tensor in tensors], dtype=np.int64)
         self._salts = np.array(salts, dtype=np.uint64)
         self._strided = [(i, t.shape, t.stride()) for i, t in enumerate(tensors) if t.dim() and not t.is_contiguous()]
@@ -79,23 +106,23 @@ class _Group:
         self._places: dict[int, npt.NDArray[np.int64]] = {}
 
     def read(self, turn: int) -> npt.NDArray[Any]:
-        """Returns the spots of every tensor, one row each."""
+        """Returns the spots of every tensor, one after the other."""
         turn %= TURNS
         if turn not in self._places:
             self._places[turn] = self._drawn(turn)
         return self._memory.take(self._places[turn], mode="clip")
 
     def _drawn(self, turn: int) -> npt.NDArray[np.int64]:
-        places = np.empty((len(self._counts), SPOTS), dtype=np.int64)
-        places[:, 0], places[:, 1] = 0, self._counts - 1
-        for extra in range(2, SPOTS):
-            number = np.uint64(turn * (SPOTS - 2) + extra)
-            drawn = ((self._salts + number) * np.uint64(_GOLDEN)) & np.uint64(0xFFFFFFFF)
-            places[:, extra] = drawn.astype(np.float64) / 2**32 * self._counts
+        counts, others = self._counts[self.owners], np.maximum(self._which - 2, 0).astype(np.uint64)
+        number = self._salts[self.owners] + np.uint64(turn) + np.uint64(TURNS) * others
+        drawn = (number * np.uint64(_GOLDEN)) & np.uint64(0xFFFFFFFF)
+        places = (drawn.astype(np.float64) / 2**32 * counts).astype(np.int64)
+        places = np.where(self._which == 0, 0, np.where(self._which == 1, counts - 1, places))
         for index, shape, strides in self._strided:
-            rows = np.unravel_index(places[index], shape)
-            places[index] = sum(row * stride for row, stride in zip(rows, strides, strict=True))
-        return self._starts[:, None] + places
+            mine = slice(self.firsts[index], self.firsts[index] + np.count_nonzero(self.owners == index))
+            rows = np.unravel_index(places[mine], shape)
+            places[mine] = sum(row * stride for row, stride in zip(rows, strides, strict=True))
+        return self._starts[self.owners] + places
 
 
 def _end(tensor: torch.Tensor) -> int:
@@ -105,7 +132,7 @@ def _end(tensor: torch.Tensor) -> int:
 
 
 class Spots:
-    """The spots of a fixed list of tensors. Their memory must live and stay where it is as long as it is read.
+    """The spots of a fixed list of tensors. Nobody may move their memory in another thread while it is read.
 
     Args:
         tensors: each with `has_spots`.
@@ -115,6 +142,8 @@ class Spots:
     def __init__(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         self.num_tensors = len(tensors)
         self._tensors = tuple(tensors)  # kept alive: they are read by their addresses
+        self._names = tuple(names)
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
         by_size: dict[int, list[int]] = {}
         for number, tensor in enumerate(tensors):
             by_size.setdefault(tensor.element_size(), []).append(number)
@@ -125,24 +154,35 @@ class Spots:
         return _Group(size, numbers, [self._tensors[number] for number in numbers], salts)
 
     def read(self, turn: int) -> tuple[npt.NDArray[Any], ...]:
-        """Reads all spots; which elements these are depends on `turn`. For `differing` and `folded`."""
+        """Reads all spots; which elements these are depends on `turn`. For `differing` and `folded`.
+
+        Raises:
+            Moved: a tensor has other memory than it had.
+        """
+        if moved := self.moved():
+            raise Moved(moved, [self._names[number] for number in moved])
         return tuple(group.read(turn) for group in self._groups)
+
+    def moved(self) -> list[int]:
+        """Returns the numbers of the tensors whose memory is not where it was."""
+        now = [tensor.data_ptr() for tensor in self._tensors]
+        if now == self._addresses:
+            return []
+        return [number for number, pair in enumerate(zip(now, self._addresses, strict=True)) if pair[0] != pair[1]]
 
     def differing(self, left: Sequence[npt.NDArray[Any]], right: Sequence[npt.NDArray[Any]]) -> list[int]:
         """Returns the numbers of the tensors of which two readings of one turn differ."""
         found: list[int] = []
         for group, one, other in zip(self._groups, left, right, strict=True):
             if not np.array_equal(one, other):
-                found += group.numbers[(one != other).any(axis=1)].tolist()
+                found += group.numbers[np.unique(group.owners[one != other])].tolist()
         return sorted(found)
 
     def folded(self, reading: Sequence[npt.NDArray[Any]]) -> Words:
         """Folds a reading into one word of 64 bits per tensor, in the order of the tensors."""
         words = np.zeros(self.num_tensors, dtype=np.uint64)
         for group, spots in zip(self._groups, reading, strict=True):
-            folded = np.zeros(len(spots), dtype=np.uint64)
-            for column in range(SPOTS):
-                folded = (folded ^ spots[:, column].astype(np.uint64)) * _PRIME
-                folded ^= folded >> np.uint64(32)
-            words[group.numbers] = folded
+            folded = (spots.astype(np.uint64) + group.salt) * _PRIME
+            folded ^= folded >> np.uint64(32)
+            words[group.numbers] = np.bitwise_xor.reduceat(folded * _PRIME, group.firsts)
         return words

@@ -69,14 +69,15 @@ class Standby:
     def __init__(self, host: str, bind: str, endpoint: str) -> None:
         timeout = timedelta(seconds=CALL_TIMEOUT_S)
         if bind:
-            listener = socket.create_server((bind, 0))
+            family, _, _, _, place = socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM)[0]
+            listener = socket.create_server(place[:2], family=family)
             port = listener.getsockname()[1]
             self.store = TCPStore(
                 bind, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
             )
         else:
             self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        self.address = f"{host}:{self.store.port}"
+        self.address = address_of(host, self.store.port)
         self._endpoint = endpoint
         self._used = endpoint
         self._met: Callable[[], bool] = lambda: False
@@ -137,6 +138,11 @@ class Standby:
             cut_connections(int(used.rpartition(":")[2]))
 
 
+def address_of(host: str, port: int) -> str:
+    """Return how launchers name a store to each other: HOST:PORT, with brackets around an address of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def uses(store: Store) -> str:
     """Which address the owner of the store uses, as it says there."""
     return store.get(USES).decode() if store.check([USES]) else ""
@@ -155,8 +161,9 @@ def cut_connections(port: int) -> None:
 
 def _dial(address: str, found: dict[str, tuple[Answer, TCPStore]]) -> None:
     host, _, port = address.rpartition(":")
+    host = host.strip("[]")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
+        socket.create_connection((host, int(port)), KNOCK_S).close()
         store = TCPStore(
             host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=CALL_TIMEOUT_S)
         )

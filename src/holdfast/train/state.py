@@ -172,6 +172,13 @@ class State:
         self._add_orders(passing)
         return Gathered({**self._lasting.tensors, **passing.tensors}, passing.values, self._structure, self._storages)
 
+    def owned(self) -> tuple[int, dict[str, torch.Tensor]]:
+        """(`Gathered.storages`, what optimizers own by entry name), looked at again when an optimizer's state has grown."""
+        if self._described is None or [len(optimizer.state) for optimizer in self.optimizers] != self._glanced:
+            self.glance()
+        lasting = self._lasting.tensors
+        return self._storages, {name: live.local for name, live in lasting.items() if live.late}
+
     def still(self) -> bool:
         """Whether what optimizers own is the same memory as at the last look; also in the middle of a forward pass, where
         FSDP has put other parameters into the modules.

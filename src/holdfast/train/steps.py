@@ -8,19 +8,22 @@ What a graph of a device replays no hook sees. That a step is recorded into one 
 nothing may be waited for, but from then on steps come by without a word. What code writes past `torch.optim` no hook sees
 either: `train.checks` finds that afterwards.
 
-An exception of ours never leaves the user's `step()`. In a forked child nothing is done: the state that the hooks guard
+An exception of ours never leaves the user's `step()`; one that a signal's handler raises while we wait does. In a forked child nothing is done: the state that the hooks guard
 is its parent's. Used by `train.fence` and `train.window`.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import signal
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -154,6 +157,23 @@ def _inner(optimizer: Optimizer) -> list[Optimizer]:
     return [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
 
 
+def _of_a_handler(error: BaseException) -> bool:
+    """Whether a signal's handler of the user's raised it, while the hook waited."""
+    handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return not handlers.isdisjoint(frames)
+
+
+def _code(handler: Any) -> CodeType | None:
+    """The code that a handler runs, if it is written in Python: of a function, a method, a partial, an object's call."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    handler = getattr(handler, "__func__", handler)
+    if callable(handler) and not hasattr(handler, "__code__"):
+        handler = type(handler).__call__
+    return getattr(handler, "__code__", None)
+
+
 class _Hook:
     """A hook that raises nothing into the step, and that torch.compile leaves alone where it compiles one."""
 
@@ -168,5 +188,7 @@ class _Hook:
             self._call, self._uncompiled = torch.compiler.disable(self._call), True  # type: ignore[no-untyped-call]
         try:
             self._call(optimizer)
-        except Exception:  # the step is the user's, and what failed is ours
+        except Exception as error:  # the step is the user's, and what failed is ours
+            if _of_a_handler(error):
+                raise
             logger.exception("a hook of ours failed at an optimizer's step; the step goes on")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 import xxhash
 
 from holdfast.train.live import LiveTensor
@@ -30,28 +31,37 @@ class Shared:
         self._others = frozenset(others)
         self._key: object = None
         self._spots = Spots((), ())
+        self._looked_at: list[torch.Tensor] = []
         self.names: tuple[str, ...] = ()
         self._groups: dict[str, list[int]] = {}  # which of the names belong to one group of ranks
 
     def look_at(self, key: object, tensors: Mapping[str, LiveTensor]) -> None:
         """These are the tensors of the state; `key` changes whenever their names, groups or memory do.
 
-        Only what an optimizer owns is looked at: it stays where it is from save to save.
+        Tensors that no optimizer owns may be others at every save; then the addresses are worked out anew.
         """
-        if key == self._key or not self._others:
+        if not self._others or (key == self._key and not self._replaced(tensors)):
             return
         self._key = key
         names = sorted(
             name
             for name, live in tensors.items()
-            if live.late and not self._others.isdisjoint(live.shard.ranks) and has_spots(live.local)
+            if not self._others.isdisjoint(live.shard.ranks) and has_spots(live.local)
         )
         self.names = tuple(names)
-        self._spots = Spots([tensors[name].local for name in names], names)
+        self._looked_at = [tensors[name].local for name in names]
+        self._spots = Spots(self._looked_at, names)
         self._groups = {}
         for number, name in enumerate(names):
             ranks = ",".join(map(str, tensors[name].shard.ranks))
             self._groups.setdefault(xxhash.xxh3_64_hexdigest(ranks.encode()), []).append(number)
+
+    def _replaced(self, tensors: Mapping[str, LiveTensor]) -> bool:
+        """Whether one of the names stands for another tensor by now, or for other memory."""
+        now = [tensors[name].local for name in self.names]
+        return bool(self._spots.moved()) or any(
+            tensor.data_ptr() != before.data_ptr() for tensor, before in zip(now, self._looked_at, strict=True)
+        )
 
     def words(self, step: int) -> bytes:
         """Returns 8 bytes for each name, which follow from the tensors' elements now."""

@@ -2,18 +2,17 @@
 
 Of its main thread, where training runs: state, wakes, hunger, the system call that it waits in. Of all its threads and of
 everything that descends from it (data loaders, compilers, what a shell started): processor time, bytes through files,
-pipes and TCP connections, memory. Read only when a worker has been silent for a while: a look costs some 100 microseconds
-and the family is counted again at most twice a second. No torch.
+pipes and TCP connections, memory. Read only when a worker has been silent for a while. No torch.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import struct
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 from holdfast.core.sight import PERSON, SLEEP
 from holdfast.train.outside import copies_of_sockets
@@ -21,6 +20,8 @@ from holdfast.train.outside import copies_of_sockets
 _TICKS_HZ = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 FAMILY_EVERY_S = 0.5
+# The part of the launcher's time that may go into counting families, and how much of it at once.
+SHARE, MOST_S = 0.05, 0.02
 # Descriptors are copied to ask for these, so seldom.
 SOCKETS_EVERY_S = 2.0
 # struct tcp_info of linux/tcp.h: tcpi_bytes_acked and tcpi_bytes_received.
@@ -49,62 +50,81 @@ class Vitals:
 
 
 @dataclass(slots=True)
-class _Family:
-    """What was counted of one worker's descendants, and when."""
+class _Rare:
+    """What is too dear for every look: when it was seen last, and what."""
 
-    at_s: float = -1e9
+    at_s: float = -math.inf
     members: tuple[int, ...] = ()
-    busy_s: float = 0.0
+    family_s: float = 0.0
     file_bytes: int = 0
     memory_bytes: int = 0
-    sockets_at_s: float = -1e9
+    frozen: bool = False
+    sockets_at_s: float = -math.inf
     socket_bytes: int | None = None
     device: bool = False
 
 
-@dataclass(slots=True)
 class Examiner:
-    """Looks at workers; remembers what is too dear for every look."""
+    """Looks at the workers of one launcher. What is dear is seen so seldom that it takes `SHARE` of the launcher's time."""
 
-    _families: dict[int, _Family] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._rare: dict[int, _Rare] = {}
+        self._processes: _Processes = {}
+        self._listed_s = -math.inf
+        self._cost_s = 0.0  # of what was dear, summed over the workers, and less with every second
+        self._cost_at_s = 0.0
 
     def look(self, pid: int, now_s: float) -> Vitals | None:
         """The worker's vitals; None if it is gone. Bytes of sockets only where the kernel lets us ask (as for our children)."""
         try:
-            state, user, system, _, _ = _stat(pid)
+            state, user, system, _, pages = _stat(pid)
             run_ns, wait_ns, _ = _read(f"/proc/{pid}/task/{pid}/schedstat").split()
             status = dict(
                 line.split(":\t", 1) for line in _read(f"/proc/{pid}/task/{pid}/status").splitlines() if ":\t" in line
             )
-            moved, memory = _moved_bytes(pid), _memory_bytes(pid)
+            moved, memory = _moved_bytes(pid, pages), _memory_bytes(pid)
         except (OSError, ValueError, IndexError):
-            self._families.pop(pid, None)
+            self._rare.pop(pid, None)
             return None
-        family = self._families.setdefault(pid, _Family())
-        if now_s - family.at_s >= FAMILY_EVERY_S:
-            _count(pid, family, now_s)
-        if now_s - family.sockets_at_s >= SOCKETS_EVERY_S:
-            family.sockets_at_s = now_s
-            family.socket_bytes = _socket_bytes((pid, *family.members))
-            family.device = _has_device(pid)
+        rare = self._rare.setdefault(pid, _Rare())
+        self._look_closer(pid, rare, now_s)
         return Vitals(
-            state="F" if state in "SD" and is_frozen(pid) else state,
+            state="F" if rare.frozen and state in "SD" else state,
             busy_s=int(run_ns) / 1e9,
             spent_s=(user + system) / _TICKS_HZ,
-            family_s=family.busy_s,
+            family_s=rare.family_s,
             starved_s=int(wait_ns) / 1e9,
             wakes=int(status.get("voluntary_ctxt_switches", "0")),
-            file_bytes=moved + family.file_bytes,
-            socket_bytes=family.socket_bytes,
-            memory_bytes=memory + family.memory_bytes,
-            device=family.device,
-            waits_in=_waits_in(pid),
+            file_bytes=moved + rare.file_bytes,
+            socket_bytes=rare.socket_bytes,
+            memory_bytes=memory + rare.memory_bytes,
+            device=rare.device,
+            waits_in=_waits_in(pid) if state == "S" else "",
             catches=int(status.get("SigCgt", "0"), 16),
         )
 
     def forget(self, pid: int) -> None:
         """The worker is not watched any more."""
-        self._families.pop(pid, None)
+        self._rare.pop(pid, None)
+
+    def _look_closer(self, pid: int, rare: _Rare, now_s: float) -> None:
+        """Sees the rare things again, if it is time and the launcher has the time."""
+        if now_s - rare.at_s < FAMILY_EVERY_S:
+            return
+        self._cost_s = max(0.0, self._cost_s - SHARE * (now_s - self._cost_at_s))
+        self._cost_at_s = now_s
+        if self._cost_s > MOST_S:
+            return
+        began = time.perf_counter()
+        if now_s - self._listed_s >= FAMILY_EVERY_S:
+            self._processes, self._listed_s = _list_processes(), now_s
+        _count(pid, rare, self._processes)
+        rare.at_s, rare.frozen = now_s, is_frozen(pid)
+        if now_s - rare.sockets_at_s >= SOCKETS_EVERY_S:
+            rare.sockets_at_s = now_s
+            rare.socket_bytes = _socket_bytes((pid, *rare.members))
+            rare.device = _has_device(pid)
+        self._cost_s += time.perf_counter() - began
 
 
 def vitals(pid: int) -> Vitals | None:
@@ -150,39 +170,50 @@ def is_frozen(pid: int, root: str = "/sys/fs/cgroup") -> bool:
     return False
 
 
-def _count(pid: int, family: _Family, now_s: float) -> None:
-    """Adds up what descends from the worker, by parent or by session: what a shell left behind has another parent."""
-    family.at_s = now_s
-    parents: dict[int, tuple[int, int]] = {}
+_Processes = dict[int, tuple[int, int]]  # pid -> its parent and its session
+
+
+def _list_processes() -> _Processes:
+    found: _Processes = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
                 text = _read(f"/proc/{entry}/stat")
                 fields = text[text.rindex(")") + 2 :].split()
-                parents[int(entry)] = (int(fields[1]), int(fields[3]))
+                found[int(entry)] = (int(fields[1]), int(fields[3]))
             except (OSError, ValueError, IndexError):
                 continue  # it ended meanwhile
-    members = {child for child, (_, session) in parents.items() if session == pid and child != pid}
+    return found
+
+
+def _members(pid: int, processes: _Processes) -> tuple[int, ...]:
+    """All that descend from a process, by parent or by session: what a shell left behind has another parent."""
+    members = {child for child, (_, session) in processes.items() if session == pid and child != pid}
     grows = True
     while grows:
-        more = {child for child, (parent, _) in parents.items() if parent == pid or parent in members} - members - {pid}
-        grows = bool(more)
+        more = {child for child, (parent, _) in processes.items() if parent == pid or parent in members}
+        grows = not more <= members
         members |= more
-    busy, moved, memory = 0.0, 0, 0
-    for member in members:
+    return tuple(sorted(members - {pid}))
+
+
+def _count(pid: int, rare: _Rare, processes: _Processes) -> None:
+    """Adds up what the worker's descendants did."""
+    busy, moved, memory = 0, 0, 0
+    rare.members = _members(pid, processes)
+    for member in rare.members:
         try:
-            _, user, system, waited, _ = _stat(member)
-            busy += (user + system + waited) / _TICKS_HZ
-            moved += _moved_bytes(member)
+            _, user, system, waited, pages = _stat(member)
+            busy += user + system + waited
+            moved += _moved_bytes(member, pages)
             memory += _memory_bytes(member)
         except (OSError, ValueError, IndexError):
             continue
     try:
-        busy += _stat(pid)[3] / _TICKS_HZ  # of children that ended
+        busy += _stat(pid)[3]  # of children that ended
     except (OSError, ValueError, IndexError):
         pass  # it ended; the next look says so
-    family.members = tuple(sorted(members))
-    family.busy_s, family.file_bytes, family.memory_bytes = busy, moved, memory
+    rare.family_s, rare.file_bytes, rare.memory_bytes = busy / _TICKS_HZ, moved, memory
 
 
 def _socket_bytes(pids: tuple[int, ...]) -> int | None:
@@ -250,9 +281,9 @@ def _stat(pid: int) -> tuple[str, int, int, int, int]:
     return fields[0], int(fields[11]), int(fields[12]), int(fields[13]) + int(fields[14]), int(fields[9])
 
 
-def _moved_bytes(pid: int) -> int:
+def _moved_bytes(pid: int, pages: int) -> int:
     """Read and written, through files and pipes, and as pages; what `recv` and `send` move is not counted here."""
-    pages = _stat(pid)[4] * _PAGE_BYTES
+    pages *= _PAGE_BYTES
     try:
         lines = _read(f"/proc/{pid}/io").splitlines()
     except OSError:
@@ -265,4 +296,9 @@ def _memory_bytes(pid: int) -> int:
 
 
 def _read(path: str) -> str:
-    return Path(path).read_text(encoding="ascii", errors="replace")
+    """A file of /proc: short, and read for every silent worker several times a second."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 1 << 16).decode("ascii", "replace")
+    finally:
+        os.close(fd)

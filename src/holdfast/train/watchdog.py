@@ -16,7 +16,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from holdfast.base import private
 from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError
 from holdfast.core.faults import Exit, Kind, Verdict, Watch, cause
-from holdfast.core.sight import Phase, Sight
+from holdfast.core.sight import Beat, Phase, Sight
 from holdfast.core.watch_mode import CAREFUL, MODES, Mode
 from holdfast.train import page
 from holdfast.train.journal import Journal
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 # Below this a worker is not looked at more closely than its page.
 CLOSER_AFTER_S = 0.4
+# How often it is looked at through the kernel then.
+CLOSER_EVERY_S = 0.2
 MAX_STACKS = 64
 MAX_PLACES = 8
 
@@ -47,6 +49,8 @@ class _Worker:
     changes: int = -1
     since_s: float = 0.0
     asked: bool = False
+    sight: Sight | None = None
+    looked_s: float = 0.0
     stack: Stack = UNKNOWN
     places: tuple[str, ...] = ()
 
@@ -179,17 +183,23 @@ class Watchdog:
         reading = page.read(worker.page_fd) if worker.page_fd >= 0 else page.Reading(bytes(page.PAGE_BYTES))
         if reading.beat.changes != worker.changes:
             worker.changes, worker.since_s = reading.beat.changes, now
-            worker.asked, worker.stack, worker.places = False, UNKNOWN, ()
+            worker.asked, worker.stack, worker.places, worker.sight = False, UNKNOWN, (), None
         if now - worker.since_s < CLOSER_AFTER_S:
             return Sight(rank, reading.beat)
         if worker.asked:
             self._collect(rank, worker)
+        if worker.sight is None or now - worker.looked_s >= CLOSER_EVERY_S:
+            worker.sight, worker.looked_s = self._look_closer(rank, worker, reading.beat, now), now
+        waits_in = worker.stack.waits_in or worker.sight.waits_in
+        return replace(worker.sight, stands=worker.stack.stands, waits_in=waits_in, places=worker.places)
+
+    def _look_closer(self, rank: int, worker: _Worker, beat: Beat, now: float) -> Sight:
         seen = self._examiner.look(worker.pid, now)
         if seen is None:
-            return Sight(rank, reading.beat, state="Z")
+            return Sight(rank, beat, state="Z")
         return Sight(
             rank,
-            reading.beat,
+            beat,
             state=seen.state,
             busy_s=seen.busy_s,
             spent_s=seen.spent_s,
@@ -200,9 +210,7 @@ class Watchdog:
             socket_bytes=seen.socket_bytes,
             memory_bytes=seen.memory_bytes,
             device=seen.device,
-            stands=worker.stack.stands,
-            waits_in=worker.stack.waits_in or seen.waits_in,
-            places=worker.places,
+            waits_in=seen.waits_in,
         )
 
     def _ask(self, rank: int) -> None:

@@ -13,7 +13,7 @@ import device_kit
 @pytest.fixture
 def sim() -> Iterator[ModuleType]:
     """The package, with the device loaded, nothing slowed down, and all work done when the test is over."""
-    assert device_kit.is_child(), "a test that uses the device is marked `device`"
+    assert device_kit.is_child(), "tests with this fixture run in a child"
     import torch
 
     from holdfast.testing import device

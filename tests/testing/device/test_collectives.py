@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+import forked
+
 pytestmark = pytest.mark.device
 WORKER = Path(__file__).with_name("collectives_worker.py")
 
@@ -26,7 +28,7 @@ def job(directory: Path, *modes: str, size: int = 2) -> list[Any]:
     """Run a job to its end; return what its ranks told, None for those that told nothing."""
     out = directory / "told"
     workers = [
-        subprocess.Popen(
+        forked.Popen(
             [sys.executable, str(WORKER), str(out), *modes],
             env=os.environ | {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
@@ -75,6 +77,51 @@ def test_every_collective_gives_what_it_should(told: list[Any]) -> None:
 def test_sharded_training_equals_one_process(told: list[Any], mode: str) -> None:
     for rank in told:
         assert torch.allclose(torch.tensor(rank[mode]), torch.tensor(rank["plain"]), atol=1e-6)
+
+
+def test_groups_made_again_and_again_leave_no_threads(tmp_path: Path) -> None:
+    code = """
+import os, torch, torch.distributed as dist
+from holdfast.testing import device
+device.load()
+counts = []
+for turn in range(6):
+    dist.init_process_group("cpu:gloo,sim:simccl", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(4, device="sim"))
+    torch.accelerator.synchronize()
+    if turn % 2:
+        dist.distributed_c10d._get_default_group().abort()
+    dist.destroy_process_group()
+    names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+    counts.append(sum("sim stream" in name for name in names))
+print(counts)
+"""
+    answer = forked.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout == f"{[2] * 6}\n", "the stream of a group that is gone is not used again"
+
+
+def test_abort_that_hangs_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    code = """
+import threading, torch, torch.distributed as dist
+from holdfast.testing import device
+device.load()
+dist.init_process_group("cpu:gloo,sim:simccl", store=dist.HashStore(), rank=0, world_size=1)
+x = torch.ones(4, device="sim")
+dist.all_reduce(x)
+device.set_abort("hangs")
+group = dist.distributed_c10d._get_default_group()
+abort = threading.Thread(target=group.abort)
+abort.start()
+abort.join(0.2)
+print(abort.is_alive(), x.add_(1).tolist())
+device.set_abort("goes on")
+abort.join(10)
+print(abort.is_alive())
+"""
+    answer = forked.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.splitlines() == ["True [2.0, 2.0, 2.0, 2.0]", "False"]
 
 
 def test_lost_peer_hangs_the_device_until_an_abort(tmp_path: Path) -> None:

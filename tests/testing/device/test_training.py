@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -104,3 +105,64 @@ def test_compiled_model_trains(sim: ModuleType, backend: str) -> None:
     compiled = torch.compile(plain.to("sim"), backend=backend)
     compiled(batch.to("sim")).sum().backward()
     assert torch.allclose(plain[0].weight.grad.cpu(), gradient, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_model_and_its_gradients(sim: ModuleType, kind: type[nn.RNNBase]) -> None:
+    torch.manual_seed(0)
+    model = kind(4, 5, 2, batch_first=True)
+    batch = torch.randn(2, 3, 4)
+    plain = model(batch)[0]
+    plain.sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    model.to("sim")
+    ours = model(batch.to("sim"))[0]
+    ours.sum().backward()
+    assert torch.allclose(ours.cpu(), plain, atol=1e-6)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert torch.allclose(parameter.grad.cpu(), gradient, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_kernels_that_resize_their_output_for_a_while(sim: ModuleType, reduction: str) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(5), torch.randn(5)
+    for loss in (nn.functional.mse_loss, nn.functional.smooth_l1_loss):
+        ours = loss(x.to("sim"), y.to("sim"), reduction=reduction)
+        assert torch.allclose(ours.cpu(), loss(x, y, reduction=reduction))
+    told = torch.empty(0, device="sim")
+    torch.add(x.to("sim"), 1, out=told)
+    assert torch.equal(told.cpu(), x + 1)
+    model = nn.BatchNorm1d(5).to("sim").eval()
+    assert torch.allclose(model(x.to("sim")[None]).cpu(), nn.BatchNorm1d(5).eval()(x[None]), atol=1e-6)
+
+
+def test_transformer_layer_trains_and_its_state_is_saved(sim: ModuleType, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    batch = torch.randn(2, 5, 16)
+    plain = layer(batch)
+    layer.to("sim")
+    ours = layer(batch.to("sim"))
+    ours.sum().backward()
+    assert torch.allclose(ours.cpu(), plain, atol=1e-5)
+    torch.save(layer.state_dict(), tmp_path / "state")
+    assert next(iter(torch.load(tmp_path / "state").values())).device == torch.device("sim:0")
+    moved = torch.load(tmp_path / "state", map_location="sim:2")
+    host = torch.load(tmp_path / "state", map_location="cpu")
+    for name, tensor in layer.state_dict().items():
+        assert moved[name].device == torch.device("sim:2")
+        assert torch.equal(host[name], tensor.cpu())
+        assert torch.equal(moved[name].cpu(), tensor.cpu())
+
+
+def test_workers_of_a_loader_are_forked_beside_the_device(sim: ModuleType) -> None:
+    torch.ones(1, device="sim")
+    data = torch.utils.data.TensorDataset(torch.arange(64.0).view(32, 2))
+    loader = torch.utils.data.DataLoader(data, 8, num_workers=2, pin_memory=True, multiprocessing_context="fork")
+    total = torch.zeros((), device="sim")
+    for (batch,) in loader:
+        assert batch.is_pinned()
+        total += batch.to("sim", non_blocking=True).sum()
+    assert total.item() == 63 * 32

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 from holdfast.testing.device import build, collectives, module
@@ -18,6 +19,8 @@ unavailable = build.unavailable
 
 __all__ = [
     "BuildFailed",
+    "autoload_directory",
+    "build_now",
     "counts",
     "fault",
     "free",
@@ -66,6 +69,16 @@ def _import(path: Any) -> Any:
     return native
 
 
+def build_now() -> None:
+    """Build the device if that was never done, and do not load it: 20 to 60 s."""
+    build.build()
+
+
+def autoload_directory() -> str:
+    """Return a folder: with it on PYTHONPATH, `import torch` loads the device, in scripts that know nothing of it."""
+    return str(Path(__file__).resolve().parent / "autoload")
+
+
 def _native() -> Any:
     return load()._native
 
@@ -94,11 +107,13 @@ def set_abort(how: str) -> None:
 
     Args:
         how: `goes on`: it is done, with whatever is in memory, as NCCL's abort leaves it. `error`: it is skipped, and the
-            next wait for it raises; the device stays sound.
+            next wait for it raises; the device stays sound. `hangs`: the device goes on, and `abort()` itself does not
+            return before this is set to something else.
+
+    Raises:
+        RuntimeError: None of these.
     """
-    if how not in {"goes on", "error"}:
-        raise ValueError(f"an abort goes on or is an error, not {how!r}")
-    _native().set_abort_fails(how == "error")
+    _native().set_abort(how)
 
 
 def register(address: int, num_bytes: int) -> bool:

@@ -146,6 +146,14 @@ class DeviceModule(types.ModuleType):
         """Wait for all devices and give what is cached back to the cards."""
         torch.accelerator.empty_cache()
 
+    def register(self, address: int, num_bytes: int) -> bool:
+        """Register memory of the host for copies that the host does not wait for; False where a part is registered."""
+        return bool(self._native.register(address, num_bytes))
+
+    def unregister(self, address: int) -> bool:
+        """Take back a registration; False where none begins at the address."""
+        return bool(self._native.unregister(address))
+
     def mem_get_info(self, device: Device = None) -> tuple[int, int]:
         """Return free and total memory of the card, in bytes, with what other processes hold counted."""
         return torch.accelerator.get_memory_info(self.index(device))

@@ -28,17 +28,17 @@ bool is_plain(const at::Tensor& to, const at::Tensor& from) {
 // One copy between a device and the host, as its stream carries it out.
 struct Crossing {
   int device;
+  bool to_host;
   at::Tensor to, from;  // on the host, both
-  const void* host;     // where the host's side begins; its end is `bytes` further
-  size_t bytes;
+  const void* host;     // where the host's side begins
+  size_t bytes;         // of the host's side
   bool host_waits;
 
   void operator()() const {
     const double rate = settings().copy_rate;
     const double seconds = rate > 0 ? static_cast<double>(bytes) / rate : 0;
     if (is_plain(to, from)) return move_in_pieces(seconds);
-    simdev::device(device).pause(seconds);
-    touch(host, bytes, [this] { at::Tensor(to).copy_(from); });
+    move(0, bytes, seconds, [this] { at::Tensor(to).copy_(from); });
   }
 
  private:
@@ -48,23 +48,27 @@ struct Crossing {
     const auto* const source = static_cast<const char*>(from.const_data_ptr());
     for (size_t begin = 0; begin < bytes; begin += piece) {
       const size_t size = std::min(piece, bytes - begin);
-      touch(static_cast<const char*>(host) + begin, size, [=] { std::memcpy(target + begin, source + begin, size); });
-      simdev::device(device).pause(seconds * static_cast<double>(size) / static_cast<double>(bytes));
+      const double share = static_cast<double>(size) / static_cast<double>(bytes);
+      move(begin, size, seconds * share, [=] { std::memcpy(target + begin, source + begin, size); });
     }
   }
 
   // While the host waits it keeps the memory; later somebody may have unregistered it.
-  void touch(const void* address, size_t size, const Work& move) const {
-    host_waits ? move() : reach(address, size, move);
+  void move(size_t begin, size_t size, double seconds, const Work& write) const {
+    auto& ours = simdev::device(device);
+    ours.use_link(to_host, [&] {
+      host_waits ? write() : reach(static_cast<const char*>(host) + begin, size, write);
+      ours.pause(seconds);
+    });
   }
 };
 
 void copy_across(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
-  const int index = is_ours(self) ? self.device().index() : source.device().index();
-  const at::Tensor& host = is_ours(self) ? source : self;
+  const bool to_host = is_ours(source);
+  const int index = (to_host ? source : self).device().index();
+  const at::Tensor& host = to_host ? self : source;
   const bool late = non_blocking && host.is_contiguous() && is_reachable(host.const_data_ptr(), host.nbytes());
-  Crossing crossing{index, on_host(self), on_host(source), host.const_data_ptr(), self.nbytes(), !late};
-  if (!is_ours(source) && self.nbytes() != source.nbytes()) crossing.bytes = source.nbytes();
+  const Crossing crossing{index, to_host, on_host(self), on_host(source), host.const_data_ptr(), host.nbytes(), !late};
   Stream& stream = current_stream(index);
   if (!late) {
     ++counts().blocking_copies;
@@ -73,7 +77,6 @@ void copy_across(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
     return;
   }
   ++counts().late_copies;
-  crossing.from = is_ours(source) ? crossing.from : on_host(source);
   const auto kept = is_from_pinned_allocator(host.storage().data_ptr()) ? host.storage() : c10::Storage();
   stream.push([crossing, kept] { crossing(); });
 }

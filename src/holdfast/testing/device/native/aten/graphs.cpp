@@ -20,7 +20,7 @@ class TorchGraph final : public at::GraphImplInterface {
 
   void capture_begin(at::MempoolId_t pool, at::GraphCaptureMode) override {
     TORCH_CHECK(!is_captured_, "this graph holds a capture already; reset() it first");
-    if (pool.first) graph_->set_pool(pool.first);
+    if (pool.first) graph_->share_pool(pool.first);
     graph_->begin(current_stream(current_device()));
   }
   void capture_end() override {

@@ -1,7 +1,8 @@
 #include "aten/operators.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -11,6 +12,8 @@
 #include <vector>
 
 #include "aten/launch.h"
+#include "aten/shapes.h"
+#include "aten/values.h"
 #include "runtime/device.h"
 
 namespace simdev {
@@ -19,34 +22,6 @@ namespace {
 
 using c10::IValue;
 using Tensors = std::vector<at::Tensor>;
-
-// The value with `change` applied to each tensor in it.
-template <class Change>
-IValue mapped(const IValue& value, const Change& change) {
-  if (value.isTensor()) return value.toTensor().defined() ? IValue(change(value.toTensor())) : value;
-  if (value.isTensorList()) {
-    c10::List<at::Tensor> changed;
-    for (const at::Tensor& tensor : value.toTensorVector())
-      changed.push_back(tensor.defined() ? change(tensor) : tensor);
-    return changed;
-  }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> changed;
-    for (const auto& tensor : value.toOptionalTensorVector()) {
-      changed.push_back(tensor && tensor->defined() ? std::optional<at::Tensor>(change(*tensor)) : tensor);
-    }
-    return changed;
-  }
-  return value;
-}
-
-template <class Look>
-void each_tensor(const IValue& value, const Look& look) {
-  mapped(value, [&look](const at::Tensor& tensor) {
-    look(tensor);
-    return tensor;
-  });
-}
 
 // These take tensors of the host beside tensors of a device, also on real devices.
 bool takes_host_tensors(std::string_view name) {
@@ -85,6 +60,8 @@ class Call {
       : op_(op),
         schema_(op.schema()),
         given_(stack.end() - static_cast<long>(schema_.arguments().size()), stack.end()) {
+    TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU), schema_.name(),
+                                " has no code for the CPU, and therefore none for simulated devices");
     find_device();
     take_to_host();
   }
@@ -92,10 +69,11 @@ class Call {
   torch::jit::Stack run() {
     const c10::DeviceGuard guard(c10::Device(kDeviceType, static_cast<c10::DeviceIndex>(device_)));
     if (!returns_tensors_only()) return run_now();
-    switch (ask_shapes()) {
-      case Shapes::kKnown:
+    shapes_ = shapes_of(op_, given_, generator_place_);
+    switch (shapes_->told) {
+      case Shapes::Told::kYes:
         return run_late();
-      case Shapes::kNotTold:
+      case Shapes::Told::kNo:
         return returns_arguments_only() ? run_late() : run_now();
       default:
         return run_now();  // what is wrong with the call, if anything, is told to the caller
@@ -103,8 +81,6 @@ class Call {
   }
 
  private:
-  enum class Shapes { kKnown, kNotTold, kFailed };
-
   void find_device() {
     std::optional<int> found;
     for (const IValue& value : given_) {
@@ -165,29 +141,6 @@ class Call {
     return true;
   }
 
-  // Runs the operator on tensors without memory: that checks its arguments and tells the shapes of its results.
-  Shapes ask_shapes() {
-    meta_ = {};
-    for (const IValue& value : given_) {
-      IValue shape = mapped(value, [](const at::Tensor& tensor) {
-        return at::empty_strided(tensor.sizes(), tensor.strides(),
-                                 tensor.options().device(at::kMeta).pinned_memory(false));
-      });
-      meta_.push_back(shape.isDevice() ? IValue(c10::Device(at::kMeta)) : shape);
-    }
-    meta_arguments_ = meta_;
-    if (generator_place_) meta_[*generator_place_] = IValue();
-    try {
-      const at::AutoDispatchBelowAutograd below;
-      op_.callBoxed(&meta_);
-    } catch (const c10::NotImplementedError&) {
-      return Shapes::kNotTold;
-    } catch (const std::exception&) {
-      return Shapes::kFailed;
-    }
-    return Shapes::kKnown;
-  }
-
   torch::jit::Stack run_late() {
     torch::jit::Stack results;
     std::vector<Tensors> fresh;  // for each return; none for those that are arguments
@@ -198,7 +151,7 @@ class Call {
         fresh.emplace_back();
         continue;
       }
-      results.push_back(mapped(meta_.at(i), [this](const at::Tensor& shape) { return fresh_like(shape); }));
+      results.push_back(mapped(shapes_->results.at(i), [this](const at::Tensor& shape) { return fresh_like(shape); }));
       fresh.push_back(hosts_of(results.back()));
     }
     if (generator_place_) {
@@ -226,14 +179,40 @@ class Call {
 
   static void call_and_fill(const c10::OperatorHandle& op, torch::jit::Stack& stack,
                             const std::vector<Tensors>& fresh) {
-    op.callBoxed(&stack);
+    call_with_outputs(op, stack);
     for (size_t i = 0; i < fresh.size(); ++i) {
       if (fresh[i].empty()) continue;
       const Tensors computed = stack[i].isTensor() ? Tensors{stack[i].toTensor()} : stack[i].toTensorVector();
       for (size_t k = 0; k < computed.size(); ++k) {
-        if (computed[k].defined() && fresh[i].at(k).defined()) at::Tensor(fresh[i][k]).copy_(computed[k]);
+        // Where the CPU says by an empty tensor that it has nothing to tell, other devices may have room for it.
+        const bool is_told = computed[k].defined() && computed[k].numel() > 0;
+        if (is_told && fresh[i].at(k).defined()) at::Tensor(fresh[i][k]).copy_(computed[k]);
       }
     }
+  }
+
+  // Kernels of the CPU may give an `out=` another size for a while, and other memory with it.
+  static void call_with_outputs(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+    const auto& arguments = op.schema().arguments();
+    std::vector<std::pair<at::Tensor, at::Tensor>> outputs;  // what the kernel is given, and where it belongs
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      if (!arguments[i].is_out() || !stack[i].isTensor()) continue;
+      outputs.emplace_back(resizable(stack[i].toTensor()), stack[i].toTensor());
+      stack[i] = IValue(outputs.back().first);
+    }
+    op.callBoxed(&stack);
+    for (auto& [written, target] : outputs) {
+      if (written.numel() > 0 && written.const_data_ptr() != target.const_data_ptr()) target.copy_(written);
+    }
+  }
+
+  static at::Tensor resizable(const at::Tensor& host) {
+    return at::for_blob(host.data_ptr(), host.sizes())
+        .strides(host.strides())
+        .options(host.options())
+        .allocator(c10::GetCPUAllocator())
+        .resizeable_storage()
+        .make_tensor();
   }
 
   at::Tensor fresh_like(const at::Tensor& shape) const {
@@ -243,8 +222,8 @@ class Call {
 
   // An `out=` of another size takes the size of the result.
   void resize_as_told(size_t place) {
-    if (!given_[place].isTensor() || !meta_arguments_.at(place).isTensor()) return;
-    const auto told = meta_arguments_[place].toTensor();
+    if (!given_[place].isTensor() || !shapes_->arguments.at(place).isTensor()) return;
+    const auto told = shapes_->arguments[place].toTensor();
     const auto target = given_[place].toTensor();
     if (!told.defined() || told.sizes() == target.sizes()) return;
     target.resize_(told.sizes());
@@ -289,9 +268,8 @@ class Call {
   const c10::OperatorHandle op_;
   const c10::FunctionSchema& schema_;
   const std::vector<IValue> given_;
-  torch::jit::Stack host_;            // the arguments as the kernel sees them
-  torch::jit::Stack meta_arguments_;  // and without memory
-  torch::jit::Stack meta_;            // results without memory
+  torch::jit::Stack host_;  // the arguments as the kernel sees them
+  std::shared_ptr<const Shapes> shapes_;
   int device_ = 0;
   std::optional<size_t> generator_place_;
   std::optional<at::Generator> generator_;

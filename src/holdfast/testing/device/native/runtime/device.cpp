@@ -117,6 +117,11 @@ bool Device::wait_until(const std::function<bool()>& done) {
   return true;
 }
 
+void Device::use_link(bool to_host, const std::function<void()>& move) {
+  const std::lock_guard<std::mutex> lock(to_host ? link_to_host_ : link_from_host_);
+  move();
+}
+
 void Device::hang(Stream& stream) {
   uint64_t ticket = 0;
   {
@@ -162,7 +167,7 @@ bool any_in_use() {
   return false;
 }
 
-int num_devices() { return settings().num_devices; }
+int num_devices() { return std::min(settings().num_devices, kMostDevices); }
 
 int current_device() { return t_device; }
 

@@ -49,6 +49,9 @@ class Device {
   // millisecond.
   bool wait_until(const std::function<bool()>& done);
 
+  // Calls `move` while no other copy in that direction moves: all streams share the way to the host and the way back.
+  void use_link(bool to_host, const std::function<void()>& move);
+
   // Queues a kernel that does not end before free(). free() ends all that were queued before it.
   void hang(Stream& stream);
   void free();
@@ -63,6 +66,8 @@ class Device {
   ProblemPtr fault_;
   uint64_t num_hung_ = 0;
   uint64_t num_freed_ = 0;
+  std::mutex link_to_host_;
+  std::mutex link_from_host_;
 };
 
 // The device of that number, which is in use from the first call on: it takes memory of its card, and a fork refuses.

@@ -52,7 +52,8 @@ void Event::block(Stream& stream) const {
       return place->changed.wait_for(lock, std::chrono::milliseconds(20), [&place] { return place->done; });
     });
     const std::lock_guard<std::mutex> lock(place->mutex);
-    if (place->problem) throw StreamFailed{place->problem};
+    // A problem of its own: somebody who waits for this stream must hear of it, whoever heard of the other.
+    if (place->problem) throw StreamFailed{std::make_shared<Problem>(place->problem->why)};
   });
 }
 

@@ -2,18 +2,55 @@
 
 #include <c10/util/Exception.h>
 
-#include <atomic>
+#include <map>
+#include <utility>
 
 #include "runtime/device.h"
+#include "runtime/memory.h"
 #include "runtime/settings.h"
 
 namespace simdev {
 
 namespace {
-std::atomic<uint64_t> num_pools{0};
+
+// How many graphs use each pool. Never destroyed: graphs of Python may end later.
+struct Pools {
+  std::mutex mutex;
+  uint64_t num_made = 0;
+  std::map<uint64_t, int> num_users;
+};
+
+Pools& pools() {
+  static auto* const all = new Pools;
+  return *all;
+}
+
+void leave_pool(uint64_t pool) {
+  {
+    const std::lock_guard<std::mutex> lock(pools().mutex);
+    if (--pools().num_users[pool] > 0) return;
+    pools().num_users.erase(pool);
+  }
+  for (int index = 0; index < num_devices(); ++index) memory(index).open_pool(pool);
+}
+
 }  // namespace
 
-Graph::Graph() : pool_(++num_pools) {}
+Graph::Graph() {
+  const std::lock_guard<std::mutex> lock(pools().mutex);
+  pool_ = ++pools().num_made;
+  pools().num_users[pool_] = 1;
+}
+
+Graph::~Graph() { leave_pool(pool_); }
+
+void Graph::share_pool(uint64_t pool) {
+  {
+    const std::lock_guard<std::mutex> lock(pools().mutex);
+    ++pools().num_users[pool];
+  }
+  leave_pool(std::exchange(pool_, pool));
+}
 
 void Graph::begin(Stream& stream) {
   TORCH_CHECK(!stream.capture(), "this stream is captured already");
@@ -35,12 +72,14 @@ void Graph::join(Stream& stream) {
 
 void Graph::end() {
   std::set<Stream*> streams;
+  std::string why;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     streams.swap(streams_);
+    why = spoilt_;
   }
   for (Stream* stream : streams) stream->set_capture(nullptr);
-  TORCH_CHECK(spoilt_.empty(), "the capture is lost: ", spoilt_);
+  TORCH_CHECK(why.empty(), "the capture is lost: ", why);
 }
 
 void Graph::add(std::function<Work()> make) {

@@ -15,6 +15,7 @@ namespace simdev {
 class Graph : public std::enable_shared_from_this<Graph> {
  public:
   Graph();
+  ~Graph();
 
   // What the stream is given from now on belongs to this graph; so does what streams are given that wait for its
   // events.
@@ -32,7 +33,7 @@ class Graph : public std::enable_shared_from_this<Graph> {
 
   // Memory that was taken in a capture is used again by the same graph only. The number names it.
   uint64_t pool() const { return pool_; }
-  void set_pool(uint64_t pool) { pool_ = pool; }
+  void share_pool(uint64_t pool);
 
  private:
   mutable std::mutex mutex_;

@@ -104,7 +104,20 @@ void Memory::cache(Block* block) {
   const std::lock_guard<std::mutex> lock(mutex_);
   count(stats_.active, -1);
   count(stats_.active_bytes, -static_cast<int64_t>(block->size));
+  if (open_pools_.count(block->pool)) block->pool = 0;
   free_[{block->pool, block->stream, block->size}].push_back(block);
+}
+
+void Memory::open_pool(uint64_t pool) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  open_pools_.insert(pool);
+  for (auto place = free_.lower_bound({pool, 0, 0}); place != free_.end() && std::get<0>(place->first) == pool;) {
+    for (Block* block : place->second) {
+      block->pool = 0;
+      free_[{0, block->stream, block->size}].push_back(block);
+    }
+    place = free_.erase(place);
+  }
 }
 
 void Memory::record(Block* block, int64_t stream) {

@@ -44,6 +44,9 @@ class Memory {
   // Keeps the block from being taken again before the stream has done what is queued on it when it is freed.
   void record(Block* block, int64_t stream);
 
+  // The last graph of a pool has gone: what was taken for it serves everybody.
+  void open_pool(uint64_t pool);
+
   // Waits for the device and returns what is cached to the card.
   void empty();
 
@@ -63,6 +66,7 @@ class Memory {
   const int device_;
   std::mutex mutex_;
   std::map<Key, std::vector<Block*>> free_;
+  std::set<uint64_t> open_pools_{0};
   Stats stats_;
 };
 

@@ -1,0 +1,66 @@
+"""A dump of the fault handler: where a rank stands, and what it has chosen to wait for."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.core.sight import Phase
+from holdfast.train.stacks import read_stack
+
+PYTHON = "/usr/lib/python3.11"
+
+
+def dump(*frames: str) -> str:
+    """Of a process with two threads; the main one, innermost frame first, comes last."""
+    other = f'Thread 0x1 (most recent call first):\n  File "{PYTHON}/queue.py", line 1 in get\n\n'
+    return f"{other}Current thread 0x2 (most recent call first):\n" + "".join(f"  File {frame}\n" for frame in frames)
+
+
+@pytest.mark.parametrize(
+    ("frames", "phase"),
+    [
+        (['"/x/torch/autograd/graph.py", line 1 in _engine_run_backward', '"/x/train.py", line 2 in f'], Phase.COLLECTIVE),
+        (['"/x/torch/distributed/rendezvous.py", line 1 in g'], Phase.COLLECTIVE),
+        (['"/x/torch/cuda/__init__.py", line 1 in synchronize', '"/x/train.py", line 2 in f'], Phase.COLLECTIVE),
+        (['"/x/torch/cuda/memory.py", line 1 in empty_cache'], None),
+        (['"/usr/lib/threading.py", line 1 in wait', '"/x/torch/utils/data/dataloader.py", line 9 in n'], Phase.DATA),
+        (['"/x/a.py", line 1 in g', '"/x/torch/_inductor/codecache.py", line 1 in h'], Phase.COMPILE),
+        (['"/x/torch/serialization.py", line 1 in _save'], Phase.SAVING),
+        (['"<frozen importlib._bootstrap>", line 1 in _load'], Phase.START),
+        (['"/x/train.py", line 1 in g', '"/x/torch/nn/parallel/distributed.py", line 1 in forward'], None),
+    ],
+)  # fmt: skip
+def test_where_a_stack_stands(frames: list[str], phase: Phase | None) -> None:
+    assert read_stack(dump(*frames)).stands is phase
+
+
+@pytest.mark.parametrize(
+    ("frames", "waits_in"),
+    [
+        ([f'"{PYTHON}/threading.py", line 1 in wait', f'"{PYTHON}/concurrent/futures/_base.py", line 1 in result'], "a future"),
+        ([f'"{PYTHON}/socket.py", line 1 in readinto', f'"{PYTHON}/http/client.py", line 1 in begin'], "a connection"),
+        ([f'"{PYTHON}/ssl.py", line 1 in read', '"/x/urllib3/connection.py", line 1 in g'], "a connection"),
+        (['"/x/botocore/endpoint.py", line 1 in send'], "a store"),
+        ([f'"{PYTHON}/subprocess.py", line 1 in _wait', '"/x/train.py", line 1 in build'], "a child"),
+        ([f'"{PYTHON}/multiprocessing/connection.py", line 1 in _recv'], "another process or a queue"),
+        ([f'"{PYTHON}/selectors.py", line 1 in select', '"/x/train.py", line 1 in f'], "another process or a queue"),
+        ([f'"{PYTHON}/cmd.py", line 1 in cmdloop', f'"{PYTHON}/pdb.py", line 1 in interaction'], "a debugger"),
+        (['"/x/IPython/core/debugger.py", line 1 in f'], "a debugger"),
+        (['"/x/train.py", line 1 in f', f'"{PYTHON}/bdb.py", line 1 in trace_dispatch'], "a debugger"),
+        # A user's own files may have these names, and a lock says nothing.
+        (['"/x/queue.py", line 1 in get', '"/x/code.py", line 1 in train'], ""),
+        ([f'"{PYTHON}/threading.py", line 1 in acquire', '"/x/train.py", line 1 in f'], ""),
+        # What stands in a collective waits for others, and a loader has the patience of its phase.
+        (['"/x/torch/distributed/store.py", line 1 in get', f'"{PYTHON}/subprocess.py", line 1 in run'], ""),
+        ([f'"{PYTHON}/multiprocessing/connection.py", line 1 in w', '"/x/torch/utils/data/dataloader.py", line 9 in n'], ""),
+    ],
+)  # fmt: skip
+def test_what_a_stack_waits_for(frames: list[str], waits_in: str) -> None:
+    assert read_stack(dump(*frames)).waits_in == waits_in
+
+
+def test_the_place_is_that_of_the_innermost_frames_without_lines() -> None:
+    """A loop moves from line to line."""
+    one, other = (read_stack(dump(f'"/x/a.py", line {n} in f', '"/x/b.py", line 7 in g')) for n in (3, 4))
+    assert one.place == other.place == "f (a.py) < g (b.py)"
+    assert read_stack("") == read_stack("no stack at all")
