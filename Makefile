@@ -32,6 +32,8 @@ help:
 	@echo "make test    ruff, mypy and the test suite"
 	@echo "make lint    ruff and mypy only"
 	@echo "make bench   the benchmarks in their short form"
+	@echo "make gpu     the checks for a card, one JSON line each in build/gpu; with torch and what holdfast imports in PYTHON="
+	@echo "             (and SITE=, more directories for its path); nothing is installed, no network is needed"
 	@echo "make redteam what scripts do around a save x faults x moments x settings, for SECONDS= (60), drawn from SEED=;"
 	@echo "             one of them again: make redteam SEED=7 CASE=12; what fails is made as plain as it can be"
 	@echo "make gpu     everything that only a card can show, in two calls of under ten minutes; needs no venv"
@@ -65,6 +67,9 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.restore --quick
 	$(BIN)/python -m benchmarks.persist --quick
 	$(BIN)/python -m benchmarks.plan --quick
+
+gpu:
+	PYTHONPATH=$(if $(SITE),$(SITE):)src:. $(PYTHON) -m benchmarks.gpu --seconds $(if $(GPU_SECONDS),$(GPU_SECONDS),520) --out build/gpu
 
 redteam: $(STAMP)
 	cd tests && ../$(BIN)/python -m redteam --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE))

@@ -2,9 +2,11 @@
 
     python -m benchmarks.recover [--quick] [--json] [--ranks 4] [--mib 64] [--rounds 10]
 
-kill -9 of one rank: four jobs run side by side and are hit in turn, so that all meet the same machine: plain torchrun with
-`torch.distributed.checkpoint`; `holdfast run` with an unchanged script; the same with `holdfast.resumable`; and one
-without a spare (`--spares 0`: the replacement is forked after the fault, from a process that has torch imported).
+kill -9 of one rank: five jobs run side by side and are hit in turn, so that all meet the same machine: plain torchrun with
+`torch.distributed.checkpoint`; `holdfast run` with an unchanged script; the same with `holdfast.resumable`; one
+without a spare (`--spares 0`: the replacement is forked after the fault, from a process that has torch imported); and one whose
+script leaves a thread behind, so that it does not run again in its process: survivors are forked anew as well. Each tells how
+many processes of survivors were kept (`kept`).
 torchrun gets `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`: without it most of its restarts hang. Where the seconds of ours went
 (T1 order, T2 leaving and starting, T3 groups and loading) is told from their journals.
 
@@ -40,12 +42,12 @@ from benchmarks.measure import options as parse_options
 from torch.distributed import TCPStore
 
 WORKER = str(Path(__file__).with_name("recover_train.py"))
-GOALS = {"resumable": "<= 0.15", "rerun": "<= 0.4", "cold": "<= 0.5"}
+GOALS = {"resumable": "<= 0.15", "rerun": "<= 0.4", "cold": "<= 0.5", "forked": "<= 0.25"}
 WAIT_S = 120.0
 # A job is hit when it has trained for so long: versions exist, spares are there.
 CALM_S = 4.0
 # The watchdog's mode per job. A stopped rank is found alike in both; a hang after minutes in careful mode (docs/watchdog.md).
-WATCHDOG = {"resumable": "quick", "rerun": "careful", "cold": "careful"}
+WATCHDOG = {"resumable": "quick", "rerun": "careful", "cold": "careful", "forked": "careful"}
 MOST_HANGS, MOST_LOSSES = 5, 3
 
 
@@ -58,6 +60,7 @@ class Arm:
     ranks: int
     mib: int
     seconds: list[float] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
     kills: int = 0
     process: subprocess.Popen[bytes] | None = None
 
@@ -95,11 +98,14 @@ class Arm:
 
     def hit(self) -> float:
         """kill -9 of one rank; seconds until all have finished a step again."""
-        victim = next(row for row in self.wait(self.kills) if row["rank"] == self.ranks // 2)
+        before = self.wait(self.kills)
+        victim = next(row for row in before if row["rank"] == self.ranks // 2)
         killed_at = time.time()
         os.kill(victim["pid"], signal.SIGKILL)
         self.kills += 1
-        self.seconds.append(max(row["t"] for row in self.wait(self.kills)) - killed_at)
+        after = self.wait(self.kills)
+        self.kept.append(len({row["pid"] for row in before} & {row["pid"] for row in after}))
+        self.seconds.append(max(row["t"] for row in after) - killed_at)
         return self.seconds[-1]
 
     def hang(self, signal_: signal.Signals) -> float:
@@ -224,7 +230,7 @@ def main() -> None:
     rounds = options.rounds or (2 if options.quick else 10)
     report = Report("recover", options.quick, options.json)
     home = Path(tempfile.mkdtemp(prefix="hfr-"))
-    arms = [Arm(name, home, options.ranks, options.mib) for name in ("torchrun", "resumable", "rerun", "cold")]
+    arms = [Arm(name, home, options.ranks, options.mib) for name in ("torchrun", *GOALS)]
     try:
         for arm in arms:
             arm.start()
@@ -251,6 +257,7 @@ def main() -> None:
             "seconds": round(statistics.median(arm.seconds), 3),
             "runs": rounded(arm.seconds),
             "ranks": options.ranks,
+            "kept": arm.kept,
             "parts": parts[arm.name],
         }
         report.figure(f"{arm.name}_recovery_ratio", statistics.median(ratios), "", GOALS[arm.name], **more)

@@ -1,7 +1,8 @@
 """The job that `recover.py` breaks: a small data-parallel loop with its state in checkpoints. Not for use by itself.
 
 recover_train.py ARM EVENTS CHECKPOINTS MIB: ARM is `torchrun` (state in `torch.distributed.checkpoint`), `rerun` (the same
-loop with a holdfast.Checkpointer) or `resumable` (its loop is a resumable function; what holds no group stays). Appends
+loop with a holdfast.Checkpointer), `forked` (that, and a thread that it leaves behind) or `resumable` (its loop is a resumable
+function; what holds no group stays). Appends
 one JSON line to EVENTS for the first step of every run. SIGUSR1 makes a rank hang.
 """
 
@@ -107,4 +108,6 @@ def go_on(job: Job, checkpointer: holdfast.Checkpointer) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if ARM == "forked":
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
     with_dcp() if ARM == "torchrun" else with_holdfast()

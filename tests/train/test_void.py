@@ -345,7 +345,7 @@ def test_a_process_that_ends_well_without_having_begun_its_order_ends_a_void_run
 
 
 def test_a_process_whose_device_failed_is_replaced_and_not_counted() -> None:
-    """It says that it is unfit, and gives no reason that would hold for the processes of other ranks."""
+    """It says that it is unfit, which is no failure, and gives no reason that would hold for the processes of others."""
     worker = SimpleNamespace(local_rank=0, global_rank=4)
     seat: Any = SimpleNamespace(
         doing=Doing.RUNS, local_rank=0, order=2, silent=False, began=True, again=False, error=""
@@ -353,16 +353,10 @@ def test_a_process_whose_device_failed_is_replaced_and_not_counted() -> None:
     seat.now = lambda doing: setattr(seat, "doing", doing)
     seat.line = SimpleNamespace(receive=lambda wait: [{"op": "unfit", "number": 1, "why": ""}] if not wait else None)
     seat.proc = SimpleNamespace(poll=lambda: -9)
-    renewed: list[int] = []
-    agent: Any = SimpleNamespace(
-        _round=SimpleNamespace(), _unfit="", _serial=2, _recoveries=1, _watch=None,
-        _workers=SimpleNamespace(seats={0: seat}, replace=lambda *_: seat),
-        _worker_group=SimpleNamespace(workers=[worker]),
-        _give_order=lambda worker, _: renewed.append(worker.global_rank),
-        _cases=SimpleNamespace(renewed=lambda _: None),
-    )  # fmt: skip
+    workers = SimpleNamespace(workers=[worker])
+    agent: Any = SimpleNamespace(_round=SimpleNamespace(), _unfit="", _serial=2, _worker_group=workers)
     agent._run_anew = lambda why, seat: Agent._run_anew(agent, why, seat)
     agent._hear = lambda seat: Agent._hear(agent, seat)
+    agent._note_state = lambda *_: None
     assert not Agent._died(agent, seat), "it is judged as a failure"
-    Agent._renew_unfit(agent)
-    assert (renewed, agent._unfit) == ([4], "")
+    assert (seat.doing, agent._unfit) == (Doing.UNFIT, "")

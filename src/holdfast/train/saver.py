@@ -214,7 +214,7 @@ class Saver:
     def close(self) -> bool:
         """Ends the copying thread, removes the hooks, lets go of the slots; returns whether nothing writes to them any more."""
         self.fence.release(behind_s=DRAIN_S)
-        self.fence.idle(DRAIN_S, behind_s=DRAIN_S)
+        self.fence.idle(DRAIN_S, behind_s=0.0)
         self.fence.close()
         quiet = self._streams.unpin(DRAIN_S)
         if not quiet:

@@ -3,7 +3,7 @@
 `enter` makes the process look like a new interpreter that was started for this script: environment, arguments, search
 path, working directory, signal handlers, standard files, seeds, torch's global switches. `clear` drops what a run left:
 timers, frames, the `__main__` module, the user's own modules, exit handlers, groups, and tells what it could not drop
-(`train.traces`). What is expensive stays: imported libraries, device context, allocator, compiled code.
+(`train.traces`). What is expensive stays: imported libraries, device context, allocator.
 
 Used by `train.runner` only.
 """
@@ -87,6 +87,7 @@ class Stage:
             name: (list(it.handlers), it.level, it.propagate, it.disabled) for name, it in _loggers().items()
         }
     )
+    tracing: tuple[Any, Any] = field(default_factory=lambda: (sys.gettrace(), sys.getprofile()))
     recursion: int = field(default_factory=sys.getrecursionlimit)
     num_threads: int = field(default_factory=torch.get_num_threads)
     precision: str = field(default_factory=torch.get_float32_matmul_precision)
@@ -121,13 +122,11 @@ class Stage:
         for owner, name, value in self.globals:
             if getattr(owner, name) is not value:
                 setattr(owner, name, value)
-        for name in vars(builtins).keys() - self.builtins.keys():
-            delattr(builtins, name)
         vars(builtins).update(self.builtins)
         warnings.filters[:] = self.filters  # type: ignore[index]
         sys.setrecursionlimit(self.recursion)
-        sys.settrace(None)
-        sys.setprofile(None)
+        sys.settrace(self.tracing[0])
+        sys.setprofile(self.tracing[1])
         gc.enable()
         socket.setdefaulttimeout(None)
         multiprocessing.set_start_method(None, force=True)

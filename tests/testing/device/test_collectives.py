@@ -101,6 +101,29 @@ print(counts)
     assert answer.stdout == f"{[2] * 6}\n", "the stream of a group that is gone is not used again"
 
 
+def test_abort_that_hangs_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    code = """
+import threading, torch, torch.distributed as dist
+from holdfast.testing import device
+device.load()
+dist.init_process_group("cpu:gloo,sim:simccl", store=dist.HashStore(), rank=0, world_size=1)
+x = torch.ones(4, device="sim")
+dist.all_reduce(x)
+device.set_abort("hangs")
+group = dist.distributed_c10d._get_default_group()
+abort = threading.Thread(target=group.abort)
+abort.start()
+abort.join(0.2)
+print(abort.is_alive(), x.add_(1).tolist())
+device.set_abort("goes on")
+abort.join(10)
+print(abort.is_alive())
+"""
+    answer = forked.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.splitlines() == ["True [2.0, 2.0, 2.0, 2.0]", "False"]
+
+
 def test_lost_peer_hangs_the_device_until_an_abort(tmp_path: Path) -> None:
     told = job(tmp_path, "lost_peer")[0]["lost_peer"]
     for how in ("goes on", "error"):

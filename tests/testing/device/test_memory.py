@@ -61,6 +61,14 @@ def test_statistics_tell_tensors_cache_and_peaks(sim: ModuleType) -> None:
     assert torch.get_device_module("sim").memory_allocated() == allocated
 
 
+def test_generic_calls_for_memory_are_answered(sim: ModuleType) -> None:
+    torch.ones(1, device="sim")
+    torch.accelerator.empty_host_cache()
+    torch.accelerator.reset_accumulated_memory_stats()
+    assert torch.accelerator.memory_stats()["num_ooms"] == 0
+    assert torch.float32 in torch.accelerator.get_device_capability()["supported_dtypes"]
+
+
 def test_freed_memory_is_returned_to_make_room(sim: ModuleType) -> None:
     free = torch.accelerator.get_memory_info()[0]
     x = torch.empty(free // 2 + MIB, dtype=torch.uint8, device="sim")

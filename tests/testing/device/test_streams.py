@@ -132,6 +132,20 @@ def test_write_beside_a_late_copy_tears_it_unless_it_waits(sim: ModuleType, wait
     assert bool((target == 1).all()) == waits
 
 
+def test_pinned_batch_that_is_written_too_early_is_torn(sim: ModuleType) -> None:
+    batch = torch.full((N,), 1.0).pin_memory()
+    target = torch.zeros(N, device="sim")
+    sim.hang()
+    target.copy_(batch, non_blocking=True)
+    batch.fill_(2.0)
+    sim.free()
+    assert bool((target.cpu() == 2).all())
+    pageable = torch.full((N,), 1.0)
+    target.copy_(pageable, non_blocking=True)
+    pageable.fill_(2.0)
+    assert bool((target.cpu() == 1).all()), "memory that is not pinned was read after the call"
+
+
 @pytest.mark.parametrize("recorded", [True, False])
 def test_freed_memory_is_reused_at_once_unless_recorded(sim: ModuleType, recorded: bool) -> None:
     source = torch.full((N,), 7.0, device="sim")

@@ -68,7 +68,7 @@ PYBIND11_MODULE(SIMDEV_MODULE, m) {
   m.def("use", [](int index) { device(index).check(); });
   m.def("set_copy_rate", [](double rate) { settings().copy_rate = rate; });
   m.def("set_kernel_time", [](double seconds) { settings().kernel_time = seconds; });
-  m.def("set_abort_fails", [](bool fails) { settings().abort_fails = fails; });
+  m.def("set_abort", [](const std::string& how) { settings().abort = abort_of(how); });
   m.def("register", &register_on_current);
   m.def("unregister", &unregister_on_current);
   m.def("hang", [](int index) { device(index).hang(current_stream(index)); });

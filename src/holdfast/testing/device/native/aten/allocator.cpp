@@ -41,7 +41,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   Stats getDeviceStats(c10::DeviceIndex index) override { return memory(index).stats(); }
   void resetAccumulatedStats(c10::DeviceIndex index) override { memory(index).reset_totals(); }
   void resetPeakStats(c10::DeviceIndex index) override { memory(index).reset_peaks(); }
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) override {
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) {  // not in every version of PyTorch
     device(index).check();
     return {card(index).unused(), card(index).total()};
   }
@@ -58,7 +58,8 @@ void free_pinned_block(void* context) {
   delete block;
 }
 
-class PinnedMemory final : public c10::Allocator {
+// Caches nothing, and needs no events: a late copy holds what it reads or writes.
+class PinnedMemory final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     const size_t size = std::max<size_t>(bytes, 1);
@@ -67,6 +68,11 @@ class PinnedMemory final : public c10::Allocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+  bool record_event(void* address, void*, c10::Stream) override { return is_reachable(address, 1); }
+  void empty_cache() override {}
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
 };
 
 }  // namespace
@@ -76,7 +82,7 @@ c10::Allocator* device_allocator() {
   return only;
 }
 
-c10::Allocator* pinned_allocator() {
+at::HostAllocator* pinned_allocator() {
   static auto* const only = new PinnedMemory;
   return only;
 }

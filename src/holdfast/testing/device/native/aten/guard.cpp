@@ -1,6 +1,5 @@
 // What PyTorch asks of a device type: the current device, streams and events.
 
-#include <c10/core/DeviceCapability.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "aten/launch.h"
@@ -26,6 +25,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kDeviceType; }
   c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(num_devices()); }
 
+#if __has_include(<c10/core/DeviceCapability.h>)
+  c10::DeviceCapability getDeviceCapability(c10::Device) const { return {}; }  // all types: the host has them
+#endif
+
   c10::Device getDevice() const override { return as_device(current_device()); }
   void setDevice(c10::Device device) const override { exchange_device(index_of(device)); }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
@@ -48,7 +51,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   bool queryStream(const c10::Stream& stream) const override { return stream_of(stream).idle(); }
   void synchronizeStream(const c10::Stream& stream) const override { stream_of(stream).drain(); }
-  bool isStreamCapturing(const c10::Stream& stream) const override { return stream_of(stream).capture() != nullptr; }
+  bool isStreamCapturing(const c10::Stream& stream) const {  // not in every version of PyTorch
+    return stream_of(stream).capture() != nullptr;
+  }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
     const int asked = index < 0 ? current_device() : index;
     if (in_use(asked)) device(asked).synchronize();

@@ -66,6 +66,7 @@ void register_with_torch() {
   std::call_once(once, [] {
     at::RegisterPrivateUse1HooksInterface(new Hooks);
     c10::SetAllocator(kDeviceType, device_allocator());
+    at::setHostAllocator(kDeviceType, pinned_allocator());
     register_graphs();
   });
 }

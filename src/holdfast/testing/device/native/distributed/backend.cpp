@@ -49,11 +49,12 @@ class Backend final : public c10d::Backend {
   }
 
   const std::string getBackendName() const override { return "simccl"; }
-  c10::intrusive_ptr<Options> getBackendOptions() override {
+  // Not in every version of PyTorch: the options, the time-out, shutdown().
+  c10::intrusive_ptr<Options> getBackendOptions() {
     const std::chrono::duration<double> seconds(timeout_s_);
     return c10::make_intrusive<Options>("simccl", std::chrono::duration_cast<std::chrono::milliseconds>(seconds));
   }
-  void setTimeout(std::chrono::milliseconds) override {}
+  void setTimeout(std::chrono::milliseconds) {}
 
   // The device goes on, with what is in its memory. Nothing of the group that is still under way writes to it any more.
   void abort() override {
@@ -65,10 +66,11 @@ class Backend final : public c10d::Backend {
     }
     for (const auto& work : pending) work->abort();
     carrier_->abort();
+    wait_if_aborts_hang();
   }
 
   // Waits, as long as the group's timeout, for what is queued.
-  void shutdown() override {
+  void shutdown() {
     for (Stream* stream : used_streams()) {
       if (!*aborted_) stream->drain_within(timeout_s_);
     }
@@ -276,8 +278,13 @@ class Backend final : public c10d::Backend {
     }
   }
 
+  static void wait_if_aborts_hang() {
+    const WithoutGil unlocked;
+    while (settings().abort == Abort::kHangs && !stopping()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+
   void end_aborted() const {
-    if (settings().abort_fails) {
+    if (settings().abort == Abort::kError) {
       throw StreamFailed{std::make_shared<Problem>(c10::str("a collective of rank ", getRank(), " was aborted"))};
     }
   }

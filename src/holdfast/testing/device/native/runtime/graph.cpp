@@ -72,12 +72,14 @@ void Graph::join(Stream& stream) {
 
 void Graph::end() {
   std::set<Stream*> streams;
+  std::string why;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     streams.swap(streams_);
+    why = spoilt_;
   }
   for (Stream* stream : streams) stream->set_capture(nullptr);
-  TORCH_CHECK(spoilt_.empty(), "the capture is lost: ", spoilt_);
+  TORCH_CHECK(why.empty(), "the capture is lost: ", why);
 }
 
 void Graph::add(std::function<Work()> make) {

@@ -25,6 +25,13 @@ std::string text(const char* variable, const char* otherwise) {
 
 }  // namespace
 
+Abort abort_of(const std::string& name) {
+  if (name == "goes on") return Abort::kGoesOn;
+  if (name == "error") return Abort::kError;
+  TORCH_CHECK(name == "hangs", "an abort goes on, is an error, or hangs; not '", name, "'");
+  return Abort::kHangs;
+}
+
 Settings& settings() {
   static auto* const chosen = new Settings{
       text("SIMULATED_DEVICE_NAME", "sim"),
@@ -34,7 +41,7 @@ Settings& settings() {
       text("SIMULATED_DEVICE_CARDS", ""),
       number("SIMULATED_DEVICE_COPY_RATE", 0),
       number("SIMULATED_DEVICE_KERNEL_TIME", 0),
-      text("SIMULATED_DEVICE_ABORT", "") == "error",
+      abort_of(text("SIMULATED_DEVICE_ABORT", "goes on")),
   };
   return *chosen;
 }

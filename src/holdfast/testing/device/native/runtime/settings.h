@@ -7,6 +7,15 @@
 
 namespace simdev {
 
+// What becomes of the work behind a collective that is aborted, or of the abort itself.
+enum class Abort {
+  kGoesOn,  // it is done with what is in memory, as after NCCL's abort
+  kError,   // it is skipped, and whoever waits for it is told
+  kHangs    // abort() does not return before this changes; the device goes on
+};
+
+Abort abort_of(const std::string& name);  // "goes on", "error", "hangs"
+
 struct Settings {
   std::string name;   // of the device type, as in torch.device("sim")
   int num_devices;    // SIMULATED_DEVICE_COUNT
@@ -15,8 +24,8 @@ struct Settings {
   std::string cards;  // SIMULATED_DEVICE_CARDS: a folder through which processes share the cards; empty: not shared
   std::atomic<double> copy_rate;  // SIMULATED_DEVICE_COPY_RATE: bytes per second to and from the host; 0: at once
   std::atomic<double>
-      kernel_time;                // SIMULATED_DEVICE_KERNEL_TIME: seconds of every kernel; 0: as long as the CPU takes
-  std::atomic<bool> abort_fails;  // SIMULATED_DEVICE_ABORT=error: an aborted collective ends the work queued behind it
+      kernel_time;           // SIMULATED_DEVICE_KERNEL_TIME: seconds of every kernel; 0: as long as the CPU takes
+  std::atomic<Abort> abort;  // SIMULATED_DEVICE_ABORT
 };
 
 Settings& settings();
