@@ -138,6 +138,24 @@ def test_kernels_that_resize_their_output_for_a_while(sim: ModuleType, reduction
     assert torch.allclose(model(x.to("sim")[None]).cpu(), nn.BatchNorm1d(5).eval()(x[None]), atol=1e-6)
 
 
+def test_operators_whose_shapes_only_the_kernel_knows(sim: ModuleType) -> None:
+    torch.manual_seed(0)
+    bags = nn.EmbeddingBag(8, 3, mode="max")
+    words, begins = torch.tensor([1, 2, 3, 1, 7]), torch.tensor([0, 2])
+    plain = bags(words, begins)
+    plain.sum().backward()
+    gradient = bags.weight.grad
+    bags.zero_grad()
+    bags.to("sim")
+    ours = bags(words.to("sim"), begins.to("sim"))
+    ours.sum().backward()
+    assert torch.equal(ours.cpu(), plain)
+    assert torch.equal(bags.weight.grad.cpu(), gradient)
+    solved = torch.linalg.lstsq(torch.eye(3, device="sim"), torch.ones(3, 1, device="sim"))
+    assert torch.allclose(solved.solution.cpu(), torch.ones(3, 1))
+    assert torch.masked_select(words.to("sim"), words.to("sim") > 2).tolist() == [3, 7]
+
+
 def test_transformer_layer_trains_and_its_state_is_saved(sim: ModuleType, tmp_path: Path) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
