@@ -36,6 +36,7 @@ help:
 	@echo "             (and SITE=, more directories for its path); nothing is installed, no network is needed"
 	@echo "make redteam what scripts do around a save x faults x moments x settings, for SECONDS= (60), drawn from SEED=;"
 	@echo "             one of them again: make redteam SEED=7 CASE=12; what fails is made as plain as it can be"
+	@echo "make gpu     everything that only a card can show, in two calls of under ten minutes; needs no venv"
 	@echo "make doors   the tests of every framework, each in a .venv-NAME; one of them: make door-NAME"
 	@echo "             ($(DOORS))"
 
@@ -72,6 +73,12 @@ gpu:
 
 redteam: $(STAMP)
 	cd tests && ../$(BIN)/python -m redteam --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE))
+
+# On a machine with a card and without a network: make gpu PYTHON=python3 SITE=DIR, where DIR has what python3 lacks.
+SITE ?=
+gpu:
+	PYTHONPATH="$(SITE):src:$$PYTHONPATH" $(PYTHON) -m benchmarks.gpu --call A --seconds 520
+	PYTHONPATH="$(SITE):src:$$PYTHONPATH" $(PYTHON) -m benchmarks.gpu --call B --seconds 520
 
 doors:
 	@failed=; for door in $(DOORS); do $(MAKE) --no-print-directory door-$$door || failed="$$failed $$door"; done; \

@@ -1,0 +1,148 @@
+"""Checks of what stands around a training: the card itself, graphs, waits of a pipeline, compiled code, faults that stay."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from benchmarks.gpu.card import MIB, Card, Figure, NotHere, host_seconds
+from benchmarks.gpu.state import Training
+from benchmarks.gpu.training import _environment
+
+from holdfast.train import devices
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def card_itself(card: Card) -> list[Figure]:
+    """What is here; and the tests that need a card."""
+    before = card.free_bytes()
+    torch.ones(1, device=card.device).add_(1)
+    card.synchronize()
+    figures = [Figure("first_kernel_bytes", (before - card.free_bytes()) / MIB, "MiB")]
+    if card.is_simulated:
+        return figures
+    files = ["tests/train/test_state.py", "tests/train/test_capture.py", "tests/train/test_device_pace.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:xdist", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False, env=_environment(card.directory)
+    )
+    counted = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
+    if not counted:
+        raise RuntimeError(done.stdout[-1500:] + done.stderr[-500:])
+    return [
+        *figures,
+        Figure("gpu_tests_passed", float(counted.get("passed", 0)), "tests", ">= 5"),
+        Figure("gpu_tests_failed", float(counted.get("failed", 0) + counted.get("error", 0)), "tests", "<= 0"),
+    ]
+
+
+def graphs(card: Card) -> list[Figure]:
+    """A step that is captured beside a Checkpointer: the capture works, and what it replays is never copied late."""
+    training = Training(card, card.directory, num_bytes=card.size(64 * MIB, MIB), num_tensors=8)
+    training.prove()
+    late = training.checkpointer.events.counters().get("late_copied_bytes", 0)
+    graph = torch.cuda.CUDAGraph() if card.kind == "cuda" else torch.accelerator.Graph()
+    if card.kind == "cuda":
+        with torch.cuda.graph(graph):
+            training.step()
+    else:
+        graph.capture_begin()
+        training.step()
+        graph.capture_end()
+    wrong = 0
+    for _ in range(5):
+        expected = [tensor.clone() for tensor in training.state()]
+        handle = training.save()
+        graph.replay()
+        try:
+            handle.wait("captured")
+        except Exception:  # noqa: BLE001 - given up is right as well
+            continue
+        training.checkpointer.restore(handle.version)
+        wrong += not all(map(torch.equal, training.state(), expected))
+    after = training.checkpointer.events.counters().get("late_copied_bytes", 0)
+    training.end()
+    return [
+        Figure("torn_versions", float(wrong), "versions", "<= 0"),
+        Figure("late_bytes_after_the_capture", float(after - late), "B", "<= 0"),
+    ]
+
+
+def pace(card: Card) -> list[Figure]:
+    """Copies inside the waits of a pipeline: the test that needs a card for it."""
+    if card.is_simulated:
+        raise NotHere("the tests of the simulated device have it")
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:xdist", "tests/train/test_device_pace.py"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, env=_environment(card.directory)
+    )
+    return [Figure("pace_tests_failed", float(done.returncode != 0), "runs", "<= 0")]
+
+
+COMPILE = """
+import sys, time, torch
+model = torch.nn.Sequential(*[torch.nn.Linear(256, 256), torch.nn.GELU()] * 8).to(sys.argv[1])
+began = time.perf_counter()
+torch.compile(model)(torch.randn(8, 256, device=sys.argv[1])).sum().backward()
+print(time.perf_counter() - began)
+"""
+
+
+def compiled(card: Card) -> list[Figure]:
+    """Compiled code comes back from the archive."""
+    if card.is_simulated:
+        raise NotHere("the simulated device has no compiler of kernels")
+    from holdfast.train.compile_cache import CompileCache  # noqa: PLC0415
+
+    def seconds(place: str) -> float:
+        environ = _environment(card.directory)
+        cache = CompileCache(str(card.directory / "archive"), card.directory / place, environ)
+        cache.fetch()
+        command = [sys.executable, "-c", COMPILE, card.kind]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, env=environ)
+        cache.keep()
+        return float(done.stdout.split()[-1])
+
+    first, second = seconds("a"), seconds("b")
+    return [Figure("second_over_first_compile", second / first, "ratio", "<= 0.3"), Figure("first_compile", first, "s")]
+
+
+FAULT = """
+import sys, torch
+if sys.argv[1] == "sim":
+    from holdfast.testing import device
+    device.load()
+from holdfast.train import devices
+x = torch.zeros(4, device=sys.argv[1])
+assert devices.healthy(20.0)
+if sys.argv[1] == "sim":
+    device.fault()
+else:
+    try:
+        x[torch.tensor([1 << 40], device=x.device)]
+        torch.accelerator.synchronize()
+    except RuntimeError:
+        pass
+sys.exit(0 if not devices.healthy(20.0) else 3)
+"""
+
+
+def fault(card: Card) -> list[Figure]:
+    """A device whose fault stays is told from a healthy one, so that its process is replaced."""
+    healthy = devices.healthy(20.0)
+    command = [sys.executable, "-c", FAULT, card.kind]
+    code: list[int] = []
+    seconds = host_seconds(
+        lambda: code.append(
+            subprocess.run(command, timeout=90, check=False, env=_environment(card.directory)).returncode
+        )
+    )
+    return [
+        Figure("healthy_device_refused", float(not healthy), "devices", "<= 0"),
+        Figure("faulted_device_believed", float(code[0] != 0), "devices", "<= 0"),
+        Figure("probe_and_start", seconds, "s"),
+    ]
