@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from holdfast.adapters.zero.objects import Kept, sort_out
 from holdfast.adapters.zero.script import Loop, find
 from holdfast.base.events import Events
 from holdfast.testing.contracts.door import CHECKS, Check, Door, Task, Workshop
+from holdfast.testing.contracts.workshop import keepers_under
 from holdfast.tiers.storage import open_storage
 from holdfast.train import agree, alive
 from holdfast.train.control import Order
@@ -232,6 +236,63 @@ def test_killed_in_the_middle_and_back_bit_for_bit(tmp_path: Path) -> None:
 def test_the_contract_of_doors(check: Check, tmp_path: Path) -> None:
     with Workshop(tmp_path, popen=popen) as made:
         check(DOOR, made)
+
+
+ONE_RANK_IS_UNSURE = """
+import argparse, os, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+args = argparse.Namespace(factor=torch.ones(2))
+for step in range(20):
+    loss = model(torch.full((2, 4), float(step % 7))).square().mean() * args.factor.sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if rank == 1 and step == 6:
+        args.factor.mul_(2)
+    if rank == 0 and step == 12 and not os.path.exists(os.environ["MARK"]):
+        open(os.environ["MARK"], "w").close()
+        os.kill(os.getpid(), 9)
+weights = [p.tolist() for p in model.parameters()]
+print(f"END {rank} {args.factor.tolist()} {weights} {optimizer.state_dict()['state'][0]['step']}\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_what_one_rank_must_not_take_is_loaded_by_none(tmp_path: Path, runtime_dir: Path) -> None:
+    """The ranks that would take it go on with what their script made, optimizer state included."""
+    script = tmp_path / "train.py"
+    script.write_text(ONE_RANK_IS_UNSURE)
+
+    def ends(mark: Path, module: list[str]) -> tuple[list[str], str]:
+        environment = {**os.environ, "MARK": str(mark), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", *module, "--standalone", "--nproc-per-node", "2", str(script)]
+        options: dict[str, Any] = {"env": environment, "capture_output": True, "text": True, "timeout": 120}
+        told = forked.run(command, warm_children=True, **options)
+        assert told.returncode == 0, told.stderr
+        lines = (line.partition("END ")[2] for line in told.stdout.splitlines())
+        return sorted(filter(None, lines)), told.stderr
+
+    (tmp_path / "never").touch()
+    undisturbed, _ = ends(tmp_path / "never", ["torch.distributed.run"])
+    assert len(undisturbed) == 2
+    try:
+        told, said = ends(tmp_path / "once", ["holdfast.adapters.run", "--checkpoint-dir", str(tmp_path / "root")])
+    finally:
+        for keeper in keepers_under(runtime_dir):  # it holds what was saved, for a while
+            keeper.kill()
+            keeper.wait(20)
+        shutil.rmtree(runtime_dir)
+    assert "rank 1: this script is not kept any more, 'args.factor' changes in the loop" in said
+    assert "the run that saved was not sure of it" in said
+    assert told == undisturbed
 
 
 NESTED = """

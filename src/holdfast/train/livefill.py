@@ -16,7 +16,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from holdfast.train import agree
 from holdfast.train.assembly import Job
 from holdfast.train.live import Group, LiveTensor, SavedTensor
 from holdfast.train.notes import Note, as_bytes, lasting
+from holdfast.train.parts import Loading
 from holdfast.train.remains import notes_of, remains
 from holdfast.train.state import State
 
@@ -63,10 +64,11 @@ class _Plan:
     note: Note
     shards: Mapping[str, Shard]
     values: dict[Group, Mapping[str, Any]]
-    targets: Mapping[str, LiveTensor]
+    loading: Loading
     live: bool
     gets: Mapping[int, list[str]]
     gives: Mapping[int, list[str]]
+    targets: Mapping[str, LiveTensor] = field(default_factory=dict)
 
 
 class LiveFill:
@@ -98,6 +100,9 @@ class LiveFill:
             logger.warning("what the survivors hold is not enough; the job goes on from what was saved")
             return None
         assert plan is not None
+        # It fits on every rank. Before that none may change anything: a script may go on with what it has.
+        fitting = plan
+        plan = agree.together(self._group, lambda: replace(fitting, targets=self._state.create(fitting.loading)))
         filled = Filled(decision.value, decision.reason)
         if not agree.unanimous(self._group, self._fill(plan, filled)):
             logger.warning("a rank was not filled from its twins; the job goes on from what was saved")
@@ -138,8 +143,7 @@ class LiveFill:
         saved = {
             row.shard.name: SavedTensor(row.shard.dtype, row.shard.global_shape, (row.shard.extent,)) for row in rows
         }
-        targets = self._state.targets(saved, values)
-        return _Plan(note, shards, values, targets, rank in live, gets, gives)
+        return _Plan(note, shards, values, self._state.fitting(saved, values), rank in live, gets, gives)
 
     # The bytes.
 

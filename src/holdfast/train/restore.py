@@ -36,7 +36,7 @@ from holdfast.train.fetched import Fault, Fetcher, Holder, Loaded
 from holdfast.train.fill import Source
 from holdfast.train.live import Group, LoadRecord, SavedTensor
 from holdfast.train.livefill import LiveFill
-from holdfast.train.parts import left_out_text, listed
+from holdfast.train.parts import Loading, left_out_text, listed
 from holdfast.train.relayout import OtherLayout
 from holdfast.train.remains import remains
 from holdfast.train.state import State
@@ -110,6 +110,22 @@ class RestoreReport:
         bad += f"; not saved, and as they were made: {listed(self.left_out)}" if self.left_out else ""
         bad += f"; of single ranks: {' | '.join(self.by_rank)}" if self.by_rank else ""
         return f"resumed from {self.version} in {self.seconds.get('total', 0):.2f} s ({self.why or sources}; {self.reason}){bad}"
+
+
+@dataclass(slots=True)
+class _Fitting:
+    """What one attempt brought, before anything of it is loaded.
+
+    Attributes:
+        sources: the images.
+        nodes: where each bundle came from.
+        loading: which entry goes where; None if a copy was bad.
+    """
+
+    loaded: Loaded
+    sources: list[Source]
+    nodes: Mapping[str, int | None]
+    loading: Loading | None = None
 
 
 class Restorer:
@@ -227,7 +243,12 @@ class Restorer:
         """The report, or None if some rank found a bad copy."""
         try:
             if agree.unanimous(self._job.group, self._is_layout(choice)):
-                loaded = agree.together(self._job.group, lambda: self._load(choice))
+                fitting = agree.together(self._job.group, lambda: self._fitting(choice))
+                loaded = fitting.loaded
+                if not self.decisions.vote(choice, loaded.faults):
+                    return None
+                # It fits on every rank. Before that none may change anything: a script may go on with what it has.
+                agree.together(self._job.group, lambda: self._fill(choice, fitting))
                 if not self.decisions.vote(choice, loaded.faults):
                     return None
             else:
@@ -291,10 +312,9 @@ class Restorer:
             }
         return loaded
 
-    def _load(self, choice: Choice) -> Loaded:
+    def _fitting(self, choice: Choice) -> _Fitting:
         facts = self.decisions.facts
         fetches = recovery.fetches(choice, self._job.group.rank, facts)
-        num_bytes = sum(fetch.seal.length for fetch in fetches)
         nodes_of = self._job.topology.nodes
         planned = {fetch.ref.bundle_id: recovery.way(fetch, nodes_of) for fetch in fetches}
         sizes = {fetch.ref.bundle_id: fetch.seal.length for fetch in fetches}
@@ -303,27 +323,32 @@ class Restorer:
         loaded.located = self._fetcher.obtain(choice.version, fetches, loaded.faults)
         loaded.ways = _ways(fetches, loaded.located, nodes_of)
         sources = list(_readable(fetches, loaded.located, loaded.faults))
+        fitting = _Fitting(loaded, sources, {fetch.ref.bundle_id: fetch.node for fetch in fetches})
         if loaded.faults:
-            return loaded
-        nodes = {fetch.ref.bundle_id: fetch.node for fetch in fetches}
+            return fitting
         try:
             for source in sources:
                 _take_values(source, loaded.values)
-            loaded.tensors = self._state.targets(_saved(sources), loaded.values, strict=self._asked.strict)
+            fitting.loading = self._state.fitting(_saved(sources), loaded.values, strict=self._asked.strict)
         except HoldfastError:
             # What does not fit may be damaged: only bytes that are proven may accuse the objects.
-            loaded.faults += [Fault(name, nodes[name], why) for name, why in _damaged(sources).items()]
+            loaded.faults += [Fault(name, fitting.nodes[name], why) for name, why in _damaged(sources).items()]
             if not loaded.faults:
                 raise
-            return loaded
+        return fitting
+
+    def _fill(self, choice: Choice, fitting: _Fitting) -> None:
+        assert fitting.loading is not None
+        loaded = fitting.loaded
+        loaded.tensors = self._state.create(fitting.loading)
+        num_bytes = sum(located.seal.length for located in loaded.located)
         started = time.perf_counter()
         meter = Meter(
             num_bytes, lambda done, seconds: self._say(choice.version, progress_text(done, num_bytes, seconds))
         )
-        bad = fill.fill(sources, loaded.tensors, meter.add)
+        bad = fill.fill(fitting.sources, loaded.tensors, meter.add)
         loaded.fill_seconds = time.perf_counter() - started
-        loaded.faults += [Fault(name, nodes[name], why) for name, why in bad.items()]
-        return loaded
+        loaded.faults += [Fault(name, fitting.nodes[name], why) for name, why in bad.items()]
 
     def _say(self, version: Version, how_far: str) -> None:
         logger.info("verifying and copying %s: %s", version, how_far)

@@ -231,17 +231,37 @@ class State:
         Raises:
             MismatchError: with all names that are missing, unexpected or different; nothing was changed.
         """
+        return self.create(self.fitting(saved, values, strict=strict))
+
+    @torch.no_grad()
+    def fitting(
+        self,
+        saved: Mapping[str, SavedTensor],
+        values: Mapping[Group, Mapping[str, Any]],
+        *,
+        strict: bool = True,
+    ) -> Loading:
+        """Looks whether a checkpoint fits, and changes nothing: the first half of `targets`, with the same arguments.
+
+        For ranks that have to know of each other before one of them changes anything.
+
+        Returns:
+            What `create` takes.
+
+        Raises:
+            MismatchError: with all names that are missing, unexpected or different.
+        """
         offered = {str(path): v for group in values.values() for path, v in group.items()}
         loading = Loading(self._layouts, saved, offered, strict=strict)
         self.plan(loading)
         problem = mismatch(loading.record()) if strict else None
         if problem is not None:
             raise problem
-        return self.create(loading)
+        return loading
 
     @torch.no_grad()
     def plan(self, loading: Loading) -> None:
-        """Every part claims what it wants; the first half of `targets`, for who judges by himself what is missing."""
+        """Every part claims what it wants; as `fitting`, for who judges by himself what is missing."""
         for each in self._stepping:
             each.ask()
         if not self._unchanged():
