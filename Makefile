@@ -32,7 +32,6 @@ help:
 	@echo "make test    ruff, mypy and the test suite"
 	@echo "make lint    ruff and mypy only"
 	@echo "make bench   the benchmarks in their short form"
-	@echo "make gpu     the checks for a card, one JSON line each in build/gpu; with torch and what holdfast imports in PYTHON="
 	@echo "             (and SITE=, more directories for its path); nothing is installed, no network is needed"
 	@echo "make redteam what scripts do around a save x faults x moments x settings, for SECONDS= (60), drawn from SEED=;"
 	@echo "             one of them again: make redteam SEED=7 CASE=12; what fails is made as plain as it can be"
@@ -68,17 +67,14 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.persist --quick
 	$(BIN)/python -m benchmarks.plan --quick
 
-gpu:
-	PYTHONPATH=$(if $(SITE),$(SITE):)src:. $(PYTHON) -m benchmarks.gpu --seconds $(if $(GPU_SECONDS),$(GPU_SECONDS),520) --out build/gpu
-
 redteam: $(STAMP)
 	cd tests && ../$(BIN)/python -m redteam --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE))
 
 # On a machine with a card and without a network: make gpu PYTHON=python3 SITE=DIR, where DIR has what python3 lacks.
 SITE ?=
 gpu:
-	PYTHONPATH="$(SITE):src:$$PYTHONPATH" $(PYTHON) -m benchmarks.gpu --call A --seconds 520
-	PYTHONPATH="$(SITE):src:$$PYTHONPATH" $(PYTHON) -m benchmarks.gpu --call B --seconds 520
+	-PYTHONPATH="$(if $(SITE),$(SITE):)src:." $(PYTHON) -m benchmarks.gpu --call A --seconds 520
+	PYTHONPATH="$(if $(SITE),$(SITE):)src:." $(PYTHON) -m benchmarks.gpu --call B --seconds 520
 
 doors:
 	@failed=; for door in $(DOORS); do $(MAKE) --no-print-directory door-$$door || failed="$$failed $$door"; done; \

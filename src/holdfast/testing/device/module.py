@@ -56,8 +56,8 @@ class DeviceModule(types.ModuleType):
         return [torch.bfloat16, torch.float16]
 
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
-        """Return True: the host computes, and it has the type."""
-        return including_emulation or True
+        """Return whether there is a device: the host computes, and it has the type."""
+        return including_emulation or self.is_available()
 
     # The current device.
 
