@@ -18,8 +18,10 @@ import torch
 
 from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
+from holdfast.core import fence as rules
 from holdfast.core.model import Version
-from holdfast.train import capture, notes, trust
+from holdfast.train import capture, notes, saver, trust
+from holdfast.train import fence as fences
 from holdfast.train.fence import Fence, Job
 from holdfast.train.remains import Survivor, remains
 from holdfast.train.spots import Spots, has_spots
@@ -548,3 +550,8 @@ def test_spots_are_the_same_elements_in_any_memory_layout() -> None:
         assert (one.folded(one.read(3)) != other.folded(other.read(3))).sum() == number + 1
     assert not has_spots(torch.randn(3, dtype=torch.complex64).conj())
     assert not has_spots(torch.empty(0))
+
+
+def test_training_runs_the_rules_that_the_model_checks() -> None:
+    used: list[Any] = [fences.opens, fences.is_void, saver.may_be_late]
+    assert used == [rules.opens, rules.is_void, rules.may_be_late]
