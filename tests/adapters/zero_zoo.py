@@ -215,6 +215,28 @@ CASES: dict[str, Case] = {
     "list that another one takes the place of": Case(
         pre="a, b = [1], [2]\ndef swap():\n    global b\n    b = [*b, step]", body="swap()", scale="len(b)", shown="a, b"
     ),
+    "dict with tuples for keys": Case(
+        "seen", pre="seen = {(0, 0): 0, (1, 1): 0}\ndef see():\n    seen[(1, 1)] += 1", body="see()", scale="(1 + seen[(1, 1)])"
+    ),
+    "flag in a long list": Case(pre="seen = [False] * 9000", body="seen[17 * step + 1] = True", scale="(1 + sum(seen))", shown="sum(seen)"),
+    "row in a long list of lists": Case(
+        "too large", pre="rows = [[0] for _ in range(9000)]", body="rows[step + 1].append(1)\nrows.reverse()\nrows.reverse()",
+        scale="(1 + sum(map(len, rows)))",
+    ),
+    "long list of rows that nobody changes": Case(pre="rows = [{'x': i} for i in range(9000)]", scale="rows[step]['x']"),
+    "dict of the user's with attributes": Case(
+        pre="class Cfg(dict):\n    pass\ncfg = Cfg(a=1)\ncfg.n = 1", body="cfg.n += 1\ncfg['a'] += 1", scale="(cfg.n + cfg['a'])",
+        shown="cfg.n, cfg",
+    ),
+    "number of a class of its own": Case(
+        "args.n", pre="class N(int):\n    pass\nargs = argparse.Namespace(n=N(1))", body="args.n = N(args.n + 1)", scale="args.n"
+    ),
+    "array in a namespace, one element": Case(
+        "args.a", pre="args = argparse.Namespace(a=np.zeros(20000))", body="args.a[step * 7 + 3] = 1", scale="(1 + args.a.sum())"
+    ),
+    "bytes that change": Case(
+        "args.b", pre="args = argparse.Namespace(b=bytearray(3), f=len)", body="args.b[0] += 1", scale="(1 + args.b[0])"
+    ),
     "deque": Case(pre="last = collections.deque([1.0], maxlen=3)", body="last.append(loss.item())", scale="sum(last)", shown="last"),
     "defaultdict": Case(pre="c = collections.defaultdict(int)", body='c["n"] += 1', scale='(1 + c["n"])', shown="dict(c)"),
     "counter": Case(pre="c = collections.Counter()", body="c.update([step % 3])", scale="(1 + c[0])", shown="c"),
@@ -239,6 +261,12 @@ CASES: dict[str, Case] = {
     "iterator": Case("iterator", pre="batches = iter([*range(99)])", scale="next(batches)"),
     "counter of itertools": Case("count", pre="ids = itertools.count()", scale="(1 + next(ids))"),
     "cycle": Case("cycle", pre="batches = itertools.cycle([1.0, 2.0, 3.0])", scale="next(batches)"),
+    "next of an iterator under a name": Case("iterator", pre="take = iter([*range(99)]).__next__", scale="take()"),
+    "method of random.Random under a name": Case(pre="rand = random.Random(3).random", scale="rand()", shown="rand()"),
+    "method of a hidden list under a name": Case(
+        pre="def make():\n    seen = []\n    return seen.append, seen.__len__\nadd, count = make()", body="add(1)", scale="(1 + count())",
+        shown="count()",
+    ),
     "file": Case("TextIOWrapper", pre="lines = open(__file__)", body="lines.readline()"),
     "loader with a generator of its own": Case(
         pre="g = torch.Generator().manual_seed(3)\ndata = torch.utils.data.TensorDataset(torch.arange(8.0))\n"
@@ -458,7 +486,7 @@ CASES: dict[str, Case] = {
     "gradients that are never cleared": Case("gradients live", step=STEP.replace("optimizer.zero_grad()\n", "")),
     "gradients that are cleared late": Case(
         step="loss = model(torch.randn(2, 4)).square().mean() * {scale}\nloss.backward()\n"
-        "if step % 2:\n    optimizer.step()\n    optimizer.zero_grad()\n", when=6,
+        "if step % 2:\n    optimizer.step()\n    optimizer.zero_grad()\n", counts="range(14)", when=10,
     ),
     "gradients that are cleared sometimes": Case(
         "gradients live",
@@ -493,5 +521,14 @@ CASES: dict[str, Case] = {
     "iterator behind a function of the user's": Case(
         "_it", helper="_it = iter([*range(99)])\ndef up():\n    return next(_it)\n", pre="from helper import up", scale="up()"
     ),
+    "variable of the environment": Case(
+        "rehearsal of a restart differs in", pre="os.environ['N'] = '0'",
+        body="os.environ['N'] = str(int(os.environ['N']) + 1)", scale="(1 + int(os.environ['N']))",
+    ),
+    "number in a module of a library": Case(
+        "rehearsal of a restart differs in", pre="math.n = 0", body="math.n += 1", scale="(1 + math.n)"
+    ),
+    "clock that is read": Case(pre="import time\nlast = time.time()", body="took = time.time() - last; last = time.time()", shown="step"),
+    "script that writes in its steps": Case(body="open(os.environ['MARK'] + '.log', 'a').write(f'{step}\\n')", shown="step"),
     "working directory": Case("working directory", body="if step == 3: os.chdir('/')", shown="os.getcwd()"),
 }  # fmt: skip

@@ -86,6 +86,11 @@ def detach() -> None:
         _hooks.stacks = nowhere
 
 
+def forget() -> None:
+    """For a forked child that is not the worker: it leaves the worker's page alone, which it still sees."""
+    _hooks.writer = None
+
+
 @contextmanager
 def phase(name: Phase) -> Iterator[None]:
     """The block takes as long as that phase may."""

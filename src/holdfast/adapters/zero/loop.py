@@ -25,12 +25,15 @@ from holdfast.adapters.zero.changes import Changed, Changes
 from holdfast.adapters.zero.objects import Kept, sort_out
 from holdfast.adapters.zero.reach import MAX_ELEMENTS, Look, Reach, is_plain
 from holdfast.adapters.zero.script import Loop
+from holdfast.adapters.zero.selfcheck import SelfCheck
 from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
 from holdfast.train import agree, alive
 from holdfast.train.layout_of import local_of
 
 logger = logging.getLogger(__name__)
 
+# A shorter loop is not rehearsed.
+MIN_STEPS = 8
 # What it means that a loop which trains is not kept, and what to do.
 UNKEPT = (
     "it runs as under torchrun: nothing of it is saved, and a restart begins it anew; "
@@ -55,6 +58,11 @@ class KeptLoop:
         self._begun = False
         self._values: dict[str, Any] = {}
         self.back = False
+        self._left = False
+
+    def leave(self) -> None:
+        """The script leaves its loop in good order, by `break` or `return`."""
+        self._left = True
 
     def take(self) -> tuple[Any, ...]:
         """Returns the carried values of the version, once."""
@@ -70,9 +78,29 @@ class KeptLoop:
         """Returns the numbers that are left of `steps`."""
         kept = None if self._begun else self._begin(steps, Names.of(sys._getframe(1)))
         self._begun = True
-        return iter(steps) if kept is None else self._kept(steps, *kept)
+        if kept is None:
+            return iter(steps)
+        checkpointer, carried, check = kept
+        if len(steps) >= MIN_STEPS:
+            check.begin()
+        return (
+            self._rehearsed(steps, carried, check) if check.child else self._kept(steps, checkpointer, carried, check)
+        )
 
-    def _begin(self, steps: range, names: Names) -> tuple[Checkpointer, _Carried] | None:
+    def _rehearsed(self, steps: range, carried: _Carried, check: SelfCheck) -> Iterator[int]:
+        """Yields the steps that a child makes a second time; it ends there."""
+        count = _Count()
+        return check.perform(carried, steps, given=lambda: self._take_over(steps, carried), count=lambda: count.steps)
+
+    def _take_over(self, steps: range, carried: _Carried) -> int:
+        """Names of the script are there to be taken; returns the place in the range of the step that is next."""
+        first = 0 if carried.value is None else steps.index(carried.value) + 1
+        if carried.restored is not None and first:
+            names = self._loop.carried if first < len(steps) else (*self._loop.carried, *self._loop.after)
+            self._values, self.back = carried.restored, bool(names)
+        return first
+
+    def _begin(self, steps: range, names: Names) -> tuple[Checkpointer, _Carried, SelfCheck] | None:
         """Returns a Checkpointer of what is there; None, and a reason told, if anything is unsure on any rank."""
         try:
             group = agree.ranks()
@@ -99,50 +127,67 @@ class KeptLoop:
             return None
         carried = _Carried(self._loop, steps, names, changes, group)
         carried.stepped = _stepped(found)
-        checkpointer = Checkpointer(self._root, main_values=carried, **found.objects)
+        objects = {**found.objects, "main_values": carried}
+        checkpointer = Checkpointer(self._root, **objects)
         if group.rank == 0:
             say(f"this script is kept in {self._root}: {', '.join(sorted(found.objects))}")
-        return checkpointer, carried
+        return checkpointer, carried, SelfCheck(objects, clock=self._loop.reads_clock)
 
-    def _kept(self, steps: range, checkpointer: Checkpointer, carried: _Carried) -> Iterator[int]:
-        if not self._restored(checkpointer, carried):
+    def _kept(self, steps: range, checkpointer: Checkpointer, carried: _Carried, check: SelfCheck) -> Iterator[int]:
+        try:
+            yield from self._steps(steps, checkpointer, carried, check)
+        finally:
+            check.end()
+
+    def _steps(self, steps: range, checkpointer: Checkpointer, carried: _Carried, check: SelfCheck) -> Iterator[int]:
+        if not self._restored(checkpointer, carried, check):
             yield from steps
             return
-        first = 0 if carried.value is None else steps.index(carried.value) + 1
-        if carried.restored is not None and first:
-            names = self._loop.carried if first < len(steps) else (*self._loop.carried, *self._loop.after)
-            self._values, self.back = carried.restored, bool(names)
+        first = self._take_over(steps, carried)
         if first == len(steps) > 0:
             say(f"all {len(steps)} steps are made; what lies behind the loop runs")
             checkpointer.save(first - 1, "durable")  # it may lie in memory alone
             _close(checkpointer)
             return
         count = _Count()
+        unsaved = -1  # a step that is finished, and of which it was not known whether it may be saved
         ended = False
         try:
             for number in range(first, len(steps)):
                 before = count.steps
                 yield steps[number]
-                if count.steps == before or not carried.note(number):
-                    continue  # gradients are on their way, or what lies behind the loop could not be run again
+                unsaved = -1
+                if count.steps == before:
+                    continue  # gradients are on their way
+                if not carried.note(number):
+                    continue  # what lies behind the loop could not be run again
+                carried.doubt(check.made(number))
                 if carried.unsure and carried.alone:
+                    check.end()
                     _close(checkpointer)  # what was saved before that is right
                     yield from steps[number + 1 :]
                     return
-                checkpointer.step(number)
+                if check.pending:
+                    unsaved = number
+                else:
+                    checkpointer.step(number)
+            if unsaved >= 0:
+                checkpointer.step(unsaved)
             ended = True
         finally:
             count.close()
-            if ended:
+            if ended or self._left:
                 _close(checkpointer)
-            else:  # left by break or by an error: what was saved counts
+            else:  # left by an error: what was saved counts
                 checkpointer.__exit__(UsageError, None, None)
 
-    def _restored(self, checkpointer: Checkpointer, carried: _Carried) -> bool:
+    def _restored(self, checkpointer: Checkpointer, carried: _Carried, check: SelfCheck) -> bool:
         """Tell whether what was saved is here, if there is anything; False, and the reason told, if it is not of this loop."""
         group = agree.ranks()
         try:
             checkpointer.restore()
+            if carried.value is not None:
+                check.end()  # the run that saved made it
         except MismatchError:
             told = [reason for reason in agree.gather_json(group, carried.refused) if reason]
             if not told:
@@ -166,12 +211,13 @@ def _close(checkpointer: Checkpointer) -> None:
 
 
 def _changes(loop: Loop, names: Names, kept: Kept) -> Changes:
-    reach = Reach(names.home, sets=loop.sets, used=loop.used, kept=kept.things)
+    lines = dict(loop.lines)
+    reach = Reach(names.home, sets=loop.sets, used=loop.used, kept=kept.things, stored=lines)
 
     def look() -> Look:
         return reach.look(names.main, names.frames())
 
-    return Changes(look, dict(loop.lines))
+    return Changes(look, lines)
 
 
 def _stepped(kept: Kept) -> list[torch.Tensor]:
@@ -262,7 +308,7 @@ class _Carried:
                 after[name] = packed
         changed = self._changes.now()
         carried = {name: names[name] for name in self._loop.carried if name in names and is_plain(names[name])}
-        self._doubt(changed.reason or self._why_unsure(carried, names))
+        self.doubt(changed.reason or self._why_unsure(carried, names))
         self._noted = self._state(self._steps[number], carried, after, changed)
         return True
 
@@ -294,7 +340,8 @@ class _Carried:
             "rows": changed.rows, "gone": changed.gone, "unsure": self.unsure, "began": self._began,
         }  # fmt: skip
 
-    def _doubt(self, reason: str) -> None:
+    def doubt(self, reason: str) -> None:
+        """Says a reason why no version of this run can be right any more, once; nothing if it is empty."""
         if reason and not self.unsure:
             self.unsure = reason
             who = "" if self.alone else f"rank {self._rank}: "

@@ -14,6 +14,7 @@ objects of the user's classes, data loaders, samplers, and models. Objects of li
 from __future__ import annotations
 
 import argparse
+import array
 import collections
 import datetime as dt
 import enum
@@ -45,8 +46,8 @@ from holdfast.base.errors import HoldfastError
 from holdfast.tiers import values as value_codec
 from holdfast.train.layout_of import local_of
 
-# Of a container or tensor with more elements so many are looked at; with fewer all.
-MAX_ELEMENTS, NUM_SPOTS = 4096, 64
+# Of a container of containers with more elements so many are looked at, of a larger tensor or array so many elements.
+MAX_ELEMENTS, MAX_BYTES, NUM_SPOTS = 4096, 4 << 20, 64
 MAX_DEPTH = 40
 
 _CONTAINERS = (list, dict, set, collections.deque)
@@ -119,9 +120,13 @@ class Reach:
         sets: names that the loop itself sets; what they hold is no concern of the walk.
         used: names that the loop reads: what they hold must not keep a place that nobody can read.
         kept: objects that hand out their state.
+        stored: names that the loop or a function stores into, or calls a method of.
     """
 
-    def __init__(self, home: str, *, sets: Iterable[str], used: Iterable[str], kept: Iterable[Any]) -> None:
+    def __init__(
+        self, home: str, *, sets: Iterable[str], used: Iterable[str], kept: Iterable[Any], stored: Iterable[str] = ()
+    ) -> None:
+        self._stored = frozenset(stored)
         self._home = os.path.abspath(home)
         self._sets = frozenset(sets)
         self._used = frozenset(used)
@@ -136,7 +141,7 @@ class Reach:
             frames: name and local names of the functions that are running, the innermost, with the loop, first.
         """
         local = {name: value for _, scope in frames[:1] for name, value in scope.items() if name in self._sets}
-        walk = _Walk(self._is_users, frozenset() if frames else self._sets, self._kept, local)
+        walk = _Walk(self._is_users, frozenset() if frames else self._sets, self._kept, local, self._stored)
         walk.found.owners[""] = Owner(main.__setitem__, main.pop)
         names = {id(value): name for _, scope in [*frames, ("", main)] for name, value in scope.items()}
         for number, thing in enumerate(self._kept):
@@ -173,8 +178,14 @@ class _Walk:
     """One walk."""
 
     def __init__(
-        self, is_users: Callable[[str], bool], hidden: frozenset[str], kept: Iterable[Any], local: Mapping[str, Any]
+        self,
+        is_users: Callable[[str], bool],
+        hidden: frozenset[str],
+        kept: Iterable[Any],
+        local: Mapping[str, Any],
+        stored: frozenset[str],
     ) -> None:
+        self._stored = stored
         self.found = Look()
         self.hidden = hidden
         self._local = local
@@ -288,10 +299,21 @@ class _Walk:
             self._each(path, enumerate(value), asks=asks)
         elif kind.__module__ == "numpy" and hasattr(value, "tobytes"):
             self._array(path, value, hold)
+        elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
+            self.found.fixed[path] = (kind.__qualname__, value.__qualname__)
+            if not isinstance(value.__self__, types.ModuleType):  # `history.append`, `batches.__next__`
+                self.visit(f"{path}.__self__", value.__self__, asks=asks)
         elif isinstance(value, _NAMED):
             self.found.fixed[path] = (kind.__qualname__, repr(value))
-        elif not self._random(path, value, hold) and not self._code(path, value, asks):
+        elif not (self._bytes(path, value) or self._random(path, value, hold) or self._code(path, value, asks)):
             self._object(path, value, asks)
+
+    def _bytes(self, path: str, value: Any) -> bool:
+        """Looks at bytes that can change, and at numbers and texts of a class of their own; False if it is none."""
+        found = isinstance(value, bytearray | array.array | int | float | complex | str | bytes)
+        if found:
+            self.found.fixed[path] = (type(value).__qualname__, repr(value))
+        return found
 
     def _random(self, path: str, value: Any, hold: tuple[str, str | int]) -> bool:
         """Looks at a generator of random numbers; False if it is none."""
@@ -367,6 +389,10 @@ class _Walk:
         self.visit(type(value).__qualname__, type(value), asks=asks)
 
     def _container(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
+        if asks and _is_vast(value) and path.rpartition(".")[2] in self._stored:
+            self.found.unsure.append((path, f"{type(value).__qualname__} that is too large to be looked at whole,"))
+        if self._is_users_object(value) and getattr(value, "__dict__", None):
+            self.keys(f"the attributes of {path}", vars(value), _attributes(value), asks=asks)
         if is_plain(value):
             stored, refill = (
                 functools.partial(_stored, value),
@@ -375,9 +401,11 @@ class _Walk:
             self.found.leaves[path] = Leaf(_token(value), *hold, stored, refill)
         elif isinstance(value, dict):
             self.keys(path, value, Owner(value.__setitem__, value.pop), asks=asks, dot=False)
-            self.found.fixed[f"the keys of {path}"] = sum(
-                type(key) is not str and type(key) is not int for key in value
-            )
+            for key, part in value.items():
+                if type(key) is str or type(key) is int:
+                    continue
+                self.found.fixed[f"{path}[{key!r}]"] = _token(part) if is_plain(part) else type(part).__qualname__
+                self.visit(f"the value of {path}[{key!r}]", part, asks=asks)
         else:
             self.found.fixed[f"the length of {path}"] = len(value)
             self._each(path, enumerate(_some(value)), asks=asks)
@@ -540,8 +568,14 @@ def is_plain(value: Any, depth: int = 0) -> bool:
         return False  # inside of another it is stored whole, and would come back as something else
     if isinstance(value, dict) and not {str, int}.issuperset(map(type, value)):
         return False
-    parts = _some(value.values() if isinstance(value, dict) else value)
-    return _ATOM_SET.issuperset(map(type, parts)) or all(is_plain(part, depth + 1) for part in parts)
+    parts = value.values() if isinstance(value, dict) else value
+    return _ATOM_SET.issuperset(map(type, parts)) or all(is_plain(part, depth + 1) for part in _some(parts))
+
+
+def _is_vast(value: Any) -> bool:
+    """Tell whether a container has more containers than are looked at."""
+    parts = value.values() if isinstance(value, dict) else value
+    return len(value) > MAX_ELEMENTS and not _ATOM_SET.issuperset(map(type, parts))
 
 
 def _stored(value: Any) -> Any:
@@ -564,8 +598,10 @@ def _some(items: Any) -> Any:
 def _token(value: Any) -> object:
     try:
         if isinstance(value, (*_CONTAINERS, tuple, frozenset)) and len(value) > MAX_ELEMENTS:
-            some = _some(value.items() if isinstance(value, dict) else value)
-            return len(value), xxhash.xxh3_64_digest(value_codec.encode(list(some)))
+            items = value.items() if isinstance(value, dict) else value
+            if _is_vast(value):
+                return len(value), xxhash.xxh3_64_digest(value_codec.encode(list(_some(items))))
+            return tuple(items)  # one that is compared element by element, in no time where these are the same
         return xxhash.xxh3_64_digest(value_codec.encode(_stored(value) if isinstance(value, _CONTAINERS) else value))
     except HoldfastError:
         return repr(value)
@@ -576,20 +612,20 @@ def _of_tensor(tensor: torch.Tensor) -> object:
     facts = (tuple(local.shape), str(local.dtype), str(local.device), local.requires_grad)
     if local.device.type != "cpu" or local.layout is not torch.strided or local.is_quantized or not local.numel():
         return (*facts, local._version)
-    flat = local.detach().reshape(-1) if local.is_contiguous() else local.detach().flatten()
-    if flat.numel() > MAX_ELEMENTS:
+    flat = local.detach().flatten()
+    if flat.nbytes > MAX_BYTES:  # torch counts all writes but those through `.data` or an array
+        facts = (*facts, local._version)  # type: ignore[assignment]
         flat = torch.cat([flat[:: max(1, flat.numel() // NUM_SPOTS)], flat[-NUM_SPOTS:]])
     data = flat.resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy().tobytes()
-    # A write is counted, but for those through `.data` or an array; a tensor made anew counts from 0.
     return (*facts, xxhash.xxh3_64_digest(data))
 
 
-def _of_array(array: Any) -> object:
-    facts = (tuple(array.shape), str(array.dtype))
-    if array.dtype.hasobject:
-        return facts
-    flat = array.reshape(-1)
-    if flat.size > MAX_ELEMENTS:
+def _of_array(value: Any) -> object:
+    facts = (tuple(value.shape), str(value.dtype))
+    if value.dtype.hasobject:
+        return (*facts, repr(value))
+    flat = value.reshape(-1)
+    if flat.nbytes > MAX_BYTES:
         return (*facts, xxhash.xxh3_64_digest(flat[:: flat.size // NUM_SPOTS].tobytes() + flat[-NUM_SPOTS:].tobytes()))
     return (*facts, xxhash.xxh3_64_digest(flat.tobytes()))
 

@@ -35,6 +35,7 @@ _NUMBER_FUNCTIONS = {"float", "int", "bool"}
 
 # Words of scripts that look for a file of their own and go on from it.
 _READS = {"exists", "isfile", "is_file", "isdir", "is_dir", "glob", "listdir", "open", "read_text", "read_bytes"}
+_CLOCKS = {"time", "perf_counter", "monotonic", "process_time", "datetime", "time_ns", "perf_counter_ns"}
 # Calls by which names are read that the text does not name.
 _BY_TEXT = {"globals", "locals", "eval", "exec"}
 
@@ -53,6 +54,7 @@ class Loop:
         numbers: those of them of which only the number is asked for, so that a tensor may come back without its graph.
         sets: names that the loop itself sets.
         clears: whether every step clears the gradients before it computes new ones.
+        reads_clock: whether the script reads a clock.
         reads_files: whether the script calls something that may have it go on from a file of its own.
         bounds: names and attributes that say how far the loop counts.
         lines: attribute or name -> the first line of the loop, or of a function, that stores to it or calls a method of it.
@@ -65,6 +67,7 @@ class Loop:
     numbers: frozenset[str] = frozenset()
     sets: frozenset[str] = frozenset()
     clears: bool = False
+    reads_clock: bool = False
     reads_files: bool = False
     bounds: frozenset[str] = frozenset()
     lines: tuple[tuple[str, int], ...] = ()
@@ -131,6 +134,7 @@ def _described(tree: ast.Module, loop: ast.For, target: str, scope: _Scope, func
         numbers=numbers,
         sets=frozenset(sets),
         clears=clears,
+        reads_clock=bool(words & _CLOCKS),
         reads_files=any(word in _READS or word.startswith(("load", "resume", "restore")) for word in words),
         bounds=frozenset(bounds),
         lines=tuple(sorted(lines.items())),
@@ -288,6 +292,7 @@ def _root(node: ast.expr) -> str:
 
 def _rewrite(scope: _Scope, loop: ast.For, carried: Sequence[str], after: Sequence[str]) -> None:
     loop.iter = ast.Call(ast.Name(HOOK, ast.Load()), [loop.iter], [])
+    loop.body = [new for statement in loop.body for new in _Leaving.of(statement)]
     if carried:
         loop.body[:0] = _taking("take", carried, loop)
     if carried or after:
@@ -297,6 +302,48 @@ def _rewrite(scope: _Scope, loop: ast.For, carried: Sequence[str], after: Sequen
                     place = next(index for index, part in enumerate(block) if part is loop)
                     block[place + 1 : place + 1] = _taking("rest", [*carried, *after], loop)
     ast.fix_missing_locations(scope)
+
+
+class _Leaving(ast.NodeTransformer):
+    """Tells the hook of each `break` and `return` that leaves the loop: an error that leaves it says nothing."""
+
+    @classmethod
+    def of(cls, statement: ast.stmt) -> list[ast.stmt]:
+        """Returns the statements in the place of one."""
+        found = cls().visit(statement)
+        return found if isinstance(found, list) else [found]
+
+    def visit_Break(self, node: ast.Break | ast.Return) -> list[ast.stmt]:
+        call = ast.Call(ast.Attribute(ast.Name(HOOK, ast.Load()), "leave", ast.Load()), [], [])
+        return [ast.copy_location(ast.Expr(call), node), node]
+
+    def visit_Return(self, node: ast.Return) -> list[ast.stmt]:
+        return self.visit_Break(node)
+
+    def visit_For(self, node: ast.For | ast.While) -> ast.stmt:
+        inner = [child for statement in node.body for child in _Returning.of(statement)]
+        node.body, node.orelse = inner, [new for statement in node.orelse for new in self.of(statement)]
+        return node
+
+    def visit_While(self, node: ast.While) -> ast.stmt:
+        return self.visit_For(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.stmt:
+        return node
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.stmt:
+        return node
+
+
+class _Returning(_Leaving):
+    """The same of a loop within the loop."""
+
+    def visit_Break(self, node: ast.Break | ast.Return) -> list[ast.stmt]:
+        return super().visit_Break(node) if isinstance(node, ast.Return) else [node]
+
+    def visit_For(self, node: ast.For | ast.While) -> ast.stmt:
+        self.generic_visit(node)
+        return node
 
 
 def _taking(method: str, names: Sequence[str], loop: ast.For) -> list[ast.stmt]:
