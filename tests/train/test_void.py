@@ -332,7 +332,7 @@ def test_a_device_that_runs_no_kernel_ends_the_process_and_the_agent_is_told(
     made = rank(line)
     made._running, made._order = order, SimpleNamespace(number=2)  # type: ignore[assignment]
     made.is_over(order, RuntimeError("whatever"))
-    assert (line.said, ended) == (["stuck"], [1])
+    assert (line.said, ended) == (["unfit"], [1])
 
 
 @pytest.mark.parametrize(("doing", "died"), [(Doing.LEAVES, True), (Doing.RUNS, False)])
@@ -345,20 +345,24 @@ def test_a_process_that_ends_well_without_having_begun_its_order_ends_a_void_run
 
 
 def test_a_process_whose_device_failed_is_replaced_and_not_counted() -> None:
-    replaced: list[int] = []
-    proposed: list[int] = []
-    worker = SimpleNamespace(global_rank=4)
-    seat: Any = SimpleNamespace(doing=Doing.STUCK, local_rank=0, error="its device is out of order")
-    agent: Any = SimpleNamespace(
-        _workers=SimpleNamespace(replace=lambda rank, _: replaced.append(rank)),
-        _round=SimpleNamespace(propose=lambda number, _: proposed.append(number)),
-        _seats=lambda: [seat],
-        _died=lambda _: True,
-        _note_death=lambda _: None,
-        _recoveries=1,
-        _current=SimpleNamespace(number=2),
-        _worker_group=SimpleNamespace(workers=[worker]),
+    """It says that it is unfit, and gives no reason that would hold for the processes of other ranks."""
+    worker = SimpleNamespace(local_rank=0, global_rank=4)
+    seat: Any = SimpleNamespace(
+        doing=Doing.RUNS, local_rank=0, order=2, silent=False, began=True, again=False, error=""
     )
-    agent._look_again = lambda stuck: Agent._look_again(agent, stuck)
-    assert Agent._look(agent) is None
-    assert (replaced, proposed) == ([0], [3])
+    seat.now = lambda doing: setattr(seat, "doing", doing)
+    seat.line = SimpleNamespace(receive=lambda wait: [{"op": "unfit", "number": 1, "why": ""}] if not wait else None)
+    seat.proc = SimpleNamespace(poll=lambda: -9)
+    renewed: list[int] = []
+    agent: Any = SimpleNamespace(
+        _round=SimpleNamespace(), _unfit="", _serial=2, _recoveries=1, _watch=None,
+        _workers=SimpleNamespace(seats={0: seat}, replace=lambda *_: seat),
+        _worker_group=SimpleNamespace(workers=[worker]),
+        _give_order=lambda worker, _: renewed.append(worker.global_rank),
+        _cases=SimpleNamespace(renewed=lambda _: None),
+    )  # fmt: skip
+    agent._run_anew = lambda why, seat: Agent._run_anew(agent, why, seat)
+    agent._hear = lambda seat: Agent._hear(agent, seat)
+    assert not Agent._died(agent, seat), "it is judged as a failure"
+    Agent._renew_unfit(agent)
+    assert (renewed, agent._unfit) == ([4], "")

@@ -55,9 +55,7 @@ LOST_AND_BROKEN_S = 4.0
 SPARE_DELAY_S = 1.0
 # How often it is said which workers are awaited at the end of the job.
 SAY_S = 60.0
-HEARD = {
-    "started": Doing.RUNS, "finished": Doing.FINISHED, "raised": Doing.HOLDS, "failed": Doing.ENDS, "stuck": Doing.STUCK,
-}  # fmt: skip
+HEARD = {"started": Doing.RUNS, "finished": Doing.FINISHED, "raised": Doing.HOLDS, "failed": Doing.ENDS}
 
 
 class Agent(MeetingAgent):
@@ -240,8 +238,6 @@ class Agent(MeetingAgent):
             if spent:
                 self._round.propose(self._current.number + 1, f"scripts do not run again in this job: {self._unfit}")
             return None
-        if all(seat.doing is Doing.STUCK for seat in dead):
-            return self._look_again(dead)
         ends = [(seat.local_rank, Exit(seat.code, report=seat.error)) for seat in dead]
         first = self._workers.seats[first_failure(ends)]
         dead.sort(key=lambda seat: seat is not first)
@@ -292,19 +288,6 @@ class Agent(MeetingAgent):
             code=seat.code,
             condemned=rank in self._found,
         )
-
-    def _look_again(self, stuck: list[Seat]) -> Over | None:
-        """Processes that left a run, as they were told, and found their device out of order: no failure of its own."""
-        assert self._workers is not None
-        assert self._round is not None
-        for seat in stuck:
-            self._note_death(seat)
-            self._workers.replace(seat.local_rank, self._recoveries + 1)
-        ranks = [self._worker_group.workers[seat.local_rank].global_rank for seat in stuck]
-        reason = f"the processes of ranks {ranks} are replaced: {stuck[0].error}"
-        logger.warning("%s", reason)
-        self._round.propose(self._current.number + 1, reason)
-        return None
 
     def _died(self, seat: Seat) -> bool:
         code = seat.proc.poll()

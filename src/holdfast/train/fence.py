@@ -278,11 +278,11 @@ class Fence:
             if job.device is not None and not job.device.passed() and job.stop(alive.broken.reason):
                 job.device.stop()
 
-    def idle(self, timeout_s: float) -> bool:
+    def idle(self, timeout_s: float, *, behind_s: float = BEHIND_S) -> bool:
         """Waits until nothing is written to any slot any more, given-up copies included; so long beyond a device's start."""
         job = self._queue
         if job is not None:
-            self._await_device(job, BEHIND_S)
+            self._await_device(job, behind_s)
         with self._wake:
             return self._wake.wait_for(lambda: self._queue is None, timeout_s)
 

@@ -7,8 +7,10 @@ further: every chunk of every image is compared, `fill` names the images that fa
 refuse the attempt together. No step of this may be left out, whatever is copied.
 
 In the layout that was saved every entry goes whole to its tensor; in another a copy takes a box of an entry, and of an
-image only those chunks need be here that hold such a box. Tensors are filled in place, on whatever device they are. Host memory takes bytes as they are, without a call into
-torch per piece; both hashing and copying release the interpreter's lock. Called by `train.restore`.
+image only those chunks need be here that hold such a box. Tensors are filled in place, on whatever device they are. Host
+memory takes bytes as they are, without a call into torch per piece; both hashing and copying release the interpreter's
+lock. What goes to a device is copied into a buffer first, hashed there, and queued (`train.staging`). Called by
+`train.restore`.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from holdfast.node.client import Located
 from holdfast.tiers import format as image_format
 from holdfast.tiers.format import CHUNK_BYTES, Entry, Image
 from holdfast.train.live import LiveTensor, torch_dtype
+from holdfast.train.staging import Staging, Starts, placed
 
 # More threads than memory channels do not copy faster.
 MAX_THREADS = 4
@@ -80,6 +83,11 @@ class _Chunk:
     targets: list[torch.Tensor] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
 
+    @property
+    def goes_to_device(self) -> bool:
+        """Whether a part of it goes to memory that is not the host's."""
+        return any(not target.is_cpu for target in self.targets)
+
 
 def read_sources(located: Sequence[Located]) -> list[Source]:
     """The headers of whole images. Structure only; `fill` proves content.
@@ -125,7 +133,8 @@ def fill_with(
 
     After a fault the tensors hold a mixture; the caller fills them again from other copies or raises.
     """
-    work = _Work(sources, progress)
+    starts = Starts(copy.live.local for rows in copies for copy in rows)
+    work = _Work(sources, progress, starts)
     num_threads = min(MAX_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="holdfast-restore") as pool:
         helpers = [pool.submit(work.run) for _ in range(num_threads - 1)]
@@ -148,24 +157,37 @@ def fill_with(
 class _Work:
     """The chunks that are planned, and what was found in those that are done."""
 
-    def __init__(self, sources: Sequence[Source], progress: Callable[[int], None]) -> None:
+    def __init__(self, sources: Sequence[Source], progress: Callable[[int], None], starts: Starts) -> None:
         self._sources = sources
         self._progress = progress
+        self._starts = starts
         self._digests: list[dict[int, str]] = [{} for _ in sources]
         self._faults: dict[str, str] = {}
         self.todo: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Copies, hashes, compares, until the end of the queue."""
+        """Copies, hashes, compares, until the end of the queue; then what devices were sent is there."""
+        staging = Staging(self._starts, CHUNK_BYTES)
+        try:
+            self._run(staging)
+        finally:
+            staging.close()
+
+    def _run(self, staging: Staging) -> None:
         while (chunk := self.todo.get()) is not None:
             located = self._sources[chunk.image].located
-            digest = _copy_and_hash(chunk)
+            buffer = staging.take(len(chunk.view)) if chunk.goes_to_device else None
+            digest = _copy_and_hash(chunk, buffer)
             self._digests[chunk.image][chunk.index] = digest
             self._progress(len(chunk.view))
             try:
                 image_format.check_chunk(chunk.index, digest, located.seal, located.ref.bundle_id)
             except CorruptError as error:
                 self._faults.setdefault(located.seal.bundle_id, error.what)
+                continue
+            if buffer is not None:
+                found = [placed(source, chunk.address, buffer) for source in chunk.sources]
+                staging.send(buffer, chunk.targets, found)
                 continue
             with torch.no_grad():
                 for target, source in zip(chunk.targets, chunk.sources, strict=True):
@@ -179,13 +201,17 @@ class _Work:
         return self._faults
 
 
-def _copy_and_hash(chunk: _Chunk) -> str:
+def _copy_and_hash(chunk: _Chunk, buffer: torch.Tensor | None) -> str:
+    """The digest of the chunk, whose bytes are where they go then; or in the buffer, if there is one."""
     digest = image_format.start_digest()
+    read = chunk.view if buffer is None else buffer.numpy().data
     at = 0
     for moves in chunk.steps:
         for move in moves:
             ctypes.memmove(*move)
-        digest.update(chunk.view[at : at + STEP_BYTES])
+        if buffer is not None:
+            ctypes.memmove(buffer.data_ptr() + at, chunk.address + at, min(STEP_BYTES, len(chunk.view) - at))
+        digest.update(read[at : at + STEP_BYTES])
         at += STEP_BYTES
     return digest.hexdigest()
 

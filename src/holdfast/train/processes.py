@@ -41,7 +41,6 @@ class Doing(enum.Enum):
     FINISHED = "finished the script"
     ENDS = "told of an error of its own and ends"
     UNFIT = "cannot run the script again and ends"
-    STUCK = "left a run, found its device out of order, and ends"
 
 
 @dataclass(slots=True)

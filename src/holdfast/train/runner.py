@@ -226,14 +226,12 @@ class Runner:
         self._aborts.begin()
 
     def _end_if_stuck(self) -> None:
-        """A process whose device is out of order ends; the agent hears why, and replaces it."""
+        """A process whose device is out of order ends, and is replaced; others may run the script again in theirs."""
         if not alive.broken.stuck:
             return
         logger.error("this process ends, and another one takes its place: %s", alive.broken.stuck)
-        with self._changed:
-            newest = self._order
-        if newest is not None:
-            self._line.send("stuck", newest.number, error=alive.broken.stuck)
+        if self._running is not None:
+            self._line.send("unfit", self._running.number, why="")
         _end_now()
 
     def rejoin(self, after: Order) -> None:

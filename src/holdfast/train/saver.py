@@ -215,6 +215,7 @@ class Saver:
     def close(self) -> bool:
         """Ends the copying thread, removes the hooks, lets go of the slots; returns whether nothing writes to them any more."""
         self.fence.release(behind_s=DRAIN_S)
+        self.fence.idle(DRAIN_S, behind_s=DRAIN_S)
         self.fence.close()
         quiet = self._streams.unpin(DRAIN_S)
         if not quiet:
@@ -268,8 +269,9 @@ class Saver:
         late copy (counts of steps, for one) changed, and no step was seen. That version may be torn.
         """
         last, self._last_late = self._last_late, None
-        if self.fence.captured:
+        if self.fence.captured:  # and what was copied then was given up, or complete
             self._trust.stop("an optimizer's step is replayed by a graph, which passes no fence")
+            return
         if last is None or last.num_steps != self.fence.num_steps or last.handle.given_up:
             return
         changed = differing(last.smallest)
@@ -424,6 +426,9 @@ class Saver:
         key = (self._structure_key, self._trust.generation)
         if self._split is None or key != self._split_key:
             late, watched = self._trust.late(gathered.tensors), self._trust.watched(gathered.tensors)
+            on_host = {name for name in late if gathered.tensors[name].local.device.type == "cpu"}
+            if on_host != late and sum(gathered.tensors[name].local.nbytes for name in on_host) <= ASIDE_BYTES:
+                late -= on_host  # counts of steps: a host that waits for them at the fence waits for the device as well
             if self._config.verify_capture:
                 # What cannot be digested where it lies is copied at once, and so cannot go wrong.
                 late = {name for name in late if can_digest(gathered.tensors[name].local)}

@@ -1,0 +1,108 @@
+"""The trainer's side on the simulated device: what is right there, and that each bug of a list is found by one of these.
+
+Every case runs in a process of its own (device_cases.py): some hang the device or fault it, some change what is ours.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import forked
+
+HERE = Path(__file__).resolve().parent
+
+# These leave the device as they found it: in one process.
+TOGETHER = (
+    "a_model_on_the_second_device_starts_nothing_on_the_first",
+    "a_copy_is_the_state_at_the_call_whatever_comes_behind_it",
+    "work_before_the_call_is_in_the_copy",
+    "what_is_freed_while_it_is_copied_is_copied",
+    "the_call_does_not_wait_for_a_copy",
+    "a_slot_that_is_registered_already_fails_softly",
+    "copies_go_in_the_waits_of_a_pipeline",
+    "moments_are_those_of_the_device",
+    "a_proof_takes_no_memory_of_the_device_to_speak_of",
+    "a_rank_goes_on_with_its_sequence_on_another_device",
+    "a_restore_waits_for_what_is_queued_for_its_tensors",
+    "a_buffer_is_used_again_when_the_device_has_read_it",
+    "what_is_queued_behind_a_hung_collective_is_void",
+)
+# In a process each; True: slow.
+ALONE = {
+    "memory_that_is_not_registered_gets_the_right_bytes": False,
+    "a_state_comes_back_bit_for_bit_with_late_copies": False,
+    "a_device_far_behind_its_host_gives_no_version_up": True,
+    "a_device_that_hangs_is_waited_for_no_longer_than_the_bounds": False,
+    "a_step_behind_a_hung_collective_is_not_live": False,
+    "a_step_that_the_device_finished_is_live": False,
+    "a_device_that_works_is_told_from_one_that_does_not": False,
+    "a_faulted_device_gives_versions_up_and_raises_nothing_of_ours": True,
+    "a_step_in_a_graph_is_captured_and_never_copied_late": False,
+    "a_restore_queues_its_chunks_and_is_proven": False,
+}
+
+# What is taken out, the case that finds it, and what that says.
+BUGS = {
+    "streams_are_not_held": ("a_copy_is_the_state_at_the_call_whatever_comes_behind_it", "torn"),
+    "the_side_stream_does_not_wait_for_what_is_queued": ("work_before_the_call_is_in_the_copy", "before the step"),
+    "sources_are_not_held": ("what_is_freed_while_it_is_copied_is_copied", "another tensor's memory"),
+    "slots_are_not_registered": ("the_call_does_not_wait_for_a_copy", "the call took"),
+    "no_device_is_made_the_current_one": ("a_model_on_the_second_device_starts_nothing_on_the_first", "a context was made"),
+    "a_paced_copy_does_not_follow": ("copies_go_in_the_waits_of_a_pipeline", "torn"),
+    "moments_are_those_of_the_host": ("moments_are_those_of_the_device", "AssertionError"),
+    "a_device_is_given_no_time": ("a_device_far_behind_its_host_gives_no_version_up", "AssertionError"),
+    "a_slot_is_given_away_while_a_device_writes_to_it": (
+        "a_device_that_hangs_is_waited_for_no_longer_than_the_bounds", "may still write"
+    ),
+    "a_proof_takes_the_tensor_whole": ("a_proof_takes_no_memory_of_the_device_to_speak_of", "of a tensor of 64"),
+    "nothing_is_void": ("what_is_queued_behind_a_hung_collective_is_void", "garbage is told as complete"),
+    "what_a_device_passes_later_counts": ("a_step_behind_a_hung_collective_is_not_live", "NaN is offered"),
+    "what_is_queued_later_counts": ("what_is_queued_behind_a_hung_collective_is_void", "ran on after the abort"),
+    "nobody_asks_the_device": ("a_device_that_works_is_told_from_one_that_does_not", "AssertionError"),
+    "generators_are_saved_by_the_number_of_their_device": (
+        "a_rank_goes_on_with_its_sequence_on_another_device", "AssertionError"
+    ),
+    "nobody_looks_for_graphs": ("a_step_in_a_graph_is_captured_and_never_copied_late", "AssertionError"),
+    "a_restore_comes_from_ordinary_memory": ("a_restore_queues_its_chunks_and_is_proven", "AssertionError"),
+    "a_restore_does_not_wait_for_the_stream": ("a_restore_waits_for_what_is_queued_for_its_tensors", "came after"),
+    "a_buffer_is_used_again_at_once": ("a_buffer_is_used_again_when_the_device_has_read_it", "overwritten"),
+}  # fmt: skip
+# Found within a second or two each; the others are slow.
+QUICK = {"streams_are_not_held", "nothing_is_void", "what_a_device_passes_later_counts", "sources_are_not_held"}
+
+pytestmark = pytest.mark.device
+
+
+def tried(path: Path, *words: str) -> tuple[int, str]:
+    """The exit code and the words of a case."""
+    log = path / "log"
+    environment = os.environ | {"CASE_DIRECTORY": str(path / "checkpoints")}
+    with log.open("w") as file:
+        worker = forked.Popen(
+            [sys.executable, str(HERE / "device_cases.py"), *words], env=environment, stdout=file, stderr=file
+        )
+        code = worker.wait(110)
+    return code, log.read_text()
+
+
+def test_cases_that_leave_the_device_as_it_was(tmp_path: Path, runtime_dir: Path) -> None:
+    code, log = tried(tmp_path, ",".join(TOGETHER))
+    assert code == 0, log[-4000:]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * slow) for n, slow in ALONE.items()])
+def test_case(name: str, tmp_path: Path, runtime_dir: Path) -> None:
+    code, log = tried(tmp_path, name)
+    assert code == 0, log[-4000:]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in BUGS])
+def test_bug_is_found(name: str, tmp_path: Path, runtime_dir: Path) -> None:
+    case, said = BUGS[name]
+    code, log = tried(tmp_path, case, name)
+    assert code == 1, f"{case} does not miss it"
+    assert said in log, log[-4000:]
