@@ -166,6 +166,16 @@ def test_what_is_queued_after_the_job_broke_off_is_void_and_that_of_the_next_run
     assert [bool(reason) for reason in ended.reasons] == [True, False]
 
 
+def test_what_a_device_had_not_passed_when_an_error_ended_the_run_is_void(fence: Fence) -> None:
+    """Without a launcher of ours nobody orders to leave: the block of a Checkpointer ends with the error of a collective."""
+    ended, copy = Ended(), Copy()
+    fence.start(job := ended.job(copy))
+    fence.void()
+    copy.event.set()
+    assert job.done.wait(20)
+    assert "an error ended the run" in ended.reasons[0]
+
+
 def test_without_a_device_nothing_is_void(fence: Fence, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gloo raises in whoever waits, and nothing runs on behind it: copies of host memory are what they were."""
     monkeypatch.setattr(devices, "in_use", lambda: None)

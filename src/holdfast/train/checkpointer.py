@@ -369,6 +369,8 @@ class Checkpointer:
             return
         run = None if self._closed else self._run
         if run is not None:
+            if isinstance(error, RuntimeError):  # of a collective or a device, which may run on behind it
+                run.saver.void()
             run.saver.settle()
             if (whole := run.whole) is not None:
                 self._raise_level(run, whole, Level.DURABLE)

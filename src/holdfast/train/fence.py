@@ -271,11 +271,15 @@ class Fence:
         self._pass(Who.SETTLE if expected else Who.SAVE, compare=not expected, behind_s=behind_s)
 
     def void(self) -> None:
-        """The job broke off: no copy counts any more that a device has not passed by now. From any thread."""
+        """No copy counts any more that a device has not passed by now: the job broke off, or an error may have spoiled it.
+
+        From any thread; does not wait.
+        """
+        reason = alive.broken.reason or "an error ended the run before the device had finished it"
         with self._wake:
             jobs = {id(job): job for job in (self._queue, self._open) if job is not None}
         for job in jobs.values():
-            if job.device is not None and not job.device.passed() and job.stop(alive.broken.reason):
+            if job.device is not None and not job.device.passed() and job.stop(reason):
                 job.device.stop()
 
     def idle(self, timeout_s: float, *, behind_s: float = BEHIND_S) -> bool:

@@ -31,7 +31,7 @@ from torch import distributed as dist
 from holdfast.adapters.zero import sandbox
 from holdfast.core.model import Shard
 from holdfast.tiers import values as value_codec
-from holdfast.train import beats
+from holdfast.train import beats, devices
 from holdfast.train.layout_of import local_of
 from holdfast.train.live import Group, SavedTensor
 from holdfast.train.state import State
@@ -179,7 +179,7 @@ class SelfCheck:
         if dist.is_available() and dist.is_initialized():
             return "there is a process group, which does not survive a fork"
         on_device = any(local_of(tensor).device.type != "cpu" for tensor in _tensors(self._objects))
-        if on_device or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if on_device or devices.in_use() is not None:
             return "an accelerator is used, which does not survive a fork"
         if torch.get_num_threads() > 1:
             return "torch computes with several threads, which do not survive a fork"
