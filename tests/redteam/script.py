@@ -76,7 +76,7 @@ class Script(Run):
         settings: dict[str, Any] = {"overhead": "50%"} if case.drive == "budget" else {"every": every[0]}
         config = holdfast.Config(
             runtime_dir=str(self.root / "r"), durable_every=every[1], keep_last=4, keep_every=case.keep_every,
-            num_slots=case.num_slots, overlap=case.overlap, verify_capture=case.verify_capture, linger_s=4.0,
+            num_slots=case.num_slots, overlap=case.overlap, verify_capture=case.verify_capture, linger_s=30.0,
             fence_timeout_s=5.0, begin_timeout_s=2.0, close_timeout_s=WAIT_S,
             encryption_key=str(self.root / "key") if case.encrypted else "", **settings,
         )  # fmt: skip

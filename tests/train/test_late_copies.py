@@ -21,8 +21,10 @@ import torch
 
 from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
+from holdfast.core import fence as rules
 from holdfast.core.model import Version
-from holdfast.train import capture, notes, trust
+from holdfast.train import capture, notes, saver, trust
+from holdfast.train import fence as fences
 from holdfast.train.fence import Fence, Job
 from holdfast.train.remains import Survivor, remains
 from holdfast.train.spots import SPOT_BYTES, Spots, has_spots
@@ -641,3 +643,8 @@ def test_an_inner_part_of_a_large_tensor_that_is_written_and_put_back_is_found(m
     inner.copy_(kept)
     with pytest.raises(LevelNotReached, match="written while it was copied"):
         handle.wait("captured", 10)
+
+
+def test_training_runs_the_rules_that_the_model_checks() -> None:
+    used: list[Any] = [fences.opens, fences.is_void, saver.may_be_late]
+    assert used == [rules.opens, rules.is_void, rules.may_be_late]

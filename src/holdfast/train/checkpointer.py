@@ -311,9 +311,12 @@ class Checkpointer:
     def close(self) -> None:
         """Makes the last step durable and leaves. Every rank calls it. Calling it again does nothing.
 
+        If an optimizer made a step after the last one that was reported, or somebody wrote other weights, its state is not
+        here any more. Then the newest version that was saved is made durable, and the log says at level ERROR what that leaves out.
+
         Raises:
-            LevelNotReached: the last save is not durable; says which level it has, and why. The keeper then stays and
-            keeps what it holds.
+            LevelNotReached: that is not durable, or nothing was saved; says which level it has, and why. The keeper then
+            stays and keeps what it holds.
         """
         if self._closed or self._is_forked:
             return

@@ -168,7 +168,7 @@ class DirectSaver:
         """
         steps, within = self.fence.num_steps, self.fence.under_way() - {threading.get_ident()}
         written = self._write(version)
-        if within or self.fence.num_steps != steps:
+        if self.fence.is_void(steps, others_within=bool(within)):
             raise LevelNotReached(STEPPED)
         return written
 

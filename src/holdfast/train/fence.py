@@ -35,6 +35,7 @@ import torch
 
 from holdfast.base.errors import HoldfastError, LevelNotReached
 from holdfast.base.events import Events
+from holdfast.core.fence import Who, is_void, opens
 from holdfast.train import alive, capture, devices
 from holdfast.train.capture import Batch
 from holdfast.train.copies import DeviceCopy, Span
@@ -187,6 +188,10 @@ class Fence:
         """Returns the identifiers of the threads that are within a step that may write the state."""
         return self._steps.under_way()
 
+    def is_void(self, steps: int, *, others_within: bool = False) -> bool:
+        """Returns whether a state that was looked at when so many steps had begun may be a mixture."""
+        return is_void(others_within=others_within, steps_before=steps, steps_now=self._steps.begun)
+
     def guard(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Puts the fence before every step that may write a parameter of these optimizers."""
         self._steps.close()
@@ -201,7 +206,7 @@ class Fence:
         """Copies `job` in the background. The one before must have passed `release`, and this one `begin`."""
         assert self._open is None, "the former copy was not released"
         self._open = job
-        if job.steps not in (None, self._steps.begun):  # whoever begins from now on waits
+        if job.steps is not None and self.is_void(job.steps):  # whoever begins from now on waits
             job.stop(STEPPED)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="holdfast-capture", daemon=True)
@@ -253,6 +258,8 @@ class Fence:
         job = self._open
         if job is not None:
             self._wait(job)
+            if opens(Who.WAIT, ended=True):
+                self._open = None
 
     def release(self, *, expected: bool = False, behind_s: float = BEHIND_S) -> None:
         """Waits for the copy and ends its watch; for the thread that saves.
@@ -261,7 +268,7 @@ class Fence:
             expected: what is compared at a fence is about to change, and somebody said so: nothing is compared.
             behind_s: a device that is further behind than this, too, is not waited for.
         """
-        self._pass(stepping=False, compare=not expected, behind_s=behind_s)
+        self._pass(Who.SETTLE if expected else Who.SAVE, compare=not expected, behind_s=behind_s)
 
     def void(self) -> None:
         """No copy counts any more that a device has not passed by now: the job broke off, or an error may have spoiled it.
@@ -301,7 +308,7 @@ class Fence:
 
     def _before_step(self) -> None:
         if self._open is not None:
-            self._pass(stepping=True, compare=True)
+            self._pass(Who.STEP, compare=True)
 
     def _recorded(self) -> None:
         """A graph records the step; when it is replayed no fence is passed. Nothing is waited for, or the capture fails."""
@@ -309,15 +316,17 @@ class Fence:
         if job is not None and job.stop("an optimizer's step is recorded into a graph, which passes no fence"):
             logger.info("a late copy is given up: %s", job.stop_reason)
 
-    def _pass(self, *, stepping: bool, compare: bool, behind_s: float = BEHIND_S) -> None:
+    def _pass(self, who: Who, *, compare: bool, behind_s: float = BEHIND_S) -> None:
         with self._passing:
             while (job := self._open) is not None:
                 self._wait(job, behind_s)
                 if self._open is not job:  # a signal's handler passed it meanwhile, and saved again
                     continue
+                if not opens(who, ended=True):
+                    return
                 self._open = None
                 if compare and job.done.is_set() and not job.stop_reason and job.at_fence is not None:
-                    job.at_fence(stepping)
+                    job.at_fence(who is Who.STEP)
 
     def _wait(self, job: Job, behind_s: float = BEHIND_S) -> None:
         if job.done.is_set() or job.stop_reason:

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached, MemoryRefused
 from holdfast.base.events import Events
+from holdfast.core.fence import may_be_late
 from holdfast.core.model import Shard, Topology, Version
 from holdfast.node.client import CALL_TIMEOUT_S, KeeperClient, Slot
 from holdfast.tiers.memory import SPARE_BYTES
@@ -240,13 +241,13 @@ class Saver:
         self._look_for_graphs()
         steps = self.fence.num_steps
         within = self.fence.under_way()
-        if within - {threading.get_ident()}:
+        if self.fence.is_void(steps, others_within=bool(within - {threading.get_ident()})):
             raise LevelNotReached(STEPPED)
         gathered = self._state.gather()
         self.fence.begin()
         structure = self._structure_of(gathered, client)
         spots = self._shared.words(handle.version.step)
-        if within:  # the rest of the step passes no fence: all is copied before it goes on
+        if not may_be_late(within_step=bool(within)):  # all is copied before the step goes on
             everything = Split(tuple(range(len(structure.pieces))), ())
             taken = _Taken(handle, client, gathered, structure, everything, None, spots, steps, durable)
             self._copy(taken, self._open(taken, self._grow), watch=False)
@@ -358,7 +359,7 @@ class Saver:
                 self._last_late = _Late(taken.handle, self.fence.num_steps, smallest)
             self.fence.start(job)
             return
-        ending.copied(STEPPED if self.fence.num_steps != taken.steps else "")
+        ending.copied(STEPPED if self.fence.is_void(taken.steps) else "")
         if at_fence is not None:
             self.fence.watch(at_fence)
 
