@@ -57,9 +57,18 @@ def adapter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     core = "megatron.core.dist_checkpointing"
     modules = {
         name: ModuleType(name)
-        for name in ("megatron", "megatron.core", core, f"{core}.mapping", f"{core}.strategies", f"{core}.strategies.torch")
+        for name in (
+            "megatron",
+            "megatron.core",
+            core,
+            f"{core}.mapping",
+            f"{core}.strategies",
+            f"{core}.strategies.torch",
+        )
     }
-    vars(modules[f"{core}.mapping"]).update(ShardedTensor=type("ShardedTensor", (), {}), ShardedObject=type("O", (), {}))
+    vars(modules[f"{core}.mapping"]).update(
+        ShardedTensor=type("ShardedTensor", (), {}), ShardedObject=type("O", (), {})
+    )
     own = request.param
     vars(modules[f"{core}.strategies.torch"]).update(TorchDistSaveShardedStrategy=own, TorchDistLoadShardedStrategy=own)
     for name, module in modules.items():
