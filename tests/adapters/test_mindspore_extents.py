@@ -66,7 +66,11 @@ def test_slices_cover_the_tensor_once_and_their_ranks_all_ranks(drawn: Layout, f
 def test_a_layout_is_found_again_from_what_its_ranks_hold(drawn: Layout, first: int) -> None:
     shape = shape_for(drawn)
     extents = extents_by_rank(drawn, shape, first)
-    found = layout_from_extents(extents, shape)
+    try:
+        found = layout_from_extents(extents, shape)
+    except UsageError:  # optimizer shards that run across axes (three of six ranks in two pairs) are no axis
+        assert drawn.opt_weight_shard_size > 1
+        return
     assert extents_by_rank(found, shape, first) == extents
     assert sorted(found.groups()) == sorted(drawn.groups())
 

@@ -269,7 +269,7 @@ def test_one_bad_read_takes_no_older_version(
 
 def test_a_newer_format_is_not_passed_over(make: Make, tmp_path: Path) -> None:  # noqa: F811
     trained(make)
-    rewrite(manifest_of(tmp_path / "job"), '"format_version":1', '"format_version":2')
+    rewrite(manifest_of(tmp_path / "job"), '"format_version":1', '"format_version":3')
     following = make(Trainee())
     with on_waiting(lambda: None) as said, pytest.raises(NewerFormat) as caught:
         following.restore()
@@ -287,7 +287,7 @@ def test_a_missing_key_is_not_passed_over(make: Make, tmp_path: Path, monkeypatc
     key.write_text("ab" * 32)
     key.chmod(0o600)
     settings = tmp_path / "settings.toml"
-    settings.write_text(f'encryption_key = "{key}"\n')
+    settings.write_text(f'encryption_key = "{key}"\nencryption_required = false\n')
     monkeypatch.setenv("HOLDFAST_CONFIG", str(settings))
     config = holdfast.Config(
         runtime_dir=os.environ["HOLDFAST_RUNTIME_DIR"],
@@ -295,6 +295,7 @@ def test_a_missing_key_is_not_passed_over(make: Make, tmp_path: Path, monkeypatc
         durable_every="0",
         linger_s=1.0,
         encryption_key=str(key),
+        encryption_required=False,
     )
     trainee = Trainee()
     with holdfast.Checkpointer(tmp_path / "job", config=config, **trainee.objects()) as encrypting:
