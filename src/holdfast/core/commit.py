@@ -183,6 +183,7 @@ class Board:
         self._named: dict[tuple[str, ...], str] = {}
         self._high: dict[int, Version] = {}
         self._newest: Version | None = None  # captured
+        self._owed: Version | None = None  # due for storage and given up: the next that is captured is due
         self._safest: Version | None = None  # ever called replicated
         self._forgotten: Version | None = None
 
@@ -365,7 +366,18 @@ class Board:
         if not entry.is_open:
             return []
         entry.abandoned = reason
-        return [Announcement(Kind.ABANDONED, version, reason)]
+        return [Announcement(Kind.ABANDONED, version, reason), *(self._owe(version) if entry.durable_due else [])]
+
+    def _owe(self, version: Version) -> list[Action]:
+        """A version that was due for storage is given up: a newer one takes its place, or storage falls behind for as long
+        as the cadence meets saves that are given up.
+        """
+        if self._newest is None or self._newest < version:
+            self._owed = max(self._owed or version, version)
+            return []
+        entry = self._entry(self._newest)
+        entry.durable_due = True
+        return self._try_persist(self._newest, entry)
 
     def _skipped_by(self, rank: int, version: Version) -> list[Action]:
         """Versions that a rank has gone past without sealing them will never be complete."""
@@ -419,6 +431,8 @@ class Board:
         entry.layout, table = layout, self._tables[layout]
         entry.reached.add(Level.CAPTURED)
         self._newest = max(self._newest or version, version)
+        if self._owed is not None and self._owed < version:
+            entry.durable_due, self._owed = True, None
         entry.thin = set(table.lonely) if not entry.dropped else set(table.ids)
         for bundle_id in sorted(entry.thin):
             self._thicken(entry, bundle_id)

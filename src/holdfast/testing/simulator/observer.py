@@ -133,12 +133,12 @@ class Observer:
     def must_find(self, storage: Storage, keepers: Sequence[Keeper]) -> tuple[Version | None, str]:
         """S1: the version that a recovery may not fall below now, and why.
 
-        A keeper that died a moment ago may not have learned again of which bundles a version consists; if every keeper
-        died, all trainers dying in that moment is a loss of memory.
+        A keeper that died a moment ago may not have learned again of which bundles a version consists, and one that a partition
+        cut off never heard of it: if nobody who lives knows, all that did died, which is a loss of memory.
         """
         floors: list[tuple[Version, str]] = []
         newest = self.acked.get(Level.CAPTURED)
-        known = len(self.renewed) < len(keepers) or any(newest in keeper.tables for keeper in keepers)
+        known = not self.renewed or any(newest in keeper.tables for keeper in keepers)
         if newest is not None and known and not self.lost and not self.flipped:
             floors.append((newest, "captured, and no memory was lost"))
         one = len(self.lost | self.renewed) <= 1

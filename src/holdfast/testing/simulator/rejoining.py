@@ -19,7 +19,7 @@ from holdfast.core.model import BundleRef, Version
 from holdfast.testing.simulator.clock import Clock, Violation
 
 # How far a device is behind its host.
-LAG_S = 0.15
+LAG_S = 0.2
 
 
 @dataclass(slots=True)
