@@ -17,6 +17,22 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from zoo_optimizers import Lookahead, MixedPrecision, ScheduleFree
 
 
+class Probe:
+    """An object that a save asks for its state; `during` is called then, once."""
+
+    def __init__(self) -> None:
+        self.during: Callable[[], None] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        during, self.during = self.during, None
+        if during is not None:
+            during()
+        return {"asked": True}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == {"asked": True}
+
+
 @dataclass
 class World:
     """What a script trains.
@@ -34,7 +50,8 @@ class World:
     objects: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.objects = {"model": self.model, "optimizer": self.optimizers, **self.objects}
+        self.probe = Probe()
+        self.objects = {"model": self.model, "optimizer": self.optimizers, "probe": self.probe, **self.objects}
 
     def backward(self) -> None:
         """One forward and backward; gradients add up."""

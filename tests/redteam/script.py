@@ -83,7 +83,9 @@ class Script(Run):
         shared = ["model.*", "optimizer.*"] if case.shared else []
         return holdfast.Checkpointer(path, config=config, replicated=shared, **self.world.objects)
 
-    def save(self, level: str = "durable", *, by: Any = None, path: str = "") -> Any:
+    def save(
+        self, level: str = "durable", *, by: Any = None, path: str = "", during: Callable[[], None] | None = None
+    ) -> Any:
         by = by or self.checkpointer
         if by is not self.checkpointer:
             return by.save(self.number, level)
@@ -91,6 +93,7 @@ class Script(Run):
         if inner is not None and (inner.last is None or inner.last.version.step != self.number):
             version = str(inner.job.version(self.number))
             self.oracle.note(saved=version, state=self.world.fingerprint())
+        self.world.probe.during = during
         if self.case.drive == "save":
             handle = by.save(self.number, level)
         else:

@@ -349,6 +349,34 @@ def test_verification_finds_one_element_written_during_copy(make: Make, monkeypa
     assert checkpointer.restore() == NUM_PROOFS + 1, "the version before is still there"
 
 
+def test_the_next_keeper_has_the_slots_although_the_old_one_died_in_a_restore(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of training; before, no later save found a slot, for ever."""
+    trainee = Trainee()
+    checkpointer: Any = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    expected = trainee.fingerprint()
+    checkpointer.save(0, "durable").wait("durable", 10)
+    link = checkpointer._run.link
+    mended = link.wait_mended
+
+    def mended_and_killed(timeout_s: float) -> bool:
+        there = bool(mended(timeout_s))
+        kill_keeper(checkpointer)
+        eventually(lambda: link.client is None)
+        return there
+
+    monkeypatch.setattr(link, "wait_mended", mended_and_killed)
+    trainee.train()
+    assert checkpointer.restore() == 1
+    monkeypatch.undo()
+    assert trainee.fingerprint() == expected
+    trainee.train()
+    assert checkpointer.save(1).wait("captured", 10)
+
+
 def test_a_killed_keeper_costs_the_memory_level_for_a_moment_and_nothing_else(make: Make, tmp_path: Path) -> None:
     trainee = Trainee()
     checkpointer = make(trainee, overlap=False)

@@ -87,8 +87,15 @@ class Link:
             KeeperError: it did not start. InUse: another process is this rank. ConfigError: unfit runtime directory.
         """
         self._closed = False
+        self._detach()
         self._client = self._connect()
         return self._client
+
+    def hand_over(self, client: KeeperClient) -> None:
+        """Gives the slots of a keeper that died to this one, which must know the job and the layout; if there are any."""
+        if self._slots:
+            client.adopt(self._slots)
+            self._slots = ()
 
     def forgo(self, *, finished: bool) -> None:
         """The job goes on without keepers; until `open` none is looked for. `finished`: what this one holds may go."""
@@ -273,10 +280,14 @@ class Link:
             self._unmended = f"no keeper can be started: {error}"
             self._events.emit("keeper_not_replaced", reason=str(error), rank=self._rank)
 
-    def _rejoin(self) -> None:
+    def _detach(self) -> None:
+        """Keeps the slots of the keeper that was, for the next one."""
         if self._client is not None:
             self._slots = (*self._slots, *self._client.detach())
             self._client = None
+
+    def _rejoin(self) -> None:
+        self._detach()
         client = self._connect()
         try:  # nobody may save before the new keeper knows the job and has the slots
             if self.assembly is not None:

@@ -161,7 +161,10 @@ class Saver:
             plan = self._structure.plan(self._structure.encode(gathered))
             slots = self._prepare(client, plan.num_bytes + SPARE_BYTES, gathered)
             self._views = {id(slot): SlotView(slot, plan) for slot in slots}
-        self._register(client, self._structure)
+            self._register(client, self._structure)
+        else:
+            self._register(client, self._structure)
+            self._link.hand_over(client)  # the keeper may have died between the last save and now
 
     def fits(self) -> bool:
         """Whether the keeper has slots for the state as it is now; reserves them."""
