@@ -24,6 +24,7 @@ from holdfast.core.model import Level, Version
 from holdfast.tiers.storage import open_storage
 from holdfast.tools import look
 from holdfast.train import alive
+from holdfast.train.capture import Structure
 from holdfast.train.durables import Durables
 from holdfast.train.restore import Restorer
 from node.rig import eventually, start_hurtable
@@ -269,6 +270,38 @@ def test_what_is_written_beside_a_save_is_shown_and_comes_back(
         checkpointer.restore(Version(1, step))
         assert checkpointer.last_restore is not None
         assert checkpointer.last_restore.info == expected
+    leave(checkpointer)
+
+
+def test_info_is_what_it_was_at_the_call_whatever_its_containers_become(
+    make: Make,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Late copies are trusted after a few saves; then the copying thread is held until the containers have changed."""
+    trainee, changed = Trainee(), threading.Event()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    for step in range(5):
+        trainee.train()
+        checkpointer.save(step).wait("captured", DEADLINE_S)
+    info: dict[str, Any] = {"log": [1], "deep": {"steps": 7}}
+    trainee.train()
+    encode = Structure.encode
+
+    def held(self: Structure, gathered: Any) -> dict[str, bytes]:
+        if threading.current_thread() is not threading.main_thread():
+            assert changed.wait(DEADLINE_S)
+        return encode(self, gathered)
+
+    monkeypatch.setattr(Structure, "encode", held)
+    handle = checkpointer.save(5, info=info)
+    info["log"].append("later")
+    info["deep"]["steps"] = 999
+    changed.set()
+    handle.wait("captured", DEADLINE_S)
+    checkpointer.restore()
+    assert checkpointer.last_restore is not None
+    assert checkpointer.last_restore.info == {"log": [1], "deep": {"steps": 7}}
     leave(checkpointer)
 
 

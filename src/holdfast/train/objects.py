@@ -166,7 +166,7 @@ class InfoPart:
 
     @contextmanager
     def beside(self, info: Mapping[str, Any] | None, *, saved: bool) -> Iterator[None]:
-        """The save within gets `info`.
+        """The save within gets `info` as it is now: its own containers may change while the save is still being copied.
 
         Raises:
             UsageError: it holds what cannot be saved, or the step is `saved` already, without it.
@@ -177,7 +177,7 @@ class InfoPart:
                 raise UsageError(
                     "the step is saved already", where=self.name, remedy="give info to the first save of a step"
                 )
-            values.encode({self.name: value})
+            value = values.decode(values.encode({self.name: value}), where=self.name)[self.name]
         self.value = value
         try:
             yield
