@@ -20,6 +20,7 @@ import torch
 import holdfast
 from holdfast.base.errors import HoldfastError, LevelNotReached, StorageError, UsageError
 from holdfast.base.events import Events
+from holdfast.core.lineage import Lineage
 from holdfast.core.model import Level, Version
 from holdfast.tiers.storage import open_storage
 from holdfast.tools import look
@@ -397,3 +398,19 @@ def test_memory_for_what_the_first_step_will_make_is_taken_before_it(make: Make)
     assert saver._reserved == before
     parameters = sum(p.nbytes for p in trainee.model.parameters())
     assert before > 2 * parameters, "moments count"
+
+
+def test_another_place_knows_the_incarnations_between(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    """Of which no version was copied there: what came before them is an ancestor all the same."""
+    place = tmp_path / "far"
+    for number in range(3):
+        checkpointer = make(Trainee())
+        step = checkpointer.restore()
+        for each in (step, step + 1):
+            checkpointer.save(each, also_to=[str(place)] if number != 1 else [], level="durable")
+            checkpointer.flush(DEADLINE_S)
+        checkpointer.close()
+    far = open_storage(place, Events())
+    assert far.lineage() == open_storage(tmp_path / "job", Events()).lineage()
+    lines = Lineage(far.lineage()).lines(far.versions())
+    assert {line.first for line in lines} == {1}, "one run, not one that a fresh start ended and another"

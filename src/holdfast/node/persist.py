@@ -321,9 +321,7 @@ class Committer:
                 parts={part.part: (part.length, part.digest) for part in job.order.parts},
             )
             with self._events.span("node.committed", version=str(version)):
-                storage.commit(
-                    manifest, stamp=make_stamp(version.incarnation), lineage=dict(job.assembly.lineage)
-                )
+                storage.commit(manifest, stamp=make_stamp(version.incarnation), lineage=dict(job.assembly.lineage))
         except HoldfastError as error:
             self._state.alarm("storage", f"{version} is not durable: {error}")
             job.done(version, False)

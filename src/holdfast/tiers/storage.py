@@ -258,7 +258,9 @@ class Storage:
         version = manifest.version
         # An incarnation that came back from memory while nothing could be written is registered now, before anything of
         # it counts.
-        self._require_newest(version, registry.enlist(self._backend, version.incarnation, manifest.resumed_from, lineage))
+        self._require_newest(
+            version, registry.enlist(self._backend, version.incarnation, manifest.resumed_from, lineage)
+        )
         try:
             parts = self._parts(manifest)
             whole = manifests.assemble(manifest, parts, f"{self.where}/{version}")

@@ -33,7 +33,9 @@ def remove(root: str, names: Sequence[str], *, abandoned: bool, as_json: bool) -
 
     def permit() -> None:
         if storage.highest_incarnation() > began:
-            raise InUse("a restart began meanwhile, which may go on from any version", where=storage.where, remedy=AGAIN)
+            raise InUse(
+                "a restart began meanwhile, which may go on from any version", where=storage.where, remedy=AGAIN
+            )
 
     chosen = _chosen(storage, names, abandoned=abandoned)
     faults: dict[Version, HoldfastError] = {}
