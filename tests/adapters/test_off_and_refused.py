@@ -89,7 +89,7 @@ def test_switched_off_no_script_is_looked_at_changed_or_kept(
 
 def trainer(**more: Any) -> Any:
     """As much of a `transformers.Trainer` as `keep` looks at."""
-    parts = dict.fromkeys(("callback_handler", "_load_rng_state", "accelerator", "train"))
+    parts = dict.fromkeys(("callback_handler", "_load_rng_state", "_maybe_log_save_evaluate", "accelerator", "train"))
     return SimpleNamespace(**{**parts, **more})
 
 

@@ -3,13 +3,16 @@
     trainer = keep(Trainer(...), "ckpts/run1")      # the one line; then trainer.train() as ever
     checkpointer = wrap(accelerator, "ckpts/run1")  # after accelerator.prepare(...); then restore, step, close
 
-`keep` puts a callback into the trainer (cadence: `on_step_end`) and answers where the trainer asks for a checkpoint's parts:
+`keep` saves behind everything that the trainer does for a step: callbacks, log, evaluation, its own save; behind the last step of
+an epoch also what it does for the epoch. So whoever goes on from a version has nothing to make up for. When the trainer stops,
+the version is whole before any other weights are loaded. Where the trainer asks for a checkpoint's parts, `keep` answers:
 the trainer itself skips the batches that were trained, and asks for random numbers when it has done so. What is restored is
 model, optimizer, scheduler, scaler, random numbers and the `TrainerState`, in place, after Accelerate has wrapped them, so
 that DDP and FSDP2 (`fsdp_version: 2`) are sharded as they train. The trainer's own `save_steps` go on as they are set; with
 holdfast `save_strategy="no"` is enough.
 
-`trainer.train(resume_from_checkpoint=...)` with a path means that path: holdfast then starts a new lineage. Nothing happens
+`trainer.train(resume_from_checkpoint=...)` with a path means that path: holdfast then starts a new lineage. Only where the launcher
+starts the same run again, and holdfast has a later step of that run, is this what it goes on with. Nothing happens
 under HOLDFAST_DISABLE. Tested with transformers 5.23.0 and accelerate 1.15.0; frameworks are imported when they are there.
 """
 
@@ -20,6 +23,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,17 +31,21 @@ import torch
 
 from holdfast.adapters.dcp.peek import newest
 from holdfast.adapters.door import Checkpointer
+from holdfast.adapters.options import checked
 from holdfast.base import config as settings
 from holdfast.base.config import Config
-from holdfast.base.errors import UsageError
+from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.core.model import Version
+from holdfast.train import agree
 from holdfast.train.randomness import ProcessRandomness
 
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
 # What the trainer counts beside its state, where this version of it does: else reported losses would begin anew.
-_COUNTED = ("_tr_loss", "_globalstep_last_logged", "current_flos")
+_COUNTED = ("_tr_loss", "_globalstep_last_logged", "current_flos", "_total_loss_scalar", "_initial_global_step")
+# What `keep` takes hold of. Trainers without one of these do their work for a step in another way.
+_NEEDED = ("callback_handler", "_load_rng_state", "_maybe_log_save_evaluate", "accelerator", "train")
 
 
 def keep(trainer: Any, root: str | os.PathLike[str], *, config: Config | None = None, **options: Any) -> Any:
@@ -50,9 +58,15 @@ def keep(trainer: Any, root: str | os.PathLike[str], *, config: Config | None = 
         options: more arguments of `holdfast.Checkpointer`: `every`, `durable_every`, objects with `state_dict` by name.
 
     Raises:
-        UsageError: it is no such trainer, or trains with DeepSpeed, which has a door of its own.
+        UsageError: it is no such trainer, is kept already, or trains with DeepSpeed, which has a door of its own; or there
+            is no such option.
     """
-    if not all(hasattr(trainer, name) for name in ("callback_handler", "_load_rng_state", "accelerator", "train")):
+    checked(root, options)
+    if isinstance(trainer, _Kept):
+        raise UsageError(
+            f"this {type(trainer).__name__} is kept already, in {trainer.holdfast.root}", remedy="call keep once"
+        )
+    if not all(hasattr(trainer, name) for name in _NEEDED):
         raise UsageError(f"{type(trainer).__name__} is no transformers.Trainer", remedy="give the trainer itself")
     if getattr(trainer, "is_deepspeed_enabled", False):
         raise UsageError(
@@ -112,31 +126,66 @@ class _Keeping:
 
     def __init__(self, trainer: Any, root: str, config: Config, options: dict[str, Any]) -> None:
         self._trainer = trainer
-        self._root = root
+        self.root = root
         self._config = config
         self._options = options
         self._version: Version | None = None
         self._random: dict[str, Any] | None = None
         self._place: tempfile.TemporaryDirectory[str] | None = None
+        self._in_epoch = True  # no epoch has ended since the last step
+        self._reported = 0  # the trainer's count of steps when it was reported last
+        self._stopped = False  # the version is one behind which the trainer stopped
+        self._spent_s = 0.0  # seconds of training in processes before this one
+        self._began_s = 0.0
         self.checkpointer: Checkpointer | None = None
 
     def place(self) -> str | None:
         """A directory with the state of the trainer in the newest version, as it asks for; None on a first start."""
         self.leave()
-        found = newest(self._root, self._config, rank_values)
+        found = newest(self.root, self._config, rank_values)
         self._version = None if found is None else found[0]
-        if found is None:
-            return None
-        self._place = tempfile.TemporaryDirectory(prefix="holdfast-trainer-")
-        with open(os.path.join(self._place.name, STATE_FILE), "w", encoding="utf-8") as file:
-            file.write(found[1])
-        return self._place.name
+        return None if found is None else self._placed(found[1])
 
     def given(self, place: Any) -> Any:
-        """The trainer was told where to go on: there, in a new lineage."""
+        """The trainer was told where to go on: there, in a new lineage; but see below.
+
+        Every script that asks for the last checkpoint of its output directory gives a path at each restart. In a process that
+        the launcher started again, a later step that this run has saved here is what its path would have become.
+        """
         self.leave()
         self._version = None
+        if not place:
+            return place
+        ranks = agree.ranks()
+        path = _last_of(self._trainer.args.output_dir) if place is True else place
+        told = int.from_bytes(agree.share(ranks, lambda: _step_of(path).to_bytes(8, "big")), "big")
+        try:
+            found = newest(
+                self.root, self._config, lambda values, rank: (rank_values(values, rank), _run_of(values, rank))
+            )
+        except HoldfastError as error:
+            logger.warning("%s: what is there is not looked at, for a path is given: %s", self.root, error)
+            return place
+        if found is None or found[0].step + 1 <= told:
+            return place
+        version, (state, run) = found
+        if settings.is_restart() and run == settings.launch():
+            logger.warning(
+                "%s is of step %d; this run goes on with step %d, which holdfast has", path, told, version.step + 1
+            )
+            self._version = version
+            return self._placed(state)
+        logger.warning(
+            "%s is of step %d, and %s holds step %d: the path is what was asked for; without it the later step is taken",
+            path, told, self.root, version.step + 1,
+        )  # fmt: skip
         return place
+
+    def _placed(self, state: str) -> str:
+        self._place = tempfile.TemporaryDirectory(prefix="holdfast-trainer-")
+        with open(os.path.join(self._place.name, STATE_FILE), "w", encoding="utf-8") as file:
+            file.write(state)
+        return self._place.name
 
     def owns(self, place: object) -> bool:
         """Whether this is the directory that `place` made."""
@@ -150,19 +199,64 @@ class _Keeping:
             "optimizer": _bare(trainer.optimizer, "optimizer"),
             "scheduler": _bare(trainer.lr_scheduler, "scheduler"),
             "scaler": trainer.accelerator.scaler,
-            "trainer": _Counts(trainer),
+            "trainer": _Counts(trainer, self),
             **self._options,
         }
-        self.checkpointer = Checkpointer(self._root, config=self._config, **objects)
+        self._stopped, self._spent_s, self._began_s = False, 0.0, time.monotonic()
+        self.checkpointer = Checkpointer(self.root, config=self._config, **objects)
         start = self.checkpointer.restore(self._version, fresh=self._version is None)
         if self._version is not None and start != trainer.state.global_step:
             raise UsageError(f"the trainer is at step {trainer.state.global_step}, the version at {start}")
+        self._reported = trainer.state.global_step
         self._random = ProcessRandomness().state_dict()
 
-    def step(self) -> None:
-        """The trainer has counted one more step."""
-        if self.checkpointer is not None:
-            self.checkpointer.step(self._trainer.state.global_step - 1)
+    def counted(self) -> dict[str, Any]:
+        """What a version says of the run besides the trainer's state: seconds of training, and whether it stopped there."""
+        spent_s = self._spent_s + time.monotonic() - self._began_s
+        return {
+            "run": settings.launch(),
+            "spent_s": spent_s,
+            "stopped": bool(self._trainer.control.should_training_stop),
+        }
+
+    def count_on(self, state: Mapping[str, Any]) -> None:
+        """The other way; versions of before have neither."""
+        self._spent_s, self._stopped = float(state.get("spent_s", 0.0)), bool(state.get("stopped", False))
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds that were trained in the processes before this one."""
+        return self._spent_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the version that was restored is the last of the training: nothing is left to train."""
+        state = self._trainer.state
+        if self._version is None or state.global_step != self._version.step + 1:
+            return False
+        return state.global_step >= state.max_steps or (self._stopped and settings.is_restart())
+
+    def done(self) -> None:
+        """The trainer did all that it does for a step, or for an epoch.
+
+        Behind the last step of an epoch the trainer does more, for the epoch: that step is reported with the epoch.
+        """
+        control, count = self._trainer.control, self._trainer.state.global_step
+        if self.checkpointer is None or count <= self._reported:
+            return
+        stops = control.should_training_stop
+        ends = float(self._trainer.state.epoch or 0.0).is_integer() or control.should_epoch_stop or stops
+        if ends and self._in_epoch:
+            return
+        self._reported = count
+        self.checkpointer.step(count - 1)
+        if stops:  # what is loaded from now on is another state than that of this step
+            self.checkpointer.save(count - 1, "durable")
+            self.checkpointer.settle()
+
+    def epoch(self, *, ended: bool) -> None:
+        """The trainer is about to do what it does for an epoch; or for a step."""
+        self._in_epoch = not ended
 
     def random(self) -> None:
         """The batches that were trained are skipped: random numbers go on where they were."""
@@ -191,13 +285,16 @@ class _Keeping:
         keeping = self
 
         class HoldfastCallback(transformers.TrainerCallback):  # type: ignore[misc]
-            """Begins, counts, ends."""
+            """Begins, tells steps from epochs, ends."""
 
             def on_train_begin(self, *_: Any, **__: Any) -> None:
                 keeping.begin()
 
             def on_step_end(self, *_: Any, **__: Any) -> None:
-                keeping.step()
+                keeping.epoch(ended=False)
+
+            def on_epoch_end(self, *_: Any, **__: Any) -> None:
+                keeping.epoch(ended=True)
 
             def on_train_end(self, *_: Any, **__: Any) -> None:
                 keeping.end()
@@ -227,30 +324,96 @@ class _Kept:
     def _load_rng_state(self, place: Any) -> Any:
         return self.holdfast.random() if self.holdfast.owns(place) else super()._load_rng_state(place)  # type: ignore[misc]
 
+    def _run_epoch(self, *args: Any, **options: Any) -> Any:
+        if not self.holdfast.is_over:
+            return super()._run_epoch(*args, **options)  # type: ignore[misc]
+        state = self.state  # type: ignore[attr-defined]
+        logger.warning(
+            "the training in %s ended with step %d: nothing is trained", self.holdfast.root, state.global_step
+        )
+        self.control.should_training_stop = True  # type: ignore[attr-defined]
+        return None
+
+    def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **options)  # type: ignore[misc]
+        self.holdfast.done()
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
+        # Reported losses and speeds are those of all steps, so the time is that of all processes.
+        return super()._finalize_training(trial, num_train_samples, start_time - self.holdfast.spent_s)  # type: ignore[misc]
+
 
 class _Counts:
     """The `TrainerState` and what the trainer counts beside it, as an object with a state."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, keeping: _Keeping) -> None:
         self._trainer = trainer
+        self._keeping = keeping
 
     def state_dict(self) -> dict[str, Any]:
         """The state as the text of its own file, and the counts."""
         state = self._trainer.state
         kept = {name: value for name, value in vars(state).items() if _is_plain(value)}
+        states = _states(self._exportable())
+        if _is_plain(states):
+            kept["stateful_callbacks"] = states
         counted = {name: getattr(self._trainer, name) for name in _COUNTED if hasattr(self._trainer, name)}
-        if "_tr_loss" in counted and self._trainer.control.should_log:
-            # The loss of this step is reported right after this save; who goes on from it must not report it again.
-            counted |= {"_tr_loss": torch.zeros_like(counted["_tr_loss"]), "_globalstep_last_logged": state.global_step}
-        return {"state": json.dumps(kept, sort_keys=True), **counted}
+        return {"state": json.dumps(kept, sort_keys=True), **counted, **self._keeping.counted()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The trainer has read its state from the file already; the counts are put back."""
+        """The trainer has read its state from the file already; callbacks and counts are put back."""
         for name in _COUNTED:
             if name in state and hasattr(self._trainer, name):
                 now = getattr(self._trainer, name)
                 value = state[name]
                 setattr(self._trainer, name, value.to(now.device) if isinstance(now, torch.Tensor) else value)
+        self._keeping.count_on(state)
+        if not getattr(self._trainer.args, "restore_callback_states_from_checkpoint", False):
+            _put_back(self._exportable(), json.loads(str(state["state"])).get("stateful_callbacks") or {})
+
+    def _exportable(self) -> list[Any]:
+        """The callbacks that hand out a state, and the control, as the trainer's own save looks for them."""
+        from transformers.trainer_callback import ExportableState  # noqa: PLC0415 - not there without the extra
+
+        parts = [*self._trainer.callback_handler.callbacks, self._trainer.control]
+        return [part for part in parts if isinstance(part, ExportableState)]
+
+
+def _states(parts: list[Any]) -> dict[str, Any]:
+    """The states by the name of the class, several of one class as a list: the form that the trainer reads."""
+    by_name: dict[str, list[Any]] = {}
+    for part in parts:
+        by_name.setdefault(type(part).__name__, []).append(part.state())
+    return {name: states[0] if len(states) == 1 else states for name, states in by_name.items()}
+
+
+def _put_back(parts: list[Any], states: Mapping[str, Any]) -> None:
+    """Gives each callback the attributes that it had; arguments stay those of the script.
+
+    The trainer's own resume does this only if it is asked to, and then makes new callbacks. A restart that nobody asked for must
+    not make early stopping forget its patience.
+    """
+    left = {name: list(state) if isinstance(state, list) else [state] for name, state in states.items()}
+    for part in parts:
+        of_class = left.get(type(part).__name__)
+        for name, value in (of_class.pop(0).get("attributes") or {}).items() if of_class else ():
+            setattr(part, name, value)
+
+
+def _last_of(directory: str) -> str:
+    """The trainer's own last checkpoint there; empty if there is none."""
+    from transformers.trainer_utils import get_last_checkpoint  # noqa: PLC0415 - not there without the extra
+
+    return (get_last_checkpoint(directory) if os.path.isdir(directory) else None) or ""
+
+
+def _step_of(path: Any) -> int:
+    """The trainer's count of steps in a checkpoint of its own; 0 if that cannot be read."""
+    try:
+        with open(os.path.join(str(path), STATE_FILE), encoding="utf-8") as file:
+            return max(0, int(json.load(file)["global_step"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def rank_values(values: Mapping[str, Any], rank: int) -> str:
@@ -261,6 +424,14 @@ def rank_values(values: Mapping[str, Any], rank: int) -> str:
     raise UsageError(
         "the version was not saved by a transformers.Trainer", remedy="choose another path, or the door that saved it"
     )
+
+
+def _run_of(values: Mapping[str, Any], rank: int) -> str:
+    """The launch that saved the version; empty if it does not say."""
+    for name in (f"rank{rank}/trainer", "trainer", "rank0/trainer"):
+        if name in values:
+            return str(values[name].get("run", ""))
+    return ""
 
 
 def _is_plain(value: Any) -> bool:

@@ -11,7 +11,8 @@ loader reads. A load takes the sharded part from holdfast, memory first and veri
 this layout; every rank does or none. Else, and for another layout, it is Megatron's own load. What Megatron keeps outside the sharded part
 (`common.pt`, `metadata.json`) is read from the directory in either case.
 
-The step of a version is the number at the end of the directory's name. Tested with megatron-core 0.16.1.
+The step of a version is the number at the end of the directory's name. Tested with megatron-core 0.16.1; the calls of 0.17.1
+were compared with its source, and are tested with a stand-in.
 """
 
 from __future__ import annotations
@@ -163,10 +164,13 @@ class SaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # Megat
         super().__init__("torch_dist", 1)
         self.own = own
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        """Everything that may change is copied when it returns; the request writes Megatron's own files."""
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *strategy: Any, **named: Any) -> Any:
+        """Everything that may change is copied when it returns; the request writes Megatron's own files.
+
+        Megatron Core from 0.17 on also says how its own files are written (`async_strategy`): its own strategy is told.
+        """
         self.own.save(dict(_parts(sharded_state_dict)), _iteration(checkpoint_dir))
-        return super().async_save(sharded_state_dict, Path(checkpoint_dir))
+        return super().async_save(sharded_state_dict, Path(checkpoint_dir), *strategy, **named)
 
     def close(self) -> None:
         """See `Own.close`."""
@@ -181,12 +185,12 @@ class LoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]  # Megat
         self.own = own
         self.loaded_from = ""
 
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        """The state dict with data in place of what is sharded."""
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any, *strategy: Any, **named: Any) -> Any:
+        """The state dict with data in place of what is sharded; `async_strategy` (from 0.17 on) is for Megatron's load."""
         if not self.own.load(dict(_parts(sharded_state_dict)), _iteration(checkpoint_dir)):
             self.loaded_from = "Megatron's own files"
             logger.warning("%s is not held in this layout; it is loaded from %s", checkpoint_dir, self.loaded_from)
-            return super().load(sharded_state_dict, Path(checkpoint_dir))
+            return super().load(sharded_state_dict, Path(checkpoint_dir), *strategy, **named)
         self.loaded_from = "holdfast"
         try:
             return _filled(sharded_state_dict, self.own)

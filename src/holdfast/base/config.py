@@ -235,6 +235,17 @@ def group_info_file(*, environ: Mapping[str, str] | None = None) -> str:
     return (os.environ if environ is None else environ).get(GROUP_INFO_VARIABLE, "")
 
 
+def is_restart(*, environ: Mapping[str, str] | None = None) -> bool:
+    """Tell if the launcher of this process has started the workers of its run before."""
+    count = (os.environ if environ is None else environ).get("TORCHELASTIC_RESTART_COUNT", "0")
+    return count.partition(".")[0] not in ("", "0")
+
+
+def launch(*, environ: Mapping[str, str] | None = None) -> str:
+    """Return the name that the launcher gave to this run; empty without a launcher."""
+    return (os.environ if environ is None else environ).get("TORCHELASTIC_RUN_ID", "")
+
+
 def meeting_place(*, environ: Mapping[str, str] | None = None) -> tuple[str, int]:
     """Where ranks meet that no launcher of PyTorch started: MASTER_ADDR and MASTER_PORT, else one port above MindSpore's
     scheduler (MS_SCHED_HOST, MS_SCHED_PORT); port 0 if neither is set.
