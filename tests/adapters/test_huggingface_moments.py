@@ -53,7 +53,7 @@ class Stories:
             "1",
         ]
         command += [str(STORY), str(place / "root"), str(place / "facts"), *words]
-        # MKL rounds by the place of a matrix in memory, unless it is told not to.
+        # Suspected, not proven: MKL rounds by the place of a matrix in memory. Without this one run in four differed at rounding size.
         variables = {
             **os.environ,
             "MKL_CBWR": "COMPATIBLE",
