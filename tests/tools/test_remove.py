@@ -77,3 +77,32 @@ def test_what_cannot_be_removed_is_told_and_keeps_no_other(holdfast: Run, root: 
     assert answer.returncode == 1
     assert f"{Version(1, 1)}: not removed" in answer.stdout
     assert f"{Version(1, 2)}: removed" in answer.stdout
+
+
+@pytest.mark.parametrize("what", ["manifest.json", "bundle"])
+def test_where_the_newest_is_damaged_the_one_before_it_is_refused(holdfast: Run, root: Path, what: str) -> None:
+    """To be committed is not enough: a restart goes on from the newest that is whole."""
+    newest, whole = root / str(Version(4, 2)), Version(4, 1)
+    path = newest / what if what != "bundle" else next(newest.glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+    answer = holdfast("rm", root, str(whole))
+    assert answer.returncode == 2
+    assert f"a restart would go on from {whole}" in answer.stderr
+    assert whole in storage(root).versions()
+
+
+def test_runs_of_which_nothing_is_known_are_not_taken_for_ended(holdfast: Run, tmp_path: Path) -> None:
+    """As at a place to which no version of the incarnation between was copied, by an older holdfast."""
+    store = new_store(tmp_path / "root")
+    store.record_resumed(1, None)
+    save(store, Version(1, 1))
+    for _ in range(2):
+        store.register_incarnation()
+    store.record_resumed(3, Version(2, 2))
+    save(store, Version(3, 3))
+    answer = holdfast("rm", tmp_path / "root", "--abandoned")
+    assert answer.returncode == 2
+    assert "nothing is recorded of incarnation 2" in answer.stderr
+    assert storage(tmp_path / "root").versions() == [Version(1, 1), Version(3, 3)]

@@ -127,14 +127,14 @@ def steps_of(end: Row) -> list[Step]:
 
 
 def test_at_least_nine_tenths_of_the_copying_lie_in_waits(runtime_dir: Path, tmp_path: Path) -> None:
-    """Stages that sleep instead of computing, saved at every step."""
+    """Stages that sleep instead of computing, saved at every step. The median step: a busy machine disturbs single ones."""
     with Lives(tmp_path / "job", DRIFT, 18, "every") as job:
         ends = [rows[-1] for rows in job.live()]
     for end in ends:
         settled = [step for step in steps_of(end) if step.copies]
         assert len(settled) >= 12, "after three proofs all is copied late"
-        copied, inside = sum(step.copied for step in settled), sum(step.inside for step in settled)
-        assert inside >= 0.9 * copied > 0
+        assert all(step.copied > 0 for step in settled)
+        assert statistics.median(step.inside / step.copied for step in settled) >= 0.9
 
 
 @pytest.mark.slow

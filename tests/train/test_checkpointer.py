@@ -647,3 +647,23 @@ def test_wrong_calls_say_what_to_do(make: Make, tmp_path: Path) -> None:
     with pytest.raises(holdfast.HoldfastError, match=r"not ours|someone|foreign"):
         make(trainee, path=foreign).restore()
     assert (foreign / "thesis.tex").exists()
+
+
+def test_going_back_leaves_nothing_in_a_dict_that_came_later(make: Make) -> None:
+    """Counters by name and best values; what the script began with stays, though an older version lacks it."""
+    extra: dict[str, Any] = {"ema": torch.zeros(3), "seen": {"a": 1}, "best": {"loss": 3.0}}
+    checkpointer = make(Trainee(), extra=extra)
+    checkpointer.restore()
+    checkpointer.save(0).wait("captured", 10)
+    extra["seen"]["b"], extra["new"], extra["best"]["loss"], extra["best"]["epoch"] = 2, {"x": [1]}, 1.0, 5
+    assert checkpointer.restore() == 1
+    assert {key: value for key, value in extra.items() if key != "ema"} == {"seen": {"a": 1}, "best": {"loss": 3.0}}
+    checkpointer.save(1, level="durable").wait(timeout_s=10)
+    checkpointer.close()
+
+    newer: dict[str, Any] = {"ema": torch.zeros(3), "seen": {}, "best": {"loss": 9.0, "epoch": -1}, "rate": 0.1}
+    following = make(Trainee(), extra=newer)
+    assert following.restore() == 2
+    assert newer["rate"] == 0.1
+    assert newer["best"] == {"loss": 3.0, "epoch": -1}
+    assert newer["seen"] == {"a": 1}

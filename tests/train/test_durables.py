@@ -20,10 +20,12 @@ import torch
 import holdfast
 from holdfast.base.errors import HoldfastError, LevelNotReached, StorageError, UsageError
 from holdfast.base.events import Events
+from holdfast.core.lineage import Lineage
 from holdfast.core.model import Level, Version
 from holdfast.tiers.storage import open_storage
 from holdfast.tools import look
 from holdfast.train import alive
+from holdfast.train.capture import Structure
 from holdfast.train.durables import Durables
 from holdfast.train.restore import Restorer
 from node.rig import eventually, start_hurtable
@@ -272,6 +274,38 @@ def test_what_is_written_beside_a_save_is_shown_and_comes_back(
     leave(checkpointer)
 
 
+def test_info_is_what_it_was_at_the_call_whatever_its_containers_become(
+    make: Make,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Late copies are trusted after a few saves; then the copying thread is held until the containers have changed."""
+    trainee, changed = Trainee(), threading.Event()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    for step in range(5):
+        trainee.train()
+        checkpointer.save(step).wait("captured", DEADLINE_S)
+    info: dict[str, Any] = {"log": [1], "deep": {"steps": 7}}
+    trainee.train()
+    encode = Structure.encode
+
+    def held(self: Structure, gathered: Any) -> dict[str, bytes]:
+        if threading.current_thread() is not threading.main_thread():
+            assert changed.wait(DEADLINE_S)
+        return encode(self, gathered)
+
+    monkeypatch.setattr(Structure, "encode", held)
+    handle = checkpointer.save(5, info=info)
+    info["log"].append("later")
+    info["deep"]["steps"] = 999
+    changed.set()
+    handle.wait("captured", DEADLINE_S)
+    checkpointer.restore()
+    assert checkpointer.last_restore is not None
+    assert checkpointer.last_restore.info == {"log": [1], "deep": {"steps": 7}}
+    leave(checkpointer)
+
+
 @pytest.mark.parametrize("call", ["scandir", "open"], ids=["the list of versions", "the newest manifest"])
 def test_storage_that_cannot_be_read_is_no_fresh_start_and_is_left_as_it_is(
     make: Make,  # noqa: F811
@@ -364,3 +398,19 @@ def test_memory_for_what_the_first_step_will_make_is_taken_before_it(make: Make)
     assert saver._reserved == before
     parameters = sum(p.nbytes for p in trainee.model.parameters())
     assert before > 2 * parameters, "moments count"
+
+
+def test_another_place_knows_the_incarnations_between(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    """Of which no version was copied there: what came before them is an ancestor all the same."""
+    place = tmp_path / "far"
+    for number in range(3):
+        checkpointer = make(Trainee())
+        step = checkpointer.restore()
+        for each in (step, step + 1):
+            checkpointer.save(each, also_to=[str(place)] if number != 1 else [], level="durable")
+            checkpointer.flush(DEADLINE_S)
+        checkpointer.close()
+    far = open_storage(place, Events())
+    assert far.lineage() == open_storage(tmp_path / "job", Events()).lineage()
+    lines = Lineage(far.lineage()).lines(far.versions())
+    assert {line.first for line in lines} == {1}, "one run, not one that a fresh start ended and another"

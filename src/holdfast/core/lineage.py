@@ -52,6 +52,16 @@ class Lineage:
             found.append(Line(firsts.get(head, head), tuple(chain)))
         return found
 
+    @property
+    def cut(self) -> int | None:
+        """The incarnation that the newest one descends from and of which nothing is recorded; None if there is none such.
+
+        What came before it cannot be told from what a fresh start ended.
+        """
+        newest = max(self.resumed, default=0)
+        earliest = min(self._path(newest), default=newest)
+        return None if earliest in self.resumed or not newest else earliest
+
     def _path(self, incarnation: int) -> dict[int, int]:
         """The incarnations that this one descends from, each with the step up to which it does."""
         path: dict[int, int] = {}

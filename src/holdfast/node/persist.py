@@ -321,7 +321,7 @@ class Committer:
                 parts={part.part: (part.length, part.digest) for part in job.order.parts},
             )
             with self._events.span("node.committed", version=str(version)):
-                storage.commit(manifest, stamp=make_stamp(version.incarnation))
+                storage.commit(manifest, stamp=make_stamp(version.incarnation), lineage=dict(job.assembly.lineage))
         except HoldfastError as error:
             self._state.alarm("storage", f"{version} is not durable: {error}")
             job.done(version, False)
@@ -340,5 +340,7 @@ class Committer:
         try:
             self._retirement.after(storage, job.order.version, job.assembly, job.resumed_from)
             self._state.calm("retention")
+        except Fenced as error:  # the newer incarnation applies it after its own commits: nobody has to do anything
+            logger.info("retention is left to the incarnation that runs now: %s", error.what)
         except HoldfastError as error:
             self._state.alarm("retention", f"an old version was not removed: {error}")

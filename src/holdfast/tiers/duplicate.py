@@ -1,7 +1,7 @@
 """A durable version at a second place: every file proved while it is read, the manifest last.
 
-The other place is a job of its own with the same bytes: it can be restored from, listed and verified like any. Doing
-it twice is doing it once. Memory: one bundle. Called by the trainer's side for `save(also_to=...)`.
+The other place is a job of its own with the same bytes and the same lineage: it can be restored from, listed and verified
+like any. Doing it twice is doing it once. Memory: one bundle. Called by the trainer's side for `save(also_to=...)`.
 """
 
 from __future__ import annotations
@@ -30,4 +30,5 @@ def duplicate(source: Storage, target: Storage, version: Version) -> None:
     # One part is enough here: one writer, one line.
     name, length, digest = target.write_part(version, 0, files, stamp=stamp)
     copied = dataclasses.replace(manifest, job_id=job_id, parts={name: (length, digest)}, bundles=())
-    target.commit(copied, stamp=stamp)
+    # Incarnations of which no version was copied are links of the chain all the same.
+    target.commit(copied, stamp=stamp, lineage=source.lineage())

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import secrets
+from collections.abc import Collection, Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -31,6 +32,8 @@ NOT_FOREIGN = frozenset({"lost+found/", f"{TEMPORARY}/"})
 _STAMP = re.compile(r"i(\d{6,10})-t\d{6,10}-h([0-9a-f]{12})-p(\d{1,10})(?:\.[0-9a-f]+)?\Z")
 _REGISTERED = re.compile(r"(\d{6,10})\.json\Z")
 _RESUMED = re.compile(r"(\d{6,10})\.resumed\.json\Z")
+
+NOTHING: Mapping[int, Version | None] = {}
 
 _Number = Annotated[int, msgspec.Meta(ge=1, le=10**10 - 1)]
 
@@ -119,8 +122,13 @@ def highest(backend: Backend) -> int:
     return max(numbers, default=0)
 
 
-def enlist(backend: Backend, incarnation: int, resumed: Version | None) -> int:
+def enlist(
+    backend: Backend, incarnation: int, resumed: Version | None, before: Mapping[int, Version | None] = NOTHING
+) -> int:
     """Makes up for what could not be written when an incarnation began: its number, and what it resumed from.
+
+    So too for those `before` it of which the caller knows what they resumed from: one that made nothing durable here may
+    stand between this one and its ancestors. Their records come first, so that the chain is never cut for a reader.
 
     Returns:
         the highest incarnation that is registered; nothing is written for one that is lower.
@@ -135,17 +143,31 @@ def enlist(backend: Backend, incarnation: int, resumed: Version | None) -> int:
     if newest < incarnation:
         data = encode_record(_Incarnation(incarnation=incarnation))
         backend.create(f"{INCARNATIONS}/{incarnation:06d}.json", data, stamp=make_stamp(incarnation))
+    _record_before(backend, incarnation, before, names)
     if f"{incarnation:06d}.resumed.json" not in names:
         record_resumed(backend, incarnation, resumed)
     return incarnation
 
 
-def record_resumed(backend: Backend, incarnation: int, version: Version | None) -> None:
-    """Records what an incarnation started from, once.
+def _record_before(
+    backend: Backend, incarnation: int, before: Mapping[int, Version | None], names: Collection[str]
+) -> None:
+    """Records what is missing of the incarnations before this one; `names` are those of the records that are there."""
+    for number, version in sorted(before.items()):
+        if number < incarnation and f"{number:06d}.resumed.json" not in names:
+            record_resumed(backend, number, version)
+
+
+def record_resumed(
+    backend: Backend, incarnation: int, version: Version | None, before: Mapping[int, Version | None] = NOTHING
+) -> None:
+    """Records what an incarnation started from, once, and what is missing of those `before` it.
 
     Raises:
         Fenced: something else is recorded.
     """
+    if before:
+        _record_before(backend, incarnation, before, {name for name, _ in backend.listing(INCARNATIONS)})
     record = _Resumed(incarnation=incarnation, resumed_from=str(version) if version else None)
     name = f"{INCARNATIONS}/{incarnation:06d}.resumed.json"
     backend.create(name, encode_record(record), stamp=make_stamp(incarnation))

@@ -182,9 +182,11 @@ class Storage:
         """The highest incarnation that was ever registered; 0 if none was."""
         return registry.highest(self._backend)
 
-    def record_resumed(self, incarnation: int, version: Version | None) -> None:
-        """Records what an incarnation started from, once; Fenced if something else is recorded."""
-        registry.record_resumed(self._backend, incarnation, version)
+    def record_resumed(
+        self, incarnation: int, version: Version | None, lineage: Mapping[int, Version | None] = registry.NOTHING
+    ) -> None:
+        """Records what an incarnation started from, once; Fenced if something else is recorded. `lineage`: as for `commit`."""
+        registry.record_resumed(self._backend, incarnation, version, lineage)
 
     def lineage(self) -> dict[int, Version | None]:
         """Incarnation -> what it resumed from, for those that got so far as to record it."""
@@ -239,8 +241,15 @@ class Storage:
         self._backend.put(f"{version}/{name}", [memoryview(data)], stamp=stamp)
         return (name, *manifests.part_entry(data))
 
-    def commit(self, manifest: Manifest, *, stamp: str) -> None:
+    def commit(
+        self, manifest: Manifest, *, stamp: str, lineage: Mapping[int, Version | None] = registry.NOTHING
+    ) -> None:
         """Makes a version durable, as far as anyone is concerned, by creating its root manifest. Repeating is fine.
+
+        Args:
+            manifest: its root, with all parts.
+            stamp: from `registry.make_stamp`.
+            lineage: what earlier incarnations resumed from; a record of it that is missing here is made up for.
 
         Raises:
             Fenced: a higher incarnation is registered, or the version was committed with other content.
@@ -249,7 +258,9 @@ class Storage:
         version = manifest.version
         # An incarnation that came back from memory while nothing could be written is registered now, before anything of
         # it counts.
-        self._require_newest(version, registry.enlist(self._backend, version.incarnation, manifest.resumed_from))
+        self._require_newest(
+            version, registry.enlist(self._backend, version.incarnation, manifest.resumed_from, lineage)
+        )
         try:
             parts = self._parts(manifest)
             whole = manifests.assemble(manifest, parts, f"{self.where}/{version}")

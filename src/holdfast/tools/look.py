@@ -210,7 +210,7 @@ def verify_versions(root: str, version: str | None, *, as_json: bool, sha256: Pa
     chosen = found if version is None else [choose(storage, version)]
     if not set(chosen) <= set(found):
         raise VersionNotFound(f"{chosen[0]} is not there", where=storage.where)
-    results = [_verify(storage, one) for one in chosen]
+    results = [examine(storage, one) for one in chosen]
     healthy = not any(result.problems for result in results)
     if sha256 is not None:
         good = [(result.version, result.manifest) for result in results if result.manifest and not result.problems]
@@ -223,8 +223,8 @@ def verify_versions(root: str, version: str | None, *, as_json: bool, sha256: Pa
     return output.GOOD if healthy else output.PROBLEM
 
 
-def _verify(storage: Storage, version: Version) -> Verdict:
-    """Every problem of a version; of a file the first one, which names its bytes."""
+def examine(storage: Storage, version: Version) -> Verdict:
+    """Returns every problem of a version, all of whose bytes are read; of a file the first one, which names its bytes."""
     try:
         manifest = storage.manifest(version)
         return Verdict(version, manifest, tuple(_problems(storage, manifest)))

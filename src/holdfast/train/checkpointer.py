@@ -234,8 +234,8 @@ class Checkpointer:
             level: `"captured"`, `"replicated"` or `"durable"`; durable makes the version due for storage.
             also_to: more places, paths or URLs, that it is copied to once it is durable, which this makes the level.
                 `flush` and `on_durable` speak of all places.
-            info: values of the caller's own to keep beside the state (numbers, strings, bytes, lists, tuples, dicts), each
-                rank its own; `holdfast inspect` shows them, `last_restore.info` has them. No tensors.
+            info: values of the caller's own to keep beside the state (numbers, strings, bytes, lists, tuples, dicts), as they
+                are at the call, each rank its own; `holdfast inspect` shows them, `last_restore.info` has them. No tensors.
 
         Raises:
             UsageError: before `restore`, an unknown level, a step before the last one saved, that one again after an

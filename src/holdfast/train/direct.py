@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.base.config import Config
-from holdfast.base.errors import ConfigError, CorruptError, HoldfastError, LevelNotReached, MemoryRefused
+from holdfast.base.errors import ConfigError, CorruptError, Fenced, HoldfastError, LevelNotReached, MemoryRefused
 from holdfast.base.events import Events
 from holdfast.core.bundles import fingerprint_of
 from holdfast.core.model import Topology, Version
@@ -218,12 +218,14 @@ class DirectSaver:
             resumed_from=self._resumed,
             parts={part.name: (part.length, part.digest) for part in written},
         )
-        self._storage.commit(manifest, stamp=make_stamp(version.incarnation))
+        self._storage.commit(manifest, stamp=make_stamp(version.incarnation), lineage=self._job.lineage.resumed)
         logger.info("%s is durable", version)
 
     def _retire(self, version: Version) -> None:
         try:
             self._retirement.after(self._storage, version, self._job.assembly, self._resumed)
+        except Fenced as error:
+            logger.info("retention is left to the incarnation that runs now: %s", error.what)
         except HoldfastError as error:
             logger.warning("an old version was not removed: %s", error)
 

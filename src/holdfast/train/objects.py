@@ -104,6 +104,7 @@ class DictPart:
     def __init__(self, name: str, content: dict[Any, Any]) -> None:
         self.name = name
         self._content = content
+        self._began = _keys(content)
         self._lasting: list[tuple[LiveTensor, torch.Tensor]] = []
         self._refs: dict[str, TensorRef | None] = {}
         self._seen: dict[str, torch.Tensor] = {}
@@ -138,9 +139,11 @@ class DictPart:
         """Nothing: the dict has its tensors."""
 
     def apply(self, loading: Loading) -> None:
-        """Replaces what is not a tensor."""
+        """Replaces what is not a tensor. Keys that came since the job began and that the version lacks are removed; those
+        that the script began with stay, for a version of an older script may lack them.
+        """
         if loading.has(self.name):
-            _merge(self._content, loading.value(self.name))
+            _merge(self._content, loading.value(self.name), self._began)
 
     def _look(self) -> None:
         self._seen = {}
@@ -166,7 +169,7 @@ class InfoPart:
 
     @contextmanager
     def beside(self, info: Mapping[str, Any] | None, *, saved: bool) -> Iterator[None]:
-        """The save within gets `info`.
+        """The save within gets `info` as it is now: its own containers may change while the save is still being copied.
 
         Raises:
             UsageError: it holds what cannot be saved, or the step is `saved` already, without it.
@@ -177,7 +180,7 @@ class InfoPart:
                 raise UsageError(
                     "the step is saved already", where=self.name, remedy="give info to the first save of a step"
                 )
-            values.encode({self.name: value})
+            value = values.decode(values.encode({self.name: value}), where=self.name)[self.name]
         self.value = value
         try:
             yield
@@ -237,9 +240,17 @@ class ScalerState:
         self._scaler.load_state_dict(plain)
 
 
-def _merge(content: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
+def _keys(content: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The keys of nested dicts."""
+    return {key: _keys(value) if isinstance(value, dict) else None for key, value in content.items()}
+
+
+def _merge(content: dict[Any, Any], saved: Mapping[Any, Any], began: Mapping[Any, Any]) -> None:
+    since = content.keys() - saved.keys() - began.keys()
+    for key in [key for key in since if not isinstance(content[key], torch.Tensor)]:
+        del content[key]
     for key, value in saved.items():
         if isinstance(value, dict) and isinstance(content.get(key), dict):
-            _merge(content[key], value)
+            _merge(content[key], value, began.get(key) or {})
         elif value is not None or not isinstance(content.get(key), torch.Tensor):
             content[key] = value  # None in place of a tensor: this rank holds nothing of it

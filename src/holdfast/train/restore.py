@@ -363,7 +363,7 @@ class Restorer:
 
     def _record(self, incarnation: int, version: Version | None) -> None:
         try:
-            self._storage.record_resumed(incarnation, version)
+            self._storage.record_resumed(incarnation, version, self._job.lineage.resumed)
         except StorageFull as error:
             if version is None:  # nothing would be lost by stopping here
                 raise
