@@ -30,6 +30,15 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not [target for target in targets if not (page.parent / target).exists()]
 
 
+def test_every_invariant_of_the_protocol_has_one_letter() -> None:
+    rows = re.findall(r"^\| ([SV]\d+(?:, [SV]\d+)*) \|", (ROOT / "docs/spec/protocol.md").read_text(), re.MULTILINE)
+    letters = [letter for row in rows for letter in row.split(", ")]
+    assert sorted(letters, key=lambda name: (name[0], int(name[1:]))) == [
+        *(f"S{number}" for number in range(1, 24)),
+        *(f"V{number}" for number in range(1, 6)),
+    ]
+
+
 def test_flags_that_documents_show_are_there() -> None:
     """Of the commands whose options are frozen: `holdfast COMMAND`, in blocks of commands; flags of scripts stand behind `.py` or `--`."""
     frozen = set((ROOT / "tests" / "tools" / "frozen_options.txt").read_text().splitlines())

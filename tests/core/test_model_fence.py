@@ -64,14 +64,14 @@ def handlers_wait_for_their_thread(patch: Patch) -> None:
 
 
 PLANTED: list[tuple[Callable[[Patch], None], Calls, Calls, int, str]] = [
-    (waits_open_it, ("save", "step"), ("wait",), 0, "S20"),
-    (steps_do_not_wait, ("save", "step"), (), 0, "S20"),
-    (settling_opens_it_at_once, ("save", "step"), ("settle",), 0, "S20"),
+    (waits_open_it, ("save", "step"), ("wait",), 0, "S23"),
+    (steps_do_not_wait, ("save", "step"), (), 0, "S23"),
+    (settling_opens_it_at_once, ("save", "step"), ("settle",), 0, "S23"),
     (late_within_a_step, ("step that saves",), (), 0, "S12"),
     (late_within_a_step, ("step",), (), 1, "S12"),
     (steps_of_others_do_not_count, ("save",), ("step",), 0, "S12"),
     (steps_under_way_do_not_count, ("save",), ("step",), 0, "S12"),
-    (saves_within_saves, ("save",), (), 1, "S20"),
+    (saves_within_saves, ("save",), (), 1, "S23"),
     (handlers_wait_for_their_thread, ("save", "step"), (), 1, "S19"),
 ]
 

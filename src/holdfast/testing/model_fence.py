@@ -8,7 +8,7 @@ out most of what goes wrong, are left out.
 
   S12  what is complete is the state at its call
   S19  nobody waits for ever
-  S20  no copy that runs is taken out of the fence
+  S23  no copy that runs is taken out of the fence
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _tail(world: World, thread: int, actions: tuple[str, ...]) -> tuple[tuple[st
 
 def _ended(copy: Copy, who: Who) -> None:
     if not copy.ended:
-        raise Broken("S20", f"{who.name} takes a copy out of the fence that runs")
+        raise Broken("S23", f"{who.name} takes a copy out of the fence that runs")
 
 
 def _done(world: World, thread: int, action: str) -> World:
