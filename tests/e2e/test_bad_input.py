@@ -312,7 +312,7 @@ def test_a_restart_on_a_full_disk_comes_back_from_memory(make: Make, tmp_path: P
         ballast.unlink()
         assert handle.wait("durable", 40) == holdfast.Level.DURABLE
         assert storage.highest_incarnation() == 3
-        assert storage.lineage() == {1: None, 3: Version(2, 2)}
+        assert storage.lineage() == {1: None, 2: Version(1, 1), 3: Version(2, 2)}
         again.close()
         assert make(root, network(width=512)).restore() == 4
 

@@ -163,7 +163,7 @@ class MetricsPort:
         self._stopping.set()
         self._thread.join()
         self._listener.close()
-        for client in self._clients:
+        for client in list(self._clients):  # each takes itself out when it has ended
             _cut(client)
 
     def _serve(self) -> None:
