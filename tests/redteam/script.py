@@ -67,6 +67,7 @@ class Script(Run):
     def __init__(self, case: Case, root: Path, oracle: Oracle) -> None:
         self.case, self.root, self.oracle = case, root, oracle
         self.handles: list[Any] = []
+        self.made: list[holdfast.Checkpointer] = []
         self.level = "captured"
         super().__init__(STATES[case.state](), self._another, str(root / "job"))
 
@@ -81,7 +82,9 @@ class Script(Run):
             encryption_key=str(self.root / "key") if case.encrypted else "", **settings,
         )  # fmt: skip
         shared = ["model.*", "optimizer.*"] if case.shared else []
-        return holdfast.Checkpointer(path, config=config, replicated=shared, **self.world.objects)
+        made = holdfast.Checkpointer(path, config=config, replicated=shared, **self.world.objects)
+        self.made.append(made)
+        return made
 
     def save(
         self, level: str = "durable", *, by: Any = None, path: str = "", during: Callable[[], None] | None = None
@@ -247,7 +250,8 @@ def first(script: Script, case: Case) -> None:
     last = script.save()
     script.look()
     try:
-        script.checkpointer.close()
+        for made in script.made:
+            made.close()
     except LevelNotReached as error:  # said aloud, which is all that can be done where keeper or storage is away
         if case.fault not in ("keeper killed", "keeper frozen", "storage refuses"):
             raise
