@@ -16,7 +16,6 @@ import re
 import secrets
 import select
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.base import private
 from holdfast.base.config import Config, load
 from holdfast.base.errors import Fenced, HoldfastError
 from holdfast.node.messages import KEEPER
@@ -159,8 +159,7 @@ def runtime_directory(settings: Config, root: str) -> Check:
         if not os.access(parent, os.W_OK | os.X_OK):
             return Check(name, PROBLEM, f"{detail} cannot be made in {parent}", "set HOLDFAST_RUNTIME_DIR")
         return Check(name, GOOD, f"{detail} (made when needed)")
-    found = place.runtime.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if not private.is_private(place.runtime.lstat()):
         return Check(name, PROBLEM, f"{detail} is not ours alone", "chmod 700 it, or set HOLDFAST_RUNTIME_DIR")
     return Check(name, GOOD, f"{detail}, private")
 

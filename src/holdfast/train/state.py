@@ -162,9 +162,8 @@ class State:
 
         For whoever asks `still` before the result is used.
         """
-        grown = [len(optimizer.state) for optimizer in self.optimizers]
-        if self._described is None or grown != self._glanced:
-            self._glanced = grown
+        if self._is_grown():
+            self._glanced = self._sizes()
             return self.gather()
         passing = Collector(self._layouts)
         for part in self._parts:
@@ -172,12 +171,22 @@ class State:
         self._add_orders(passing)
         return Gathered({**self._lasting.tensors, **passing.tensors}, passing.values, self._structure, self._storages)
 
-    def owned(self) -> tuple[int, dict[str, torch.Tensor]]:
-        """(`Gathered.storages`, what optimizers own by entry name), looked at again when an optimizer's state has grown."""
-        if self._described is None or [len(optimizer.state) for optimizer in self.optimizers] != self._glanced:
+    def storages(self) -> int:
+        """Returns `Gathered.storages`, looked at again when an optimizer's state has grown; for every step."""
+        if self._is_grown():
             self.glance()
-        lasting = self._lasting.tensors
-        return self._storages, {name: live.local for name, live in lasting.items() if live.late}
+        return self._storages
+
+    def owned(self) -> dict[str, torch.Tensor]:
+        """Returns what optimizers own by entry name, as of the last look."""
+        return {name: live.local for name, live in self._lasting.tensors.items() if live.late}
+
+    def _sizes(self) -> list[int]:
+        return [len(optimizer.state) for optimizer in self.optimizers]
+
+    def _is_grown(self) -> bool:
+        """Whether nothing was looked at yet, or an optimizer's state has another size than at the last glance."""
+        return self._described is None or self._sizes() != self._glanced
 
     def still(self) -> bool:
         """Whether what optimizers own is the same memory as at the last look; also in the middle of a forward pass, where

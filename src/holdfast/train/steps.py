@@ -8,8 +8,8 @@ What a graph of a device replays no hook sees. That a step is recorded into one 
 nothing may be waited for, but from then on steps come by without a word. What code writes past `torch.optim` no hook sees
 either: `train.checks` finds that afterwards.
 
-An exception of ours never leaves the user's `step()`; one that a signal's handler raises while we wait does. In a forked child nothing is done: the state that the hooks guard
-is its parent's. Used by `train.fence` and `train.window`.
+An exception of ours never leaves the user's `step()`; one that a signal's handler raises while we wait does. In a
+forked child nothing is done: the state that the hooks guard is its parent's. Used by `train.fence` and `train.window`.
 """
 
 from __future__ import annotations

@@ -38,10 +38,10 @@ class Still:
         Args:
             turn: which spots are looked at.
         """
-        storages, owned = self._state.owned()
+        storages = self._state.storages()
         if storages != self._storages:
-            self._storages, self.owned = storages, dict(owned)
-            seen = {name: tensor for name, tensor in owned.items() if has_spots(tensor)}
+            self._storages, self.owned = storages, self._state.owned()
+            seen = {name: tensor for name, tensor in self.owned.items() if has_spots(tensor)}
             self._spots = Spots(list(seen.values()), list(seen))
         self._turn = turn
         try:

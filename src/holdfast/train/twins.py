@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import torch
 import xxhash
 
 from holdfast.train.live import LiveTensor
-from holdfast.train.spots import Spots, has_spots
+from holdfast.train.spots import Moved, Spots, Words, has_spots
 
 
 class Shared:
@@ -31,7 +30,7 @@ class Shared:
         self._others = frozenset(others)
         self._key: object = None
         self._spots = Spots((), ())
-        self._looked_at: list[torch.Tensor] = []
+        self._addresses: list[int] = []
         self.names: tuple[str, ...] = ()
         self._groups: dict[str, list[int]] = {}  # which of the names belong to one group of ranks
 
@@ -40,7 +39,7 @@ class Shared:
 
         Tensors that no optimizer owns may be others at every save; then the addresses are worked out anew.
         """
-        if not self._others or (key == self._key and not self._replaced(tensors)):
+        if not self._others or (key == self._key and self._now(tensors) == self._addresses):
             return
         self._key = key
         names = sorted(
@@ -49,29 +48,33 @@ class Shared:
             if not self._others.isdisjoint(live.shard.ranks) and has_spots(live.local)
         )
         self.names = tuple(names)
-        self._looked_at = [tensors[name].local for name in names]
-        self._spots = Spots(self._looked_at, names)
+        self._addresses = self._now(tensors)
+        self._spots = Spots([tensors[name].local for name in names], names)
         self._groups = {}
         for number, name in enumerate(names):
             ranks = ",".join(map(str, tensors[name].shard.ranks))
             self._groups.setdefault(xxhash.xxh3_64_hexdigest(ranks.encode()), []).append(number)
 
-    def _replaced(self, tensors: Mapping[str, LiveTensor]) -> bool:
-        """Whether one of the names stands for another tensor by now, or for other memory."""
-        now = [tensors[name].local for name in self.names]
-        return bool(self._spots.moved()) or any(
-            tensor.data_ptr() != before.data_ptr() for tensor, before in zip(now, self._looked_at, strict=True)
-        )
+    def _now(self, tensors: Mapping[str, LiveTensor]) -> list[int]:
+        """Where the tensors of the names are."""
+        return [tensors[name].local.data_ptr() for name in self.names]
+
+    def _read(self, step: int) -> Words:
+        try:
+            return self._spots.folded(self._spots.read(step))
+        except Moved:  # the next save works the addresses out anew, whatever they are then
+            self._key = None
+            raise
 
     def words(self, step: int) -> bytes:
         """Returns 8 bytes for each name, which follow from the tensors' elements now."""
         if not self.names:
             return b""
-        return self._spots.folded(self._spots.read(step)).astype("<u8").tobytes()
+        return self._read(step).astype("<u8").tobytes()
 
     def digests(self, step: int) -> dict[str, str]:
         """Returns the same by group of ranks, one digest each, for who cannot send every word."""
         if not self.names:
             return {}
-        words = self._spots.folded(self._spots.read(step))
+        words = self._read(step)
         return {group: xxhash.xxh3_64_hexdigest(words[numbers].tobytes()) for group, numbers in self._groups.items()}
