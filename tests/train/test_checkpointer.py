@@ -667,3 +667,20 @@ def test_going_back_leaves_nothing_in_a_dict_that_came_later(make: Make) -> None
     assert newer["rate"] == 0.1
     assert newer["best"] == {"loss": 3.0, "epoch": -1}
     assert newer["seen"] == {"a": 1}
+
+
+@pytest.mark.parametrize("shape", ["dict", "list", "deeper"])
+def test_going_back_takes_no_tensors_away_that_came_later(make: Make, shape: str) -> None:
+    """Without `strict` they stay as they are, and the report names them; so does what stands beside them."""
+    extra: dict[str, Any] = {"ema": torch.zeros(3)}
+    checkpointer = make(Trainee(), extra=extra)
+    checkpointer.restore()
+    checkpointer.save(0).wait("captured", 10)
+    tensor = torch.ones(2)
+    late = {"dict": {"w": tensor, "n": 1}, "list": [tensor, 1], "deeper": {"a": [{"w": tensor}], "n": 1}}[shape]
+    extra["late"], extra["plain"] = late, {"n": [1]}
+    assert checkpointer.restore(strict=False) == 1
+    assert extra.get("late") is late
+    assert "plain" not in extra
+    assert checkpointer.last_restore is not None
+    assert any(name.startswith("extra.late") for name in checkpointer.last_restore.not_loaded)

@@ -245,10 +245,17 @@ def _keys(content: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: _keys(value) if isinstance(value, dict) else None for key, value in content.items()}
 
 
+def _holds_tensors(value: Any) -> bool:
+    """Whether a tensor lies anywhere in nested dicts, lists and tuples."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensors, value.values()))
+    return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and any(map(_holds_tensors, value)))
+
+
 def _merge(content: dict[Any, Any], saved: Mapping[Any, Any], began: Mapping[Any, Any]) -> None:
-    since = content.keys() - saved.keys() - began.keys()
-    for key in [key for key in since if not isinstance(content[key], torch.Tensor)]:
-        del content[key]
+    for key in content.keys() - saved.keys() - began.keys():
+        if not _holds_tensors(content[key]):  # those are entries, of which the report speaks
+            del content[key]
     for key, value in saved.items():
         if isinstance(value, dict) and isinstance(content.get(key), dict):
             _merge(content[key], value, began.get(key) or {})
