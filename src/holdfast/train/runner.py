@@ -36,7 +36,7 @@ from holdfast.core.fence import LEAVING
 from holdfast.core.rerun import why_not
 from holdfast.train import alive, beats, devices, leaving, main_module, notes, reaching
 from holdfast.train.control import Line, Order, order_of
-from holdfast.train.stage import Stage
+from holdfast.train.stage import Stage, leave_logging_to_the_script
 from holdfast.train.traces import Look
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,7 @@ class Runner:
         self._looks = looks
         self._line = Line(link)
         self._page = page
+        leave_logging_to_the_script()
         self._stage = Stage()
         self._sockets = leaving.GroupSockets()
         self._changed = threading.Condition()
