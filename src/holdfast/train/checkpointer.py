@@ -41,6 +41,7 @@ from holdfast.train.further_places import FurtherPlaces
 from holdfast.train.handle import SaveHandle, as_level, as_version
 from holdfast.train.link import Link
 from holdfast.train.lower import Lower
+from holdfast.train.objects import Keys
 from holdfast.train.pipeline import Bubbles
 from holdfast.train.recorder import Recorder
 from holdfast.train.remains import Survivor
@@ -121,6 +122,7 @@ class Checkpointer:
         self._run: Run | None = None
         self._closed = False
         self._saving = 0  # the thread that saves now
+        self._began: dict[str, Keys] = {}  # of dicts, at the first restore
         self.events = Events()
         self.last_restore: RestoreReport | None = None
         self.bubbles = Bubbles(schedule, self.events, named=True) if schedule is not None else None
@@ -453,7 +455,16 @@ class Checkpointer:
 
     def _gatherer(self, group: agree.Ranks) -> State:
         rank, size = group.rank, group.world_size
-        return State(self._objects, rank=rank, world_size=size, replicated=self._replicated, exclude=self._exclude)
+        state = State(
+            self._objects,
+            rank=rank,
+            world_size=size,
+            replicated=self._replicated,
+            exclude=self._exclude,
+            began=self._began,
+        )
+        self._began = state.began
+        return state
 
     def _new_link(self, group: agree.Ranks) -> Link:
         return Link(self._root, self._config, rank=group.rank, events=self.events, on_appointment=self._appointed)
