@@ -30,10 +30,13 @@ from holdfast.base.errors import (
 )
 from holdfast.base.events import Events
 from holdfast.core.model import Version
+from holdfast.node.client import KeeperClient
 from holdfast.tiers.storage import open_storage
 from holdfast.train import capture
 from holdfast.train import handle as handles
+from holdfast.train.link import Link
 from holdfast.train.objects import REMOVED
+from holdfast.train.saver import Saver
 from holdfast.train.trust import NUM_PROOFS
 from node.rig import eventually
 
@@ -376,6 +379,49 @@ def test_the_next_keeper_has_the_slots_although_the_old_one_died_in_a_restore(
     assert trainee.fingerprint() == expected
     trainee.train()
     assert checkpointer.save(1).wait("captured", 10)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "Link.wait_mended",
+        "Link.assembled",
+        "Saver.reserve",
+        "KeeperClient.inventory",
+        "KeeperClient.obtain",
+        "KeeperClient.resume",
+    ],
+)
+def test_what_was_captured_is_found_although_the_keeper_dies_in_a_restore(
+    make: Make, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """In the middle of training: the slots are this process's too, and the restore begins anew with the next keeper."""
+    trainee = Trainee()
+    checkpointer: Any = make(trainee)
+    checkpointer.restore()
+    for step in range(2):
+        trainee.train()
+        checkpointer.save(step, "captured" if step else "durable").wait(timeout_s=10)
+    expected = trainee.fingerprint()
+    link, (owner, name) = checkpointer._run.link, moment.split(".")
+    kind = {"Link": Link, "Saver": Saver, "KeeperClient": KeeperClient}[owner]
+    real, killed = getattr(kind, name), []
+
+    def struck(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = real(self, *args, **kwargs) if name == "wait_mended" else None
+        if not killed:
+            killed.append(moment)
+            kill_keeper(checkpointer)
+            eventually(lambda: link.client is None)
+        return found if name == "wait_mended" else real(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, name, struck)
+    trainee.train()
+    assert checkpointer.restore() == 2
+    assert killed
+    assert trainee.fingerprint() == expected
+    trainee.train()
+    assert checkpointer.save(2).wait("captured", 10)
 
 
 def test_a_killed_keeper_costs_the_memory_level_for_a_moment_and_nothing_else(make: Make, tmp_path: Path) -> None:

@@ -407,8 +407,37 @@ class Checkpointer:
     def _come_back(
         self, run: Run | None, state: State, link: Link, asked: Asked
     ) -> tuple[Job, AnySaver, Restorer, RestoreReport]:
-        """The job comes together and loads; whatever fails, nothing is saved of what the objects hold then."""
-        group, saver = self._ranks(), run.saver if run else None
+        """The job comes together and loads; whatever fails, nothing is saved of what the objects hold then.
+
+        If a keeper dies meanwhile, and this process has saved before, it begins anew: the next keeper gets the slots, so what
+        was captured is found again.
+        """
+        older = asked.version is None and not asked.fresh and alive.wish.take_older()
+        try:
+            try:
+                return self._load(run, state, link, asked, older=older, live=not older)
+            except KeeperLost as error:
+                if run is None:
+                    raise
+                logger.warning("the restore begins anew, with the next keeper: %s", error)
+                return self._load(run, state, link, asked, older=older, live=False)
+        except BaseException:
+            # The objects may hold a mixture now; nothing of it must ever be saved.
+            if run is not None:
+                run.survivor.close()
+                run.durables.close()
+                run.saver.close()
+            link.close(finished=False)
+            self._storage.leave()
+            self._run = None
+            raise
+
+    def _load(
+        self, run: Run | None, state: State, link: Link, asked: Asked, *, older: bool, live: bool
+    ) -> tuple[Job, AnySaver, Restorer, RestoreReport]:
+        """One attempt. Collective: what fails, fails on all ranks."""
+        group, before = self._ranks(), run.saver if run else None
+        saver = before
         try:
             job = assemble(group, self._root, self._config, storage=self._storage, link=link, asked=asked)
             saver = reserved(
@@ -418,19 +447,12 @@ class Checkpointer:
             holder = holder_of(saver, link, job, self._storage)
             timeout_s = self._config.close_timeout_s
             restorer = Restorer(job, holder, state=state, storage=self._storage, asked=asked, timeout_s=timeout_s)
-            if older := asked.version is None and not asked.fresh and alive.wish.take_older():
+            if older:
                 restorer.decisions.pass_over_newest()
-            return job, saver, restorer, restorer.run(live=not older)
+            return job, saver, restorer, restorer.run(live=live)
         except BaseException:
-            # The objects may hold a mixture now; nothing of it must ever be saved.
-            if run is not None:
-                run.survivor.close()
-                run.durables.close()
-            if saver is not None:
+            if saver is not None and saver is not before:
                 saver.close()
-            link.close(finished=False)
-            self._storage.leave()
-            self._run = None
             raise
 
     @property
