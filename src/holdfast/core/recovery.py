@@ -241,6 +241,9 @@ def _judge(version: Version, facts: Facts, *, explicit: bool) -> Judged:
     if version in facts.quarantine.versions:
         return Decision(None, facts.quarantine.versions[version])
     if not explicit and not facts.lineage.is_live(version):
+        cut = facts.lineage.cut
+        if cut is not None and version.incarnation < cut:
+            return Decision(None, f"nothing is recorded of incarnation {cut}, so it is not known to be an ancestor")
         return Decision(None, "dead lineage: a later incarnation resumed from before it")
     if version in facts.suspects:
         return Decision(None, "suspect: twins sealed different bytes")

@@ -301,6 +301,12 @@ class KeeperClient:
         with self._changed:
             return self._levels.get(version)
 
+    @property
+    def captured(self) -> Version | None:
+        """The newest version that was announced as captured, or more; None if none was."""
+        with self._changed:
+            return max((version for version, known in self._levels.items() if known.reached), default=None)
+
     def wait(self, version: Version, level: Level, timeout_s: float) -> Level:
         """Blocks until `version` reaches `level`; returns the level it has then.
 

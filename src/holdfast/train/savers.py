@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from holdfast.base.config import Config
-from holdfast.base.errors import MemoryRefused
+from holdfast.base.errors import KeeperLost, MemoryRefused
 from holdfast.base.events import Events
 from holdfast.node.client import Inventory
 from holdfast.tiers.storage import Storage
@@ -44,7 +44,8 @@ def reserved(
         saver = None
     group, reason = job.group, job.no_keeper
     if not reason:
-        saver = saver or Saver(state, link, job.topology, rank=group.rank, config=config, events=events)
+        before = saver
+        saver = before or Saver(state, link, job.topology, rank=group.rank, config=config, events=events)
         try:
             agree.together(group, saver.reserve)
         except MemoryRefused as error:
@@ -52,8 +53,9 @@ def reserved(
             if config.require_memory:
                 raise
             reason = str(error)
-        except BaseException:
-            saver.close()
+        except BaseException as error:
+            if saver is not before or not isinstance(error, KeeperLost):  # else the slots go to the next keeper
+                saver.close()
             raise
         else:
             return saver
