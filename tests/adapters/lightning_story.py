@@ -273,7 +273,7 @@ def main(words: list[str]) -> None:
     KILL["signal"] = signal.SIGTERM if options.term else signal.SIGKILL
     rank = int(os.environ.get("RANK", "0")) if options.ranks > 1 else 0
     model, data, counts = Model(options.plan), Data(options.plan, rank), Counts()
-    lines = Lines(options.facts.with_suffix(".log"))
+    lines = Lines(options.facts.with_suffix(f".log{rank}"))
     kept = [] if options.zero else [keeper(options.root, every=options.every)]
     callbacks = [*callbacks_of(options.plan, options), *kept, counts]
     torch.manual_seed(7 + rank)
@@ -293,7 +293,7 @@ def main(words: list[str]) -> None:
         "step": trainer.global_step, "epoch": trainer.current_epoch, "parameters": digest(list(model.parameters())),
         "average": digest([model.mean]), "optimizer": digest(moments), "seen": model.seen.hex(), "asked": data.asked,
         "rates": [group["lr"] for one in trainer.optimizers for group in one.param_groups], "counts": counts.count,
-        "by hook": counts.by_hook, "logged": lines.all() if rank == 0 else {}, "random": torch.rand(1).item().hex(),
+        "by hook": counts.by_hook, "logged": lines.all(), "random": torch.rand(1).item().hex(),
         "metrics": {name: float(value).hex() for name, value in trainer.callback_metrics.items()},
         "own": sorted(path.name for path in own.iterdir()) if own.is_dir() else [],
         "stopped": [one.wait_count for one in callbacks if isinstance(one, EarlyStopping)],
