@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.rival("lightning"), pytest.mark.rival("torchdata"), py
 MATRIX = {
     "whole": "begin:4 val:5 begin:5 batch:11 val:10 epoch:12 begin:12 begin:13 begin:14 val:17 batch:23 epoch:24 end:24",
     "limit": "begin:4 val:5 begin:6 batch:9 val:10 epoch:10 begin:10 begin:11 begin:20 begin:21 val:15 epoch:30 end:30",
-    "accumulate": "begin:2 begin:3 val:1 begin:4 begin:5 val:5 epoch:4 epoch:8 begin:7 begin:8 epoch:12 end:12",
+    "accumulate": "begin:2 begin:3 val:2 begin:4 begin:5 val:5 epoch:4 epoch:8 begin:7 begin:8 epoch:12 end:12",
     "steps": "begin:3 val:4 begin:5 epoch:12 begin:12 begin:13 val:8 val:12 begin:14 val:16 epoch:17 end:17",
     "plateau": "begin:7 begin:14 val:4 val:8 val:12 epoch:12 begin:12 begin:13 val:16 epoch:24 end:24",
     "stops": "begin:2 val:2 begin:5 val:6 begin:7 val:8 epoch:8 end:8",
