@@ -44,6 +44,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "iterable": {"max_epochs": 2, "val_check_interval": 5},
     "workers": {"max_epochs": 2, "val_check_interval": 5},
     "saves": {"max_epochs": 2, "val_check_interval": 3},
+    "seldom": {"max_epochs": 2, "val_check_interval": 5},
     "average": {"max_epochs": 2, "val_check_interval": 5},
     "own": {"max_epochs": 2, "limit_train_batches": 7},
     "compiled": {"max_epochs": 2, "val_check_interval": 5},
@@ -245,6 +246,8 @@ def digest(tensors: list[torch.Tensor]) -> str:
 def callbacks_of(plan: str, options: argparse.Namespace) -> list[Any]:
     if plan == "stops":
         return [EarlyStopping("val", patience=3)]
+    if plan == "seldom":
+        return [ModelCheckpoint(options.facts.with_suffix(".own"), every_n_train_steps=4, save_last=True)]
     if plan == "saves":
         return [ModelCheckpoint(options.facts.with_suffix(".own"), monitor="val", save_top_k=2, save_last=True)]
     if plan == "average":
@@ -262,6 +265,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--term", action="store_true")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--every", default="1")
+    parser.add_argument("--resume", help="what `fit` is told; `last`: the last checkpoint of Lightning's own")
     parser.add_argument("--zero", action="store_true")
     options = parser.parse_args(words)
     warnings.filterwarnings("ignore")
@@ -280,10 +284,10 @@ def main(words: list[str]) -> None:
     trainer = Trainer(
         accelerator="cpu", devices=options.ranks, strategy="ddp" if options.ranks > 1 else "auto", logger=lines,
         callbacks=callbacks, log_every_n_steps=2, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, enable_checkpointing=options.plan == "saves", default_root_dir=options.facts.parent,
+        use_distributed_sampler=False, enable_checkpointing=options.plan in ("saves", "seldom"), default_root_dir=options.facts.parent,
         **PLANS[options.plan],
     )  # fmt: skip
-    trainer.fit(model, data)
+    trainer.fit(model, data, ckpt_path=options.resume)
     state = [one.state for one in trainer.optimizers]
     moments = [
         tensor for of in state for per in of.values() for _, tensor in sorted(per.items()) if torch.is_tensor(tensor)

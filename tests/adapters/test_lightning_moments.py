@@ -151,6 +151,13 @@ def test_asked_to_stop_at_a_moment_no_step_is_lost(lives: Lives, plan: str, mome
     same(facts, lives.undisturbed(plan))
 
 
+def test_told_the_last_checkpoint_a_restart_goes_on_with_a_later_step_of_the_same_run(lives: Lives) -> None:
+    """Lightning's own is of step 4; a launch of its own is given what it asks for."""
+    facts, told = lives.killed("seldom", "begin:7", "--resume", "last")
+    assert facts["starts"][0] in (6, 7), told
+    same(facts, lives.undisturbed("seldom"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("of", [1, -1], ids=["one", "all"])
 @pytest.mark.parametrize("moment", ["begin:4", "val:5", "epoch:10", "begin:11"])

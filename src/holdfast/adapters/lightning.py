@@ -23,14 +23,17 @@ import operator
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from holdfast.adapters.dcp.peek import newest
 from holdfast.adapters.door import Checkpointer
 from holdfast.adapters.lightning_hooks import Handed
 from holdfast.adapters.lightning_loops import Place
+from holdfast.adapters.options import checked
 from holdfast.base import config as settings
-from holdfast.base.errors import UsageError
+from holdfast.base.errors import HoldfastError, UsageError
+from holdfast.core.model import Version
 from holdfast.train.randomness import ProcessRandomness
 
 logger = logging.getLogger(__name__)
@@ -44,8 +47,9 @@ def keeper(root: str | os.PathLike[str], **options: Any) -> Any:
         options: more arguments of `holdfast.Checkpointer`: `every`, `durable_every`, objects with `state_dict` by name.
 
     Raises:
-        UsageError: Lightning is not installed.
+        UsageError: Lightning is not installed, or there is no such option.
     """
+    checked(root, options)
     callbacks = _callbacks()
     keeping = Keeping(root, options)
 
@@ -90,6 +94,7 @@ class Keeping:
         self._wrapped: list[str] = []
         self._last = -1
         self._sigterm: Any = None
+        self._connector: Any = None
         self.checkpointer: Checkpointer | None = None
 
     def begin(self, trainer: Any, own: Any) -> None:
@@ -113,9 +118,10 @@ class Keeping:
             "handed": handed,
             **self._options,
         }
-        self.checkpointer = Checkpointer(self._root, **objects)
         asked_for = getattr(trainer, "ckpt_path", None)
-        start = self.checkpointer.restore(fresh=asked_for is not None)
+        later = None if asked_for is None else self._later_than(trainer, asked_for)
+        self.checkpointer = Checkpointer(self._root, **objects)
+        start = self.checkpointer.restore(later, fresh=asked_for is not None and later is None)
         self._sigterm = signal.getsignal(signal.SIGTERM)
         self._last = start - 1
         self._random = ProcessRandomness().state_dict() if start > 0 else None
@@ -123,6 +129,34 @@ class Keeping:
             trainer.should_stop = False  # a new launch of a run that stopped early is to train
         handed.begin()
         self._take_hold(trainer.fit_loop)
+
+    def _later_than(self, trainer: Any, path: Any) -> Version | None:
+        """Returns what goes before a path that `fit` was given: a later step that this run has saved here itself.
+
+        A script gives the same path at each restart. Where nobody started the run anew, only the launcher its workers, it is what
+        the path would have become. Then Lightning loads nothing behind us.
+        """
+        connector = trainer._checkpoint_connector
+        told = int(connector._loaded_checkpoint.get("global_step", 0))
+        try:
+            found = newest(os.fspath(self._root), self._options.get("config") or settings.load(), launch_of)
+        except HoldfastError as error:
+            logger.warning("%s: what is there is not looked at, for a path is given: %s", self._root, error)
+            return None
+        if found is None or found[0].step + 1 <= told:
+            return None
+        version, launch = found
+        if not settings.is_restart() or launch != settings.launch():
+            logger.warning(
+                "%s holds step %d: the path %s is what was asked for; without it the later step is taken",
+                self._root, version.step + 1, path,
+            )  # fmt: skip
+            return None
+        logger.warning("%s is not taken: this run goes on with step %d, which holdfast has", path, version.step + 1)
+        connector._loaded_checkpoint = {}
+        connector._restore_modules_and_callbacks = _nothing
+        self._connector = connector
+        return version
 
     def _take_hold(self, fit: Any) -> None:
         """Stands behind what the loops do for a batch and for an epoch, and around the beginning of their data."""
@@ -143,7 +177,9 @@ class Keeping:
         for name in self._wrapped:
             owner = operator.attrgetter(name.rpartition(".")[0])(self._fit) if "." in name else self._fit
             delattr(owner, name.rpartition(".")[2])
-        self._wrapped, self._fit, self._place = [], None, None
+        if self._connector is not None:
+            del self._connector._restore_modules_and_callbacks
+        self._wrapped, self._fit, self._place, self._connector = [], None, None, None
 
     def _run(self, run: Callable[[], None]) -> None:
         """The fit loop; of a training that ended already only the end, which Lightning's own resume leaves out."""
@@ -220,6 +256,18 @@ class Keeping:
         if self.checkpointer is not None:
             self.checkpointer.__exit__(type(error) if error else UsageError, error, None)
             self.checkpointer = None
+
+
+def launch_of(values: Mapping[str, Any], rank: int) -> str:
+    """The launch that saved a version; empty if it does not say."""
+    for name in (f"rank{rank}/place", "place", "rank0/place"):
+        if name in values:
+            return str(values[name].get("launch", ""))
+    return ""
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Lightning would load its own file over the version."""
 
 
 def _one(found: list[Any]) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.utils.data
 
+from holdfast.base import config as settings
 from holdfast.train.randomness import ProcessRandomness
 
 # Dicts of the logger connector with the last value that was logged under each name.
@@ -54,6 +55,7 @@ class Place:
             "logged": {name: dict(getattr(connector, name, {})) for name in _LAST_LOGGED},
             "sums": _sums(self._fit.epoch_loop._results),
             "should_stop": bool(self._trainer.should_stop),
+            "launch": settings.launch(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
