@@ -93,7 +93,7 @@ def test_killed_at_a_moment_the_end_is_the_undisturbed_one(stories: Stories, pla
 
 
 def test_early_stopping_keeps_its_patience(stories: Stories) -> None:
-    words = ("--plan", "steps", "--rate", "3.0")
+    words = ("--plan", "often", "--rate", "1.0")
     undisturbed = stories.undisturbed(*words)
     assert undisturbed["step"] < 13
     for moment in (f"begin:{undisturbed['step'] - 1}", f"end:{undisturbed['step']}"):
