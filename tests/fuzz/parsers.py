@@ -394,7 +394,7 @@ scalars = ["step"]
 """
 _SETTINGS = [
     b'every = "10"\nkeep_last = 3\nmemory_budget = "1GiB"\nlisten_unsafe = true\n',
-    b'linger_s = 5.0\nnode_label = "a"\n',
+    b'linger_s = 0x5\nnode_label = "a"\n',
 ]
 _BROKEN = (CorruptError,)
 

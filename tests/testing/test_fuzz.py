@@ -20,7 +20,7 @@ from holdfast.base.errors import ConfigError, CorruptError, UsageError
 from holdfast.core.incident import from_facts
 from holdfast.node import journal
 from holdfast.tiers import budget
-from holdfast.tools import description
+from holdfast.tools import description, trace
 from holdfast.train import notes
 
 DEEP = b"[" * 100_000
@@ -96,6 +96,10 @@ def test_settings_that_are_nested_without_end_are_a_clear_error(tmp_path: Path) 
     file.write_bytes(b"every = " + b"9" * 5000)
     with pytest.raises(ConfigError, match="not TOML"):
         config.load(environ={config.CONFIG_FILE_VARIABLE: str(file)})
+    for number in (b"9" * 400, b"0x" + b"f" * 5000, b"[0x" + b"f" * 5000 + b"]"):
+        file.write_bytes(b"linger_s = " + number)
+        with pytest.raises(ConfigError, match="not a number"):
+            config.load(environ={config.CONFIG_FILE_VARIABLE: str(file)})
     file.write_bytes(b"#" * (config.MAX_FILE_BYTES + 1))
     with pytest.raises(ConfigError, match="more than"):
         config.load(environ={config.CONFIG_FILE_VARIABLE: str(file)})
@@ -116,6 +120,13 @@ def test_a_journal_of_odd_lines_tells_what_it_can(tmp_path: Path) -> None:
     found = journal.RunFacts(file)()
     assert found is not None
     assert found["wall_s"] == 8.0
+
+
+def test_a_track_of_an_endless_number_is_sorted(tmp_path: Path) -> None:
+    (tmp_path / f"a{trace.SUFFIX}").write_text(
+        '{"track": "rank %s", "pid": 1, "wall": 1, "monotonic": 0}\n["x", 1, 2]\n' % ("9" * 5000)
+    )
+    assert len(trace.read([tmp_path])) == 1
 
 
 def test_an_incident_of_odd_nodes_is_told() -> None:

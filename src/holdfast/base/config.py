@@ -374,8 +374,16 @@ def _typed(name: str, value: Any, *, where: str) -> Any:
         if not isinstance(value, kind | str | int):
             raise ValueError
         return kind(value)
+    except (ValueError, OverflowError):
+        raise ConfigError(f"{name} = {_spelt(value)} is not {_KINDS[kind]}", where=where) from None
+
+
+def _spelt(value: object) -> str:
+    """Returns a value for an error: Python spells no number of more than 4,300 digits, nor what holds one."""
+    try:
+        return repr(value)[:80]
     except ValueError:
-        raise ConfigError(f"{name} = {value!r} is not {_KINDS[kind]}", where=where) from None
+        return f"a {type(value).__name__} of very many digits"
 
 
 # No file of settings is so long; one that is would be read, and parsed, without end.

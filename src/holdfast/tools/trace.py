@@ -23,6 +23,7 @@ from holdfast.tools import output
 
 PAGE = Path(__file__).with_name("trace.html")
 _SLOT = "/*DATA*/null"
+_NUMBERS = re.compile("([0-9]{1,18})")
 _ACTION = re.compile(r"\d+[FBIW]\d+\Z")
 _KINDS = {
     "wait": "bubble",
@@ -112,7 +113,7 @@ def read(homes: Sequence[Path]) -> list[Track]:
 
 
 def _natural(name: str) -> tuple[bool, list[tuple[int, str]]]:
-    parts = [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+    parts = [(int(part), "") if at % 2 else (0, part) for at, part in enumerate(_NUMBERS.split(name))]
     return not name.startswith("rank"), parts
 
 
