@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import mmap
+import os
 import secrets
 import subprocess
 import sys
@@ -53,7 +54,10 @@ class Watched:
         here = Path(__file__).resolve().parent.parent
         with (
             tempfile.TemporaryFile("w+") as said,
-            subprocess.Popen(command, cwd=here, stdout=subprocess.PIPE, stderr=said, text=True) as child,
+            tempfile.TemporaryDirectory(prefix="holdfast-fuzz-", dir=_in_memory()) as home,
+            subprocess.Popen(
+                command, cwd=here, env={**os.environ, "TMPDIR": home}, stdout=subprocess.PIPE, stderr=said, text=True
+            ) as child,
         ):
             watch = _Hang(child, page)
             assert child.stdout is not None
@@ -82,6 +86,12 @@ class Watched:
             self.kept[name] = {answer: bytes.fromhex(data) for answer, data in kept.items()}
         if not self._quiet:
             print(json.dumps(facts), flush=True)
+
+
+def _in_memory() -> str | None:
+    """A place for small files that are written very often."""
+    shared = "/dev/shm"
+    return shared if os.access(shared, os.W_OK) else None
 
 
 class _Hang:
