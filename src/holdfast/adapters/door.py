@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.adapters.mindspore.groups import write_group_info
 from holdfast.adapters.mindspore.redundancy import group_info_of_shards
@@ -27,6 +27,7 @@ from holdfast.train.run import Run
 from holdfast.train.signals import StopSignal
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Checkpointer(checkpointer.Checkpointer):
@@ -52,9 +53,13 @@ class Checkpointer(checkpointer.Checkpointer):
         self.last_restore = RestoreReport(None, f"{config.DISABLE_VARIABLE} is set")
         return 0
 
-    def step(self, step: int) -> SaveHandle | None:
+    def carry(self, name: str, value: T) -> T:
+        """As in `train.checkpointer`; the value as it is if everything is switched off."""
+        return value if self.off else super().carry(name, value)
+
+    def step(self, step: int, **carry: Any) -> SaveHandle | None:
         """As in `train.checkpointer`; nothing if everything is switched off."""
-        return None if self.off else super().step(step)
+        return None if self.off else super().step(step, **carry)
 
     def save(
         self,
