@@ -21,7 +21,7 @@ from holdfast.base.errors import LevelNotReached, StorageError
 from holdfast.core.model import Level, Shard, Version
 from holdfast.train import agree, checkpointer
 from holdfast.train.assembly import Job
-from holdfast.train.handle import SaveHandle, as_level
+from holdfast.train.handle import SaveHandle, as_level, never
 from holdfast.train.restore import RestoreReport
 from holdfast.train.run import Run
 from holdfast.train.signals import StopSignal
@@ -72,11 +72,7 @@ class Checkpointer(checkpointer.Checkpointer):
         """As in `train.checkpointer`; a version that is given up at once if everything is switched off."""
         if not self.off:
             return super().save(step, level, also_to=also_to, info=info)
-        handle = SaveHandle(
-            Version(1, step), as_level(level), client=lambda: None, settle=lambda: None, num_nodes=1, timeout_s=0.0
-        )
-        handle.give_up(f"{config.DISABLE_VARIABLE} is set")
-        return handle
+        return never(step, as_level(level), f"{config.DISABLE_VARIABLE} is set")
 
     def flush(self, timeout_s: float | None = None) -> None:
         """As in `train.checkpointer`; nothing if everything is switched off."""

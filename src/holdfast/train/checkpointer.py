@@ -15,6 +15,7 @@ training loop; `close` says what is missing or the last save is durable; after a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import sys
@@ -40,7 +41,7 @@ from holdfast.train.assembly import Asked, Job, assemble
 from holdfast.train.direct import DirectSaver
 from holdfast.train.durables import Durables, OnDurable
 from holdfast.train.further_places import FurtherPlaces
-from holdfast.train.handle import SaveHandle, as_level, as_version
+from holdfast.train.handle import SaveHandle, as_level, as_version, never
 from holdfast.train.link import Link
 from holdfast.train.lower import Lower
 from holdfast.train.pipeline import Bubbles
@@ -53,6 +54,7 @@ from holdfast.train.schedule import parse_cadence
 from holdfast.train.signals import StopSignal
 from holdfast.train.state import State
 from holdfast.train.usage.observer import Observer
+from holdfast.train.usage.proof import Proof
 from holdfast.train.usage.seen import early_iterators
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,9 @@ class Checkpointer:
         verify_capture: prove every byte of a late copy with a digest taken at the call.
         on_durable: called in a thread as `on_durable(version, error)`, once for every save at the durable level: with None
             when it is durable, with an error when it was given up or `close_timeout_s` passed.
+        prove: make the first steps a second time, in a child that nobody sees, as a restart would make them; `step` raises if
+            anything that a version holds, or that lives on in names of the loop, differs. Of one rank on a CPU with one thread of
+            computation; elsewhere, and where the steps write files, the log says that nothing was proven.
         config: the settings; default: file and environment.
         objects: more objects with `state_dict` and `load_state_dict`, by name (at a restore their tensors take memory twice).
 
@@ -104,6 +109,7 @@ class Checkpointer:
         overlap: bool | None = None,
         verify_capture: bool | None = None,
         on_durable: OnDurable | None = None,
+        prove: bool = False,
         config: Config | None = None,
         **objects: Any,
     ) -> None:
@@ -127,6 +133,8 @@ class Checkpointer:
         self._closed = False
         self._saving = 0  # the thread that saves now
         self._early: Sequence[object] = ()
+        self._prove = prove
+        self._proof: Proof | None = None
         self.events = Events()
         self.last_restore: RestoreReport | None = None
         self.bubbles = Bubbles(schedule, self.events, named=True) if schedule is not None else None
@@ -166,6 +174,11 @@ class Checkpointer:
         self._require_own()
         if self._run is None:
             self._early = early_iterators(sys._getframe(1), self._objects)
+            self._begin_proof()
+            if self._again is not None:
+                start = self._again.resume()
+                self.last_restore = RestoreReport(Version(1, start - 1), "the first steps are made again")
+                return start
         asked = self._asked(as_version(version), fresh=fresh, strict=strict, required=required)
         group = self._ranks()
         run = self._run
@@ -225,7 +238,8 @@ class Checkpointer:
         Raises:
             UsageError: before `restore`, the name was asked for already, or a value that cannot be saved.
         """
-        taken: T = self._running().state.carried.take(name, value)
+        carried = self._again.carried if self._again is not None else self._running().state.carried
+        taken: T = carried.take(name, value)
         return taken
 
     def step(self, step: int, **carry: Any) -> SaveHandle | None:
@@ -237,14 +251,19 @@ class Checkpointer:
 
         Raises:
             UsageError: before `restore`, not later than the step before, or before the one that `restore` returned; other
-            values than those that `carry` was asked for. SystemExit: after a SIGTERM, once the last save is durable.
+            values than those that `carry` was asked for; `prove` found what differs after a restart. SystemExit: after a SIGTERM, once the last save is durable.
         """
+        if self._again is not None:
+            self._again.again(step, carry, sys._getframe(1))
+            return None
         run = self._running()
         one_more = run.observer.at(step, sys._getframe(1)) if run.observer is not None else False
         reason = step_numbers.why_not(step, newest=run.step, start=run.start, one_more=one_more)
         if reason is not None:
             raise UsageError(reason.what, remedy=reason.remedy)
         run.state.carried.give(step, carry)
+        if self._proof is not None:
+            self._proof.made(step, sys._getframe(1))
         run.step = step
         run.lower.before(run, step)
         run.recorder.step(step)
@@ -286,6 +305,8 @@ class Checkpointer:
             UsageError: before `restore`, an unknown level, a step before the last one saved, that one again after an
                 optimizer's step, info that cannot be kept, or values are carried and `step` was not told them before.
         """
+        if self._again is not None:
+            return never(step, as_level(level), "the first steps are made again")
         run = self._running()
         run.state.carried.require(step)
         wanted = Level.DURABLE if also_to else as_level(level)
@@ -310,6 +331,8 @@ class Checkpointer:
         Raises:
             LevelNotReached: names every version that is not, since the last call, with the reason.
         """
+        if self._again is not None:
+            return
         run = self._running()
         run.saver.settle()
         run.durables.flush(self._config.close_timeout_s if timeout_s is None else timeout_s)
@@ -509,6 +532,19 @@ class Checkpointer:
             self._save(run, version.step, Level.DURABLE)
         return version.step + 1
 
+    @property
+    def _again(self) -> Proof | None:
+        """The proof, in the child that makes the first steps again."""
+        return self._proof if self._proof is not None and self._proof.is_child else None
+
+    def _begin_proof(self) -> None:
+        """The first steps are made twice from here on, if that was asked for."""
+        if self._prove and self._proof is None:
+            group = self._ranks()
+            gathered = functools.partial(self._gatherer, group)
+            state = lambda: self._run.state if self._run is not None else gathered()  # noqa: E731
+            self._proof = Proof(self._objects, state, says=group.rank == 0)
+
     def _observer(self, run: Run, *, says: bool) -> Observer:
         """Who looks at the names of the script's loop."""
         fence, carried = run.saver.fence, run.state.carried
@@ -616,6 +652,8 @@ class Checkpointer:
 
     def _leave(self, *, finished: bool, copy_s: float = 0.0) -> None:
         self._closed = True
+        if self._proof is not None:
+            self._proof.end()
         self._signal.remove()
         if self.bubbles is not None:
             self.bubbles.detach()
