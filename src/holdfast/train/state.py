@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError
 from holdfast.core.model import Shard
+from holdfast.train import loaders
 from holdfast.train.carried import CarriedPart
 from holdfast.train.layout_of import Layouts
 from holdfast.train.live import Gathered, Group, LiveTensor, LoadRecord, SavedTensor
@@ -55,7 +56,7 @@ class State:
 
     Args:
         objects: name -> module, optimizer, object with `state_dict` and `load_state_dict`, generator of random
-            numbers (torch's, NumPy's, Python's), dict of tensors; a list, tuple or dict of such objects gives `name.0`, `name.key`. None is left out.
+            numbers (torch's, NumPy's, Python's), `DataLoader`, dict of tensors; a list, tuple or dict of such objects gives `name.0`, `name.key`. None is left out.
         rank: this rank.
         world_size: number of ranks of the job.
         replicated: glob patterns of names (`model.pos_table`, `scheduler`, `ema.*`) that all ranks hold alike although
@@ -396,6 +397,8 @@ def _part(name: str, value: Any) -> Part | None:
         return StatefulPart(name, ScalerState(value))
     if isinstance(value, torch.Generator):
         return StatefulPart(name, GeneratorState(value))
+    if loaders.is_plain(value):
+        return StatefulPart(name, loaders.place_of(value))
     if (found := random_state(value)) is not None:
         return StatefulPart(name, OwnRandomness(*found))
     return StatefulPart(name, value) if isinstance(value, Stateful) and not isinstance(value, type) else None

@@ -74,7 +74,9 @@ def look(found: Around, names: Mapping[str, Any], given: Given, early: Sequence[
             value = names.get(name)
             if isinstance(value, DataLoader) and not given.has(value):
                 yield Finding(
-                    name, f"the loader that line {line} goes over, which begins anew; {_give(name, value)}", True
+                    name,
+                    f"the loader that line {line} goes over, which begins anew: Checkpointer(..., loader={name})",
+                    True,
                 )
 
 
@@ -144,12 +146,6 @@ def _of_iterator(value: Any, given: Given, early: Sequence[object]) -> tuple[obj
 def _of_tensors(tensors: list[torch.Tensor], given: Given) -> object:
     own = [tensor for tensor in tensors[:MAX_WITNESSES] if not given.saves(tensor)]
     return repr([(tensor._version, overlooked.token(tensor)) for tensor in own]) if own else None
-
-
-def _give(name: str, loader: Any) -> str:
-    if isinstance(loader, Stateful):
-        return f"Checkpointer(..., loader={name})"
-    return "give one that has a state_dict, such as torchdata's StatefulDataLoader: Checkpointer(..., loader=...)"
 
 
 def _token(value: Any) -> object:
