@@ -74,7 +74,7 @@ def test_what_failed_to_arrive_is_handed_on_no_more_before_its_slot_is_free(
     landings = Landings()
     desk = LandingDesk(state, landings)
     vault = SimpleNamespace(open=lambda: storage, events=Events())
-    obtainer = Obtainer(state, vault, Activities(state), landings)
+    obtainer = Obtainer(state, vault, Activities(state), landings, nothing)
     sent: list[int] = []
     channel = SimpleNamespace(send_bulk=lambda _, view, **__: sent.append(len(view)))
     connection = SimpleNamespace(greeted=SimpleNamespace(job_id="", incarnation=2), channel=channel)

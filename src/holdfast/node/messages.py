@@ -142,16 +142,26 @@ class Resume(Message, tag="resume", frozen=True, kw_only=True):
 
 
 class Prepare(Message, tag="prepare", frozen=True, kw_only=True):
-    """Reserve this many slots of this size for my rank."""
+    """Reserve this many slots of this size for my rank.
+
+    Attributes:
+        num_ready: the answer comes when so many are there; None: all. 0: at once, without any, when the budget allows them.
+    """
 
     num_bytes: int
     num_slots: int
+    num_ready: int | None = None
 
 
 class Slots(Message, tag="slots", frozen=True, kw_only=True):
-    """Numbers of slots; for those that the client does not have, the descriptors come along in the same order."""
+    """Numbers of slots.
+
+    Attributes:
+        sent: those that the client does not have; their descriptors come along in this order.
+    """
 
     slot_ids: tuple[int, ...]
+    sent: tuple[int, ...] = ()
 
 
 class Adopt(Message, tag="adopt", frozen=True, kw_only=True):
