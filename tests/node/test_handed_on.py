@@ -56,7 +56,7 @@ def stored(tmp_path: Path) -> tuple[Storage, Fetch]:
 
 @pytest.fixture
 def state(stored: tuple[Storage, Fetch]) -> Iterator[NodeState]:
-    budget = SimpleNamespace(reserve=nothing, release=nothing, close=nothing)
+    budget = SimpleNamespace(reserve=nothing, came=nothing, release=nothing, close=nothing)
     made = NodeState(SimpleNamespace(node="a", job="j"), Arena(budget))
     made.ledger = NodeLedger(node=0, topology=Topology(("a",), (0,)), incarnation=2, lineage=Lineage())
     made.ledger.resume(None)

@@ -74,12 +74,9 @@ class Reserve:
             return reply
 
     def await_slot(self, rank: int, num_bytes: int, deadline: float) -> None:
-        """Waits until one more slot of the rank that is being made, and is large enough, is there or will not be.
+        """Wait until a slot of the rank with so many bytes is there, while one is being made; at most until `deadline`.
 
-        Returns at once if none is being made, or if one is there.
-
-        Args:
-            deadline: by `time.monotonic`.
+        The deadline is by `time.monotonic`.
         """
         with self._came:
             while True:

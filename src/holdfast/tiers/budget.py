@@ -89,8 +89,7 @@ class Budget:
     def reserve(self, num_bytes: int, what: str, *, to_come: bool = False) -> None:
         """Takes `num_bytes` out of the budget.
 
-        Args:
-            to_come: the memory is allocated later; until `came` the kernel counts it as free, and nobody else may.
+        With `to_come` the memory is allocated later; until `came` the kernel counts it as free, and nobody else may.
 
         Raises:
             MemoryRefused: with what is needed, used, allowed and available, and what to change.

@@ -64,8 +64,10 @@ class Populator:
     def start(self, slot: Slot, done: Done, *, turn: int = 0) -> None:
         """Begins with a slot that was promised; calls `done(None)` in a thread once it is complete, or `done(fault)`.
 
-        Args:
-            turn: all slots of an earlier turn come first.
+        All slots of an earlier turn come first.
+
+        Raises:
+            MemoryRefused: `stop` was called.
         """
         runs = slot.runs()
         filling = _Filling(slot, done, len(runs))
@@ -96,7 +98,8 @@ class Populator:
         limit_s = patience_s(slot.total_bytes)
         if not ended.wait(limit_s):
             raise MemoryRefused(
-                f"{slot.total_bytes} bytes were not allocated within {limit_s:.0f} s", remedy="see what holds this node up"
+                f"{slot.total_bytes} bytes were not allocated within {limit_s:.0f} s",
+                remedy="see what holds this node up",
             )
         if faults[0] is not None:
             raise faults[0]

@@ -33,9 +33,7 @@ class Reservation:
         fault: why there will be no more slots; None while they are being made, or when all are there.
     """
 
-    def __init__(
-        self, client: KeeperClient, num_bytes: int, num_slots: int, came: Callable[[Slot], None]
-    ) -> None:
+    def __init__(self, client: KeeperClient, num_bytes: int, num_slots: int, came: Callable[[Slot], None]) -> None:
         self.client = client
         self.fault: HoldfastError | None = None
         self.num_bytes = num_bytes
