@@ -20,7 +20,7 @@ from holdfast.core.ledger import Reports
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
 from holdfast.core.recovery import Fetch, MemoryCopy, Source
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 RANK, VIEWER, KEEPER, OPERATOR = "rank", "viewer", "keeper", "operator"
 

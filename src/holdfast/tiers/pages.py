@@ -21,6 +21,7 @@ SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 # Settings with which memory of a memfd that asks for huge pages gets them.
 HUGE_POLICIES = ("always", "within_size", "advise", "force")
 HUGE_ADVICE = f"echo advise > {SHMEM_ENABLED}"
+HUGE_GAIN = "pages of 2 MiB: making slots takes a fraction of the time, mapping them none"
 
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
