@@ -19,7 +19,7 @@ from holdfast.tiers import memory
 from holdfast.tiers.budget import Budget
 from holdfast.tiers.format import CHUNK_BYTES
 from holdfast.tiers.memory import ImagePlace, Slot, SlotHeader
-from holdfast.tiers.populate import Populator
+from holdfast.tiers.populate import Populator, share_of_cores
 
 POPULATING = "populating"
 
@@ -115,7 +115,7 @@ class Arena:
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
-        self._populator = Populator()
+        self._populator = Populator(share_of_cores())
         self._numbers = itertools.count(1)
         self._held: dict[int, Held] = {}
         self.make_room: Callable[[], bool] = lambda: False

@@ -233,13 +233,13 @@ class KeeperClient:
                     self._slots.pop(number).close()
         return tuple(slot for slot in slots if slot.num_bytes >= num_bytes)
 
-    def adopt(self, slots: Sequence[Slot], *, timeout_s: float | None = None) -> None:
+    def adopt(self, slots: Sequence[Slot]) -> None:
         """Hands the slots of a dead keeper to this one, which verifies each before it counts it as sealed.
 
         The slots stay valid and may be passed to `begin`'s result as before. Call after `assemble` and `register`.
         """
         fds = [slot.fd for slot in slots]
-        limit_s = memory.patience_s(sum(slot.total_bytes for slot in slots)) if timeout_s is None else timeout_s
+        limit_s = memory.patience_s(sum(slot.total_bytes for slot in slots))
         reply, got = self._call(messages.Adopt(num_slots=len(fds)), messages.Slots, limit_s, fds)
         wire.close_fds(got)
         if len(reply.slot_ids) != len(slots):

@@ -50,11 +50,11 @@ class Populator:
     """Allocates pages; one per keeper.
 
     Args:
-        num_threads: at most; 0: a quarter of the cores that this process may use.
+        num_threads: at most (`share_of_cores`).
     """
 
-    def __init__(self, num_threads: int = 0) -> None:
-        self._num_threads = num_threads or _share(len(os.sched_getaffinity(0)))
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._runs: list[tuple[int, int, int, int, _Filling]] = []
@@ -158,5 +158,7 @@ def _unwanted() -> MemoryRefused:
     return MemoryRefused("the memory was given back before it was complete")
 
 
-def _share(num_cores: int) -> int:
+def share_of_cores() -> int:
+    """Return how many threads a keeper has for pages: a quarter of the cores that this process may use."""
+    num_cores = len(os.sched_getaffinity(0))
     return min(num_cores, MAX_THREADS, max(LEAST_THREADS, num_cores // CORES_PER_THREAD))
