@@ -13,6 +13,7 @@ from holdfast.core.model import Topology, Version
 from holdfast.node.messages import Assembly
 from holdfast.node.retire import Retirement
 from holdfast.tiers.manifest import Manifest
+from holdfast.tiers.registry import make_stamp
 from holdfast.tiers.storage import Storage, open_storage
 from tiers.samples import new_store, save, tree, verify
 
@@ -65,6 +66,29 @@ def test_what_is_pinned_is_not_even_tried(tmp_path: Path) -> None:
     Retirement(Events()).after(store, Version(1, 4), assembly, None)
 
     assert store.versions() == [Version(1, 1), Version(1, 3), Version(1, 4)]
+
+
+def test_what_is_held_stays_until_it_is_released_or_its_holder_is_dead(tmp_path: Path) -> None:
+    """A holder of an incarnation before is dead: who goes on holds anew."""
+    store = new_store(tmp_path / "root")
+    for step in range(1, 5):
+        save(store, Version(1, step))
+    mine, theirs = make_stamp(1), "i000001-t000000-h000000000000-p1"
+    store.hold(Version(1, 1), mine)
+    store.hold(Version(1, 2), theirs)
+
+    def commit(version: Version, resumed: Version | None) -> list[Version]:
+        save(store, version)
+        assembly = Assembly(version.incarnation, str(tmp_path / "root"), store.job_id(), Topology(("n",), (0,)), ())
+        Retirement(Events()).after(store, version, assembly, resumed)
+        return store.versions()
+
+    assert commit(Version(1, 5), None) == [Version(1, step) for step in (1, 2, 4, 5)]
+    store.release(Version(1, 1), mine)
+    assert commit(Version(1, 6), None) == [Version(1, step) for step in (2, 5, 6)]
+    assert store.register_incarnation() == 2
+    assert commit(Version(2, 7), Version(1, 6)) == [Version(1, 6), Version(2, 7)]
+    assert store.held() == {}
 
 
 def test_a_committer_that_slept_removes_nothing_of_a_newer_incarnation(

@@ -9,7 +9,9 @@ import pytest
 
 from holdfast.base.events import Events
 from holdfast.core.model import Version
+from holdfast.tiers.registry import make_stamp
 from holdfast.tiers.storage import Storage, open_storage
+from holdfast.tools.remove import remove
 from tiers.samples import new_store, save, tree
 from tools.conftest import Run
 
@@ -49,6 +51,44 @@ def test_abandoned_runs_go_but_for_what_is_pinned(holdfast: Run, root: Path) -> 
     assert f"{Version(1, 2)}: removed" in answer.stdout
     assert storage(root).versions() == [Version(2, 2), Version(4, 1), Version(4, 2)]
     assert "nothing to remove" in holdfast("rm", root, "--abandoned").stdout
+
+
+def test_what_is_held_stays_and_what_only_the_dead_hold_goes(holdfast: Run, root: Path) -> None:
+    store = storage(root)
+    store.hold(Version(1, 1), make_stamp(3))  # of an incarnation before
+    store.hold(Version(1, 2), make_stamp(4))  # of this process
+    store.hold(Version(2, 1), "i000004-t000000-h000000000000-p1")  # of another machine
+    answer = holdfast("rm", root, str(Version(1, 2)))
+    assert answer.returncode == 1
+    assert f"{Version(1, 2)} is held by a process" in answer.stdout
+    assert holdfast("rm", root, "--abandoned").returncode == 0
+    assert storage(root).versions() == [Version(1, 2), Version(2, 1), Version(4, 1), Version(4, 2)]
+    shown = {row["version"]: row["held"] for row in json.loads(holdfast("ls", root, "--json").stdout)["versions"]}
+    assert shown == {str(v): v in (Version(1, 2), Version(2, 1)) for v in storage(root).versions()}
+    assert "durable, held" in holdfast("ls", root).stdout
+
+
+@pytest.mark.parametrize("during", ["look", "removal"])
+def test_a_restart_that_begins_meanwhile_keeps_everything(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], during: str
+) -> None:
+    """It may go on from any version. In the removal: the first is gone by then, and the second stays."""
+    name = "lineage" if during == "look" else "manifest"
+    real, calls = getattr(Storage, name), []
+
+    def slept(self: Storage, *args: object) -> object:
+        found = real(self, *args)
+        calls.append(args)
+        if len(calls) == (1 if during == "look" else 2):
+            open_storage(root, Events()).register_incarnation()
+        return found
+
+    before = storage(root).versions()
+    monkeypatch.setattr(Storage, name, slept)
+    assert remove(str(root), [str(Version(1, 1)), str(Version(2, 3))], abandoned=False, as_json=False) == 1
+    monkeypatch.undo()
+    assert "a restart began meanwhile" in capsys.readouterr().out
+    assert set(before) - set(storage(root).versions()) == (set() if during == "look" else {Version(1, 1)})
 
 
 def test_what_a_restart_would_go_on_from_is_refused(holdfast: Run, root: Path) -> None:

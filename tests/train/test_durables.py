@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -26,7 +25,6 @@ from holdfast.tiers.storage import open_storage
 from holdfast.tools import look
 from holdfast.train import alive
 from holdfast.train.capture import Structure
-from holdfast.train.durables import Durables
 from holdfast.train.restore import Restorer
 from node.rig import eventually, start_hurtable
 from train.test_checkpointer import Make, Trainee, kill_keeper, leave, make, wait_gone  # noqa: F401 - the fixture
@@ -96,18 +94,6 @@ def test_flush_callbacks_pins_and_further_places(make: Make, tmp_path: Path) -> 
     leave(elsewhere)
 
 
-def test_a_version_that_is_wanted_elsewhere_again_and_again_goes_to_all_places() -> None:
-    handle = SimpleNamespace(version=Version(1, 4), durable=(False, "on its way"))
-    copied: list[str] = []
-    durables = Durables(None, lambda _, place: copied.append(place), timeout_s=DEADLINE_S)
-    for places in (["a"], [], ["b", "a"]):
-        durables.add(handle, places)
-    handle.durable = (True, "")
-    durables.flush(DEADLINE_S)
-    durables.close()
-    assert copied == ["a", "b"]
-
-
 def test_what_does_not_become_durable_is_said_by_flush_and_by_the_callback(make: Make, tmp_path: Path) -> None:  # noqa: F811
     trainee, told = Trainee(), Told()
     checkpointer = make(trainee, on_durable=told, close_timeout_s=1.0)
@@ -130,7 +116,7 @@ def test_what_does_not_become_durable_is_said_by_flush_and_by_the_callback(make:
     (tmp_path / "job" / ".tmp").unlink()
     (tmp_path / "elsewhere").rename(tmp_path / "job" / ".tmp")
     checkpointer.save(1, also_to=["/proc/no/such/place"])
-    with pytest.raises(LevelNotReached, match="it is not at /proc/no/such/place"):
+    with pytest.raises(LevelNotReached, match="i000001-s0000000001 is durable, but not at /proc/no/such/place"):
         checkpointer.flush(DEADLINE_S)
     assert Version(1, 1) in versions(tmp_path / "job")
 

@@ -32,21 +32,24 @@ class Retirement:
             Fenced: a newer incarnation runs. It may have resumed from any version, so it alone says what goes.
             HoldfastError: something old was not removed; that costs space, nothing else.
         """
-        old = to_retire(
-            storage.versions(),
-            keep_last=assembly.keep_last,
-            keep_every=assembly.keep_every,
-            protected=storage.pins() | self._keep_by_time(storage, version, assembly.keep_every_s),
-            lineage=Lineage(dict(assembly.lineage)).with_(assembly.incarnation, resumed_from),
-        )
-        halves = [half for half in storage.unfinished() if half.incarnation < assembly.incarnation]
-        faults: list[HoldfastError] = []
 
         def permit() -> None:
             storage.require_job(assembly.job_id)
             if storage.highest_incarnation() > assembly.incarnation:
                 raise Fenced("a newer incarnation runs; this one removes nothing any more", where=storage.where)
 
+        permit()
+        storage.break_holds(assembly.incarnation)
+        marked = storage.pins() | set(storage.held())
+        old = to_retire(
+            storage.versions(),
+            keep_last=assembly.keep_last,
+            keep_every=assembly.keep_every,
+            protected=marked | self._keep_by_time(storage, version, assembly.keep_every_s),
+            lineage=Lineage(dict(assembly.lineage)).with_(assembly.incarnation, resumed_from),
+        )
+        halves = [half for half in storage.unfinished() if half.incarnation < assembly.incarnation]
+        faults: list[HoldfastError] = []
         for remove, gone in ((storage.retire, old), (storage.discard, halves)):
             for one in gone:
                 try:

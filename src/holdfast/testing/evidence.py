@@ -144,7 +144,7 @@ def read_storage(root: Path, *, num_entries: int) -> StorageView:
                 problems += _torn(file)
         elif path.name == "holdfast.json":
             problems += _torn(path)
-        elif path.name not in {".tmp", "latest", "pinned", "kept", "run.lock"}:
+        elif path.name not in {".tmp", "latest", "pinned", "kept", "held", "run.lock"}:
             foreign[path.name] = _content(path)
     temporary = tuple(sorted(str(p.relative_to(root)) for p in (root / ".tmp").rglob("*") if p.is_file()))
     return StorageView(versions, tuple(sorted(incarnations)), foreign, temporary, tuple(problems))

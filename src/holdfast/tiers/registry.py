@@ -204,11 +204,18 @@ def sweep(backend: Backend, incarnation: int) -> list[str]:
     Returns:
         the names that were removed.
     """
-    dead = []
-    for name, _ in backend.listing(TEMPORARY):
-        match = _STAMP.match(name)
-        # Incarnation 0 is a start that has no number yet, so its number says nothing about its age.
-        if match and (0 < int(match[1]) < incarnation or (match[2] == machine_id() and has_ended(int(match[3])))):
-            dead.append(name)
+    dead = [name for name, _ in backend.listing(TEMPORARY) if is_dead(name, incarnation)]
     backend.delete(*(f"{TEMPORARY}/{name}" for name in dead))
     return dead
+
+
+def is_dead(stamp: str, incarnation: int) -> bool:
+    """Returns whether the process that a stamp names is known to be gone, or is of an incarnation below the one that runs.
+
+    What is no stamp of ours is not dead.
+    """
+    match = _STAMP.match(stamp)
+    # Incarnation 0 is a start that has no number yet, so its number says nothing about its age.
+    return match is not None and (
+        0 < int(match[1]) < incarnation or (match[2] == machine_id() and has_ended(int(match[3])))
+    )

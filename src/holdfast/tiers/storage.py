@@ -35,8 +35,8 @@ from holdfast.base.errors import (
 from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Seal, Version
 from holdfast.tiers import format as image_format
+from holdfast.tiers import holds, registry
 from holdfast.tiers import manifest as manifests
-from holdfast.tiers import registry
 from holdfast.tiers.backend import Backend
 from holdfast.tiers.bundle_files import BundleFiles, listed, stored_length
 from holdfast.tiers.cipher import Key, KeySource, load_key
@@ -477,12 +477,18 @@ class Storage:
             permit: asked when all is known, right before the commit goes; what it raises keeps the version.
 
         Raises:
-            UsageError: it is pinned.
+            UsageError: it is pinned. InUse: it is held.
             CorruptError: its manifest is damaged, so nothing proves which files are ours.
         """
         manifest = self.manifest(version)
         if version in self.pins():
             raise UsageError(f"{version} is pinned", where=self.where, remedy="unpin it first")
+        if mark := self.held().get(version):
+            raise InUse(
+                f"{version} is held by a process that reads it, to copy it elsewhere",
+                where=self.where,
+                remedy=f"wait until it has ended; if it died on another machine, remove {mark}",
+            )
         permit()
         self._backend.delete(f"{version}/{manifests.ROOT_NAME}")
         self._remove(version, [bundle.file for bundle in manifest.bundles], manifest.parts)
@@ -539,6 +545,22 @@ class Storage:
     def pins(self) -> set[Version]:
         """The pinned versions."""
         return self._marked(PINNED)
+
+    def hold(self, version: Version, stamp: str) -> None:
+        """Keeps a version from being retired until `release` with the same stamp, or until the stamp's process is gone."""
+        holds.hold(self._backend, version, stamp)
+
+    def release(self, version: Version, stamp: str) -> None:
+        """Ends a hold. Without one it does nothing."""
+        holds.release(self._backend, version, stamp)
+
+    def held(self) -> dict[Version, str]:
+        """Returns the versions that are held, each with the name of a mark; see `break_holds` for those of the dead."""
+        return holds.held(self._backend)
+
+    def break_holds(self, incarnation: int) -> list[str]:
+        """Ends the holds of processes that are gone, given the incarnation that runs; returns the names of the marks."""
+        return holds.break_dead(self._backend, incarnation)
 
     def _marked(self, directory: str) -> set[Version]:
         found = (Version.parse(name) for name, _ in self._backend.listing(directory))

@@ -40,14 +40,14 @@ def list_versions(root: str, *, as_json: bool) -> int:
     storage = open_storage(root, Events())
     job = storage.job_id()
     rows = list(_rows(storage))
-    pins = storage.pins()
+    pins, held = storage.pins(), storage.held()
     if as_json:
-        shown = [_row_document(row, pinned=row.version in pins) for row in rows]
+        shown = [_row_document(row, pinned=row.version in pins, held=row.version in held) for row in rows]
         output.print_json({"root": storage.where, "job_id": job, "versions": shown})
     else:
         output.print_table(
             ("version", "state", "size", "ranks", "bundles", "resumed from"),
-            [_row_cells(row, pinned=row.version in pins) for row in rows],
+            [_row_cells(row, pinned=row.version in pins, held=row.version in held) for row in rows],
         )
         for row in rows:
             if row.error:
@@ -76,8 +76,8 @@ def _state(error: HoldfastError) -> str:
     return "damaged" if error.condemns else "not readable now" if error.retryable else "not readable here"
 
 
-def _row_cells(row: Row, *, pinned: bool) -> tuple[object, ...]:
-    state = f"{row.state}, pinned" if pinned else row.state
+def _row_cells(row: Row, *, pinned: bool, held: bool) -> tuple[object, ...]:
+    state = ", ".join([row.state, *(["pinned"] if pinned else []), *(["held"] if held else [])])
     if row.manifest is None:
         return (row.version, state, "", "", "", "")
     found = row.manifest
@@ -85,13 +85,14 @@ def _row_cells(row: Row, *, pinned: bool) -> tuple[object, ...]:
     return (row.version, state, output.size_text(found.num_bytes), found.world_size, len(found.bundles), resumed)
 
 
-def _row_document(row: Row, *, pinned: bool) -> dict[str, Any]:
+def _row_document(row: Row, *, pinned: bool, held: bool) -> dict[str, Any]:
     document: dict[str, Any] = {
         "version": str(row.version),
         "incarnation": row.version.incarnation,
         "step": row.version.step,
         "state": row.state,
         "pinned": pinned,
+        "held": held,
     }
     if row.manifest is not None:
         found = row.manifest

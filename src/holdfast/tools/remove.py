@@ -1,8 +1,8 @@
 """`holdfast rm`: removes versions as retention does, the commit first, so that no reader meets half of one.
 
 For what retention leaves alone for good: versions of runs that a fresh start ended. What a restart would go on from is
-refused, and so is what is pinned. A restart goes on from the newest version that is whole, so versions of the living run are
-read from the newest down until one is: to be committed is not enough.
+refused, and so is what is pinned, or held by a process that copies it. A restart goes on from the newest version that is
+whole, so versions of the living run are read from the newest down until one is: to be committed is not enough.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def remove(root: str, names: Sequence[str], *, abandoned: bool, as_json: bool) -
                 "a restart began meanwhile, which may go on from any version", where=storage.where, remedy=AGAIN
             )
 
+    storage.break_holds(began)
     chosen = _chosen(storage, names, abandoned=abandoned)
     faults: dict[Version, HoldfastError] = {}
     for version in chosen:
@@ -83,7 +84,7 @@ def _chosen(storage: Storage, names: Sequence[str], *, abandoned: bool) -> list[
                 remedy="name the versions that shall go",
             )
         ended = {version for line in lines if line.first != living.first for version in line.versions}
-        chosen |= ended - set(living.versions) - storage.pins()
+        chosen |= ended - set(living.versions) - storage.pins() - set(storage.held())
     return sorted(chosen)
 
 

@@ -18,6 +18,7 @@ import dataclasses
 import logging
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -31,12 +32,12 @@ from holdfast.core.appointments import Appointment, Proposal
 from holdfast.core.model import Level, Shard, Version
 from holdfast.core.sight import Phase
 from holdfast.tiers.cipher import KeySource
-from holdfast.tiers.duplicate import duplicate
-from holdfast.tiers.storage import open_storage
+from holdfast.tiers.storage import Storage, open_storage
 from holdfast.train import agree, alive, beats, exposure, found
 from holdfast.train.assembly import Asked, Job, assemble
 from holdfast.train.direct import DirectSaver
 from holdfast.train.durables import Durables, OnDurable
+from holdfast.train.further_places import FurtherPlaces
 from holdfast.train.handle import SaveHandle, as_level, as_version
 from holdfast.train.link import Link
 from holdfast.train.lower import Lower
@@ -55,6 +56,8 @@ logger = logging.getLogger(__name__)
 # How long a restore that has loaded waits for memory for the first saves. That of most jobs is there long before; where it
 # takes minutes training does not wait for it.
 SLOTS_S = 5.0
+# How long `close` waits for copies to further places, however long the last save took.
+MIN_COPY_S = 10.0
 
 
 class Checkpointer:
@@ -179,7 +182,8 @@ class Checkpointer:
         )
         recorder = self._recorder = self._recorder or Recorder(self._config.trace_dir, group.rank, self.events)
         report.tell(self.events)  # behind the recorder, which draws it
-        durables = run.durables if run else self._new_durables(group)
+        durables = run.durables if run else self._new_durables(job)
+        durables.restarted(job.incarnation)
         rank, num_ranks = group.rank, group.world_size
         survivor = run.survivor if run else Survivor(state, job=job.assembly.job_id, rank=rank, world_size=num_ranks)
         lower = Lower(job, state=state, link=link, storage=self._storage, config=self._config, events=self.events)
@@ -238,7 +242,8 @@ class Checkpointer:
             step: the step that is finished; restore() of this version returns the one after it.
             level: `"captured"`, `"replicated"` or `"durable"`; durable makes the version due for storage.
             also_to: more places, paths or URLs, that it is copied to once it is durable, which this makes the level.
-                `flush` and `on_durable` speak of all places.
+                Rank 0 copies, each place in a thread of its own, and its `flush` and `on_durable` speak of all places.
+                Retention leaves the version alone until then. At most 8 versions wait for a place; the oldest gives way.
             info: values of the caller's own to keep beside the state (numbers, strings, bytes, lists, tuples, dicts), as they
                 are at the call, each rank its own; `holdfast inspect` shows them, `last_restore.info` has them. No tensors.
 
@@ -257,10 +262,7 @@ class Checkpointer:
             )
         run.at(step)
         with run.state.info.beside(info, saved=run.last is not None and run.last.version.step == step):
-            handle = self._save(run, step, wanted)
-        if also_to:
-            run.durables.add(handle, also_to)
-        return handle
+            return self._save(run, step, wanted, also_to)
 
     @beats.phase(Phase.SAVING)
     def flush(self, timeout_s: float | None = None) -> None:
@@ -319,19 +321,27 @@ class Checkpointer:
         If an optimizer made a step after the last one that was reported, or somebody wrote other weights, its state is not
         here any more. Then the newest version that was saved is made durable, and the log says at level ERROR what that leaves out.
 
+        Copies to further places (`also_to`) are waited for until `close_timeout_s` is over (10 s after a SIGTERM or a stop file),
+        and the log says how far they are.
+        What does not arrive is told to the log and to `on_durable`; nothing is raised, for the version is durable at its own place.
+
         Raises:
             LevelNotReached: that is not durable, or nothing was saved; says which level it has, and why. The keeper then
             stays and keeps what it holds.
         """
         if self._closed or self._is_forked:
             return
-        finished = False
+        finished, began = False, time.monotonic()
         try:
             if self._run is not None:
                 self._finish(self._run)
             finished = True
         finally:
-            self._leave(finished=finished)
+            copy_s = 0.0
+            if finished:  # who was told to stop may be killed soon
+                left_s = 0.0 if self._signal.wanted else self._config.close_timeout_s - (time.monotonic() - began)
+                copy_s = max(MIN_COPY_S, left_s)
+            self._leave(finished=finished, copy_s=copy_s)
 
     def void(self) -> None:
         """The job broke off: what a device has not finished by now counts neither as saved nor as live. From any thread."""
@@ -354,6 +364,7 @@ class Checkpointer:
             run.survivor.leave()
             run.lower.close()
             quiet = run.saver.close()
+            run.durables.close(join_s=1.0)
             run.recorder.watch(None)
             if quiet:  # else the keeper must not give our slots away before this process has ended
                 run.link.close(finished=False)
@@ -416,6 +427,7 @@ class Checkpointer:
             # The objects may hold a mixture now; nothing of it must ever be saved.
             if run is not None:
                 run.survivor.close()
+                run.durables.close()
             if saver is not None:
                 saver.close()
             link.close(finished=False)
@@ -461,26 +473,25 @@ class Checkpointer:
             self._save(run, version.step, Level.DURABLE)
         return version.step + 1
 
-    def _new_durables(self, group: agree.Ranks) -> Durables:
+    def _new_durables(self, job: Job) -> Durables:
         """Rank 0 copies to further places; the others only wait for what they saved."""
 
-        def copy(version: Version, place: str) -> None:
-            if group.rank == 0:
-                further = open_storage(place, self.events, encryption=KeySource.of(self._config))
-                duplicate(self._storage, further, version)
+        def open_place(place: str) -> Storage:
+            return open_storage(place, self.events, encryption=KeySource.of(self._config))
 
-        return Durables(self._on_durable, copy, timeout_s=self._config.close_timeout_s)
+        further = FurtherPlaces(self._storage, open_place, job.incarnation) if job.group.rank == 0 else None
+        return Durables(self._on_durable, further, timeout_s=self._config.close_timeout_s)
 
     def _laid_out(self, job: Job, shards: Sequence[Shard]) -> None:
         """Who holds the same is known; `shards` are what this rank will train. Collective. The public door does more here."""
         exposure.warn(job.group, job.topology, shards, self.events)
 
     @beats.phase(Phase.SAVING)
-    def _save(self, run: Run, step: int, level: Level) -> SaveHandle:
+    def _save(self, run: Run, step: int, level: Level, also_to: Sequence[str] = ()) -> SaveHandle:
         durable = level is Level.DURABLE
         nested = self._saving == threading.get_ident()
         if not nested and run.last is not None and run.last.version.step == step:
-            return self._raise_level(run, run.last, level)
+            return self._raise_level(run, run.last, level, also_to)
         handle = SaveHandle(
             run.job.version(step),
             level,
@@ -504,11 +515,11 @@ class Checkpointer:
         finally:
             self._saving = before
         if durable:
-            run.durables.add(handle)
+            run.durables.add(handle, also_to)
         run.schedule.saved(step, durable=durable)
         return handle
 
-    def _raise_level(self, run: Run, handle: SaveHandle, level: Level) -> SaveHandle:
+    def _raise_level(self, run: Run, handle: SaveHandle, level: Level, also_to: Sequence[str] = ()) -> SaveHandle:
         """The version exists already: it is not copied twice, only made due for storage if that is new."""
         if level is Level.DURABLE and handle.level is not Level.DURABLE and not handle.given_up:
             run.saver.settle()  # the keeper must have heard of it
@@ -517,7 +528,9 @@ class Checkpointer:
             except KeeperLost as error:
                 logger.warning("%s cannot be made durable now: %s", handle.version, error)
             run.schedule.saved(handle.version.step, durable=True)
-            run.durables.add(handle)
+            run.durables.add(handle, also_to)
+        elif also_to:
+            run.durables.add(handle, also_to)
         handle.level = max(handle.level, level)
         return handle
 
@@ -560,7 +573,7 @@ class Checkpointer:
                 run.state_step, changed or last.given_up, last.version.step,
             )  # fmt: skip
 
-    def _leave(self, *, finished: bool) -> None:
+    def _leave(self, *, finished: bool, copy_s: float = 0.0) -> None:
         self._closed = True
         self._signal.remove()
         if self.bubbles is not None:
@@ -569,7 +582,7 @@ class Checkpointer:
             self._run.survivor.close()
             self._run.lower.close()
             quiet = self._run.saver.close()
-            self._run.durables.close()
+            self._run.durables.close(copy_s)
             if quiet:  # else the keeper must not give our slots away before this process has ended
                 self._run.link.close(finished=finished)
             self._run.recorder.close()
