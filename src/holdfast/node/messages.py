@@ -467,8 +467,8 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def pack(value: dict[str, Any]) -> msgspec.Raw:
-    """Plain values as a field of a message."""
+def pack(value: Any) -> msgspec.Raw:
+    """A field of a message, encoded once for many: plain values, or what the field's type says."""
     return msgspec.Raw(_encoder.encode(value))
 
 

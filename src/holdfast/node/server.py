@@ -75,13 +75,17 @@ class Connection:
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queues a message; a client that lets too many pile up is cut off."""
+        self.send_encoded(encode(message), fds)
+
+    def send_encoded(self, body: bytes, fds: Sequence[int] = ()) -> None:
+        """Does the same with a message that was encoded for several clients."""
         copies = [os.dup(fd) for fd in fds]
         with self._changed:
             if self._ended or len(self._outbox) >= MAX_OUTBOX:
                 wire.close_fds(copies)
                 self.channel.abort()
                 return
-            self._outbox.append((encode(message), copies))
+            self._outbox.append((body, copies))
             self._call_writer()
 
     def push(self, key: str, message: Message) -> None:
