@@ -309,7 +309,8 @@ def batches(
     result: list[Batch] = []
     batch = Batch()
     for target, source in zip(targets, sources, strict=True):
-        for piece, origin in _cut(target, source, most):
+        pieces = ((target, source),) if target.nbytes <= most else _cut(target, source, most)
+        for piece, origin in pieces:
             if batch.num_bytes and batch.num_bytes + piece.nbytes > most:
                 result.append(batch)
                 batch = Batch()
@@ -320,7 +321,7 @@ def batches(
 
 
 def _cut(target: torch.Tensor, source: torch.Tensor, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    if target.nbytes <= most or not source.is_contiguous():
+    if not source.is_contiguous():
         yield target, source
         return
     step = most // target.element_size()
