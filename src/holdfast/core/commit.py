@@ -472,7 +472,7 @@ class Board:
         """All bundles that are in fewer than two nodes."""
         return {name for name in self._tables[entry.layout].ids if len(self._holders(entry, name)) < 2}
 
-    def _holders(self, entry: _Entry, bundle_id: str) -> set[int]:
+    def _holders(self, entry: _Entry, bundle_id: str) -> frozenset[int]:
         homes = self._tables[entry.layout].homes[bundle_id]
         return (homes | entry.replicas.get(bundle_id, set())) - entry.dropped
 
