@@ -20,6 +20,7 @@ from holdfast.node.arena import Arena, Held
 from holdfast.node.landing import LandingDesk, Landings
 from holdfast.node.obtain import Obtainer
 from holdfast.node.state import NodeState
+from holdfast.node.vault import Vault
 from holdfast.tiers import format as image_format
 from holdfast.tiers.format import CHUNK_BYTES
 from holdfast.tiers.manifest import Manifest
@@ -73,7 +74,7 @@ def test_what_failed_to_arrive_is_handed_on_no_more_before_its_slot_is_free(
     storage, fetch = stored
     landings = Landings()
     desk = LandingDesk(state, landings)
-    vault = SimpleNamespace(open=lambda: storage, events=Events())
+    vault = Vault(storage.where, Events())
     obtainer = Obtainer(state, vault, Activities(state), landings, nothing)
     sent: list[int] = []
     channel = SimpleNamespace(send_bulk=lambda _, view, **__: sent.append(len(view)))
