@@ -50,7 +50,7 @@ from holdfast.train.recorder import Recorder
 from holdfast.train.remains import Survivor
 from holdfast.train.restore import Restorer, RestoreReport
 from holdfast.train.run import Run
-from holdfast.train.savers import AnySaver, holder_of, reserved, schedule_of
+from holdfast.train.savers import AnySaver, holder_of, reserved, schedule_of, settled
 from holdfast.train.schedule import parse_cadence
 from holdfast.train.signals import StopSignal
 from holdfast.train.state import State
@@ -61,6 +61,9 @@ from holdfast.train.usage.seen import early_iterators
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# How long a restore that has loaded waits for memory for the first saves. That of most jobs is there long before; where it
+# takes minutes training does not wait for it.
+SLOTS_S = 5.0
 # How long `close` waits for copies to further places, however long the last save took.
 MIN_COPY_S = 10.0
 
@@ -195,6 +198,7 @@ class Checkpointer:
         link = run.link if run else self._new_link(group)
         job, saver, restorer, report = self._come_back(run, state, link, asked)
         link.resumed = (job.incarnation, restorer.recorded)
+        settled(saver, SLOTS_S)
         saver.restart(restorer.recorded)
         self.bubbles = self.bubbles or found.bubbles_of(state.modules, self.events)
         schedule = schedule_of(
@@ -663,6 +667,7 @@ class Checkpointer:
         direct, last, changed = isinstance(run.saver, DirectSaver), run.last, run.changed
         if last is not None and last.given_up and not changed and (direct or run.link.unskip(last.version)):
             run.last = last = None
+        settled(run.saver, self._config.close_timeout_s)
         if run.state_step > (last.version.step if last is not None else -1) and not changed:
             last = self._save(run, run.state_step, Level.DURABLE)
         elif (whole := run.whole) is not None:

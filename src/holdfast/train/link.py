@@ -79,6 +79,7 @@ class Link:
         self._lock = threading.Lock()
         self._mending: threading.Thread | None = None
         self._asking: threading.Thread | None = None
+        self._behind: list[threading.Thread] = []
         self._closed = False
         self._reported = False
         self._unmended = ""
@@ -276,6 +277,13 @@ class Link:
             slot.close()
         self._let_port_go()
 
+    def behind(self, work: Callable[[], None], name: str) -> None:
+        """Does `work`, which talks to the keeper, in a thread that `close` joins; it MUST end when the connection does."""
+        self._behind = [thread for thread in self._behind if thread.is_alive()]
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        thread.start()
+        self._behind.append(thread)
+
     def _say_goodbye(self, *, finished: bool) -> None:
         client = self.client
         if client is not None:
@@ -285,6 +293,9 @@ class Link:
                 logger.warning("the keeper did not take our goodbye: %s", error)
         if self._client is not None:
             self._client.close()
+        for thread in self._behind:
+            thread.join(JOIN_TIMEOUT_S)
+        self._behind.clear()
 
     def _connect(self) -> KeeperClient:
         try:

@@ -287,7 +287,7 @@ class Restorer:
         group = self._job.group
         if choice.world_size != group.world_size:
             return False
-        refs = [ref for ref in choice.bundles if group.rank in ref.ranks]
+        refs = [ref for ref in choice.bundles if ref.has(group.rank)]
         now = [live.shard for live in self._state.gather().tensors.values()]
         if reshard.is_layout(refs, now):
             return True

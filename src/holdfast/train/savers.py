@@ -45,9 +45,9 @@ def reserved(
     group, reason = job.group, job.no_keeper
     if not reason:
         before = saver
-        saver = before or Saver(state, link, job.topology, rank=group.rank, config=config, events=events)
+        kept = saver = before or Saver(state, link, job.topology, rank=group.rank, config=config, events=events)
         try:
-            agree.together(group, saver.reserve)
+            agree.together(group, lambda: _reserve(kept, wait=config.require_memory))
         except MemoryRefused as error:
             saver.close()
             if config.require_memory:
@@ -66,6 +66,23 @@ def reserved(
         direct.close()
         raise
     return direct
+
+
+def _reserve(saver: Saver, *, wait: bool) -> None:
+    """Reserves; with `wait` every page is there when it returns, for nobody goes on with storage alone later.
+
+    Raises:
+        MemoryRefused: the budget does not allow it, or the kernel has no room.
+    """
+    saver.reserve()
+    if wait and not saver.await_slots(None):
+        raise MemoryRefused(saver.refused or "the memory of this rank is not made in time")
+
+
+def settled(saver: AnySaver, timeout_s: float) -> None:
+    """Waits so long for the memory that `saver` was granted; the rest comes behind training."""
+    if isinstance(saver, Saver):
+        saver.await_slots(timeout_s)
 
 
 def holder_of(saver: AnySaver, link: Link, job: Job, storage: Storage) -> Holder:
