@@ -30,6 +30,7 @@ from torch.distributed.elastic.utils.api import macros
 from torch.distributed.launcher.api import LaunchConfig
 
 from holdfast.core.faults import Exit, Verdict, first_failure
+from holdfast.core.fence import is_result
 from holdfast.core.ladder import Answer, Failure, Fault, Rung
 from holdfast.core.rerun import cannot_run_twice
 from holdfast.train import assignment, devices, page
@@ -319,7 +320,7 @@ class Agent(MeetingAgent):
         if seat.doing is Doing.UNFIT:
             return False
         # Who has not begun its order ends a run that was broken off, whose results are void.
-        if code == 0 and seat.order == self._serial and seat.doing is not Doing.LEAVES:
+        if code == 0 and seat.order == self._serial and is_result(left=seat.doing is Doing.LEAVES):
             seat.now(Doing.FINISHED)  # the script left by a way of its own, and well
             return False
         return True
