@@ -1,8 +1,8 @@
-"""Two ranks that train on the simulated device, its host ahead of it, and are hurt once: device_job.py DIRECTORY KIND WHERE.
+"""Ranks that train on the simulated device, its host ahead of it, and are hurt once: device_job.py DIRECTORY KIND WHERE.
 
-KIND is ddp, fsdp or hsdp; WHERE tells what becomes of the last rank at step 15, in which part of the step. The end is the sum
-of all parameters, to be compared with that of a run that nobody hurt (WHERE is `nowhere`). With a fourth word a rule of
-ours is taken out, and the end is another one.
+KIND is one of `KINDS`; WHERE tells what becomes of the last rank at one step, in which part of the step. The end of a rank is a
+digest of its parameters and its optimizer's state, to be compared with that of a run that nobody hurt (WHERE is `nowhere`).
+With a fourth word a rule of ours is taken out, and the end is another one.
 """
 
 from __future__ import annotations
@@ -10,12 +10,18 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
@@ -42,19 +48,197 @@ def hurt(step: int, where: str) -> None:
         raise RuntimeError("an error of the script's own, in the middle of a step")
 
 
-def model_of(place: torch.device) -> torch.nn.Module:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8)).to(place)
-    if KIND == "ddp":
+class Job:
+    """A model, what trains it, and the parts of a step.
+
+    Attributes:
+        objects: what is saved beside the two.
+    """
+
+    width = 64  # of the middle
+
+    def __init__(self, place: torch.device) -> None:
+        self.place = place
+        torch.manual_seed(0)
+        self.data = torch.randn(16, 64, generator=torch.Generator().manual_seed(5)).to(place)
+        self.model: Any = self.wrap(self.layers().to(place))
+        self.optimizer = self.optimizer_of(self.model)
+        self.objects: dict[str, Any] = {}
+
+    def layers(self) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(64, self.width), nn.GELU(), nn.Linear(self.width, 8))
+
+    def wrap(self, model: nn.Sequential) -> nn.Module:
         return DistributedDataParallel(model)
-    shape, names = ((SIZE,), ("shard",)) if KIND == "fsdp" else ((SIZE // 2, 2), ("replicate", "shard"))
-    mesh = init_device_mesh(place.type, shape, mesh_dim_names=names)
-    fully_shard(model[0], mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+
+    def batch(self, step: int) -> torch.Tensor:
+        return self.data * (1.0 + step * 0.01 + RANK * 0.1)
+
+    def forward(self, step: int) -> torch.Tensor:
+        return self.model(self.batch(step)).square().mean()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
-def whole(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+class Sharded(Job):
+    """FSDP2 over all ranks."""
+
+    more: dict[str, Any] = {}  # noqa: RUF012 - nobody writes it
+
+    def mesh(self) -> Any:
+        return init_device_mesh(self.place.type, (SIZE,), mesh_dim_names=("shard",))
+
+    def wrap(self, model: nn.Sequential) -> nn.Module:
+        mesh = self.mesh()
+        fully_shard(model[0], mesh=mesh, **self.more)
+        return fully_shard(model, mesh=mesh, **self.more)
+
+
+class Hybrid(Sharded):
+    """FSDP2 in pairs, which are replicas of each other."""
+
+    def mesh(self) -> Any:
+        return init_device_mesh(self.place.type, (SIZE // 2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+class Uneven(Sharded):
+    """The last rank has less of every tensor, and of one nothing."""
+
+    width = 37
+
+    def layers(self) -> nn.Sequential:
+        return nn.Sequential(*super().layers(), nn.Linear(8, 1))
+
+
+class Offloaded(Uneven):
+    """Parameters and their state lie in memory of the host, and the device computes gradients."""
+
+    more = {"offload_policy": CPUOffloadPolicy(pin_memory=True)}  # noqa: RUF012 - nobody writes it
+
+
+class Tensors(Job):
+    """Tensor parallel: all ranks work on the same batch."""
+
+    def wrap(self, model: nn.Sequential) -> nn.Module:
+        mesh = init_device_mesh(self.place.type, (SIZE,), mesh_dim_names=("tensor",))
+        return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+    def batch(self, step: int) -> torch.Tensor:
+        return self.data * (1.0 + step * 0.01)
+
+
+class Scaled(Job):
+    """Autocast, a scaler that grows and meets a step with infinities, and a fused optimizer, which asks it on the device."""
+
+    def __init__(self, place: torch.device) -> None:
+        super().__init__(place)
+        self.scaler = torch.amp.GradScaler(place.type, init_scale=256.0, growth_interval=4)
+        self.objects = {"scaler": self.scaler}
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def batch(self, step: int) -> torch.Tensor:
+        return super().batch(step) * (1e30 if step == AT - 3 else 1.0)
+
+    def forward(self, step: int) -> torch.Tensor:
+        with torch.autocast(self.place.type, dtype=torch.bfloat16):
+            return super().forward(step)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.scaler.scale(loss).backward()
+
+    def update(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+
+class Capturable(Job):
+    """An optimizer whose counts of steps lie on the device as well."""
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True, capturable=True, amsgrad=True)
+
+
+class Fresh(torch.optim.Optimizer):
+    """Momentum that writes nothing in place: what a copy still reads is free after a step, and used again at once."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                before = state.get("momentum")
+                state["momentum"] = parameter.grad.clone() if before is None else 0.9 * before + parameter.grad
+                parameter.data = parameter - group["lr"] * state["momentum"]
+                del before
+
+
+class Reused(Job):
+    """New memory for everything at every step."""
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        return Fresh(model.parameters())
+
+
+class Pipeline(Job):
+    """Two stages; activations and gradients are sent from device to device."""
+
+    def wrap(self, model: nn.Sequential) -> nn.Module:
+        part = nn.Sequential()
+        for name, layer in list(model.named_children())[2 * RANK : 2 * RANK + 2]:  # as they are called in the whole
+            part.add_module(name, layer)
+        stage = PipelineStage(part, RANK, SIZE, self.place)
+        self.schedule = Schedule1F1B(stage, 4, loss_fn=lambda output, _: output.square().mean())
+        return part
+
+    def batch(self, step: int) -> torch.Tensor:
+        return self.data * (1.0 + step * 0.01)
+
+    def forward(self, step: int) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        last = {"target": self.data, "losses": losses} if RANK == SIZE - 1 else {}
+        self.schedule.step(*([self.batch(step)] if RANK == 0 else []), **last)
+        return torch.stack(losses).mean() if losses else torch.zeros((), device=self.place)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """It was a part of the schedule."""
+
+
+KINDS: dict[str, type[Job]] = {
+    "ddp": Job,
+    "fsdp": Sharded,
+    "hsdp": Hybrid,
+    "uneven": Uneven,
+    "offloaded": Offloaded,
+    "tensor": Tensors,
+    "scaled": Scaled,
+    "capturable": Capturable,
+    "reused": Reused,
+    "pipeline": Pipeline,
+}
+
+
+def digest(job: Job) -> str:
+    """Of what this rank holds of parameters and the optimizer's state."""
+    found = xxhash.xxh3_128()
+    for parameter in job.model.parameters():
+        for tensor in (parameter, *(value for _, value in sorted(job.optimizer.state[parameter].items()))):
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            found.update(local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 def main() -> None:
@@ -65,30 +249,28 @@ def main() -> None:
     torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     place = torch.device(device.name(), int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(f"cpu:gloo,{device.name()}:simccl")
-    model = model_of(place)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    job = KINDS[KIND](place)
     config = holdfast.Config(linger_s=2.0)
-    checkpointer = holdfast.Checkpointer(DIRECTORY, model=model, optimizer=optimizer, config=config)
+    checkpointer = holdfast.Checkpointer(
+        DIRECTORY, model=job.model, optimizer=job.optimizer, config=config, **job.objects
+    )
     start = checkpointer.restore()
     print(f"rank {RANK} starts at {start}", flush=True)
-    data = torch.randn(16, 64, generator=torch.Generator().manual_seed(5)).to(place)
     device.set_kernel_time(0.001)
     for step in range(start, STEPS):
         hurt(step, "forward")
-        loss = model(data * (1.0 + step * 0.01 + RANK * 0.1)).square().mean()
+        loss = job.forward(step)
         loss.item()  # as most loops do: until here the host waits for the device, so it is interrupted between two updates
         if step == AT:
             device.sleep(0.5)  # from here on it does not
         hurt(step, "backward")
-        loss.backward()
+        job.backward(loss)
         hurt(step, "collective")
-        optimizer.step()
-        optimizer.zero_grad()
+        job.update()
         hurt(step, "optimizer")
         checkpointer.step(step)
         hurt(step, "save")
-    total = sum(float(whole(parameter.detach()).double().sum()) for parameter in model.parameters())
-    os.write(1, f"rank {RANK} ends with {total.hex()}\n".encode())  # in one piece
+    os.write(1, f"rank {RANK} ends with {digest(job)}\n".encode())  # in one piece
     checkpointer.close()
     dist.destroy_process_group()
 

@@ -15,21 +15,22 @@ from pathlib import Path
 import pytest
 
 JOB = str(Path(__file__).resolve().parent / "device_job.py")
-RANKS = {"ddp": 2, "fsdp": 2, "hsdp": 4}
+KINDS = ("ddp", "fsdp", "hsdp", "uneven", "offloaded", "tensor", "scaled", "capturable", "reused", "pipeline")
+RANKS = dict.fromkeys(KINDS, 2) | {"hsdp": 4}
 PARTS = ("forward", "backward", "collective", "optimizer", "save")
 
 pytestmark = [pytest.mark.device, pytest.mark.timeout(300)]
 
 
-def run(directory: Path, kind: str, *words: str) -> tuple[set[str], str]:
-    """How the ranks ended, and what was said."""
+def run(directory: Path, kind: str, *words: str) -> tuple[dict[str, str], str]:
+    """How each rank ended, and what was said."""
     launcher = [sys.executable, "-m", "holdfast.train.elastic", f"--nproc-per-node={RANKS[kind]}", "--max-restarts=3"]
     command = [*launcher, JOB, str(directory / "checkpoints"), kind, *words]
     answer = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280)
-    ends = re.findall(r"ends with (\S+)", answer.stdout)
+    ends = dict(re.findall(r"rank (\d+) ends with (\S+)", answer.stdout))
     assert answer.returncode == 0, answer.stdout[-4000:]
     assert len(ends) == RANKS[kind], answer.stdout[-4000:]
-    return set(ends), answer.stdout
+    return ends, answer.stdout
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> object:
     """The end of a job that nobody hurt, by kind; each is run once."""
 
     @cache
-    def end(kind: str) -> set[str]:
+    def end(kind: str) -> dict[str, str]:
         return run(tmp_path_factory.mktemp(kind), kind, "nowhere")[0]
 
     return end

@@ -361,6 +361,60 @@ def a_device_is_given_no_time() -> None:
     Fence._await_device = lambda *_: None  # type: ignore[method-assign]
 
 
+def a_host_ahead(seconds: float, kernel_s: float) -> None:
+    """A device so far behind its host gives no version up, is not held up itself, and what was proven stays so."""
+    simulated.set_kernel_time(kernel_s)
+    simulated.set_copy_rate(20 * MIB)  # 40 ms for a version
+    with directory() as root:
+        job = Job1(root, fused=True)
+        job.checkpointer.restore()
+        for number in range(4):
+            job.step(number)  # they are proven, and the host waits
+        job.checkpointer.settle()
+        stream = torch.accelerator.current_stream()
+
+        def steps(numbers: range, *, save: bool) -> tuple[torch.Event, torch.Event]:
+            began = devices.device_of(simulated.name()).record(stream)
+            for number in numbers:
+                job.step(number, save=save)
+            return began, devices.device_of(simulated.name()).record(stream)
+
+        without = steps(range(4, 7), save=False)
+        torch.accelerator.synchronize()
+        waited = job.checkpointer.events.counters()["fence_wait_seconds"]
+        simulated.sleep(seconds)
+        began = time.perf_counter()
+        job.step(7)
+        job.forward(8)
+        job.optimizer.step()
+        host_s = time.perf_counter() - began
+        saving = steps(range(9, 12), save=True)
+        torch.accelerator.synchronize()
+        plain_s, saving_s = (first.elapsed_time(last) / 1e3 for first, last in (without, saving))
+        split = job.checkpointer._run.saver._split  # type: ignore[union-attr]
+        job.checkpointer.close()
+        assert not job.given_up(), job.given_up()
+        assert host_s < seconds / 2, f"a save and a step held the host for {host_s:.2f} s"
+        assert job.checkpointer.events.counters()["fence_wait_seconds"] - waited < 0.05, "the host waited at a fence"
+        assert len(split.late) >= 4, "what was proven is copied in the call again"
+        assert saving_s < 1.15 * plain_s + 0.02, f"saves make the device slower: {saving_s:.3f} s, not {plain_s:.3f} s"
+
+
+@case
+def a_host_ahead_of_its_device_is_not_held_up() -> None:
+    a_host_ahead(1.0, 0.005)
+
+
+@case
+def a_host_five_seconds_ahead_of_its_device_is_not_held_up() -> None:
+    a_host_ahead(5.0, 0.03)
+
+
+@bug
+def copies_are_not_late() -> None:
+    trust.Trust.late = lambda *_: set()  # type: ignore[method-assign,assignment]
+
+
 @case
 def a_device_that_hangs_is_waited_for_no_longer_than_the_bounds() -> None:
     saver.DRAIN_S = 0.5
@@ -404,6 +458,79 @@ def a_proof_takes_no_memory_of_the_device_to_speak_of() -> None:
 @bug
 def a_proof_takes_the_tensor_whole() -> None:
     trust.BLOCK_BYTES = 1 << 40
+
+
+def memory_taken(work: Callable[[], object]) -> int:
+    """The most bytes of the device that were in tensors while `work` ran, beyond those that were before."""
+    module: Any = torch.get_device_module(simulated.name())
+    torch.accelerator.synchronize()
+    module.reset_peak_memory_stats()
+    before = module.memory_allocated()
+    work()
+    torch.accelerator.synchronize()
+    return int(module.max_memory_allocated() - before)
+
+
+def out_of_order() -> Iterator[torch.Tensor]:
+    """Tensors of 48 MiB that do not lie in memory as they are saved."""
+    values = torch.arange(12 * MIB, dtype=torch.float32, device=place())
+    yield values.view(1024, 64, 8, 24).permute(0, 3, 1, 2)  # channels last
+    yield values.view(3, 4 * MIB).t()
+    yield values.view(4 * MIB, 3).t()[None]  # rows that are large
+
+
+@case
+def what_is_not_in_order_is_copied_in_blocks() -> None:
+    """A device puts it in order first, which takes as much memory of it as is copied at a time."""
+    streams = SideStreams()
+    for source in out_of_order():
+        with slot_of(source.nbytes) as (slot, memory):
+            streams.pin(slot, source.device)
+            target = memory.view(source.shape)
+
+            def copied(target: torch.Tensor = target, source: torch.Tensor = source) -> None:
+                assert streams.queue([target], [source]).wait(never)
+
+            more = memory_taken(copied)
+            assert torch.equal(target, source.cpu())
+            assert more <= 20 * MIB, f"{more >> 20} MiB for a tensor of 48"
+            assert streams.unpin(20.0)
+            del target, copied, memory
+
+
+@bug
+def a_tensor_is_put_in_order_whole() -> None:
+    copies.ORDERED_BYTES = 1 << 40
+
+
+@case
+def saves_take_no_memory_of_the_device_to_speak_of() -> None:
+    """From the proofs on; the training is one that takes no memory beyond its state."""
+    weight = torch.nn.Parameter(next(out_of_order()).contiguous(memory_format=torch.channels_last))
+    bias = torch.nn.Parameter(torch.zeros(4 * MIB, device=place()))
+    model = torch.nn.ParameterDict({"weight": weight, "bias": bias})
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for parameter in model.values():
+        parameter.grad = torch.ones_like(parameter)
+
+    with directory() as root:
+        checkpointer = holdfast.Checkpointer(
+            root, model=model, optimizer=optimizer, config=holdfast.Config(every="1", durable_every="0", linger_s=1.0)
+        )
+        optimizer.step()
+        checkpointer.restore()
+        plain = memory_taken(optimizer.step)
+
+        def saving() -> None:
+            for number in range(6):
+                optimizer.step()
+                checkpointer.step(number)
+
+        more = memory_taken(saving) - plain
+        split = checkpointer._run.saver._split  # type: ignore[union-attr]
+        assert len(split.late) >= 6, "nothing was proven"
+        assert more < 48 * MIB, f"{more >> 20} MiB for a state of {(48 + 16) * 3}"
+        checkpointer.abandon()
 
 
 # --- void before abort
@@ -456,6 +583,34 @@ class SimpleThing:
 
     def void(self) -> None:
         self._call()
+
+
+@case
+def what_the_host_copies_after_the_job_broke_off_is_void() -> None:
+    """State that is offloaded: no event of a device is behind its copies, but what a device left lies in it."""
+    with directory() as root:
+        torch.ones(1, device=place())
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.AdamW(model.parameters())
+        checkpointer = holdfast.Checkpointer(
+            root, model=model, optimizer=optimizer, config=holdfast.Config(every="1", linger_s=1.0)
+        )
+        checkpointer.restore()
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        checkpointer.step(0).wait("captured")
+        alive.void()
+        model.weight.grad.fill_(float("nan"))  # they came from a collective that was aborted
+        optimizer.step()
+        handle = checkpointer.step(1)
+        checkpointer.settle()
+        assert "broke off" in handle.given_up, "what was left of an aborted collective is told as complete"
+        checkpointer.abandon()
+
+
+@bug
+def host_copies_are_not_asked() -> None:
+    saver.Saver._why_void = lambda *_: ""  # type: ignore[method-assign]
 
 
 @bug

@@ -26,6 +26,7 @@ TOGETHER = (
     "copies_go_in_the_waits_of_a_pipeline",
     "moments_are_those_of_the_device",
     "a_proof_takes_no_memory_of_the_device_to_speak_of",
+    "what_is_not_in_order_is_copied_in_blocks",
     "a_rank_goes_on_with_its_sequence_on_another_device",
     "a_restore_waits_for_what_is_queued_for_its_tensors",
     "a_buffer_is_used_again_when_the_device_has_read_it",
@@ -36,6 +37,10 @@ ALONE = {
     "memory_that_is_not_registered_gets_the_right_bytes": False,
     "a_state_comes_back_bit_for_bit_with_late_copies": False,
     "a_device_far_behind_its_host_gives_no_version_up": True,
+    "a_host_ahead_of_its_device_is_not_held_up": False,
+    "a_host_five_seconds_ahead_of_its_device_is_not_held_up": True,
+    "saves_take_no_memory_of_the_device_to_speak_of": False,
+    "what_the_host_copies_after_the_job_broke_off_is_void": False,
     "a_device_that_hangs_is_waited_for_no_longer_than_the_bounds": False,
     "a_step_behind_a_hung_collective_is_not_live": False,
     "a_step_that_the_device_finished_is_live": False,
@@ -58,6 +63,9 @@ BUGS = {
     "a_slot_is_given_away_while_a_device_writes_to_it": (
         "a_device_that_hangs_is_waited_for_no_longer_than_the_bounds", "may still write"
     ),
+    "copies_are_not_late": ("a_host_ahead_of_its_device_is_not_held_up", "AssertionError"),
+    "a_tensor_is_put_in_order_whole": ("what_is_not_in_order_is_copied_in_blocks", "MiB for a tensor of 48"),
+    "host_copies_are_not_asked": ("what_the_host_copies_after_the_job_broke_off_is_void", "AssertionError"),
     "a_proof_takes_the_tensor_whole": ("a_proof_takes_no_memory_of_the_device_to_speak_of", "of a tensor of 64"),
     "nothing_is_void": ("what_is_queued_behind_a_hung_collective_is_void", "garbage is told as complete"),
     "what_a_device_passes_later_counts": ("a_step_behind_a_hung_collective_is_not_live", "NaN is offered"),

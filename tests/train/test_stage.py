@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from holdfast.train import devices
+from holdfast.train import stage as stages
 from holdfast.train.control import Order
 from holdfast.train.stage import Stage
 
@@ -73,3 +75,19 @@ def test_the_device_of_the_process_is_reset_too(stage: Stage, monkeypatch: pytes
     monkeypatch.setattr(devices, "in_use", Device)
     again(stage)
     assert said == ["reset"]
+
+
+def test_a_script_that_sets_up_logging_is_heard_and_ours_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher has a handler of its own, and workers are its forks."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.getLogger("holdfast"), "handlers", [])
+    monkeypatch.setattr(logging.root, "level", logging.WARNING)
+    logging.basicConfig(format="ours %(message)s", level=logging.WARNING)
+    stages.leave_logging_to_the_script()
+    logging.getLogger("holdfast.train").warning("one")
+    logging.basicConfig(format="theirs %(message)s", level=logging.INFO)
+    logging.getLogger("script").info("two")
+    logging.getLogger("holdfast.train").warning("three")
+    assert capsys.readouterr().err.splitlines() == ["ours one", "theirs two", "theirs three"]

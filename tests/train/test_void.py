@@ -166,6 +166,22 @@ def test_what_is_queued_after_the_job_broke_off_is_void_and_that_of_the_next_run
     assert [bool(reason) for reason in ended.reasons] == [True, False]
 
 
+def test_a_save_gives_the_copy_before_it_the_time_that_its_device_should_take(fence: Fence) -> None:
+    """The host is ahead: it comes to its next save when the device has only begun to copy."""
+    ended, copy = Ended(), Copy()
+    copy.num_bytes, fence._device_rate = 60, 1.0
+    fence.start(ended.job(copy))
+    passing = threading.Timer(0.2, copy.event.set)
+    passing.start()
+    assert fence.idle(0.0), "a version would be given up"
+    passing.join()
+    assert ended.reasons == [""]
+    fence.release()
+    fence.start(second := ended.job(Copy()))
+    assert not fence.idle(0.0, behind_s=0.0), "who closes waits no longer than that"
+    second.stop("the test is over")
+
+
 def test_what_a_device_had_not_passed_when_an_error_ended_the_run_is_void(fence: Fence) -> None:
     """Without a launcher of ours nobody orders to leave: the block of a Checkpointer ends with the error of a collective."""
     ended, copy = Ended(), Copy()

@@ -1,7 +1,9 @@
 """Rules of a copy that runs behind a save: who takes it out of the fence, what is copied late, when it is void.
 
-`train.fence` and `train.saver` carry them out; `testing.model_fence` runs them in every order of events. Section 11 of the
-protocol states them.
+And of a run that is left while a device is behind its host: in which order, and what of it counts (S20).
+
+`train.fence`, `train.saver`, `train.remains` and `train.runner` carry them out; `testing.model_fence` and `testing.model_device`
+run them in every order of events. Sections 11 and 12 of the protocol state them.
 """
 
 from __future__ import annotations
@@ -42,3 +44,22 @@ def is_void(*, others_within: bool, steps_before: int, steps_now: int) -> bool:
         steps_now: steps that have begun when the copy stands in the fence, or is complete; whoever begins later waits for it.
     """
     return others_within or steps_before != steps_now
+
+
+# The order in which a run is left. A collective that is cut or aborted ends, and what a device has queued behind it runs on.
+LEAVING = ("void", "cut", "abort")
+
+
+def counts(*, broke_off: bool, passed_by_then: bool) -> bool:
+    """Returns whether what was saved, or noted as the state of a step, is what it says.
+
+    Args:
+        broke_off: the run is void.
+        passed_by_then: the device had finished it when the run became void, and the host had read it.
+    """
+    return passed_by_then or not broke_off
+
+
+def is_result(*, left: bool) -> bool:
+    """Returns whether the good end of a process is one of the job: not if its run is being left, or was."""
+    return not left

@@ -30,6 +30,7 @@ from torch.distributed.elastic.utils.api import macros
 from torch.distributed.launcher.api import LaunchConfig
 
 from holdfast.core.faults import Exit, Verdict, first_failure
+from holdfast.core.fence import is_result
 from holdfast.core.ladder import Answer, Failure, Fault, Rung
 from holdfast.core.rerun import cannot_run_twice
 from holdfast.train import assignment, devices, page
@@ -175,11 +176,11 @@ class Agent(MeetingAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         for seat in self._seats():
             seat.line.send("end")  # those that finished wait for this word
-        if self._workers is not None:
-            self._workers.dismiss_spares()
-        if self._identity is not None:
-            self._identity.leave()
-        super()._shutdown(death_sig, *args, **kwargs)
+        try:
+            super()._shutdown(death_sig, *args, **kwargs)
+        finally:
+            if self._identity is not None:
+                self._identity.leave()  # last, for it asks the store, which may not answer
 
     def exit_code_after(self, sigval: signal.Signals) -> int:
         """0 if every worker ended well after the signal, else the shell's 128 + signal. Says what is safe."""
@@ -189,16 +190,30 @@ class Agent(MeetingAgent):
         for seat in seats:
             self._hear(seat)  # what it said last
         well = sum(seat.proc.poll() == 0 for seat in seats)
-        step = self._cases.saved_step
-        safe = (
-            f"the newest state that workers told to be safe is that after step {step}"
-            if step >= 0
-            else "no worker told of state that is safe"
-        )
         logger.warning(
-            "the job was told to end (%s): %d of %d workers ended well; %s", sigval.name, well, len(seats), safe
+            "the job was told to end (%s): %d of %d workers ended well; %s", sigval.name, well, len(seats), self.safe()
         )
         return 0 if all(seat.proc.poll() == 0 for seat in seats) else 128 + sigval
+
+    def safe(self) -> str:
+        """Returns what was saved, as far as workers told."""
+        step = self._cases.saved_step
+        if step < 0:
+            return "no worker told of state that is safe"
+        return f"the newest state that workers told to be safe is that after step {step}"
+
+    def _hang(self, now: float) -> str:
+        """Hear what workers say of their last saves; of a job whose ranks are all here the watchdog tells who hangs."""
+        for seat in self._seats():
+            self._hear(seat)
+        living = [
+            worker.global_rank
+            for worker, seat in zip(self._worker_group.workers, self._seats(), strict=True)
+            if seat.proc.poll() is None
+        ]
+        if self._watch is None or self._worker_group.workers[0].world_size > len(self._worker_group.workers):
+            return ""  # ranks elsewhere may save still, and those here wait for them
+        return self._watch.why_hopeless(now, living)
 
     # What is seen.
 
@@ -319,7 +334,7 @@ class Agent(MeetingAgent):
         if seat.doing is Doing.UNFIT:
             return False
         # Who has not begun its order ends a run that was broken off, whose results are void.
-        if code == 0 and seat.order == self._serial and seat.doing is not Doing.LEAVES:
+        if code == 0 and seat.order == self._serial and is_result(left=seat.doing is Doing.LEAVES):
             seat.now(Doing.FINISHED)  # the script left by a way of its own, and well
             return False
         return True

@@ -305,11 +305,11 @@ def copy_at_once(targets: list[torch.Tensor], sources: list[torch.Tensor], num_t
 def batches(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, most: int = BATCH_BYTES
 ) -> list[Batch]:
-    """The same copies in calls of at most so many bytes; a tensor that is larger is cut where its memory allows it."""
+    """The same copies in calls of at most so many bytes; a tensor that is larger is cut."""
     result: list[Batch] = []
     batch = Batch()
     for target, source in zip(targets, sources, strict=True):
-        for piece, origin in _cut(target, source, most):
+        for piece, origin in cut(target, source, most):
             if batch.num_bytes and batch.num_bytes + piece.nbytes > most:
                 result.append(batch)
                 batch = Batch()
@@ -319,12 +319,15 @@ def batches(
     return [*result, batch] if batch.targets else result
 
 
-def _cut(target: torch.Tensor, source: torch.Tensor, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    if target.nbytes <= most or not source.is_contiguous():
+def cut(target: torch.Tensor, source: torch.Tensor, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Cuts two tensors of one shape into pieces of at most so many bytes; where memory is not in order, along rows."""
+    if target.nbytes <= most:
         yield target, source
-        return
-    step = most // target.element_size()
-    flat, origin = target.view(-1), source.view(-1)
-    for start in range(0, flat.numel(), step):
-        length = min(step, flat.numel() - start)
-        yield flat.narrow(0, start, length), origin.narrow(0, start, length)
+    elif source.is_contiguous() and target.is_contiguous():
+        step = max(1, most // target.element_size())
+        yield from zip(torch.split(target.view(-1), step), torch.split(source.view(-1), step), strict=True)
+    elif rows := most * len(target) // target.nbytes:
+        yield from zip(torch.split(target, rows), torch.split(source, rows), strict=True)
+    else:
+        for mine, theirs in zip(target.unbind(), source.unbind(), strict=True):
+            yield from cut(mine, theirs, most)

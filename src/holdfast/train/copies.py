@@ -17,7 +17,7 @@ import ctypes
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -25,7 +25,7 @@ import torch
 
 from holdfast.base.errors import LevelNotReached
 from holdfast.tiers.memory import Slot
-from holdfast.train import devices
+from holdfast.train import capture, devices
 from holdfast.train.devices import device_of
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 # Events with times, before and behind a copy on its side stream.
 Span: TypeAlias = tuple[torch.Event, torch.Event]
 
+# A device puts what does not lie in memory as it is saved in order before it sends it, which takes that much of its memory.
+ORDERED_BYTES = 16 << 20
 # How often events are looked at that the copying thread waits for: at first, and at most.
 FIRST_POLL_S, MOST_POLL_S = 5e-4, 5e-3
 
@@ -132,12 +134,11 @@ class SideStreams:
         for device, members in by_device.items():
             interface, stream = device_of(device.type), self._stream(device)
             stream.wait_stream(interface.current_stream(device))
-            whereto = [targets[i] for i in members]
+            is_late = self._is_registered(targets[members[0]])
             with stream, torch.no_grad():
+                pairs = [pair for i in members for pair in _in_order(targets[i], sources[i])]
                 began = interface.record(stream)
-                torch._foreach_copy_(
-                    whereto, [sources[i] for i in members], non_blocking=self._is_registered(whereto[0])
-                )
+                torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=is_late)
                 ended = interface.record(stream)
             spans.append((began, ended))
         while self._unfinished and devices.passed(self._unfinished[0]):
@@ -181,6 +182,12 @@ class SideStreams:
         known = self._registered.pop(address, None)
         if known is not None:
             device_of(known[1].type).unregister(known[1], address)
+
+
+def _in_order(target: torch.Tensor, source: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    if source.nbytes <= ORDERED_BYTES or source.is_contiguous():
+        return ((target, source),)
+    return capture.cut(target, source, ORDERED_BYTES)
 
 
 def _address(slot: Slot) -> int:

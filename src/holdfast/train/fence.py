@@ -35,7 +35,7 @@ import torch
 
 from holdfast.base.errors import HoldfastError, LevelNotReached
 from holdfast.base.events import Events
-from holdfast.core.fence import Who, is_void, opens
+from holdfast.core.fence import Who, counts, is_void, opens
 from holdfast.train import alive, capture, devices
 from holdfast.train.capture import Batch
 from holdfast.train.copies import DeviceCopy, Span
@@ -212,7 +212,8 @@ class Fence:
             self._thread = threading.Thread(target=self._run, name="holdfast-capture", daemon=True)
             self._thread.start()
         with self._wake:
-            if alive.broken.reason:  # the host was not stopped yet, and the device runs on something else by now
+            # The host was not stopped yet, and the device runs on something else by now.
+            if not counts(broke_off=bool(alive.broken.reason), passed_by_then=False):
                 job.stop(alive.broken.reason)
             self._queue = job
             # Woken now, the thread would take processor and interpreter from a step that is about to begin.
@@ -279,14 +280,23 @@ class Fence:
         with self._wake:
             jobs = {id(job): job for job in (self._queue, self._open) if job is not None}
         for job in jobs.values():
-            if job.device is not None and not job.device.passed() and job.stop(reason):
-                job.device.stop()
+            device = job.device
+            if device is not None and not counts(broke_off=True, passed_by_then=device.passed()) and job.stop(reason):
+                device.stop()
 
     def idle(self, timeout_s: float, *, behind_s: float = BEHIND_S) -> bool:
-        """Waits until nothing is written to any slot any more, given-up copies included; so long beyond a device's start."""
+        """Waits until nothing is written to any slot any more, given-up copies included.
+
+        Args:
+            timeout_s: so long, and beyond it what a device should take for its copies once it has begun them: its streams
+                wait for them as well, so a host that is ahead holds nothing up.
+            behind_s: a device that is further behind than this is not waited for.
+        """
         job = self._queue
         if job is not None:
             self._await_device(job, behind_s)
+            if job.device is not None and behind_s and job.device.begun():
+                timeout_s += job.device.num_bytes / self._device_rate
         with self._wake:
             return self._wake.wait_for(lambda: self._queue is None, timeout_s)
 

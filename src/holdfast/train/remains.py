@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from holdfast.core.fence import counts
 from holdfast.core.livefill import Offer
 from holdfast.core.model import Version
 from holdfast.train import devices, notes
@@ -148,7 +149,7 @@ class Survivor:
         version = self._noted[0]
         if version is None:
             return self._noter.refused if self._noter and self._noter.refused else "no step was noted"
-        if self._is_void and version != self._passed:
+        if not counts(broke_off=self._is_void, passed_by_then=version == self._passed):
             return f"the device had not finished {version} when the job broke off"
         if self._window.captured or self._unseen:
             return f"optimizer steps may have been made after {version} that nobody saw: a graph replays them"

@@ -32,10 +32,11 @@ from types import FrameType, TracebackType
 
 from holdfast.base.errors import Interrupted
 from holdfast.base.label import label_process
+from holdfast.core.fence import LEAVING
 from holdfast.core.rerun import why_not
 from holdfast.train import alive, beats, devices, leaving, main_module, notes, reaching
 from holdfast.train.control import Line, Order, order_of
-from holdfast.train.stage import Stage
+from holdfast.train.stage import Stage, leave_logging_to_the_script
 from holdfast.train.traces import Look
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class Runner:
         self._looks = looks
         self._line = Line(link)
         self._page = page
+        leave_logging_to_the_script()
         self._stage = Stage()
         self._sockets = leaving.GroupSockets()
         self._changed = threading.Condition()
@@ -226,9 +228,9 @@ class Runner:
         The order of the steps is an invariant of the protocol (S20): an aborted collective ends, what a device has queued
         behind it runs on, and so does a rank whose sockets are cut. Nothing of that may count.
         """
-        alive.void()
-        self._sockets.cut(_store_port(order))
-        self._aborts.begin()
+        steps = {"void": alive.void, "cut": lambda: self._sockets.cut(_store_port(order)), "abort": self._aborts.begin}
+        for step in LEAVING:
+            steps[step]()
 
     def _end_if_stuck(self) -> None:
         """A process whose device is out of order ends, and is replaced; others may run the script again in theirs."""

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached, MemoryRefused
 from holdfast.base.events import Events
-from holdfast.core.fence import may_be_late
+from holdfast.core.fence import counts, may_be_late
 from holdfast.core.model import Shard, Topology, Version
 from holdfast.node.client import CALL_TIMEOUT_S, KeeperClient, Slot
 from holdfast.tiers.memory import SPARE_BYTES
@@ -362,9 +362,18 @@ class Saver:
                 self._last_late = _Late(taken.handle, self.fence.num_steps, smallest)
             self.fence.start(job)
             return
-        ending.copied(STEPPED if self.fence.is_void(taken.steps) else "")
+        ending.copied(self._why_void(taken.steps))
         if at_fence is not None:
             self.fence.watch(at_fence)
+
+    def _why_void(self, steps: int) -> str:
+        """Returns why what was copied in the call may not be a state; empty if it is one. Asked when the last byte was read.
+
+        What a device had spoiled may lie in host memory by now, whose copies no event of a device is behind.
+        """
+        if not counts(broke_off=bool(alive.broken.reason), passed_by_then=False):
+            return alive.broken.reason
+        return STEPPED if self.fence.is_void(steps) else ""
 
     def _ending(self, taken: _Taken, view: SlotView) -> Ending:
         handle, client = taken.handle, taken.client

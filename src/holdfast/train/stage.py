@@ -69,6 +69,17 @@ def _loggers() -> dict[str, logging.Logger]:
     return {"": logging.root, **found}
 
 
+def leave_logging_to_the_script() -> None:
+    """Takes the launcher's handlers off the root: with any, a script's `logging.basicConfig` would do nothing."""
+    if not logging.root.handlers:
+        return
+    ours = logging.StreamHandler()
+    ours.addFilter(lambda _: not logging.root.handlers)  # the script's own show what we log, once there are any
+    ours.setFormatter(logging.root.handlers[0].formatter)
+    logging.root.handlers.clear()
+    logging.getLogger("holdfast").addHandler(ours)
+
+
 @dataclass(slots=True)
 class Stage:
     """How the process was before the script ran for the first time."""

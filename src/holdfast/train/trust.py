@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import xxhash
 
+from holdfast.train.capture import cut
 from holdfast.train.live import LiveTensor
 
 logger = logging.getLogger(__name__)
@@ -104,12 +105,9 @@ def same_bits(live: torch.Tensor, copy: torch.Tensor) -> bool:
     if live.device.type == "cpu" or not live.dim() or not live.numel():
         return torch.equal(_bits(live.contiguous()), _bits(copy.to(live.device)))
     # Before a step a device may have no memory left for a whole tensor: block by block.
-    if live.is_contiguous() and copy.is_contiguous():
-        live, copy = live.view(-1), copy.view(-1)
-    rows = max(1, BLOCK_BYTES // max(1, live[:1].nbytes))
     return all(
         torch.equal(_bits(mine.contiguous()), _bits(theirs.to(live.device)))
-        for mine, theirs in zip(torch.split(live, rows), torch.split(copy, rows), strict=True)
+        for mine, theirs in cut(live, copy, BLOCK_BYTES)
     )
 
 

@@ -20,6 +20,12 @@ namespace {
 constexpr size_t kPieces = 16;           // in which a copy moves, so that a write in between tears it
 constexpr size_t kSmallestPiece = 4096;  // bytes
 
+// Whether two tensors lie in memory alike, whatever the order of their dimensions.
+bool lie_alike(const at::Tensor& one, const at::Tensor& other) {
+  return (one.is_contiguous() && other.is_contiguous()) ||
+         (one.strides() == other.strides() && one.is_non_overlapping_and_dense());
+}
+
 bool is_plain(const at::Tensor& to, const at::Tensor& from) {
   return to.scalar_type() == from.scalar_type() && to.is_contiguous() && from.is_contiguous() &&
          to.sizes() == from.sizes() && to.is_conj() == from.is_conj() && to.is_neg() == from.is_neg();
@@ -63,8 +69,16 @@ struct Crossing {
   }
 };
 
-void copy_across(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
-  const bool to_host = is_ours(source);
+void copy_across(at::Tensor& self, const at::Tensor& given, bool non_blocking) {
+  const bool to_host = is_ours(given);
+  // As CUDA does it: what does not lie in memory as it is on the other side is put in order on the device, with its memory.
+  if (!to_host && !self.is_contiguous() && !lie_alike(self, given)) {
+    auto ordered = at::empty(self.sizes(), self.options().memory_format(at::MemoryFormat::Contiguous));
+    copy_across(ordered, given, non_blocking);
+    self.copy_(ordered);
+    return;
+  }
+  const at::Tensor source = to_host && !lie_alike(self, given) ? given.contiguous() : given;
   const int index = (to_host ? source : self).device().index();
   const at::Tensor& host = to_host ? self : source;
   const bool late = non_blocking && host.is_contiguous() && is_reachable(host.const_data_ptr(), host.nbytes());
