@@ -23,7 +23,7 @@ SECONDS ?= 60
 SEED ?=
 CASE ?=
 
-.PHONY: help venv demo test lint format bench gpu redteam clean doors $(DOORS:%=door-%)
+.PHONY: help venv demo test lint format bench gpu fuzz redteam clean doors $(DOORS:%=door-%)
 .PRECIOUS: .venv-%/.installed
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "             (and SITE=, more directories for its path); nothing is installed, no network is needed"
 	@echo "make redteam what scripts do around a save x faults x moments x settings, for SECONDS= (60), drawn from SEED=;"
 	@echo "             one of them again: make redteam SEED=7 CASE=12; what fails is made as plain as it can be"
+	@echo "make fuzz    every parser of foreign bytes for SECONDS= (600) each, drawn from SEED=; some of them: PARSERS='values image'"
 	@echo "make gpu     everything that only a card can show, in two calls of under ten minutes; needs no venv"
 	@echo "make doors   the tests of every framework, each in a .venv-NAME; one of them: make door-NAME"
 	@echo "             ($(DOORS))"
@@ -69,6 +70,11 @@ bench: $(STAMP)
 
 redteam: $(STAMP)
 	cd tests && ../$(BIN)/python -m redteam --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE))
+
+FUZZ_SECONDS := $(if $(filter command line environment,$(origin SECONDS)),$(SECONDS),600)
+PARSERS ?=
+fuzz: $(STAMP)
+	cd tests && nice -n 19 ../$(BIN)/python -m fuzz --seconds $(FUZZ_SECONDS) $(if $(SEED),--seed $(SEED)) $(PARSERS)
 
 # On a machine with a card and without a network: make gpu PYTHON=python3 SITE=DIR, where DIR has what python3 lacks.
 SITE ?=

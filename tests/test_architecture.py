@@ -418,6 +418,8 @@ def test_the_package_asks_for_what_it_says_and_its_tests_for_no_less() -> None:
     project, tools = settings["project"], settings["tool"]
     assert [needed for needed in project["dependencies"] if needed.startswith("torch")] == ["torch>=2.10"]
     assert project["requires-python"] == ">=3.10"
+    only_for_tests = re.compile(r"(prometheus|psutil|rich|pytest|hypothesis)")
+    assert not [needed for needed in project["dependencies"] if only_for_tests.match(needed)]
     assert project["scripts"] == {"holdfast": "holdfast.tools.cli:main"}
     assert "ext-modules" not in tools["setuptools"], "pure Python"
     assert re.search(r"^torch==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)

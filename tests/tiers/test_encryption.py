@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from holdfast.base.errors import ConfigError, CorruptError, NewerFormat
+from holdfast.base.errors import ConfigError, CorruptError, NewerFormat, VersionNotFound
 from holdfast.base.events import Events
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import Level, Version
@@ -19,9 +19,10 @@ from holdfast.core.recovery import Facts, Stored, choose_version, fetches
 from holdfast.tiers import format as image_format
 from holdfast.tiers import manifest as manifests
 from holdfast.tiers import strict
-from holdfast.tiers.bundle_files import MAGIC, Trailer
+from holdfast.tiers.bundle_files import MAGIC, BundleFiles, Trailer
 from holdfast.tiers.cipher import Key, KeySource, Name, load_key
 from holdfast.tiers.format import CHUNK_BYTES
+from holdfast.tiers.local import LocalBackend
 from holdfast.tiers.manifest import BundleFile, Manifest
 from holdfast.tiers.registry import make_stamp
 from holdfast.tiers.storage import Storage, open_storage
@@ -185,6 +186,23 @@ def test_an_unfinished_encrypted_version_is_discarded(store: Storage) -> None:
     foreign.write_bytes(MAGIC * 100)
     store.discard(V1)
     assert [path.name for path in directory.iterdir()] == [foreign.name], "what is not proved to be ours stays"
+
+
+def test_a_sparse_file_of_somebody_else_is_not_read_for_its_trailer() -> None:
+    asked: list[int] = []
+
+    class Sparse:
+        properties = LocalBackend(Path("/nowhere")).properties
+
+        def read(self, name: str, *, offset: int = 0, length: int | None = None) -> bytes:
+            asked.append(length or 0)
+            raise VersionNotFound(name)
+
+    files = BundleFiles(Sparse(), None, str)  # type: ignore[arg-type]
+    name = f"b-{'0' * 32}.{'1' * 16}.encrypted"
+    for size in range(1 << 60, (1 << 60) + (8 << 20), 65_521):
+        assert not files.looks_ours(V1, name, size)
+    assert max(asked, default=0) <= 16 << 20
 
 
 # Where keys come from.

@@ -14,6 +14,7 @@ from holdfast.base.errors import (
     CorruptError,
     Fenced,
     ForeignDirectory,
+    StorageError,
     VersionNotFound,
 )
 from holdfast.base.events import Events
@@ -100,6 +101,15 @@ def test_a_new_incarnation_is_above_all_versions_that_are_there(store: Storage, 
     (tmp_path / "root" / str(Version(7, 120))).mkdir()
     assert store.highest_incarnation() == 7
     assert store.register_incarnation() == 8
+
+
+def test_no_incarnation_is_taken_that_would_fence_nobody(store: Storage, tmp_path: Path) -> None:
+    records = tmp_path / "root" / "incarnations"
+    records.mkdir(exist_ok=True)
+    (records / "9999999999.json").touch()
+    with pytest.raises(StorageError, match="no higher one"):
+        store.register_incarnation()
+    assert not list(records.glob("1" + "?" * 10 + ".json"))
 
 
 def test_a_damaged_registration_still_counts(store: Storage, tmp_path: Path) -> None:

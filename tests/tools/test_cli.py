@@ -13,6 +13,8 @@ from torch.distributed.run import get_args_parser
 
 from holdfast import testing
 from holdfast.base.config import CONFIG_FILE_VARIABLE, DISABLE_VARIABLE, ENVIRONMENT, Config
+from holdfast.base.errors import UsageError
+from holdfast.tools import launch
 from holdfast.tools.cli import app
 from holdfast.train import elastic
 from tools.conftest import Run
@@ -112,3 +114,10 @@ def test_status_tells_of_a_socket_that_nobody_serves(holdfast: Run, runtime_dir:
     assert answer.returncode == 1
     (keeper,) = json.loads(answer.stdout)["keepers"]
     assert (keeper["node"], keeper["alive"], keeper["error"]["code"]) == ("node-a", False, "HF503")
+
+
+def test_a_demo_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(launch.NEEDS, "demo", ("rich", "a_package_that_nobody_has"))
+    with pytest.raises(UsageError, match="needs a_package_that_nobody_has") as told:
+        launch.become("demo", [])
+    assert "holdfast[testing]" in told.value.remedy

@@ -31,6 +31,7 @@ from holdfast.base.config import Config
 from holdfast.base.errors import LevelNotReached, UsageError, VersionNotFound
 from holdfast.core.model import Version
 from holdfast.tiers import values as value_codec
+from holdfast.tiers.strict import parse_loose
 from holdfast.tiers.values import TensorRef
 from holdfast.train import agree
 from holdfast.train.flatten import flatten, unflatten
@@ -203,7 +204,7 @@ def _pointed(path: str) -> list[Version]:
     """The versions that a pointer names, the newest first; none if there is no pointer."""
     try:
         with Path(path).open("rb") as file:
-            facts = json.loads(file.read(MAX_POINTER_BYTES))
+            facts = parse_loose(file.read(MAX_POINTER_BYTES))
     except (OSError, ValueError):
         return []
     named = facts.get(_VERSIONS) if isinstance(facts, dict) and _ROOT in facts else []

@@ -345,14 +345,18 @@ def parse_seconds(text: str) -> float:
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ConfigError(f"the settings file has more than {MAX_FILE_BYTES} bytes", where=str(path))
+        table = tomllib.loads(data.decode())
     except OSError as error:
         raise ConfigError(
             f"cannot read the settings file: {error.strerror}",
             where=str(path),
             remedy=f"correct or unset {CONFIG_FILE_VARIABLE}",
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of numbers with too many digits too
         raise ConfigError(f"the settings file is not TOML: {error}", where=str(path)) from error
     return {name: _typed(name, value, where=f"{path}: {name}") for name, value in table.items()}
 
@@ -370,9 +374,20 @@ def _typed(name: str, value: Any, *, where: str) -> Any:
         if not isinstance(value, kind | str | int):
             raise ValueError
         return kind(value)
-    except ValueError:
-        raise ConfigError(f"{name} = {value!r} is not {_KINDS[kind]}", where=where) from None
+    except (ValueError, OverflowError):
+        raise ConfigError(f"{name} = {_spelt(value)} is not {_KINDS[kind]}", where=where) from None
 
+
+def _spelt(value: object) -> str:
+    """Returns a value for an error: Python spells no number of more than 4,300 digits, nor what holds one."""
+    try:
+        return repr(value)[:80]
+    except ValueError:
+        return f"a {type(value).__name__} of very many digits"
+
+
+# No file of settings is so long; one that is would be read, and parsed, without end.
+MAX_FILE_BYTES = 1 << 20
 
 _KINDS = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
 

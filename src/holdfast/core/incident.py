@@ -63,11 +63,12 @@ def from_facts(facts: Mapping[str, Any]) -> Incident:
     seconds = facts.get("seconds")
     lost = facts.get("steps_lost")
     back = facts.get("came_back")
+    nodes = facts.get("nodes")
     action = ": ".join(_text(facts[name]) for name in ("action", "why") if facts.get(name))
     return Incident(
         number=_number(facts.get("number"), int),
         ranks=_ranks(facts.get("ranks")),
-        nodes=tuple(_text(node) for node in facts.get("nodes") or ()),
+        nodes=tuple(map(_text, nodes)) if isinstance(nodes, list | tuple) else (),
         first_error=_text(facts.get("first_error") or "unknown"),
         found_by=_text(facts.get("found_by") or ""),
         found_s=_number(facts.get("found_s"), float),

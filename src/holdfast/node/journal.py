@@ -6,15 +6,17 @@ nothing. Pure sums: `core.goodput`.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from holdfast.core.goodput import ORDER, Goodput, goodput
 from holdfast.core.incident import PARTS
+from holdfast.tiers.strict import parse_loose
 
 NAME = "journal.jsonl"
 MAX_BYTES = 64 << 20
+# No time in seconds, and no step, is so large; beyond it sums lose their meaning.
+_MOST = 1e15
 
 
 def newest_run(path: Path) -> Goodput | None:
@@ -23,7 +25,7 @@ def newest_run(path: Path) -> Goodput | None:
     Raises:
         OSError: it cannot be read.
     """
-    lines = _lines(path)
+    lines = lines_of(path)
     begins = [index for index, line in enumerate(lines) if line.get("event") == "run"]
     return goodput(lines[begins[-1] :] if begins else lines)
 
@@ -62,16 +64,32 @@ def _facts(found: Goodput) -> dict[str, Any]:
     }
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The lines that can be read; a last one that was cut off by a crash is passed over."""
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Returns the lines that can be read; one that was cut off by a crash, or is none of ours, is passed over.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     with path.open("rb") as file:
         text = file.read(MAX_BYTES).decode(errors="replace")
     found = []
     for line in text.splitlines():
         try:
-            entry = json.loads(line)
+            entry = parse_loose(line)
         except ValueError:
             continue
-        if isinstance(entry, dict):
+        if isinstance(entry, dict) and _is_fit(entry):
             found.append(entry)
     return found
+
+
+def _is_fit(entry: dict[str, Any]) -> bool:
+    """Returns whether a line has a time, and numbers where sums are made of them."""
+    numbers = (entry.get("t"), entry.get("wall", 0), entry.get("found_s", 0), entry.get("step", 0))
+    tables = [table for name in ("spent", "seconds") if (table := entry.get(name))]
+    known = all(isinstance(table, dict) for table in tables)
+    return known and all(map(_is_number, (*numbers, *(number for table in tables for number in table.values()))))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < _MOST

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from holdfast.node.places import Place
 from holdfast.tiers.procs import has_ended, start_time
+from holdfast.tiers.strict import parse_loose
 
 MAX_BYTES = 16 << 10
 
@@ -77,7 +78,7 @@ def _read(place: Place) -> Notice | None:
     """The note, if whoever wrote it lives."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         with place.notice.open("rb") as stream:
-            said = json.loads(stream.read(MAX_BYTES))
+            said = parse_loose(stream.read(MAX_BYTES))
         if not has_ended(int(said["pid"]), said["since"]):
             return Notice(place, int(said["pid"]), str(said["root"]), str(said["reason"]), str(said["durable"]))
     return None

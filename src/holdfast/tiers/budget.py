@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,12 +19,15 @@ from pathlib import Path
 from holdfast.base.config import parse_size
 from holdfast.base.errors import MemoryRefused
 from holdfast.tiers.procs import has_ended, start_time, take_lock
+from holdfast.tiers.strict import parse_loose
 
 # A quarter by default: the trainer, its data loader and the page cache need the rest.
 DEFAULT_SHARE = 4
 # A limit above this is how cgroup v1 writes "none".
 _NO_LIMIT = 1 << 60
 _MAX_FILE_BYTES = 1 << 20
+# Python makes no number of more than 4,300 digits, or of digits beyond ASCII such as superscripts.
+_NUMBER = re.compile(r"[0-9]{1,20}\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +150,7 @@ class Budget:
 def _parse(data: bytes) -> dict[str, int]:
     """What is readable; a file cut short by a crash only forgets reservations, and its owners write them again."""
     try:
-        found = json.loads(data or b"{}")
+        found = parse_loose(data or b"{}")
     except ValueError:
         return {}
     if not isinstance(found, dict):
@@ -156,9 +160,9 @@ def _parse(data: bytes) -> dict[str, int]:
 
 def _lives(name: str) -> bool:
     parts = name.split(":")
-    if len(parts) != 3 or not parts[1].isdigit():
+    if len(parts) != 3 or not _NUMBER.match(parts[1]):
         return False
-    return not has_ended(int(parts[1]), int(parts[2]) if parts[2].isdigit() else None)
+    return not has_ended(int(parts[1]), int(parts[2]) if _NUMBER.match(parts[2]) else None)
 
 
 def _upwards(base: Path, path: str) -> Iterator[Path]:

@@ -38,6 +38,8 @@ T = TypeVar("T")
 MAGIC = b"holdfast-aesgcm1"
 _HEAD = struct.Struct(f"<{len(MAGIC)}s8sQQ")  # magic, key id, length of the image, number of chunks
 _DIGEST_BYTES = 16
+# A file that is listed has fewer chunks: a record cannot name so many digests. What is longer is a sparse file of others.
+MAX_TRAILER_BYTES = 16 << 20
 # Chunks that are read and decrypted side by side.
 READERS = 3
 # Attribute caches of NFS hold for three seconds at least; whoever waits longer had better read another version.
@@ -202,7 +204,7 @@ class BundleFiles:
         # The number of chunks follows from the size, and with it where the trailer begins.
         count = -(-(size - _HEAD.size - 2 * _DIGEST_BYTES) // (CHUNK_BYTES + TAG_BYTES))
         length = size - _HEAD.size - 2 * _DIGEST_BYTES - count * TAG_BYTES
-        if length < 0 or _num_chunks(length) != count:
+        if length < 0 or _num_chunks(length) != count or size - length > MAX_TRAILER_BYTES:
             return False
         try:
             read = partial(self._backend.read, f"{version}/{name}", offset=length, length=size - length)

@@ -27,6 +27,7 @@ from holdfast.base.errors import Fenced, HoldfastError, InUse, VersionNotFound
 from holdfast.tiers.backend import Backend
 from holdfast.tiers.procs import has_ended, machine_id, start_time
 from holdfast.tiers.registry import make_stamp
+from holdfast.tiers.strict import parse_loose
 
 logger = logging.getLogger(__name__)
 
@@ -191,8 +192,8 @@ def _decode(data: bytes) -> dict[str, Any]:
     if not data:
         return {}
     try:
-        words = json.loads(data)
-    except (ValueError, RecursionError):
+        words = parse_loose(data)
+    except ValueError:
         words = None
     return words if isinstance(words, dict) and words else {"unreadable": data.hex()}
 

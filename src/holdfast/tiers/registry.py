@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from holdfast.base.errors import CorruptError, Fenced, ForeignDirectory, VersionNotFound
+from holdfast.base.errors import CorruptError, Fenced, ForeignDirectory, StorageError, VersionNotFound
 from holdfast.core.model import Version
 from holdfast.tiers.backend import TEMPORARY, Backend
 from holdfast.tiers.procs import has_ended, machine_id
@@ -35,7 +35,8 @@ _RESUMED = re.compile(r"(\d{6,10})\.resumed\.json\Z")
 
 NOTHING: Mapping[int, Version | None] = {}
 
-_Number = Annotated[int, msgspec.Meta(ge=1, le=10**10 - 1)]
+MAX_INCARNATION = 10**10 - 1
+_Number = Annotated[int, msgspec.Meta(ge=1, le=MAX_INCARNATION)]
 
 
 class _Job(Record, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -99,9 +100,18 @@ def register(backend: Backend, *, above: int = 0) -> int:
     Args:
         backend: where.
         above: the highest that somebody has seen which may not be registered; see `enlist`.
+
+    Raises:
+        StorageError: the highest number there can be is taken; a still higher one would fence nobody.
     """
     number = max(highest(backend), above) + 1
     while True:
+        if number > MAX_INCARNATION:
+            raise StorageError(
+                f"incarnation {MAX_INCARNATION} is taken, and there is no higher one",
+                where=f"{backend.properties.where}/{INCARNATIONS}",
+                remedy="somebody wrote that number by hand: remove its record or version, or take a new directory",
+            )
         data = encode_record(_Incarnation(incarnation=number))
         try:
             if backend.create(f"{INCARNATIONS}/{number:06d}.json", data, stamp=make_stamp(number)):

@@ -28,6 +28,7 @@ from pathlib import Path
 from holdfast.base.errors import InUse, StorageError
 from holdfast.tiers.files import is_remote
 from holdfast.tiers.local import translate
+from holdfast.tiers.strict import parse_loose
 
 logger = logging.getLogger(__name__)
 
@@ -158,8 +159,8 @@ class RunLock:
     def _may_be_dead(self) -> bool:
         """Whether the kernel of another machine would have to let go of it, on a file system that several reach."""
         try:
-            words = json.loads(self._words())
-        except (ValueError, RecursionError):
+            words = parse_loose(self._words())
+        except ValueError:
             return False
         elsewhere = isinstance(words, dict) and words.get("host") not in (None, socket.gethostname())
         return elsewhere and is_remote(self._path.parent)
@@ -196,8 +197,8 @@ def _name_ourselves(fd: int, run_id: str) -> None:
 def _describe(data: bytes) -> str:
     """The words of a file that may hold anything."""
     try:
-        words = json.loads(data)
-    except (ValueError, RecursionError):
+        words = parse_loose(data)
+    except ValueError:
         return "an unknown process"
     fields = [words.get(name) for name in ("pid", "host", "run_id")] if isinstance(words, dict) else [None]
     if not all(isinstance(field, str | int) and str(field)[:_MAX_WORD].isprintable() for field in fields):

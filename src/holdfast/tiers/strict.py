@@ -10,6 +10,7 @@ Called by `format`, `manifest` and `storage`. Canonical form: docs/spec/format.m
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, TypeVar
 
@@ -85,6 +86,18 @@ def peek(data: bytes | str, kind: type[T], where: str, what: str) -> T:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptError(f"{what} is not valid: {error}", where=where) from error
+
+
+def parse_loose(data: bytes | str) -> Any:
+    """Returns what JSON of no fixed schema spells: notes and journals that a person may also read.
+
+    Raises:
+        ValueError: not JSON, nested too deep, or not UTF-8; nothing else.
+    """
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 def check_version(found: int, where: str, *, newest: int = FORMAT_VERSION) -> None:

@@ -98,7 +98,7 @@ def load(path: Path) -> Description:
         if path.suffix == ".json":
             return msgspec.json.decode(data, type=Description)
         return msgspec.convert(tomllib.loads(data.decode()), Description)
-    except (msgspec.MsgspecError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UsageError(
             f"this describes no job: {error}", where=str(path), remedy="`holdfast plan --help` shows an example"
         ) from error

@@ -6,6 +6,7 @@ itself stays free of torch. What only answers a question (`rehearsal` and `order
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -13,12 +14,16 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from holdfast.base import program
+from holdfast.base.errors import UsageError
 
 PROGRAMS = {
     "run": "holdfast.adapters.run",
     "demo": "holdfast.testing.demo",
     "drill": "holdfast.testing.drill",
 }
+
+# What a program needs beyond the library (the extra `testing`).
+NEEDS = {"demo": ("rich",), "drill": ("psutil", "rich")}
 
 QUESTIONS = {
     "exported": "holdfast.adapters.exported",
@@ -28,7 +33,16 @@ QUESTIONS = {
 
 
 def become(name: str, arguments: Sequence[str]) -> NoReturn:
-    """Replaces this process by the program, arguments passed through."""
+    """Replaces this process by the program, arguments passed through.
+
+    Raises:
+        UsageError: packages that it needs are not installed.
+    """
+    missing = [package for package in NEEDS.get(name, ()) if importlib.util.find_spec(package) is None]
+    if missing:
+        raise UsageError(
+            f"`holdfast {name}` needs {' and '.join(missing)}", remedy="pip install 'holdfast[testing]' brings them"
+        )
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, program.command(PROGRAMS[name], *arguments))

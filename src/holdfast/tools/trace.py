@@ -17,11 +17,13 @@ from typing import Any
 
 from holdfast.base.errors import CorruptError, UsageError
 from holdfast.base.trace import SUFFIX
+from holdfast.node.journal import NAME, lines_of
+from holdfast.tiers.strict import parse_loose
 from holdfast.tools import output
 
-JOURNAL = "journal.jsonl"
 PAGE = Path(__file__).with_name("trace.html")
 _SLOT = "/*DATA*/null"
+_NUMBERS = re.compile("([0-9]{1,18})")
 _ACTION = re.compile(r"\d+[FBIW]\d+\Z")
 _KINDS = {
     "wait": "bubble",
@@ -98,7 +100,7 @@ def read(homes: Sequence[Path]) -> list[Track]:
         UsageError: none there. CorruptError: a damaged file.
     """
     files = [path for home in homes for path in sorted(home.rglob(f"*{SUFFIX}"))]
-    journals = [path for home in homes for path in sorted(home.rglob(JOURNAL))]
+    journals = [path for home in homes for path in sorted(home.rglob(NAME))]
     if not files:
         raise UsageError(
             f"no tracks under {', '.join(map(str, homes))}",
@@ -111,7 +113,7 @@ def read(homes: Sequence[Path]) -> list[Track]:
 
 
 def _natural(name: str) -> tuple[bool, list[tuple[int, str]]]:
-    parts = [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+    parts = [(int(part), "") if at % 2 else (0, part) for at, part in enumerate(_NUMBERS.split(name))]
     return not name.startswith("rank"), parts
 
 
@@ -125,12 +127,12 @@ def _read_file(path: Path) -> Track:
     name, pid, shift = "", 0, 0.0
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
+            row = parse_loose(line)
             if isinstance(row, dict) or number == 1:  # a process that runs its script again begins again
                 name, pid, shift = str(row["track"]), int(row["pid"]), float(row["wall"]) - float(row["monotonic"])
             else:
                 spans.append(_span(row, shift))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             if number == len(lines) > 1:
                 break  # a process that was killed while it wrote
             raise CorruptError(f"line {number} is not a span: {error}", where=str(path)) from error
@@ -147,16 +149,12 @@ def _read_journal(path: Path) -> Track:
     """The launcher's incidents: from the fault to the end of its recovery."""
     spans: list[Span] = []
     shift = 0.0
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # a launcher that was killed while it wrote
+    for row in lines_of(path):
         if row.get("event") == "run":
-            shift = float(row["wall"]) - float(row["t"])
+            shift = float(row.get("wall", row["t"])) - float(row["t"])
         elif row.get("event") == "incident":
             end = float(row["t"]) + shift
-            lasted = sum(float(s) for s in dict(row.get("seconds", {})).values())
+            lasted = sum(float(s) for s in (row.get("seconds") or {}).values())
             found = float(row.get("found_s", 0.0))
             text = str(row.get("first_error", "a fault"))
             spans.append(Span(text, "fault", end - lasted - found, end - lasted, row))

@@ -31,6 +31,7 @@ import torch
 from holdfast.base import private
 from holdfast.base.errors import HoldfastError
 from holdfast.tiers.backend import Backend
+from holdfast.tiers.strict import parse_loose
 from holdfast.tiers.tls import read_secret
 from holdfast.tiers.urls import open_backend
 from holdfast.train import devices
@@ -228,7 +229,7 @@ def unpack(archive: bytes) -> list[tuple[str, bytes, bool]]:
     """(name, content, executable) of each file; nothing if the archive is not one, no name that leads elsewhere."""
     try:
         begin = 8 + int.from_bytes(archive[:8], "little")
-        rows = json.loads(archive[8:begin])
+        rows = parse_loose(archive[8:begin])
         found = []
         for name, size, executable in rows:
             os.fsencode(name)  # a name that no file can have is refused here
@@ -237,7 +238,7 @@ def unpack(archive: bytes) -> list[tuple[str, bytes, bool]]:
                 return []
             found.append((name, archive[begin : begin + size], bool(executable)))
             begin += size
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError):
         return []
     return found if begin == len(archive) else []
 

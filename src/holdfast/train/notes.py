@@ -24,7 +24,7 @@ import msgspec
 import torch
 import xxhash
 
-from holdfast.base.errors import HoldfastError
+from holdfast.base.errors import CorruptError, HoldfastError
 from holdfast.core.model import Shard, Version
 from holdfast.tiers import values as value_codec
 from holdfast.train.live import Gathered, Group
@@ -64,8 +64,15 @@ class Note(msgspec.Struct, frozen=True):
     small: dict[str, bytes]
 
     def tensors(self) -> list[Row]:
-        """The rows, read."""
-        return msgspec.msgpack.decode(bytes(self.rows), type=list[Row])
+        """The rows, read.
+
+        Raises:
+            CorruptError: they are no rows.
+        """
+        try:
+            return msgspec.msgpack.decode(bytes(self.rows), type=list[Row])
+        except _NO_MESSAGE as error:
+            raise CorruptError(f"its rows are not valid: {error}", where="a note") from error
 
     def decoded(self) -> dict[Group, Mapping[str, Any]]:
         """Values by group, as a save has them.
@@ -76,6 +83,7 @@ class Note(msgspec.Struct, frozen=True):
         return {ranks: value_codec.decode(data, where="a note") for ranks, data in self.values}
 
 
+_NO_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _note_of = msgspec.msgpack.Decoder(Note)
 
 
@@ -112,7 +120,7 @@ class Page:
                 continue
             try:
                 found[Version(incarnation, step)] = _note_of.decode(blob)
-            except msgspec.MsgspecError:
+            except _NO_MESSAGE:
                 continue
         return found
 

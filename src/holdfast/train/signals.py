@@ -7,13 +7,14 @@ launcher's signal keeps its effect.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from holdfast.tiers.strict import parse_loose
 
 # Any of these keys with a true value in the stop file; the second is MindSpore's.
 STOP_KEYS = ("stop", "GracefulExit")
@@ -43,8 +44,8 @@ class StopSignal:
         """A file that is half written, or says something else, asks for nothing."""
         try:
             with file.open("rb") as stream:
-                said = json.loads(stream.read(MAX_FILE_BYTES))
-        except (OSError, ValueError, RecursionError):
+                said = parse_loose(stream.read(MAX_FILE_BYTES))
+        except (OSError, ValueError):
             return False
         return isinstance(said, dict) and any(said.get(key) in (True, 1) for key in STOP_KEYS)
 

@@ -38,6 +38,7 @@ from holdfast.adapters.door import SaveOnly
 from holdfast.base import config as settings
 from holdfast.base.errors import LevelNotReached, MismatchError, StorageError, UsageError, VersionNotFound
 from holdfast.core.model import Version
+from holdfast.tiers.strict import parse_loose
 
 logger = logging.getLogger(__name__)
 
@@ -294,7 +295,7 @@ def _read_name(path: Path) -> Version | None:
     """
     try:
         with path.open("rb") as file:
-            found = json.loads(file.read(MAX_NAME_BYTES))
+            found = parse_loose(file.read(MAX_NAME_BYTES))
         return Version.parse(found["holdfast"])
     except FileNotFoundError:
         return None
