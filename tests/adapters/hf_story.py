@@ -35,6 +35,7 @@ LENGTH, ROWS = 16, 20
 PLANS = {
     "steps": {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3, "logging_steps": 2},
     "epochs": {"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"},
+    "often": {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "logging_steps": 2},
     "rare": {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4, "logging_steps": 1},
 }
 MADE_BY_TIME = ("runtime", "per_second")

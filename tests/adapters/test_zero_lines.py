@@ -178,6 +178,16 @@ def test_there_is_a_version_only_behind_a_step_of_the_optimizer_and_behind_the_l
     assert "through" in told.out
 
 
+def test_a_script_with_a_trainer_is_not_frightened(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It has no loop of its own, and need not have one."""
+    script = tmp_path / "train.py"
+    script.write_text("x = 1\n")
+    Unasked(str(tmp_path / "root"))(Order(1, arguments=(str(script),)))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "no loop of this script is kept" not in line
+    assert "a Trainer of transformers or Lightning is kept when it is built" in line
+
+
 @pytest.mark.parametrize(
     ("module", "line"),
     [

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +196,128 @@ def test_a_job_whose_ranks_all_hang_ends_within_its_grace_and_says_what_is_safe(
         assert launcher.returncode == 128 + signal.SIGTERM
     assert "0 of 2 workers ended well" in said
     assert ("after step 41" in said) == bool(safe), said[-2000:]
+
+
+# No handler of a signal runs in ranks that wait in C with the interpreter's lock.
+LOCKED = """
+import ctypes, os, pathlib, signal
+from holdfast.train import alive
+signal.signal(signal.SIGTERM, lambda *_: None)
+alive.wish.saved(41)
+pathlib.Path(os.environ["HERE"], "hangs" + os.environ["RANK"]).touch()
+while True: ctypes.PyDLL(None).sigwait(ctypes.byref((ctypes.c_ulong * 16)(1 << 9)), ctypes.byref(ctypes.c_int()))
+"""
+# Steps, then a wait that no signal ends: in Python, so that all of it is quiet.
+QUIET = """
+import ctypes, os, pathlib, signal, torch
+from holdfast.train import alive
+signal.signal(signal.SIGTERM, lambda *_: None)
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+for step in range(12): optimizer.step()
+alive.wish.saved(11)
+pathlib.Path(os.environ["HERE"], "hangs" + os.environ["RANK"]).touch()
+lock = (ctypes.c_byte * 64)()
+for _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(ctypes.byref(lock))
+"""
+
+
+def end(tmp_path: Path, script: str, *flags: str, stop: bool = False) -> tuple[int, str, float]:
+    """Run two ranks until each has left its mark, tell the launcher to end: exit code, what it said, seconds."""
+    (tmp_path / "script.py").write_text(script)
+    environment = {**os.environ, "HERE": str(tmp_path), "HOLDFAST_RUNTIME_DIR": str(tmp_path / "run")}
+    command = [*LAUNCH, "--nproc-per-node=2", *flags, "script.py"]
+    with forked.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as launcher:
+        wait_for(lambda: all((tmp_path / f"hangs{rank}").exists() for rank in range(2)), "the ranks", str)
+        if stop:
+            for rank in range(2):
+                os.kill(int((tmp_path / f"hangs{rank}").read_text()), signal.SIGSTOP)
+        began = time.monotonic()
+        launcher.terminate()
+        try:
+            _, said = launcher.communicate(timeout=60)
+        finally:
+            launcher.kill()
+        assert launcher.returncode is not None
+        return launcher.returncode, said, time.monotonic() - began
+
+
+def test_ranks_that_hold_the_interpreters_lock_are_ended_within_the_grace(tmp_path: Path) -> None:
+    code, said, _ = end(tmp_path, LOCKED, "--shutdown-timeout=1")
+    assert code == 128 + signal.SIGTERM
+    assert "0 of 2 workers ended well" in said
+    assert "after step 41" in said
+
+
+def test_a_job_whose_ranks_all_hang_is_not_given_the_ten_minutes_of_a_last_save(tmp_path: Path) -> None:
+    code, said, after_s = end(tmp_path, QUIET, "--watchdog=quick")
+    assert code == 128 + signal.SIGTERM
+    assert "ranks 0, 1 hang: no progress for" in said, said[-2000:]
+    assert "after step 11" in said
+    assert after_s < 55.0  # ten seconds, and what a busy machine takes
+
+
+# A rank that saves when it is told to end, and is stopped before.
+STOPPED = """
+import os, pathlib, signal, sys, time
+def save(*_):
+    pathlib.Path(os.environ["HERE"], "saved" + os.environ["RANK"]).touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+path = pathlib.Path(os.environ["HERE"], "hangs" + os.environ["RANK"])
+path.with_suffix(".new").write_text(str(os.getpid()))
+path.with_suffix(".new").rename(path)
+while True: time.sleep(0.01)
+"""
+
+
+def test_stopped_ranks_are_continued_to_save_when_the_job_is_told_to_end(tmp_path: Path) -> None:
+    code, said, _ = end(tmp_path, STOPPED, "--watchdog=off", "--shutdown-timeout=20", stop=True)
+    assert (code, "2 of 2 workers ended well" in said) == (0, True), said[-2000:]
+    assert (tmp_path / "saved0").exists()
+    assert (tmp_path / "saved1").exists()
+
+
+# A launcher whose main thread stands in a call that no signal ends, with one worker of its own group that ignores SIGTERM.
+STUCK = """
+import ctypes, os, signal, subprocess, sys, time
+from holdfast.train import exit_guard
+exit_guard.LEAVE_S = exit_guard.BEGIN_S = 0.5
+worker = subprocess.Popen([sys.executable, "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('told', flush=True)); print('up', flush=True);"
+    "[time.sleep(1) for _ in range(600)]"], start_new_session=True, stdout=subprocess.PIPE, text=True)
+class Ends:
+    def is_ending(self): return False
+    def any_lives(self): return worker.poll() is None
+    def tell(self, number): os.kill(worker.pid, number)
+    def kill(self): os.killpg(worker.pid, signal.SIGKILL) if worker.poll() is None else None
+    def safe(self): return "the newest state is that after step 7"
+assert worker.stdout.readline().strip() == "up"
+signal.signal(signal.SIGTERM, lambda *_: print("handled"))
+guard = exit_guard.ExitGuard(Ends(), [signal.SIGTERM], grace_s=float(sys.argv[1]), also_ends=lambda: [])
+print(worker.pid, flush=True)
+lock = (ctypes.c_byte * 64)()
+for _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(ctypes.byref(lock))
+"""
+
+
+@pytest.mark.parametrize(("grace", "signals"), [("1", 1), ("600", 2)])
+def test_a_launcher_that_waits_without_an_end_is_ended_by_its_guard(grace: str, signals: int) -> None:
+    command = [sys.executable, "-c", STUCK, grace]
+    with forked.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+        worker = int(launcher.stdout.readline())
+        wchan = Path(f"/proc/{launcher.pid}/wchan")
+        wait_for(lambda: "futex" in wchan.read_text(), "its wait", str)
+        launcher.terminate()
+        if signals == 2:
+            wait_for(lambda: not _pending(launcher.pid), "the first signal being heard", str)
+            launcher.terminate()
+        out, said = launcher.communicate(timeout=30)
+        assert launcher.returncode == 128 + signal.SIGTERM
+    assert "the newest state is that after step 7" in said
+    assert "handled" not in out, "the main thread was not stuck, so nothing was tried"
+    assert not os.path.exists(f"/proc/{worker}/status") or "zombie" in Path(f"/proc/{worker}/status").read_text()
+
+
+def _pending(pid: int) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return any(int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd")))

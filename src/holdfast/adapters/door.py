@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.adapters.mindspore.groups import write_group_info
 from holdfast.adapters.mindspore.redundancy import group_info_of_shards
@@ -21,12 +21,13 @@ from holdfast.base.errors import LevelNotReached, StorageError
 from holdfast.core.model import Level, Shard, Version
 from holdfast.train import agree, checkpointer
 from holdfast.train.assembly import Job
-from holdfast.train.handle import SaveHandle, as_level
+from holdfast.train.handle import SaveHandle, as_level, never
 from holdfast.train.restore import RestoreReport
 from holdfast.train.run import Run
 from holdfast.train.signals import StopSignal
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Checkpointer(checkpointer.Checkpointer):
@@ -52,9 +53,13 @@ class Checkpointer(checkpointer.Checkpointer):
         self.last_restore = RestoreReport(None, f"{config.DISABLE_VARIABLE} is set")
         return 0
 
-    def step(self, step: int) -> SaveHandle | None:
+    def carry(self, name: str, value: T) -> T:
+        """As in `train.checkpointer`; the value as it is if everything is switched off."""
+        return value if self.off else super().carry(name, value)
+
+    def step(self, step: int, **carry: Any) -> SaveHandle | None:
         """As in `train.checkpointer`; nothing if everything is switched off."""
-        return None if self.off else super().step(step)
+        return None if self.off else super().step(step, **carry)
 
     def save(
         self,
@@ -67,11 +72,7 @@ class Checkpointer(checkpointer.Checkpointer):
         """As in `train.checkpointer`; a version that is given up at once if everything is switched off."""
         if not self.off:
             return super().save(step, level, also_to=also_to, info=info)
-        handle = SaveHandle(
-            Version(1, step), as_level(level), client=lambda: None, settle=lambda: None, num_nodes=1, timeout_s=0.0
-        )
-        handle.give_up(f"{config.DISABLE_VARIABLE} is set")
-        return handle
+        return never(step, as_level(level), f"{config.DISABLE_VARIABLE} is set")
 
     def flush(self, timeout_s: float | None = None) -> None:
         """As in `train.checkpointer`; nothing if everything is switched off."""

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from holdfast.adapters.accelerate_loaders import Loaders
 from holdfast.adapters.dcp.peek import newest
 from holdfast.adapters.door import Checkpointer
 from holdfast.adapters.options import checked
@@ -107,6 +108,8 @@ def wrap(accelerator: Any, root: str | os.PathLike[str], **options: Any) -> Chec
     # Accelerate remembers models as they were before it wrapped them, so that DDP cannot be seen from here.
     by_ddp = str(getattr(accelerator.distributed_type, "value", "")).startswith("MULTI_")
     objects["replicated"] = [*options.get("replicated", ()), *(_parameters(objects["model"]) if by_ddp else ())]
+    if accelerator._dataloaders:
+        objects.setdefault("loaders", Loaders(accelerator))
     if accelerator._custom_objects:
         objects.setdefault("custom", list(accelerator._custom_objects))
     return Checkpointer(root, **objects)

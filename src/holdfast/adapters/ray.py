@@ -83,16 +83,17 @@ class RayCheckpointer(Checkpointer):
         self.notice: Any = None
         super().__init__(self._default() if root is None else root, on_durable=self._is_durable, **options)
 
-    def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> SaveHandle | None:
+    def step(self, step: int, metrics: Mapping[str, Any] | None = None, **carry: Any) -> SaveHandle | None:
         """As in `Checkpointer`; also looks for a preemption, and reports where a save to storage is made.
 
         Args:
             step: the step that is finished.
             metrics: what Ray is to be told with it; plain numbers.
+            carry: as in `Checkpointer`.
         """
         if self.off:
             return None
-        handle = super().step(step)
+        handle = super().step(step, **carry)
         if self._look_every and step % self._look_every == 0:
             self.notice = ray.train.get_preemption_info()
             if self.notice is not None:

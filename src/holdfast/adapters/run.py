@@ -42,8 +42,7 @@ class Unasked:
             found = ""  # Python tells what is wrong with it
         says = order.environment.get("RANK", "0") == "0"
         if isinstance(found, str) and says and found:
-            # Without a loop a framework's Trainer may train, which is kept by itself; with holdfast in it, the script does it.
-            say(f"no loop of this script is kept: {found}" + (f"; {UNKEPT}" if found not in (ITSELF, NO_LOOP) else ""))
+            say(_said(found))
         finder = Finder(self._root, says=says)
         if found != ITSELF:
             finder.install()
@@ -54,6 +53,15 @@ class Unasked:
                 main_module.run_path(path, tree=found.tree, names={HOOK: KeptLoop(found, self._root)})
         finally:
             finder.remove()
+
+
+def _said(reason: str) -> str:
+    """Returns what a script is told that has no loop to keep, for this reason."""
+    if reason == NO_LOOP:
+        return "this script has no training loop of its own; a Trainer of transformers or Lightning is kept when it is built"
+    if reason == ITSELF:
+        return f"nothing of this script is kept without a line: {reason}"
+    return f"no loop of this script is kept: {reason}; {UNKEPT}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -213,6 +213,34 @@ class Watch:
             self._remember(verdict)
         return news
 
+    def why_hopeless(self, now_s: float, sights: Sequence[Sight]) -> str:
+        """Returns why none of these workers will save or end any more; empty if one may. They are all of their job.
+
+        No progress for longer than the limit of its phase, no byte or memory that moves, and in careful mode a main thread
+        that does not compute: so of each of them.
+        """
+        late = 0.0 if self._looked_at_s is None else max(0.0, now_s - self._looked_at_s - LATE_S)
+        self._looked_at_s = now_s
+        for sight in sights:
+            self._take(sight, now_s, late)
+        if not sights or not all(self._is_hopeless(sight.rank, now_s) for sight in sights):
+            return ""
+        ranks = [sight.rank for sight in sights]
+        least = min(self.silence_s(rank, now_s) for rank in ranks)
+        verb = "hangs" if len(ranks) == 1 else "hang"
+        return f"{_names(ranks)} {verb}: no progress for {least:.0f} s, and nothing is read or written"
+
+    def _is_hopeless(self, rank: int, now_s: float) -> bool:
+        track = self._tracks[rank]
+        sight = track.sight
+        if sight.waits_in or sight.state in "tF" or sight.state in "ZX":
+            return False
+        limit = self.limit_s(rank)
+        if self._stands(rank):
+            limit = self.mode.together_limit_s(sight.beat, moving=False)
+        still = now_s - max(track.activity.transferred_s, track.activity.main_s if self.mode.learns else -math.inf)
+        return min(self.silence_s(rank, now_s), still) > limit
+
     def silence_s(self, rank: int, now_s: float) -> float:
         """Seconds without progress that the rank could have used."""
         track = self._tracks[rank]

@@ -176,11 +176,11 @@ class Agent(MeetingAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         for seat in self._seats():
             seat.line.send("end")  # those that finished wait for this word
-        if self._workers is not None:
-            self._workers.dismiss_spares()
-        if self._identity is not None:
-            self._identity.leave()
-        super()._shutdown(death_sig, *args, **kwargs)
+        try:
+            super()._shutdown(death_sig, *args, **kwargs)
+        finally:
+            if self._identity is not None:
+                self._identity.leave()  # last, for it asks the store, which may not answer
 
     def exit_code_after(self, sigval: signal.Signals) -> int:
         """0 if every worker ended well after the signal, else the shell's 128 + signal. Says what is safe."""
@@ -190,16 +190,30 @@ class Agent(MeetingAgent):
         for seat in seats:
             self._hear(seat)  # what it said last
         well = sum(seat.proc.poll() == 0 for seat in seats)
-        step = self._cases.saved_step
-        safe = (
-            f"the newest state that workers told to be safe is that after step {step}"
-            if step >= 0
-            else "no worker told of state that is safe"
-        )
         logger.warning(
-            "the job was told to end (%s): %d of %d workers ended well; %s", sigval.name, well, len(seats), safe
+            "the job was told to end (%s): %d of %d workers ended well; %s", sigval.name, well, len(seats), self.safe()
         )
         return 0 if all(seat.proc.poll() == 0 for seat in seats) else 128 + sigval
+
+    def safe(self) -> str:
+        """Returns what was saved, as far as workers told."""
+        step = self._cases.saved_step
+        if step < 0:
+            return "no worker told of state that is safe"
+        return f"the newest state that workers told to be safe is that after step {step}"
+
+    def _hang(self, now: float) -> str:
+        """Hear what workers say of their last saves; of a job whose ranks are all here the watchdog tells who hangs."""
+        for seat in self._seats():
+            self._hear(seat)
+        living = [
+            worker.global_rank
+            for worker, seat in zip(self._worker_group.workers, self._seats(), strict=True)
+            if seat.proc.poll() is None
+        ]
+        if self._watch is None or self._worker_group.workers[0].world_size > len(self._worker_group.workers):
+            return ""  # ranks elsewhere may save still, and those here wait for them
+        return self._watch.why_hopeless(now, living)
 
     # What is seen.
 

@@ -15,19 +15,22 @@ training loop; `close` says what is missing or the last save is durable; after a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import KeeperLost, LevelNotReached, UsageError
 from holdfast.base.events import Events
+from holdfast.core import step_numbers
 from holdfast.core.appointments import Appointment, Proposal
 from holdfast.core.model import Level, Shard, Version
 from holdfast.core.sight import Phase
@@ -38,7 +41,7 @@ from holdfast.train.assembly import Asked, Job, assemble
 from holdfast.train.direct import DirectSaver
 from holdfast.train.durables import Durables, OnDurable
 from holdfast.train.further_places import FurtherPlaces
-from holdfast.train.handle import SaveHandle, as_level, as_version
+from holdfast.train.handle import SaveHandle, as_level, as_version, never
 from holdfast.train.link import Link
 from holdfast.train.lower import Lower
 from holdfast.train.pipeline import Bubbles
@@ -50,8 +53,12 @@ from holdfast.train.savers import AnySaver, holder_of, reserved, schedule_of
 from holdfast.train.schedule import parse_cadence
 from holdfast.train.signals import StopSignal
 from holdfast.train.state import State
+from holdfast.train.usage.observer import Observer
+from holdfast.train.usage.proof import Proof
+from holdfast.train.usage.seen import early_iterators
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # How long `close` waits for copies to further places, however long the last save took.
 MIN_COPY_S = 10.0
@@ -73,6 +80,9 @@ class Checkpointer:
         verify_capture: prove every byte of a late copy with a digest taken at the call.
         on_durable: called in a thread as `on_durable(version, error)`, once for every save at the durable level: with None
             when it is durable, with an error when it was given up or `close_timeout_s` passed.
+        prove: make the first steps a second time, in a child that nobody sees, as a restart would make them; `step` raises if
+            anything that a version holds, or that lives on in names of the loop, differs. Of one rank on a CPU with one thread of
+            computation; elsewhere, and where the steps write files, the log says that nothing was proven.
         config: the settings; default: file and environment.
         objects: more objects with `state_dict` and `load_state_dict`, by name (at a restore their tensors take memory twice).
 
@@ -99,6 +109,7 @@ class Checkpointer:
         overlap: bool | None = None,
         verify_capture: bool | None = None,
         on_durable: OnDurable | None = None,
+        prove: bool = False,
         config: Config | None = None,
         **objects: Any,
     ) -> None:
@@ -121,6 +132,9 @@ class Checkpointer:
         self._run: Run | None = None
         self._closed = False
         self._saving = 0  # the thread that saves now
+        self._early: Sequence[object] = ()
+        self._prove = prove
+        self._proof: Proof | None = None
         self.events = Events()
         self.last_restore: RestoreReport | None = None
         self.bubbles = Bubbles(schedule, self.events, named=True) if schedule is not None else None
@@ -158,12 +172,20 @@ class Checkpointer:
             train.
         """
         self._require_own()
+        if self._run is None:
+            self._early = early_iterators(sys._getframe(1), self._objects)
+            self._begin_proof()
+            if self._again is not None:
+                start = self._again.resume()
+                self.last_restore = RestoreReport(Version(1, start - 1), "the first steps are made again")
+                return start
         asked = self._asked(as_version(version), fresh=fresh, strict=strict, required=required)
         group = self._ranks()
         run = self._run
         if run is not None:
             run.lower.close()
             run.survivor.moved()
+            run.state.carried.begin()
             run.saver.settle(release=True)
             run.link.wait_mended(self._config.close_timeout_s)
         agree.same(group, "exclude", list(self._exclude))
@@ -184,7 +206,11 @@ class Checkpointer:
         survivor = run.survivor if run else Survivor(state, job=job.assembly.job_id, rank=rank, world_size=num_ranks)
         lower = Lower(job, state=state, link=link, storage=self._storage, config=self._config, events=self.events)
         steps = saver.fence.num_steps
-        run = Run(state, link, saver, job, schedule, recorder, durables, survivor, lower, optimizer_steps=steps)
+        start = 0 if report.version is None else report.version.step + 1
+        run = Run(
+            state, link, saver, job, schedule, recorder, durables, survivor, lower, start=start, optimizer_steps=steps
+        )
+        run.observer = self._observer(run, says=rank == 0)
         self._run = run
         self._signal.install()
         recorder.watch(self.bubbles)
@@ -194,18 +220,50 @@ class Checkpointer:
         beats.at_step(last)  # shown when it is told, not before
         return self._begin(run, report.version, restorer.recorded)
 
-    def step(self, step: int) -> SaveHandle | None:
-        """`step` is finished: saves if a cadence says so; stops with exit code 0 if SIGTERM was agreed on.
+    def carry(self, name: str, value: T) -> T:
+        """Returns what a value of the loop was at the step that was restored; `value` on a fresh start. Behind `restore`.
+
+        For what lives from one step to the next in names of the script: a batch that was fetched already, a best loss.
+
+            batch = checkpointer.carry("batch", next(batches))
+            for step in range(start, steps):
+                ...
+                checkpointer.step(step, batch=batch)
+
+        Args:
+            name: as which `step` is given it.
+            value: what it is on a fresh start: numbers, strings, tensors, and lists, tuples and dicts of these. Tensors come
+                back on the devices of its own.
 
         Raises:
-            UsageError: before `restore`, or not later than the step before. SystemExit: after a SIGTERM, once the
-            last save is durable.
+            UsageError: before `restore`, the name was asked for already, or a value that cannot be saved.
         """
+        carried = self._again.carried if self._again is not None else self._running().state.carried
+        taken: T = carried.take(name, value)
+        return taken
+
+    def step(self, step: int, **carry: Any) -> SaveHandle | None:
+        """`step` is finished: saves if a cadence says so; stops with exit code 0 if SIGTERM was agreed on.
+
+        Args:
+            step: its number; the first one is what `restore` returned.
+            carry: the values that `carry` was asked for, as the next step will find them; each rank its own.
+
+        Raises:
+            UsageError: before `restore`, not later than the step before, or before the one that `restore` returned; other
+            values than those that `carry` was asked for; `prove` found what differs after a restart. SystemExit: after a SIGTERM, once the last save is durable.
+        """
+        if self._again is not None:
+            self._again.again(step, carry, sys._getframe(1))
+            return None
         run = self._running()
-        if step <= run.step:
-            raise UsageError(
-                f"step {step} was reported after step {run.step}", remedy="report every finished step once"
-            )
+        one_more = run.observer.at(step, sys._getframe(1)) if run.observer is not None else False
+        reason = step_numbers.why_not(step, newest=run.step, start=run.start, one_more=one_more)
+        if reason is not None:
+            raise UsageError(reason.what, remedy=reason.remedy)
+        run.state.carried.give(step, carry)
+        if self._proof is not None:
+            self._proof.made(step, sys._getframe(1))
         run.step = step
         run.lower.before(run, step)
         run.recorder.step(step)
@@ -245,9 +303,12 @@ class Checkpointer:
 
         Raises:
             UsageError: before `restore`, an unknown level, a step before the last one saved, that one again after an
-                optimizer's step, or info that cannot be kept.
+                optimizer's step, info that cannot be kept, or values are carried and `step` was not told them before.
         """
+        if self._again is not None:
+            return never(step, as_level(level), "the first steps are made again")
         run = self._running()
+        run.state.carried.require(step)
         wanted = Level.DURABLE if also_to else as_level(level)
         if run.last is not None and step < run.last.version.step:
             raise UsageError(f"step {step} cannot be saved after step {run.last.version.step}")
@@ -270,6 +331,8 @@ class Checkpointer:
         Raises:
             LevelNotReached: names every version that is not, since the last call, with the reason.
         """
+        if self._again is not None:
+            return
         run = self._running()
         run.saver.settle()
         run.durables.flush(self._config.close_timeout_s if timeout_s is None else timeout_s)
@@ -469,6 +532,25 @@ class Checkpointer:
             self._save(run, version.step, Level.DURABLE)
         return version.step + 1
 
+    @property
+    def _again(self) -> Proof | None:
+        """The proof, in the child that makes the first steps again."""
+        return self._proof if self._proof is not None and self._proof.is_child else None
+
+    def _begin_proof(self) -> None:
+        """The first steps are made twice from here on, if that was asked for."""
+        if self._prove and self._proof is None:
+            group = self._ranks()
+            gathered = functools.partial(self._gatherer, group)
+            state = lambda: self._run.state if self._run is not None else gathered()  # noqa: E731
+            self._proof = Proof(self._objects, state, says=group.rank == 0)
+
+    def _observer(self, run: Run, *, says: bool) -> Observer:
+        """Who looks at the names of the script's loop."""
+        fence, carried = run.saver.fence, run.state.carried
+        early, self._early = self._early, ()
+        return Observer(self._objects, carried, start=run.start, count=lambda: fence.num_steps, early=early, says=says)
+
     def _new_durables(self, job: Job) -> Durables:
         """Rank 0 copies to further places; the others only wait for what they saved."""
 
@@ -570,6 +652,8 @@ class Checkpointer:
 
     def _leave(self, *, finished: bool, copy_s: float = 0.0) -> None:
         self._closed = True
+        if self._proof is not None:
+            self._proof.end()
         self._signal.remove()
         if self.bubbles is not None:
             self.bubbles.detach()

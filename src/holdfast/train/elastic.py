@@ -32,6 +32,7 @@ import logging
 import os
 import re
 import resource
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,6 +64,7 @@ from holdfast.train.agent import Agent
 from holdfast.train.compile_cache import CompileCache, make_cache
 from holdfast.train.control import Order
 from holdfast.train.early import Early
+from holdfast.train.exit_guard import ExitGuard
 from holdfast.train.moving import MovingRendezvous
 from holdfast.train.rules import EXIT_GRACE_S, Program, Rules
 from holdfast.train.supply import Supply
@@ -85,6 +87,7 @@ DEFAULT_MAX_RESTARTS = _Unsaid(3)
 KEEP_ALIVE = {"keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
 KEEP_ALIVE_MAX_NODES = 32
 MAX_DESCRIPTORS = 1 << 16
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # torch's own default
 # Behind the arguments of a launcher, and followed by a descriptor: be a nursery for it. No flag for people.
 AS_NURSERY = "--as-nursery-of-a-launcher"
 
@@ -241,8 +244,9 @@ def main(
         rules=_rules(args, settings, config, early),
     )
     code = 1
+    guard = ExitGuard(agent, _signals(config), grace_s=agent.grace_s, also_ends=lambda: [supply.nursery.pid])
     try:
-        code = launch(agent, spec, config)
+        code = guard.code = launch(agent, spec, config)
         if code == 0:
             aliases.tell_done(found)
         return code
@@ -252,6 +256,7 @@ def main(
             cache.close()
         if watch is not None:
             watch.close(code)
+        guard.close()
 
 
 def _cache(given: str | None, settings: Config) -> CompileCache | None:
@@ -404,12 +409,19 @@ def _is_given(args: argparse.Namespace, name: str) -> bool:
     return getattr(args, name, None) is not None or f"TORCH_ELASTIC_{name.upper()}" in os.environ
 
 
+def _signals(config: LaunchConfig) -> list[int]:
+    """Return the signals that tell the launcher to end."""
+    names = str(getattr(config, "signals_to_handle", SIGNALS)).split(",")
+    found = (getattr(signal, name.strip(), None) for name in names)
+    return [int(number) for number in found if isinstance(number, signal.Signals)]
+
+
 def launch(agent: Agent, spec: WorkerSpec, config: LaunchConfig) -> int:
     """Runs one agent until the job ends on this node; returns the exit code.
 
     `torch.distributed.launcher.api.launch_agent` with our agent, which it cannot be given.
     """
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = getattr(config, "signals_to_handle", SIGNALS)
     close_rendezvous = False  # only a job that is over closes it: other nodes may go on without this one
     try:
         code = record(_run_agent)(agent, str(spec.entrypoint), config) or 0

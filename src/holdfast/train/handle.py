@@ -172,3 +172,10 @@ def as_version(version: Version | str | None) -> Version | None:
     if parsed is None:
         raise UsageError(f"{version!r} is not a version", remedy="name it as `holdfast ls` does: i000001-s0000000120")
     return parsed
+
+
+def never(step: int, level: Level, reason: str) -> SaveHandle:
+    """Returns the handle of a save that is not made, and is given up for a reason."""
+    handle = SaveHandle(Version(1, step), level, client=lambda: None, settle=lambda: None, num_nodes=1, timeout_s=0.0)
+    handle.give_up(reason)
+    return handle

@@ -233,12 +233,17 @@ class Nursery:
     def close(self) -> None:
         """The nursery ends, and kills the workers that are left."""
         self._link.close()
-        deadline = time.monotonic() + CLOSE_S
+        killed, deadline = False, time.monotonic() + CLOSE_S
         try:
             while os.waitpid(self.pid, os.WNOHANG)[0] == 0:
+                if killed and time.monotonic() > deadline:
+                    logger.error(
+                        "process %d, from which workers were forked, does not die: it is left behind", self.pid
+                    )
+                    break
                 if time.monotonic() > deadline:  # it is stopped, or has no processor
                     os.kill(self.pid, signal.SIGKILL)
-                    deadline = math.inf
+                    killed, deadline = True, time.monotonic() + CLOSE_S
                 time.sleep(0.01)
         except ChildProcessError:
             pass  # somebody else asked

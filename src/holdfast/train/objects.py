@@ -18,7 +18,7 @@ from holdfast.tiers.values import TensorRef
 from holdfast.train.flatten import flatten
 from holdfast.train.live import LiveTensor
 from holdfast.train.parts import Collector, Loading, templates
-from holdfast.train.randomness import GeneratorState, ProcessRandomness
+from holdfast.train.randomness import GeneratorState, OwnRandomness, ProcessRandomness
 from holdfast.train.watch import same_objects
 
 # The method of an object that takes the states of all saved ranks, when another number of ranks goes on:
@@ -53,7 +53,7 @@ class StatefulPart:
 
     def __init__(self, name: str, stateful: Stateful) -> None:
         self.name = name
-        self.random = isinstance(stateful, GeneratorState | ProcessRandomness)
+        self.random = isinstance(stateful, GeneratorState | OwnRandomness | ProcessRandomness)
         self._object = stateful
         self._of_ranks: list[Any] | None = None
 

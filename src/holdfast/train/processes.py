@@ -195,10 +195,12 @@ class Workers(SubprocessContext):
 
     def dismiss_spares(self) -> None:
         """Those that wait for nothing any more end."""
-        for child, line, page in self._spares:
+        for child, _, _ in self._spares:
             child.send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + CLOSE_S
+        for child, line, page in self._spares:
             try:
-                child.wait(5)
+                child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 logger.warning("process %d, a spare, does not die", child.pid)
             line.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import array
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,3 +76,59 @@ class GeneratorState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues the sequence."""
         self._generator.set_state(state["state"])
+
+
+class OwnRandomness:
+    """One generator of Python's or NumPy's that the user owns: `random.Random`, `numpy.random.Generator`, `RandomState`.
+
+    Args:
+        read, write: how its place is read and set, as `random_state` tells.
+    """
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+        self._read, self._write = read, write
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generator's state, of plain values."""
+        return {"state": self._read()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues the sequence."""
+        self._write(state["state"])
+
+
+def random_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
+    """Returns how the place of a generator of random numbers is read and set; None for anything else."""
+    if isinstance(value, torch.Generator):
+        return lambda: value.get_state().numpy().tobytes(), lambda state: _set_torch(value, state)
+    if isinstance(value, random.Random):
+        if type(value) is not random.Random:
+            return None
+        return value.getstate, value.setstate
+    numpy = sys.modules.get("numpy")
+    if numpy is None or "random" not in vars(numpy):
+        return None
+    if isinstance(value, numpy.random.Generator):
+        bits = value.bit_generator
+        return lambda: _lists(bits.state), lambda state: setattr(bits, "state", _arrays(state))
+    if isinstance(value, numpy.random.RandomState):
+        return lambda: _lists(value.get_state(legacy=False)), lambda state: value.set_state(_arrays(state))
+    return None
+
+
+def _set_torch(generator: torch.Generator, state: bytes) -> None:
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _lists(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _lists(part) for key, part in tree.items()}
+    return {"array": tree.tolist(), "dtype": str(tree.dtype)} if hasattr(tree, "tolist") and tree.ndim else tree
+
+
+def _arrays(tree: Any) -> Any:
+    if isinstance(tree, dict) and tree.keys() == {"array", "dtype"}:
+        import numpy  # noqa: ICN001, PLC0415 - only a process that has such a generator comes here
+
+        return numpy.array(tree["array"], dtype=tree["dtype"])
+    return {key: _arrays(part) for key, part in tree.items()} if isinstance(tree, dict) else tree

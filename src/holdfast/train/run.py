@@ -16,6 +16,7 @@ from holdfast.train.remains import Survivor
 from holdfast.train.savers import AnySaver
 from holdfast.train.schedule import Schedule
 from holdfast.train.state import State
+from holdfast.train.usage.observer import Observer
 
 
 class Levels(Protocol):
@@ -44,11 +45,13 @@ class Run:
     durables: Durables
     survivor: Survivor
     lower: Levels
+    start: int = 0  # what `restore` returned
     step: int = -1  # the newest that was reported
     state_step: int = -1  # the newest step whose state we were given, by `step` or `save`
     optimizer_steps: int = 0  # made until then
     last: SaveHandle | None = None
     saved_steps: int = 0  # optimizer steps made until `last`
+    observer: Observer | None = None
     recent: deque[SaveHandle] = field(default_factory=lambda: deque(maxlen=4))  # saves, given up or not
 
     @property
@@ -61,7 +64,7 @@ class Run:
         """Why the objects do not hold the state of the last reported step any more; empty if they do, as far as is seen."""
         if self.saver.fence.num_steps != self.optimizer_steps:
             return "an optimizer made a step"
-        return self.survivor.why_changed()
+        return self.survivor.why_changed() or self.state.carried.why_changed()
 
     def at(self, step: int) -> None:
         """The objects hold the state after `step` now."""

@@ -30,6 +30,8 @@ from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError
 from holdfast.core.model import Shard
+from holdfast.train import loaders
+from holdfast.train.carried import CarriedPart
 from holdfast.train.layout_of import Layouts
 from holdfast.train.live import Gathered, Group, LiveTensor, LoadRecord, SavedTensor
 from holdfast.train.modules import ModelPart
@@ -37,7 +39,7 @@ from holdfast.train.objects import DictPart, InfoPart, ScalerState, Stateful, St
 from holdfast.train.optimizers import OptimizerPart
 from holdfast.train.overlooked import Overlooked
 from holdfast.train.parts import EXCLUDED, MEMORY_ORDER, Collector, Loading, Part, mismatch, twice
-from holdfast.train.randomness import GeneratorState, ProcessRandomness
+from holdfast.train.randomness import GeneratorState, OwnRandomness, ProcessRandomness, random_state
 from holdfast.train.watch import Tensors
 
 __all__ = ["Gathered", "Group", "LiveTensor", "LoadRecord", "SavedTensor", "State"]
@@ -45,14 +47,16 @@ __all__ = ["Gathered", "Group", "LiveTensor", "LoadRecord", "SavedTensor", "Stat
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _RNG = "rng"
 _INFO = "info"
+_CARRIED = "carried"
+_RESERVED = (_RNG, _INFO, _CARRIED, EXCLUDED, MEMORY_ORDER)
 
 
 class State:
     """All objects whose state makes training go on where it was.
 
     Args:
-        objects: name -> module, optimizer, object with `state_dict` and `load_state_dict`, `torch.Generator`, dict of
-            tensors; a list, tuple or dict of such objects gives `name.0`, `name.key`. None is left out.
+        objects: name -> module, optimizer, object with `state_dict` and `load_state_dict`, generator of random
+            numbers (torch's, NumPy's, Python's), `DataLoader`, dict of tensors; a list, tuple or dict of such objects gives `name.0`, `name.key`. None is left out.
         rank: this rank.
         world_size: number of ranks of the job.
         replicated: glob patterns of names (`model.pos_table`, `scheduler`, `ema.*`) that all ranks hold alike although
@@ -63,6 +67,7 @@ class State:
 
     Attributes:
         info: what a caller writes beside a save.
+        carried: values of the loop that live from step to step.
         excluded: what the version says of entries that were left out of it.
 
     Raises:
@@ -85,7 +90,8 @@ class State:
         self.excluded = InfoPart(EXCLUDED)
         self.excluded.value = {"patterns": list(exclude)} if exclude else {}
         self._order = InfoPart(MEMORY_ORDER)
-        self._parts += [self.info, self.excluded, self._order, StatefulPart(_RNG, ProcessRandomness())]
+        self.carried = CarriedPart(_CARRIED)
+        self._parts += [self.info, self.excluded, self._order, self.carried, StatefulPart(_RNG, ProcessRandomness())]
         self._lasting = Collector(self._layouts)
         self._overlooked = Overlooked(self._in_no_version)
         self._watch: Tensors | None = None
@@ -356,8 +362,8 @@ def _order(part: Part) -> int:
 
 def _parts(objects: Mapping[str, Any]) -> Iterator[Part]:
     for name, value in objects.items():
-        if not _NAME.match(name) or name in (_RNG, _INFO, EXCLUDED, MEMORY_ORDER):
-            remedy = f"choose an identifier other than {_RNG!r}, {_INFO!r}, {EXCLUDED!r} and {MEMORY_ORDER!r}"
+        if not _NAME.match(name) or name in _RESERVED:
+            remedy = f"choose an identifier other than {', '.join(map(repr, _RESERVED))}"
             raise UsageError(f"an object cannot be called {name!r}", remedy=remedy)
         yield from _parts_of(name, value)
 
@@ -391,4 +397,8 @@ def _part(name: str, value: Any) -> Part | None:
         return StatefulPart(name, ScalerState(value))
     if isinstance(value, torch.Generator):
         return StatefulPart(name, GeneratorState(value))
+    if loaders.is_plain(value):
+        return StatefulPart(name, loaders.place_of(value))
+    if (found := random_state(value)) is not None:
+        return StatefulPart(name, OwnRandomness(*found))
     return StatefulPart(name, value) if isinstance(value, Stateful) and not isinstance(value, type) else None

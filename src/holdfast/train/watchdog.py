@@ -168,6 +168,16 @@ class Watchdog:
         self.journal.progress(now, self._workers_read())
         return orders
 
+    def why_hopeless(self, now: float, ranks: Sequence[int]) -> str:
+        """Returns why none of these ranks will do anything any more, when their job was told to end; empty if one may.
+
+        Args:
+            now: monotonic.
+            ranks: those that have not ended.
+        """
+        sights = [self._look(rank, worker, now) for rank, worker in self._workers.items() if rank in ranks]
+        return self._watch.why_hopeless(now, sights) if len(sights) == len(ranks) else ""
+
     def incident(self, facts: dict[str, Any]) -> None:
         """A recovery is over: one box for people, one line for programs."""
         self.journal.incident(facts)

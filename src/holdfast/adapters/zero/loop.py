@@ -10,6 +10,7 @@ all steps are made the loop yields nothing, and what lies behind it runs with ev
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -25,10 +26,11 @@ from holdfast.adapters.zero.changes import Changed, Changes
 from holdfast.adapters.zero.objects import Kept, sort_out
 from holdfast.adapters.zero.reach import MAX_ELEMENTS, Look, Reach, is_plain
 from holdfast.adapters.zero.script import Loop
-from holdfast.adapters.zero.selfcheck import SelfCheck
 from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
 from holdfast.train import agree, alive
 from holdfast.train.layout_of import local_of
+from holdfast.train.state import State
+from holdfast.train.usage.selfcheck import SelfCheck
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +84,7 @@ class KeptLoop:
             return iter(steps)
         checkpointer, carried, check = kept
         if len(steps) >= MIN_STEPS:
-            check.begin()
+            check.begin(carried.objects)
         return (
             self._rehearsed(steps, carried, check) if check.child else self._kept(steps, checkpointer, carried, check)
         )
@@ -131,7 +133,9 @@ class KeptLoop:
         checkpointer = Checkpointer(self._root, **objects)
         if group.rank == 0:
             say(f"this script is kept in {self._root}: {', '.join(sorted(found.objects))}")
-        return checkpointer, carried, SelfCheck(objects, clock=self._loop.reads_clock)
+        carried.objects = objects
+        make = functools.partial(State, objects, rank=0, world_size=1)
+        return checkpointer, carried, SelfCheck(make, clock=self._loop.reads_clock)
 
     def _kept(self, steps: range, checkpointer: Checkpointer, carried: _Carried, check: SelfCheck) -> Iterator[int]:
         try:
@@ -161,7 +165,7 @@ class KeptLoop:
                     continue  # gradients are on their way
                 if not carried.note(number):
                     continue  # what lies behind the loop could not be run again
-                carried.doubt(check.made(number))
+                carried.doubt(_differs(check.made(number, {})))
                 if carried.unsure and carried.alone:
                     check.end()
                     _close(checkpointer)  # what was saved before that is right
@@ -208,6 +212,12 @@ def _close(checkpointer: Checkpointer) -> None:
         checkpointer.close()
     except LevelNotReached as error:
         say(f"the last step is not durable: {error}")
+
+
+def _differs(name: str) -> str:
+    if not name:
+        return ""
+    return f"a rehearsal of a restart differs in {name!r}: some state that its steps depend on is in no version"
 
 
 def _changes(loop: Loop, names: Names, kept: Kept) -> Changes:
@@ -282,6 +292,7 @@ class _Carried:
         unsure: why no version of this run can be right any more.
         alone: whether this rank is the job.
         stepped: the parameters that the optimizer steps.
+        objects: what is saved, by name.
     """
 
     def __init__(self, loop: Loop, steps: range, names: Names, changes: Changes, group: agree.Ranks) -> None:
@@ -289,6 +300,7 @@ class _Carried:
         self._rank = group.rank
         self.alone = group.world_size == 1
         self.stepped: list[torch.Tensor] = []
+        self.objects: dict[str, Any] = {}
         self.value: int | None = None
         self.restored: dict[str, Any] | None = None
         self.refused = self.unsure = ""

@@ -20,8 +20,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from holdfast.adapters.zero.reach import STANDING, is_plain, random_state
+from holdfast.adapters.zero.reach import STANDING, is_plain
 from holdfast.train.objects import Stateful
+from holdfast.train.randomness import random_state
 
 _CONSTANT = (type(None), bool, int, float, complex, str, bytes, *STANDING)
 _CONTAINERS = (list, dict, set, deque)

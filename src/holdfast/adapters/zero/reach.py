@@ -24,7 +24,6 @@ import itertools
 import logging
 import os
 import pathlib
-import random
 import re
 import sys
 import types
@@ -45,6 +44,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from holdfast.base.errors import HoldfastError
 from holdfast.tiers import values as value_codec
 from holdfast.train.layout_of import local_of
+from holdfast.train.randomness import random_state
 
 # Of a container of containers with more elements so many are looked at, of a larger tensor or array so many elements.
 MAX_ELEMENTS, MAX_BYTES, NUM_SPOTS = 4096, 4 << 20, 64
@@ -628,40 +628,3 @@ def _of_array(value: Any) -> object:
     if flat.nbytes > MAX_BYTES:
         return (*facts, xxhash.xxh3_64_digest(flat[:: flat.size // NUM_SPOTS].tobytes() + flat[-NUM_SPOTS:].tobytes()))
     return (*facts, xxhash.xxh3_64_digest(flat.tobytes()))
-
-
-def random_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
-    """Returns how the place of a generator of random numbers is read and set; None for anything else."""
-    if isinstance(value, torch.Generator):
-        return lambda: value.get_state().numpy().tobytes(), lambda state: _set_torch(value, state)
-    if isinstance(value, random.Random):
-        if type(value) is not random.Random:
-            return None
-        return value.getstate, value.setstate
-    numpy = sys.modules.get("numpy")
-    if numpy is None or "random" not in vars(numpy):
-        return None
-    if isinstance(value, numpy.random.Generator):
-        bits = value.bit_generator
-        return lambda: _lists(bits.state), lambda state: setattr(bits, "state", _arrays(state))
-    if isinstance(value, numpy.random.RandomState):
-        return lambda: _lists(value.get_state(legacy=False)), lambda state: value.set_state(_arrays(state))
-    return None
-
-
-def _set_torch(generator: torch.Generator, state: bytes) -> None:
-    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-
-def _lists(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: _lists(part) for key, part in tree.items()}
-    return {"array": tree.tolist(), "dtype": str(tree.dtype)} if hasattr(tree, "tolist") and tree.ndim else tree
-
-
-def _arrays(tree: Any) -> Any:
-    if isinstance(tree, dict) and tree.keys() == {"array", "dtype"}:
-        import numpy  # noqa: ICN001, PLC0415 - only a process that has such a generator comes here
-
-        return numpy.array(tree["array"], dtype=tree["dtype"])
-    return {key: _arrays(part) for key, part in tree.items()} if isinstance(tree, dict) else tree

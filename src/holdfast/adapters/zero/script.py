@@ -20,9 +20,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
-from holdfast.adapters.zero.names import Function, Functions, Reader, loaded, stored
+from holdfast.train.usage.names import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
 
 HOOK = "__holdfast_kept__"
 # Why a script that calls us by itself is left alone.
@@ -35,11 +34,8 @@ _NUMBER_FUNCTIONS = {"float", "int", "bool"}
 
 # Words of scripts that look for a file of their own and go on from it.
 _READS = {"exists", "isfile", "is_file", "isdir", "is_dir", "glob", "listdir", "open", "read_text", "read_bytes"}
-_CLOCKS = {"time", "perf_counter", "monotonic", "process_time", "datetime", "time_ns", "perf_counter_ns"}
 # Calls by which names are read that the text does not name.
 _BY_TEXT = {"globals", "locals", "eval", "exec"}
-
-_Scope: TypeAlias = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +94,19 @@ def find(source: str) -> Loop | str:
     ):
         return f"the loop of line {loop.lineno} does not simply count: for step in range(...)"
     scope = _scope_of(tree, loop)
-    if any(isinstance(node, ast.Yield | ast.YieldFrom | ast.Await) for node in _own(scope)):
+    if any(isinstance(node, ast.Yield | ast.YieldFrom | ast.Await) for node in own(scope)):
         return f"the loop of line {loop.lineno} stands in a generator, whose caller runs between two steps"
     return _described(tree, loop, loop.target.id, scope, functions)
 
 
-def _described(tree: ast.Module, loop: ast.For, target: str, scope: _Scope, functions: dict[str, Function]) -> Loop:
+def _described(tree: ast.Module, loop: ast.For, target: str, scope: Scope, functions: dict[str, Function]) -> Loop:
     known = Functions(tree)
     reader = Reader({target}, known)
     done = reader.body(loop.body)
     sets = stored(loop.body) | {target}
     # What the function of the loop declares to be somebody else's may be read anywhere.
     outside = loaded(scope.body, without=loop) | {
-        name for node in _own(scope) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names
+        name for node in own(scope) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names
     }
     early = reader.early | (known.ambient - {target}) | _read_by_text(tree, loop)
     carried = sorted((early & (sets - {target})) | ((sets - done) & outside))
@@ -134,7 +130,7 @@ def _described(tree: ast.Module, loop: ast.For, target: str, scope: _Scope, func
         numbers=numbers,
         sets=frozenset(sets),
         clears=clears,
-        reads_clock=bool(words & _CLOCKS),
+        reads_clock=bool(words & CLOCKS),
         reads_files=any(word in _READS or word.startswith(("load", "resume", "restore")) for word in words),
         bounds=frozenset(bounds),
         lines=tuple(sorted(lines.items())),
@@ -179,23 +175,13 @@ def _is_range(node: ast.expr) -> bool:
     )
 
 
-def _scope_of(tree: ast.Module, loop: ast.For) -> _Scope:
+def _scope_of(tree: ast.Module, loop: ast.For) -> Scope:
     """Returns the innermost function around the loop, or the script."""
-    found: _Scope = tree
+    found: Scope = tree
     for node in ast.walk(tree):
         if isinstance(node, Function) and any(inner is loop for inner in ast.walk(node)):
             found = node  # ast.walk goes from the outside in
     return found
-
-
-def _own(scope: _Scope) -> Iterator[ast.AST]:
-    """Yields the nodes of a scope without those of functions and classes in it."""
-    waiting: list[ast.AST] = list(scope.body)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if not isinstance(node, Function | ast.Lambda | ast.ClassDef):
-            waiting += ast.iter_child_nodes(node)
 
 
 def _read_by_text(tree: ast.Module, loop: ast.For) -> set[str]:
@@ -212,7 +198,7 @@ def _read_by_text(tree: ast.Module, loop: ast.For) -> set[str]:
     return {node.id for node in names if isinstance(node.ctx, ast.Store)}
 
 
-def _only_numbers(scope: _Scope, loop: ast.For, name: str) -> bool:
+def _only_numbers(scope: Scope, loop: ast.For, name: str) -> bool:
     """Tell whether outside of the loop nothing is asked of a name but its number: `x.item()`, `float(x)`, `f"{x:.3f}"`."""
     inside = {id(node) for node in ast.walk(loop)}
     plain: set[int] = set()
@@ -290,7 +276,7 @@ def _root(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def _rewrite(scope: _Scope, loop: ast.For, carried: Sequence[str], after: Sequence[str]) -> None:
+def _rewrite(scope: Scope, loop: ast.For, carried: Sequence[str], after: Sequence[str]) -> None:
     loop.iter = ast.Call(ast.Name(HOOK, ast.Load()), [loop.iter], [])
     loop.body = [new for statement in loop.body for new in _Leaving.of(statement)]
     if carried:

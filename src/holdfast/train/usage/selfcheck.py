@@ -1,18 +1,19 @@
-"""Runs the first steps of a kept loop twice and compares: in this process, and in a child as a restart would run them.
+"""Makes the first steps of a loop twice and compares: in this process, and in a child as a restart would make them.
 
-The child is forked when the loop begins, before any step, so it is what a script that was started again is at that place. It
-waits. Behind the `BEFORE`-th step it gets what a version of that step holds, takes it over as a restore does, and runs the
-script's own loop from there. Both tell digests of everything that a version holds behind each of the next `COMPARED` steps. What
-differs shows state that no version has. Until that is known nothing is saved; if something differs the loop is not kept.
+The child is forked before any step, where a script that was started again would go on from a version, so it is what such a script is at
+that place. It waits. Behind the `BEFORE`-th optimizer step it gets what a version of that step holds, takes it over as a restore does, and runs
+the script's own loop from there. Both tell digests of everything that a version holds behind each of the next `COMPARED` steps. What
+differs shows state that no version has.
 
 The steps of this process are those of the script, made once. The child must not be noticed: it is shut in (`sandbox.py`) before it
-runs a line, so a script that writes, sends or starts something in its first steps ends it, and is not rehearsed. Nor is a job of several
-ranks or on an accelerator (neither survives a fork), one with several threads of computation (they do not either, and one sums otherwise),
-or one of much state. There the comparison at every step (`changes.py`) is all that is relied on.
+runs a line, so a script that writes, sends or starts something in its first steps ends it, and nothing is compared. Nor is it in a job of several
+ranks or on an accelerator (neither survives a fork), in one with several threads of computation (they do not either, and one sums otherwise),
+or of much state. Used for kept loops by `adapters.zero.loop`, which saves nothing until it knows, and by `proof.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -21,20 +22,20 @@ import struct
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 import torch
 import xxhash
 from torch import distributed as dist
 
-from holdfast.adapters.zero import sandbox
 from holdfast.core.model import Shard
 from holdfast.tiers import values as value_codec
 from holdfast.train import beats, devices
 from holdfast.train.layout_of import local_of
 from holdfast.train.live import Group, SavedTensor
 from holdfast.train.state import State
+from holdfast.train.usage import sandbox
 
 logger = logging.getLogger(__name__)
 
@@ -65,18 +66,20 @@ class SelfCheck:
     """One comparison.
 
     Args:
-        objects: what is saved, by name.
+        state: makes, or finds, the state of what is saved.
         clock: whether the script reads a clock: numbers that differ are no sign then.
 
     Attributes:
+        state: the state of what is saved, asked for when it is needed first.
+        reason: why nothing is compared; empty as long as that is not so.
         pending: whether it is not known yet what came of it.
         child: whether this is the child.
     """
 
-    def __init__(self, objects: Mapping[str, Any], *, clock: bool) -> None:
-        self._objects = objects
+    def __init__(self, state: Callable[[], State], *, clock: bool) -> None:
+        self.state = functools.cache(state)
         self._clock = clock
-        self._state: State | None = None
+        self.reason = ""
         self._made = 0
         self._digests: list[dict[str, str]] = []
         self._began_s = 0.0
@@ -85,11 +88,10 @@ class SelfCheck:
         self.child = False
         self.pending = False
 
-    def begin(self) -> None:
-        """Forks the child, if that can be done."""
-        reason = self._why_not()
-        if reason:
-            logger.info("the first steps are not rehearsed: %s", reason)
+    def begin(self, objects: Mapping[str, Any]) -> None:
+        """Forks the child, if that can be done with these objects."""
+        if reason := _why_not(objects):
+            self._give_up(reason)
             return
         ours, theirs = socket.socketpair()
         parent = os.getpid()
@@ -121,33 +123,53 @@ class SelfCheck:
             count: steps that optimizers have made.
         """
         try:
-            assert self._line is not None
-            descriptor = self._line.fileno()
-            version = msgspec.msgpack.decode(_receive(lambda size: os.read(descriptor, size)), type=_Version)
-            state = self._of()
-            state.trained()
-            self._take(state, version)
+            first = self.taken() + 1
             given()
-            told: list[dict[str, str]] = []
-            for number in range(version.number + 1, len(steps)):
+            for number in range(first, len(steps)):
                 before = count()
                 yield steps[number]
                 if count() == before:
                     continue
                 carried.note(number)
-                told.append(self._digest(state))
-                if len(told) == COMPARED:
-                    break
-            data = memoryview(_framed(msgspec.msgpack.encode(told)))
-            while data:
-                data = data[os.write(descriptor, data) :]
+                self.told({})
+            self.tell()
         finally:  # an error of the script, a `break`, or all is said: in any case nothing more of the script runs
             os._exit(0)
 
-    def made(self, number: int) -> str:
-        """Tells of an optimizer's step of the script, behind step `number`; returns what differs, empty if nothing does.
+    def taken(self) -> int:
+        """Waits for the version, in the child, and takes it over; returns the step that it is behind."""
+        assert self._line is not None
+        descriptor = self._line.fileno()
+        version = msgspec.msgpack.decode(_receive(lambda size: os.read(descriptor, size)), type=_Version)
+        state = self.state()
+        state.trained()
+        self._take(state, version)
+        return version.number
+
+    def told(self, beside: Mapping[str, str]) -> None:
+        """Notes a step of the child in which an optimizer stepped; the process ends with the last that is compared."""
+        self._digests.append({**beside, **self._digest(self.state())})
+        if len(self._digests) == COMPARED:
+            self.tell()
+
+    def tell(self) -> NoReturn:
+        """Ends the child, and tells what its steps were."""
+        try:
+            assert self._line is not None
+            data = memoryview(_framed(msgspec.msgpack.encode(self._digests)))
+            while data:
+                data = data[os.write(self._line.fileno(), data) :]
+        finally:
+            os._exit(0)
+
+    def made(self, number: int, beside: Mapping[str, str]) -> str:
+        """Tells of an optimizer's step of the script, behind step `number`; returns the name of what differs; empty if nothing does.
 
         Waits for the child behind the last step that is compared, but not for long.
+
+        Args:
+            number: of the step.
+            beside: more that is compared, by name: digests of what is in no version.
         """
         if not self.pending:
             return ""
@@ -156,11 +178,11 @@ class SelfCheck:
             if self._made == BEFORE:
                 self._show(number)
             elif self._made > BEFORE:
-                self._digests.append(self._digest(self._of()))
+                self._digests.append({**beside, **self._digest(self.state())})
             if len(self._digests) == COMPARED:
                 return self._judge()
         except Exception as error:  # noqa: BLE001 - objects of other people are asked, and training must go on
-            logger.info("the first steps are not rehearsed: %s: %s", type(error).__name__, error)
+            self._give_up(f"{type(error).__name__}: {error}")
             self.end()
         return ""
 
@@ -173,27 +195,12 @@ class SelfCheck:
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
 
-    def _why_not(self) -> str:
-        if not sandbox.available():
-            return "a process cannot be shut in here"
-        if dist.is_available() and dist.is_initialized():
-            return "there is a process group, which does not survive a fork"
-        on_device = any(local_of(tensor).device.type != "cpu" for tensor in _tensors(self._objects))
-        if on_device or devices.in_use() is not None:
-            return "an accelerator is used, which does not survive a fork"
-        if torch.get_num_threads() > 1:
-            return "torch computes with several threads, which do not survive a fork"
-        if sum(t.nbytes for t in _tensors(self._objects)) > MAX_BYTES:
-            return f"more than {MAX_BYTES >> 20} MiB of tensors"
-        return "memory is shared with others" if sandbox.shares_memory() else ""
-
-    def _of(self) -> State:
-        if self._state is None:
-            self._state = State(self._objects, rank=0, world_size=1)
-        return self._state
+    def _give_up(self, reason: str) -> None:
+        self.reason = reason
+        logger.info("the first steps are not rehearsed: %s", reason)
 
     def _show(self, number: int) -> None:
-        gathered = self._of().gather()
+        gathered = self.state().gather()
         assert self._line is not None
         version = _Version(
             number,
@@ -236,20 +243,31 @@ class SelfCheck:
             data = b""
         self.end()
         if not data:
-            logger.info(
-                "the first steps are not rehearsed: the child ended, or took too long: it was not allowed something"
-            )
+            self._give_up("the child ended, or took too long: it was not allowed something")
             return ""
         told = msgspec.msgpack.decode(data, type=list[dict[str, str]])
         for here, there in zip(self._digests, told, strict=False):
             different = [name for name in (*here, *there) if here.get(name) != there.get(name)]
             if different:
-                return (
-                    f"a rehearsal of a restart differs in {different[0]!r}: some state that its steps depend on is in no "
-                    f"version"
-                )
+                return different[0]
         logger.info("%d steps were rehearsed as a restart would make them, and were the same", len(told))
         return ""
+
+
+def _why_not(objects: Mapping[str, Any]) -> str:
+    """Returns what keeps a child from making steps; empty if nothing does."""
+    if not sandbox.available():
+        return "a process cannot be shut in here"
+    if dist.is_available() and dist.is_initialized():
+        return "there is a process group, which does not survive a fork"
+    on_device = any(local_of(tensor).device.type != "cpu" for tensor in _tensors(objects))
+    if on_device or devices.in_use() is not None:
+        return "an accelerator is used, which does not survive a fork"
+    if torch.get_num_threads() > 1:
+        return "torch computes with several threads, which do not survive a fork"
+    if sum(t.nbytes for t in _tensors(objects)) > MAX_BYTES:
+        return f"more than {MAX_BYTES >> 20} MiB of tensors"
+    return "memory is shared with others" if sandbox.shares_memory() else ""
 
 
 def _tensors(objects: Mapping[str, Any]) -> Iterator[torch.Tensor]:

@@ -12,6 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+Scope: TypeAlias = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
+# Words that read a clock: what comes from one is no state of the training.
+CLOCKS = {"time", "perf_counter", "monotonic", "process_time", "datetime", "time_ns", "perf_counter_ns"}
 _LEAVES = (ast.Continue, ast.Break, ast.Return)
 _OWN_LOOP = (ast.For, ast.AsyncFor, ast.While)
 _COMPREHENSION = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -61,6 +64,16 @@ def _bound(node: ast.AST) -> Iterator[str]:
         yield node.rest
 
 
+def own(scope: Scope) -> Iterator[ast.AST]:
+    """Yields the nodes of a scope without those of functions and classes in it."""
+    waiting: list[ast.AST] = list(scope.body)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, Function | ast.Lambda | ast.ClassDef):
+            waiting += ast.iter_child_nodes(node)
+
+
 class Functions:
     """The functions of a script, by name: what calls of them read.
 
@@ -106,15 +119,20 @@ class Reader:
     Args:
         known: names that are set before.
         functions: what calls read.
+        exits: what is set where a step ends early; by default a list of its own.
+        runs: the body of an inner loop, and of a `try`, counts as run once: for who tells rather one name too few.
 
     Attributes:
         early: names that are read where they may not have been set in this step.
     """
 
-    def __init__(self, known: set[str], functions: Functions, exits: list[set[str]] | None = None) -> None:
+    def __init__(
+        self, known: set[str], functions: Functions, exits: list[set[str]] | None = None, *, runs: bool = False
+    ) -> None:
         self._known = known
         self._functions = functions
         self._exits: list[set[str]] = [] if exits is None else exits
+        self._runs = runs
         self.early: set[str] = set()
 
     def body(self, statements: Sequence[ast.stmt]) -> set[str]:
@@ -155,13 +173,15 @@ class Reader:
         for branch in branches:
             # A `break` of an inner loop ends that one; what is set in its body is not surely set anyway.
             exits = [] if isinstance(statement, _OWN_LOOP) else self._exits
-            inner = Reader(with_heads | caught, self._functions, exits)
+            inner = Reader(with_heads | caught, self._functions, exits, runs=self._runs)
             ends.append(inner.run(branch))
             self.early |= inner.early
         if isinstance(statement, ast.With | ast.AsyncWith):
             return with_heads if _suppresses(statement) else ends[0]
         if isinstance(statement, ast.If) and statement.orelse:
             return ends[0] & ends[1]
+        if self._runs and isinstance(statement, (*_OWN_LOOP, ast.Try)):
+            return ends[0]
         return set(done)
 
     def _read(self, nodes: Sequence[ast.AST], done: set[str]) -> None:

@@ -1,0 +1,145 @@
+"""Where loaders that Accelerate prepared are, so that a run that goes on reads the rows that an undisturbed one would.
+
+A script that goes on within an epoch skips the batches that were trained (`accelerator.skip_first_batches`). That gives the right
+rows only if the epoch has the order that it had: the order is drawn when an epoch begins, from random numbers of that moment. So
+these are noted in every sampler, at the first row of an epoch; a run that goes on within the epoch begins it with them, and
+takes those of the version when the first row is drawn. Called by `adapters.huggingface.wrap`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.utils.data
+
+from holdfast.train.randomness import ProcessRandomness
+
+
+class Loaders:
+    """The loaders of an Accelerator, as an object with a state.
+
+    Args:
+        accelerator: after `prepare`.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self._begun = [_Beginning(loader, accelerator.gradient_state) for loader in accelerator._dataloaders]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch and place of every loader, the count of batches of the accumulation, random numbers."""
+        states = [begun.state() for begun in self._begun]
+        return {"loaders": states, "batches": self._accelerator.step, "random": ProcessRandomness().state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Each loader's next epoch is the one that the version was in, or that would have followed."""
+        self._accelerator.step = state["batches"]
+        for begun, of_one in zip(self._begun, state["loaders"], strict=False):
+            begun.load(of_one, state["random"])
+
+
+class _Beginning:
+    """How the epoch of a loader began.
+
+    Args:
+        loader: one that Accelerate prepared.
+        gradients: Accelerate's `GradientState`, which knows the loader that is being read.
+    """
+
+    def __init__(self, loader: Any, gradients: Any) -> None:
+        self._loader = loader
+        self._gradients = gradients
+        self._sampler = _sampler_of(loader)
+        self._then: dict[str, Any] = {}
+        self._resumed: dict[str, Any] | None = None
+        if self._sampler is not None:
+            self._sampler.__class__ = _telling(type(self._sampler))
+            self._sampler.holdfast_begins = self.rows
+
+    def state(self) -> dict[str, Any]:
+        """The place; within an epoch also how that began."""
+        reading = self._reading()
+        ended = reading is not None and bool(reading.end_of_dataloader)
+        loader = self._loader if reading is None else reading
+        state = {
+            "iteration": getattr(loader, "iteration", 0) + ended,
+            "within": reading is not None and not ended,
+            "generator": _state_of(self._generator()),
+            "begun": self._then if reading is not None and not ended else {},
+        }
+        if getattr(loader, "use_stateful_dataloader", False):
+            state["position"] = loader.state_dict()
+        return state
+
+    def load(self, state: dict[str, Any], random: dict[str, Any]) -> None:
+        """The next epoch is the one that was broken off, or the one behind it."""
+        if hasattr(self._loader, "iteration"):
+            self._loader.iteration = state["iteration"]
+        generator = self._generator()
+        if generator is not None and state["generator"] is not None:
+            generator.set_state(state["generator"])
+        # A loader at its end would make two iterators for the next epoch, and each draws a number.
+        unlisted = isinstance(self._loader.dataset, torch.utils.data.IterableDataset)
+        if "position" in state and (state["within"] or unlisted):
+            self._loader.load_state_dict(state["position"])
+        self._resumed = {**state["begun"], "now": random} if state["begun"] else None
+
+    def rows(self, make: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+        """What the sampler draws, in an epoch that begins now or went on elsewhere."""
+        resumed, self._resumed = self._resumed, None
+        generator = self._generator()
+        if resumed is not None:
+            ProcessRandomness().load_state_dict(resumed["random"])
+            if generator is not None and resumed["generator"] is not None:
+                generator.set_state(resumed["generator"])
+        self._then = {"random": ProcessRandomness().state_dict(), "generator": _state_of(generator)}
+        rows = iter(make())
+        first = next(rows, None)
+        if resumed is not None:
+            ProcessRandomness().load_state_dict(resumed["now"])
+        if first is not None:
+            yield first
+            yield from rows
+        reading = self._reading()
+        if reading is not None and reading is not self._loader:  # one that skips, which counts for itself alone
+            self._loader.iteration = reading.iteration + 1
+
+    def _reading(self) -> Any:
+        """The loader that is being read now, if it is this one or one that skips batches of it."""
+        active = self._gradients.active_dataloader
+        if active is None or self._sampler is None:
+            return active if active is self._loader else None
+        return active if _sampler_of(active) is self._sampler else None
+
+    def _generator(self) -> torch.Generator | None:
+        found = getattr(self._sampler, "generator", None)
+        return found if isinstance(found, torch.Generator) else None
+
+
+def _telling(kind: type[Any]) -> type[Any]:
+    """Returns a class of samplers that tell `holdfast_begins` when they begin; it has one base, or no sampler could change to it."""
+    if hasattr(kind, "holdfast_draws"):
+        return kind
+
+    def begins(sampler: Any) -> Iterator[Any]:
+        rows: Iterator[Any] = sampler.holdfast_begins(lambda: kind.__iter__(sampler))
+        return rows
+
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__iter__": begins, "holdfast_draws": True})
+
+
+def _state_of(generator: torch.Generator | None) -> torch.Tensor | None:
+    return None if generator is None else generator.get_state()
+
+
+def _sampler_of(loader: Any) -> Any:
+    """Returns the sampler of single rows below whatever stands around it; None for data without one."""
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    if sampler is None:  # batches that a sampler in the place of one for rows makes
+        sampler = getattr(loader, "sampler", None)
+    while hasattr(sampler, "batch_sampler"):
+        sampler = sampler.batch_sampler
+    found = getattr(sampler, "sampler", None)
+    return found if isinstance(found, torch.utils.data.Sampler) else None

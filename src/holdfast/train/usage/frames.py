@@ -1,0 +1,65 @@
+"""The frames of the user's own code: which one a call of ours came from, and what its names mean there.
+
+Code of the user's is what lies neither in an installed package nor in the standard library nor in holdfast.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import os
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_INSTALLED = {"site-packages", "dist-packages"}
+_LIBRARY = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
+# Our methods that look at who called them.
+_METHODS = {"step", "restore"}
+_OURS = str(Path(__file__).resolve().parents[2]) + os.sep
+
+
+def users(frame: FrameType | None) -> FrameType | None:
+    """Returns the frame that called us, if it is the user's; None if a library, or an adapter of ours, stands between.
+
+    Args:
+        frame: the one that called a method of the Checkpointer.
+    """
+    while frame is not None and frame.f_code.co_name in _METHODS and _is_ours(frame):
+        frame = frame.f_back
+    return frame if frame is not None and is_users(frame) else None
+
+
+def is_users(frame: FrameType) -> bool:
+    """Tell whether the user wrote the code of a frame, and its text is there."""
+    file = frame.f_code.co_filename
+    if file.startswith(("<", _LIBRARY)) or _is_ours(frame) or _INSTALLED & set(file.split(os.sep)):
+        return False
+    return bool(linecache.getlines(file))
+
+
+def text(frame: FrameType) -> str:
+    """Returns the text of the file of a frame."""
+    return "".join(linecache.getlines(frame.f_code.co_filename))
+
+
+def names(frame: FrameType) -> Mapping[str, Any]:
+    """Returns what names mean in a frame: its own, and those of its file."""
+    return {**frame.f_globals, **own(frame)}
+
+
+def own(frame: FrameType) -> Mapping[str, Any]:
+    """Returns a frame's own names; it keeps nothing of that alive.
+
+    Before Python 3.13 a function's frame keeps what it was asked for until it ends: a batch, a loss with all its graph.
+    """
+    found = dict(frame.f_locals)
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(frame.f_locals) is dict:
+        frame.f_locals.clear()
+    return found
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return os.path.abspath(frame.f_code.co_filename).startswith(_OURS)

@@ -1,0 +1,344 @@
+"""A fit of Lightning that is killed once at a named moment, and what it ended with. Not a test itself.
+
+lightning_story.py ROOT FACTS --plan PLAN [--kill MOMENT:STEP] [--of RANK] [--term] [--ranks N] [--zero]
+
+MOMENT: begin (of a batch), val (a batch of the validation), batch (behind it, in a callback that is listed last), epoch (in
+`on_train_epoch_end` of that callback), end (in `on_train_end`); STEP: optimizer steps that were made then. FACTS: a file that is
+written at the end. --of: the rank, or -1 for all. --term: SIGTERM instead of SIGKILL. --zero: no line of holdfast in the
+script. With --serve instead of all that: reads words from standard input, a
+list in JSON for each life, and makes a life of each in a fork.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.loggers.logger import Logger
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from holdfast.adapters.lightning import keeper
+
+WIDTH, ROWS, BATCH = 8, 48, 4
+EPOCH = ROWS // BATCH
+PLANS: dict[str, dict[str, Any]] = {
+    "whole": {"max_epochs": 2, "val_check_interval": 5},
+    "limit": {"max_epochs": 3, "limit_train_batches": 10, "val_check_interval": 5},
+    "accumulate": {"max_epochs": 3, "limit_train_batches": 10, "accumulate_grad_batches": 3, "val_check_interval": 3},
+    "steps": {"max_steps": 17, "max_epochs": -1, "val_check_interval": 4, "check_val_every_n_epoch": None},
+    "plateau": {"max_epochs": 2, "val_check_interval": 4},
+    "stops": {"max_epochs": 4, "val_check_interval": 2},
+    "manual": {"max_epochs": 2, "val_check_interval": 5},
+    "iterable": {"max_epochs": 2, "val_check_interval": 5},
+    "workers": {"max_epochs": 2, "val_check_interval": 5},
+    "saves": {"max_epochs": 2, "val_check_interval": 3},
+    "seldom": {"max_epochs": 2, "val_check_interval": 5},
+    "average": {"max_epochs": 2, "val_check_interval": 5},
+    "own": {"max_epochs": 2, "limit_train_batches": 7},
+    "compiled": {"max_epochs": 2, "val_check_interval": 5},
+    "endless": {"max_epochs": 3, "limit_train_batches": 6, "limit_val_batches": 0},
+}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows in order, of a number that nobody tells, with a place of its own; another order in each epoch."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows, self.place, self.epoch = rows, 0, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.place < len(self.rows):
+            self.place += 1
+            yield self.rows[(self.place * (2 * self.epoch + 1)) % len(self.rows)]
+        self.place, self.epoch = 0, self.epoch + 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place, self.epoch = state["place"], state["epoch"]
+
+
+class Data(LightningDataModule):
+    def __init__(self, plan: str, rank: int) -> None:
+        super().__init__()
+        self.plan, self.rank, self.asked = plan, rank, 0
+
+    def train_dataloader(self) -> Any:
+        rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1 + self.rank))
+        if self.plan == "iterable":
+            return StatefulDataLoader(Stream(rows), batch_size=BATCH)
+        if self.plan == "endless":  # no position, but a generator of its own
+            own = torch.Generator().manual_seed(5)
+            return torch.utils.data.DataLoader(rows, batch_size=BATCH, shuffle=True, generator=own)
+        return StatefulDataLoader(rows, batch_size=BATCH, shuffle=True, num_workers=2 * (self.plan == "workers"))
+
+    def val_dataloader(self) -> Any:
+        rows = torch.randn(2 * BATCH, WIDTH, generator=torch.Generator().manual_seed(99))
+        return torch.utils.data.DataLoader(rows, batch_size=BATCH)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.asked += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.asked = state["asked"]
+
+
+class Model(LightningModule):
+    def __init__(self, plan: str) -> None:
+        super().__init__()
+        self.plan = plan
+        self.automatic_optimization = plan != "manual"
+        self.body = torch.nn.Sequential(torch.nn.Linear(WIDTH, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, WIDTH))
+        self.other = torch.nn.Linear(WIDTH, WIDTH)
+        if plan == "compiled":
+            self.body = torch.compile(self.body, backend="eager")
+        self.register_buffer("mean", torch.zeros(WIDTH, 16).T.contiguous())
+        self.seen = 0.0
+
+    def _loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return (self.other(self.body(batch)) - batch.roll(1, 1)).square().mean()
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor | None:
+        loss = self._loss(batch)
+        self.log("train", loss, on_step=True, on_epoch=True)
+        self.seen += float(loss.detach())
+        if self.automatic_optimization:
+            return loss
+        first, second = self.optimizers()
+        for optimizer in (first, second) if index % 3 == 0 else (first,):
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        if index % 3 == 0:
+            second.step()
+        return None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.mean.lerp_(next(self.body.parameters()).detach(), 0.3)  # an average, of the weights behind each step
+
+    def validation_step(self, batch: torch.Tensor, _: int) -> None:
+        reached("val", self.trainer)
+        loss = self._loss(batch)
+        stuck = self.plan in ("plateau", "stops")
+        self.log("val", torch.tensor(1.0) if stuck else loss + 0.01 * torch.rand(()))  # a validation that draws
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen"] = self.seen
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint["seen"]
+
+    def configure_optimizers(self) -> Any:
+        if self.plan == "manual":
+            return [torch.optim.AdamW(self.body.parameters(), 1e-2), torch.optim.SGD(self.other.parameters(), 1e-2)]
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+        if self.plan == "plateau":
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val"}}
+        steps = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": steps, "interval": "step"}}
+
+
+ALL = -1
+KILL: dict[str, Any] = {"at": "", "marker": None, "rank": 0, "signal": signal.SIGKILL}
+
+
+def reached(moment: str, trainer: Any) -> None:
+    """Ends this process once; the marker outlives it."""
+    if trainer.sanity_checking or KILL["at"] != f"{moment}:{trainer.global_step}" or KILL["marker"].exists():
+        return
+    if KILL["rank"] == ALL:
+        trainer.strategy.barrier()
+    elif trainer.global_rank != KILL["rank"]:
+        return
+    KILL["marker"].touch()
+    os.kill(os.getpid(), KILL["signal"])
+
+
+class Counts(Callback):
+    """Listed behind holdfast's: what is counted here is counted last."""
+
+    def __init__(self) -> None:
+        self.count = {"batches": 0, "validations": 0, "epochs": 0, "epochs begun": 0}
+        self.by_hook = 0.0
+        self.starts: list[int] = []
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        self.starts.append(trainer.global_step)
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.count["epochs begun"] += 1
+        torch.rand(1)
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        reached("begin", trainer)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.count["batches"] += 1
+        self.by_hook += 0.5
+        reached("batch", trainer)
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        self.count["validations"] += not trainer.sanity_checking
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        self.count["epochs"] += 1
+        reached("epoch", trainer)
+
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        reached("end", trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.count)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = dict(state)
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["by hook"] = self.by_hook
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.by_hook = checkpoint["by hook"]
+
+
+class Lines(Logger):
+    """A log that outlives the process: the last value under each step and name."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    name, version = "lines", 0
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            for name, value in metrics.items():
+                file.write(json.dumps([f"{name} at {step}", float(value).hex()]) + "\n")
+
+    def all(self) -> dict[str, str]:
+        return dict(map(json.loads, self.path.read_text(encoding="utf-8").splitlines())) if self.path.exists() else {}
+
+
+def digest(tensors: list[torch.Tensor]) -> str:
+    return hashlib.blake2b(b"".join(each.detach().numpy().tobytes() for each in tensors), digest_size=8).hexdigest()
+
+
+def callbacks_of(plan: str, options: argparse.Namespace) -> list[Any]:
+    if plan == "stops":
+        return [EarlyStopping("val", patience=3)]
+    if plan == "seldom":
+        return [ModelCheckpoint(options.facts.with_suffix(".own"), every_n_train_steps=4, save_last=True)]
+    if plan == "saves":
+        return [ModelCheckpoint(options.facts.with_suffix(".own"), monitor="val", save_top_k=2, save_last=True)]
+    if plan == "average":
+        return [WeightAveraging(use_buffers=False)]
+    return []
+
+
+def main(words: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("root")
+    parser.add_argument("facts", type=Path)
+    parser.add_argument("--plan", choices=PLANS)
+    parser.add_argument("--kill", default="")
+    parser.add_argument("--of", type=int, default=0, help="the rank that is killed; -1: all")
+    parser.add_argument("--term", action="store_true")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--every", default="1")
+    parser.add_argument("--resume", help="what `fit` is told; `last`: the last checkpoint of Lightning's own")
+    parser.add_argument("--zero", action="store_true")
+    options = parser.parse_args(words)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    KILL.update(
+        at=options.kill, marker=options.facts.with_suffix(f".killed{os.environ.get('RANK', '')}"), rank=options.of
+    )
+    KILL["signal"] = signal.SIGTERM if options.term else signal.SIGKILL
+    rank = int(os.environ.get("RANK", "0")) if options.ranks > 1 else 0
+    model, data, counts = Model(options.plan), Data(options.plan, rank), Counts()
+    lines = Lines(options.facts.with_suffix(f".log{rank}"))
+    kept = [] if options.zero else [keeper(options.root, every=options.every)]
+    callbacks = [*callbacks_of(options.plan, options), *kept, counts]
+    torch.manual_seed(7 + rank)
+    trainer = Trainer(
+        accelerator="cpu", devices=options.ranks, strategy="ddp" if options.ranks > 1 else "auto", logger=lines,
+        callbacks=callbacks, log_every_n_steps=2, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, enable_checkpointing=options.plan in ("saves", "seldom"), default_root_dir=options.facts.parent,
+        **PLANS[options.plan],
+    )  # fmt: skip
+    trainer.fit(model, data, ckpt_path=options.resume)
+    state = [one.state for one in trainer.optimizers]
+    moments = [
+        tensor for of in state for per in of.values() for _, tensor in sorted(per.items()) if torch.is_tensor(tensor)
+    ]
+    own = options.facts.with_suffix(".own")
+    facts = {
+        "step": trainer.global_step, "epoch": trainer.current_epoch, "parameters": digest(list(model.parameters())),
+        "average": digest([model.mean]), "optimizer": digest(moments), "seen": model.seen.hex(), "asked": data.asked,
+        "rates": [group["lr"] for one in trainer.optimizers for group in one.param_groups], "counts": counts.count,
+        "by hook": counts.by_hook, "logged": lines.all(), "random": torch.rand(1).item().hex(),
+        "metrics": {name: float(value).hex() for name, value in trainer.callback_metrics.items()},
+        "own": sorted(path.name for path in own.iterdir()) if own.is_dir() else [],
+        "stopped": [one.wait_count for one in callbacks if isinstance(one, EarlyStopping)],
+        "average model": [digest(list(one._average_model.parameters())) for one in callbacks if isinstance(one, WeightAveraging)],
+        "starts": counts.starts,
+    }  # fmt: skip
+    if rank == 0:
+        options.facts.write_text(json.dumps(facts), encoding="utf-8")
+    else:
+        options.facts.with_suffix(f".{rank}").write_text(json.dumps(facts), encoding="utf-8")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def serve() -> None:
+    """A life for each line: a fork of this process, which has loaded everything. Answers with its exit status."""
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        words, environment, output = json.loads(line)
+        if pid := os.fork():
+            _, status = os.waitpid(pid, 0)
+            sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
+            sys.stdout.flush()
+            continue
+        code = 1
+        try:
+            file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            os.environ.update(environment)
+            main(words)
+            code = 0
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        except BaseException:  # noqa: BLE001 - told, and the exit code says so
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+
+if __name__ == "__main__":
+    serve() if sys.argv[1:] == ["--serve"] else main(sys.argv[1:])

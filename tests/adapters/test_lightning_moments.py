@@ -1,0 +1,169 @@
+"""A fit of Lightning killed at every kind of moment ends as if it had not been: state, log, callbacks, evaluations. Real package.
+
+The matrix is configurations times moments. A few of its cases, drawn once, run where the package is installed; all of them with
+--slow. One rank is a fork of a process that has loaded everything; two ranks start under the launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doors_kit import SOURCE
+from holdfast.testing.contracts.door import Workshop
+
+STORY = Path(__file__).with_name("lightning_story.py")
+
+pytestmark = [pytest.mark.rival("lightning"), pytest.mark.rival("torchdata"), pytest.mark.timeout(300)]
+
+# Moments of each plan: within an epoch, in and behind a validation, in the last batch of an epoch, in what is done for the epoch,
+# behind it, in the end of the training.
+MATRIX = {
+    "whole": "begin:4 val:5 begin:5 batch:11 val:10 epoch:12 begin:12 begin:13 begin:14 val:17 batch:23 epoch:24 end:24",
+    "limit": "begin:4 val:5 begin:6 batch:9 val:10 epoch:10 begin:10 begin:11 begin:20 begin:21 val:15 epoch:30 end:30",
+    "accumulate": "begin:2 begin:3 val:2 begin:4 begin:5 val:5 epoch:4 epoch:8 begin:7 begin:8 epoch:12 end:12",
+    "steps": "begin:3 val:4 begin:5 epoch:12 begin:12 begin:13 val:8 val:12 begin:14 val:16 epoch:17 end:17",
+    "plateau": "begin:7 begin:14 val:4 val:8 val:12 epoch:12 begin:12 begin:13 val:16 epoch:24 end:24",
+    "stops": "begin:2 val:2 begin:5 val:6 begin:7 val:8 epoch:8 end:8",
+    "manual": "begin:3 val:7 begin:10 val:14 epoch:16 begin:16 begin:18 val:23 epoch:32 end:32",
+    "iterable": "begin:4 val:5 begin:7 epoch:12 begin:12 begin:13 begin:14 val:17 epoch:24 end:24",
+    "workers": "begin:4 val:5 begin:7 epoch:12 begin:12 begin:13 val:17 end:24",
+    "saves": "begin:4 val:3 begin:4 val:6 epoch:12 begin:12 begin:13 val:18 epoch:24 end:24",
+    "average": "begin:4 val:5 begin:7 epoch:12 begin:13 val:17 epoch:24 end:24",
+    "own": "begin:3 begin:8 epoch:7 begin:9 val:14 epoch:14 end:14",
+    "compiled": "begin:7 val:5 epoch:12 begin:13 end:24",
+    # Without a position of its own the data begins anew within an epoch: between two only.
+    "endless": "begin:7 begin:13 end:18",
+}
+CASES = [(plan, moment) for plan, moments in MATRIX.items() for moment in moments.split()]
+DRAWN = set(random.Random(30).sample(CASES, 8))
+
+
+@dataclass
+class Lives:
+    """Makes lives of the story, each in a directory of its own; undisturbed ones once."""
+
+    place: Path
+    server: Any
+    environment: dict[str, str]
+    known: dict[tuple[str, ...], dict[str, Any]] = field(default_factory=dict)
+    count: int = 0
+
+    def undisturbed(self, plan: str) -> dict[str, Any]:
+        if (plan,) not in self.known:
+            place = self._directory()
+            assert self._live(place, "--plan", plan, HOLDFAST_DISABLE="1") == 0, self.told(place)
+            self.known[plan,] = json.loads((place / "facts").read_text())
+        return self.known[plan,]
+
+    def killed(self, plan: str, moment: str, *words: str) -> tuple[dict[str, Any], str]:
+        """Two lives: the first ends at the moment, the second is what the launcher would start then."""
+        place = self._directory()
+        ended = self._live(place, "--plan", plan, "--kill", moment, *words)
+        assert ended == (0 if "--term" in words else -9), self.told(place)
+        assert not (place / "facts").exists(), "the training was over before the moment"
+        again = self._live(place, "--plan", plan, *words, TORCHELASTIC_RESTART_COUNT="1")
+        assert again == 0, self.told(place)
+        return json.loads((place / "facts").read_text()), self.told(place)
+
+    def two_ranks(self, plan: str, moment: str, of: int, *, plain: bool = False) -> list[dict[str, Any]]:
+        """Under the launcher, which starts again what was killed."""
+        place = self._directory()
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "holdfast.adapters.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+        ]
+        command += ["--max-restarts", "2", str(STORY), str(place / "root"), str(place / "facts"), "--plan", plan]
+        command += ["--ranks", "2", *(() if plain else ("--kill", moment, "--of", str(of)))]
+        variables = {**self.environment, **({"HOLDFAST_DISABLE": "1"} if plain else {})}
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [json.loads((place / name).read_text()) for name in ("facts", "facts.1")]
+
+    def told(self, place: Path) -> str:
+        return (place / "told").read_text() if (place / "told").exists() else ""
+
+    def _directory(self) -> Path:
+        self.count += 1
+        place = self.place / str(self.count)
+        place.mkdir()
+        return place
+
+    def _live(self, place: Path, *words: str, **environment: str) -> int:
+        line = [[str(place / "root"), str(place / "facts"), *words], environment, str(place / "told")]
+        self.server.stdin.write(json.dumps(line) + "\n")
+        self.server.stdin.flush()
+        return int(self.server.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
+    place = tmp_path_factory.mktemp("lt")
+    with Workshop(place):
+        single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        environment = {**os.environ, **SOURCE, **single, "HOLDFAST_RUNTIME_DIR": str(place / "runtime")}
+        command = [sys.executable, "-W", "ignore", str(STORY), "--serve"]
+        with subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as server:
+            yield Lives(place, server, environment)
+
+
+def same(facts: dict[str, Any], undisturbed: dict[str, Any]) -> None:
+    """Everything but where lives began; of files that Lightning wrote, one that it had not told us of may be left."""
+    for name, value in undisturbed.items():
+        if name == "own":
+            assert set(value) <= set(facts[name])
+        elif name != "starts":
+            assert facts[name] == value, name
+
+
+@pytest.mark.parametrize(
+    ("plan", "moment"), [pytest.param(*case, marks=() if case in DRAWN else pytest.mark.slow) for case in CASES]
+)
+def test_killed_at_a_moment_the_end_is_the_undisturbed_one(lives: Lives, plan: str, moment: str) -> None:
+    facts, told = lives.killed(plan, moment)
+    assert facts["starts"][0] > 0, told
+    same(facts, lives.undisturbed(plan))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "moment"), [("limit", "begin:7"), ("limit", "begin:21"), ("stops", "val:6")])
+def test_asked_to_stop_at_a_moment_no_step_is_lost(lives: Lives, plan: str, moment: str) -> None:
+    """SIGTERM comes to Lightning and to us; the step that it came in is finished and saved, whatever the cadence."""
+    facts, told = lives.killed(plan, moment, "--term", "--every", "100")
+    assert facts["starts"] == [int(moment.partition(":")[2]) + moment.startswith("begin")], told
+    same(facts, lives.undisturbed(plan))
+
+
+def test_told_the_last_checkpoint_a_restart_goes_on_with_a_later_step_of_the_same_run(lives: Lives) -> None:
+    """Lightning's own is of step 4; a launch of its own is given what it asks for."""
+    facts, told = lives.killed("seldom", "begin:7", "--resume", "last")
+    assert facts["starts"][0] in (6, 7), told
+    same(facts, lives.undisturbed("seldom"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [1, -1], ids=["one", "all"])
+@pytest.mark.parametrize("moment", ["begin:4", "val:5", "epoch:10", "begin:11"])
+def test_of_two_ranks_killed_both_end_undisturbed(lives: Lives, moment: str, of: int) -> None:
+    if ("two",) not in lives.known:
+        lives.known["two",] = {"ranks": lives.two_ranks("limit", "", 0, plain=True)}
+    for facts, undisturbed in zip(lives.two_ranks("limit", moment, of), lives.known["two",]["ranks"], strict=True):
+        assert facts["starts"][-1] > 0
+        same(facts, undisturbed)

@@ -1,0 +1,490 @@
+"""Loops with the lines of the README: one habit each, and what is to be said of it. Not a test itself.
+
+Each is a file of its own that a test runs with a Checkpointer of its own class, under the name `Checkpointer`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from textwrap import dedent, indent
+
+HEAD = """
+import torch, random, itertools, time
+import numpy as np
+from torch import nn
+torch.manual_seed(0)
+model = nn.Linear(4, 2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+rows = torch.utils.data.TensorDataset(torch.randn(40, 4))
+def batch():
+    return torch.randn(3, 4)
+def train(x):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+class Loader:
+    def __init__(self):
+        self.place = 0
+    def __iter__(self):
+        return self
+    def __next__(self):
+        self.place += 1
+        return torch.full((3, 4), float(self.place))
+    def state_dict(self):
+        return {"place": self.place}
+    def load_state_dict(self, state):
+        self.place = state["place"]
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One script.
+
+    Attributes:
+        before: its lines before the Checkpointer.
+        between: those behind `restore()`.
+        loop: the loop.
+        names: what is told, by name; empty: nothing at all.
+        given: arguments of the Checkpointer besides model and optimizer.
+        early: lines between the Checkpointer and `restore()`.
+    """
+
+    loop: str
+    before: str = ""
+    between: str = ""
+    names: tuple[str, ...] = ()
+    given: str = ""
+    early: str = ""
+    in_function: bool = True
+
+    def text(self) -> str:
+        body = "\n".join(
+            dedent(part).strip("\n")
+            for part in (
+                self.before,
+                f"ckpt = Checkpointer('x', model=model, optimizer=optimizer{self.given})",
+                self.early,
+                "start = ckpt.restore()",
+                self.between,
+                self.loop,
+            )
+        )
+        return HEAD + (f"def main():\n{indent(body, '    ')}\nmain()\n" if self.in_function else body + "\n")
+
+
+PLAIN = """
+for step in range(start, 8):
+    x = batch()
+    loss = train(x)
+    ckpt.step(step)
+"""
+CASES = {
+    "the readme": Case(PLAIN),
+    "a script without functions": Case(PLAIN, in_function=False),
+    "a while loop": Case(
+        """
+        while step < 8:
+            train(batch())
+            ckpt.step(step)
+            step += 1
+        """,
+        between="step = start",
+    ),
+    "batch fetched one ahead": Case(
+        """
+        for step in range(start, 8):
+            train(x)
+            x = batch()
+            ckpt.step(step)
+        """,
+        between="x = batch()",
+        names=("x",),
+    ),
+    "batch fetched one ahead, in an inner loop": Case(
+        """
+        step = start
+        while True:
+            for micro in range(2):
+                loss = model(x).mean()
+                x, y = batch(), 0
+                loss.backward()
+            optimizer.step()
+            ckpt.step(step)
+            step += 1
+            if step > 7:
+                break
+        """,
+        between="x, y = batch(), 0",
+        names=("x",),
+    ),
+    "loss read behind an inner loop": Case(
+        """
+        for step in range(start, 8):
+            for micro in range(2):
+                loss = model(batch()).mean() / 2
+                loss.backward()
+            optimizer.step()
+            if step % 2 == 0:
+                said = loss.item()
+            ckpt.step(step)
+        """
+    ),
+    "running mean": Case(
+        """
+        for step in range(start, 8):
+            mean = 0.9 * mean + 0.1 * train(batch()).item()
+            ckpt.step(step)
+        """,
+        between="mean = 0.0",
+        names=("mean",),
+    ),
+    "best loss": Case(
+        """
+        for step in range(start, 8):
+            loss = train(batch())
+            if loss < best:
+                best = loss.item()
+            ckpt.step(step)
+        """,
+        before="best = 1e9",
+        names=("best",),
+    ),
+    "hidden state": Case(
+        """
+        for step in range(start, 8):
+            hidden = torch.tanh(hidden + train(batch()).detach())
+            ckpt.step(step)
+        """,
+        between="hidden = torch.zeros(2)",
+        names=("hidden",),
+    ),
+    "counter of its own": Case(
+        """
+        for step in range(start, 8):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + count)
+            train(batch())
+            count += 1
+            ckpt.step(step)
+        """,
+        between="count = 0",
+        names=("count",),
+    ),
+    "counter that restore begins": Case(
+        """
+        for step in range(start, 8):
+            train(batch())
+            count += 1
+            ckpt.step(step)
+        """,
+        between="count = 2 * start",
+    ),
+    "clock": Case(
+        """
+        for step in range(start, 8):
+            train(batch())
+            t1 = time.time()
+            dt = t1 - t0
+            total = total + dt
+            t0 = t1
+            ckpt.step(step)
+        """,
+        between="t0 = time.time(); total = 0.0",
+    ),
+    "a value that never changes": Case(
+        """
+        for step in range(start, 8):
+            if step > 100:
+                factor = factor / 2
+            train(batch() * factor)
+            ckpt.step(step)
+        """,
+        between="factor = 1.0",
+    ),
+    "total of an epoch": Case(
+        """
+        step = start
+        for epoch in range(2):
+            total = 0.0
+            for _ in range(4):
+                total += train(batch()).item()
+                ckpt.step(step)
+                step += 1
+        """,
+        names=("total",),
+    ),
+    "kept by carry": Case(
+        """
+        for step in range(start, 8):
+            train(x)
+            x = batch()
+            ckpt.step(step, x=x)
+        """,
+        between="x = ckpt.carry('x', batch())",
+    ),
+    "iterator of a loader that is given": Case(
+        """
+        for step in range(start, 8):
+            train(next(it))
+            ckpt.step(step)
+        """,
+        before="loader = Loader()",
+        given=", loader=loader",
+        between="it = iter(loader)",
+    ),
+    "iterator made before restore": Case(
+        """
+        for step in range(start, 8):
+            train(next(it))
+            ckpt.step(step)
+        """,
+        before="loader = Loader()",
+        early="it = map(lambda x: 2 * x, loader)",
+        given=", loader=loader",
+        names=("it",),
+    ),
+    "iterator over nothing that is given": Case(
+        """
+        for step in range(start, 8):
+            train(next(it)[0])
+            ckpt.step(step)
+        """,
+        between="it = iter(torch.utils.data.DataLoader(rows, batch_size=3))",
+        names=("it",),
+    ),
+    "generator that only draws": Case(
+        """
+        for step in range(start, 8):
+            train(next(batches))
+            ckpt.step(step)
+        """,
+        before="""
+        def endless():
+            while True:
+                yield torch.randn(3, 4)
+        """,
+        between="batches = endless()",
+    ),
+    "generator with a place": Case(
+        """
+        for step in range(start, 8):
+            train(next(batches))
+            ckpt.step(step)
+        """,
+        before="""
+        def endless():
+            place = 0
+            while True:
+                place = place + 1
+                yield torch.full((3, 4), place / 9)
+        """,
+        between="batches = endless()",
+        names=("batches",),
+    ),
+    "generator of a loader that is given": Case(
+        """
+        for step in range(start, 8):
+            train(next(batches))
+            ckpt.step(step)
+        """,
+        before="""
+        loader = Loader()
+        def endless(loader):
+            while True:
+                yield from loader
+        """,
+        given=", loader=loader",
+        between="batches = endless(loader)",
+    ),
+    "log file": Case(
+        """
+        for step in range(start, 8):
+            train(batch())
+            print(step, file=log)
+            ckpt.step(step)
+        """,
+        before="import sys; log = sys.stderr",
+    ),
+    "loop over a loader": Case(
+        """
+        step = start
+        for x, in loader:
+            train(x)
+            ckpt.step(step)
+            step += 1
+        """,
+        between="loader = torch.utils.data.DataLoader(rows, batch_size=5)",
+        names=("loader",),
+    ),
+    "random numbers of the process": Case(
+        """
+        for step in range(start, 8):
+            train(batch() * random.random() * np.random.rand())
+            ckpt.step(step)
+        """
+    ),
+    "generator of torch's": Case(
+        """
+        for step in range(start, 8):
+            train(torch.randn(3, 4, generator=own))
+            ckpt.step(step)
+        """,
+        before="own = torch.Generator().manual_seed(1)",
+        names=("own",),
+    ),
+    "generator of NumPy's, in a function": Case(
+        """
+        for step in range(start, 8):
+            train(sample())
+            ckpt.step(step)
+        """,
+        before="""
+        rng = np.random.default_rng(0)
+        def sample():
+            return torch.from_numpy(rng.standard_normal((3, 4))).float()
+        """,
+        names=("rng",),
+        in_function=False,
+    ),
+    "generators that are given": Case(
+        """
+        for step in range(start, 8):
+            train(torch.randn(3, 4, generator=own) * rng.random() * die.random())
+            ckpt.step(step)
+        """,
+        before="own = torch.Generator(); rng = np.random.default_rng(0); die = random.Random(1)",
+        given=", own=own, rng=rng, die=die",
+    ),
+    "scheduler that was forgotten": Case(
+        """
+        for step in range(start, 8):
+            train(batch())
+            scheduler.step()
+            ckpt.step(step)
+        """,
+        before="scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)",
+        names=("scheduler",),
+    ),
+    "schedulers in one that is given": Case(
+        """
+        for step in range(start, 8):
+            train(batch())
+            scheduler.step()
+            ckpt.step(step)
+        """,
+        before="""
+        first = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        then = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [first, then], milestones=[4])
+        """,
+        given=", scheduler=scheduler",
+    ),
+    "second model and optimizer": Case(
+        """
+        for step in range(start, 8):
+            train(batch())
+            judge(batch()).mean().backward()
+            judges.step()
+            ckpt.step(step)
+        """,
+        before="judge = nn.Linear(4, 1); judges = torch.optim.SGD(judge.parameters(), lr=0.1)",
+        names=("judge", "judges"),
+    ),
+    "averaged model": Case(
+        """
+        for step in range(start, 8):
+            train(batch())
+            averaged.update_parameters(model)
+            ckpt.step(step)
+        """,
+        before="averaged = torch.optim.swa_utils.AveragedModel(model)",
+        names=("averaged",),
+    ),
+    "teacher that stays": Case(
+        """
+        for step in range(start, 8):
+            x = batch()
+            with torch.no_grad():
+                y = teacher(x)
+            train(x + y.mean())
+            ckpt.step(step)
+        """,
+        before="teacher = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)).eval()",
+    ),
+    "state in an object that is given": Case(
+        """
+        for step in range(start, 8):
+            train(batch())
+            kept.scheduler.step()
+            ckpt.step(step)
+        """,
+        before="""
+        class Kept:
+            def __init__(self):
+                self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+            def state_dict(self):
+                return self.scheduler.state_dict()
+            def load_state_dict(self, state):
+                self.scheduler.load_state_dict(state)
+        kept = Kept()
+        """,
+        given=", kept=kept",
+    ),
+    "attributes of an object": Case(
+        """
+        for step in range(start, 8):
+            train(batch())
+            bag.scheduler.step()
+            ckpt.step(step)
+        """,
+        before="""
+        from types import SimpleNamespace
+        bag = SimpleNamespace(scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2), rate=1)
+        """,
+        names=("bag.scheduler",),
+    ),
+    "evaluation with a loop of its own": Case(
+        """
+        for step in range(start, 8):
+            train(batch())
+            if step % 2 == 0:
+                evaluate()
+            ckpt.step(step)
+        """,
+        before="""
+        loader = torch.utils.data.DataLoader(rows, batch_size=20)
+        @torch.no_grad()
+        def evaluate():
+            total = 0.0
+            for x, in loader:
+                total += model(x).mean().item()
+            return total
+        """,
+    ),
+    "every fourth step": Case(
+        """
+        for step in range(start, 16):
+            train(batch())
+            if step % 4 == 3:
+                ckpt.step(step)
+        """
+    ),
+    "progress bar": Case(
+        """
+        for step in bar:
+            loss = train(batch())
+            bar.said = loss.item()
+            ckpt.step(step)
+        """,
+        before="""
+        class Bar:
+            def __init__(self, steps):
+                self.steps = steps
+            def __iter__(self):
+                yield from self.steps
+        """,
+        between="bar = Bar(range(start, 8))",
+    ),
+}
