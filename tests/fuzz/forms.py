@@ -38,7 +38,7 @@ class Form:
 
 
 def spelt(tree: Tree) -> bytes:
-    """JSON as holdfast spells it; not by msgspec, which ends the process when memory does (seen with 0.22.0)."""
+    """JSON as holdfast spells it; not by msgspec, whose 0.22.0 ended this process now and then (cause not known)."""
     return json.dumps(tree, separators=(",", ":"), ensure_ascii=False, default=_hex).encode(errors="surrogatepass")
 
 
