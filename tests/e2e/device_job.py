@@ -44,6 +44,8 @@ def hurt(step: int, where: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "fault":
         device.fault(now=True)
+    if how == "hang":
+        device.hang()
     if how == "raise":
         raise RuntimeError("an error of the script's own, in the middle of a step")
 

@@ -22,9 +22,10 @@ PARTS = ("forward", "backward", "collective", "optimizer", "save")
 pytestmark = [pytest.mark.device, pytest.mark.timeout(300)]
 
 
-def run(directory: Path, kind: str, *words: str) -> tuple[dict[str, str], str]:
+def run(directory: Path, kind: str, *words: str, watchdog: str = "careful") -> tuple[dict[str, str], str]:
     """How each rank ended, and what was said."""
     launcher = [sys.executable, "-m", "holdfast.train.elastic", f"--nproc-per-node={RANKS[kind]}", "--max-restarts=3"]
+    launcher += [f"--watchdog={watchdog}"]
     command = [*launcher, JOB, str(directory / "checkpoints"), kind, *words]
     answer = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280)
     ends = dict(re.findall(r"rank (\d+) ends with (\S+)", answer.stdout))
@@ -60,6 +61,16 @@ def test_a_job_that_was_hurt_ends_as_one_that_was_not(
     ends, said = run(tmp_path, kind, where)
     assert said.count("incarnation 2") == 1, said[-4000:]
     assert ends == undisturbed(kind)
+
+
+def test_a_device_that_hangs_while_its_rank_waits_in_item_is_found_in_quick_mode(
+    tmp_path: Path, runtime_dir: Path, undisturbed
+) -> None:
+    """Every rank stands in `.item()`: it is a wait of the script's last steps, and no start that may last half an hour."""
+    ends, said = run(tmp_path, "ddp", "hang-forward", watchdog="quick")
+    assert "is stuck: it neither computes nor wakes nor reads" in said, said[-4000:]
+    assert "in phase step" in said
+    assert ends == undisturbed("ddp")
 
 
 @pytest.mark.slow

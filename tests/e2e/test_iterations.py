@@ -150,3 +150,41 @@ def test_a_value_that_is_left_out_is_named(left_out: tuple[str, ...], tmp_path: 
     if len(left_out) == 1:
         passed = ", ".join(["iteration", *(f"{name}={name}" for name in (*kept, *left_out))])
         assert f"ckpt.step({passed})\n" in result.stderr
+
+
+LAYOUT = """
+import os, sys, torch, holdfast
+from torch import distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+ckpt = holdfast.Checkpointer(sys.argv[1], model=model, optimizer=optimizer)
+start = ckpt.restore()
+own = ckpt.carry("own", torch.full((2,), -1.0))
+alike = ckpt.carry("alike", 0)
+print("BEGAN", rank, start, own.tolist(), alike, flush=True)
+for step in range(start, start + 3):
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    own, alike = torch.full((2,), float(rank)), step
+    ckpt.step(step, own=own, alike=alike)
+ckpt.close()
+dist.destroy_process_group()
+"""
+
+
+def test_values_of_a_rank_that_is_gone_keep_nobody_from_coming_back(tmp_path: Path, runtime_dir: Path) -> None:
+    """What is carried is each rank's own: the one that is left has its own."""
+    path = tmp_path / "train.py"
+    path.write_text(LAYOUT)
+    began = []
+    for ranks in (2, 1):
+        launcher = [sys.executable, "-m", "holdfast.train.elastic", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [*launcher, str(path), str(tmp_path / "ckpts")]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        result = forked.run(command, capture_output=True, text=True, timeout=120, env=environment, warm_children=True)
+        assert result.returncode == 0, result.stdout + result.stderr
+        began.append(sorted(re.findall(r"BEGAN (.*)", result.stdout)))
+    assert began == [["0 0 [-1.0, -1.0] 0", "1 0 [-1.0, -1.0] 0"], ["0 3 [0.0, 0.0] 2"]]

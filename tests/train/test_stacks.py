@@ -34,6 +34,20 @@ def test_where_a_stack_stands(frames: list[str], phase: Phase | None) -> None:
     assert read_stack(dump(*frames)).stands is phase
 
 
+# What runs a script under the launcher, as it stands in every dump.
+RUNS = ['"<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed',
+    '"<frozen importlib._bootstrap_external>", line 940 in exec_module',
+    '"/x/holdfast/train/main_module.py", line 52 in run_path', '"/x/holdfast/train/runner.py", line 314 in run_script']  # fmt: skip
+
+
+def test_a_script_that_is_run_is_no_import_and_one_that_imports_is() -> None:
+    script = '"/x/train.py", line 33 in <module>'
+    assert read_stack(dump(script, *RUNS)).stands is None
+    imports = '"<frozen importlib._bootstrap>", line 1 in _find_and_load'
+    assert read_stack(dump('"/x/slow.py", line 1 in <module>', imports, script, *RUNS)).stands is Phase.START
+    assert read_stack(dump(*RUNS)).stands is None
+
+
 @pytest.mark.parametrize(
     ("frames", "waits_in"),
     [

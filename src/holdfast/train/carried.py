@@ -14,7 +14,7 @@ import torch
 
 from holdfast.base.errors import UsageError
 from holdfast.tiers import values as value_codec
-from holdfast.train.flatten import flatten
+from holdfast.train.flatten import flatten, references
 from holdfast.train.parts import Collector, Loading
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -108,8 +108,9 @@ class CarriedPart:
             out.passing(self.name, self._value)
 
     def plan(self, loading: Loading) -> None:
-        """Claims them if they are there."""
-        if loading.offered(self.name) is not None:
+        """Claims them if they are there: in another layout they may be those of other ranks, and are left."""
+        offered = loading.offered(self.name)
+        if isinstance(offered, dict) and all(name in loading.saved for name in references(offered)):
             loading.claim_value(self.name, kind=dict)
 
     def create(self, loading: Loading) -> None:

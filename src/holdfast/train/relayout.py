@@ -47,7 +47,7 @@ from holdfast.train.state import State
 logger = logging.getLogger(__name__)
 
 # Values of a version that belong to no object.
-_OF_THE_SAVE = ("info", EXCLUDED, MEMORY_ORDER)
+_OF_THE_SAVE = ("info", "carried", EXCLUDED, MEMORY_ORDER)
 
 _encoder = msgspec.msgpack.Encoder()
 _needs_decoder = msgspec.msgpack.Decoder(dict[str, list[tuple[int, int]]])
@@ -227,7 +227,7 @@ class OtherLayout:
         loading.leftover = tuple(
             path
             for number, path in enumerate(catalogue.paths)
-            if not used >> number & 1 and not _is_tied(path, tied) and path not in _OF_THE_SAVE
+            if not used >> number & 1 and not _is_tied(path, tied) and path.partition(".")[0] not in _OF_THE_SAVE
         )
         if self._strict:
             missing, misfit = ([name for row in told for name in row[kind]] for kind in (0, 1))

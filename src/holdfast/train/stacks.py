@@ -9,6 +9,7 @@ from holdfast.core.sight import DEBUGGER, Phase
 
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 INNERMOST = 3
+_RUNS_SCRIPT = "/holdfast/train/main_module.py"
 # Modules whose frames, innermost first, say what a rank has chosen to wait for. A name with a dot is one of Python's own.
 _PYTHONS_OWN = re.compile(r'/python3[^/"]*/(?P<module>[a-z_]+(?:\.py|/))')
 _CHOSEN: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -47,9 +48,20 @@ def read_stack(dump: str) -> Stack:
     blocks = [block for block in dump.split("\n\n") if "File " in block]
     if not blocks:
         return UNKNOWN
-    frames = [line.strip() for line in blocks[-1].splitlines() if line.strip().startswith("File ")]
+    frames = _of_script([line.strip() for line in blocks[-1].splitlines() if line.strip().startswith("File ")])
+    if not frames:
+        return UNKNOWN
     stands = _stands(frames)
     return Stack(stands, "" if stands is Phase.COLLECTIVE else _waits_in(frames, stands), _place(frames))
+
+
+def _of_script(frames: list[str]) -> list[str]:
+    """Return the frames of the script, without what runs it: an import system that runs it is no import of the script's."""
+    below = next((index for index, frame in enumerate(frames) if _RUNS_SCRIPT in frame), len(frames))
+    if below < len(frames):
+        while below and "<frozen importlib._bootstrap" in frames[below - 1]:
+            below -= 1
+    return frames[:below]
 
 
 def _stands(frames: list[str]) -> Phase | None:
