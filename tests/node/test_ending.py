@@ -22,6 +22,7 @@ import pytest
 from holdfast.base.errors import InUse, KeeperLost
 from holdfast.base.events import Events
 from holdfast.node.client import KeeperClient
+from holdfast.node.crew import Crew
 from holdfast.node.daemon import TICK_S
 from holdfast.node.messages import RANK, Cadence, Hello, encode
 from holdfast.node.server import Connection
@@ -97,7 +98,7 @@ def speaker(listener: socket.socket, said: bytes) -> Iterator[tuple[Connection, 
     child = int(process.stdout.readline())
     channel = wire.accept(listener)
     assert channel is not None
-    connection = Connection(channel, 1)
+    connection = Connection(channel, 1, Crew("test", 1))
     try:
         yield connection, process
     finally:

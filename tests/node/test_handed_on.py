@@ -20,6 +20,7 @@ from holdfast.node.arena import Arena, Held
 from holdfast.node.landing import LandingDesk, Landings
 from holdfast.node.obtain import Obtainer
 from holdfast.node.state import NodeState
+from holdfast.node.vault import Vault
 from holdfast.tiers import format as image_format
 from holdfast.tiers.format import CHUNK_BYTES
 from holdfast.tiers.manifest import Manifest
@@ -56,7 +57,7 @@ def stored(tmp_path: Path) -> tuple[Storage, Fetch]:
 
 @pytest.fixture
 def state(stored: tuple[Storage, Fetch]) -> Iterator[NodeState]:
-    budget = SimpleNamespace(reserve=nothing, release=nothing, close=nothing)
+    budget = SimpleNamespace(reserve=nothing, came=nothing, release=nothing, close=nothing)
     made = NodeState(SimpleNamespace(node="a", job="j"), Arena(budget))
     made.ledger = NodeLedger(node=0, topology=Topology(("a",), (0,)), incarnation=2, lineage=Lineage())
     made.ledger.resume(None)
@@ -73,8 +74,8 @@ def test_what_failed_to_arrive_is_handed_on_no_more_before_its_slot_is_free(
     storage, fetch = stored
     landings = Landings()
     desk = LandingDesk(state, landings)
-    vault = SimpleNamespace(open=lambda: storage, events=Events())
-    obtainer = Obtainer(state, vault, Activities(state), landings)
+    vault = Vault(storage.where, Events())
+    obtainer = Obtainer(state, vault, Activities(state), landings, nothing)
     sent: list[int] = []
     channel = SimpleNamespace(send_bulk=lambda _, view, **__: sent.append(len(view)))
     connection = SimpleNamespace(greeted=SimpleNamespace(job_id="", incarnation=2), channel=channel)

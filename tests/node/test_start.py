@@ -368,7 +368,7 @@ def test_another_protocol_is_refused_with_the_remedy(make_rig: MakeRig, monkeypa
     with pytest.raises(KeeperError) as caught:
         ensure_keeper(rig.root, rig.config_of(0))
     assert f"process {pid}" in caught.value.what
-    assert "it speaks protocol 1, this process 99" in caught.value.what
+    assert f"it speaks protocol {messages.PROTOCOL}, this process 99" in caught.value.what
     assert "one version of holdfast" in caught.value.remedy
     assert f"kill {pid}" in caught.value.remedy
 
@@ -376,8 +376,8 @@ def test_another_protocol_is_refused_with_the_remedy(make_rig: MakeRig, monkeypa
 def test_a_greeting_of_another_protocol_need_not_look_like_ours(make_rig: MakeRig) -> None:
     place = make_rig().keeper(0)
     channel = wire.connect(place.address, timeout_s=1)
-    channel.send(msgspec.msgpack.encode({"is": "salute", "protocol": 2, "who": [1]}), timeout_s=1)
+    channel.send(msgspec.msgpack.encode({"is": "salute", "protocol": 99, "who": [1]}), timeout_s=1)
     reply = messages.decode(channel.receive(timeout_s=2)[0])
     assert isinstance(reply, messages.Refusal)
-    assert "protocol 1, this process 2" in reply.what
+    assert f"protocol {messages.PROTOCOL}, this process 99" in reply.what
     channel.close()

@@ -50,7 +50,7 @@ class Node:
     reports: list[Reports] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        budget = SimpleNamespace(reserve=nothing, release=nothing, close=nothing)
+        budget = SimpleNamespace(reserve=nothing, came=nothing, release=nothing, close=nothing)
         self.arena = Arena(budget)
         self.state = NodeState(SimpleNamespace(node="b", job="j"), self.arena)
         self.ledger = NodeLedger(node=1, topology=Topology(("a", "b"), (0, 1)), incarnation=1, lineage=Lineage())

@@ -95,6 +95,31 @@ def test_a_file_system_that_lets_two_commits_through_is_found(tmp_path: Path, mo
     assert doctor.create_once(tmp_path).state == doctor.PROBLEM
 
 
+@pytest.mark.parametrize("policy", ["always", "within_size", "advise", "force"])
+def test_huge_pages_for_shared_memory_are_good(policy: str) -> None:
+    assert doctor.huge_pages(policy).state == doctor.GOOD
+
+
+@pytest.mark.parametrize("policy", ["never", "deny"])
+def test_a_kernel_without_huge_pages_for_slots_is_told_with_the_setting_and_its_gain(policy: str) -> None:
+    check = doctor.huge_pages(policy)
+    assert check.state == doctor.NOTE
+    assert policy in check.detail
+    assert "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" in check.remedy
+    assert "2 MiB" in check.remedy
+
+
+def test_a_kernel_without_the_setting_is_told_nothing_to_do() -> None:
+    assert doctor.huge_pages("").remedy == ""
+
+
+def test_the_budget_says_what_it_allows(holdfast: Run, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_MEMORY_BUDGET", "1GiB")
+    rows = {check["name"]: check["detail"] for check in json.loads(holdfast("doctor", "--json").stdout)["checks"]}
+    assert "room for 512.0 MiB of state" in rows["memory budget"]
+    assert "or 256.0 MiB beside replicas" in rows["memory budget"]
+
+
 def test_too_large_a_budget_is_a_problem(holdfast: Run, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_MEMORY_BUDGET", "900TiB")
     answer = holdfast("doctor", "--json")

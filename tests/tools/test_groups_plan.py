@@ -19,10 +19,13 @@ from holdfast.core.model import BundleRef, Topology, Version
 from holdfast.core.placement import OWN, REPLICATE, shard
 from holdfast.core.plan import JobPlan, uniform
 from holdfast.tiers import format as image_format
+from holdfast.tiers import pages
 from holdfast.tiers.manifest import BundleFile, Manifest
 from holdfast.tiers.memory import SPARE_BYTES, slot_bytes
 from holdfast.tiers.registry import make_stamp
 from holdfast.tiers.storage import open_storage
+from holdfast.tools import plan
+from holdfast.tools.output import size_text
 from holdfast.tools.picture import names_text, ranks_text
 from tools.conftest import Run
 
@@ -243,6 +246,22 @@ def test_plan_shows_tables_and_a_picture(holdfast: Run, tmp_path: Path) -> None:
     assert "8 ranks on 2 nodes, mesh dp=2 tp=4" in text
     assert "node1  4a  5b  6c  7d" in text
     assert "Any one node may die" in text
+
+
+def test_plan_says_what_a_node_has_to_allow_and_how_its_memory_is_made_faster(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "shared_memory_policy", lambda: "never")
+    costs = JobPlan(SAVED, uniform(8, 4))
+    plan._print_memory(costs)
+    said = capsys.readouterr().out
+    needed = max(sum(map(slot_bytes, costs.slots(node, 2, spare_bytes=SPARE_BYTES))) for node in range(2))
+    assert f"host memory of {size_text(needed)} fits from {size_text(4 * needed)} on" in said
+    assert "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" in said
+
+    monkeypatch.setattr(pages, "shared_memory_policy", lambda: "advise")
+    plan._print_memory(costs)
+    assert "echo" not in capsys.readouterr().out
 
 
 def test_plan_reads_json_stages_and_more_meshes(holdfast: Run, tmp_path: Path) -> None:

@@ -30,9 +30,13 @@ from holdfast.base.errors import (
 )
 from holdfast.base.events import Events
 from holdfast.core.model import Version
+from holdfast.node.client import KeeperClient
 from holdfast.tiers.storage import open_storage
 from holdfast.train import capture
 from holdfast.train import handle as handles
+from holdfast.train.link import Link
+from holdfast.train.objects import REMOVED
+from holdfast.train.saver import Saver
 from holdfast.train.trust import NUM_PROOFS
 from node.rig import eventually
 
@@ -377,6 +381,49 @@ def test_the_next_keeper_has_the_slots_although_the_old_one_died_in_a_restore(
     assert checkpointer.save(1).wait("captured", 10)
 
 
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "Link.wait_mended",
+        "Link.assembled",
+        "Saver.reserve",
+        "KeeperClient.inventory",
+        "KeeperClient.obtain",
+        "KeeperClient.resume",
+    ],
+)
+def test_what_was_captured_is_found_although_the_keeper_dies_in_a_restore(
+    make: Make, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """In the middle of training: the slots are this process's too, and the restore begins anew with the next keeper."""
+    trainee = Trainee()
+    checkpointer: Any = make(trainee)
+    checkpointer.restore()
+    for step in range(2):
+        trainee.train()
+        checkpointer.save(step, "captured" if step else "durable").wait(timeout_s=10)
+    expected = trainee.fingerprint()
+    link, (owner, name) = checkpointer._run.link, moment.split(".")
+    kind = {"Link": Link, "Saver": Saver, "KeeperClient": KeeperClient}[owner]
+    real, killed = getattr(kind, name), []
+
+    def struck(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = real(self, *args, **kwargs) if name == "wait_mended" else None
+        if not killed:
+            killed.append(moment)
+            kill_keeper(checkpointer)
+            eventually(lambda: link.client is None)
+        return found if name == "wait_mended" else real(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, name, struck)
+    trainee.train()
+    assert checkpointer.restore() == 2
+    assert killed
+    assert trainee.fingerprint() == expected
+    trainee.train()
+    assert checkpointer.save(2).wait("captured", 10)
+
+
 def test_a_killed_keeper_costs_the_memory_level_for_a_moment_and_nothing_else(make: Make, tmp_path: Path) -> None:
     trainee = Trainee()
     checkpointer = make(trainee, overlap=False)
@@ -663,10 +710,64 @@ def test_going_back_leaves_nothing_in_a_dict_that_came_later(make: Make) -> None
 
     newer: dict[str, Any] = {"ema": torch.zeros(3), "seen": {}, "best": {"loss": 9.0, "epoch": -1}, "rate": 0.1}
     following = make(Trainee(), extra=newer)
-    assert following.restore() == 2
+    with pytest.raises(MismatchError, match=r"2 missing in the checkpoint: extra\.best\.epoch, extra\.rate"):
+        following.restore()
+    assert newer["seen"] == {}, "nothing is touched"
+    following = make(Trainee(), extra=newer)
+    assert following.restore(strict=False) == 2
+    assert following.last_restore is not None
+    assert sorted(following.last_restore.not_loaded) == ["extra.best.epoch", "extra.rate"]
     assert newer["rate"] == 0.1
     assert newer["best"] == {"loss": 3.0, "epoch": -1}
     assert newer["seen"] == {"a": 1}
+
+
+def test_what_the_script_took_out_of_a_dict_stays_out_after_a_restart(make: Make) -> None:
+    """A list of work to be done, say: the script begins with all of it again, and the version knows what is done."""
+
+    def fresh() -> dict[str, Any]:
+        work: dict[Any, Any] = {"a": 1, 2: [2], (3, 4): {"x": 1}}
+        return {"work": work, "warm": {"up": torch.zeros(3)}, "left": 9, "kept": {"n": 1}}
+
+    extra = fresh()
+    checkpointer = make(Trainee(), extra=extra)
+    checkpointer.restore()
+    del extra["work"]["a"], extra["work"][(3, 4)], extra["warm"], extra["left"]
+    extra["kept"]["n"] = 2
+    expected = {"work": {2: [2]}, "kept": {"n": 2}}
+    checkpointer.save(0, "durable").wait()
+    extra["left"] = "again"
+    assert checkpointer.restore() == 1
+    assert extra == expected
+    checkpointer.close()
+
+    again = fresh()
+    following = make(Trainee(), extra=again)
+    assert following.restore() == 1
+    assert again == expected
+    following.save(1, "durable").wait()  # what is out stays out in the versions of the next process too
+    following.close()
+    again = fresh()
+    assert make(Trainee(), extra=again).restore() == 2
+    assert again == expected
+
+
+def test_what_came_later_goes_also_after_an_interruption(make: Make) -> None:
+    """Under `holdfast.resumable` the Checkpointer and its objects stay, and what they began with is known."""
+    extra: dict[str, Any] = {"ema": torch.zeros(3), "seen": {"a": 1}}
+    checkpointer = make(Trainee(), extra=extra)
+    checkpointer.restore()
+    checkpointer.save(0).wait("captured", 10)
+    extra["seen"]["b"], extra["new"] = 2, 3
+    checkpointer.interrupted()
+    assert checkpointer.restore() == 1
+    assert extra.keys() == {"ema", "seen"}
+    assert extra["seen"] == {"a": 1}
+
+
+def test_the_key_that_tells_what_was_taken_out_is_reserved(make: Make) -> None:
+    with pytest.raises(UsageError, match="reserved"):
+        make(Trainee(), extra={"w": torch.zeros(3), REMOVED: 1}).restore()
 
 
 @pytest.mark.parametrize("shape", ["dict", "list", "deeper"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.base.errors import HoldfastError, LevelNotReached, StorageError, UsageError
+from holdfast.base.errors import CorruptError, HoldfastError, LevelNotReached, StorageError, UsageError
 from holdfast.base.events import Events
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import Level, Version
@@ -400,3 +401,37 @@ def test_another_place_knows_the_incarnations_between(make: Make, tmp_path: Path
     assert far.lineage() == open_storage(tmp_path / "job", Events()).lineage()
     lines = Lineage(far.lineage()).lines(far.versions())
     assert {line.first for line in lines} == {1}, "one run, not one that a fresh start ended and another"
+
+
+def test_a_place_with_a_cut_chain_says_so_and_the_next_copy_mends_it(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    """As an older holdfast left it: the record of the incarnation between is missing there."""
+    place, job = tmp_path / "far", tmp_path / "job"
+    for number in range(3):
+        checkpointer = make(Trainee())
+        step = checkpointer.restore()
+        checkpointer.save(step, also_to=[str(place)] if number != 1 else [], level="durable")
+        checkpointer.close()
+    missing = Path("incarnations", "000002.resumed.json")
+    (place / missing).unlink()
+    broken = tmp_path / "broken"
+    shutil.copytree(place, broken)
+    (bundle,) = (broken / str(Version(3, 2))).glob("*.safetensors")
+    data = bytearray(bundle.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    bundle.write_bytes(data)
+    with pytest.raises(
+        CorruptError, match="i000001-s0000000000 refused: nothing is recorded of incarnation 2"
+    ) as caught:
+        make(Trainee(), path=broken).restore()
+    assert "writes what is missing of incarnation 2" in caught.value.remedy
+    named = make(Trainee(), path=broken)
+    assert named.restore("i000001-s0000000000") == 1
+    leave(named)
+
+    checkpointer = make(Trainee())
+    checkpointer.save(checkpointer.restore(), also_to=[str(place)])
+    checkpointer.close()
+    assert (place / missing).read_bytes() == (job / missing).read_bytes()
+    far = open_storage(place, Events())
+    assert far.lineage() == open_storage(job, Events()).lineage()
+    assert Lineage(far.lineage()).cut is None

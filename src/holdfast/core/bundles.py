@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from holdfast.core import backups
 from holdfast.core.model import Bundle, BundleRef, Piece, RankLayout, Shard, Topology
+from holdfast.core.ranks import Runs, runs_of
 
 # A share below this many bytes is not worth a file of its own; a group is cut finer only as far as the ranks of one
 # node need it to divide the capture among themselves, and a group of a few kilobytes not at all.
@@ -81,8 +82,12 @@ def _row_edges(rows: int, begin: int, size: int, total: int, count: int) -> dict
 
 def bundle_id(ranks: Sequence[int], index: int) -> str:
     """File-name safe identity of share `index` of the group: lowest rank, size and a digest of the members."""
+    return f"{_group_name(ranks)}-{index}"
+
+
+def _group_name(ranks: Sequence[int]) -> str:
     digest = hashlib.blake2b(",".join(map(str, ranks)).encode(), digest_size=6).hexdigest()
-    return f"g{ranks[0]}x{len(ranks)}-{digest}-{index}"
+    return f"g{ranks[0]}x{len(ranks)}-{digest}"
 
 
 def plan_bundles(
@@ -101,23 +106,34 @@ def plan_bundles(
         groups[ranks] = []
     bundles: list[Bundle] = []
     for ranks, members in groups.items():
-        count = num_shares(ranks, sum(s.num_bytes for s in members), topology)
+        count, name = num_shares(ranks, sum(s.num_bytes for s in members), topology), _group_name(ranks)
         for index, pieces in enumerate(cut(members, count)):
             values = index == 0 and ranks in with_values
             if pieces or values:  # one tensor that cannot be cut fills one share and leaves the others empty
-                bundles.append(Bundle(bundle_id(ranks, index), ranks, index, count, pieces, values))
+                bundles.append(Bundle(f"{name}-{index}", ranks, index, count, pieces, values))
     return tuple(bundles)
 
 
 def captures(bundles: Iterable[Bundle | BundleRef], rank: int, topology: Topology) -> tuple[str, ...]:
     """Ids of the bundles that `rank` copies; within each node every bundle of a group is captured exactly once."""
-    home = topology.node_of[rank]
-    return tuple(b.bundle_id for b in bundles if capturer(b, home, topology) == rank)
+    here = set(topology.ranks_on(topology.node_of[rank]))
+    local: dict[tuple[int, ...], list[int]] = {}  # groups recur, and may have very many members
+    found = []
+    for bundle in bundles:
+        ranks = bundle.ranks
+        if ranks not in local:
+            local[ranks] = [r for r in ranks if r in here]
+        if _capturer(bundle, local[ranks]) == rank:
+            found.append(bundle.bundle_id)
+    return tuple(found)
 
 
 def capturer(bundle: Bundle | BundleRef, node: int, topology: Topology) -> int | None:
     """The rank on `node` that copies the bundle, or None if no member of its group lives there."""
-    local = [r for r in bundle.ranks if topology.node_of[r] == node]
+    return _capturer(bundle, [r for r in bundle.ranks if topology.node_of[r] == node])
+
+
+def _capturer(bundle: Bundle | BundleRef, local: Sequence[int]) -> int | None:
     return local[bundle.index * len(local) // bundle.count] if local else None
 
 
@@ -156,13 +172,30 @@ def fingerprint(bundle: Bundle) -> str:
 
 def rank_layout(bundles: Sequence[Bundle], rank: int, topology: Topology) -> RankLayout:
     """What a rank tells its keeper about its bundles."""
-    refs = tuple(BundleRef(b.bundle_id, b.ranks, b.index, b.count, b.num_bytes, fingerprint(b)) for b in bundles)
+    runs: dict[tuple[int, ...], Runs] = {}
+    for bundle in bundles:
+        if bundle.ranks not in runs:
+            runs[bundle.ranks] = runs_of(bundle.ranks)
+    refs = tuple(
+        BundleRef(b.bundle_id, (), b.index, b.count, b.num_bytes, fingerprint(b), runs=runs[b.ranks]) for b in bundles
+    )
     return RankLayout(rank, refs, captures(refs, rank, topology))
 
 
 def layout_fingerprint(layouts: Mapping[int, RankLayout]) -> str:
     """Digest of the layout of the whole job; equal for equal bundles whatever the order of arrival."""
-    return fingerprint_of(len(layouts), {(b.bundle_id, b.fingerprint) for row in layouts.values() for b in row.bundles})
+    rows = {(b.bundle_id, b.fingerprint) for row, _ in distinct(layouts.values()) for b in row}
+    return fingerprint_of(len(layouts), rows)
+
+
+def distinct(layouts: Collection[RankLayout]) -> list[tuple[tuple[BundleRef, ...], int]]:
+    """The lists of bundles that are different objects, and how many ranks share each.
+
+    Twins hold the same bundles, and thousands of ranks may be twins: the board keeps one list for all of them.
+    """
+    shared = Counter(id(layout.bundles) for layout in layouts)
+    lists = {id(layout.bundles): layout.bundles for layout in layouts}
+    return [(lists[key], count) for key, count in shared.items()]
 
 
 def fingerprint_of(world_size: int, bundles: Iterable[tuple[str, str]]) -> str:

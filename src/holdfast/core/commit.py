@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from holdfast.core import bundles, twins
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
@@ -178,6 +178,7 @@ class Board:
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._layouts: dict[tuple[int, str], RankLayout] = {}
+        self._lists: dict[tuple[BundleRef, ...], tuple[BundleRef, ...]] = {}  # one list for all twins
         self._entries: dict[Version, _Entry] = {}
         self._tables: dict[str, Table] = {}
         self._named: dict[tuple[str, ...], str] = {}
@@ -191,7 +192,7 @@ class Board:
         """A rank's layout, before the first version that is sealed under it."""
         key = (layout.rank, layout.fingerprint)
         self._layouts.pop(key, None)  # the newest stands last
-        self._layouts[key] = layout
+        self._layouts[key] = replace(layout, bundles=self._lists.setdefault(layout.bundles, layout.bundles))
 
     def table(self, layout: str) -> tuple[BundleRef, ...]:
         """Every bundle of the job under that layout; empty if unknown."""
@@ -456,7 +457,7 @@ class Board:
         key = tuple(entry.sealed[rank].layout for rank in sorted(entry.sealed))
         if key not in self._named:
             layouts = {rank: self._layouts[rank, report.layout] for rank, report in entry.sealed.items()}
-            table = {ref.bundle_id: ref for layout in layouts.values() for ref in layout.bundles}
+            table = {ref.bundle_id: ref for row, _ in bundles.distinct(layouts.values()) for ref in row}
             name = bundles.layout_fingerprint(layouts)
             self._named[key] = name
             self._tables[name] = new_table(table, self._topology, disagreement(table, layouts))
@@ -471,9 +472,8 @@ class Board:
         """All bundles that are in fewer than two nodes."""
         return {name for name in self._tables[entry.layout].ids if len(self._holders(entry, name)) < 2}
 
-    def _holders(self, entry: _Entry, bundle_id: str) -> set[int]:
-        ranks = self._tables[entry.layout].ranks[bundle_id]
-        homes = {self._topology.node_of[rank] for rank in ranks}
+    def _holders(self, entry: _Entry, bundle_id: str) -> frozenset[int]:
+        homes = self._tables[entry.layout].homes[bundle_id]
         return (homes | entry.replicas.get(bundle_id, set())) - entry.dropped
 
     def _try_replicated(self, version: Version, entry: _Entry) -> list[Action]:
@@ -507,6 +507,8 @@ class Board:
             self._tables = {name: table for name, table in self._tables.items() if name in live}
             newest = dict(self._layouts.keys())
             self._layouts = {k: v for k, v in self._layouts.items() if k in used or newest[k[0]] == k[1]}
+            kept = {id(layout.bundles) for layout in self._layouts.values()}
+            self._lists = {row: row for row in self._lists.values() if id(row) in kept}
 
 
 def _ids(report: RankReport) -> set[str]:

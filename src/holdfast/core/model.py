@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Generic, TypeVar
 
+from holdfast.core.ranks import Runs, is_in, runs_of, spread
+
 NAME_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}\Z")
 _VERSION_PATTERN = re.compile(r"i(\d{6,10})-s(\d{10,16})\Z")
 
@@ -139,20 +141,57 @@ class Bundle:
         return sum(piece.num_bytes for piece in self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class BundleRef:
     """A bundle as everyone but its writer needs it: identity and group, not content.
 
     Attributes:
+        runs: the ranks of the group, as messages carry them (`core.ranks`).
         fingerprint: digest of names, dtypes, shapes and extents; twins' fingerprints are equal.
     """
 
     bundle_id: str
-    ranks: tuple[int, ...]
+    runs: Runs
     index: int
     count: int
     num_bytes: int
     fingerprint: str
+
+    def __init__(
+        self,
+        bundle_id: str,
+        ranks: tuple[int, ...] = (),
+        index: int = 0,
+        count: int = 1,
+        num_bytes: int = 0,
+        fingerprint: str = "",
+        *,
+        runs: Runs = (),
+    ) -> None:
+        """The group is given as `ranks`, or as `runs`."""
+        fields = (bundle_id, runs_of(ranks) if ranks else runs, index, count, num_bytes, fingerprint)
+        for name, value in zip(_REF_FIELDS, fields, strict=True):
+            object.__setattr__(self, name, value)
+
+    def __post_init__(self) -> None:
+        """Called for what came in a message.
+
+        Raises:
+            ValueError: the runs are no group.
+        """
+        spread(self.runs)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The group, ascending."""
+        return spread(self.runs)
+
+    def has(self, rank: int) -> bool:
+        """Whether a rank is a member of the group."""
+        return is_in(rank, self.runs)
+
+
+_REF_FIELDS = ("bundle_id", "runs", "index", "count", "num_bytes", "fingerprint")
 
 
 @dataclass(frozen=True, slots=True)

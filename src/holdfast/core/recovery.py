@@ -194,7 +194,7 @@ def _awaited(version: Version | None, reason: str, why: str, *, durable: bool = 
 
 def fetches(choice: Choice, rank: int, facts: Facts) -> tuple[Fetch, ...]:
     """The cheapest usable copy of every bundle that `rank` needs in the layout that was saved."""
-    found = [cheapest(ref, choice, rank, facts) for ref in choice.bundles if rank in ref.ranks]
+    found = [cheapest(ref, choice, rank, facts) for ref in choice.bundles if ref.has(rank)]
     if all(fetch.source is not Source.STORAGE for fetch in found):
         return tuple(found)
     home, passed_on = facts.topology.node_of[rank], _upstreams(choice, facts)
@@ -241,6 +241,9 @@ def _judge(version: Version, facts: Facts, *, explicit: bool) -> Judged:
     if version in facts.quarantine.versions:
         return Decision(None, facts.quarantine.versions[version])
     if not explicit and not facts.lineage.is_live(version):
+        cut = facts.lineage.cut
+        if cut is not None and version.incarnation < cut:
+            return Decision(None, f"nothing is recorded of incarnation {cut}, so it is not known to be an ancestor")
         return Decision(None, "dead lineage: a later incarnation resumed from before it")
     if version in facts.suspects:
         return Decision(None, "suspect: twins sealed different bytes")
@@ -282,7 +285,7 @@ def _complete(version: Version, table: tuple[BundleRef, ...], facts: Facts) -> J
     if away:
         return _awaited(version, away, "", durable=stored is not None)
     where = "memory" if all(holders.values()) else "memory and storage" if any(holders.values()) else "storage"
-    world_size = stored.world_size if stored else 1 + max(rank for ref in table for rank in ref.ranks)
+    world_size = stored.world_size if stored else 1 + max(ref.runs[-1][1] for ref in table)
     return Decision(Choice(version, table, seals, holders, stored is not None, world_size), f"complete in {where}")
 
 

@@ -2,7 +2,7 @@
 
 Pure. A slot may be reused only if it is empty, or holds a version older than the newest one known to be captured on
 *all* ranks, or one of dead lineage, or an abandoned one; never while it is pinned (being sealed, persisted, sent or
-read). The slot is chosen by content, never by counting. Stale knowledge only waits longer. Without the abandoned rule
+read), nor before its memory is there. The slot is chosen by content, never by counting. Stale knowledge only waits longer. Without the abandoned rule
 one missed save locks two slots for ever; with "overwrite the oldest" two ranks lose their last complete version after
 three transitions (both are found by the exhaustive model check in the tests).
 """
@@ -20,6 +20,7 @@ from holdfast.core.model import Decision, Version
 class SlotState(enum.Enum):
     """What a slot holds."""
 
+    UNPOPULATED = "unpopulated"  # its pages are still being allocated; nobody has it, and nobody may
     EMPTY = "empty"
     WRITING = "writing"  # the header is invalid: payload bytes may be anything
     SEALED = "sealed"  # header and digests stand; the bytes are that version
@@ -56,6 +57,8 @@ class Knowledge:
 def reusable(slot: SlotView, knowledge: Knowledge) -> Decision[bool]:
     """Whether the guard lets `slot` be overwritten, and why."""
     version = slot.version
+    if slot.state is SlotState.UNPOPULATED:
+        return Decision(False, f"slot {slot.index} is still being made")
     if slot.pins:
         return Decision(False, f"slot {slot.index} is in use ({version})")
     if slot.state is SlotState.EMPTY or version is None:

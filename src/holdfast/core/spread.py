@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from holdfast.core.model import BundleRef
+from holdfast.core.ranks import Runs
 
 BRANCHES = 2
 # One reader for so many ranks of a group. A single stream out of storage feeds them all until its node becomes the
@@ -33,8 +34,11 @@ def upstreams(
     """
     load = dict.fromkeys(node_of, 0)
     found: dict[str, Mapping[int, int | None]] = {}
+    homes: dict[Runs, list[int]] = {}  # groups recur, and may have very many members
     for ref in sorted(bundles, key=lambda ref: (-ref.num_bytes, ref.bundle_id)):
-        nodes = sorted({node_of[rank] for rank in ref.ranks if rank < len(node_of)})
+        if ref.runs not in homes:
+            homes[ref.runs] = sorted({node_of[rank] for rank in ref.ranks if rank < len(node_of)})
+        nodes = homes[ref.runs]
         num_readers = min(len(nodes), -(-len(ref.ranks) // ranks_per_reader))
         tree: dict[int, int | None] = {}
         for part in _parts(nodes, num_readers):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from holdfast.core import bundles, takeover
 from holdfast.core.model import BundleRef, RankLayout, Topology
+from holdfast.core.ranks import Runs, count_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Table:
 
     Attributes:
         lonely: of those that live in one node only, which one.
-        ranks: who holds each.
+        homes: the nodes of the ranks that hold each.
         parts: who writes them.
         flaw: why no version under this layout can be complete; empty if it can.
     """
@@ -27,7 +28,7 @@ class Table:
     refs: tuple[BundleRef, ...]
     ids: frozenset[str]
     lonely: Mapping[str, int]
-    ranks: Mapping[str, tuple[int, ...]]
+    homes: Mapping[str, frozenset[int]]
     parts: tuple[takeover.Part, ...]
     flaw: str
 
@@ -35,10 +36,13 @@ class Table:
 def new_table(table: Mapping[str, BundleRef], topology: Topology, flaw: str = "") -> Table:
     """The table of these bundles."""
     refs = tuple(table[bundle_id] for bundle_id in sorted(table))
-    homes = {ref.bundle_id: bundles.only_home(ref, topology) for ref in refs}
-    lonely = {bundle_id: home for bundle_id, home in homes.items() if home is not None}
-    ranks = {ref.bundle_id: ref.ranks for ref in refs}
-    return Table(refs, frozenset(table), lonely, ranks, takeover.parts(refs, topology), flaw)
+    of_group: dict[Runs, frozenset[int]] = {}  # groups recur, and may have very many members
+    for ref in refs:
+        if ref.runs not in of_group:
+            of_group[ref.runs] = frozenset(topology.node_of[rank] for rank in ref.ranks)
+    homes = {ref.bundle_id: of_group[ref.runs] for ref in refs}
+    lonely = {bundle_id: min(nodes) for bundle_id, nodes in homes.items() if len(nodes) == 1}
+    return Table(refs, frozenset(table), lonely, homes, takeover.parts(refs, topology), flaw)
 
 
 def disagreement(table: Mapping[str, BundleRef], layouts: Mapping[int, RankLayout]) -> str:
@@ -46,8 +50,13 @@ def disagreement(table: Mapping[str, BundleRef], layouts: Mapping[int, RankLayou
 
     For instance one rank's optimizer has state already and its twin's has not.
     """
-    listed = Counter((ref.bundle_id, ref.fingerprint) for layout in layouts.values() for ref in layout.bundles)
+    listed: Counter[tuple[str, str]] = Counter()
+    for row, num_ranks in bundles.distinct(layouts.values()):
+        for ref in row:
+            listed[ref.bundle_id, ref.fingerprint] += num_ranks
     for bundle_id, ref in sorted(table.items()):
-        if listed[bundle_id, ref.fingerprint] != len(ref.ranks):
-            return f"the {len(ref.ranks)} ranks of bundle {bundle_id} do not all have it, or not as the same tensors"
+        if listed[bundle_id, ref.fingerprint] != count_in(ref.runs):
+            return (
+                f"the {count_in(ref.runs)} ranks of bundle {bundle_id} do not all have it, or not as the same tensors"
+            )
     return ""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from holdfast.core import backups, bundles
 from holdfast.core.model import BundleRef, Topology, Version
+from holdfast.core.ranks import Runs
 
 # Writers of one bundle. If this many nodes fail one after the other the version stays where it is.
 MAX_LINE = 8
@@ -66,12 +67,12 @@ def parts(table: Iterable[BundleRef], topology: Topology) -> tuple[Part, ...]:
     """The parts of a version's manifest, determined by its table alone."""
     table = tuple(table)
     placed = backups.place(table, topology)
-    homes: dict[tuple[int, ...], tuple[int, ...]] = {}  # groups recur
+    homes: dict[Runs, tuple[int, ...]] = {}  # groups recur
     lines: dict[tuple[int, ...], list[BundleRef]] = {}
     for ref in table:
-        if ref.ranks not in homes:
-            homes[ref.ranks] = tuple(sorted({topology.node_of[rank] for rank in ref.ranks}))
-        order = _line(ref, homes[ref.ranks], topology, placed.get(ref.bundle_id))
+        if ref.runs not in homes:
+            homes[ref.runs] = tuple(sorted({topology.node_of[rank] for rank in ref.ranks}))
+        order = _line(ref, homes[ref.runs], topology, placed.get(ref.bundle_id))
         lines.setdefault(order, []).append(ref)
     return tuple(
         Part(index, key, tuple(sorted(lines[key], key=lambda ref: ref.bundle_id)))

@@ -1,7 +1,8 @@
 """The slots of this node: two or three per local rank, two per rank whose bundles we keep a replica of.
 
 Knows what each holds and who needs its bytes (pins); decides nothing about overwriting (core.slots does). All methods
-but `allocate` run under the keeper's one lock; `allocate` takes long and touches nothing shared but the budget.
+but `allocate` run under the keeper's one lock; `allocate` takes long and touches nothing shared but the budget. A slot
+that was promised is in the budget at once; its pages come in the background, and until then it is offered to nobody.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from holdfast.tiers import memory
 from holdfast.tiers.budget import Budget
 from holdfast.tiers.format import CHUNK_BYTES
 from holdfast.tiers.memory import ImagePlace, Slot, SlotHeader
+from holdfast.tiers.populate import Populator, share_of_cores
+
+POPULATING = "populating"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ class Held:
     @property
     def view(self) -> SlotView:
         """What the overwrite guard sees. Images that all failed their digest are worth nothing: it may be overwritten."""
+        if self.state is SlotState.UNPOPULATED:
+            return SlotView(self.slot.slot_id, self.state)
         if self.images and self.condemned.issuperset(self.images):
             return SlotView(self.slot.slot_id, SlotState.EMPTY, None, self.pins.total())
         return SlotView(self.slot.slot_id, self.state, self.version, self.pins.total())
@@ -109,6 +115,7 @@ class Arena:
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
+        self._populator = Populator(share_of_cores())
         self._numbers = itertools.count(1)
         self._held: dict[int, Held] = {}
         self.make_room: Callable[[], bool] = lambda: False
@@ -162,17 +169,61 @@ class Arena:
         return [held for held in self._held.values() if held.state is SlotState.SEALED]
 
     def allocate(self, num_bytes: int, what: str) -> Slot:
-        """A new slot within the budget; not yet known to the arena. Takes about a second per 2 GiB.
+        """A new slot within the budget; not yet known to the arena. Takes about half a second per GiB.
 
         Raises:
             MemoryRefused: with the numbers.
         """
-        total = memory.slot_bytes(num_bytes)
-        self.with_room(lambda: self.budget.reserve(total, what))
+        slot = self._promise(num_bytes, what)
         try:
-            return Slot.create(num_bytes, slot_id=next(self._numbers))
+            self._populator.fill(slot)
         except BaseException:
-            self.budget.release(total)
+            slot.close()
+            self.budget.release(slot.total_bytes, to_come=True)
+            raise
+        self.budget.came(slot.total_bytes)
+        return slot
+
+    def promise(self, rank: int, num_bytes: int, num_slots: int, what: str) -> list[Held]:
+        """New slots of a rank within the budget, without a page: all of them or none. `populate` makes the pages.
+
+        Raises:
+            MemoryRefused: with the numbers.
+        """
+        made: list[Held] = []
+        try:
+            for _ in range(num_slots):
+                made.append(self.add(self._promise(num_bytes, what), rank))
+                made[-1].state = SlotState.UNPOPULATED
+        except BaseException:
+            for held in made:
+                self.drop(held)
+            raise
+        return made
+
+    def populate(self, held: Held, turn: int, done: Callable[[MemoryRefused | None], None]) -> None:
+        """Begins to make the pages of a slot that was promised; calls `done` in another thread, which calls `populated`."""
+        held.pins[POPULATING] += 1
+        self._populator.start(held.slot, done, turn=turn)
+
+    def populated(self, held: Held, fault: MemoryRefused | None) -> None:
+        """All pages of a slot are there, or will never be, and then it goes."""
+        if self.get(held.slot.slot_id) is not held:
+            return  # it was dropped meanwhile
+        held.unpin(POPULATING)
+        if fault is not None:
+            self.drop(held)
+            return
+        self.budget.came(held.slot.total_bytes)
+        held.state = SlotState.EMPTY
+
+    def _promise(self, num_bytes: int, what: str) -> Slot:
+        total = memory.slot_bytes(num_bytes)
+        self.with_room(lambda: self.budget.reserve(total, what, to_come=True))
+        try:
+            return Slot.promise(num_bytes, slot_id=next(self._numbers))
+        except BaseException:
+            self.budget.release(total, to_come=True)
             raise
 
     def with_room(self, reserve: Callable[[], None]) -> None:
@@ -201,7 +252,7 @@ class Arena:
         del self._held[held.slot.slot_id]
         total = held.slot.total_bytes
         held.slot.close()
-        self.budget.release(total)
+        self.budget.release(total, to_come=held.state is SlotState.UNPOPULATED)
 
     def collect(self, is_free: Callable[[Held], bool]) -> None:
         """Frees outgrown slots that may be overwritten."""
@@ -216,6 +267,7 @@ class Arena:
 
     def close(self) -> None:
         """Gives everything back."""
+        self._populator.stop()
         for held in self:
             held.slot.close()
         self._held.clear()

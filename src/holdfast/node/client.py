@@ -39,8 +39,6 @@ __all__ = ["Assembly", "ImageSpan", "Inventory", "KeeperClient", "Located", "Slo
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
-# Allocating and populating memory takes about a second per 2 GiB; a first save waits for it once.
-PREPARE_TIMEOUT_S = 300.0
 # What a keeper may need beyond the wait that was asked for.
 GRACE_S = 5.0
 # A save waits for it; a keeper that is frozen answers no sooner than one that is dead.
@@ -98,6 +96,9 @@ class KeeperClient:
         self._alarms: OrderedDict[str, str] = OrderedDict()
         self._working: dict[str, messages.Working] = {}
         self._slots: dict[int, Slot] = {}
+        self._mapped = threading.Condition()  # guards `_slots`; several threads map them
+        self._is_detached = False
+        self._preparing = threading.Lock()
         self._lost_callbacks: list[Callable[[str], None]] = []
         self._appointment_callbacks: list[Callable[[Appointment], None]] = []
 
@@ -202,34 +203,51 @@ class KeeperClient:
         """The rank's bundles, and the names of what it shares with ranks of its node; at every change of structure."""
         self._ask(messages.Register(layout=layout, shared=tuple(shared)), messages.Ok, timeout_s)
 
-    def prepare(self, num_bytes: int, num_slots: int, *, timeout_s: float = PREPARE_TIMEOUT_S) -> tuple[Slot, ...]:
+    def prepare(
+        self, num_bytes: int, num_slots: int, *, num_ready: int | None = None, timeout_s: float | None = None
+    ) -> tuple[Slot, ...]:
         """Slots with room for `num_bytes` each, allocated by the keeper, populated here. Growth: call it again.
 
         A trainer that was restarted gets the slots of its predecessor, with what they hold.
 
+        Args:
+            num_bytes: room needed for the images of one version.
+            num_slots: how many there will be; the budget is asked for all of them at once.
+            num_ready: returns as soon as so many are there; None: all of them. 0: at once, none.
+            timeout_s: seconds; None: as many as so much memory may need.
+
         Raises:
-            MemoryRefused: names what is needed, what is allowed, and what to change.
+            MemoryRefused: names what is needed, what is allowed, and what to change. KeeperLost: the keeper is gone.
         """
-        request = messages.Prepare(num_bytes=num_bytes, num_slots=num_slots)
-        reply, fds = self._call(request, messages.Slots, timeout_s)
-        slots = self._map_slots(reply.slot_ids, fds)
-        for number in set(self._slots) - set(reply.slot_ids):  # outgrown, and no longer needed
-            self._slots.pop(number).close()
+        request = messages.Prepare(num_bytes=num_bytes, num_slots=num_slots, num_ready=num_ready)
+        limit_s = memory.patience_s(num_bytes * num_slots) if timeout_s is None else timeout_s
+        if num_ready == 0:
+            wire.close_fds(self._call(request, messages.Slots, limit_s)[1])
+            return ()
+        with self._preparing:
+            reply, fds = self._call(request, messages.Slots, limit_s)
+            self._map(reply.sent, fds)
+            slots = [self._slot(number, limit_s) for number in reply.slot_ids]
+            with self._mapped:
+                for number in set(self._slots) - set(reply.slot_ids):  # outgrown, and no longer needed
+                    self._slots.pop(number).close()
         return tuple(slot for slot in slots if slot.num_bytes >= num_bytes)
 
-    def adopt(self, slots: Sequence[Slot], *, timeout_s: float = PREPARE_TIMEOUT_S) -> None:
+    def adopt(self, slots: Sequence[Slot]) -> None:
         """Hands the slots of a dead keeper to this one, which verifies each before it counts it as sealed.
 
         The slots stay valid and may be passed to `begin`'s result as before. Call after `assemble` and `register`.
         """
         fds = [slot.fd for slot in slots]
-        reply, got = self._call(messages.Adopt(num_slots=len(fds)), messages.Slots, timeout_s, fds)
+        limit_s = memory.patience_s(sum(slot.total_bytes for slot in slots))
+        reply, got = self._call(messages.Adopt(num_slots=len(fds)), messages.Slots, limit_s, fds)
         wire.close_fds(got)
         if len(reply.slot_ids) != len(slots):
             raise KeeperError("the keeper adopted another number of slots than it was given")
-        for slot, number in zip(slots, reply.slot_ids, strict=True):
-            slot.slot_id = number
-            self._slots[number] = slot
+        with self._mapped:
+            for slot, number in zip(slots, reply.slot_ids, strict=True):
+                slot.slot_id = number
+                self._slots[number] = slot
 
     # --- saving
 
@@ -248,10 +266,8 @@ class KeeperClient:
         """
         request = messages.Begin(version=version, num_bytes=num_bytes, durable=durable, timeout_s=timeout_s)
         reply, fds = self._call(request, messages.Begun, timeout_s + BEGIN_GRACE_S)
-        if reply.slot_id in self._slots:
-            wire.close_fds(fds)
-            return self._slots[reply.slot_id]
-        return self._map_slots((reply.slot_id,), fds)[0]
+        self._map((reply.slot_id,) if fds else (), fds)
+        return self._slot(reply.slot_id, timeout_s + BEGIN_GRACE_S)
 
     def copied(self, version: Version, images: Sequence[ImageSpan], spots: bytes = b"") -> None:
         """All images lie in the slot. Returns at once; the keeper hashes, seals, replicates and persists.
@@ -300,6 +316,12 @@ class KeeperClient:
         """All that was announced for `version`; None if nothing was."""
         with self._changed:
             return self._levels.get(version)
+
+    @property
+    def captured(self) -> Version | None:
+        """The newest version that was announced as captured, or more; None if none was."""
+        with self._changed:
+            return max((version for version, known in self._levels.items() if known.reached), default=None)
 
     def wait(self, version: Version, level: Level, timeout_s: float) -> Level:
         """Blocks until `version` reaches `level`; returns the level it has then.
@@ -381,15 +403,16 @@ class KeeperClient:
 
     def close(self) -> None:
         """Ends the connection and unmaps the slots. The keeper keeps what they hold."""
-        self._caller.close()
-        for slot in self._slots.values():
+        for slot in self.detach():
             slot.close()
-        self._slots.clear()
 
     def detach(self) -> tuple[Slot, ...]:
         """Ends the connection, but keeps the slots mapped, to be handed to the next keeper by `adopt`."""
         self._caller.close()
-        slots, self._slots = tuple(self._slots.values()), {}
+        with self._mapped:
+            self._is_detached = True
+            slots, self._slots = tuple(self._slots.values()), {}
+            self._mapped.notify_all()
         return slots
 
     # --- inside
@@ -408,15 +431,37 @@ class KeeperClient:
             raise KeeperError(f"the keeper answered {type(request).__name__} with {type(reply).__name__}")
         return reply, got
 
-    def _map_slots(self, slot_ids: Sequence[int], fds: list[int]) -> tuple[Slot, ...]:
-        """Maps the slots that are new here; the descriptors belong to those, in order."""
-        fresh = [number for number in slot_ids if number not in self._slots]
-        if len(fresh) != len(fds):
+    def _map(self, slot_ids: Sequence[int], fds: list[int]) -> None:
+        """Maps slots that are new here, outside of the lock: it takes 0.1 s per GiB. Takes the descriptors over."""
+        if len(slot_ids) != len(fds):
             wire.close_fds(fds)
-            raise KeeperError(f"the keeper announced {len(fresh)} new slots and sent {len(fds)} descriptors")
-        for number in fresh:
-            self._slots[number] = Slot.adopt(fds.pop(0), slot_id=number)
-        return tuple(self._slots[number] for number in slot_ids)
+            raise KeeperError(f"the keeper announced {len(slot_ids)} new slots and sent {len(fds)} descriptors")
+        try:
+            for number in slot_ids:
+                slot = Slot.adopt(fds.pop(0), slot_id=number)
+                with self._mapped:
+                    if self._is_detached:  # nobody looks after it any more
+                        slot.close()
+                        raise KeeperLost("the connection is closed")
+                    self._slots[number] = slot
+                    self._mapped.notify_all()
+        finally:
+            wire.close_fds(fds)
+
+    def _slot(self, number: int, timeout_s: float) -> Slot:
+        """A slot that is mapped here, or is being mapped by another thread of ours.
+
+        Raises:
+            LevelNotReached: it is not mapped in time. KeeperLost: the connection was closed meanwhile.
+        """
+        with self._mapped:
+            self._mapped.wait_for(lambda: number in self._slots or self._is_detached, timeout_s)
+            slot = self._slots.get(number)
+            if slot is not None:
+                return slot
+            if self._is_detached:
+                raise KeeperLost("the connection is closed")
+        raise LevelNotReached(f"slot {number} was not mapped within {timeout_s:g} s")
 
     def _locate(self, ref: BundleRef, found: messages.Found, fds: list[int]) -> Located:
         slot = self._slots.get(found.slot_id)
@@ -424,6 +469,9 @@ class KeeperClient:
             view = slot.window(found.start, found.length).toreadonly()
         elif 0 <= found.fd < len(fds):
             view = memory.map_readonly(fds[found.fd], found.start, found.length)
+        elif found.fd < 0:  # another thread of ours maps it
+            limit_s = memory.patience_s(found.length)
+            view = self._slot(found.slot_id, limit_s).window(found.start, found.length).toreadonly()
         else:
             raise KeeperError("the keeper named a descriptor that it did not send")
         return Located(ref, found.seal, view, found.source, found.seconds, found.chunks)

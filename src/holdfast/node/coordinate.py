@@ -11,12 +11,14 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import msgspec
+
 from holdfast.base.errors import Fenced
 from holdfast.core.appointments import Diary, Proposal
 from holdfast.core.commit import OF_WRITING, Action, Announcement, Board, CommitOrder, Kind
 from holdfast.core.ledger import Reports
 from holdfast.core.model import Version
-from holdfast.node.messages import Assembly, News
+from holdfast.node.messages import Assembly, News, encode, pack
 from holdfast.node.persist import CommitJob, Committer
 from holdfast.node.server import Connection
 from holdfast.node.state import NodeState
@@ -46,6 +48,7 @@ class Coordinator:
         self._diary = Diary()
         self._followers: dict[int, _Follower] = {}
         self._history: OrderedDict[tuple[Version, Kind, int], Announcement] = OrderedDict()
+        self._table = ("", msgspec.Raw())  # of the layout that was announced last, encoded
         self._newest: Version | None = None  # captured
         self._absent: set[int] = set()
         self._changed_s = time.monotonic()
@@ -86,7 +89,7 @@ class Coordinator:
         self._followers[node] = follower
         self._absent.discard(node)
         for announcement in self._history.values():
-            self._tell(follower, announcement)
+            self._tell(follower, announcement, {})
 
     def leave(self, connection: Connection) -> None:
         """A follower's connection ended."""
@@ -137,8 +140,9 @@ class Coordinator:
             # The newest captured version stays, however many were given up since: it is what frees slots.
             key = next(key for key in self._history if key[0] != self._newest)
             del self._history[key]
+        bodies: dict[bool, bytes] = {}  # each said to many, and a table takes milliseconds to encode
         for follower in self._followers.values():
-            self._tell(follower, announcement)
+            self._tell(follower, announcement, bodies)
         self._state.hear(self._news(announcement, with_table=True))
         if announcement.kind is Kind.PERSIST:
             for node in sorted(self._absent):
@@ -148,15 +152,29 @@ class Coordinator:
         """To those in the same lines; nobody else is told, and nobody later: silence tells them as well."""
         concerned = self._board.in_line_with(announcement.version, announcement.node)
         news = self._news(announcement, with_table=False)
+        body = encode(news)
         for node, follower in self._followers.items():
             if node in concerned:
-                follower.connection.send(news)
+                follower.connection.send_encoded(body)
         self._state.hear(news)
 
-    def _tell(self, follower: _Follower, announcement: Announcement) -> None:
+    def _tell(self, follower: _Follower, announcement: Announcement, bodies: dict[bool, bytes]) -> None:
+        """`bodies`: the message with its table and without, as far as somebody was told."""
         layout = announcement.layout
-        follower.connection.send(self._news(announcement, with_table=layout != follower.layout))
+        with_table = layout != follower.layout
+        if with_table not in bodies:
+            bodies[with_table] = self._encoded(announcement, with_table=with_table)
+        follower.connection.send_encoded(bodies[with_table])
         follower.layout = layout or follower.layout
+
+    def _encoded(self, announcement: Announcement, *, with_table: bool) -> bytes:
+        news = self._news(announcement, with_table=False)
+        layout = announcement.layout
+        if with_table and layout:
+            if self._table[0] != layout:
+                self._table = layout, pack(self._board.table(layout))
+            news = msgspec.structs.replace(news, table=self._table[1])
+        return encode(news)
 
     def _news(self, announcement: Announcement, *, with_table: bool) -> News:
         table = self._board.table(announcement.layout) if with_table and announcement.layout else ()

@@ -105,13 +105,14 @@ class Keeper:
         self._activities = Activities(self._state)
         self._run_facts = RunFacts(place.runtime / f"run-{options.run_id}-{place.node}" / JOURNAL)
         landings = Landings()
-        self._obtainer = Obtainer(self._state, vault, self._activities, landings)
+        self._trainers = Trainers(self._state, self._forget)
+        reserve = Reserve(self._state, self._trainers)
+        self._obtainer = Obtainer(self._state, vault, self._activities, landings, reserve.await_slot)
         self._succession = Succession(self._state, self._events, self._write)
         self._persister = Persister(self._state, vault, self._events, self._activities, self._succession)
         self._pieces = Pieces(self._state, vault, self._events, self._activities)
         self._committer = Committer(self._state, vault, self._events)
         self._replicator = Replicator(self._state, self._events, lambda: self._peers.inventory(wide=True))
-        self._trainers = Trainers(self._state, self._forget)
         trainers = self._trainers
         self._hashing, self._sending = (
             Windows(trainers.shown, trainers.listen, self._is_wanted, trainers.stay) for _ in range(2)
@@ -127,7 +128,7 @@ class Keeper:
                 state=self._state,
                 turnover=Turnover(self._state, self._trainers, self._works(vault)),
                 trainers=self._trainers,
-                reserve=Reserve(self._state, self._trainers),
+                reserve=reserve,
                 saving=self._saving,
                 obtainer=self._obtainer,
                 pieces=self._pieces,

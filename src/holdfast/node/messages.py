@@ -20,7 +20,7 @@ from holdfast.core.ledger import Reports
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
 from holdfast.core.recovery import Fetch, MemoryCopy, Source
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 RANK, VIEWER, KEEPER, OPERATOR = "rank", "viewer", "keeper", "operator"
 
@@ -142,16 +142,26 @@ class Resume(Message, tag="resume", frozen=True, kw_only=True):
 
 
 class Prepare(Message, tag="prepare", frozen=True, kw_only=True):
-    """Reserve this many slots of this size for my rank."""
+    """Reserve this many slots of this size for my rank.
+
+    Attributes:
+        num_ready: the answer comes when so many are there; None: all. 0: at once, without any, when the budget allows them.
+    """
 
     num_bytes: int
     num_slots: int
+    num_ready: int | None = None
 
 
 class Slots(Message, tag="slots", frozen=True, kw_only=True):
-    """Numbers of slots; for those that the client does not have, the descriptors come along in the same order."""
+    """Numbers of slots.
+
+    Attributes:
+        sent: those that the client does not have; their descriptors come along in this order.
+    """
 
     slot_ids: tuple[int, ...]
+    sent: tuple[int, ...] = ()
 
 
 class Adopt(Message, tag="adopt", frozen=True, kw_only=True):
@@ -457,8 +467,8 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def pack(value: dict[str, Any]) -> msgspec.Raw:
-    """Plain values as a field of a message."""
+def pack(value: Any) -> msgspec.Raw:
+    """A field of a message, encoded once for many: plain values, or what the field's type says."""
     return msgspec.Raw(_encoder.encode(value))
 
 

@@ -48,10 +48,22 @@ class Present:
 
 
 class Obtainer:
-    """Fetches what a rank needs; one per keeper."""
+    """Fetches what a rank needs; one per keeper.
 
-    def __init__(self, state: NodeState, vault: Vault, activities: Activities, landings: Landings) -> None:
+    Args:
+        await_slot: waits for the first slot of a rank that is being made: rank, bytes, deadline.
+    """
+
+    def __init__(
+        self,
+        state: NodeState,
+        vault: Vault,
+        activities: Activities,
+        landings: Landings,
+        await_slot: Callable[[int, int, float], None],
+    ) -> None:
         self._state = state
+        self._await_slot = await_slot
         self._vault = vault
         self._activities = activities
         self._landings = landings
@@ -82,7 +94,7 @@ class Obtainer:
                 if not missing:
                     return [present[fetch.ref.bundle_id] for fetch in fetches]
                 if mine:
-                    self._fetch(rank, version, mine, present)
+                    self._fetch(rank, version, mine, present, deadline)
         except BaseException:
             self.release(found.held for found in present.values())
             raise
@@ -116,12 +128,15 @@ class Obtainer:
             present[bundle_id] = found
         return missing
 
-    def _fetch(self, rank: int, version: Version, fetches: Sequence[Fetch], present: dict[str, Present]) -> None:
+    def _fetch(
+        self, rank: int, version: Version, fetches: Sequence[Fetch], present: dict[str, Present], deadline: float
+    ) -> None:
         """Fetches into one slot and seals it."""
         landings: dict[str, Landing] = {}
         try:
             fetches = sorted(fetches, key=lambda fetch: fetch.ref.bundle_id)
             lengths = [-(-fetch.seal.length // image_format.ALIGN) * image_format.ALIGN for fetch in fetches]
+            self._await_slot(rank, sum(lengths), deadline)
             held = self._target(rank, version, sum(lengths))
             spots = [Spot(fetch, offset) for fetch, offset in zip(fetches, _offsets(lengths), strict=True)]
             for spot in spots:

@@ -194,7 +194,7 @@ class _Places:
     ) -> Seal:
         storage = self._vault.open()
         if not self._stored:
-            self._stored = {file.ref.bundle_id: file for file in storage.manifest(version).bundles}
+            self._stored = self._vault.files(version)
         file = self._stored.get(fetch.ref.bundle_id)
         if file is None:
             raise VersionNotFound(f"the manifest of {version} does not list bundle {fetch.ref.bundle_id}")

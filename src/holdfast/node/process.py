@@ -36,6 +36,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs a keeper; returns the exit status."""
     place = Place(Path(options.runtime_dir), job_digest(options.root, options.run_id), options.node)
     os.chdir("/")  # no mount is held busy
+    _allow_connections()
     label_process("hf keeper")
     _give_way()
     if options.secret_fd >= 0 or options.key_fd >= 0:
@@ -89,6 +90,13 @@ def run(options: argparse.Namespace) -> int:
     clean(place)
     os.close(lock)
     return 0
+
+
+def _allow_connections() -> None:
+    """As many descriptors as the system lets this process have: one per keeper that reports, two per slot."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _give_way() -> None:

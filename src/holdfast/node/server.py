@@ -1,11 +1,15 @@
-"""The keeper's socket: who is let in, one thread that reads each connection, one that writes it.
+"""The keeper's socket: who is let in, and threads that are lent to connections that have something to say or to hear.
 
-Nobody can hold up anybody else: a reader only serves its own connection, replies and pushes go through a bounded
-outbox with a writer of its own (from its first message on), and pushes about the same subject replace each other, so a
-stopped client costs a few kilobytes. Before its greeting a connection has 5 s and 1 KiB; of those there are at most 64. Strangers (another user)
-and nonsense are cut off without harm to the rest. Connections of other nodes come through a second door (`Door`), prove
-themselves first, and have 64 places of their own: a flood there costs local clients nothing, and takes the place of
-its own oldest, so that who proves itself at once still gets in. What messages mean is the handler's business.
+A connection that is silent has no thread: the kernel tells which ones are not (epoll), and a thread of the crew reads
+one message of such a connection and answers it. So thousands of keepers may report to one. The ranks of this node, of
+which there are few, keep a thread each, because a save waits for the answer.
+
+Nobody can hold up anybody else: who may wait for something does so aside (`node.crew`), replies and pushes go through a
+bounded outbox, and pushes about the same subject replace each other, so a stopped client costs a few kilobytes. Before
+its greeting a connection has 5 s and 1 KiB; of those there are at most 64. Strangers (another user) and nonsense are cut
+off without harm to the rest. Connections of other nodes come through a second door (`Door`), prove themselves first, and
+have 64 places of their own: a flood there costs local clients nothing, and takes the place of its own oldest, so that who
+proves itself at once still gets in. What messages mean is the handler's business.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import logging
 import os
 import select
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +28,21 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast.base.errors import HoldfastError, KeeperError
-from holdfast.node.messages import AnyMessage, Hello, Message, Refusal, decode, decode_hello, encode, refusal
+from holdfast.node.crew import Crew
+from holdfast.node.messages import (
+    RANK,
+    AnyMessage,
+    Hello,
+    Message,
+    Ping,
+    Propose,
+    Refusal,
+    Report,
+    decode,
+    decode_hello,
+    encode,
+    refusal,
+)
 from holdfast.node.network import Door
 from holdfast.tiers import wire
 
@@ -32,10 +51,14 @@ logger = logging.getLogger(__name__)
 SEND_TIMEOUT_S = 5.0
 JOIN_TIMEOUT_S = 5.0
 FLUSH_TIMEOUT_S = 1.0
-REST_MS = 50
-# Greeted connections: local ranks, viewers, and the keepers of other nodes.
-MAX_GREETED = 1024
+REST_S = 0.05
+# Connections at once: local ranks, viewers, and the keepers of other nodes, which all report to the coordinator's.
+MAX_CONNECTIONS = 8192
 MAX_OUTBOX = 1024
+# Threads that serve connections at once, without those that wait for something.
+MAX_THREADS = 32
+# What never waits for anything and comes from everywhere: done by the thread that read it, without stepping aside.
+SHORT = (Report, Propose, Ping)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +72,16 @@ class Answer:
 class Connection:
     """One client as the keeper sees it. `send` and `push` never block.
 
+    Args:
+        crew: lends the thread that writes.
+
     Attributes:
         number: counted as they were accepted: of two connections of one client the later has the higher.
     """
 
-    def __init__(self, channel: wire.Channel, number: int) -> None:
+    def __init__(self, channel: wire.Channel, number: int, crew: Crew) -> None:
         self.channel = channel
+        self._crew = crew
         self.number = number
         self.pid = wire.peer_pid(channel)
         self.hello: Hello | None = None
@@ -63,8 +90,9 @@ class Connection:
         self._changed = threading.Condition()
         self._ended = False
         self.is_remote = channel.is_remote
+        self.is_polled = False
         self._may_write = False
-        self._writer: threading.Thread | None = None
+        self._writing = False  # a thread is lent, or will be
 
     @property
     def greeted(self) -> Hello:
@@ -75,13 +103,17 @@ class Connection:
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queues a message; a client that lets too many pile up is cut off."""
+        self.send_encoded(encode(message), fds)
+
+    def send_encoded(self, body: bytes, fds: Sequence[int] = ()) -> None:
+        """Does the same with a message that was encoded for several clients."""
         copies = [os.dup(fd) for fd in fds]
         with self._changed:
             if self._ended or len(self._outbox) >= MAX_OUTBOX:
                 wire.close_fds(copies)
                 self.channel.abort()
                 return
-            self._outbox.append((encode(message), copies))
+            self._outbox.append((body, copies))
             self._call_writer()
 
     def push(self, key: str, message: Message) -> None:
@@ -102,57 +134,68 @@ class Connection:
             self._call_writer()
 
     def _call_writer(self) -> None:
-        """Wakes the writer; most who only ask whether somebody is there never need one. Under the lock."""
-        self._changed.notify()
-        if self._writer is None and self._may_write and (self._outbox or self._pushes):
-            writer = threading.Thread(target=self._write, name="holdfast writer", daemon=True)
-            writer.start()
-            self._writer = writer  # not before: a keeper that ends just now would join what was never started
+        """Asks for a thread unless there is one; most who only ask whether somebody is there never need one. Under the lock."""
+        if not self._writing and self._may_write and (self._outbox or self._pushes):
+            self._writing = True
+            self._crew.lend(self._write)
 
     def end(self) -> None:
-        """Stops the writer and closes the channel; only the reader's thread calls it."""
+        """Closes the channel once nobody writes; only who reads it calls this."""
         with self._changed:
             self._ended = True
-            self._changed.notify()
         self.channel.abort()
-        if self._writer is not None:
-            self._writer.join(JOIN_TIMEOUT_S)
+        self._await_writer(JOIN_TIMEOUT_S)
         for _, fds in self._outbox:
             wire.close_fds(fds)
         self._outbox.clear()
         self.channel.close()
 
     def flush(self) -> None:
-        """Lets the writer send what is queued, then ends it; used when the keeper says its last word."""
+        """Lets what is queued be sent and takes nothing more; used when the keeper says its last word."""
         with self._changed:
             self._ended = True
-            self._changed.notify()
-        if self._writer is not None:
-            self._writer.join(FLUSH_TIMEOUT_S)
+        self._await_writer(FLUSH_TIMEOUT_S)
+
+    def _await_writer(self, timeout_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._writing, timeout_s)
 
     def _write(self) -> None:
+        """Sends all that is queued, in a thread of the crew."""
         try:
             while (item := self._next()) is not None:
                 body, fds = item
                 try:
-                    self.channel.send(body, fds=fds, timeout_s=SEND_TIMEOUT_S)
+                    if self.channel.is_writable and len(body) <= wire.BULK_BLOCK_BYTES:
+                        self.channel.send(body, fds=fds, timeout_s=SEND_TIMEOUT_S)
+                    else:
+                        with self._crew.aside():
+                            self.channel.send(body, fds=fds, timeout_s=SEND_TIMEOUT_S)
                 finally:
                     wire.close_fds(fds)
         except HoldfastError as error:
             logger.debug("client %d: %s", self.pid, error.what)
-            self.channel.abort()
+            self._break()
         except Exception:
             logger.exception("writer of client %d failed", self.pid)
-            self.channel.abort()
+            self._break()
+
+    def _break(self) -> None:
+        """Nothing is written any more: what was not sent whole cannot be gone on with."""
+        self.channel.abort()
+        with self._changed:
+            self._ended = True
+            self._writing = False
+            self._changed.notify_all()
 
     def _next(self) -> tuple[bytes, list[int]] | None:
         with self._changed:
-            while not (self._outbox or self._pushes or self._ended):
-                self._changed.wait()
             if self._outbox:  # replies first: somebody waits for them
                 return self._outbox.popleft()
             if self._pushes:
                 return self._pushes.popitem(last=False)[1], []
+            self._writing = False
+            self._changed.notify_all()
             return None
 
 
@@ -181,36 +224,55 @@ class Server:
         self._listener = wire.listen(path)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
-        self._readers: dict[threading.Thread, Connection] = {}
+        self._crew = Crew("holdfast client", MAX_THREADS)
+        self._poll = select.epoll()
+        self._connections: dict[int, Connection] = {}  # by their number, in the order in which they came
+        self._parked: dict[int, Connection] = {}  # those without a thread, by descriptor
+        self._resting: dict[int, float] = {}  # doors that nobody could come in by, until when
         self._stopping = False
         self._numbers = itertools.count(1)
 
     def serve(self) -> None:
         """Serves until `stop`; then every connection is flushed and closed and every thread joined."""
-        poll = select.poll()
-        poll.register(self._listener, select.POLLIN)
-        poll.register(self._wake, select.POLLIN)
+        poll = self._poll
+        poll.register(self._listener, select.EPOLLIN)
+        poll.register(self._wake, select.EPOLLIN)
         doors: dict[int, Callable[[], wire.Channel | None]] = {
             self._listener.fileno(): partial(wire.accept, self._listener)
         }
         if self._door is not None:
-            poll.register(self._door.listener, select.POLLIN)
+            poll.register(self._door.listener, select.EPOLLIN)
             doors[self._door.listener.fileno()] = partial(wire.accept_tcp, self._door.listener)
+        due_s = 0.0  # when the handler wants to be called; what comes in by itself is no reason
         while not self._stopping:
-            pause_s = self._handler.tick()
-            for fd, _ in poll.poll(max(1, int(pause_s * 1000))):
+            now = time.monotonic()
+            if now >= due_s:
+                due_s = now + max(0.001, self._handler.tick())
+            for fd, _ in poll.poll(min(REST_S if self._resting else 1.0, max(0.0, due_s - time.monotonic()))):
                 if fd == self._wake:
                     os.eventfd_read(self._wake)
-                elif not self._accept(doors[fd]):
+                    due_s = 0.0
+                elif fd not in doors:
+                    self._unpark(fd)
+                elif self._accept(doors[fd]):
+                    due_s = 0.0
+                else:
                     # Out of descriptors, perhaps: the listener would stay readable and we would spin.
                     poll.modify(fd, 0)
-                    poll.poll(REST_MS)
-                    poll.modify(fd, select.POLLIN)
+                    self._resting[fd] = time.monotonic() + REST_S
+            self._wake_doors()
         self._listener.close()
         if self._door is not None:
             self._door.listener.close()
         self._end_all()
+        poll.close()
         os.close(self._wake)
+
+    def _wake_doors(self) -> None:
+        now = time.monotonic()
+        for fd in [fd for fd, until in self._resting.items() if until <= now]:
+            self._poll.modify(fd, select.EPOLLIN)
+            del self._resting[fd]
 
     def stop(self) -> None:
         """Ends `serve`; any thread or signal handler."""
@@ -228,44 +290,93 @@ class Server:
         channel = take()
         if channel is None:
             return False
-        connection = Connection(channel, next(self._numbers))
+        connection = Connection(channel, next(self._numbers), self._crew)
         with self._lock:
-            known = self._readers.values()
+            known = self._connections.values()
             waiting = [c for c in known if c.hello is None and c.is_remote == connection.is_remote]
             crowded = len(waiting) >= wire.MAX_CONNECTIONS
-            full = len(self._readers) >= MAX_GREETED or (crowded and not connection.is_remote)
+            full = len(self._connections) >= MAX_CONNECTIONS or (crowded and not connection.is_remote)
             if not full:
-                thread = threading.Thread(
-                    target=self._read, args=(connection,), name=f"holdfast client {connection.pid}", daemon=True
-                )
-                self._readers[thread] = connection
+                self._connections[connection.number] = connection
         if full:
             logger.warning("too many connections; %s is turned away", channel.where)
             channel.close()
             return True
         if crowded:
             waiting[0].channel.abort()
-        thread.start()
+        self._crew.lend(partial(self._welcome, connection))
         return True
 
-    def _read(self, connection: Connection) -> None:
+    def _welcome(self, connection: Connection) -> None:
+        """Lets a connection in; a rank's is served from here on."""
+
+        def work() -> bool:
+            with self._crew.aside():
+                stays = self._prove(connection) and self._greet(connection)
+                while stays and connection.greeted.role == RANK and not self._stopping:
+                    self._serve_one(connection, None)
+            return stays
+
+        self._attend(connection, work)
+
+    def _hear(self, connection: Connection) -> None:
+        """Serves what a connection without a thread of its own has sent."""
+
+        def work() -> bool:
+            is_more = True
+            while is_more and not self._stopping:
+                try:
+                    self._serve_one(connection, 0.0)
+                except TimeoutError:  # no frame began: a part of a record, or another's descriptor before
+                    return True
+                is_more = connection.channel.has_more
+            return True
+
+        self._attend(connection, work)
+
+    def _attend(self, connection: Connection, work: Callable[[], bool]) -> None:
+        """Does `work`, after which the connection waits without a thread if it is True, and is over otherwise."""
         try:
-            greeted = self._prove(connection) and self._greet(connection)
-            while greeted and not self._stopping:
-                self._serve_one(connection)
+            if work() and not self._stopping:
+                self._park(connection)
+                return
         except HoldfastError as error:
             logger.debug("client %d: %s", connection.pid, error.what)
         except Exception:
             logger.exception("serving client %d failed", connection.pid)
-        finally:
-            if connection.hello is not None:
-                self._handler.gone(connection)
-            if self._stopping:
-                connection.flush()  # the last word may still wait: that a version is durable, for one
-            connection.end()
-            with self._lock:
-                self._readers.pop(threading.current_thread(), None)
-            self.wake()
+        self._finish(connection)
+
+    def _park(self, connection: Connection) -> None:
+        """Waits for what comes next without a thread. What has come already wakes it at once."""
+        fd = connection.channel.fileno()
+        with self._lock:
+            if not self._stopping:
+                self._parked[fd] = connection
+                events = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
+                if connection.is_polled:
+                    self._poll.modify(fd, events)
+                else:
+                    self._poll.register(fd, events)
+                    connection.is_polled = True
+                return
+        self._finish(connection)
+
+    def _unpark(self, fd: int) -> None:
+        with self._lock:
+            connection = self._parked.pop(fd, None)
+        if connection is not None:  # else it ended meanwhile
+            self._crew.lend(partial(self._hear, connection))
+
+    def _finish(self, connection: Connection) -> None:
+        """The connection is over; once for each, by who read it last."""
+        if connection.hello is not None:
+            self._handler.gone(connection)
+        if self._stopping:
+            connection.flush()  # the last word may still wait: that a version is durable, for one
+        connection.end()
+        with self._lock:
+            self._connections.pop(connection.number, None)
+        self.wake()
 
     def _prove(self, connection: Connection) -> bool:
         """A connection of another node proves itself; one of this machine was vouched for by the kernel."""
@@ -290,11 +401,16 @@ class Server:
         connection.start()
         return True
 
-    def _serve_one(self, connection: Connection) -> None:
-        body, fds = connection.channel.receive(timeout_s=None)
+    def _serve_one(self, connection: Connection, timeout_s: float | None) -> None:
+        """Reads one message, which may take so long to begin, and answers it."""
+        body, fds = connection.channel.receive(timeout_s=timeout_s)
         try:
             message = decode(body)
-            reply = self._answer(connection, message, fds)
+            if isinstance(message, SHORT) or connection.greeted.role == RANK:  # whose thread stands aside for good
+                reply = self._answer(connection, message, fds)
+            else:
+                with self._crew.aside():
+                    reply = self._answer(connection, message, fds)
         finally:
             wire.close_fds(fds)
         if isinstance(reply, Answer):
@@ -314,12 +430,14 @@ class Server:
 
     def _end_all(self) -> None:
         with self._lock:
-            readers = dict(self._readers)
-        for connection in readers.values():
+            connections, parked = list(self._connections.values()), list(self._parked.values())
+            self._parked.clear()
+        for connection in connections:
             connection.flush()
             connection.channel.abort()
-        for thread in readers:
-            thread.join(JOIN_TIMEOUT_S)
+        for connection in parked:
+            self._finish(connection)
+        self._crew.stop(JOIN_TIMEOUT_S)
 
 
 def _refuse(message: AnyMessage, error: HoldfastError) -> Refusal | None:

@@ -117,7 +117,7 @@ class Sources:
     def _from_storage(self, version: Version, spot: Spot, view: memoryview) -> Seal:
         storage, bundle_id = self._vault.open(), spot.fetch.ref.bundle_id
         if not self._stored:
-            self._stored = {file.ref.bundle_id: file for file in storage.manifest(version).bundles}
+            self._stored = self._vault.files(version)
         file = self._stored.get(bundle_id)
         if file is None:
             raise VersionNotFound(f"the manifest of {version} does not list bundle {bundle_id}")

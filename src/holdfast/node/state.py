@@ -233,9 +233,9 @@ class NodeState:
             ledger = self.need_ledger()
             if layout.rank not in ledger.ranks:
                 raise UsageError(f"rank {layout.rank} is not on node {self.place.node}")
-            known = set(range(ledger.topology.world_size))
+            world_size = ledger.topology.world_size
             for ref in layout.bundles:
-                if layout.rank not in ref.ranks or not known.issuperset(ref.ranks):
+                if not ref.has(layout.rank) or ref.runs[-1][1] >= world_size:
                     raise UsageError(f"bundle {ref.bundle_id} of rank {layout.rank} has an impossible group")
             ledger.register(layout, shared)
             self.layouts[layout.rank] = layout

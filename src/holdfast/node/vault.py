@@ -6,10 +6,16 @@ One Vault per keeper; the root never changes during its life. Everything durable
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 from holdfast.base.events import Events
+from holdfast.core.model import Version
 from holdfast.tiers.cipher import KeySource
+from holdfast.tiers.manifest import BundleFile, Manifest
 from holdfast.tiers.storage import Storage, open_storage
+
+# Manifests that are kept whole: of what is restored, and of what is tried next.
+MAX_KEPT = 2
 
 
 class Vault:
@@ -21,6 +27,8 @@ class Vault:
         self.events = events
         self._lock = threading.Lock()
         self._storage: Storage | None = None
+        self._reading = threading.Lock()
+        self._kept: dict[Version, tuple[Manifest, dict[str, BundleFile]]] = {}
 
     def open(self) -> Storage:
         """The storage of the job.
@@ -33,7 +41,28 @@ class Vault:
                 self._storage = open_storage(self._root, self.events, encryption=self._encryption)
             return self._storage
 
+    def files(self, version: Version) -> dict[str, BundleFile]:
+        """The files of a version by bundle id. The parts of its manifest are read once for all ranks of this node.
+
+        The root is read every time: as long as it names the same parts with the same digests, what they say is known.
+
+        Raises:
+            HoldfastError: as `Storage.manifest` does.
+        """
+        storage = self.open()
+        with self._reading:
+            root, kept = storage.root(version), self._kept.get(version)
+            if kept is None or kept[0] != root:
+                whole = storage.manifest(version)
+                kept = replace(whole, bundles=()), {file.ref.bundle_id: file for file in whole.bundles}
+                self._kept[version] = kept
+                while len(self._kept) > MAX_KEPT:
+                    del self._kept[next(iter(self._kept))]
+            return kept[1]
+
     def forget(self) -> None:
         """What was read of the root is not true any more: another job owns it."""
         with self._lock:
             self._storage = None
+        with self._reading:
+            self._kept.clear()

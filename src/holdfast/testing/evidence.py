@@ -15,7 +15,7 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -172,7 +172,7 @@ def _read_version(path: Path, version: Version, num_entries: int, foreign: dict[
         for bundle in _json(data)["bundles"]:
             listed.add(bundle["file"])
             problems += _add_bundle(bundle, files, puzzle)
-            ranks.update(_ranks(bundle))
+            ranks.update(_ranks(bundle["ranks"]))
     problems += [f"{name} is not in the manifest" for name in sorted(set(files) - listed) if _OURS.match(name)]
     contents = puzzle.digests(num_entries)
     missing = set(range(root.get("world_size", 1))) - set(contents)
@@ -190,12 +190,12 @@ def _add_bundle(bundle: Mapping[str, Any], files: Mapping[str, Path], puzzle: _P
     if len(data) != bundle["length"] or image_digest(data) != bundle["digest"]:
         return [f"{name} is not what its manifest says"]
     for fragment in fragments(data):
-        puzzle.add(_ranks(bundle), fragment)
+        puzzle.add(_ranks(bundle["ranks"]), fragment)
     return []
 
 
-def _ranks(bundle: Mapping[str, Any]) -> list[int]:
-    return [rank for first, last, step in bundle["ranks"] for rank in range(first, last + 1, step)]
+def _ranks(runs: Sequence[tuple[int, int, int]]) -> list[int]:
+    return [rank for first, last, step in runs for rank in range(first, last + 1, step)]
 
 
 def _torn(file: Path) -> list[str]:
@@ -296,7 +296,8 @@ def _read_slot(fd: int, node: int, puzzles: dict[Version, _Puzzle]) -> list[Seal
         for image in header["images"]:
             start, seal = header_bytes + image["offset"], image["seal"]
             data = memory[start : start + seal["length"]]
-            found.append((image["ref"]["ranks"], data, image_digest(data) == seal["digest"], seal["bundle_id"]))
+            ranks = _ranks(image["ref"]["runs"])
+            found.append((ranks, data, image_digest(data) == seal["digest"], seal["bundle_id"]))
         if slot_header(memory)[1] != body:
             return []
     for ranks, data, intact, bundle_id in found:

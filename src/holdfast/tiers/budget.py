@@ -28,6 +28,8 @@ _NO_LIMIT = 1 << 60
 _MAX_FILE_BYTES = 1 << 20
 # Python makes no number of more than 4,300 digits, or of digits beyond ASCII such as superscripts.
 _NUMBER = re.compile(r"[0-9]{1,20}\Z")
+# Ends the name of an entry of what is reserved and not allocated yet.
+_TO_COME = ":to come"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class Budget:
         limits = read_limits()
         self.allowed = allowed_bytes(budget, limits)
         self.used = 0
+        self._to_come = 0  # of it, what the kernel does not know of yet
         # Keepers in different cgroups may share a runtime directory; each cgroup has a budget of its own.
         self._group = hashlib.blake2b(limits.group.encode(), digest_size=6).hexdigest()
         self._me = f"{self._group}:{os.getpid()}:{start_time(os.getpid())}"
@@ -87,32 +90,43 @@ class Budget:
         with self._ledger() as ledger:
             self._check(num_bytes, what, ledger)
 
-    def reserve(self, num_bytes: int, what: str) -> None:
+    def reserve(self, num_bytes: int, what: str, *, to_come: bool = False) -> None:
         """Takes `num_bytes` out of the budget.
+
+        With `to_come` the memory is allocated later; until `came` the kernel counts it as free, and nobody else may.
 
         Raises:
             MemoryRefused: with what is needed, used, allowed and available, and what to change.
         """
         with self._ledger() as ledger:
             self._check(num_bytes, what, ledger)
-            self.used += num_bytes
-            ledger[self._me] = self.used
+            self._add(ledger, num_bytes, num_bytes if to_come else 0)
 
-    def release(self, num_bytes: int) -> None:
-        """Gives `num_bytes` back."""
+    def came(self, num_bytes: int) -> None:
+        """What was to come is allocated now."""
         with self._ledger() as ledger:
-            self.used -= num_bytes
-            ledger[self._me] = self.used
+            self._add(ledger, 0, -num_bytes)
+
+    def release(self, num_bytes: int, *, to_come: bool = False) -> None:
+        """Gives `num_bytes` back; `to_come`: of what never came."""
+        with self._ledger() as ledger:
+            self._add(ledger, -num_bytes, -num_bytes if to_come else 0)
 
     def close(self) -> None:
         """Gives everything back; the last one removes the file."""
-        self.used = 0
         with self._ledger() as ledger:
-            ledger.pop(self._me, None)
+            self._add(ledger, -self.used, -self._to_come)
+
+    def _add(self, ledger: dict[str, int], used: int, to_come: int) -> None:
+        """Under the lock. An entry of nothing is dropped."""
+        self.used, self._to_come = self.used + used, self._to_come + to_come
+        ledger[self._me], ledger[self._me + _TO_COME] = self.used, self._to_come
 
     def _check(self, num_bytes: int, what: str, ledger: dict[str, int]) -> None:
-        others = sum(size for name, size in ledger.items() if name != self._me and self._same_group(name))
-        available = read_limits().available
+        group = {name: size for name, size in ledger.items() if self._same_group(name)}
+        others = sum(size for name, size in group.items() if name != self._me and not name.endswith(_TO_COME))
+        to_come = sum(size for name, size in group.items() if name.endswith(_TO_COME))
+        available = max(0, read_limits().available - to_come)
         needed = others + self.used + num_bytes
         if needed <= self.allowed and num_bytes <= available:
             return
@@ -159,7 +173,7 @@ def _parse(data: bytes) -> dict[str, int]:
 
 
 def _lives(name: str) -> bool:
-    parts = name.split(":")
+    parts = name.removesuffix(_TO_COME).split(":")
     if len(parts) != 3 or not _NUMBER.match(parts[1]):
         return False
     return not has_ended(int(parts[1]), int(parts[2]) if _NUMBER.match(parts[2]) else None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
@@ -21,12 +21,12 @@ import xxhash
 
 from holdfast.base.errors import CorruptError
 from holdfast.core.model import NAME_PATTERN, BundleRef, Seal, Version
+from holdfast.core.ranks import MAX_RANKS, count_in, spread
 from holdfast.core.recovery import Stored
 from holdfast.tiers import format as image_format
 from holdfast.tiers.strict import AUTHENTICATED_FORMAT, MAX_RECORD_BYTES, Record, decode_record, encode_record
 
 ROOT_NAME = "manifest.json"
-MAX_RANKS = 1 << 20
 MAX_PARTS = 1 << 17
 # All parts of a version together: they are held at once.
 MAX_PART_BYTES = 2 << 30
@@ -152,7 +152,7 @@ def encode_part(bundles: Iterable[BundleFile]) -> bytes:
     """The bytes of a part. The order of `bundles` does not matter."""
     rows = (
         _Bundle(
-            b.ref.bundle_id, runs(b.ref.ranks), b.ref.index, b.ref.count, b.ref.num_bytes, b.ref.fingerprint,
+            b.ref.bundle_id, b.ref.runs, b.ref.index, b.ref.count, b.ref.num_bytes, b.ref.fingerprint,
             b.file, b.length, b.digest, b.chunk_digests,
         )
         for b in sorted(bundles, key=lambda b: b.ref.bundle_id)
@@ -192,14 +192,13 @@ def decode_part(data: bytes, where: str) -> tuple[BundleFile, ...]:
     rows = decode_record(data, _Part, where).bundles
     ids = [row.id for row in rows]
     _check(all(a < b for a, b in itertools.pairwise(ids)), "bundles are not sorted, or named twice", where)
-    known: dict[tuple[_Run, ...], tuple[int, ...]] = {}  # groups recur; each is spread out, and paid for, once
-    num_ranks = 0
-    for row in rows:
-        if row.ranks not in known:
-            num_ranks += _num_ranks(row.ranks, where)
-            _check(num_ranks <= MAX_RANKS, f"more than {MAX_RANKS} ranks", where)
-            known[row.ranks] = _spread(row.ranks, where)
-    return tuple(_checked(row, known[row.ranks], where) for row in rows)
+    try:
+        num_ranks = sum(count_in(runs) for runs in {row.ranks for row in rows})  # groups recur; each is paid for once
+        _check(num_ranks <= MAX_RANKS, f"more than {MAX_RANKS} ranks", where)
+        _check(all(map(spread, {row.ranks for row in rows})), "a bundle of no rank", where)
+    except ValueError as error:
+        raise CorruptError(str(error), where=where) from error
+    return tuple(_checked(row, where) for row in rows)
 
 
 def decode_root(data: bytes, where: str) -> Manifest:
@@ -247,34 +246,7 @@ def assemble(root: Manifest, parts: Mapping[str, bytes], where: str) -> Manifest
     return dataclasses.replace(root, bundles=tuple(bundles[name] for name in sorted(bundles)))
 
 
-def runs(ranks: Sequence[int]) -> tuple[_Run, ...]:
-    """Ascending ranks as (first, last, step) runs, greedily: 16,384 ranks of a mesh dimension are three numbers."""
-    found: list[_Run] = []
-    at = 0
-    while at < len(ranks):
-        end = at + 1
-        step = ranks[end] - ranks[at] if end < len(ranks) else 1
-        while end < len(ranks) and ranks[end] - ranks[end - 1] == step:
-            end += 1
-        found.append((ranks[at], ranks[end - 1], step))
-        at = end
-    return tuple(found)
-
-
-def _num_ranks(ranks: tuple[_Run, ...], where: str) -> int:
-    """Bounds what `_spread` would allocate."""
-    _check(all(first <= last < MAX_RANKS and step > 0 for first, last, step in ranks), "impossible ranks", where)
-    return sum((last - first) // step + 1 for first, last, step in ranks)
-
-
-def _spread(ranks: tuple[_Run, ...], where: str) -> tuple[int, ...]:
-    spread = tuple(rank for first, last, step in ranks for rank in range(first, last + 1, step))
-    _check(bool(spread) and runs(spread) == ranks, "ranks are not in canonical form", where)
-    _check(all(a < b for a, b in itertools.pairwise(spread)), "ranks are not ascending", where)
-    return spread
-
-
-def _checked(row: _Bundle, ranks: tuple[int, ...], where: str) -> BundleFile:
+def _checked(row: _Bundle, where: str) -> BundleFile:
     """A row of a part whose fields fit each other."""
     num_chunks = -(-row.length // image_format.CHUNK_BYTES)
     _check(bool(NAME_PATTERN.match(row.id)), f"{row.id[:40]!r} is not the name of a bundle", where)
@@ -290,7 +262,7 @@ def _checked(row: _Bundle, ranks: tuple[int, ...], where: str) -> BundleFile:
         f"bundle {row.id}: its digests do not fit",
         where,
     )
-    ref = BundleRef(row.id, ranks, row.index, row.count, row.num_bytes, row.fingerprint)
+    ref = BundleRef(row.id, (), row.index, row.count, row.num_bytes, row.fingerprint, runs=row.ranks)
     return BundleFile(ref, row.file, row.length, row.digest, row.chunks)
 
 

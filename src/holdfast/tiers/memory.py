@@ -1,17 +1,17 @@
 """Slots: memory of the keeper that outlives the trainers, shared by descriptor.
 
 A slot is a memfd: a prefix, a header area, and the payload in which the images lie, each aligned to a page. It has no
-name that could leak and does not count against /dev/shm. Its pages are allocated before anyone maps it, so that a lack
-of memory is an error here and not a SIGBUS there; every process that maps it populates its own mapping.
+name that could leak and does not count against /dev/shm. Its pages are allocated before anyone else maps it, so that a
+lack of memory is an error here and not a SIGBUS there; every process that maps it populates its own mapping.
 
-Invariants: the header is invalidated before the first payload byte of a version is written, and written after the last
-one (by the keeper only); a header that is half written reads as empty; one whose bytes changed raises CorruptError.
+Invariants: a slot has no prefix before its last page is there, and without one nobody adopts it; the header is
+invalidated before the first payload byte of a version is written, and written after the last one (by the keeper only); a
+header that is half written reads as empty; one whose bytes changed raises CorruptError.
 Layout and field list: docs/spec/keeper.md. Called by `node` (both ends) and, through it, by `train`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -24,9 +24,15 @@ import xxhash
 
 from holdfast.base.errors import CorruptError, KeeperError, MemoryRefused
 from holdfast.core.model import BundleRef, Seal, Version
+from holdfast.tiers import pages
 from holdfast.tiers.format import CHUNK_BYTES
 
-PAGE = mmap.PAGESIZE
+PAGE = pages.PAGE
+# Pages are allocated in runs of this size; several threads share the runs of a slot, and between two they may be stopped.
+RUN_BYTES = 256 << 20
+# How long at most: reserving takes 0.6 s per GiB by one thread of a quiet machine, and several ranks may share its memory.
+BASE_PATIENCE_S = 120.0
+PATIENCE_S_PER_GIB = 4.0
 # Room for values that grow (lists, counters) and headers with them, so that they do not need new slots at once.
 SPARE_BYTES = 1 << 20
 # Room for a header with a few hundred images; grows with the payload because every chunk of it adds a digest.
@@ -39,8 +45,6 @@ _PREFIX = struct.Struct("<8sQQ")  # magic, header bytes, payload bytes
 _LENGTH = struct.Struct("<Q")
 _RECORD_AT = 64
 _BODY_AT = _RECORD_AT + 8 + 16
-
-_MADV_POPULATE_READ = 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,7 @@ class Slot:
         self.slot_id = slot_id
         self._readonly = -1
         self._map = mmap.mmap(fd, header_bytes + num_bytes)
+        pages.want_huge(self._map)
         self.view = memoryview(self._map)[header_bytes:]
 
     @classmethod
@@ -107,26 +112,61 @@ class Slot:
         Raises:
             MemoryRefused: the kernel has no memory left for it, or this process no descriptor.
         """
+        slot = cls.promise(num_bytes, slot_id=slot_id)
+        try:
+            for start, length in slot.runs():
+                slot.allocate(start, length)
+        except BaseException:
+            slot.close()
+            raise
+        slot.complete()
+        return slot
+
+    @classmethod
+    def promise(cls, num_bytes: int, *, slot_id: int = -1) -> Slot:
+        """A slot with room for `num_bytes` of images without a page; `allocate` makes its runs, `complete` ends it.
+
+        Raises:
+            MemoryRefused: so much cannot be addressed, or this process has no descriptor left.
+        """
         num_bytes = _round_up(max(num_bytes, 1), PAGE)
         try:
-            return cls._create(header_area(num_bytes), num_bytes, slot_id)
+            return cls._promise(header_area(num_bytes), num_bytes, slot_id)
         except OSError as error:
             raise _refused(error, num_bytes) from error
 
     @classmethod
-    def _create(cls, header_bytes: int, num_bytes: int, slot_id: int) -> Slot:
+    def _promise(cls, header_bytes: int, num_bytes: int, slot_id: int) -> Slot:
         fd = os.memfd_create("holdfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(fd, 0, header_bytes + num_bytes)
+            os.ftruncate(fd, header_bytes + num_bytes)
             # Nobody who holds the descriptor can shrink it, so no mapping of it can ever raise SIGBUS.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             slot = cls(fd, header_bytes, num_bytes, slot_id=slot_id)
         except BaseException:
             os.close(fd)
             raise
-        slot._map[: _PREFIX.size] = _PREFIX.pack(_MAGIC, header_bytes, num_bytes)
-        slot.populate()
         return slot
+
+    def runs(self) -> list[tuple[int, int]]:
+        """The runs, (start, length), that a new slot's pages are allocated in."""
+        total = self.total_bytes
+        return [(start, min(RUN_BYTES, total - start)) for start in range(0, total, RUN_BYTES)]
+
+    def allocate(self, start: int, length: int) -> None:
+        """Allocates the pages of one run of a slot that was promised. Any thread; releases the GIL meanwhile.
+
+        Raises:
+            MemoryRefused: the kernel has no memory left for them.
+        """
+        try:
+            pages.allocate(self._map, self.fd, start, length)
+        except OSError as error:
+            raise _refused(error, self.num_bytes) from error
+
+    def complete(self) -> None:
+        """Every page is there: from here on it is a slot. MUST come after the last `allocate`, and before anyone has it."""
+        self._map[: _PREFIX.size] = _PREFIX.pack(_MAGIC, self.header_bytes, self.num_bytes)
 
     @classmethod
     def adopt(cls, fd: int, *, slot_id: int = -1) -> Slot:
@@ -146,7 +186,7 @@ class Slot:
 
     def populate(self) -> None:
         """Maps every page into this process now, so that the first copy does not pay for page faults."""
-        populate(self._map)
+        pages.populate(self._map)
 
     @property
     def total_bytes(self) -> int:
@@ -189,6 +229,11 @@ def slot_bytes(num_bytes: int) -> int:
     """Memory that a slot with this payload takes."""
     payload = _round_up(max(num_bytes, 1), PAGE)
     return header_area(payload) + payload
+
+
+def patience_s(num_bytes: int) -> float:
+    """How long at most somebody waits until so much memory is reserved, or was proved."""
+    return BASE_PATIENCE_S + PATIENCE_S_PER_GIB * num_bytes / (1 << 30)
 
 
 def invalidate(slot: Slot) -> None:
@@ -241,38 +286,8 @@ def map_readonly(fd: int, offset: int, length: int) -> memoryview:
     """Maps part of a slot that belongs to somebody else, read-only and populated. The caller keeps `fd`."""
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
     mapping = mmap.mmap(fd, length + offset - start, prot=mmap.PROT_READ, offset=start)
-    view = memoryview(mapping)
-    try:
-        mapping.madvise(_MADV_POPULATE_READ)
-    except OSError:  # Linux before 5.14
-        _touch(view)
-    return view[offset - start :]
-
-
-def populate(mapping: mmap.mmap) -> None:
-    """Maps every page of a writable mapping; releases the GIL meanwhile. Content stays as it is.
-
-    As if every page were read: memory without a disk behind it is mapped writable at once, and a read maps the pages
-    around it too, which costs less than half of what a write costs (46 ms instead of 107 ms for 512 MiB).
-    """
-    anchor = ctypes.c_char.from_buffer(mapping)
-    try:
-        if _madvise(ctypes.addressof(anchor), len(mapping), _MADV_POPULATE_READ):
-            return
-    finally:
-        del anchor  # else the mapping could never be closed
-    with memoryview(mapping) as view:  # Linux before 5.14
-        _touch(view)
-
-
-def _touch(view: memoryview) -> None:
-    """Reads one byte of every page."""
-    bytes(view[::PAGE])
-
-
-def _madvise(address: int, length: int, advice: int) -> bool:
-    libc = ctypes.CDLL(None, use_errno=True)
-    return bool(libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice) == 0)
+    pages.populate_readonly(mapping)
+    return memoryview(mapping)[offset - start :]
 
 
 def _refused(error: OSError, size: int) -> MemoryRefused:

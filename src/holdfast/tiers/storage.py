@@ -17,6 +17,7 @@ import hmac
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,8 @@ PINNED = "pinned"
 KEPT = "kept"
 # Read in one call: so often progress is told, and a vanished file noticed.
 READ_BYTES = 64 << 20
+# Parts of a manifest that are read at once, where there are not few of them: a store answers each after tens of milliseconds.
+PARTS_AT_ONCE, FEW_PARTS = 32, 4
 
 _BUNDLE_FILE = re.compile(r"(.+)-[0-9a-f]{32}\.safetensors\Z")
 
@@ -336,6 +339,19 @@ class Storage:
             NewerFormat: it is of a newer holdfast.
             StorageError: the path refuses, or has vanished.
         """
+        where, root = f"{self.where}/{version}", self.root(version)
+        parts = self._parts(root)
+        whole = manifests.assemble(root, parts, where)
+        self._require_proof(whole, parts, where)
+        return whole
+
+    @_in_place
+    def root(self, version: Version) -> Manifest:
+        """The root of a version's manifest, without its bundles: one small file, which names all parts with their digests.
+
+        Raises:
+            VersionNotFound, CorruptError, InUse, NewerFormat, StorageError: as `manifest` does.
+        """
         where = f"{self.where}/{version}"
         data = self._read_record(f"{version}/{manifests.ROOT_NAME}")
         root = manifests.decode_root(data, f"{where}/{manifests.ROOT_NAME}")
@@ -343,10 +359,7 @@ class Storage:
             raise CorruptError(f"the manifest is of version {root.version}", where=where)
         if root.job_id != self.job_id():
             raise InUse(f"the version belongs to job {root.job_id}", where=where, remedy="choose another path")
-        parts = self._parts(root)
-        whole = manifests.assemble(root, parts, where)
-        self._require_proof(whole, parts, where)
-        return whole
+        return root
 
     def opens(self, file: BundleFile) -> bool:
         """Whether a bundle's file is plain, or its key is here."""
@@ -580,7 +593,19 @@ class Storage:
 
     def _parts(self, root: Manifest) -> dict[str, bytes]:
         """The bytes of every part that a root lists; decode_root bounded their lengths."""
-        return {name: self._read_listed(root.version, name, length=root.parts[name][0] + 1) for name in root.parts}
+        read = {
+            name: partial(self._read_listed, root.version, name, length=length + 1)
+            for name, (length, _) in root.parts.items()
+        }
+        if len(read) < FEW_PARTS:
+            return {name: call() for name, call in read.items()}
+        with ThreadPoolExecutor(min(PARTS_AT_ONCE, len(read)), "holdfast parts") as pool:
+            reading = {name: pool.submit(call) for name, call in read.items()}
+            try:
+                return {name: future.result() for name, future in reading.items()}
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)  # the first error ends it, not the last of thousands
+                raise
 
     def _mac(self, root: Manifest, parts: Mapping[str, bytes]) -> str:
         return self._key.authenticate(manifests.proved_texts(root, parts)) if self._key else ""

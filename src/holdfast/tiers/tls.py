@@ -133,6 +133,12 @@ class TlsLink:
             raise KeeperError("the peer's certificate is not of this job")
         return Principal(match[1], match[2], match[3])
 
+    @property
+    def has_more(self) -> bool:
+        """As wire.Link."""
+        with self._lock:
+            return self.sock.pending() > 0
+
     def send(self, data: memoryview, fds: Sequence[int]) -> int:
         """As wire.Link."""
         if fds:

@@ -82,6 +82,10 @@ class Link(Protocol):
     def receive_into(self, view: memoryview) -> int:
         """Fills the beginning of `view`; 0 at the end of the stream."""
 
+    @property
+    def has_more(self) -> bool:
+        """Whether bytes wait here of which the kernel does not know any more."""
+
 
 class Handshake(Link, Protocol):
     """A link that has to be opened first."""
@@ -122,6 +126,20 @@ class Channel:
     def is_remote(self) -> bool:
         """Whether it came over the network. The kernel names no process for a peer in another PID namespace either."""
         return self._sock.family != socket.AF_UNIX
+
+    def fileno(self) -> int:
+        """The descriptor, to be polled by the owner; -1 once it is closed."""
+        return self._sock.fileno()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something was received already that no poll would tell of."""
+        return self._link.has_more
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether a small frame can be sent without waiting."""
+        return self._wait(select.POLLOUT, 1e-6)
 
     def secure(self, security: Security, *, server: bool, timeout_s: float) -> None:
         """Proves both ends to each other; before this nothing may be sent or received on a TCP connection.
@@ -294,6 +312,10 @@ class _PlainLink:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)  # as much as this machine allows
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(WAIT_S, 0))
+
+    @property
+    def has_more(self) -> bool:
+        return False
 
     def _flags(self, size: int) -> int:
         return 0 if self._waits and size >= BULK_BLOCK_BYTES // 4 else socket.MSG_DONTWAIT

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from holdfast.core.model import Topology
-from holdfast.tiers.manifest import runs
+from holdfast.core.ranks import runs_of
 from holdfast.tools import output
 
 # What is larger than this is told in numbers.
@@ -18,7 +18,7 @@ MAX_NAMES = 4
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """`0-7`, `0,4`, `0-28 step 4`; the first few runs of more."""
-    found = runs(ranks)
+    found = runs_of(ranks)
     shown = ",".join(_run_text(*run) for run in found[:MAX_RUNS])
     return shown if len(found) <= MAX_RUNS else f"{shown},... ({len(ranks)})"
 

@@ -19,6 +19,8 @@ from holdfast.base.events import Events
 from holdfast.core.inferred import infer, resized
 from holdfast.core.layout import Form, JobLayout, Mesh, Tensor, offsets
 from holdfast.core.plan import JobPlan, uniform
+from holdfast.tiers import pages
+from holdfast.tiers.budget import DEFAULT_SHARE
 from holdfast.tiers.memory import SPARE_BYTES, slot_bytes
 from holdfast.tiers.storage import open_storage
 from holdfast.tools import description, losses, often, output, picture
@@ -132,6 +134,7 @@ def plan(
         _print_job(costs)
         picture.print_stand_ins(twins, costs.topology)
         _print_nodes(costs)
+        _print_memory(costs)
         _print_losses(costs, safe=safe)
         losses.print_answer(gone, costs.topology)
         often.print_advice(advice, assumed)
@@ -195,6 +198,17 @@ def _print_nodes(costs: JobPlan) -> None:
     output.print_table(titles, shown[:MAX_ROWS])
     if len(shown) > MAX_ROWS:
         output.say(f"... and {len(shown) - MAX_ROWS} more kinds of nodes; --json shows all")
+
+
+def _print_memory(costs: JobPlan) -> None:
+    """What a node has to allow, and what its kernel may do for it."""
+    needed = max(_host_bytes(costs, alike[0]) for alike in costs.nodes_alike())
+    output.say(
+        f"\nA node allows a quarter of its memory, so host memory of {output.size_text(needed)} fits from "
+        f"{output.size_text(DEFAULT_SHARE * needed)} on; with less set HOLDFAST_MEMORY_BUDGET, or the job saves to storage only."
+    )
+    if pages.shared_memory_policy() not in pages.HUGE_POLICIES:
+        output.say(f"Nodes like this one make it by 4 KiB. As root: {pages.HUGE_ADVICE} ({pages.HUGE_GAIN}).")
 
 
 def _print_losses(costs: JobPlan, *, safe: bool) -> None:

@@ -131,7 +131,7 @@ def assemble(
     )
     if not no_keeper:
         agree.together(group, lambda: link.require().assemble(assembly))
-    link.assembly, link.layout, link.resumed = assembly, None, None
+    link.assembled(assembly)
     return Job(group, assembly, config.ranks_per_reader, no_keeper)
 
 
@@ -151,6 +151,7 @@ def _connect(group: Ranks, link: Link, *, first: bool, required: bool) -> str:
             raise
         link.forgo(finished=False)
         return str(error)
+    link.recollect()
     return ""
 
 

@@ -309,7 +309,8 @@ def batches(
     result: list[Batch] = []
     batch = Batch()
     for target, source in zip(targets, sources, strict=True):
-        for piece, origin in cut(target, source, most):
+        pieces = ((target, source),) if target.nbytes <= most else cut(target, source, most)
+        for piece, origin in pieces:
             if batch.num_bytes and batch.num_bytes + piece.nbytes > most:
                 result.append(batch)
                 batch = Batch()

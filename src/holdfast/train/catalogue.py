@@ -225,7 +225,7 @@ class Catalogue:
         plain, owned = self._plain_values.get(path, []), self._owned_values.get(path, {})
         common: list[tuple[int | None, Any]] = []
         if plain:
-            common = [(None, next((value for ref, value in plain if rank in ref.ranks), plain[0][1]))]
+            common = [(None, next((value for ref, value in plain if ref.has(rank)), plain[0][1]))]
         elif owned and not self.is_random(path):
             first = min(owned)
             trees = [_with_names(tree, lambda name: self.split(name)[1]) for tree in owned.values()]

@@ -44,12 +44,13 @@ from holdfast.train.further_places import FurtherPlaces
 from holdfast.train.handle import SaveHandle, as_level, as_version, never
 from holdfast.train.link import Link
 from holdfast.train.lower import Lower
+from holdfast.train.objects import Keys
 from holdfast.train.pipeline import Bubbles
 from holdfast.train.recorder import Recorder
 from holdfast.train.remains import Survivor
 from holdfast.train.restore import Restorer, RestoreReport
 from holdfast.train.run import Run
-from holdfast.train.savers import AnySaver, holder_of, reserved, schedule_of
+from holdfast.train.savers import AnySaver, holder_of, reserved, schedule_of, settled
 from holdfast.train.schedule import parse_cadence
 from holdfast.train.signals import StopSignal
 from holdfast.train.state import State
@@ -60,6 +61,9 @@ from holdfast.train.usage.seen import early_iterators
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# How long a restore that has loaded waits for memory for the first saves. That of most jobs is there long before; where it
+# takes minutes training does not wait for it.
+SLOTS_S = 5.0
 # How long `close` waits for copies to further places, however long the last save took.
 MIN_COPY_S = 10.0
 
@@ -132,6 +136,7 @@ class Checkpointer:
         self._run: Run | None = None
         self._closed = False
         self._saving = 0  # the thread that saves now
+        self._began: dict[str, Keys] = {}  # of dicts, at the first restore
         self._early: Sequence[object] = ()
         self._prove = prove
         self._proof: Proof | None = None
@@ -193,6 +198,7 @@ class Checkpointer:
         link = run.link if run else self._new_link(group)
         job, saver, restorer, report = self._come_back(run, state, link, asked)
         link.resumed = (job.incarnation, restorer.recorded)
+        settled(saver, SLOTS_S)
         saver.restart(restorer.recorded)
         self.bubbles = self.bubbles or found.bubbles_of(state.modules, self.events)
         schedule = schedule_of(
@@ -468,8 +474,37 @@ class Checkpointer:
     def _come_back(
         self, run: Run | None, state: State, link: Link, asked: Asked
     ) -> tuple[Job, AnySaver, Restorer, RestoreReport]:
-        """The job comes together and loads; whatever fails, nothing is saved of what the objects hold then."""
-        group, saver = self._ranks(), run.saver if run else None
+        """The job comes together and loads; whatever fails, nothing is saved of what the objects hold then.
+
+        If a keeper dies meanwhile, and this process has saved before, it begins anew: the next keeper gets the slots, so what
+        was captured is found again.
+        """
+        older = asked.version is None and not asked.fresh and alive.wish.take_older()
+        try:
+            try:
+                return self._load(run, state, link, asked, older=older, live=not older)
+            except KeeperLost as error:
+                if run is None:
+                    raise
+                logger.warning("the restore begins anew, with the next keeper: %s", error)
+                return self._load(run, state, link, asked, older=older, live=False)
+        except BaseException:
+            # The objects may hold a mixture now; nothing of it must ever be saved.
+            if run is not None:
+                run.survivor.close()
+                run.durables.close()
+                run.saver.close()
+            link.close(finished=False)
+            self._storage.leave()
+            self._run = None
+            raise
+
+    def _load(
+        self, run: Run | None, state: State, link: Link, asked: Asked, *, older: bool, live: bool
+    ) -> tuple[Job, AnySaver, Restorer, RestoreReport]:
+        """One attempt. Collective: what fails, fails on all ranks."""
+        group, before = self._ranks(), run.saver if run else None
+        saver = before
         try:
             job = assemble(group, self._root, self._config, storage=self._storage, link=link, asked=asked)
             saver = reserved(
@@ -479,19 +514,12 @@ class Checkpointer:
             holder = holder_of(saver, link, job, self._storage)
             timeout_s = self._config.close_timeout_s
             restorer = Restorer(job, holder, state=state, storage=self._storage, asked=asked, timeout_s=timeout_s)
-            if older := asked.version is None and not asked.fresh and alive.wish.take_older():
+            if older:
                 restorer.decisions.pass_over_newest()
-            return job, saver, restorer, restorer.run(live=not older)
+            return job, saver, restorer, restorer.run(live=live)
         except BaseException:
-            # The objects may hold a mixture now; nothing of it must ever be saved.
-            if run is not None:
-                run.survivor.close()
-                run.durables.close()
-            if saver is not None:
+            if saver is not None and saver is not before:
                 saver.close()
-            link.close(finished=False)
-            self._storage.leave()
-            self._run = None
             raise
 
     @property
@@ -516,7 +544,16 @@ class Checkpointer:
 
     def _gatherer(self, group: agree.Ranks) -> State:
         rank, size = group.rank, group.world_size
-        return State(self._objects, rank=rank, world_size=size, replicated=self._replicated, exclude=self._exclude)
+        state = State(
+            self._objects,
+            rank=rank,
+            world_size=size,
+            replicated=self._replicated,
+            exclude=self._exclude,
+            began=self._began,
+        )
+        self._began = state.began
+        return state
 
     def _new_link(self, group: agree.Ranks) -> Link:
         return Link(self._root, self._config, rank=group.rank, events=self.events, on_appointment=self._appointed)
@@ -630,6 +667,7 @@ class Checkpointer:
         direct, last, changed = isinstance(run.saver, DirectSaver), run.last, run.changed
         if last is not None and last.given_up and not changed and (direct or run.link.unskip(last.version)):
             run.last = last = None
+        settled(run.saver, self._config.close_timeout_s)
         if run.state_step > (last.version.step if last is not None else -1) and not changed:
             last = self._save(run, run.state_step, Level.DURABLE)
         elif (whole := run.whole) is not None:

@@ -88,6 +88,7 @@ class Durables:
         self._awaited: OrderedDict[Version, _Awaited] = OrderedDict()
         self._failed: OrderedDict[Version, str] = OrderedDict()
         self._changed = threading.Condition()
+        self._marking = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -107,9 +108,14 @@ class Durables:
             self._changed.notify_all()
 
     def restarted(self, incarnation: int) -> None:
-        """Another incarnation runs in this process, and what is held stays so."""
-        if self._further is not None:
-            self._further.restarted(incarnation)
+        """Another incarnation runs in this process, and what is held stays so: when this returns, before it commits anything."""
+        if self._further is None:
+            return
+        self._further.restarted(incarnation)
+        with self._changed:
+            held = [item for item in self._awaited.values() if item.stamp]
+        for item in held:
+            self._hold(item)
 
     def flush(self, timeout_s: float) -> None:
         """Waits until every durable save has ended.
@@ -210,14 +216,15 @@ class Durables:
         self._end(item, f"{version} is durable, but not at {lacking}" if lacking else "")
 
     def _hold(self, item: _Awaited) -> None:
-        if self._further is None or not item.places or item.stamp == self._further.stamp:
-            return
-        try:
-            item.stamp = self._further.hold(item.handle.version, item.stamp)
-        except HoldfastError as error:  # it is tried again, and copied in any case
-            if not item.unheld:
-                logger.warning("%s may be removed before it is copied: %s", item.handle.version, error)
-            item.unheld = True
+        with self._marking:
+            if self._further is None or not item.places or item.is_decided or item.stamp == self._further.stamp:
+                return
+            try:
+                item.stamp = self._further.hold(item.handle.version, item.stamp)
+            except HoldfastError as error:  # it is tried again, and copied in any case
+                if not item.unheld:
+                    logger.warning("%s may be removed before it is copied: %s", item.handle.version, error)
+                item.unheld = True
 
     def _forget(self, item: _Awaited) -> None:
         """We leave, and it is not decided whether the version becomes durable: the keeper goes on with it."""
@@ -228,7 +235,7 @@ class Durables:
 
     def _end(self, item: _Awaited, why: str) -> None:
         """It is decided, and told of."""
-        version, item.is_decided = item.handle.version, True
+        version = item.handle.version
         self._release(item)
         self._tell(version, why)
         with self._changed:
@@ -246,8 +253,10 @@ class Durables:
             self._changed.notify_all()
 
     def _release(self, item: _Awaited) -> None:
-        if self._further is not None and item.stamp:
-            self._further.release(item.handle.version, item.stamp)
+        with self._marking:
+            item.is_decided = True
+            if self._further is not None and item.stamp:
+                self._further.release(item.handle.version, item.stamp)
 
     def _tell(self, version: Version, why: str) -> None:
         if why:

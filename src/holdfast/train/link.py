@@ -19,13 +19,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from holdfast.base.config import Config
-from holdfast.base.errors import ConfigError, HoldfastError, KeeperLost
+from holdfast.base.errors import ConfigError, HoldfastError, KeeperLost, LevelNotReached
 from holdfast.base.events import Events
 from holdfast.core.appointments import Appointment
 from holdfast.core.idle import Idle
-from holdfast.core.model import RankLayout, Version
+from holdfast.core.model import Level, RankLayout, Version
 from holdfast.node.client import Assembly, KeeperClient, Slot
 from holdfast.node.start import ensure_keeper
 from holdfast.tiers import tcp
@@ -39,6 +40,23 @@ JOIN_TIMEOUT_S = 30.0
 ASK_S = 1.0
 # A keeper that is silent for so long is as good as none.
 SILENT_S = 10.0
+# How long a restore waits for a new keeper to know what was captured; the coordinator may be another one.
+RECOLLECT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a keeper knows of the incarnation that saves."""
+
+    assembly: Assembly | None = None
+    layout: RankLayout | None = None
+    shared: tuple[str, ...] = ()
+    resumed: tuple[int, Version | None] | None = None
+
+    @property
+    def incarnation(self) -> int:
+        """Its number; 0 before the job came together."""
+        return self.assembly.incarnation if self.assembly is not None else 0
 
 
 class Link:
@@ -61,6 +79,7 @@ class Link:
         self._lock = threading.Lock()
         self._mending: threading.Thread | None = None
         self._asking: threading.Thread | None = None
+        self._behind: list[threading.Thread] = []
         self._closed = False
         self._reported = False
         self._unmended = ""
@@ -71,6 +90,8 @@ class Link:
         self.layout: RankLayout | None = None
         self.shared: tuple[str, ...] = ()  # registered with the layout
         self.resumed: tuple[int, Version | None] | None = None
+        self._before = _Told()
+        self._captured: Version | None = None  # in slots that were given to another keeper, which may not know it yet
         self._page: Callable[[], tuple[int, ...]] = tuple
         self._port: tuple[str, socket.socket] | None = None
 
@@ -81,15 +102,46 @@ class Link:
         return client if client is not None and client.alive else None
 
     def open(self) -> KeeperClient:
-        """Starts or finds the keeper of this node and connects.
+        """Starts or finds the keeper of this node and connects. If the one before died with slots of saves in them, this one is
+        told of the incarnation that they are of, so that it knows what was captured.
 
         Raises:
             KeeperError: it did not start. InUse: another process is this rank. ConfigError: unfit runtime directory.
         """
         self._closed = False
         self._detach()
-        self._client = self._connect()
-        return self._client
+        client = self._client = self._connect()
+        if self._slots and self._saved.resumed is not None:
+            try:
+                self._tell(client, self._saved)
+            except KeeperLost:
+                raise
+            except HoldfastError as error:
+                logger.warning("what was captured is not known to the new keeper: %s", error)
+        return client
+
+    def recollect(self) -> None:
+        """Waits a moment until the keeper that was told what was captured says so itself: all ranks must have told it."""
+        version, self._captured = self._captured, None
+        client = self.client
+        if client is None or version is None or self._saved.incarnation != version.incarnation:
+            return
+        try:
+            client.wait(version, Level.CAPTURED, RECOLLECT_S)
+        except LevelNotReached as error:
+            logger.warning("what was captured is not known to the new keeper: %s", error)
+
+    def assembled(self, assembly: Assembly) -> None:
+        """The job came together for a restore. Until that is done, and `resumed` is set, saves are of the incarnation before."""
+        self._before = self._saved
+        self.assembly, self.layout, self.resumed = assembly, None, None
+
+    @property
+    def _saved(self) -> _Told:
+        """What a keeper must know of the incarnation that saves are of."""
+        if self.resumed is None:
+            return self._before
+        return _Told(self.assembly, self.layout, self.shared, self.resumed)
 
     def hand_over(self, client: KeeperClient) -> None:
         """Gives the slots of a keeper that died to this one, which must know the job and the layout; if there are any."""
@@ -225,6 +277,13 @@ class Link:
             slot.close()
         self._let_port_go()
 
+    def behind(self, work: Callable[[], None], name: str) -> None:
+        """Does `work`, which talks to the keeper, in a thread that `close` joins; it MUST end when the connection does."""
+        self._behind = [thread for thread in self._behind if thread.is_alive()]
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        thread.start()
+        self._behind.append(thread)
+
     def _say_goodbye(self, *, finished: bool) -> None:
         client = self.client
         if client is not None:
@@ -234,6 +293,9 @@ class Link:
                 logger.warning("the keeper did not take our goodbye: %s", error)
         if self._client is not None:
             self._client.close()
+        for thread in self._behind:
+            thread.join(JOIN_TIMEOUT_S)
+        self._behind.clear()
 
     def _connect(self) -> KeeperClient:
         try:
@@ -283,25 +345,29 @@ class Link:
     def _detach(self) -> None:
         """Keeps the slots of the keeper that was, for the next one."""
         if self._client is not None:
+            self._captured = self._client.captured or self._captured
             self._slots = (*self._slots, *self._client.detach())
             self._client = None
+
+    def _tell(self, client: KeeperClient, told: _Told) -> None:
+        """A new keeper gets to know the job and the layout, and gets the slots of the one before."""
+        if told.assembly is not None:
+            client.assemble(told.assembly)
+        if told.layout is not None:
+            client.register(told.layout, told.shared)
+        self.hand_over(client)
+        if told.resumed is not None:
+            client.resume(*told.resumed)
 
     def _rejoin(self) -> None:
         self._detach()
         client = self._connect()
         try:  # nobody may save before the new keeper knows the job and has the slots
-            if self.assembly is not None:
-                client.assemble(self.assembly)
-            if self.layout is not None:
-                client.register(self.layout, self.shared)
-            client.adopt(self._slots)
-            if self.resumed is not None:
-                client.resume(*self.resumed)
+            self._tell(client, _Told(self.assembly, self.layout, self.shared, self.resumed))
             self._show(client)
         except BaseException:
-            client.detach()
+            self._slots = (*self._slots, *client.detach())
             raise
-        self._slots = ()
         self._reported, self._unmended = False, ""
         self._client = client
         logger.warning("the memory level is back: a new keeper (process %d) adopted the slots", client.pid)

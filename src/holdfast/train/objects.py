@@ -6,16 +6,17 @@ object has them now. A plain dict is filled in place: its tensors keep their ide
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
 from holdfast.base.errors import UsageError
 from holdfast.tiers import values
 from holdfast.tiers.values import TensorRef
-from holdfast.train.flatten import flatten
+from holdfast.train.flatten import flatten, unflatten
 from holdfast.train.live import LiveTensor
 from holdfast.train.parts import Collector, Loading, templates
 from holdfast.train.randomness import GeneratorState, OwnRandomness, ProcessRandomness
@@ -30,6 +31,11 @@ HOLDERS = "holders"
 # The method of an object that looks at the saved state before anything is loaded, and raises if it must not be:
 # `holdfast_accepts(state)`, with references in the place of tensors.
 ACCEPTS = "holdfast_accepts"
+# Beside the keys of a saved dict: those that its script began with and had taken out by then.
+REMOVED = "holdfast.removed"
+
+# Keys of nested dicts; None where no dict stands, or all of it is meant.
+Keys: TypeAlias = dict[Any, Any]
 
 
 @runtime_checkable
@@ -99,12 +105,16 @@ class DictPart:
     Args:
         name: what its entries begin with.
         content: filled in place.
+        began: the keys that the script began with, if they were noted earlier.
+
+    Attributes:
+        began: the keys that the script began with; nested dicts below them.
     """
 
-    def __init__(self, name: str, content: dict[Any, Any]) -> None:
+    def __init__(self, name: str, content: dict[Any, Any], began: Keys | None = None) -> None:
         self.name = name
         self._content = content
-        self._began = _keys(content)
+        self.began = _keys(content) if began is None else began
         self._lasting: list[tuple[LiveTensor, torch.Tensor]] = []
         self._refs: dict[str, TensorRef | None] = {}
         self._seen: dict[str, torch.Tensor] = {}
@@ -126,24 +136,35 @@ class DictPart:
         return list(seen) == list(self._seen) and same_objects(list(seen.values()), list(self._seen.values()))
 
     def report(self, out: Collector) -> None:
-        """Adds the dict as a value, with references to its tensors."""
-        out.value(self.name, flatten(self._content, self.name, lambda name, _: self._refs[name]))
+        """Adds the dict as a value, with references to its tensors, and the keys that the script has taken out since it began."""
+        removed = _removed(self.began, self._content)
+        content = {**self._content, REMOVED: removed} if removed else self._content
+        out.value(self.name, flatten(content, self.name, lambda name, _: self._refs[name]))
 
     def plan(self, loading: Loading) -> None:
-        """Claims every tensor in place, then the rest."""
+        """Claims every tensor in place, then the rest; notes what the script began with and the version does not know."""
+        tree = unflatten(loading.offered(self.name), lambda _: torch.empty(0))
+        saved, removed = _split(tree) if isinstance(tree, dict) else ({}, {})
+        gone = set(map(id, _tensors(_at(self._content, removed))))
         for live, tensor in self._lasting:
-            loading.claim(live, tensor)
-        loading.claim_value(self.name, kind=dict)
+            if id(tensor) not in gone:
+                loading.claim(live, tensor)
+        if loading.claim_value(self.name, kind=dict) is not None:
+            entry, _ = loading.layouts.resolve(self.name)
+            loading.missing += [f"{entry}.{path}" for path in _unknown(self._content, saved, self.began, removed)]
 
     def create(self, loading: Loading) -> None:
         """Nothing: the dict has its tensors."""
 
     def apply(self, loading: Loading) -> None:
-        """Replaces what is not a tensor. Keys that came since the job began and that the version lacks are removed; those
-        that the script began with stay, for a version of an older script may lack them.
+        """Replaces what is not a tensor. Keys that the script had taken out when it saved, and such as came later, are removed.
+
+        Those that the script begins with and of which the version knows nothing stay: it is of an older script.
         """
         if loading.has(self.name):
-            _merge(self._content, loading.value(self.name), self._began)
+            saved, removed = _split(loading.value(self.name))
+            _remove(self._content, removed)
+            _merge(self._content, saved, self.began)
 
     def _look(self) -> None:
         self._seen = {}
@@ -151,6 +172,8 @@ class DictPart:
         def note(name: str, tensor: torch.Tensor) -> None:
             self._seen[name] = tensor
 
+        if REMOVED in self._content:
+            raise UsageError(f"the key {REMOVED!r} is reserved", where=self.name, remedy="rename the key")
         flatten(self._content, self.name, note)
 
 
@@ -240,21 +263,75 @@ class ScalerState:
         self._scaler.load_state_dict(plain)
 
 
-def _keys(content: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The keys of nested dicts."""
+def _keys(content: Mapping[Any, Any]) -> Keys:
     return {key: _keys(value) if isinstance(value, dict) else None for key, value in content.items()}
 
 
-def _holds_tensors(value: Any) -> bool:
-    """Whether a tensor lies anywhere in nested dicts, lists and tuples."""
-    if isinstance(value, Mapping):
-        return any(map(_holds_tensors, value.values()))
-    return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and any(map(_holds_tensors, value)))
+def _removed(began: Keys, content: Mapping[Any, Any]) -> Keys:
+    """The keys of `began` that are not in the content any more: None where all below is gone too."""
+    found: Keys = {}
+    for key, below in began.items():
+        if key not in content:
+            found[key] = None
+        elif below and isinstance(content[key], dict) and (deeper := _removed(below, content[key])):
+            found[key] = deeper
+    return found
 
 
-def _merge(content: dict[Any, Any], saved: Mapping[Any, Any], began: Mapping[Any, Any]) -> None:
+def _split(tree: Mapping[Any, Any]) -> tuple[dict[Any, Any], Keys]:
+    """What was saved, and the keys that had been taken out."""
+    saved = dict(tree)
+    return saved, saved.pop(REMOVED, {})
+
+
+def _at(content: Mapping[Any, Any], keys: Keys) -> list[Any]:
+    """What stands at these keys."""
+    found: list[Any] = []
+    for key, below in keys.items():
+        if key in content and below is None:
+            found.append(content[key])
+        elif below is not None and isinstance(content.get(key), dict):
+            found += _at(content[key], below)
+    return found
+
+
+def _remove(content: dict[Any, Any], keys: Keys) -> None:
+    for key, below in keys.items():
+        if below is None:
+            content.pop(key, None)
+        elif isinstance(content.get(key), dict):
+            _remove(content[key], below)
+
+
+def _unknown(
+    content: Mapping[Any, Any], saved: Mapping[Any, Any], began: Keys, removed: Keys, path: str = ""
+) -> Iterator[str]:
+    """Yields the paths of keys that the script began with, and that the version neither has nor knows to be taken out.
+
+    Tensors are left out: they are entries, which are claimed by name.
+    """
+    for key in (key for key in content if key in began):
+        below, value = began[key], content[key]
+        if key in saved:
+            if below and isinstance(value, dict) and isinstance(saved[key], dict):
+                yield from _unknown(value, saved[key], below, removed.get(key) or {}, f"{path}{key}.")
+        elif key not in removed and not any(True for _ in _tensors(value)):
+            yield f"{path}{key}"
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """Yields what becomes an entry in nested dicts, lists and tuples: tensors and arrays of NumPy."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, torch.Tensor) or (numpy is not None and isinstance(value, numpy.ndarray)):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)
+
+
+def _merge(content: dict[Any, Any], saved: Mapping[Any, Any], began: Keys) -> None:
     for key in content.keys() - saved.keys() - began.keys():
-        if not _holds_tensors(content[key]):  # those are entries, of which the report speaks
+        if not any(True for _ in _tensors(content[key])):  # those are entries, of which the report speaks
             del content[key]
     for key, value in saved.items():
         if isinstance(value, dict) and isinstance(content.get(key), dict):

@@ -40,7 +40,7 @@ from holdfast.train.parts import Loading, left_out_text, listed
 from holdfast.train.relayout import OtherLayout
 from holdfast.train.remains import remains
 from holdfast.train.state import State
-from holdfast.train.verdict import BEGIN_ANEW, Verdict
+from holdfast.train.verdict import Verdict, remedies
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ class Restorer:
         raise kind(
             f"{what}: {'; '.join([found.reason, *refused])}",
             where=self._storage.where,
-            remedy=f"repair or remove what is named; {BEGIN_ANEW}",
+            remedy=remedies("repair or remove what is named", self._job.lineage),
         )
 
     # One attempt, on this rank.
@@ -287,7 +287,7 @@ class Restorer:
         group = self._job.group
         if choice.world_size != group.world_size:
             return False
-        refs = [ref for ref in choice.bundles if group.rank in ref.ranks]
+        refs = [ref for ref in choice.bundles if ref.has(group.rank)]
         now = [live.shard for live in self._state.gather().tensors.values()]
         if reshard.is_layout(refs, now):
             return True

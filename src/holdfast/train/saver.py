@@ -30,7 +30,7 @@ from holdfast.base.events import Events
 from holdfast.core.fence import counts, may_be_late
 from holdfast.core.model import Shard, Topology, Version
 from holdfast.node.client import CALL_TIMEOUT_S, KeeperClient, Slot
-from holdfast.tiers.memory import SPARE_BYTES
+from holdfast.tiers.memory import SPARE_BYTES, patience_s
 from holdfast.train import alive, capture, device_pace
 from holdfast.train.capture import Batch, Copies, Plan, SlotView, Split, Structure
 from holdfast.train.checks import Checks, CopyCheck
@@ -42,6 +42,7 @@ from holdfast.train.fill import MAX_THREADS
 from holdfast.train.handle import SaveHandle
 from holdfast.train.link import Link
 from holdfast.train.live import Gathered
+from holdfast.train.reserving import Reservation
 from holdfast.train.trust import Trust, can_digest, differing, digest, named
 from holdfast.train.twins import Shared
 
@@ -84,6 +85,10 @@ class _Late:
     handle: SaveHandle
     num_steps: int
     smallest: list[tuple[str, torch.Tensor, torch.Tensor]]
+
+
+class _NoSlotYet(LevelNotReached):
+    """The memory of this rank is still being made. The keeper is not told: at the end the step may be saved after all."""
 
 
 class Contents(Protocol):
@@ -129,6 +134,7 @@ class Saver:
         self._structure_key = self._storages = -1  # of the last save
         self._views: dict[int, SlotView] = {}
         self._reserved = 0
+        self._reservation: Reservation | None = None
         self._growing = False  # the copying thread asks for larger slots
         self.refused = ""  # the words of the keeper that has too little memory
         self._split_key: object = None
@@ -144,8 +150,8 @@ class Saver:
     def reserve(self) -> None:
         """Before training: memory for saves of this state, optimizer state to come included, and all that is planned.
 
-        So the first save costs what a later one does. Called again after a new incarnation, it only repeats what the
-        keeper has to know.
+        So the first save costs what a later one does. The memory is granted here and made in the background (`await_slots`).
+        Called again after a new incarnation, it only repeats what the keeper has to know.
 
         Raises:
             MemoryRefused: it does not fit; with numbers. UsageError: a value that cannot be saved; names it.
@@ -159,12 +165,80 @@ class Saver:
             shards = self._state.predict()
             self._structure = self._plan(gathered, shards.values() if shards is not None else None)
             plan = self._structure.plan(self._structure.encode(gathered))
-            slots = self._prepare(client, plan.num_bytes + SPARE_BYTES, gathered)
-            self._views = {id(slot): SlotView(slot, plan) for slot in slots}
+            self._ask_for_slots(client, plan, plan.num_bytes + SPARE_BYTES, gathered)
             self._register(client, self._structure)
         else:
             self._register(client, self._structure)
             self._link.hand_over(client)  # the keeper may have died between the last save and now
+            self._ask_again(client)
+
+    def await_slots(self, timeout_s: float | None) -> bool:
+        """Waits until all slots are there or will not be, at most so long; None: as long as so much memory may need.
+
+        Returns whether they are there. What is not there in time comes behind training; saves before the first are given up.
+        """
+        reservation = self._reservation
+        if reservation is None:
+            return True
+        if timeout_s is None:
+            timeout_s = patience_s(reservation.num_bytes * self._config.num_slots)
+        there = reservation.wait_all(timeout_s)
+        if reservation.fault is not None and not there:
+            self._note_fault(reservation)
+        return there
+
+    def _ask_for_slots(self, client: KeeperClient, plan: Plan, num_bytes: int, gathered: Gathered) -> None:
+        """All that is planned, from the budget now, and in the background from the kernel."""
+        on = _device_in(gathered)
+
+        def came(slot: Slot) -> None:
+            if on is not None:
+                self._streams.pin(slot, on)
+            self._views[id(slot)] = SlotView(slot, plan)
+
+        client.prepare(num_bytes, self._config.num_slots, num_ready=0)
+        self._reserved = num_bytes
+        self._reservation = Reservation(client, num_bytes, self._config.num_slots, came)
+        self._link.behind(self._reservation.run, "holdfast slots")
+
+    def _ask_again(self, client: KeeperClient) -> None:
+        """The keeper that made slots for us died before all were there: the next one makes the rest."""
+        reservation = self._reservation
+        if reservation is None or not reservation.is_dead or reservation.client is client:
+            return
+        try:
+            client.prepare(
+                reservation.num_bytes, self._config.num_slots, num_ready=0, timeout_s=self._config.begin_timeout_s
+            )
+        except MemoryRefused as error:
+            self.refused = str(error)
+            raise
+        self._reservation = reservation.again(client)
+        self._link.behind(self._reservation.run, "holdfast slots")
+
+    def _need_slot(self, client: KeeperClient) -> None:
+        """Waits for the first slot as long as a save may wait for one.
+
+        Raises:
+            LevelNotReached: it is not there yet, or will not be.
+        """
+        self._ask_again(client)
+        reservation = self._reservation
+        if reservation is None or reservation.wait(1, self._config.begin_timeout_s):
+            return
+        if reservation.fault is not None:
+            self._note_fault(reservation)
+            raise LevelNotReached(f"there is no memory for it: {reservation.fault}")
+        size = reservation.num_bytes
+        raise _NoSlotYet(f"its memory is still being made: {size} bytes, for {reservation.seconds:.0f} s by now")
+
+    def _note_fault(self, reservation: Reservation) -> None:
+        """Memory that was granted is not to be had: the ranks go on with storage alone (`train.lower`).
+
+        If its keeper is lost the next one is asked.
+        """
+        if reservation.client.alive:
+            self.refused = str(reservation.fault)
 
     def fits(self) -> bool:
         """Whether the keeper has slots for the state as it is now; reserves them."""
@@ -172,8 +246,13 @@ class Saver:
             client, gathered = self._link.require(), self._state.gather()
             structure = self._structure_of(gathered, client)
             plan = structure.plan(structure.encode(gathered))
+            reservation = self._reservation
             if plan.num_bytes > self._reserved:
                 self._grow(client, plan.num_bytes + SPARE_BYTES, gathered)
+            elif reservation is not None and not reservation.is_complete:
+                if reservation.is_dead:
+                    self._ask_for_slots(client, plan, self._reserved, gathered)
+                return False
         except HoldfastError as error:
             logger.info("no level in memory yet: %s", error)
             return False
@@ -190,6 +269,10 @@ class Saver:
         started = time.perf_counter()
         try:
             self._save(handle, durable=durable)
+        except _NoSlotYet as error:
+            logger.warning("%s is given up: %s", handle.version, error)
+            handle.give_up(str(error))
+            self._link.skip(handle.version)
         except KeeperLost as error:
             self.give_up(handle, f"the keeper is lost: {error.what}")
         except HoldfastError as error:
@@ -220,6 +303,8 @@ class Saver:
         self.fence.release(behind_s=DRAIN_S)
         self.fence.idle(DRAIN_S, behind_s=0.0)
         self.fence.close()
+        if self._reservation is not None:
+            self._reservation.close(DRAIN_S)
         quiet = self._streams.unpin(DRAIN_S)
         if not quiet:
             alive.broken.stuck = "a device does not finish what it writes to the memory of a save"
@@ -240,6 +325,7 @@ class Saver:
             what = "larger slots are still being made" if self._growing else "the copy of an earlier version runs"
             raise LevelNotReached(what)
         self._growing = False
+        self._need_slot(client)
         self._pay()
         self._look_for_graphs()
         steps = self.fence.num_steps
@@ -474,6 +560,9 @@ class Saver:
 
     def _prepare(self, client: KeeperClient, num_bytes: int, gathered: Gathered) -> tuple[Slot, ...]:
         self._last_late = None
+        if self._reservation is not None:
+            self._reservation.close(DRAIN_S)
+            self._reservation = None
         self._views.clear()
         if not self._streams.unpin(DRAIN_S):
             raise LevelNotReached("a device does not finish what it writes to the former slots")
@@ -484,7 +573,7 @@ class Saver:
             raise
         self.refused = ""
         self._reserved = min(slot.num_bytes for slot in slots)
-        on = next((live.local.device for live in gathered.tensors.values() if live.local.device.type != "cpu"), None)
+        on = _device_in(gathered)
         if on is not None:
             for slot in slots:
                 self._streams.pin(slot, on)
@@ -514,3 +603,8 @@ class Saver:
                 client.abandon(handle.version, reason)
         except KeeperLost:
             self._link.skip(handle.version)
+
+
+def _device_in(gathered: Gathered) -> torch.device | None:
+    """A device that holds some of the state; None if all is in host memory."""
+    return next((live.local.device for live in gathered.tensors.values() if live.local.device.type != "cpu"), None)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from holdfast.base.config import Config
-from holdfast.base.errors import MemoryRefused
+from holdfast.base.errors import KeeperLost, MemoryRefused
 from holdfast.base.events import Events
 from holdfast.node.client import Inventory
 from holdfast.tiers.storage import Storage
@@ -44,16 +44,18 @@ def reserved(
         saver = None
     group, reason = job.group, job.no_keeper
     if not reason:
-        saver = saver or Saver(state, link, job.topology, rank=group.rank, config=config, events=events)
+        before = saver
+        kept = saver = before or Saver(state, link, job.topology, rank=group.rank, config=config, events=events)
         try:
-            agree.together(group, saver.reserve)
+            agree.together(group, lambda: _reserve(kept, wait=config.require_memory))
         except MemoryRefused as error:
             saver.close()
             if config.require_memory:
                 raise
             reason = str(error)
-        except BaseException:
-            saver.close()
+        except BaseException as error:
+            if saver is not before or not isinstance(error, KeeperLost):  # else the slots go to the next keeper
+                saver.close()
             raise
         else:
             return saver
@@ -64,6 +66,23 @@ def reserved(
         direct.close()
         raise
     return direct
+
+
+def _reserve(saver: Saver, *, wait: bool) -> None:
+    """Reserves; with `wait` every page is there when it returns, for nobody goes on with storage alone later.
+
+    Raises:
+        MemoryRefused: the budget does not allow it, or the kernel has no room.
+    """
+    saver.reserve()
+    if wait and not saver.await_slots(None):
+        raise MemoryRefused(saver.refused or "the memory of this rank is not made in time")
+
+
+def settled(saver: AnySaver, timeout_s: float) -> None:
+    """Waits so long for the memory that `saver` was granted; the rest comes behind training."""
+    if isinstance(saver, Saver):
+        saver.await_slots(timeout_s)
 
 
 def holder_of(saver: AnySaver, link: Link, job: Job, storage: Storage) -> Holder:

@@ -35,7 +35,7 @@ from holdfast.train.carried import CarriedPart
 from holdfast.train.layout_of import Layouts
 from holdfast.train.live import Gathered, Group, LiveTensor, LoadRecord, SavedTensor
 from holdfast.train.modules import ModelPart
-from holdfast.train.objects import DictPart, InfoPart, ScalerState, Stateful, StatefulPart
+from holdfast.train.objects import DictPart, InfoPart, Keys, ScalerState, Stateful, StatefulPart
 from holdfast.train.optimizers import OptimizerPart
 from holdfast.train.overlooked import Overlooked
 from holdfast.train.parts import EXCLUDED, MEMORY_ORDER, Collector, Loading, Part, mismatch, twice
@@ -64,6 +64,7 @@ class State:
         exclude: glob patterns of names of parameters and buffers (`model.base`) that are not saved; none of them may be
             an optimizer's. A pattern also covers everything below the name it matches.
         allocated: False takes tensors without memory (meta, fake) too: for a plan, not for a save.
+        began: what `began` of an earlier state of the same objects was.
 
     Attributes:
         info: what a caller writes beside a save.
@@ -83,9 +84,10 @@ class State:
         replicated: Sequence[str] = (),
         exclude: Sequence[str] = (),
         allocated: bool = True,
+        began: Mapping[str, Keys] | None = None,
     ) -> None:
         self._layouts = Layouts(rank, world_size, replicated, exclude=exclude, allocated=allocated)
-        self._parts = sorted(_with_inner(list(_parts(objects))), key=_order)
+        self._parts = sorted(_with_inner(list(_parts(objects, began or {}))), key=_order)
         self.info = InfoPart(_INFO)
         self.excluded = InfoPart(EXCLUDED)
         self.excluded.value = {"patterns": list(exclude)} if exclude else {}
@@ -116,6 +118,11 @@ class State:
     def stateful(self) -> dict[str, bool]:
         """Objects that hand out their own state, by name; True: it is random numbers, which belong to one rank."""
         return {part.name: part.random for part in self._parts if isinstance(part, StatefulPart)}
+
+    @property
+    def began(self) -> dict[str, Keys]:
+        """The keys that dicts had when the script began, by name: others came later, and may go when it goes back."""
+        return {part.name: part.began for part in self._parts if isinstance(part, DictPart)}
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -360,26 +367,26 @@ def _order(part: Part) -> int:
     return {ModelPart: 0, DictPart: 0, OptimizerPart: 1}.get(type(part), 2)
 
 
-def _parts(objects: Mapping[str, Any]) -> Iterator[Part]:
+def _parts(objects: Mapping[str, Any], began: Mapping[str, Keys]) -> Iterator[Part]:
     for name, value in objects.items():
         if not _NAME.match(name) or name in _RESERVED:
             remedy = f"choose an identifier other than {', '.join(map(repr, _RESERVED))}"
             raise UsageError(f"an object cannot be called {name!r}", remedy=remedy)
-        yield from _parts_of(name, value)
+        yield from _parts_of(name, value, began)
 
 
-def _parts_of(name: str, value: Any) -> Iterator[Part]:
+def _parts_of(name: str, value: Any, began: Mapping[str, Keys]) -> Iterator[Part]:
     if value is None:
         return
     part = _part(name, value)
     if part is not None:
         yield part
     elif isinstance(value, dict) and not any(_part(name, item) for item in value.values()):
-        yield DictPart(name, value)
+        yield DictPart(name, value, began.get(name))
     elif isinstance(value, list | tuple | dict):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
-            yield from _parts_of(f"{name}.{key}", item)
+            yield from _parts_of(f"{name}.{key}", item, began)
     else:
         raise UsageError(
             f"nothing is known about saving {type(value).__module__}.{type(value).__qualname__}",

@@ -15,6 +15,7 @@ import msgspec
 
 from holdfast.base.errors import CorruptError, HoldfastError, KeeperLost, StorageError, VersionNotFound
 from holdfast.core import recovery
+from holdfast.core.lineage import Lineage
 from holdfast.core.model import Topology, Version
 from holdfast.core.recovery import Awaited, Choice, Copy, Facts, Quarantine, Stored, Unreachable
 from holdfast.node.client import Inventory
@@ -143,7 +144,7 @@ def decide(findings: Findings, job: Job, out: Out, *, wanted: Version | None) ->
     if isinstance(decision.value, Awaited):
         return Verdict(None, reason, exists, decision.value)
     if decision.value is None:
-        _require_something(findings, reason, out, wanted=wanted)
+        _require_something(findings, reason, out, job.lineage, wanted=wanted)
     return Verdict(decision.value, reason, exists)
 
 
@@ -161,17 +162,27 @@ def require_known(findings: Findings, found: Verdict, topology: Topology) -> Non
         )
 
 
-def _require_something(findings: Findings, reason: str, out: Out, *, wanted: Version | None) -> None:
+def _require_something(findings: Findings, reason: str, out: Out, lineage: Lineage, *, wanted: Version | None) -> None:
     useless = findings.useless
     if wanted is not None and wanted in useless:
         raise useless[wanted]
     if useless and wanted is None and not out.quarantine.copies:
         fault = useless[max(useless)]
         raise type(fault)(
-            f"versions exist, but none can be used: {reason}", where=fault.where, remedy=f"{fault.remedy}; {BEGIN_ANEW}"
+            f"versions exist, but none can be used: {reason}", where=fault.where, remedy=remedies(fault.remedy, lineage)
         )
 
 
+def remedies(first: str, lineage: Lineage) -> str:
+    """Returns what can be done where versions exist and none can be used; `first` is about the fault itself."""
+    cut = [] if lineage.cut is None else [CUT.format(lineage.cut)]
+    return "; ".join([first, *cut, BEGIN_ANEW])
+
+
+CUT = (
+    "if this is a place that `save(also_to=..)` copies to, save to it once more: that writes what is missing of incarnation "
+    '{}; or name the version: restore(version="..")'
+)
 BEGIN_ANEW = "restore(fresh=True) starts a new lineage and leaves these alone, until `holdfast rm` removes them"
 
 

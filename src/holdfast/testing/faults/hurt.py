@@ -41,7 +41,7 @@ from holdfast.node.seal import Sealer
 from holdfast.node.uplink import Uplink
 from holdfast.testing.drill.ground import die_with
 from holdfast.testing.faults import planted_keeper
-from holdfast.tiers import wire
+from holdfast.tiers import pages, wire
 from holdfast.tiers.storage import Storage
 from holdfast.tiers.wire import Channel
 
@@ -52,7 +52,8 @@ LEASE_S = 2.5
 ABSENT_S = 1.0
 SILENCE_S = 1.5
 
-PLACES: dict[str, tuple[type, str]] = {
+PLACES: dict[str, tuple[Any, str]] = {
+    "pages": (pages, "allocate"),
     "begin": (Saving, "begin"),
     "seal": (Sealer, "_seal"),
     "send": (PeerDesk, "pull"),

@@ -1,0 +1,101 @@
+"""Manifests of very many parts: read many at once, and once per keeper."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from holdfast.base.errors import StorageError
+from holdfast.base.events import Events
+from holdfast.core.model import BundleRef, Seal, Version
+from holdfast.node.vault import Vault
+from holdfast.tiers import format as image_format
+from holdfast.tiers import manifest as manifests
+from holdfast.tiers import storage as storage_module
+from holdfast.tiers.local import LocalBackend
+from holdfast.tiers.manifest import BundleFile, Manifest
+from holdfast.tiers.registry import make_stamp
+from holdfast.tiers.storage import Storage, open_storage
+
+V = Version(1, 3)
+NUM_PARTS = 64
+TIMEOUT_S = 10.0
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Storage:
+    """A version of 64 bundles, each in a part of its own."""
+    storage = open_storage(tmp_path / "root", Events())
+    job, stamp = storage.claim(), make_stamp(1)
+    storage.register_incarnation()
+    parts = {}
+    for number in range(NUM_PARTS):
+        image = memoryview(bytes([number]) * 100)
+        seal: Seal = image_format.seal(f"g{number}", image)
+        file = storage.write_bundle(V, BundleRef(f"g{number}", (number,), 0, 1, 100, "f"), seal, image, stamp=stamp)
+        name, *entry = storage.write_part(V, number, [file], stamp=stamp)
+        parts[name] = tuple(entry)
+    storage.commit(Manifest(V, job, NUM_PARTS, "L", None, parts), stamp=stamp)
+    return storage
+
+
+def reads(monkeypatch: pytest.MonkeyPatch, around: Callable[[str], None]) -> list[str]:
+    """The names that are read from now on; `around` is called before each."""
+    seen: list[str] = []
+    read = LocalBackend.read
+
+    def noted(self: LocalBackend, name: str, **more: int) -> bytes:
+        seen.append(name)
+        around(name)
+        return read(self, name, **more)
+
+    monkeypatch.setattr(LocalBackend, "read", noted)
+    return seen
+
+
+def test_parts_are_read_many_at_once(stored: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(storage_module.PARTS_AT_ONCE)
+    reads(monkeypatch, lambda name: together.wait(TIMEOUT_S) and None if "manifest-" in name else None)
+
+    whole = stored.manifest(V)  # a barrier that one reader alone would never pass
+
+    assert len(whole.bundles) == NUM_PARTS
+
+
+def test_the_first_part_that_cannot_be_read_ends_it(stored: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        if "manifest-" in name:
+            raise StorageError("the store is away", where=name)
+
+    seen = reads(monkeypatch, refuse)
+    with pytest.raises(StorageError, match="the store is away"):
+        stored.manifest(V)
+    assert len([name for name in seen if "manifest-" in name]) < NUM_PARTS
+
+
+def test_a_keeper_reads_the_parts_once_for_all_its_ranks(stored: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    vault = Vault(stored.where, Events())
+    seen = reads(monkeypatch, lambda _: None)
+    found: list[dict[str, BundleFile]] = []
+    ranks = [threading.Thread(target=lambda: found.append(vault.files(V))) for _ in range(8)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(TIMEOUT_S)
+
+    assert len(found) == 8
+    assert all(set(files) == {f"g{number}" for number in range(NUM_PARTS)} for files in found)
+    assert len([name for name in seen if "manifest-" in name]) == NUM_PARTS
+
+
+def test_what_is_kept_is_not_believed_when_the_root_says_something_else(stored: Storage, tmp_path: Path) -> None:
+    vault = Vault(stored.where, Events())
+    assert len(vault.files(V)) == NUM_PARTS
+    root = replace(stored.root(V), parts=dict(list(stored.root(V).parts.items())[:1]))
+    (tmp_path / "root" / str(V) / manifests.ROOT_NAME).write_bytes(manifests.encode_root(root))
+
+    assert len(vault.files(V)) == 1
