@@ -53,8 +53,8 @@ class Stories:
             "1",
         ]
         command += [str(STORY), str(place / "root"), str(place / "facts"), *words]
-        # Without it Accelerate gives a job on CPUs one thread per core. The first `tanh` of a process then has a half, that of
-        # one thread, with errors of 1e-6 instead of 3e-8 in about one run in six: seen in traces, inputs equal to the bit.
+        # Without it Accelerate gives a job on CPUs one thread per core. The first GELU of a restarted process then had a half,
+        # that of one thread, with errors of 1e-6 instead of 3e-8 in 6 of 40 runs; the cause is not known.
         variables = {
             **os.environ,
             "OMP_NUM_THREADS": "1",

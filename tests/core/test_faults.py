@@ -159,6 +159,19 @@ def test_who_waits_for_each_other_at_the_same_step_again_is_only_reported() -> N
     assert [kind for kind in kinds if kind not in (Kind.WAIT, Kind.LOOK)] == [Kind.RESTART_ALL, Kind.REPORT]
 
 
+def test_all_ranks_in_a_long_kernel_are_not_taken_for_a_collective_that_hangs() -> None:
+    """A stack in `synchronize` tells nothing of a collective; a wait for a device has the patience of devices."""
+    known, found = dict.fromkeys(Phase, 300), []
+    for inside, seconds in ((False, 880), (False, 920), (True, 80)):
+        watch, kinds = Watch(), set()
+        beat = Beat(9, 9, Phase.STEP, samples=known, inside=inside)
+        sights = [Sight(rank, beat, wakes=1, device=True, stands=Phase.COLLECTIVE) for rank in range(2)]
+        for look in range(4 * seconds):
+            kinds |= {verdict.kind for verdict in watch.look(0.25 * look, sights, world_size=2)}
+        found.append(Kind.RESTART_ALL in kinds)
+    assert found == [False, True, True]
+
+
 def test_a_scaled_mode_keeps_all_proportions() -> None:
     small = CAREFUL.scaled(1 / 60)
     assert small.floors_s[Phase.STEP] == (2.0, 5.0)

@@ -106,7 +106,9 @@ def test_a_slow_place_dooms_no_other_and_a_restart_in_between_neither(
     checkpointer.save(1, also_to=[str(tmp_path / "quick")])
     eventually(lambda: versions(tmp_path / "quick") == [Version(1, 0), Version(1, 1)])
     assert checkpointer.restore() == 2
-    assert [".i000002-" in name for name in os.listdir(job / "held")] == [True], "before anything of it is committed"
+    marks = os.listdir(job / "held")  # perhaps of the second version too, whose copy has just ended
+    assert marks
+    assert all(".i000002-" in name for name in marks), "before anything of it is committed"
     durable(checkpointer, trainee, 2, 3, 4, 5)
     eventually(lambda: versions(job) == [Version(1, 0), Version(2, 4), Version(2, 5)])
     gate.set()

@@ -187,7 +187,9 @@ def test_values_of_the_loop_come_back_as_the_step_left_them(make: Make) -> None:
     assert rows == {"rows": [2]}
     assert checkpointer.carry("best", float("inf")) == 0.5
     assert checkpointer.carry("new", "value") == "value", "a version without it fits"
-    checkpointer.step(3, batch=(tensor, rows), best=best, new="other")
+    handle = checkpointer.step(3, batch=(tensor, rows), best=best, new="other")
+    assert handle is not None
+    assert handle.wait("captured", 10) >= holdfast.Level.CAPTURED
     assert checkpointer.restore() == 4, "back in the middle of training"
     assert checkpointer.carry("new", "value") == "other"
 

@@ -440,6 +440,8 @@ class Watch:
         track = self._tracks[rank]
         moving = now_s - track.activity.threads_s < WINDOW_S
         limit = self.mode.together_limit_s(track.sight.beat, moving=moving)
+        if track.sight.device and not track.sight.beat.inside:  # it may wait for a long kernel of its own
+            limit = max(limit, self.mode.device_s)
         return min(self.silence_s(rank, now_s), now_s - track.activity.transferred_s) > limit
 
     def _condemn(self, rank: int, now_s: float, silence: float, limit: float, more: Iterable[str]) -> Verdict:
