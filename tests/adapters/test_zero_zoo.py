@@ -27,6 +27,7 @@ SAMPLE = {
     "resumes by itself, far", "shorter at the second time", "loop in a function with nonlocal", "layer that is frozen later",
     "gradients that are never cleared", "function of a module of the user's",
     "dropout that decays", "model of a package beside the scripts", "annealing in a package beside the scripts",
+    "function of an installed package that counts",
     "list in the user's optimizer", "loader of the user's with an iterator", "member of an enumeration that counts",
     "entry of a history, changed later", "rows that are one", "submodule in use changes", "submodule of a list changes",
     "row of many under another name", "large tensor through data", "zero_grad if an expression says so",
@@ -42,7 +43,7 @@ def live(
     case: Case, home: Path, root: str, *, again: bool = True, pocket: bool = True
 ) -> subprocess.CompletedProcess[str]:
     home.mkdir(exist_ok=True)
-    script, package = (home / "scripts", home / "src") if case.packaged else (home, home)
+    script, package = (home / "scripts", home / case.packaged) if case.packaged else (home, home)
     for place in (script, package):
         place.mkdir(exist_ok=True)
     (script / "train.py").write_text(case.text())

@@ -241,17 +241,54 @@ CASES: dict[str, Case] = {
     "model of a package beside the scripts": Case(
         pre=BESIDE + "from helper import Net\nmodel = Net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
         shown="model.temperature",
-        packaged=True,
+        packaged="src",
         helper=PACKAGE,
     ),
     "function of a package that counts": Case(
-        pre=BESIDE + "from helper import up", scale="up()", shown="up()", packaged=True, helper=PACKAGE
+        pre=BESIDE + "from helper import up", scale="up()", shown="up()", packaged="src", helper=PACKAGE
     ),
     "annealing in a package beside the scripts": Case(
-        pre=BESIDE + "from helper import weight", scale="weight()", shown="weight()", packaged=True, helper=PACKAGE
+        pre=BESIDE + "from helper import weight", scale="weight()", shown="weight()", packaged="src", helper=PACKAGE
     ),
     "function of a module of a package that counts": Case(
-        pre=BESIDE + "import helper", scale="helper.up()", shown="helper.up()", packaged=True, helper=PACKAGE
+        pre=BESIDE + "import helper", scale="helper.up()", shown="helper.up()", packaged="src", helper=PACKAGE
+    ),
+    "function of an installed package that counts": Case(
+        "installed package helper",
+        pre=BESIDE.replace("src", "site-packages") + "from helper import up",
+        scale="up()",
+        shown="up()",
+        packaged="site-packages",
+        helper=PACKAGE,
+    ),
+    "model of an installed package that counts": Case(
+        "installed package helper",
+        pre=BESIDE.replace("src", "site-packages")
+        + "from helper import Net\nmodel = Net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+        shown="model.temperature",
+        packaged="site-packages",
+        helper=PACKAGE,
+    ),
+    "model that is compiled": Case(pre="model = torch.compile(model, backend='eager')"),
+    "model under DDP": Case(
+        pre="import torch.distributed as dist\n"
+        "if not dist.is_initialized():\n"
+        "    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "model = torch.nn.parallel.DistributedDataParallel(model)",
+    ),
+    "gradients that a function clears": Case(
+        pre="def train(model, opt):\n    opt.zero_grad()\n    loss = model(torch.randn(2, 4)).square().mean()\n"
+        "    loss.backward()\n    opt.step()\n    return loss",
+        step="loss = train(model, optimizer)\n",
+    ),
+    "average whose state has other names": Case(
+        pre="class Ema:\n    def __init__(self, m):\n        self.values, self.n = {k: v.clone() for k, v in m.state_dict().items()}, 0\n"
+        "    def update(self, m):\n        self.n += 1\n        for k, v in m.state_dict().items():\n"
+        "            self.values[k] = self.values[k] * 0.9 + v * 0.1\n"
+        "    def state_dict(self): return {'shadow': self.values, 'n': self.n}\n"
+        "    def load_state_dict(self, s): self.values, self.n = s['shadow'], s['n']\nema = Ema(model)",
+        body="ema.update(model)",
+        shown="ema.values, ema.n",
     ),
 }
 CASES = {name: replace(case, threads=2) for name, case in CASES.items()}

@@ -51,7 +51,7 @@ class Case:
         whole: the script, if it is none of this shape; `die` stands before it.
         again: variables of the environment for the second life, and for the run that it is compared with.
         helper: text of a module of the user's, `helper.py`.
-        packaged: whether that module lies in `src`, and the script in `scripts`.
+        packaged: the directory of that module, with the script in `scripts` beside it; empty if both lie together.
         threads: of torch; with more than one nothing is rehearsed.
     """
 
@@ -68,7 +68,7 @@ class Case:
     whole: str = ""
     again: tuple[tuple[str, str], ...] = ()
     helper: str = ""
-    packaged: bool = False
+    packaged: str = ""
     threads: int = 1
 
     def text(self) -> str:
@@ -214,7 +214,7 @@ CASES: dict[str, Case] = {
         pre='history = []\nstate = {"h": history, "f": len}', body="history.append(step)", shown='state["h"]'
     ),
     "two lists become one": Case(
-        "'b' came to be", pre="a, b = [1], [1]\ndef join():\n    global b\n    b = a", body="if step == 3: join()\nb.append(step)", scale="len(a)"
+        "another name of a", pre="a, b = [1], [1]\ndef join():\n    global b\n    b = a", body="if step == 3: join()\nb.append(step)", scale="len(a)"
     ),
     "list that another one takes the place of": Case(
         pre="a, b = [1], [2]\ndef swap():\n    global b\n    b = [*b, step]", body="swap()", scale="len(b)", shown="a, b"

@@ -88,6 +88,16 @@ NOTHING, NO_PLACE, ALL = 0, 1, 2
 _HEAP_TYPE, _POINTER = 1 << 9, 8
 _INSTALLED = {"site-packages", "dist-packages"}
 _LIBRARY = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
+# Packages whose functions and modules keep nothing that a step depends on, but what they hand out or are seen to hold.
+_KNOWN = sys.stdlib_module_names | {
+    "torch", "torchvision", "torchaudio", "torchdata", "torchmetrics", "torchao", "functorch", "numpy", "scipy",
+    "pandas", "sklearn", "skimage", "PIL", "cv2", "einops", "timm", "transformers", "tokenizers", "datasets",
+    "safetensors", "accelerate", "peft", "huggingface_hub", "diffusers", "sentencepiece", "tiktoken", "lightning",
+    "pytorch_lightning", "triton", "flash_attn", "xformers", "bitsandbytes", "matplotlib", "seaborn", "tqdm", "rich",
+    "yaml", "click", "typer", "omegaconf", "hydra", "absl", "attr", "attrs", "pydantic", "msgspec", "packaging",
+    "psutil", "requests", "wandb", "tensorboard", "tensorboardX", "mlflow", "h5py", "zarr", "pyarrow", "lmdb",
+    "numba", "xxhash", "holdfast",
+}  # fmt: skip
 # Modules around modules: the attributes that these name themselves follow the steps, and are made anew by a restart.
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 # What an optimizer hands out by its `state_dict`, or does not read in a step.
@@ -191,6 +201,8 @@ class Reach:
         for name in self._in_order(main):
             if not name.startswith("__") and name not in walk.hidden:
                 walk.visit(name, main[name], asks=ALL if name in self._used else NOTHING, hold=("", name))
+                if name in self._used:
+                    walk.foreign(name, main[name])
         walk.settings()
         if self._pops or walk.pops:
             kind = "set in a script that pops, by an order that cannot be read,"
@@ -353,6 +365,18 @@ class _Walk:
                 self._is_users(kind.__module__) for kind in type(value).__mro__
             )
         return known
+
+    def foreign(self, path: str, value: Any) -> None:
+        """Notes a function, a class or a module of a package that nobody knows: it may keep something."""
+        if isinstance(value, types.FunctionType):
+            home = str(value.__globals__.get("__name__", ""))
+        elif isinstance(value, types.ModuleType):
+            home = value.__name__
+        else:
+            home = value.__module__ if isinstance(value, type) else ""
+        top = home.partition(".")[0]
+        if top in sys.modules and top not in _KNOWN and not self._is_users(home):
+            self.found.unknown.append((path, f"part of the installed package {top}"))
 
     def settings(self) -> None:
         """Looks at what holds for the whole process."""
@@ -532,6 +556,8 @@ class _Walk:
         self._each(f"the defaults of {path}", (value.__kwdefaults__ or {}).items(), asks=asks)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
             self._cell(f"{path}().{name}", cell, asks)
+        for name in sorted(_global_names(value.__code__) & value.__globals__.keys()) if asks else ():
+            self.foreign(f"{path}().{name}", value.__globals__[name])
         if home != "__main__":
             self.visit(home, sys.modules.get(home), asks=asks)
         else:
@@ -609,8 +635,11 @@ class _Walk:
             if (buffer := part._buffers.get(key)) is not None:
                 self.found.fixed[f"{path}.{key}"] = _of_tensor(buffer)
         self._hooks(path, part, _MODULE_HOOKS)
+        self.foreign(f"the class of {path}", type(part))
         own = _MODULE_KEYS | _names_of_wrappers(type(part))
-        shown = {key: value for key, value in vars(part).items() if key not in own}
+        shown = {
+            key: value for key, value in vars(part).items() if key not in own and not key.startswith("_torchdynamo")
+        }
         self.keys(path, shown, _attributes(part), asks=NO_PLACE)
         if self._is_users_object(part):
             self.visit(type(part).__qualname__, type(part), asks=NO_PLACE)
