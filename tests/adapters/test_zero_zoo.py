@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 import forked
-from adapters.zero_zoo import CASES, KEPT, Case
+from adapters import zero_unrehearsed, zero_zoo
+from adapters.zero_zoo import KEPT, Case
+
+CASES = {**zero_zoo.CASES, **zero_unrehearsed.CASES}
 
 LIFE = str(Path(__file__).with_name("zero_life.py"))
 # A sample of all kinds; the others are slow.
@@ -23,6 +26,11 @@ SAMPLE = {
     "del of an earlier name", "early stopping", "killed behind the loop, number of the loss", "killed behind the loop, loss as it is",
     "resumes by itself, far", "shorter at the second time", "loop in a function with nonlocal", "layer that is frozen later",
     "gradients that are never cleared", "function of a module of the user's",
+    "dropout that decays", "model of a package beside the scripts", "annealing in a package beside the scripts",
+    "list in the user's optimizer", "loader of the user's with an iterator", "member of an enumeration that counts",
+    "entry of a history, changed later", "rows that are one", "submodule in use changes", "submodule of a list changes",
+    "row of many under another name", "large tensor through data", "zero_grad if an expression says so",
+    "zero_grad of a part", "round robin of a set", "value shared with processes in a dataset", "tensor that is resized",
 }  # fmt: skip
 WITH_A_KEEPER = {
     "global counter", "killed behind the loop", "killed behind the loop, loss as it is", "early break", "killed behind a break",
@@ -34,13 +42,17 @@ def live(
     case: Case, home: Path, root: str, *, again: bool = True, pocket: bool = True
 ) -> subprocess.CompletedProcess[str]:
     home.mkdir(exist_ok=True)
-    (home / "train.py").write_text(case.text())
-    (home / "helper.py").write_text(case.helper)
+    script, package = (home / "scripts", home / "src") if case.packaged else (home, home)
+    for place in (script, package):
+        place.mkdir(exist_ok=True)
+    (script / "train.py").write_text(case.text())
+    (package / "helper.py").write_text(case.helper)
     environment = {
         **os.environ, "MARK": str(home / "mark"), "PYTHONPATH": str(Path(LIFE).parent.parent), "HOLDFAST_DURABLE_EVERY": "1",
+        "THREADS": str(case.threads),
         **(dict(case.again) if again else {}), **({"POCKET": "1"} if pocket else {}),
     }  # fmt: skip
-    command = [sys.executable, LIFE, root, str(home / "train.py")]
+    command = [sys.executable, LIFE, root, str(script / "train.py")]
     return forked.run(command, capture_output=True, text=True, env=environment, timeout=60)
 
 

@@ -52,6 +52,7 @@ class Pocket:
 
 
 torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("THREADS", "1")))  # with more than one nothing is rehearsed
 root, script = sys.argv[1:]
 order = Order(1, arguments=(script,), environment=dict(os.environ))
 sys.path.insert(0, os.path.dirname(script))

@@ -51,6 +51,8 @@ class Case:
         whole: the script, if it is none of this shape; `die` stands before it.
         again: variables of the environment for the second life, and for the run that it is compared with.
         helper: text of a module of the user's, `helper.py`.
+        packaged: whether that module lies in `src`, and the script in `scripts`.
+        threads: of torch; with more than one nothing is rehearsed.
     """
 
     expected: str = KEPT
@@ -66,6 +68,8 @@ class Case:
     whole: str = ""
     again: tuple[tuple[str, str], ...] = ()
     helper: str = ""
+    packaged: bool = False
+    threads: int = 1
 
     def text(self) -> str:
         if self.whole:
@@ -220,7 +224,7 @@ CASES: dict[str, Case] = {
     ),
     "flag in a long list": Case(pre="seen = [False] * 9000", body="seen[17 * step + 1] = True", scale="(1 + sum(seen))", shown="sum(seen)"),
     "row in a long list of lists": Case(
-        "too large", pre="rows = [[0] for _ in range(9000)]", body="rows[step + 1].append(1)\nrows.reverse()\nrows.reverse()",
+        "too large", pre="rows = [[0] for _ in range(20000)]", body="rows[step + 1].append(1)\nrows.reverse()\nrows.reverse()",
         scale="(1 + sum(map(len, rows)))",
     ),
     "long list of rows that nobody changes": Case(pre="rows = [{'x': i} for i in range(9000)]", scale="rows[step]['x']"),

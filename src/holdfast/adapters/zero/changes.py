@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.adapters.zero.reach import Look
+from holdfast.adapters.zero.reach import ANOTHER, Look, has_set
 from holdfast.base.errors import HoldfastError
 from holdfast.tiers import values as value_codec
 
@@ -42,10 +42,12 @@ class Changes:
     Args:
         look: looks at all of it.
         lines: attribute or name -> line of the script that stores to it.
+        members: names of sets whose order matters to nobody.
     """
 
-    def __init__(self, look: Callable[[], Look], lines: Mapping[str, int]) -> None:
+    def __init__(self, look: Callable[[], Look], lines: Mapping[str, int], members: Container[str] = ()) -> None:
         self._look = look
+        self._members = members
         self._lines = lines
         self.before = look()
 
@@ -57,6 +59,9 @@ class Changes:
         except Exception as error:  # noqa: BLE001 - objects of other people are asked, and training must go on
             return Changed([], [], f"what it holds cannot be looked at: {type(error).__name__}: {error}")
         reason = self._fixed(before.fixed, now.fixed)
+        if now.unsure and not before.unsure:
+            (path, kind), *_ = now.unsure
+            reason = reason or f"{path!r}{self._where(path)}, a {kind} cannot be looked at"
         rows: list[list[Any]] = []
         for path, leaf in now.leaves.items():
             old = before.leaves.get(path)
@@ -66,7 +71,16 @@ class Changes:
                 reason = (
                     reason or f"{path!r} came to be in the loop{self._where(path)}, and a restart has no place for it"
                 )
+            if path in now.shared:
+                reason = reason or (
+                    f"{path!r} changes in the loop{self._where(path)}, and {now.shared[path]}: a restart would make two of one"
+                )
             rows.append([path, leaf.owner, leaf.key, leaf.value()])
+            if path not in self._members and has_set(rows[-1][3]):
+                reason = reason or (
+                    f"{path!r} changes in the loop{self._where(path)}, and is a set, or has one in it: its order cannot be "
+                    f"carried to a restart"
+                )
         gone = [[p, leaf.owner, leaf.key] for p, leaf in before.leaves.items() if p not in now.leaves]
         gone = [row for row in gone if row[0] not in now.fixed]
         try:
@@ -116,6 +130,8 @@ class Changes:
     def _fixed(self, before: Mapping[str, object], now: Mapping[str, object]) -> str:
         """Returns the first thing that differs and cannot be carried."""
         for path, token in now.items():
+            if before.get(path) != token and str(token).startswith(ANOTHER):
+                return f"{path!r} becomes {token} in the loop{self._where(path)}: a restart would make two of one"
             if path not in before:
                 return f"{path!r} came to be in the loop{self._where(path)}, and cannot be carried to a restart"
             if before[path] != token:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
@@ -24,13 +23,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from holdfast.adapters.door import Checkpointer
 from holdfast.adapters.zero.changes import Changed, Changes
 from holdfast.adapters.zero.objects import Kept, sort_out
-from holdfast.adapters.zero.reach import MAX_ELEMENTS, Look, Reach, is_plain
+from holdfast.adapters.zero.reach import MAX_ELEMENTS, Look, Reach, has_set, is_plain
 from holdfast.adapters.zero.script import Loop
 from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
 from holdfast.train import agree, alive
 from holdfast.train.layout_of import local_of
 from holdfast.train.state import State
-from holdfast.train.usage.selfcheck import SelfCheck
+from holdfast.train.usage.selfcheck import SelfCheck, why_not
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +84,7 @@ class KeptLoop:
         checkpointer, carried, check = kept
         if len(steps) >= MIN_STEPS:
             check.begin(carried.objects)
+            carried.rehearses(check.reason)
         return (
             self._rehearsed(steps, carried, check) if check.child else self._kept(steps, checkpointer, carried, check)
         )
@@ -121,6 +121,9 @@ class KeptLoop:
         if changes is not None and changes.before.unsure:
             (path, kind), *_ = changes.before.unsure
             found = f"nobody can be sure what {path!r}, a {kind}, keeps from one step to the next"
+        if changes is not None and changes.before.unknown and isinstance(found, Kept):
+            reason = why_not(found.objects) if len(steps) >= MIN_STEPS else "the loop is short"
+            found = _unknown(changes, reason) if reason else found
         told = agree.gather_json(group, found if isinstance(found, str) else "")
         reasons = [f"rank {rank}: {reason}" if len(told) > 1 else reason for rank, reason in enumerate(told) if reason]
         if isinstance(found, str) or changes is None or reasons:
@@ -129,6 +132,7 @@ class KeptLoop:
             return None
         carried = _Carried(self._loop, steps, names, changes, group)
         carried.stepped = _stepped(found)
+        carried.clears = _does_clear(loop=self._loop, names=names, stepped=carried.stepped)
         objects = {**found.objects, "main_values": carried}
         checkpointer = Checkpointer(self._root, **objects)
         if group.rank == 0:
@@ -166,6 +170,7 @@ class KeptLoop:
                 if not carried.note(number):
                     continue  # what lies behind the loop could not be run again
                 carried.doubt(_differs(check.made(number, {})))
+                carried.rehearses(check.reason)
                 if carried.unsure and carried.alone:
                     check.end()
                     _close(checkpointer)  # what was saved before that is right
@@ -220,18 +225,46 @@ def _differs(name: str) -> str:
     return f"a rehearsal of a restart differs in {name!r}: some state that its steps depend on is in no version"
 
 
+def _unknown(changes: Changes, reason: str) -> str:
+    (path, kind), *_ = changes.before.unknown
+    return (
+        f"nobody can be sure what {path!r}, a {kind}, keeps from one step to the next, and the first steps are not rehearsed: "
+        f"{reason}"
+    )
+
+
 def _changes(loop: Loop, names: Names, kept: Kept) -> Changes:
     lines = dict(loop.lines)
-    reach = Reach(names.home, sets=loop.sets, used=loop.used, kept=kept.things, stored=lines)
+    reach = Reach(
+        sets=loop.sets, used=loop.used, kept=kept.things, carried=loop.carried, members=loop.members, pops=loop.pops
+    )
 
     def look() -> Look:
         return reach.look(names.main, names.frames())
 
-    return Changes(look, lines)
+    return Changes(look, lines, loop.members)
 
 
 def _stepped(kept: Kept) -> list[torch.Tensor]:
     return [p for group in kept.objects["optimizer"].param_groups for p in group["params"]]
+
+
+def _does_clear(loop: Loop, names: Names, stepped: Sequence[torch.Tensor]) -> bool:
+    """Tell whether what every step clears, by the text, has all parameters that are stepped."""
+    if not loop.clears:
+        return False
+    name, *attributes = loop.clears.split(".")
+    thing = names.all().get(name)
+    for attribute in attributes:
+        thing = getattr(thing, "__dict__", {}).get(attribute)
+    if isinstance(thing, torch.nn.Module):
+        cleared = list(thing.parameters())
+    elif isinstance(thing, torch.optim.Optimizer):
+        cleared = [p for group in thing.param_groups for p in group["params"]]
+    else:
+        return False
+    plain = (torch.nn.Module.zero_grad, torch.optim.Optimizer.zero_grad)
+    return type(thing).zero_grad in plain and {id(p) for p in stepped} <= {id(p) for p in cleared}
 
 
 class Names:
@@ -244,7 +277,6 @@ class Names:
 
     def __init__(self, main: dict[str, Any], frames: Sequence[FrameType] = ()) -> None:
         self.main = main
-        self.home = os.path.dirname(os.path.abspath(str(main.get("__file__", ""))))
         self._frames = frames
 
     @classmethod
@@ -292,6 +324,7 @@ class _Carried:
         unsure: why no version of this run can be right any more.
         alone: whether this rank is the job.
         stepped: the parameters that the optimizer steps.
+        clears: whether every step surely clears their gradients first.
         objects: what is saved, by name.
     """
 
@@ -300,10 +333,11 @@ class _Carried:
         self._rank = group.rank
         self.alone = group.world_size == 1
         self.stepped: list[torch.Tensor] = []
+        self.clears = False
         self.objects: dict[str, Any] = {}
         self.value: int | None = None
         self.restored: dict[str, Any] | None = None
-        self.refused = self.unsure = ""
+        self.refused = self.unsure = self._unrehearsed = ""
         self._began = changes.began(loop.used, loop.bounds) if loop.reads_files else {}
         self._noted: dict[str, Any] = self._state(None, {}, {}, Changed([], []))
 
@@ -359,12 +393,28 @@ class _Carried:
             who = "" if self.alone else f"rank {self._rank}: "
             say(f"{who}this script is not kept any more, {reason}; {UNKEPT}")
 
+    def rehearses(self, reason: str) -> None:
+        """Says once why the first steps are not rehearsed; nothing if it is empty."""
+        if reason and not self._unrehearsed:
+            self._unrehearsed = reason
+            if self._rank == 0:
+                say(
+                    f"warning: the first steps are not rehearsed, {reason}; state that holdfast cannot see would not be missed"
+                )
+            if self._changes.before.unknown:
+                self.doubt(_unknown(self._changes, reason))
+
     def _why_unsure(self, carried: Mapping[str, Any], names: Mapping[str, Any]) -> str:
         for name in self._loop.carried:
             if name not in carried:
                 what = f"a {type(names[name]).__qualname__}" if name in names else "without a value"
                 return f"{name!r}, {what}, is carried from one step to the next"
-        if not self._loop.clears:
+        for name, value in carried.items():
+            if has_set(value) and name not in self._loop.members:
+                return (
+                    f"{name!r}, a set or with one in it, is carried from one step to the next, and its order cannot be"
+                )
+        if not self.clears:
             for parameter in self.stepped:
                 if parameter.grad is not None and bool(local_of(parameter.grad).count_nonzero()):
                     return "gradients live from one step to the next"

@@ -1,14 +1,17 @@
 """Looks at everything that a script's loop can reach and that no `state_dict` hands out: plain values, and what must stay.
 
-    look = Reach(home, names, kept).look(globals, frames)
+    look = Reach(sets, used, kept).look(globals, frames)
     look.leaves       path -> a plain value and how it is set: `args.global_step`, `Net.calls`, `step().count`, `rng`
     look.fixed        path -> token of something that nobody can set back: a tensor, an array, the class of an object
+    look.shared       path of a plain value that has a part in common with another -> what that is
+    look.unknown      objects that cannot be looked into, of which nobody knows whether they keep something
     look.unsure       what may hold a place that nobody can read: iterators, generators, files
 
 A path says how a thing is reached from the names of the script, so a script that was started again has the same thing under
 the same path. Two looks are compared: a leaf that changed can be carried, something fixed that changed cannot. The walk goes
 through containers, functions (defaults, closures, attributes), partials, bound methods, classes and modules of the user,
-objects of the user's classes, data loaders, samplers, and models. Objects of libraries are not opened, but for those.
+data loaders, samplers, models, optimizers, and objects that are nothing but attributes. The user's is what is not known to be
+installed. A thing that is reached twice is noted by its first path: a restart would make two of one.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import argparse
 import array
 import collections
 import datetime as dt
+import decimal
 import enum
 import functools
 import io
@@ -26,7 +30,11 @@ import os
 import pathlib
 import re
 import sys
+import sysconfig
+import threading
 import types
+import typing
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,8 +54,10 @@ from holdfast.tiers import values as value_codec
 from holdfast.train.layout_of import local_of
 from holdfast.train.randomness import random_state
 
+# The token of what was reached before, by the path that follows.
+ANOTHER = "another name of"
 # Of a container of containers with more elements so many are looked at, of a larger tensor or array so many elements.
-MAX_ELEMENTS, MAX_BYTES, NUM_SPOTS = 4096, 4 << 20, 64
+MAX_ELEMENTS, MAX_BYTES, NUM_SPOTS = 16384, 64 << 20, 64
 MAX_DEPTH = 40
 
 _CONTAINERS = (list, dict, set, collections.deque)
@@ -63,12 +73,25 @@ STANDING = (
     dist.ProcessGroup, functools.partial, Sampler, DataLoader, nn.modules.loss._Loss, re.Pattern, dt.date, dt.time,
     dt.timedelta, dt.tzinfo,
 )  # fmt: skip
+# Parts of classes and modules that keep nothing, and locks.
+_STILL = (
+    types.MemberDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType,
+    types.ClassMethodDescriptorType, types.GenericAlias, types.UnionType, types.CodeType, types.EllipsisType,
+    types.NotImplementedType, typing.TypeVar, decimal.Decimal, weakref.ref, type(threading.Lock()), type(threading.RLock()),
+)  # fmt: skip
 _MODULE_KEYS = frozenset(vars(nn.Module()))
 _MODULE_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 _ATOM_SET = frozenset(_ATOMS)
 # How much is asked of a thing: nothing, that it is no place in a sequence, that it is known to keep nothing.
 NOTHING, NO_PLACE, ALL = 0, 1, 2
+# What Python has of a class that is made by it, and of a reference.
+_HEAP_TYPE, _POINTER = 1 << 9, 8
 _INSTALLED = {"site-packages", "dist-packages"}
+_LIBRARY = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
+# Modules around modules: the attributes that these name themselves follow the steps, and are made anew by a restart.
+_WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
+# What an optimizer hands out by its `state_dict`, or does not read in a step.
+_OPTIMIZER_KEYS = {"defaults", "state", "param_groups", "step"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,24 +133,34 @@ class Look:
     owners: dict[str, Owner] = field(default_factory=dict)
     fixed: dict[str, object] = field(default_factory=dict)
     unsure: list[tuple[str, str]] = field(default_factory=list)
+    unknown: list[tuple[str, str]] = field(default_factory=list)
+    shared: dict[str, str] = field(default_factory=dict)
 
 
 class Reach:
     """Walks from the names of one script.
 
     Args:
-        home: directory of the script: modules from there are the user's.
         sets: names that the loop itself sets; what they hold is no concern of the walk.
         used: names that the loop reads: what they hold must not keep a place that nobody can read.
         kept: objects that hand out their state.
-        stored: names that the loop or a function stores into, or calls a method of.
+        carried: names that live from one step to the next: they are set anew by a restart.
+        members: names of sets whose order matters to nobody.
+        pops: whether the text of the script calls a `pop()` of something.
     """
 
     def __init__(
-        self, home: str, *, sets: Iterable[str], used: Iterable[str], kept: Iterable[Any], stored: Iterable[str] = ()
+        self,
+        *,
+        sets: Iterable[str],
+        used: Iterable[str],
+        kept: Iterable[Any],
+        carried: Iterable[str] = (),
+        members: Iterable[str] = (),
+        pops: bool = False,
     ) -> None:
-        self._stored = frozenset(stored)
-        self._home = os.path.abspath(home)
+        self._carried = sorted(carried)
+        self._members, self._pops = frozenset(members), pops
         self._sets = frozenset(sets)
         self._used = frozenset(used)
         self._kept = list(kept)
@@ -141,9 +174,12 @@ class Reach:
             frames: name and local names of the functions that are running, the innermost, with the loop, first.
         """
         local = {name: value for _, scope in frames[:1] for name, value in scope.items() if name in self._sets}
-        walk = _Walk(self._is_users, frozenset() if frames else self._sets, self._kept, local, self._stored)
+        walk = _Walk(self._is_users, frozenset() if frames else self._sets, self._kept, local)
         walk.found.owners[""] = Owner(main.__setitem__, main.pop)
-        names = {id(value): name for _, scope in [*frames, ("", main)] for name, value in scope.items()}
+        scopes = [scope for _, scope in frames] + [main]
+        names = {id(value): name for scope in scopes for name, value in scope.items() if name not in self._sets}
+        for name in self._carried:
+            walk.share(name, scopes[0].get(name, main.get(name)))
         for number, thing in enumerate(self._kept):
             walk.inside(names.get(id(thing), f"kept{number}"), thing)
         sets = self._sets
@@ -156,6 +192,9 @@ class Reach:
             if not name.startswith("__") and name not in walk.hidden:
                 walk.visit(name, main[name], asks=ALL if name in self._used else NOTHING, hold=("", name))
         walk.settings()
+        if self._pops or walk.pops:
+            kind = "set in a script that pops, by an order that cannot be read,"
+            walk.found.unsure += [(path, kind) for path in walk.sets if path not in self._members]
         return walk.found
 
     def _in_order(self, names: Mapping[str, Any]) -> list[str]:
@@ -165,12 +204,12 @@ class Reach:
     def _is_users(self, module: str) -> bool:
         known = self._users.get(module)
         if known is None:
-            file = getattr(sys.modules.get(module), "__file__", None) or ""
-            place = os.path.abspath(file) if file else ""
-            inside = place.startswith(self._home + os.sep) and not _INSTALLED & set(place.split(os.sep))
             top = module.partition(".")[0]
-            installed = top in sys.stdlib_module_names or top in ("holdfast", "torch")
-            self._users[module] = module == "__main__" or (inside and not installed)
+            files = (getattr(sys.modules.get(name), "__file__", None) or "" for name in (module, top))
+            place = os.path.abspath(next(filter(None, files), ""))
+            known = top in sys.stdlib_module_names or top in ("holdfast", "torch")
+            installed = known or place.startswith(_LIBRARY) or bool(_INSTALLED & set(place.split(os.sep)))
+            self._users[module] = module == "__main__" or not installed
         return self._users[module]
 
 
@@ -183,9 +222,7 @@ class _Walk:
         hidden: frozenset[str],
         kept: Iterable[Any],
         local: Mapping[str, Any],
-        stored: frozenset[str],
     ) -> None:
-        self._stored = stored
         self.found = Look()
         self.hidden = hidden
         self._local = local
@@ -193,6 +230,10 @@ class _Walk:
         self._kept = {id(thing) for thing in kept}
         self._seen: dict[int, Any] = {}  # keeps what it has seen, or another object could get its number
         self._paths: dict[int, str] = {}
+        self._holders: dict[int, tuple[str, str]] = {}  # mutable part of a plain value -> its path, and the value's
+        self._alive: list[Any] = []
+        self.sets: list[str] = []
+        self.pops = False  # whether a function of the user's pops something
         self._users_kinds: dict[type, bool] = {}
         self._depth = 0
 
@@ -206,18 +247,23 @@ class _Walk:
             hold: path of the owner, and the key.
         """
         is_atom = type(value) in _ATOMS
-        if hold is not None and (is_atom or (type(value) in (tuple, frozenset) and is_plain(value))):
+        is_number = type(value).__module__ == "numpy" and type(value).__qualname__ != "ndarray"
+        if hold is not None and (
+            is_atom
+            or ((is_number or type(value) in (tuple, frozenset)) and is_plain(value) and hold[0] in self.found.owners)
+        ):
             put = functools.partial(self.found.owners[hold[0]].put, hold[1])
             token = repr(value) if is_atom else _token(value)
             self.found.leaves[path] = Leaf((type(value), token), *hold, functools.partial(_itself, value), put)
+            self.share(path, value)
             return
         if is_atom:
             return
         if self._depth > MAX_DEPTH:
             return
         if id(value) in self._seen:
-            if hold is not None and isinstance(value, _CONTAINERS) and self._paths.get(id(value), path) != path:
-                self.found.fixed[path] = f"another name of {self._paths[id(value)]}"
+            if self._paths.get(id(value), path) != path:
+                self.found.fixed[path] = f"{ANOTHER} {self._paths[id(value)]}"
             return
         self._seen[id(value)] = value
         self._paths[id(value)] = path
@@ -226,6 +272,29 @@ class _Walk:
             self._open(path, value, asks, hold or (path, ""))
         finally:
             self._depth -= 1
+
+    def share(self, path: str, value: Any, root: str = "") -> None:
+        """Notes every part of a plain value that can change, and where it is a part of another value, or twice of this one."""
+        root = root or path
+        if isinstance(value, set):
+            self.sets.append(root)
+        if isinstance(value, _CONTAINERS):
+            if id(value) in self._holders:
+                first, other = self._holders[id(value)]
+                if first == path:
+                    return
+                self.found.fixed[path] = f"{ANOTHER} {first}"
+                for name in (root, other):
+                    self.found.shared.setdefault(name, f"{path!r} is {ANOTHER} {first!r}")
+                return
+            self._holders[id(value)] = (path, root)
+            self._alive.append(value)
+        if isinstance(value, dict | list | tuple | collections.deque):
+            parts = value.values() if isinstance(value, dict) else value
+            if not _ATOM_SET.issuperset(map(type, parts)):
+                for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+                    if not isinstance(part, _ATOMS):
+                        self.share(f"{path}[{key!r}]", part, root)
 
     def keys(self, path: str, items: Mapping[Any, Any], owner: Owner, *, asks: int, dot: bool = True) -> None:
         """Looks at everything that has a key in one owner."""
@@ -238,25 +307,34 @@ class _Walk:
         """Looks at what a kept object does not hand out."""
         if id(thing) in self._seen:
             return
-        self._seen[id(thing)] = thing
-        if isinstance(thing, nn.Module):
+        self._seen[id(thing)], self._paths[id(thing)] = thing, path
+        if isinstance(thing, torch.Tensor):
+            self.found.fixed[f"the shape of {path}"] = (tuple(thing.shape), str(thing.dtype), str(thing.device))
+        elif isinstance(thing, nn.Module):
             self._model(path, thing, kept=True)
         elif isinstance(thing, Optimizer):
             self.found.fixed[f"the parameter groups of {path}"] = [len(group["params"]) for group in thing.param_groups]
             self._hooks(path, thing)
-            self._atoms(path, thing)
+            hooks = {name for name in vars(thing) if name.endswith("_hooks")}
+            self._attributes(path, thing, _OPTIMIZER_KEYS | hooks)
         elif self._is_users_object(thing):
-            self._atoms(path, thing)
+            self._attributes(path, thing, set())
         else:
             self._each(f"{path}.lr_lambdas", enumerate(getattr(thing, "lr_lambdas", ())), asks=ALL)
             for number, inner in enumerate(getattr(thing, "_schedulers", ())):
                 self.inside(f"{path}._schedulers[{number}]", inner)
 
-    def _atoms(self, path: str, thing: Any) -> None:
-        """Looks at the numbers of an object of the user's class that hands out its state: it may forget one."""
-        if self._is_users_object(thing) and hasattr(thing, "__dict__"):
-            plain = {key: value for key, value in vars(thing).items() if type(value) in _ATOMS}
-            self.keys(path, plain, _attributes(thing), asks=NOTHING)
+    def _attributes(self, path: str, thing: Any, without: set[str]) -> None:
+        """Looks at the attributes of an object that hands out its state: it may forget one."""
+        if not hasattr(thing, "__dict__"):
+            return
+        names, memory = _handed_out(thing) if self._is_users_object(thing) else (set(), set())
+        shown = {}
+        for key, value in vars(thing).items():
+            known = type(value) not in _ATOMS and (key in names or key.lstrip("_") in names or _memory(value) & memory)
+            if key not in without and not known:
+                shown[key] = value
+        self.keys(path, shown, _attributes(thing), asks=NO_PLACE)
 
     def _hooks(self, path: str, thing: Any, names: Iterable[str] = ()) -> None:
         """Looks at the functions of the user's that somebody else calls."""
@@ -292,6 +370,9 @@ class _Walk:
             return
         if isinstance(value, torch.Tensor):
             self.found.fixed[path] = _of_tensor(value)
+            local = local_of(value)
+            if asks and local.device.type == "cpu" and local.nbytes > MAX_BYTES:
+                self.found.unsure.append((path, "tensor that is too large to be looked at whole,"))
         elif isinstance(value, _CONTAINERS):
             self._container(path, value, asks, hold)
         elif isinstance(value, tuple | frozenset):
@@ -299,20 +380,31 @@ class _Walk:
             self._each(path, enumerate(value), asks=asks)
         elif kind.__module__ == "numpy" and hasattr(value, "tobytes"):
             self._array(path, value, hold)
+            if asks and value.nbytes > MAX_BYTES and getattr(value, "mode", "") != "r":
+                self.found.unsure.append((path, "array that is too large to be looked at whole,"))
         elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
             self.found.fixed[path] = (kind.__qualname__, value.__qualname__)
             if not isinstance(value.__self__, types.ModuleType):  # `history.append`, `batches.__next__`
                 self.visit(f"{path}.__self__", value.__self__, asks=asks)
         elif isinstance(value, _NAMED):
             self.found.fixed[path] = (kind.__qualname__, repr(value))
+            self._extra(path, value, asks)
         elif not (self._bytes(path, value) or self._random(path, value, hold) or self._code(path, value, asks)):
             self._object(path, value, asks)
+
+    def _extra(self, path: str, value: Any, asks: int) -> None:
+        """Looks at what a class of the user's adds to one of a library."""
+        if self._is_users_object(value) and getattr(value, "__dict__", None):
+            shown = {key: part for key, part in vars(value).items() if not key.startswith("__")}
+            self.keys(f"the attributes of {path}", shown, _attributes(value), asks=min(asks, NO_PLACE))
+            self.visit(type(value).__qualname__, type(value), asks=NO_PLACE)
 
     def _bytes(self, path: str, value: Any) -> bool:
         """Looks at bytes that can change, and at numbers and texts of a class of their own; False if it is none."""
         found = isinstance(value, bytearray | array.array | int | float | complex | str | bytes)
         if found:
             self.found.fixed[path] = (type(value).__qualname__, repr(value))
+            self._extra(path, value, NO_PLACE)
         return found
 
     def _random(self, path: str, value: Any, hold: tuple[str, str | int]) -> bool:
@@ -320,6 +412,7 @@ class _Walk:
         found = random_state(value)
         if found is not None:
             self.found.leaves[path] = Leaf(_token(found[0]()), *hold, *found)
+            self._extra(path, value, NO_PLACE)
         return found is not None
 
     def _code(self, path: str, value: Any, asks: int) -> bool:
@@ -328,6 +421,7 @@ class _Walk:
             self._function(path, value, asks)
         elif isinstance(value, functools.partial):
             self._each(path, enumerate((value.func, *value.args, *value.keywords.values())), asks=asks)
+            self._extra(path, value, asks)
         elif isinstance(value, types.MethodType):
             self._each(path, (("self", value.__self__), ("function", value.__func__)), asks=asks)
         elif isinstance(value, type):
@@ -349,9 +443,7 @@ class _Walk:
         elif isinstance(value, DataLoader):
             if asks and value.num_workers and value.persistent_workers:
                 self.found.unsure.append((path, "DataLoader whose workers stay, with all that they keep,"))
-            parts = ("dataset", "sampler", "batch_sampler", "generator", "collate_fn", "worker_init_fn")
-            for name in parts:
-                self.visit(f"{path}.{name}", getattr(value, name, None), asks=within)
+            self._instance(path, value, within)
         elif isinstance(value, Optimizer):
             self._optimizer(path, value)
         elif isinstance(value, LRScheduler | GradScaler):
@@ -363,8 +455,18 @@ class _Walk:
             self._instance(path, value, within)
         elif isinstance(value, argparse.Namespace | types.SimpleNamespace) or self._is_users_object(value):
             self._instance(path, value, asks)
-        elif asks == ALL and not isinstance(value, STANDING):
+        elif not isinstance(value, STANDING):
+            self._of_library(path, value, asks)
+
+    def _of_library(self, path: str, value: Any, asks: int) -> None:
+        """Looks at an object of an unknown class of a library, if there is nothing in it but attributes."""
+        kind = type(value)
+        if asks == ALL:
             self.found.unsure.append((path, kind.__qualname__))
+        elif asks and _is_of_python(kind):
+            self._instance(path, value, asks)
+        elif asks and not isinstance(value, _STILL) and kind.__qualname__ not in ("ufunc", "_lru_cache_wrapper"):
+            self.found.unknown.append((path, kind.__qualname__))
 
     def _optimizer(self, path: str, value: Optimizer) -> None:
         """One that is not kept: it must not train."""
@@ -389,7 +491,7 @@ class _Walk:
         self.visit(type(value).__qualname__, type(value), asks=asks)
 
     def _container(self, path: str, value: Any, asks: int, hold: tuple[str, str | int]) -> None:
-        if asks and _is_vast(value) and path.rpartition(".")[2] in self._stored:
+        if asks and _is_vast(value):
             self.found.unsure.append((path, f"{type(value).__qualname__} that is too large to be looked at whole,"))
         if self._is_users_object(value) and getattr(value, "__dict__", None):
             self.keys(f"the attributes of {path}", vars(value), _attributes(value), asks=asks)
@@ -399,6 +501,7 @@ class _Walk:
                 functools.partial(_refill, self.found.owners, value, hold),
             )
             self.found.leaves[path] = Leaf(_token(value), *hold, stored, refill)
+            self.share(path, value)
         elif isinstance(value, dict):
             self.keys(path, value, Owner(value.__setitem__, value.pop), asks=asks, dot=False)
             for key, part in value.items():
@@ -423,6 +526,7 @@ class _Walk:
         if not self._is_users(home):
             self.visit(f"{path}.__wrapped__", getattr(value, "__wrapped__", None), asks=asks)
             return
+        self.pops = self.pops or "pop" in _global_names(value.__code__)
         self.keys(path, vars(value), _attributes(value), asks=asks)
         self._each(f"the defaults of {path}", enumerate(value.__defaults__ or ()), asks=asks)
         self._each(f"the defaults of {path}", (value.__kwdefaults__ or {}).items(), asks=asks)
@@ -451,7 +555,12 @@ class _Walk:
 
     def _class(self, path: str, value: type, asks: int) -> None:
         self.found.fixed[path] = value.__qualname__
-        if not self._is_users(value.__module__) or issubclass(value, enum.Enum):
+        if not self._is_users(value.__module__):
+            return
+        if issubclass(value, enum.Enum):
+            members = value.__members__
+            others = {key: part for key, part in vars(value).items() if key[:1] != "_" and key not in members}
+            self.keys(path, {**others, **members}, _attributes(value), asks=asks)
             return
         shown: dict[str, Any] = {}
         for key, part in vars(value).items():
@@ -467,6 +576,11 @@ class _Walk:
 
     def _model(self, path: str, model: nn.Module, *, kept: bool) -> None:
         params, modules = dict(model.named_parameters()), dict(model.named_modules())
+        parts = [*model.named_modules(remove_duplicate=False)]
+        first: dict[int, str] = {}
+        self.found.fixed[f"the modules of {path}"] = [
+            (name, first.setdefault(id(part), name), type(part).__qualname__) for name, part in parts
+        ]
         tensors = {**params, **dict(model.named_buffers())}
         self.found.fixed[f"the tensors of {path}"] = [(name, t.shape, t.dtype) for name, t in tensors.items()]
         for name, tensor in tensors.items():
@@ -476,6 +590,7 @@ class _Walk:
             if id(tensor) not in self._seen and not kept:
                 self.found.fixed[f"{path}.{name}"] = _of_tensor(tensor)
             self._seen[id(tensor)] = tensor
+            self._paths.setdefault(id(tensor), f"{path}.{name}")
         frozen = [name for name, p in params.items() if not p.requires_grad]
         still = [name for name, part in modules.items() if not part.training]
         for what, value, put in (
@@ -485,6 +600,8 @@ class _Walk:
             self.found.leaves[what] = Leaf(tuple(value), what, "", functools.partial(_itself, value), put)
         for name, part in modules.items():
             self._seen[id(part)] = part
+            self._paths.setdefault(id(part), f"{path}.{name}" if name else path)
+        for name, part in modules.items():
             self._module(f"{path}.{name}" if name else path, part)
 
     def _module(self, path: str, part: nn.Module) -> None:
@@ -492,14 +609,50 @@ class _Walk:
             if (buffer := part._buffers.get(key)) is not None:
                 self.found.fixed[f"{path}.{key}"] = _of_tensor(buffer)
         self._hooks(path, part, _MODULE_HOOKS)
+        own = _MODULE_KEYS | _names_of_wrappers(type(part))
+        shown = {key: value for key, value in vars(part).items() if key not in own}
+        self.keys(path, shown, _attributes(part), asks=NO_PLACE)
         if self._is_users_object(part):
-            shown = {key: value for key, value in vars(part).items() if key not in _MODULE_KEYS}
-            self.keys(path, shown, _attributes(part), asks=NO_PLACE)
             self.visit(type(part).__qualname__, type(part), asks=NO_PLACE)
 
     def _each(self, path: str, items: Iterable[tuple[Any, Any]], *, asks: int) -> None:
         for key, value in items:
             self.visit(f"{path}[{key!r}]", value, asks=asks)
+
+
+def _is_of_python(kind: type) -> bool:
+    """Tell whether all that an object of a class keeps are attributes: no class that it is made from is one of C."""
+    size = (
+        object.__basicsize__
+        + 2 * _POINTER
+        + sum(len(vars(part).get("__slots__", ())) for part in kind.__mro__) * _POINTER
+    )
+    return kind.__flags__ & _HEAP_TYPE != 0 and kind.__basicsize__ <= size
+
+
+def _names_of_wrappers(kind: type) -> frozenset[str]:
+    """Returns the attributes that modules around modules name in their own methods."""
+    found: set[str] = set()
+    for part in kind.__mro__:
+        if part.__module__.startswith(_WRAPPERS):
+            codes = (value.__code__ for value in vars(part).values() if isinstance(value, types.FunctionType))
+            found.update(*map(_global_names, codes))
+    return frozenset(found)
+
+
+def _handed_out(thing: Any) -> tuple[set[str], set[int]]:
+    """Returns the keys of what an object hands out, and the memory of the tensors in it."""
+    state = thing.state_dict()
+    return (set(map(str, state)) if isinstance(state, dict) else set()), _memory(state)
+
+
+def _memory(value: Any, depth: int = 0) -> set[int]:
+    if isinstance(value, torch.Tensor):
+        return {local_of(value).data_ptr()}
+    if depth > MAX_DEPTH or not isinstance(value, dict | list | tuple):
+        return set()
+    parts = value.values() if isinstance(value, dict) else value
+    return set().union(*(_memory(part, depth + 1) for part in parts if not isinstance(part, _ATOMS)))
 
 
 def _itself(value: Any) -> Any:
@@ -572,10 +725,26 @@ def is_plain(value: Any, depth: int = 0) -> bool:
     return _ATOM_SET.issuperset(map(type, parts)) or all(is_plain(part, depth + 1) for part in _some(parts))
 
 
+def has_set(value: Any) -> bool:
+    """Tell whether a plain value has a set in it: what comes back iterates in another order."""
+    if isinstance(value, set | frozenset):
+        return True
+    if not isinstance(value, dict | list | tuple | collections.deque):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return not _ATOM_SET.issuperset(map(type, parts)) and any(map(has_set, parts))
+
+
 def _is_vast(value: Any) -> bool:
     """Tell whether a container has more containers than are looked at."""
-    parts = value.values() if isinstance(value, dict) else value
-    return len(value) > MAX_ELEMENTS and not _ATOM_SET.issuperset(map(type, parts))
+    if len(value) <= MAX_ELEMENTS:
+        return False
+    parts = list(value.values() if isinstance(value, dict) else value)
+    tuples = [part for part in parts if type(part) is tuple]
+    return not (
+        (_ATOM_SET | {tuple}).issuperset(map(type, parts))
+        and _ATOM_SET.issuperset(map(type, itertools.chain.from_iterable(tuples)))
+    )
 
 
 def _stored(value: Any) -> Any:
@@ -616,8 +785,8 @@ def _of_tensor(tensor: torch.Tensor) -> object:
     if flat.nbytes > MAX_BYTES:  # torch counts all writes but those through `.data` or an array
         facts = (*facts, local._version)  # type: ignore[assignment]
         flat = torch.cat([flat[:: max(1, flat.numel() // NUM_SPOTS)], flat[-NUM_SPOTS:]])
-    data = flat.resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy().tobytes()
-    return (*facts, xxhash.xxh3_64_digest(data))
+    data = flat.resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy()
+    return (*facts, xxhash.xxh3_64_digest(memoryview(data)))  # type: ignore[arg-type]  # an array has a buffer
 
 
 def _of_array(value: Any) -> object:
@@ -627,4 +796,5 @@ def _of_array(value: Any) -> object:
     flat = value.reshape(-1)
     if flat.nbytes > MAX_BYTES:
         return (*facts, xxhash.xxh3_64_digest(flat[:: flat.size // NUM_SPOTS].tobytes() + flat[-NUM_SPOTS:].tobytes()))
-    return (*facts, xxhash.xxh3_64_digest(flat.tobytes()))
+    whole = memoryview(flat) if flat.flags.c_contiguous and value.dtype.kind in "biufc" else flat.tobytes()
+    return (*facts, xxhash.xxh3_64_digest(whole))

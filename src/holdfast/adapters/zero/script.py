@@ -34,6 +34,8 @@ _NUMBER_FUNCTIONS = {"float", "int", "bool"}
 
 # Words of scripts that look for a file of their own and go on from it.
 _READS = {"exists", "isfile", "is_file", "isdir", "is_dir", "glob", "listdir", "open", "read_text", "read_bytes"}
+# What fills and empties a set, whatever its order is.
+_FILLS = {"add", "discard", "remove", "update", "clear"}
 # Calls by which names are read that the text does not name.
 _BY_TEXT = {"globals", "locals", "eval", "exec"}
 
@@ -49,7 +51,9 @@ class Loop:
         after: names that every step sets and that are read outside of the loop, the loop's own number among them.
         numbers: those of them of which only the number is asked for, so that a tensor may come back without its graph.
         sets: names that the loop itself sets.
-        clears: whether every step clears the gradients before it computes new ones.
+        clears: the optimizer or module, as written, whose gradients every step clears before it computes new ones.
+        pops: whether something is popped that may be a set.
+        members: names of which nothing is asked but what they contain, so that an order of theirs matters to nobody.
         reads_clock: whether the script reads a clock.
         reads_files: whether the script calls something that may have it go on from a file of its own.
         bounds: names and attributes that say how far the loop counts.
@@ -62,7 +66,9 @@ class Loop:
     after: tuple[str, ...] = ()
     numbers: frozenset[str] = frozenset()
     sets: frozenset[str] = frozenset()
-    clears: bool = False
+    clears: str = ""
+    members: frozenset[str] = frozenset()
+    pops: bool = False
     reads_clock: bool = False
     reads_files: bool = False
     bounds: frozenset[str] = frozenset()
@@ -118,7 +124,10 @@ def _described(tree: ast.Module, loop: ast.For, target: str, scope: Scope, funct
         if isinstance(n, ast.Attribute | ast.Name)
     }
     bounds = {ast.unparse(n) for n in ast.walk(loop.iter) if isinstance(n, ast.Attribute | ast.Name)}
-    clears = _clears_first(loop.body, functions, frozenset()) is True
+    clears = _clears_first(loop.body, functions, frozenset()) or ""
+    if clears.partition(".")[0] in sets:
+        clears = ""
+    members = frozenset(_only_members(tree))
     lines = _lines(loop, functions.values())
     numbers = frozenset(name for name in after if _only_numbers(scope, loop, name))
     _rewrite(scope, loop, carried, after)
@@ -130,6 +139,8 @@ def _described(tree: ast.Module, loop: ast.For, target: str, scope: Scope, funct
         numbers=numbers,
         sets=frozenset(sets),
         clears=clears,
+        members=members,
+        pops=any(isinstance(n, ast.Attribute) and n.attr == "pop" for n in ast.walk(tree)),
         reads_clock=bool(words & CLOCKS),
         reads_files=any(word in _READS or word.startswith(("load", "resume", "restore")) for word in words),
         bounds=frozenset(bounds),
@@ -216,43 +227,95 @@ def _only_numbers(scope: Scope, loop: ast.For, name: str) -> bool:
     )
 
 
-def _clears_first(body: Sequence[ast.stmt], functions: dict[str, Function], seen: frozenset[str]) -> bool | None:
-    """Tell whether gradients are cleared before any are computed, in every step; None if neither is surely done here."""
+def _clears_first(body: Sequence[ast.stmt], functions: dict[str, Function], seen: frozenset[str]) -> str | None:
+    """Returns whose gradients are cleared before any are computed, in every step, as it is written.
+
+    Empty if they may be computed before, or nobody can tell; None if neither is done here.
+    """
     for statement in body:
+        found: str | None
         if isinstance(statement, ast.With | ast.AsyncWith):
             found = _clears_first(statement.body, functions, seen)
-        elif isinstance(statement, ast.If | ast.While | ast.Try | ast.Match | ast.For) and not _sets_grad(statement):
-            found = False if "backward" in _called([statement], functions, set()) else None
+        elif (cleared := _sets_grad(statement)) is not None:
+            found = cleared
+        elif isinstance(statement, ast.Expr | ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return):
+            found = _order(statement, functions, seen)
         else:
-            found = True if _sets_grad(statement) else _order(statement, functions, seen)
+            found = "" if "backward" in _called([statement], functions, set()) else None
         if found is not None:
             return found
     return None
 
 
-def _order(statement: ast.stmt, functions: dict[str, Function], seen: frozenset[str]) -> bool | None:
-    for node in ast.walk(statement):
-        if not isinstance(node, ast.Call):
-            continue
-        if isinstance(node.func, ast.Attribute) and node.func.attr in ("zero_grad", "backward"):
-            return node.func.attr == "zero_grad"
-        if isinstance(node.func, ast.Name) and node.func.id in functions and node.func.id not in seen:
-            found = _clears_first(functions[node.func.id].body, functions, seen | {node.func.id})
-            if found is not None:
-                return found
-    return None
+def _order(statement: ast.stmt, functions: dict[str, Function], seen: frozenset[str]) -> str | None:
+    whole = getattr(statement, "value", None)
+    method = whole.func if isinstance(statement, ast.Expr) and isinstance(whole, ast.Call) else None
+    if isinstance(method, ast.Attribute) and method.attr == "zero_grad" and _is_path(method.value):
+        return ast.unparse(method.value)
+    called = _called([statement], functions, set())
+    if not called & {"zero_grad", "backward"}:
+        return None
+    while isinstance(whole, ast.Call | ast.Attribute) and not (
+        isinstance(whole, ast.Call) and isinstance(whole.func, ast.Name)
+    ):  # `train(x).item()`
+        whole = whole.func if isinstance(whole, ast.Call) else whole.value
+    if isinstance(whole, ast.Call) and isinstance(whole.func, ast.Name) and whole.func.id not in seen:
+        name = whole.func.id
+        within = [part for part in (*whole.args, *whole.keywords) if _called([part], functions, set()) & {"backward"}]
+        if name in functions and not within:
+            return _of_call(whole, functions[name], _clears_first(functions[name].body, functions, seen | {name}))
+    return ""
 
 
-def _sets_grad(statement: ast.stmt) -> bool:
-    """Tell whether this is `p.grad = None`, alone or for all of something."""
+def _of_call(call: ast.Call, function: Function, cleared: str | None) -> str | None:
+    """Returns what a function clears, as its caller names it: what is passed, or a name that is not the function's own."""
+    if not cleared:
+        return cleared
+    root, dot, rest = cleared.partition(".")
+    names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+    if root in stored(function.body):
+        return ""
+    passed = dict(zip(names, call.args, strict=False)) | {word.arg: word.value for word in call.keywords if word.arg}
+    if root in passed and _is_path(passed[root]) and not any(isinstance(part, ast.Starred) for part in call.args):
+        return ast.unparse(passed[root]) + dot + rest
+    own_names = {*names, *(argument.arg for argument in function.args.kwonlyargs)}
+    return "" if root in own_names else cleared
+
+
+def _is_path(node: ast.expr) -> bool:
+    """Tell whether this is a name, or an attribute of one."""
+    return isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and _is_path(node.value))
+
+
+def _sets_grad(statement: ast.stmt, of: str = "") -> str | None:
+    """Returns whose gradients are set to None by loops over `x.parameters()` or `x.param_groups`; None if this is no such loop."""
     if isinstance(statement, ast.For):
-        return len(statement.body) == 1 and _sets_grad(statement.body[0])
-    return (
+        over = statement.iter.func if isinstance(statement.iter, ast.Call) else statement.iter
+        if isinstance(over, ast.Attribute) and over.attr in ("parameters", "param_groups") and _is_path(over.value):
+            of = ast.unparse(over.value)
+        return _sets_grad(statement.body[0], of) if len(statement.body) == 1 else None
+    sets = (
         isinstance(statement, ast.Assign)
         and any(isinstance(target, ast.Attribute) and target.attr == "grad" for target in statement.targets)
         and isinstance(statement.value, ast.Constant)
         and statement.value.value is None
     )
+    return of if sets and of else None
+
+
+def _only_members(tree: ast.Module) -> set[str]:
+    """Returns the names of which nothing is asked but `in`, `len` and `sorted`, and that are only filled and emptied."""
+    asked: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            pairs = zip(node.ops, node.comparators, strict=True)
+            asked.update(id(value) for op, value in pairs if isinstance(op, ast.In | ast.NotIn))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("len", "sorted"):
+            asked.update(map(id, node.args))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _FILLS:
+            asked.add(id(node.func.value))
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    return {node.id for node in names} - {node.id for node in names if id(node) not in asked}
 
 
 def _lines(loop: ast.For, functions: Iterable[Function]) -> dict[str, int]:

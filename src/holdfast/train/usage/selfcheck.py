@@ -90,7 +90,7 @@ class SelfCheck:
 
     def begin(self, objects: Mapping[str, Any]) -> None:
         """Forks the child, if that can be done with these objects."""
-        if reason := _why_not(objects):
+        if reason := why_not(objects):
             self._give_up(reason)
             return
         ours, theirs = socket.socketpair()
@@ -254,7 +254,7 @@ class SelfCheck:
         return ""
 
 
-def _why_not(objects: Mapping[str, Any]) -> str:
+def why_not(objects: Mapping[str, Any]) -> str:
     """Returns what keeps a child from making steps; empty if nothing does."""
     if not sandbox.available():
         return "a process cannot be shut in here"

@@ -1,0 +1,257 @@
+"""More scripts for `zero_zoo.py`: habits that show only where the first steps are not rehearsed. Not tests themselves.
+
+Torch has two threads in each, so the rehearsal that would find some of them is left out, as it is with several ranks and on
+an accelerator: that nothing is wrong rests on what is looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from adapters.zero_zoo import Case
+
+PACKAGE = """
+import torch
+
+_n = 1.0
+
+def up():
+    global _n
+    _n += 1
+    return _n
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.temperature = torch.nn.Linear(4, 4), 1.0
+
+    def forward(self, x):
+        self.temperature *= 0.95
+        return self.body(x) / self.temperature
+
+class Annealed:
+    def __init__(self):
+        self.weight = 0.0
+
+    def __call__(self):
+        self.weight = min(1.0, self.weight + 0.1)
+        return self.weight
+
+annealed = Annealed()
+
+def weight():
+    return annealed()
+"""
+BESIDE = 'sys.path.insert(0, os.path.join(os.path.dirname(os.environ["MARK"]), "src"))\n'
+
+CASES: dict[str, Case] = {
+    "dropout that decays": Case(
+        body="model[1].p *= 0.8",
+        shown="model[1].p",
+    ),
+    "attribute of a module of torch's": Case(
+        pre="model.temp = 1.0",
+        body="model.temp *= 0.9",
+        scale="model.temp",
+        shown="model.temp",
+    ),
+    "label smoothing that decays": Case(
+        pre="crit = torch.nn.CrossEntropyLoss(label_smoothing=0.5)",
+        step="loss = crit(model(torch.randn(2,4)), torch.tensor([0,1]))\noptimizer.zero_grad()\nloss.backward()\noptimizer.step()\n",
+        body="crit.label_smoothing *= 0.8",
+        shown="crit.label_smoothing",
+    ),
+    "momentum of a norm that decays": Case(
+        pre="bn = torch.nn.BatchNorm1d(4)\nmodel = torch.nn.Sequential(torch.nn.Linear(4,4), bn)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+        body="bn.momentum *= 0.7",
+        shown="bn.momentum, [b.tolist() for b in model.buffers()]",
+    ),
+    "attribute of an optimizer of torch's": Case(
+        pre="optimizer.scale = 1.0",
+        body="optimizer.scale *= 0.9",
+        scale="optimizer.scale",
+        shown="optimizer.scale",
+    ),
+    "list in the user's optimizer": Case(
+        pre="class Mine(torch.optim.SGD):\n    def __init__(self, *a, **k):\n        super().__init__(*a, **k)\n        self.norms = []\n    def step(self, closure=None):\n        self.norms.append(1)\n        self.param_groups[0]['lr'] = 0.1 / len(self.norms)\n        return super().step(closure)\noptimizer = Mine(model.parameters(), lr=0.1)",
+        shown="optimizer.norms",
+    ),
+    "loader of the user's with an iterator": Case(
+        "loader._own",
+        pre="class Batches(torch.utils.data.DataLoader):\n    def __init__(self, *a, **k):\n        super().__init__(*a, **k)\n        self._own = None\n    def get(self):\n        if self._own is None: self._own = iter(self)\n        try: return next(self._own)\n        except StopIteration:\n            self._own = iter(self); return next(self._own)\nloader = Batches([float(i) for i in range(7)], batch_size=1, shuffle=True)",
+        scale="loader.get().item()",
+        shown="loader.get()",
+    ),
+    "loader of the user's that counts": Case(
+        pre="class Batches(torch.utils.data.DataLoader):\n    n = 0\n    def get(self):\n        self.__dict__['n'] = self.n + 1\n        return float(self.n)\nloader = Batches([float(i) for i in range(7)], batch_size=1)",
+        scale="loader.get()",
+        shown="loader.n",
+    ),
+    "row of many under another name": Case(
+        pre="rows = [[0] for _ in range(9000)]",
+        body="r = rows[17*step+1]; r.append(step)",
+        shown="sum(map(sum, rows))",
+    ),
+    "row of many in a function": Case(
+        pre="rows = [{'n': 0} for _ in range(9000)]\ndef bump(r):\n    r['n'] += 1",
+        body="bump(rows[17*step+1])",
+        shown="sum(r['n'] for r in rows)",
+    ),
+    "large array in a dataset": Case(
+        "d.data",
+        pre="class D(torch.utils.data.Dataset):\n    def __init__(self): self.data = np.zeros((2000, 1000), np.float32)\n    def __len__(self): return 2000\n    def __getitem__(self, i):\n        self.data[i, 3:9] += 1\n        return float(self.data[i].sum())\nd = D()",
+        body="x = d[17*step+1]",
+        shown="d.data.sum()",
+    ),
+    "large tensor through data": Case(
+        "put().bank",
+        pre="def make():\n    bank = torch.zeros(2000, 1000)\n    def put(i):\n        v = bank.data\n        v[i, 3:9] += 1\n        return bank.sum().item()\n    return put\nput = make()",
+        body="x = put(17*step+1)",
+        shown="put(0)",
+    ),
+    "zero_grad in an expression": Case(
+        "gradients live",
+        step="\nloss = model(torch.randn(2, 4)).square().mean() * {scale}\nstep % 4 == 0 and optimizer.zero_grad()\nloss.backward()\noptimizer.step()\n",
+    ),
+    "zero_grad of a part": Case(
+        "gradients live",
+        step="\nloss = model(torch.randn(2, 4)).square().mean() * {scale}\nmodel[1].zero_grad()\nloss.backward()\noptimizer.step()\n",
+    ),
+    "zero_grad if an expression says so": Case(
+        "gradients live",
+        step="\nloss = model(torch.randn(2, 4)).square().mean() * {scale}\noptimizer.zero_grad() if step % 4 == 0 else None\nloss.backward()\noptimizer.step()\n",
+    ),
+    "round robin of a set": Case(
+        "'pool'",
+        pre="pool = set(range(10))",
+        body="x = pool.pop(); pool.add(x)",
+        shown="pool.pop()",
+    ),
+    "member of an enumeration that counts": Case(
+        pre="class P(enum.Enum):\n    A = 1\nP.A.hits = 1",
+        body="P.A.hits += 1",
+        scale="P.A.hits",
+        shown="P.A.hits",
+    ),
+    "value shared with processes in a dataset": Case(
+        "c_int",
+        pre="import multiprocessing\nclass D(torch.utils.data.Dataset):\n    def __init__(self): self.n = multiprocessing.Value('i', 1)\n    def __len__(self): return 4\n    def __getitem__(self, i):\n        self.n.value += 1\n        return float(self.n.value)\nd = D()",
+        scale="d[0]",
+        shown="d[0]",
+    ),
+    "tensor that is resized": Case(
+        "the shape of mem",
+        pre="mem = torch.zeros(1)",
+        body="mem.resize_(step+2).fill_(step)",
+        scale="(1+mem.sum())",
+        shown="mem",
+    ),
+    "tensor in an attribute of a module of torch's": Case(
+        "model.0.mem",
+        pre="model[0].mem = torch.ones(4)",
+        body="model[0].mem = model[0].mem * 0.9",
+        scale="model[0].mem.sum()",
+        shown="model[0].mem",
+    ),
+    "list in an attribute of a module of torch's": Case(
+        pre="model.seen = []",
+        body="model.seen.append(step)",
+        scale="(1+len(model.seen))",
+        shown="model.seen",
+    ),
+    "UserDict in a dataset": Case(
+        pre="class D(torch.utils.data.Dataset):\n    def __init__(self): self.c = collections.UserDict({'n': 1})\n    def __len__(self): return 2\n    def __getitem__(self, i):\n        self.c['n'] += 1; return self.c['n']\nd = D()",
+        scale="d[0]",
+        shown="d[0]",
+    ),
+    "tuple of lists": Case(
+        pre="pair = ([1], [2])\ndef use():\n    pair[0].append(1)\n    return len(pair[0])",
+        scale="use()",
+        shown="use()",
+    ),
+    "entry of a history, changed later": Case(
+        "another name of cur",
+        pre="history, cur = [], None",
+        body="if step % 4 == 0:\n    cur = {'n': 0}\n    history.append(cur)\ncur['n'] += 1",
+        shown="history",
+    ),
+    "entry of a history, from step 5 on": Case(
+        "another name of cur",
+        pre="history, cur = [], {'n': 0}",
+        body="if step % 5 == 0 and step:\n    cur = {'n': 0}\n    history.append(cur)\ncur['n'] += 1",
+        shown="history",
+        when=6,
+    ),
+    "carried name in a namespace too": Case(
+        "another name of best",
+        pre="best, t = {'n': 0}, argparse.Namespace(box={'n': 1})",
+        body="if step == 4:\n    best = {'n': step}\n    t.box = best\nbest['n'] += 1",
+        scale="t.box['n']",
+        shown="t.box, best",
+        when=6,
+    ),
+    "two carried names become one": Case(
+        "another name of cur",
+        pre="cur, kept = [0], [1]",
+        body="if step == 4: kept = cur\ncur = cur if step else [0]\ncur.append(step)",
+        scale="len(kept)",
+        shown="cur, kept",
+        when=6,
+    ),
+    "rows that are one": Case(
+        "another name of 'grid[0]'",
+        pre="grid = [[0.5] * 3] * 3",
+        body="grid[0][step % 3] += 1",
+        scale="grid[1][step % 3]",
+        shown="grid",
+    ),
+    "dict and list with the same entries": Case(
+        "another name of",
+        pre="byname = {'a': {'n': 1}, 'b': {'n': 1}}\norder = [byname['a'], byname['b']]\ntable = {'byname': byname, 'order': order}",
+        body="table['order'][0]['n'] += 1",
+        scale="table['byname']['a']['n']",
+        shown="table",
+    ),
+    "submodule in use changes": Case(
+        "the modules of model",
+        pre="class Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))\n        self.active = self.blocks[0]\n    def forward(self, x): return self.active(x)\nmodel = Net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+        body="if step == 4: model.active = model.blocks[1]",
+        shown="model.active is model.blocks[1]",
+        when=6,
+    ),
+    "submodules in use grow": Case(
+        "model.used",
+        pre="class Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))\n        self.used = [self.blocks[0]]\n    def forward(self, x):\n        for b in self.used: x = b(x)\n        return x\nmodel = Net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+        body="if step == 4: model.used.append(model.blocks[1])",
+        shown="len(model.used)",
+        when=6,
+    ),
+    "submodule of a list changes": Case(
+        "model.used[0]",
+        pre="class Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))\n        self.used = [self.blocks[0]]\n    def forward(self, x):\n        for b in self.used: x = b(x)\n        return x\nmodel = Net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+        body="if step == 4: model.used[0] = model.blocks[1]",
+        shown="model.used[0] is model.blocks[1]",
+        when=6,
+    ),
+    "dropout that changes late": Case(
+        body="if step == 4: model[1].p = 0.7",
+        shown="model[1].p",
+        when=6,
+    ),
+    "model of a package beside the scripts": Case(
+        pre=BESIDE + "from helper import Net\nmodel = Net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+        shown="model.temperature",
+        packaged=True,
+        helper=PACKAGE,
+    ),
+    "function of a package that counts": Case(
+        pre=BESIDE + "from helper import up", scale="up()", shown="up()", packaged=True, helper=PACKAGE
+    ),
+    "annealing in a package beside the scripts": Case(
+        pre=BESIDE + "from helper import weight", scale="weight()", shown="weight()", packaged=True, helper=PACKAGE
+    ),
+    "function of a module of a package that counts": Case(
+        pre=BESIDE + "import helper", scale="helper.up()", shown="helper.up()", packaged=True, helper=PACKAGE
+    ),
+}
+CASES = {name: replace(case, threads=2) for name, case in CASES.items()}
