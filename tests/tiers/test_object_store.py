@@ -314,6 +314,17 @@ def test_a_bucket_that_is_gone_is_not_an_empty_one(server: Server) -> None:
             look()
 
 
+def test_a_listing_that_is_not_found_is_not_an_empty_one(server: Server, prefix: str) -> None:
+    """As gateways answer for a bucket that they cannot reach: of a prefix that is empty a store says that it is."""
+    backend = proved(prefix)
+    backend.put("v/file", [memoryview(b"x")], stamp=STAMP)
+    for directory in ("v", ""):
+        with server.planned(lambda _: "404"), pytest.raises(StorageBusy, match="given up after"):
+            backend.listing(directory)
+    assert backend.listing("v") == [("file", 1)]
+    assert backend.listing("w") == []
+
+
 # One job at a time.
 
 

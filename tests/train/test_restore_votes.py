@@ -103,6 +103,21 @@ def test_a_copy_out_of_reach_is_left_out_and_not_condemned(kind: type[HoldfastEr
     assert condemned == [], "no keeper hears anything against it"
 
 
+def test_a_durable_version_that_one_node_does_not_see_is_out_of_reach_and_not_damaged() -> None:
+    """Rank 0 has read its manifest. A cache of a network file system, or a replica of it, may be behind."""
+    condemned: list[tuple[object, ...]] = []
+
+    def work(group: Ranks) -> tuple[Any, ...]:
+        decisions = decisions_of(group, condemned)
+        found = [Fault("g1", None, "it is not there (any more)", VersionNotFound)] if group.rank == 1 else []
+        votes = [decisions.vote(CHOICE, found) for _ in range(3)]
+        (error,) = decisions._out.away.values()
+        return votes, decisions._out.quarantine.copies, type(error), error.retryable
+
+    assert on_all(2, work) == [([False] * 3, frozenset(), StorageError, True)] * 2
+    assert condemned == []
+
+
 def test_only_proof_of_damage_condemns_a_copy() -> None:
     condemning = {kind for kind in _all_kinds(HoldfastError) if kind.condemns}
     assert {kind.__name__ for kind in condemning} == {"CorruptError", "VersionNotFound", "InUse", "KeeperGone"}

@@ -166,8 +166,8 @@ class ObjectStoreBackend:
         try:
             with self._translated(directory):
                 found = obstore.list_with_delimiter(self._store, directory or None)
-        except VersionNotFound:
-            return []
+        except VersionNotFound as error:  # no store says so of a prefix that is empty: a gateway, or no bucket
+            raise StorageBusy("the store does not answer what it holds", where=self._at(directory)) from error
         names = [(entry["path"].rpartition("/")[2], entry["size"]) for entry in found["objects"]]
         return sorted(names + [(f"{path.rpartition('/')[2]}/", 0) for path in found["common_prefixes"]])
 

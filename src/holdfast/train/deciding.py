@@ -20,7 +20,15 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from holdfast.base.errors import CorruptError, HoldfastError, KeeperGone, KeeperLost, kind_of
+from holdfast.base.errors import (
+    CorruptError,
+    HoldfastError,
+    KeeperGone,
+    KeeperLost,
+    StorageError,
+    VersionNotFound,
+    kind_of,
+)
 from holdfast.core.model import Version
 from holdfast.core.recovery import Awaited, Choice, Copy, Facts, Quarantine
 from holdfast.tiers.storage import Storage
@@ -132,7 +140,9 @@ class Decisions:
         away: dict[Copy, HoldfastError] = {}
         for rank, bundle_id, node, why, name in rows:
             copy, kind = (choice.version, bundle_id, node), kind_of(name)
-            if kind.condemns:
+            if node is None and kind is VersionNotFound:  # rank 0 has read its manifest: one of the two looks is behind
+                away[copy] = StorageError(f"{why}, as rank {rank} sees it")
+            elif kind.condemns:
                 bad[copy] = rank, why
             else:
                 away[copy] = kind(why)
