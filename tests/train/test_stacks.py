@@ -26,6 +26,7 @@ def dump(*frames: str) -> str:
         (['"/usr/lib/threading.py", line 1 in wait', '"/x/torch/utils/data/dataloader.py", line 9 in n'], Phase.DATA),
         (['"/x/a.py", line 1 in g', '"/x/torch/_inductor/codecache.py", line 1 in h'], Phase.COMPILE),
         (['"/x/torch/serialization.py", line 1 in _save'], Phase.SAVING),
+        (['"/x/torch/distributed/checkpoint/filesystem.py", line 1 in _write_item'], Phase.SAVING),
         (['"<frozen importlib._bootstrap>", line 1 in _load'], Phase.START),
         (['"/x/train.py", line 1 in g', '"/x/torch/nn/parallel/distributed.py", line 1 in forward'], None),
     ],
@@ -61,6 +62,7 @@ def test_a_script_that_is_run_is_no_import_and_one_that_imports_is() -> None:
         ([f'"{PYTHON}/cmd.py", line 1 in cmdloop', f'"{PYTHON}/pdb.py", line 1 in interaction'], "a debugger"),
         (['"/x/IPython/core/debugger.py", line 1 in f'], "a debugger"),
         (['"/x/train.py", line 1 in f', f'"{PYTHON}/bdb.py", line 1 in trace_dispatch'], "a debugger"),
+        ([f'"{PYTHON}/threading.py", line 1 in _wait_for_tstate_lock', f'"{PYTHON}/threading.py", line 1 in join'], "a thread"),
         # A user's own files may have these names, and a lock says nothing.
         (['"/x/queue.py", line 1 in get', '"/x/code.py", line 1 in train'], ""),
         ([f'"{PYTHON}/threading.py", line 1 in acquire', '"/x/train.py", line 1 in f'], ""),

@@ -216,9 +216,11 @@ class Watch:
     def why_hopeless(self, now_s: float, sights: Sequence[Sight]) -> str:
         """Returns why none of these workers will save or end any more; empty if one may. They are all of their job.
 
-        No progress for longer than the limit of its phase, no byte or memory that moves, and in careful mode a main thread
-        that does not compute: so of each of them.
+        No progress for longer than the limit of its phase, and no byte or memory that moves: so of each of them. In careful
+        mode nobody is: a last save may hash, compress or wait for a lock in silence, and has the whole grace.
         """
+        if self.mode.learns:
+            return ""
         late = 0.0 if self._looked_at_s is None else max(0.0, now_s - self._looked_at_s - LATE_S)
         self._looked_at_s = now_s
         for sight in sights:
@@ -238,8 +240,7 @@ class Watch:
         limit = self.limit_s(rank)
         if self._stands(rank):
             limit = self.mode.together_limit_s(sight.beat, moving=False)
-        still = now_s - max(track.activity.transferred_s, track.activity.main_s if self.mode.learns else -math.inf)
-        return min(self.silence_s(rank, now_s), still) > limit
+        return min(self.silence_s(rank, now_s), now_s - track.activity.transferred_s) > limit
 
     def silence_s(self, rank: int, now_s: float) -> float:
         """Seconds without progress that the rank could have used."""

@@ -20,6 +20,8 @@ _CHOSEN: tuple[tuple[tuple[str, ...], str], ...] = (
     (("subprocess.py",), "a child"),
     (("multiprocessing/", "queue.py", "selectors.py"), "another process or a queue"),
 )  # fmt: skip
+# Waiting for the end or a sign of a thread; a lock says nothing.
+_JOINS = re.compile(r"in (join|wait|_wait_for_tstate_lock)$")
 _DEBUGGERS = ("pdb.py", "bdb.py", "code.py", "/IPython/", "/ipdb/", "/pudb/", "/debugpy/", "/pydevd")
 # Waiting for an accelerator, which may wait for other ranks.
 _DEVICE_WAITS = re.compile(r"(synchronize|wait_event|wait_stream|wait)$")
@@ -70,6 +72,8 @@ def _stands(frames: list[str]) -> Phase | None:
         return Phase.COMPILE
     waits_in_c = "torch/autograd/graph.py" in frames[0] and "_engine_run_backward" in frames[0]
     functional = "torch/_ops.py" in frames[0] and "torch/distributed" in inner
+    if "torch/distributed/checkpoint/" in frames[0]:  # it writes or reads files; its collectives have frames further in
+        return Phase.LOADING if "load" in whole else Phase.SAVING
     for_device = ("torch/cuda/" in frames[0] or "torch_npu/npu/" in frames[0]) and _DEVICE_WAITS.search(frames[0])
     if waits_in_c or functional or for_device or "torch/distributed/" in frames[0] or "train/beats.py" in frames[0]:
         return Phase.COLLECTIVE
@@ -87,7 +91,11 @@ def _waits_in(frames: list[str], stands: Phase | None) -> str:
         return DEBUGGER
     if stands is not None:  # its phase has the patience for what it does
         return ""
-    return next((waits_in for frame in frames for names, waits_in in _CHOSEN if _is_of(frame, names)), "")
+    joins = any(_is_of(frame, ("threading.py",)) and _JOINS.search(frame) for frame in frames[:INNERMOST])
+    return next(
+        (waits_in for frame in frames for names, waits_in in _CHOSEN if _is_of(frame, names)),
+        "a thread" if joins else "",
+    )
 
 
 def _is_of(frame: str, names: tuple[str, ...]) -> bool:
