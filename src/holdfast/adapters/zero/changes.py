@@ -59,15 +59,24 @@ class Changes:
         except Exception as error:  # noqa: BLE001 - objects of other people are asked, and training must go on
             return Changed([], [], f"what it holds cannot be looked at: {type(error).__name__}: {error}")
         reason = self._fixed(before.fixed, now.fixed)
+        for path, order in now.orders.items():
+            old = before.orders.get(path, [])
+            if order[: len(old)] != old and order != [
+                *(k for k in old if k in order),
+                *(k for k in order if k not in old),
+            ]:
+                reason = (
+                    reason or f"the order of {path!r} changes in the loop{self._where(path)}, and cannot be carried"
+                )
         if now.unsure and not before.unsure:
             (path, kind), *_ = now.unsure
             reason = reason or f"{path!r}{self._where(path)}, a {kind} cannot be looked at"
         rows: list[list[Any]] = []
         for path, leaf in now.leaves.items():
-            old = before.leaves.get(path)
-            if old is not None and old.token == leaf.token:
+            was = before.leaves.get(path)
+            if was is not None and was.token == leaf.token:
                 continue
-            if old is None and leaf.owner not in before.owners:
+            if was is None and leaf.owner not in before.owners:
                 reason = (
                     reason or f"{path!r} came to be in the loop{self._where(path)}, and a restart has no place for it"
                 )
