@@ -58,16 +58,7 @@ class Changes:
             now = self._look()
         except Exception as error:  # noqa: BLE001 - objects of other people are asked, and training must go on
             return Changed([], [], f"what it holds cannot be looked at: {type(error).__name__}: {error}")
-        reason = self._fixed(before.fixed, now.fixed)
-        for path, order in now.orders.items():
-            old = before.orders.get(path, [])
-            if order[: len(old)] != old and order != [
-                *(k for k in old if k in order),
-                *(k for k in order if k not in old),
-            ]:
-                reason = (
-                    reason or f"the order of {path!r} changes in the loop{self._where(path)}, and cannot be carried"
-                )
+        reason = self._fixed(before.fixed, now.fixed) or self._reordered(now)
         if now.unsure and not before.unsure:
             (path, kind), *_ = now.unsure
             reason = reason or f"{path!r}{self._where(path)}, a {kind} cannot be looked at"
@@ -148,6 +139,17 @@ class Changes:
         for path in before:
             if path not in now:
                 return f"{path!r} is taken away in the loop{self._where(path)}, which cannot be carried to a restart"
+        return ""
+
+    def _reordered(self, now: Look) -> str:
+        """Returns the first dict whose keys stand in an order that a restart would not make."""
+        for path, order in now.orders.items():
+            old = self.before.orders.get(path, [])
+            made = [*(key for key in old if key in order), *(key for key in order if key not in old)]
+            if order[: len(old)] != old and order != made:
+                return (
+                    f"the order of {path!r} changes in the loop{self._where(path)}, and cannot be carried to a restart"
+                )
         return ""
 
     def _where(self, path: str) -> str:
