@@ -269,6 +269,19 @@ CASES: dict[str, Case] = {
         packaged="site-packages",
         helper=PACKAGE,
     ),
+    "dict whose order changes": Case(
+        "the order of 'c'",
+        pre="c = dict(a=1, b=2, f=len)",
+        body="if step == 4: v = c.pop('a'); c['a'] = v",
+        shown="list(c)",
+        when=6,
+    ),
+    "parameter groups that change places": Case(
+        "the parameter groups of optimizer",
+        pre="optimizer = torch.optim.SGD([{'params': model[0].weight}, {'params': model[0].bias, 'lr': 0.01}], lr=0.1)",
+        body="if step == 4: optimizer.param_groups.reverse()",
+        when=6,
+    ),
     "model that is compiled": Case(pre="model = torch.compile(model, backend='eager')"),
     "model under DDP": Case(
         pre="import torch.distributed as dist\n"

@@ -58,16 +58,16 @@ class Changes:
             now = self._look()
         except Exception as error:  # noqa: BLE001 - objects of other people are asked, and training must go on
             return Changed([], [], f"what it holds cannot be looked at: {type(error).__name__}: {error}")
-        reason = self._fixed(before.fixed, now.fixed)
+        reason = self._fixed(before.fixed, now.fixed) or self._reordered(now)
         if now.unsure and not before.unsure:
             (path, kind), *_ = now.unsure
             reason = reason or f"{path!r}{self._where(path)}, a {kind} cannot be looked at"
         rows: list[list[Any]] = []
         for path, leaf in now.leaves.items():
-            old = before.leaves.get(path)
-            if old is not None and old.token == leaf.token:
+            was = before.leaves.get(path)
+            if was is not None and was.token == leaf.token:
                 continue
-            if old is None and leaf.owner not in before.owners:
+            if was is None and leaf.owner not in before.owners:
                 reason = (
                     reason or f"{path!r} came to be in the loop{self._where(path)}, and a restart has no place for it"
                 )
@@ -139,6 +139,17 @@ class Changes:
         for path in before:
             if path not in now:
                 return f"{path!r} is taken away in the loop{self._where(path)}, which cannot be carried to a restart"
+        return ""
+
+    def _reordered(self, now: Look) -> str:
+        """Returns the first dict whose keys stand in an order that a restart would not make."""
+        for path, order in now.orders.items():
+            old = self.before.orders.get(path, [])
+            made = [*(key for key in old if key in order), *(key for key in order if key not in old)]
+            if order[: len(old)] != old and order != made:
+                return (
+                    f"the order of {path!r} changes in the loop{self._where(path)}, and cannot be carried to a restart"
+                )
         return ""
 
     def _where(self, path: str) -> str:

@@ -3,6 +3,7 @@
     look = Reach(sets, used, kept).look(globals, frames)
     look.leaves       path -> a plain value and how it is set: `args.global_step`, `Net.calls`, `step().count`, `rng`
     look.fixed        path -> token of something that nobody can set back: a tensor, an array, the class of an object
+    look.orders       path of a dict that is not carried whole -> its keys
     look.shared       path of a plain value that has a part in common with another -> what that is
     look.unknown      objects that cannot be looked into, of which nobody knows whether they keep something
     look.unsure       what may hold a place that nobody can read: iterators, generators, files
@@ -144,6 +145,7 @@ class Look:
     fixed: dict[str, object] = field(default_factory=dict)
     unsure: list[tuple[str, str]] = field(default_factory=list)
     unknown: list[tuple[str, str]] = field(default_factory=list)
+    orders: dict[str, list[Any]] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
 
 
@@ -325,7 +327,9 @@ class _Walk:
         elif isinstance(thing, nn.Module):
             self._model(path, thing, kept=True)
         elif isinstance(thing, Optimizer):
-            self.found.fixed[f"the parameter groups of {path}"] = [len(group["params"]) for group in thing.param_groups]
+            self.found.fixed[f"the parameter groups of {path}"] = [
+                [self._paths.get(id(p)) for p in group["params"]] for group in thing.param_groups
+            ]
             self._hooks(path, thing)
             hooks = {name for name in vars(thing) if name.endswith("_hooks")}
             self._attributes(path, thing, _OPTIMIZER_KEYS | hooks)
@@ -527,6 +531,7 @@ class _Walk:
             self.found.leaves[path] = Leaf(_token(value), *hold, stored, refill)
             self.share(path, value)
         elif isinstance(value, dict):
+            self.found.orders[path] = list(value)
             self.keys(path, value, Owner(value.__setitem__, value.pop), asks=asks, dot=False)
             for key, part in value.items():
                 if type(key) is str or type(key) is int:
