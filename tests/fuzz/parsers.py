@@ -212,6 +212,10 @@ def _said() -> list[bytes]:
     return [msgspec.msgpack.encode(_plain(msgspec.inspect.type_info(kind))) for kind in kinds]
 
 
+def _greeting() -> list[bytes]:
+    return [messages.encode(messages.Hello(job="j", role=messages.VIEWER))]
+
+
 def _same_message(data: bytes, value: Any) -> None:
     once = messages.encode(value)
     assert messages.encode(messages.decode(once)) == once, "a message does not come back"
@@ -424,7 +428,7 @@ PARSERS = {
             "message", forms.MSGPACK, _said, messages.decode, (KeeperError,),
             _same_message,
         ),
-        Parser("hello", forms.MSGPACK, lambda: _said()[:1], messages.decode_hello, (KeeperError,)),
+        Parser("hello", forms.MSGPACK, _greeting, messages.decode_hello, (KeeperError,)),
         Parser("request", forms.BARE, lambda: _REQUESTS, _reply, (), _is_answer),
         Parser("strategy", forms.PROTO, _files("*/strategy.ckpt", "stages/*.ckpt", "merged.ckpt"),
             lambda d: strategy.decode_strategy(d, "f"), _BROKEN, _written(strategy.encode_strategy, strategy.decode_strategy),

@@ -25,11 +25,12 @@ from holdfast.base.errors import CorruptError, HoldfastError, KeeperError, Keepe
 from holdfast.core.model import Level, Version
 from holdfast.core.recovery import choose_version
 from holdfast.node import messages
+from holdfast.node.server import MAX_THREADS
 from holdfast.node.transfer import PIECE_BYTES, PeerReader
 from holdfast.tiers import format as image_format
 from holdfast.tiers import wire
 from holdfast.tiers.wire import Channel
-from node.rig import Rig, Trainer, eventually, reached, save_all
+from node.rig import Rig, Trainer, reached, save_all
 from node.test_network import secret_file  # noqa: F401  # a fixture
 from node.test_nodes import facts_of, reborn, restored
 
@@ -291,7 +292,13 @@ def test_a_stream_that_ends_at_any_byte_of_a_frame_ends_the_reader(make_rig: Mak
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(str(place.socket))
             sock.sendall(hello[:end])
-    eventually(lambda: keeper.num_threads() <= threads)  # nobody is left who reads what never comes
+    assert len(hello) > MAX_THREADS
+    assert keeper.num_threads() <= threads + MAX_THREADS
+    with socket.socket(socket.AF_UNIX) as sock:  # no thread is left that reads what never comes
+        sock.settimeout(10)
+        sock.connect(str(place.socket))
+        sock.sendall(hello)
+        assert sock.recv(1)
     assert rig.status(0)["node"] == "n0"
 
 

@@ -194,9 +194,7 @@ def test_an_object_that_hands_out_what_it_goes_on_changing_is_kept_as_it_was() -
     goes_on(make)
 
 
-@pytest.mark.parametrize(
-    "thing", [random.Random(1), np.random.default_rng(1), lambda: 0, 3, object()], ids=lambda t: type(t).__name__
-)
+@pytest.mark.parametrize("thing", [lambda: 0, 3, object()], ids=lambda t: type(t).__name__)
 def test_an_object_without_state_dict_is_refused_by_name(thing: Any) -> None:
     with pytest.raises(UsageError, match=rf"nothing is known about saving .*{type(thing).__name__} \[thing\]"):
         start({"thing": thing})

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from holdfast.base.errors import ConfigError
 
+# A keeper that ends removes its directory, and the next one makes it anew at the same time.
+_ATTEMPTS = 8
+
 REMEDY = "chmod 700 it, or set HOLDFAST_RUNTIME_DIR to a private directory"
 
 
@@ -28,10 +31,21 @@ def make(path: Path, *, below: Path | None = None) -> None:
     top = below or path
     top.parent.mkdir(parents=True, exist_ok=True)
     for directory in (*reversed([each for each in path.parents if each.is_relative_to(top)]), path):
+        _make(directory)
+
+
+def _make(directory: Path) -> None:
+    for left in reversed(range(_ATTEMPTS)):
         try:
-            directory.mkdir(mode=0o700)
-        except FileExistsError:
-            prove(directory)
+            try:
+                directory.mkdir(mode=0o700)
+            except FileExistsError:
+                prove(directory)
+        except FileNotFoundError:  # whoever had it has just removed it
+            if not left:
+                raise
+        else:
+            return
 
 
 def prove(path: Path) -> None:
