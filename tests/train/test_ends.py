@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 import forked
+from holdfast.train.plain import PlainAgent
 from launch_kit import wait_for
 
 LAUNCH = [sys.executable, "-W", "ignore", "-m", "holdfast.train.elastic", "--standalone"]
@@ -321,3 +323,35 @@ def test_a_launcher_that_waits_without_an_end_is_ended_by_its_guard(grace: str, 
 def _pending(pid: int) -> bool:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return any(int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd")))
+
+
+# Ends itself as the default action of a signal would, at the second one.
+ONCE = """
+import signal, sys
+def first(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    print("told", flush=True)
+signal.signal(signal.SIGTERM, first)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_worker_that_the_guard_has_told_is_not_told_again() -> None:
+    """Many scripts take the second signal for "at once" and would leave their last save undone."""
+    with subprocess.Popen([sys.executable, "-c", ONCE], stdin=-1, stdout=-1, text=True, process_group=0) as worker:
+        assert worker.stdout is not None
+        assert worker.stdin is not None
+        agent = object.__new__(PlainAgent)
+        agent._told, agent._is_ending = set(), False
+        agent._processes = lambda: [worker]  # type: ignore[method-assign]
+        assert worker.stdout.readline() == "ready\n"
+        agent.tell(signal.SIGTERM)
+        assert worker.stdout.readline() == "told\n"
+        agent.tell(signal.SIGTERM)
+        ending = threading.Thread(target=agent._end, args=(signal.SIGTERM, 30.0), kwargs={"told": True})
+        ending.start()
+        wait_for(agent.is_ending, "the end to begin", str)
+        worker.stdin.close()
+        ending.join(30)
+        assert worker.wait(10) == 0

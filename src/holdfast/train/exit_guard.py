@@ -44,7 +44,7 @@ class Ends(Protocol):
         """Whether a worker lives, as the kernel says."""
 
     def tell(self, number: int) -> None:
-        """Sends a signal to every worker that lives."""
+        """Sends a signal to every worker that lives and was sent none yet."""
 
     def kill(self) -> None:
         """Kills the workers and all that they started."""
@@ -54,7 +54,7 @@ class Ends(Protocol):
 
 
 class ExitGuard:
-    """Of one launcher; made and closed in its main thread.
+    """Of one launcher; made and closed in one thread. Outside of the main thread it hears nothing.
 
     Args:
         workers: who is told and killed.
@@ -75,12 +75,14 @@ class ExitGuard:
         self._heard, signalled = socket.socketpair()
         signalled.setblocking(False)
         self._signalled = signalled
-        self._before = signal.set_wakeup_fd(signalled.fileno(), warn_on_full_buffer=False)
+        self._is_main = threading.current_thread() is threading.main_thread()  # no other hears of signals
+        self._before = signal.set_wakeup_fd(signalled.fileno(), warn_on_full_buffer=False) if self._is_main else -1
         threading.Thread(target=self._run, name="holdfast-exit", daemon=True).start()
 
     def close(self) -> None:
         """The launcher ends by itself from here on."""
-        signal.set_wakeup_fd(self._before)
+        if self._is_main:
+            signal.set_wakeup_fd(self._before)
         self._signalled.close()
 
     def _run(self) -> None:

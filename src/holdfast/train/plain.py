@@ -54,6 +54,7 @@ class PlainAgent(LocalElasticAgent):
         )
         self.grace_s = grace_s
         self._is_ending = False
+        self._told: set[int] = set()  # a script may take a second signal for "at once"
 
     # What the guard of the launcher's end asks, in a thread of its own.
 
@@ -66,8 +67,11 @@ class PlainAgent(LocalElasticAgent):
         return any(vitals.state(pid) not in ("", "Z", "X") for pid in self._unreaped())
 
     def tell(self, number: int) -> None:
-        """Sends a signal to every worker that lives, and continues those that are stopped."""
+        """Sends a signal to every worker that lives and has none yet, and continues those that are stopped."""
         for pid in self._unreaped():
+            if pid in self._told:
+                continue
+            self._told.add(pid)
             for each in (number, signal.SIGCONT):
                 try:
                     os.kill(pid, each)
@@ -122,9 +126,12 @@ class PlainAgent(LocalElasticAgent):
                 grace_s,
             )
         for process in processes:
+            if told and process.pid in self._told:
+                continue
             if process.poll() is None and (death_sig == signal.SIGKILL or process.pid not in self._spared()):
                 process.send_signal(death_sig)
                 if told:
+                    self._told.add(process.pid)
                     process.send_signal(signal.SIGCONT)  # one that is stopped can neither save nor end
         self._is_ending = self._is_ending or told
         began = time.monotonic()
