@@ -295,8 +295,8 @@ def test_a_stream_that_ends_at_any_byte_of_a_frame_ends_the_reader(make_rig: Mak
     assert len(hello) > MAX_THREADS
     assert keeper.num_threads() <= threads + MAX_THREADS
     with socket.socket(socket.AF_UNIX) as sock:  # no thread is left that reads what never comes
-        sock.settimeout(10)
         sock.connect(str(place.socket))
+        sock.settimeout(10)
         sock.sendall(hello)
         assert sock.recv(1)
     assert rig.status(0)["node"] == "n0"

@@ -29,23 +29,24 @@ def make(path: Path, *, below: Path | None = None) -> None:
         ConfigError: one of them is a link, another user's, or open to others. OSError: one cannot be made.
     """
     top = below or path
-    top.parent.mkdir(parents=True, exist_ok=True)
-    for directory in (*reversed([each for each in path.parents if each.is_relative_to(top)]), path):
-        _make(directory)
-
-
-def _make(directory: Path) -> None:
+    way = (*reversed([each for each in path.parents if each.is_relative_to(top)]), path)
     for left in reversed(range(_ATTEMPTS)):
+        top.parent.mkdir(parents=True, exist_ok=True)
         try:
-            try:
-                directory.mkdir(mode=0o700)
-            except FileExistsError:
-                prove(directory)
-        except FileNotFoundError:  # whoever had it has just removed it
+            for directory in way:
+                _make(directory)
+        except FileNotFoundError:  # whoever had one of them has just removed it
             if not left:
                 raise
         else:
             return
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700)
+    except FileExistsError:
+        prove(directory)
 
 
 def prove(path: Path) -> None:
