@@ -29,6 +29,7 @@ from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
 from holdfast.train import agree, alive
 from holdfast.train.layout_of import local_of
 from holdfast.train.state import State
+from holdfast.train.usage.frames import own
 from holdfast.train.usage.selfcheck import SelfCheck, why_not
 
 logger = logging.getLogger(__name__)
@@ -292,11 +293,11 @@ class Names:
 
     def frames(self) -> list[tuple[str, Mapping[str, Any]]]:
         """Returns the functions of the script that run, the one with the loop first, with their names."""
-        return [(f"{frame.f_code.co_name}()", frame.f_locals) for frame in self._frames]
+        return [(f"{frame.f_code.co_name}()", own(frame)) for frame in self._frames]
 
     def all(self) -> dict[str, Any]:
         """Returns what names mean where the loop is."""
-        return {**self.main, **(self._frames[0].f_locals if self._frames else {})}
+        return {**self.main, **(own(self._frames[0]) if self._frames else {})}
 
 
 class _Count:
