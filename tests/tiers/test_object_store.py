@@ -314,7 +314,9 @@ def test_a_bucket_that_is_gone_is_not_an_empty_one(server: Server) -> None:
             look()
 
 
-def test_a_listing_that_is_not_found_is_not_an_empty_one(server: Server, prefix: str) -> None:
+def test_a_listing_that_is_not_found_is_not_an_empty_one(
+    server: Server, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As gateways answer for a bucket that they cannot reach: of a prefix that is empty a store says that it is."""
     backend = proved(prefix)
     backend.put("v/file", [memoryview(b"x")], stamp=STAMP)
@@ -323,6 +325,13 @@ def test_a_listing_that_is_not_found_is_not_an_empty_one(server: Server, prefix:
             backend.listing(directory)
     assert backend.listing("v") == [("file", 1)]
     assert backend.listing("w") == []
+
+    def not_found(*_: object) -> None:
+        raise FileNotFoundError("no such listing")
+
+    monkeypatch.setattr(object_store.obstore, "list_with_delimiter", not_found)
+    with pytest.raises(StorageBusy, match="what it holds"):  # as other stores' clients may say the same
+        backend.listing("v")
 
 
 # One job at a time.
