@@ -19,6 +19,12 @@ SOURCE = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1] / "src"),
 TORCHRUN = "torch.distributed.run"
 
 
+def launching(num_ranks: int) -> list[str]:
+    """The command of `holdfast run` of this source tree, as far as its flags."""
+    command = [sys.executable, "-W", "ignore", "-m", "holdfast.adapters.run"]
+    return [*command, "--standalone", "--nproc-per-node", str(num_ranks)]
+
+
 def starter(worker: Path, *words: str, launcher: str = TORCHRUN, wide: str = "--wide") -> Callable[[Task], list[str]]:
     """`WORKER ROOT --steps N [words] [--wide]` on every rank; a plain task always under torchrun."""
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from doors_kit import SOURCE
+from doors_kit import SOURCE, launching
 from holdfast.testing.contracts.door import Workshop
 
 STORY = Path(__file__).with_name("accelerate_story.py")
@@ -34,17 +33,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def ended_with(place: Path, plan: str, ranks: int, *words: str) -> list[dict[str, Any]]:
     place.mkdir()
-    command = [sys.executable, "-W", "ignore", "-m", "holdfast.adapters.run", "--standalone"]
-    command += [
-        "--nproc-per-node",
-        str(ranks),
-        str(STORY),
-        str(place / "root"),
-        str(place / "facts"),
-        "--plan",
-        plan,
-        *words,
-    ]
+    command = [*launching(ranks), str(STORY), str(place / "root"), str(place / "facts"), "--plan", plan, *words]
     variables = {**os.environ, **SOURCE, "HOLDFAST_RUNTIME_DIR": str(place.parent / "runtime"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from doors_kit import SOURCE
+from doors_kit import SOURCE, launching
 from holdfast.testing.contracts.door import Workshop
 
 STORY = Path(__file__).with_name("hf_story.py")
@@ -42,17 +41,7 @@ class Stories:
         self.count += 1
         place = at or self.place / str(self.count)
         place.mkdir(exist_ok=True)
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "holdfast.adapters.run",
-            "--standalone",
-            "--nproc-per-node",
-            "1",
-        ]
-        command += [str(STORY), str(place / "root"), str(place / "facts"), *words]
+        command = [*launching(1), str(STORY), str(place / "root"), str(place / "facts"), *words]
         # Without it Accelerate gives a job on CPUs one thread per core. The first GELU of a restarted process then had a half,
         # that of one thread, with errors of 1e-6 instead of 3e-8 in 6 of 40 runs; the cause is not known.
         variables = {

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from doors_kit import SOURCE
+from doors_kit import SOURCE, launching
 from holdfast.testing.contracts.door import Workshop
 
 STORY = Path(__file__).with_name("lightning_story.py")
@@ -79,16 +79,15 @@ class Lives:
         """Under the launcher, which starts again what was killed."""
         place = self._directory()
         command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "holdfast.adapters.run",
-            "--standalone",
-            "--nproc-per-node",
+            *launching(2),
+            "--max-restarts",
             "2",
+            str(STORY),
+            str(place / "root"),
+            str(place / "facts"),
+            "--plan",
+            plan,
         ]
-        command += ["--max-restarts", "2", str(STORY), str(place / "root"), str(place / "facts"), "--plan", plan]
         command += ["--ranks", "2", *(() if plain else ("--kill", moment, "--of", str(of)))]
         variables = {**self.environment, **({"HOLDFAST_DISABLE": "1"} if plain else {})}
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200, check=False)

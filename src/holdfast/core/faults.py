@@ -235,7 +235,7 @@ class Watch:
     def _is_hopeless(self, rank: int, now_s: float) -> bool:
         track = self._tracks[rank]
         sight = track.sight
-        if sight.waits_in or sight.state in "tF" or sight.state in "ZX":
+        if sight.waits_in or sight.state in "tFZX":
             return False
         limit = self.limit_s(rank)
         if self._stands(rank):

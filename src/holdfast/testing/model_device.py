@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from holdfast.core import fence
+from holdfast.testing.model_search import search
 from holdfast.testing.model_state import Broken
 
 # Steps of the run; the host queues the last one, and the script ends.
@@ -206,23 +207,14 @@ class Result:
 
 def check(*, offloaded: bool = False) -> Result:
     """Visits every order of events of one run."""
-    start = World(offloaded, program())
-    came: dict[World, tuple[World | None, str]] = {start: (None, "")}
-    queue, num_kept = [start], 0
-    for world in queue:
-        try:
-            _judged(world)
-            if world.leaving == len(fence.LEAVING) and not world.queue and not world.copies:
-                num_kept += offered(world) is not None
-            for event, after in moves(world):
-                if after not in came:
-                    came[after] = (world, event)
-                    queue.append(after)
-        except Broken as broken:
-            story = [f"{broken.invariant}: {broken.what}"]
-            at: World | None = world
-            while at is not None:
-                at, event = came[at]
-                story.append(event)
-            return Result(len(came), num_kept, broken.invariant, tuple(reversed(story)))
-    return Result(len(came), num_kept)
+    num_kept = 0
+
+    def judged(world: World) -> Iterator[tuple[str, World]]:
+        nonlocal num_kept
+        _judged(world)
+        if world.leaving == len(fence.LEAVING) and not world.queue and not world.copies:
+            num_kept += offered(world) is not None
+        return moves(world)
+
+    found = search(World(offloaded, program()), judged)
+    return Result(found.num_states, num_kept, found.invariant, found.story)

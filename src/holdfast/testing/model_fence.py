@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 from holdfast.core import fence
 from holdfast.core.fence import Who
+from holdfast.testing.model_search import Found, search
 from holdfast.testing.model_state import Broken
 
 Tensors: TypeAlias = tuple[int, ...]
@@ -196,16 +197,7 @@ def _started(world: World) -> World:
     return replace(world, copies=copies, in_fence=late, looked=tuple(looked), saving=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a check came to: how many worlds there were, and the shortest story that breaks a promise, or an empty one."""
-
-    num_states: int
-    invariant: str = ""
-    story: tuple[str, ...] = ()
-
-
-def check(trainer: tuple[str, ...], other: tuple[str, ...] = (), *, signals: int = 0) -> Result:
+def check(trainer: tuple[str, ...], other: tuple[str, ...] = (), *, signals: int = 0) -> Found:
     """Runs what two threads do, calls of `CALLS`, in every order of events.
 
     Args:
@@ -214,24 +206,13 @@ def check(trainer: tuple[str, ...], other: tuple[str, ...] = (), *, signals: int
         signals: how many signals may come, whose handler saves.
     """
     todo = tuple(tuple(part for call in calls for part in CALLS[call]) for calls in (trainer, other))
-    start = World(todo, signals=signals)
-    came: dict[World, tuple[World | None, str]] = {start: (None, "")}
-    queue = [start]
-    for world in queue:
-        try:
-            num_moves = 0
-            for event, after in moves(world):
-                num_moves += 1
-                if after not in came:
-                    came[after] = (world, event)
-                    queue.append(after)
-            if not num_moves and any(world.todo):
-                raise Broken("S19", f"nobody can go on: {world.todo}")
-        except Broken as broken:
-            story = [f"{broken.invariant}: {broken.what}"]
-            at: World | None = world
-            while at is not None:
-                at, event = came[at]
-                story.append(event)
-            return Result(len(came), broken.invariant, tuple(reversed(story)))
-    return Result(len(came))
+    return search(World(todo, signals=signals), _judged)
+
+
+def _judged(world: World) -> Iterator[tuple[str, World]]:
+    stands = any(world.todo)
+    for move in moves(world):
+        stands = False
+        yield move
+    if stands:
+        raise Broken("S19", f"nobody can go on: {world.todo}")

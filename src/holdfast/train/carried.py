@@ -15,25 +15,23 @@ import torch
 from holdfast.base.errors import UsageError
 from holdfast.tiers import values as value_codec
 from holdfast.train.flatten import flatten, references
-from holdfast.train.parts import Collector, Loading
+from holdfast.train.parts import Collector, Loading, Passing
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
-class CarriedPart:
+class CarriedPart(Passing):
     """The values of one rank, which are its own.
 
     Args:
         name: what their entries begin with.
 
     Attributes:
-        restored: what the version that was restored has; empty if it has none.
         asked: names that were asked for since.
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.restored: dict[str, Any] = {}
+        super().__init__(name)
         self.asked: set[str] = set()
         self._value: dict[str, Any] = {}
         self._step = -1
@@ -95,13 +93,6 @@ class CarriedPart:
         """Lists the names that were restored and not asked for."""
         return sorted(self.restored.keys() - self.asked)
 
-    def build(self, out: Collector) -> None:
-        """Nothing lasts."""
-
-    def unchanged(self) -> bool:
-        """Nothing lasts that could change."""
-        return True
-
     def report(self, out: Collector) -> None:
         """Adds the values, with their tensors."""
         if self._value:
@@ -112,13 +103,6 @@ class CarriedPart:
         offered = loading.offered(self.name)
         if isinstance(offered, dict) and all(name in loading.saved for name in references(offered)):
             loading.claim_value(self.name, kind=dict)
-
-    def create(self, loading: Loading) -> None:
-        """Nothing to make."""
-
-    def apply(self, loading: Loading) -> None:
-        """Keeps them until they are asked for."""
-        self.restored = dict(loading.value(self.name)) if loading.has(self.name) else {}
 
     def _note(self, _: str, tensor: torch.Tensor) -> None:
         if not tensor.is_inference():

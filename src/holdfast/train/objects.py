@@ -18,7 +18,7 @@ from holdfast.tiers import values
 from holdfast.tiers.values import TensorRef
 from holdfast.train.flatten import flatten, unflatten
 from holdfast.train.live import LiveTensor
-from holdfast.train.parts import Collector, Loading, templates
+from holdfast.train.parts import Collector, Loading, Passing, templates
 from holdfast.train.randomness import GeneratorState, OwnRandomness, ProcessRandomness
 from holdfast.train.watch import same_objects
 
@@ -177,18 +177,16 @@ class DictPart:
         flatten(self._content, self.name, note)
 
 
-class InfoPart:
+class InfoPart(Passing):
     """What a caller wrote beside one save (`Checkpointer.save(info=...)`); a checkpoint need not have it.
 
     Attributes:
         value: what the next save gets; nothing if empty.
-        restored: what the version that was restored has; empty if it has nothing.
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        super().__init__(name)
         self.value: dict[str, Any] = {}
-        self.restored: dict[str, Any] = {}
 
     @contextmanager
     def beside(self, info: Mapping[str, Any] | None, *, saved: bool) -> Iterator[None]:
@@ -210,13 +208,6 @@ class InfoPart:
         finally:
             self.value = {}
 
-    def build(self, out: Collector) -> None:
-        """Nothing lasts."""
-
-    def unchanged(self) -> bool:
-        """Nothing lasts that could change."""
-        return True
-
     def report(self, out: Collector) -> None:
         """The value, of this rank's own; without tensors."""
         if self.value:
@@ -226,13 +217,6 @@ class InfoPart:
         """Claims it if it is there."""
         if loading.layouts.resolve(self.name)[0] in loading.values:
             loading.claim_value(self.name, kind=dict)
-
-    def create(self, loading: Loading) -> None:
-        """Nothing to make."""
-
-    def apply(self, loading: Loading) -> None:
-        """Only notes it: what it means is the caller's."""
-        self.restored = dict(loading.value(self.name)) if loading.has(self.name) else {}
 
 
 class ScalerState:

@@ -480,3 +480,29 @@ class Part(Protocol):
 
     def apply(self, loading: Loading) -> None:
         """Takes over the values; all claimed tensors hold the saved bytes."""
+
+
+class Passing:
+    """A part of one save: nothing of it lasts, and what was restored is kept until somebody asks for it.
+
+    Attributes:
+        restored: what the version that was restored has; empty if it has nothing.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.restored: dict[str, Any] = {}
+
+    def build(self, out: Collector) -> None:
+        """Nothing lasts."""
+
+    def unchanged(self) -> bool:
+        """Nothing lasts that could change."""
+        return True
+
+    def create(self, loading: Loading) -> None:
+        """Nothing to make."""
+
+    def apply(self, loading: Loading) -> None:
+        """Only notes it: what it means is the caller's."""
+        self.restored = dict(loading.value(self.name)) if loading.has(self.name) else {}

@@ -72,10 +72,10 @@ def _stands(frames: list[str]) -> Phase | None:
         return Phase.COMPILE
     waits_in_c = "torch/autograd/graph.py" in frames[0] and "_engine_run_backward" in frames[0]
     functional = "torch/_ops.py" in frames[0] and "torch/distributed" in inner
-    if "torch/distributed/checkpoint/" in frames[0]:  # it writes or reads files; its collectives have frames further in
-        return Phase.LOADING if "load" in whole else Phase.SAVING
     for_device = ("torch/cuda/" in frames[0] or "torch_npu/npu/" in frames[0]) and _DEVICE_WAITS.search(frames[0])
-    if waits_in_c or functional or for_device or "torch/distributed/" in frames[0] or "train/beats.py" in frames[0]:
+    # The collectives of torch.distributed.checkpoint have frames further in; its own read and write files.
+    plain = "torch/distributed/" in frames[0] and "torch/distributed/checkpoint/" not in frames[0]
+    if waits_in_c or functional or for_device or plain or "train/beats.py" in frames[0]:
         return Phase.COLLECTIVE
     if "torch/utils/data/" in whole:
         return Phase.DATA

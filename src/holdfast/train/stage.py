@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 
+from holdfast.base.installed import is_of_package
 from holdfast.core.rerun import Left
 from holdfast.train import alive, devices, leaving, main_module
 from holdfast.train.control import Order
@@ -43,8 +44,6 @@ logger = logging.getLogger(__name__)
 
 # torch's own seed of a new process.
 DEFAULT_SEED = 67280421310721
-# Directories of what was installed, not written by the user.
-_INSTALLED = {"site-packages", "dist-packages"}
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 # Attributes of modules that scripts replace: a value for each as it was.
 _GLOBALS: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -248,7 +247,7 @@ class Stage:
         if name in self.modules or not file or name.partition(".")[0] in ("holdfast", "torch"):
             return False
         place = os.path.abspath(file)
-        return place.startswith(self.home + os.sep) and not _INSTALLED & set(place.split(os.sep))
+        return place.startswith(self.home + os.sep) and not is_of_package(place)
 
 
 def _without_ours(path: list[str]) -> list[str]:

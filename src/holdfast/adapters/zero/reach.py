@@ -31,7 +31,6 @@ import os
 import pathlib
 import re
 import sys
-import sysconfig
 import threading
 import types
 import typing
@@ -51,6 +50,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from holdfast.base.errors import HoldfastError
+from holdfast.base.installed import is_installed
 from holdfast.tiers import values as value_codec
 from holdfast.train.layout_of import local_of
 from holdfast.train.randomness import random_state
@@ -87,8 +87,6 @@ _ATOM_SET = frozenset(_ATOMS)
 NOTHING, NO_PLACE, ALL = 0, 1, 2
 # What Python has of a class that is made by it, and of a reference.
 _HEAP_TYPE, _POINTER = 1 << 9, 8
-_INSTALLED = {"site-packages", "dist-packages"}
-_LIBRARY = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
 # Packages whose functions and modules keep nothing that a step depends on, but what they hand out or are seen to hold.
 _KNOWN = sys.stdlib_module_names | {
     "torch", "torchvision", "torchaudio", "torchdata", "torchmetrics", "torchao", "functorch", "numpy", "scipy",
@@ -222,8 +220,7 @@ class Reach:
             files = (getattr(sys.modules.get(name), "__file__", None) or "" for name in (module, top))
             place = os.path.abspath(next(filter(None, files), ""))
             known = top in sys.stdlib_module_names or top in ("holdfast", "torch")
-            installed = known or place.startswith(_LIBRARY) or bool(_INSTALLED & set(place.split(os.sep)))
-            self._users[module] = module == "__main__" or not installed
+            self._users[module] = module == "__main__" or not (known or is_installed(place))
         return self._users[module]
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import inspect
 import linecache
 import os
-import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_INSTALLED = {"site-packages", "dist-packages"}
-_LIBRARY = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
+from holdfast.base.installed import is_installed
+
 # Our methods that look at who called them.
 _METHODS = {"step", "restore"}
 _OURS = str(Path(__file__).resolve().parents[2]) + os.sep
@@ -35,7 +34,7 @@ def users(frame: FrameType | None) -> FrameType | None:
 def is_users(frame: FrameType) -> bool:
     """Tell whether the user wrote the code of a frame, and its text is there."""
     file = frame.f_code.co_filename
-    if file.startswith(("<", _LIBRARY)) or _is_ours(frame) or _INSTALLED & set(file.split(os.sep)):
+    if file.startswith("<") or is_installed(file) or _is_ours(frame):
         return False
     return bool(linecache.getlines(file))
 
