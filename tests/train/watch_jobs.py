@@ -175,10 +175,16 @@ def main() -> None:
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0).zero_grad()  # what it imports, it imports once
     jobs = [Job(name, directory, mode) for name in names]
     deadline = time.monotonic() + 60
-    faulty = [job for job in jobs if job.name not in ("healthy", "unheard", "evaluation", *HEALTHY)]
+    healthy = [job for job in jobs if job.name in ("healthy", "unheard", "evaluation", *HEALTHY)]
+
+    def time_is_left() -> bool:
+        """Healthy jobs of a busy machine get a minute more: their steps past the fault are what is asked of them."""
+        behind = any(job.steps()[0] <= PAST and not job.said for job in healthy)
+        return time.monotonic() < deadline + (60 if behind else 0)
+
     started, zoo = False, {*names} <= {*HEALTHY, *SICK}
     try:
-        while time.monotonic() < deadline and not (len(faulty) == len(jobs) and all(job.said for job in faulty)):
+        while time_is_left() and (healthy or not all(job.said for job in jobs)):
             for job in jobs:
                 job.poll(time.monotonic())
             if zoo and all(job.said or min(job.steps()) > PAST for job in jobs):
