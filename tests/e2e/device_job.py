@@ -319,7 +319,7 @@ def main() -> None:
         hurt(step, "optimizer")
         checkpointer.step(step)
         hurt(step, "save")
-        if step == AT:
+        if step == AT and WHERE.endswith("evaluation"):
             evaluate(job, step)
     hurt(AT, "end")
     os.write(1, f"rank {RANK} ends with {digest(job)}\n".encode())  # in one piece
