@@ -133,7 +133,9 @@ class Job:
             return pid
         try:
             os.setsid()  # as the launcher's workers
-            beats.attach(self.pages[rank])
+            ear = threading.Thread(target=threading.Event().wait, daemon=True)  # as that which hears the agent
+            ear.start()
+            beats.attach(self.pages[rank], dump_thread=ear.native_id or 0)
             train(self.name, rank, store)
         except BaseException:  # noqa: BLE001 - a fork ends here, whatever happened
             traceback.print_exc()
