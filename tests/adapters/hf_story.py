@@ -146,7 +146,8 @@ class Counts(TrainerCallback, ExportableState):
         self.told.append(state.global_step)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.count["epochs begun"] += state.global_step % 5 == 0  # a restart within an epoch begins it once more
+        # A restart within an epoch begins it once more.
+        self.count["epochs begun"] += float(state.epoch or 0.0).is_integer()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.count["parts"] += 1
