@@ -4,7 +4,7 @@ Streams, events, generators and the current device have one name in torch for ev
 `torch.Event`, `torch.accelerator`, `torch.get_device_module`). What differs stands here and nowhere else: how host
 memory is registered with a driver, how a broken group is aborted, which settings its library needs before the first
 group, which files tell that a node has such devices. A device that nobody here knows, of any backend that
-`torch.accelerator` knows, gets the generic class: it registers nothing, so its copies block, and all else works.
+`torch.accelerator` knows, gets the generic class: it registers nothing, so its copies are made in the call (`train.bounce`), and all else works.
 
 `torch.cuda` must not be named anywhere else. No function here makes a context on a device that the process does not
 use. Used by `train.copies`, `clock`, `saver`, `randomness`, `agree`, `stage`, `leaving`, `runner`, `remains`.
@@ -19,7 +19,7 @@ import glob
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +281,21 @@ def wait(events: tuple[torch.Event, ...], deadline_s: float) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def caught_up(tensors: Iterable[torch.Tensor], deadline_s: float) -> bool:
+    """Waits at most so many seconds until the devices of `tensors` have done all that this thread queued for them.
+
+    MUST come before the host reads a device's memory: that read would wait as well, for a device that hangs without an end,
+    and hear no signal. A device in error never catches up. True if all tensors are in host memory.
+    """
+    found = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+    try:
+        events = tuple(device_of(d.type).record(device_of(d.type).current_stream(d)) for d in found)
+    except RuntimeError as error:
+        logger.info("a device does not work any more: %s", error)
+        return False
+    return wait(events, deadline_s)
 
 
 def healthy(deadline_s: float) -> bool:
