@@ -209,6 +209,7 @@ class Watch:
         everybody = {*self._tracks, *stuck_elsewhere} == set(range(world_size or 0))
         if self.stuck and everybody and not self._interrupts:
             verdicts.append(self._judge_all(now_s))
+        verdicts += self._tell_of_devices(now_s)
         news = self._news(verdicts)
         for verdict in news:
             self._remember(verdict)
@@ -432,6 +433,32 @@ class Watch:
         if self.mode.learns and (-1, self._step()) in self._memory.places:
             kind, reason = Kind.REPORT, f"{reason}, as before at this step: left alone"
         return Verdict(kind, ranks, reason, (self._where(sorted(self._tracks)), *others), found_after_s=longest)
+
+    def _tell_of_devices(self, now_s: float) -> list[Verdict]:
+        """All ranks here may hang on their accelerators. It is only told: one long kernel on each looks like that.
+
+        A wait for a device computes or sleeps in the driver, and shows no collective. With the presets of `train.devices`
+        torch ends nobody either.
+        """
+        tracks = self._tracks
+        silent = [
+            rank
+            for rank, track in tracks.items()
+            if track.sight.device
+            and not track.sight.waits_in
+            and track.sight.state not in "TtFZX"
+            and not self._stands(rank)
+            and min(self.silence_s(rank, now_s), now_s - track.activity.transferred_s)
+            > max(self.limit_s(rank), self.mode.device_s)
+        ]
+        if not self.mode.learns or self._world_size < 2 or not silent or len(silent) < len(tracks):
+            return []
+        longest = max(self.silence_s(rank, now_s) for rank in silent)
+        reason = f"no rank here made progress for {longest:.0f} s, and all may wait for their accelerators: left alone"
+        advice = (
+            "a hang in `.item()` looks like that; `--watchdog=quick` replaces, torch's own limit may be switched off"
+        )
+        return [Verdict(Kind.REPORT, tuple(silent), reason, (advice,), found_after_s=longest)]
 
     def _step(self) -> int:
         return max((track.sight.beat.step for track in self._tracks.values()), default=-1)
