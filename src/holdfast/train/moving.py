@@ -38,7 +38,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from holdfast.core.gathering import is_whole, where
 from holdfast.train.links import Links
-from holdfast.train.prompt import be_prompt, drop_participant
+from holdfast.train.prompt import be_prompt, drop_participant, look_first
 from holdfast.train.standby import USES, Dialler, Standby, address_of
 
 logger = logging.getLogger(__name__)
@@ -157,6 +157,7 @@ class MovingRendezvous(RendezvousHandler):
         of the others as they are: they would wait for words of a rank that nobody has.
         """
         self.links.close()
+        look_first(self._handler)
         for _ in range(MOST_MOVES):
             info = self._handler.next_rendezvous()
             if is_whole(ranks := self._handler._state_holder.state.participants.values()):
