@@ -156,8 +156,10 @@ class MovingRendezvous(RendezvousHandler):
         Torch drops a launcher whose sign of life came late from a rendezvous that is complete already, and leaves the ranks
         of the others as they are: they would wait for words of a rank that nobody has.
         """
-        self.links.close()
         look_first(self._handler)
+        for rank in self.links.gone():
+            self.drop(rank)  # else a replacement is let in when torch misses the dead one
+        self.links.close()
         for _ in range(MOST_MOVES):
             info = self._handler.next_rendezvous()
             if is_whole(ranks := self._handler._state_holder.state.participants.values()):
