@@ -69,7 +69,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> object:
 def matrix() -> list[object]:
     cases = [(kind, f"kill-{part}") for kind in RANKS for part in PARTS]
     cases += [("ddp", f"{how}-{part}") for how in ("fault", "raise") for part in PARTS]
-    cases += [("ddp", f"{how}-{part}") for how in ("kill", "fault") for part in AROUND[2:]]
+    cases += [("ddp", f"{how}-{part}") for how in ("kill", "fault") for part in ("evaluation", "end")]
+    cases += [("ddp", "kill-close")]  # a fault there harms nothing: everything is durable
     return [
         pytest.param(kind, where, marks=[pytest.mark.slow] * ((kind, where) != ("ddp", "kill-save")))
         for kind, where in cases
