@@ -99,6 +99,17 @@ def test_growth_of_memory_is_seen() -> None:
         becomes(pid, lambda seen: seen.memory_bytes > before.memory_bytes + (60 << 20))
 
 
+def test_a_call_that_is_no_lock_is_told_and_a_lock_is_not() -> None:
+    """In `recv` a rank waits for somebody; at a lock it may wait for itself."""
+    with worker("import socket; pair = socket.socketpair(); pair[0].recv(1)") as pid:
+        becomes(pid, lambda seen: "system call" in seen.call)
+    lock = "import threading; lock = threading.Lock(); lock.acquire(); lock.acquire()"
+    with worker(lock) as pid:
+        seen = becomes(pid, lambda seen: seen.state == "S" and seen.wakes > 0)
+        seen = becomes(pid, lambda seen: seen.state == "S" and not seen.call)
+        assert not seen.waits_in
+
+
 def test_a_sleep_and_a_question_at_a_terminal_are_known_by_their_system_call() -> None:
     with worker("import time; time.sleep(100)") as pid:
         becomes(pid, lambda seen: seen.waits_in == SLEEP)

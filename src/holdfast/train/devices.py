@@ -349,12 +349,15 @@ _PRESETS: Mapping[str, Mapping[str, str]] = {
 def presets(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns what a worker's environment needs for the devices of this node; never over a value that is set there.
 
+    Torch reads the names of NCCL's settings without `TORCH_` too, and prefers the longer ones.
     Torch then ends no process whose collective fails or lasts, so only who watches its workers may set this.
     """
     wanted: dict[str, str] = {}
     for path, values in _PRESETS.items():
         if glob.glob(path):
-            wanted |= {name: value for name, value in values.items() if name not in environ}
+            wanted |= {
+                name: value for name, value in values.items() if not {name, name.removeprefix("TORCH_")} & set(environ)
+            }
     return wanted
 
 

@@ -26,8 +26,24 @@ SHARE, MOST_S = 0.05, 0.02
 SOCKETS_EVERY_S = 2.0
 # struct tcp_info of linux/tcp.h: tcpi_bytes_acked and tcpi_bytes_received.
 _TCP_BYTES, _TCP_BYTES_AT = struct.Struct("=QQ"), 120
-# Numbers of nanosleep, clock_nanosleep and read, per machine.
-_CALLS = {"x86_64": ((35, 230), 0), "aarch64": ((101, 115), 63)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """Numbers of system calls on one machine.
+
+    Attributes:
+        sleeps: nanosleep, clock_nanosleep.
+        read: alone.
+        mute: waits that tell nothing, for locks and drivers: futex, futex_waitv, futex_wait, ioctl.
+    """
+
+    sleeps: tuple[int, ...] = ()
+    read: int = -1
+    mute: tuple[int, ...] = ()
+
+
+_CALLS = {"x86_64": _Calls((35, 230), 0, (202, 449, 455, 16)), "aarch64": _Calls((101, 115), 63, (98, 449, 455, 29))}
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/davinci", "/dev/accel", "/dev/vfio/")
 
 
@@ -46,6 +62,7 @@ class Vitals:
     memory_bytes: int = 0
     device: bool = False
     waits_in: str = ""
+    call: str = ""
     catches: int = 0
 
 
@@ -88,6 +105,7 @@ class Examiner:
             return None
         rare = self._rare.setdefault(pid, _Rare())
         self._look_closer(pid, rare, now_s)
+        call, waits_in = _waits_in(pid) if state == "S" else ("", "")
         return Vitals(
             state="F" if rare.frozen and state in "SD" else state,
             busy_s=int(run_ns) / 1e9,
@@ -99,7 +117,8 @@ class Examiner:
             socket_bytes=rare.socket_bytes,
             memory_bytes=memory + rare.memory_bytes,
             device=rare.device,
-            waits_in=_waits_in(pid) if state == "S" else "",
+            waits_in=waits_in,
+            call=call,
             catches=int(status.get("SigCgt", "0"), 16),
         )
 
@@ -258,20 +277,29 @@ def _leads_to_device(link: str) -> bool:
         return False  # closed meanwhile
 
 
-def _waits_in(pid: int) -> str:
-    """What the system call of its main thread shows of its own will: a sleep ends by itself, a terminal is a person's."""
-    sleeps, reads = _CALLS.get(os.uname().machine, ((), -1))
+def _waits_in(pid: int) -> tuple[str, str]:
+    """Return the system call that its main thread waits in, and what that shows of its own will; empty where it shows nothing.
+
+    A sleep ends by itself, a terminal is a person's. A call of which the kernel does not tell may be any.
+    """
+    calls = _CALLS.get(os.uname().machine, _Calls())
     try:
-        number, first, *_ = _read(f"/proc/{pid}/task/{pid}/syscall").split()
-        if int(number) in sleeps:
-            return SLEEP
-        if int(number) == reads and os.readlink(f"/proc/{pid}/fd/{int(first, 16)}").startswith(
-            ("/dev/pts/", "/dev/tty")
-        ):
-            return PERSON
-    except (OSError, ValueError):
-        pass  # it runs, or the kernel does not tell
-    return ""
+        told = _read(f"/proc/{pid}/task/{pid}/syscall").split()
+    except OSError:
+        return "a system call that the kernel does not tell", ""
+    if told[:1] == ["running"] or int(told[0]) in calls.mute:
+        return "", ""
+    number, waits_in = int(told[0]), SLEEP if int(told[0]) in calls.sleeps else ""
+    if number == calls.read and _is_terminal(pid, int(told[1], 16)):
+        waits_in = PERSON
+    return f"a system call (no. {number} of {os.uname().machine})", waits_in
+
+
+def _is_terminal(pid: int, fd: int) -> bool:
+    try:
+        return os.readlink(f"/proc/{pid}/fd/{fd}").startswith(("/dev/pts/", "/dev/tty"))
+    except OSError:
+        return False  # closed meanwhile
 
 
 def _stat(pid: int) -> tuple[str, int, int, int, int]:
