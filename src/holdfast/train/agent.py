@@ -396,8 +396,6 @@ class Agent(MeetingAgent):
         assert self._round is not None
         failure = Failure(Fault.NODE, node=f"node of group rank {node}", first_error=what)
         facts = {"ranks": self._round.ranks_of(node), "nodes": [failure.node], "found_by": what, "found_s": silent_s}
-        if self._meeting is not None and node in self._meeting.links.gone():
-            self._meeting.drop(node)  # else the replacement is let in when torch misses the dead one
         return self._act(self._cases.judge(failure, now, self._readings(), facts), what)
 
     def _look_at_groups(self, now: float, silent: Mapping[int, float]) -> Over | None:

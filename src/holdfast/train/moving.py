@@ -38,7 +38,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from holdfast.core.gathering import is_whole, where
 from holdfast.train.links import Links
-from holdfast.train.prompt import be_prompt, drop_participant
+from holdfast.train.prompt import be_prompt, drop_participant, look_first
 from holdfast.train.standby import USES, Dialler, Standby, address_of
 
 logger = logging.getLogger(__name__)
@@ -156,6 +156,9 @@ class MovingRendezvous(RendezvousHandler):
         Torch drops a launcher whose sign of life came late from a rendezvous that is complete already, and leaves the ranks
         of the others as they are: they would wait for words of a rank that nobody has.
         """
+        look_first(self._handler)
+        for rank in self.links.gone():
+            self.drop(rank)  # else a replacement is let in when torch misses the dead one
         self.links.close()
         for _ in range(MOST_MOVES):
             info = self._handler.next_rendezvous()

@@ -57,6 +57,15 @@ def be_prompt(handler: DynamicRendezvousHandler) -> None:
         handler._op_executor = _Prompt(handler)  # type: ignore[assignment]  # has what is used of it
 
 
+def look_first(handler: DynamicRendezvousHandler) -> None:
+    """Read the state of the rendezvous, so that who comes to one that has been held does not wait for up to 0.3 s.
+
+    At the beginning of a job torch waits so that not all come at once. May raise what the store does.
+    """
+    with handler._heartbeat_lock:
+        handler._state_holder.sync()
+
+
 def drop_participant(handler: DynamicRendezvousHandler, rank: int, number: int) -> None:
     """Take the participant with this rank out of round `number`, as torch does with one that is silent for long.
 
