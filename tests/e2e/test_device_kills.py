@@ -71,15 +71,11 @@ def matrix() -> list[object]:
     cases += [("ddp", f"{how}-{part}") for how in ("fault", "raise") for part in PARTS]
     cases += [("ddp", f"{how}-{part}") for how in ("kill", "fault") for part in ("evaluation", "end")]
     cases += [("ddp", "kill-close")]  # a fault there harms nothing: everything is durable
-    wrong = pytest.mark.xfail(
-        reason="open: a live state of memory that is new at every step is another one", strict=False
-    )
     return [
         pytest.param(
             kind,
             where,
-            marks=[pytest.mark.slow] * ((kind, where) != ("ddp", "kill-save"))
-            + [wrong] * ((kind, where) == ("reused", "kill-forward")),
+            marks=[pytest.mark.slow] * ((kind, where) != ("ddp", "kill-save")),
         )
         for kind, where in cases
     ]

@@ -387,3 +387,22 @@ def test_a_process_whose_device_failed_is_replaced_and_not_counted() -> None:
     agent._note_state = lambda *_: None
     assert not Agent._died(agent, seat), "it is judged as a failure"
     assert (seat.doing, agent._unfit) == (Doing.UNFIT, "")
+
+
+@pytest.mark.usefixtures("survivor")
+def test_a_state_in_memory_that_is_new_at_every_step_is_not_live() -> None:
+    """The note saw the memory of the step before, and the save behind it that of this step."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = State({"model": model, "optimizer": optimizer}, rank=0, world_size=1)
+    renewed = Survivor(state, job="job", rank=0, world_size=1)
+    for number in range(3):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.data = parameter.detach().clone()
+        renewed.note(Version(1, number))
+        state.gather()  # as a save does
+    renewed.leave()
+    assert remains.remains.version is None, "the state of the step before is offered as that of this one"
+    assert "other tensors" in remains.remains.why, remains.remains.why

@@ -53,7 +53,8 @@ class Still:
         """Returns why they are not any more what was noted; empty if they are."""
         if self._seen is None:
             return "it was not looked at"
-        if not self._state.still():
+        # A save may have looked at other memory since, which is the same by now; what was noted is not of it.
+        if self._state.storages() != self._storages or not self._state.still():
             return "parameters or optimizer state are other tensors by now"
         try:
             writes, spots = self._look()
