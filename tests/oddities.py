@@ -10,6 +10,7 @@ from oddities_kit import MB, STEPS, WAITS, Case, Way
 E, D, S = Phase.EVALUATION, Phase.DATA, Phase.STEP
 MANY_PLACES = ("generate (text.py)", "forward (model.py)", "decode (text.py)", "sample (text.py)")
 LOOP = ("pass_over (train.py)",)
+CALL = "a system call (no. 45)"
 ANSWER, QUEUE, CHILD, FUTURE, STORE = "an answer", "another process or a queue", "a child", "a future", "a store"
 
 
@@ -63,6 +64,11 @@ HEALTHY: list[Case] = [
     *_alone("a future", Way(waits_in=FUTURE), 100, 850),
     *_alone("an object store that throttles", Way(waits_in=STORE), 100, 850),
     *_alone("time.sleep", Way(waits_in=SLEEP), 10, 100, 850),
+    *_alone("recv, flock or waitpid in C", Way(call=CALL), 10, 130, 850),
+    *_alone("recv in a data set of the script's own", Way(call=CALL, phase=D, stands=D), 310, 850),
+    *_alone("a call in C of one rank per node", Way(call=CALL), 850, world=8, here=1, stuck=True),
+    *_alone("a server in C that waits for work", Way(call=CALL), 5000, world=1),
+    Case("a server in C that others ask", {0: Way(call=CALL)}, (5000.0,), others=STEPS, world=4),
     *_alone("a file that is looked for ten times a second", Way(wakes=10, places=LOOP), 100, 850),
     *_alone("a file that is looked for once a second", Way(wakes=1, waits_in=SLEEP), 100, 850),
     *_alone("a wait that nothing explains", Way(), 3, 30, 110),
@@ -178,6 +184,7 @@ SICK: list[Case] = [
     *_sick("a child that hangs", Way(waits_in=CHILD)),
     *_sick("a store that never answers", Way(waits_in=STORE)),
     *_sick("a sleep in an endless loop", Way(waits_in=SLEEP, wakes=1)),
+    *_sick("a call in C that never ends", Way(call=CALL)),
     *_sick("a device that never answers", Way(device=True)),
     *_sick("an endless loop", Way(busy=1.0, state="R", places=LOOP)),
     *_sick("an endless loop in a loader", Way(busy=1.0, state="R", places=LOOP, phase=D), 1200.0),

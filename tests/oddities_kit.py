@@ -44,6 +44,7 @@ class Way:
     inside: bool = False
     stands: Phase | None = None
     waits_in: str = ""
+    call: str = ""
     device: bool = False
     places: tuple[str, ...] = ("forward (model.py)",)
     steps: bool = False
@@ -133,6 +134,7 @@ def _live(rank: Rank, seconds: float) -> None:
         "starved_s": sight.starved_s + way.starved * seconds,
         "state": way.flickers[rank.looks % len(way.flickers)] if way.flickers else way.state,
         "waits_in": way.waits_in if rank.dumps or way.waits_in == "a time that it has set itself" else "",
+        "call": way.call,
         "device": way.device,
     }
     if way.steps:

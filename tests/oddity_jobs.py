@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import ctypes
+import fcntl
 import http.server
 import multiprocessing
 import os
 import queue
+import select
 import signal
 import socket
 import subprocess
@@ -16,7 +19,8 @@ import threading
 import time
 import urllib.request
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -177,10 +181,166 @@ def tokenises() -> None:
         time.sleep(0.001)
 
 
+# Plain calls of C, of which no frame of Python tells: each ends well when a child of the rank does its part.
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@contextmanager
+def _later(act: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> Iterator[int]:
+    """A child that prepares, and acts after `ODD_S`; the block begins when it is prepared."""
+    ready, told = os.pipe()
+    child = os.fork()
+    if not child:
+        prepare()
+        os.write(told, b"r")
+        time.sleep(ODD_S)
+        act()
+        os._exit(0)
+    os.close(told)
+    os.read(ready, 1)
+    os.close(ready)
+    try:
+        yield child
+    finally:
+        with suppress(ChildProcessError):
+            os.waitpid(child, 0)
+
+
+def receives() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, _later(lambda: theirs.send(b"x")):
+        assert ours.recv(1)
+
+
+def thread_receives() -> None:
+    """At a bare lock, for a thread that waits in silence: what C++ with threads of its own looks like."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as ours:
+        ours.connect(server.getsockname())
+        theirs, done = server.accept()[0], threading.Lock()
+        done.acquire()
+        with theirs, _later(lambda: theirs.send(b"x")):
+            threading.Thread(target=lambda: (ours.recv(1), done.release())).start()
+            done.acquire()
+
+
+def accepts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with _later(lambda: socket.create_connection(server.getsockname())):
+            server.accept()[0].close()
+
+
+def reads_a_pipe() -> None:
+    ours, theirs = os.pipe()
+    with _later(lambda: os.write(theirs, b"x")):
+        assert os.read(ours, 1)
+    os.close(ours)
+    os.close(theirs)
+
+
+def fills_a_pipe() -> None:
+    ours, theirs = os.pipe()
+    os.write(theirs, bytes(fcntl.fcntl(theirs, fcntl.F_GETPIPE_SZ)))
+    with _later(lambda: os.read(ours, 1 << 20)):
+        os.write(theirs, b"x")
+    os.close(ours)
+    os.close(theirs)
+
+
+def opens_a_pipe() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        pipe = f"{directory}/pipe"
+        os.mkfifo(pipe)
+        with _later(lambda: os.close(os.open(pipe, os.O_WRONLY))):
+            os.close(os.open(pipe, os.O_RDONLY))
+
+
+def _waits_for(ready: Callable[[int], object]) -> None:
+    ours, theirs = os.pipe()
+    with _later(lambda: os.write(theirs, b"x")):
+        assert ready(ours)
+    os.close(ours)
+    os.close(theirs)
+
+
+def _by_poll(fd: int) -> object:
+    asked = select.poll()
+    asked.register(fd, select.POLLIN)
+    return asked.poll()
+
+
+def _by_epoll(fd: int) -> object:
+    with select.epoll() as asked:
+        asked.register(fd, select.EPOLLIN)
+        return asked.poll()
+
+
+def polls_in_c() -> None:
+    """A library that takes every error for one, EINTR too."""
+    assert _libc.poll(None, 0, int(ODD_S * 1000)) == 0, os.strerror(ctypes.get_errno())
+
+
+def selects_in_c() -> None:
+    timeout = (ctypes.c_long * 2)(int(ODD_S), 0)
+    assert _libc.select(0, None, None, None, ctypes.byref(timeout)) == 0, os.strerror(ctypes.get_errno())
+
+
+def _locked(lock: Callable[[int, int], object]) -> None:
+    with tempfile.NamedTemporaryFile() as file:
+        with _later(lambda: None, lambda: lock(os.open(file.name, os.O_RDWR), fcntl.LOCK_EX)):
+            lock(file.fileno(), fcntl.LOCK_EX)
+
+
+def waits_for_a_child() -> None:
+    with _later(lambda: None) as child:
+        os.waitpid(child, 0)
+
+
+def waits_for_a_signal() -> None:
+    rank, before = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    with _later(lambda: os.kill(rank, signal.SIGUSR2)):
+        signal.sigwait({signal.SIGUSR2})
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def waits_for_an_event() -> None:
+    event = os.eventfd(0)
+    with _later(lambda: os.eventfd_write(event, 1)):
+        os.eventfd_read(event)
+    os.close(event)
+
+
+def waits_for_a_message() -> None:
+    queue_ = _libc.msgget(0, 0o600)
+    message = (ctypes.c_long * 2)(1, 0)
+    try:
+        with _later(lambda: _libc.msgsnd(queue_, ctypes.byref(message), 8, 0)):
+            assert _libc.msgrcv(queue_, ctypes.byref(message), 8, 0, 0) == 8, os.strerror(ctypes.get_errno())
+    finally:
+        _libc.msgctl(queue_, 0, None)
+
+
+def waits_for_a_semaphore() -> None:
+    semaphore = _libc.semget(0, 1, 0o600)
+    up, down = ((ctypes.c_short * 3)(0, by, 0) for by in (1, -1))
+    try:
+        with _later(lambda: _libc.semop(semaphore, ctypes.byref(up), 1)):
+            assert _libc.semop(semaphore, ctypes.byref(down), 1) == 0, os.strerror(ctypes.get_errno())
+    finally:
+        _libc.semctl(semaphore, 0, 0)
+
+
 def _forever() -> None:
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
+
+
+def no_packet() -> None:
+    """The other end is there, and says nothing."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        ours.recv(1)
 
 
 def lock_and_beats() -> None:
@@ -215,6 +375,26 @@ def hangs_in_evaluation(model: torch.nn.Module) -> None:
     _forever()
 
 
+CALLS: dict[str, Callable[[], None]] = {
+    "recv": receives,
+    "recv of a thread": thread_receives,
+    "accept": accepts,
+    "read of a pipe": reads_a_pipe,
+    "write to a full pipe": fills_a_pipe,
+    "open of a pipe": opens_a_pipe,
+    "select": lambda: _waits_for(lambda fd: select.select([fd], [], [])[0]),
+    "poll": lambda: _waits_for(_by_poll),
+    "epoll": lambda: _waits_for(_by_epoll),
+    "poll in C": polls_in_c,
+    "select in C": selects_in_c,
+    "flock": lambda: _locked(fcntl.flock),
+    "lockf": lambda: _locked(fcntl.lockf),
+    "waitpid": waits_for_a_child,
+    "sigwait": waits_for_a_signal,
+    "eventfd": waits_for_an_event,
+    "msgrcv": waits_for_a_message,
+    "semop": waits_for_a_semaphore,
+}
 HEALTHY: dict[str, Callable[[torch.nn.Module], None]] = {
     "own thread": lambda _: own_thread(),
     "own thread by lock": lambda _: own_thread_by_lock(),
@@ -232,6 +412,7 @@ HEALTHY: dict[str, Callable[[torch.nn.Module], None]] = {
     "sleep": lambda _: time.sleep(ODD_S),
     "child": lambda _: _in_children(f"sleep {ODD_S}"),
     "slow object": lambda _: None,  # in the loader
+    **{name: lambda _, call=call: call() for name, call in CALLS.items()},  # type: ignore[misc]
 }  # fmt: skip
 SICK: dict[str, Callable[[torch.nn.Module], None]] = {
     "stopped": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
@@ -244,6 +425,7 @@ SICK: dict[str, Callable[[torch.nn.Module], None]] = {
     "empty own queue": lambda _: queue.Queue[int]().get(),
     "child hangs": lambda _: _in_children("sleep 10000"),
     "polls": lambda _: polls(),
+    "no packet": lambda _: no_packet(),
     "spins": lambda _: spins(),
     "evaluation hangs": hangs_in_evaluation,
 }

@@ -17,7 +17,6 @@ import json
 import os
 import signal
 import sys
-import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers.logger import Logger
+from story_server import serve
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.adapters.lightning import keeper
@@ -312,33 +312,5 @@ def main(words: list[str]) -> None:
         torch.distributed.destroy_process_group()
 
 
-def serve() -> None:
-    """A life for each line: a fork of this process, which has loaded everything. Answers with its exit status."""
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        words, environment, output = json.loads(line)
-        if pid := os.fork():
-            _, status = os.waitpid(pid, 0)
-            sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
-            sys.stdout.flush()
-            continue
-        code = 1
-        try:
-            file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            os.dup2(file, 1)
-            os.dup2(file, 2)
-            os.environ.update(environment)
-            main(words)
-            code = 0
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        except BaseException:  # noqa: BLE001 - told, and the exit code says so
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-
-
 if __name__ == "__main__":
-    serve() if sys.argv[1:] == ["--serve"] else main(sys.argv[1:])
+    serve(main) if sys.argv[1:] == ["--serve"] else main(sys.argv[1:])

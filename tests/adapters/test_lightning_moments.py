@@ -6,20 +6,14 @@ The matrix is configurations times moments. A few of its cases, drawn once, run 
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from doors_kit import SOURCE, launching
-from holdfast.testing.contracts.door import Workshop
+from stories_kit import Stories, stories
 
 STORY = Path(__file__).with_name("lightning_story.py")
 
@@ -48,79 +42,10 @@ CASES = [(plan, moment) for plan, moments in MATRIX.items() for moment in moment
 DRAWN = set(random.Random(30).sample(CASES, 8))
 
 
-@dataclass
-class Lives:
-    """Makes lives of the story, each in a directory of its own; undisturbed ones once."""
-
-    place: Path
-    server: Any
-    environment: dict[str, str]
-    known: dict[tuple[str, ...], dict[str, Any]] = field(default_factory=dict)
-    count: int = 0
-
-    def undisturbed(self, plan: str) -> dict[str, Any]:
-        if (plan,) not in self.known:
-            place = self._directory()
-            assert self._live(place, "--plan", plan, HOLDFAST_DISABLE="1") == 0, self.told(place)
-            self.known[plan,] = json.loads((place / "facts").read_text())
-        return self.known[plan,]
-
-    def killed(self, plan: str, moment: str, *words: str) -> tuple[dict[str, Any], str]:
-        """Two lives: the first ends at the moment, the second is what the launcher would start then."""
-        place = self._directory()
-        ended = self._live(place, "--plan", plan, "--kill", moment, *words)
-        assert ended == (0 if "--term" in words else -9), self.told(place)
-        assert not (place / "facts").exists(), "the training was over before the moment"
-        again = self._live(place, "--plan", plan, *words, TORCHELASTIC_RESTART_COUNT="1")
-        assert again == 0, self.told(place)
-        return json.loads((place / "facts").read_text()), self.told(place)
-
-    def two_ranks(self, plan: str, moment: str, of: int, *, plain: bool = False) -> list[dict[str, Any]]:
-        """Under the launcher, which starts again what was killed."""
-        place = self._directory()
-        command = [
-            *launching(2),
-            "--max-restarts",
-            "2",
-            str(STORY),
-            str(place / "root"),
-            str(place / "facts"),
-            "--plan",
-            plan,
-        ]
-        command += ["--ranks", "2", *(() if plain else ("--kill", moment, "--of", str(of)))]
-        variables = {**self.environment, **({"HOLDFAST_DISABLE": "1"} if plain else {})}
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return [json.loads((place / name).read_text()) for name in ("facts", "facts.1")]
-
-    def told(self, place: Path) -> str:
-        return (place / "told").read_text() if (place / "told").exists() else ""
-
-    def _directory(self) -> Path:
-        self.count += 1
-        place = self.place / str(self.count)
-        place.mkdir()
-        return place
-
-    def _live(self, place: Path, *words: str, **environment: str) -> int:
-        line = [[str(place / "root"), str(place / "facts"), *words], environment, str(place / "told")]
-        self.server.stdin.write(json.dumps(line) + "\n")
-        self.server.stdin.flush()
-        return int(self.server.stdout.readline())
-
-
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
-    place = tmp_path_factory.mktemp("lt")
-    with Workshop(place):
-        single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        environment = {**os.environ, **SOURCE, **single, "HOLDFAST_RUNTIME_DIR": str(place / "runtime")}
-        command = [sys.executable, "-W", "ignore", str(STORY), "--serve"]
-        with subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as server:
-            yield Lives(place, server, environment)
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories]:
+    with stories(STORY, tmp_path_factory.mktemp("lt")) as made:
+        yield made
 
 
 def same(facts: dict[str, Any], undisturbed: dict[str, Any]) -> None:
@@ -135,7 +60,7 @@ def same(facts: dict[str, Any], undisturbed: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("plan", "moment"), [pytest.param(*case, marks=() if case in DRAWN else pytest.mark.slow) for case in CASES]
 )
-def test_killed_at_a_moment_the_end_is_the_undisturbed_one(lives: Lives, plan: str, moment: str) -> None:
+def test_killed_at_a_moment_the_end_is_the_undisturbed_one(lives: Stories, plan: str, moment: str) -> None:
     facts, told = lives.killed(plan, moment)
     assert facts["starts"][0] > 0, told
     same(facts, lives.undisturbed(plan))
@@ -143,14 +68,14 @@ def test_killed_at_a_moment_the_end_is_the_undisturbed_one(lives: Lives, plan: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("plan", "moment"), [("limit", "begin:7"), ("limit", "begin:21"), ("stops", "val:6")])
-def test_asked_to_stop_at_a_moment_no_step_is_lost(lives: Lives, plan: str, moment: str) -> None:
+def test_asked_to_stop_at_a_moment_no_step_is_lost(lives: Stories, plan: str, moment: str) -> None:
     """SIGTERM comes to Lightning and to us; the step that it came in is finished and saved, whatever the cadence."""
     facts, told = lives.killed(plan, moment, "--term", "--every", "100")
     assert facts["starts"] == [int(moment.partition(":")[2]) + moment.startswith("begin")], told
     same(facts, lives.undisturbed(plan))
 
 
-def test_told_the_last_checkpoint_a_restart_goes_on_with_a_later_step_of_the_same_run(lives: Lives) -> None:
+def test_told_the_last_checkpoint_a_restart_goes_on_with_a_later_step_of_the_same_run(lives: Stories) -> None:
     """Lightning's own is of step 4; a launch of its own is given what it asks for."""
     facts, told = lives.killed("seldom", "begin:7", "--resume", "last")
     assert facts["starts"][0] in (6, 7), told
@@ -160,9 +85,7 @@ def test_told_the_last_checkpoint_a_restart_goes_on_with_a_later_step_of_the_sam
 @pytest.mark.slow
 @pytest.mark.parametrize("of", [1, -1], ids=["one", "all"])
 @pytest.mark.parametrize("moment", ["begin:4", "val:5", "epoch:10", "begin:11"])
-def test_of_two_ranks_killed_both_end_undisturbed(lives: Lives, moment: str, of: int) -> None:
-    if ("two",) not in lives.known:
-        lives.known["two",] = {"ranks": lives.two_ranks("limit", "", 0, plain=True)}
-    for facts, undisturbed in zip(lives.two_ranks("limit", moment, of), lives.known["two",]["ranks"], strict=True):
+def test_of_two_ranks_killed_both_end_undisturbed(lives: Stories, moment: str, of: int) -> None:
+    for facts, undisturbed in zip(lives.ranks(2, "limit", moment, of), lives.ranks(2, "limit"), strict=True):
         assert facts["starts"][-1] > 0
         same(facts, undisturbed)

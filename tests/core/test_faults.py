@@ -172,6 +172,18 @@ def test_all_ranks_in_a_long_kernel_are_not_taken_for_a_collective_that_hangs() 
     assert found == [False, True, True]
 
 
+def test_ranks_that_all_may_hang_on_their_devices_are_told_of_once_and_left_alone() -> None:
+    """In `.item()` behind a collective that hangs they spin, and no stack shows the collective."""
+    known, watch = dict.fromkeys(Phase, 300), Watch()
+    said: list[tuple[float, Verdict]] = []
+    for look in range(4 * 2000):
+        now_s, beat = 0.25 * look, Beat(9, 9, Phase.STEP, samples=known)
+        sights = [Sight(rank, beat, "R", busy_s=1 + now_s, wakes=1, device=True) for rank in range(2)]
+        said += [(now_s, verdict) for verdict in watch.look(now_s, sights, world_size=2)]
+    orders = [(round(now_s), v.kind, v.ranks) for now_s, v in said if v.kind not in (Kind.WAIT, Kind.LOOK)]
+    assert orders == [(900, Kind.REPORT, (0, 1))]
+
+
 def test_a_scaled_mode_keeps_all_proportions() -> None:
     small = CAREFUL.scaled(1 / 60)
     assert small.floors_s[Phase.STEP] == (2.0, 5.0)

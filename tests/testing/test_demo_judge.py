@@ -18,6 +18,7 @@ from holdfast.testing import demo
 from holdfast.testing.demo import OTHER_NODE, OWN_MEMORY, QUICK, STORAGE, Demo, Outcome, Promise
 from holdfast.testing.demo_cluster import DemoFailure
 from holdfast.testing.demo_facts import Comparison
+from holdfast.train import urging
 
 Bytes = dict[str, int]
 BEFORE, NEWEST = "i000001-s0000000011", "i000001-s0000000017"
@@ -72,6 +73,19 @@ def test_a_row_of_the_table_is_what_the_ranks_logged(story: Demo) -> None:
     story.must_have_kept(outcome, 0, 1, 2)
     with pytest.raises(DemoFailure, match="kept their processes"):
         story.must_have_kept(outcome, 0, 3)
+
+
+def test_a_survivor_that_gloo_does_not_wake_is_told_and_nothing_else_excuses_one(story: Demo) -> None:
+    came_back(story.cluster.home, [{"slot": 100}] * 3 + [{"peer": 100}], pids=(41, 42, 0, 44))
+    logs = story.cluster.home / "logs"
+    logs.mkdir()
+    (logs / "node-a.log").write_text(f"process 1 {urging.STANDS}, not even cut connections\n")
+    outcome = recovered(story, OTHER_NODE, 3)
+    assert (outcome.kept, outcome.unwakeable) == ((2,), (0,))
+    story.must_have_kept(outcome, 0, 2)
+    assert "rank 0 was replaced too" in story.console.file.getvalue()  # type: ignore[attr-defined]
+    with pytest.raises(DemoFailure, match="kept their processes"):
+        story.must_have_kept(outcome, 0, 1)
 
 
 SLOT, PEER, STORED = {"slot": 100}, {"peer": 100}, {"storage": 100}

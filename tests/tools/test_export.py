@@ -27,6 +27,7 @@ from holdfast.tiers.manifest import Manifest
 from holdfast.tiers.registry import make_stamp
 from holdfast.tiers.storage import open_storage
 from holdfast.tiers.values import TensorRef
+from holdfast.tools import export
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -286,3 +287,32 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(tmp_path: Path, holdfas
     assert not out.exists()
     assert holdfast("export", tmp_path / "job", out).returncode == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "out"], "the next one clears away what it left"
+
+
+def test_what_an_earlier_process_of_the_same_number_left_is_removed(tmp_path: Path) -> None:
+    """In a container the command may have one number each time."""
+    with export._aside(tmp_path / "out") as work:
+        pass
+    work.mkdir()
+    (work / "half").touch()
+    with export._aside(tmp_path / "out") as again:
+        assert list(again.iterdir()) == []
+
+
+@pytest.mark.root
+def test_an_export_under_way_on_another_machine_is_left_alone(tmp_path: Path) -> None:
+    """The other one sees the same directory, and no process of this number: a PID namespace of its own."""
+    code = (
+        "import sys; from pathlib import Path; from holdfast.tools import export\n"
+        "with export._aside(Path(sys.argv[1])) as work: print(work.name)"
+    )
+    with export._aside(tmp_path / "out") as work:
+        (work / "half").touch()
+        command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", code, str(tmp_path / "out")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        if "unshare failed" in done.stderr or "mount" in done.stderr:
+            pytest.skip("no PID namespaces here")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() not in ("", work.name)
+        assert (work / "half").exists()
+    assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -26,8 +27,9 @@ FIRST
 dist.init_process_group("gloo")
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(20):
-    if rank == world - 1 and run < int(os.environ["KILLS"]) and step == 5 + 3 * run:
+kills = int(os.environ["KILLS"])
+for step in range(20 + kills):
+    if rank == world - 1 and run < kills and step == 5 + run:
         os.kill(os.getpid(), signal.SIGKILL)
     optimizer.zero_grad()
     model(torch.ones(1, 4)).sum().backward()
@@ -42,7 +44,7 @@ Launch = Callable[..., subprocess.CompletedProcess[Any]]
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Launch:
-    def start(first: str, *flags: str, kills: int = 1) -> subprocess.CompletedProcess[Any]:
+    def start(first: str, *flags: str, kills: int = 1, limit_s: float = 60) -> subprocess.CompletedProcess[Any]:
         (tmp_path / "script").mkdir()
         script = tmp_path / "script" / "script.py"
         script.write_text(SCRIPT.replace("FIRST", first))
@@ -55,7 +57,7 @@ def launch(tmp_path: Path) -> Launch:
             "OMP_NUM_THREADS": "1",
         }
         command = [sys.executable, "-W", "ignore", "-m", "holdfast.train.elastic", "--standalone", *flags, str(script)]
-        return forked.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        return forked.run(command, env=environment, capture_output=True, text=True, timeout=limit_s)
 
     return start
 
@@ -100,6 +102,36 @@ def test_threads_and_children_of_the_old_run_are_gone_before_the_new_one(tmp_pat
     assert {line for line in (tmp_path / "wrote").read_text().split() if line} <= set(pids(tmp_path, 0))
     last = [line for line in (tmp_path / "wrote").read_text().split() if line][-1]
     assert last == pids(tmp_path, 0)[-1]
+
+
+# What the launcher holds, and the process that it forks from, when a run begins; a hook keeps rank 0 from a run in its process.
+HOLDS = """
+if rank == 0:
+    import json, psutil
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+    register_optimizer_step_post_hook(lambda *_: None)
+    nursery = psutil.Process(os.getppid())
+    rows = [(one.memory_info().rss, one.num_fds(), one.num_threads()) for one in (nursery, nursery.parent())]
+    with open(here / "holds", "a") as file:
+        file.write(json.dumps(rows) + "\\n")
+"""
+WARM_UP, MAY_GROW_BYTES = 4, 12 << 20
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+def test_many_runs_in_forks_leave_nothing_in_the_launcher(tmp_path: Path, launch: Launch, count: int) -> None:
+    done = launch(
+        HOLDS, "--nproc-per-node=2", f"--max-restarts={count}", kills=count, limit_s=1100 if count > 8 else 100
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(set(pids(tmp_path, 0))) == count + 1, "each run of rank 0 has a process of its own"
+    rows = [json.loads(line) for line in (tmp_path / "holds").read_text().splitlines()]
+    assert len(rows) == count + 1
+    for who in range(2):
+        memory, descriptors, threads = zip(*(row[who] for row in rows), strict=True)
+        assert max(descriptors[WARM_UP:]) <= max(descriptors[:WARM_UP]) + 2, descriptors
+        assert max(threads[WARM_UP:]) <= max(threads[:WARM_UP]) + 1, threads
+        assert memory[-1] - memory[WARM_UP - 1] < MAY_GROW_BYTES, [value >> 20 for value in memory]
 
 
 # A library, installed elsewhere than the script: it is set up once per process.

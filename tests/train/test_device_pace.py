@@ -34,7 +34,7 @@ class Queued:
     """What was queued in one call; the streams hold, and the host waits, for what has been queued by then."""
 
     def __init__(self, device: Device, spans: tuple[object, ...] = ()) -> None:
-        self.device, self.spans = device, spans
+        self.device, self.spans, self.sources = device, spans, ()
 
     def hold_current_streams(self) -> None:
         self.device.said.append("held")

@@ -123,13 +123,15 @@ def test_collectives_run_where_the_group_can(config: str, expected: str, monkeyp
 
 
 def test_presets_are_those_of_the_devices_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    presets = {str(tmp_path / "davinci[0-9]*"): {"HCCL": "0"}, str(tmp_path / "nvidiactl"): {"NCCL": "0", "MORE": "0"}}
+    nccl = {"TORCH_NCCL": "0", "MORE": "0"}
+    presets = {str(tmp_path / "davinci[0-9]*"): {"HCCL": "0"}, str(tmp_path / "nvidiactl"): nccl}
     monkeypatch.setattr(devices, "_PRESETS", presets)
     assert devices.presets({}) == {}
     (tmp_path / "davinci3").touch()
     assert devices.presets({}) == {"HCCL": "0"}
     (tmp_path / "nvidiactl").touch()
-    assert devices.presets({"NCCL": "1"}) == {"HCCL": "0", "MORE": "0"}, "what the user set stays"
+    for name in ("TORCH_NCCL", "NCCL"):  # torch reads both, and ours would win
+        assert devices.presets({name: "1"}) == {"HCCL": "0", "MORE": "0"}, "what the user set stays"
 
 
 def test_every_vendor_is_found_by_a_file_of_its_driver() -> None:

@@ -55,7 +55,8 @@ def trusted() -> Trust:
 
 def saver(fence: Any, trust: Trust, last: _Late | None, given_up: list[str]) -> Any:
     """As much of a saver as looks for graphs."""
-    made: Any = SimpleNamespace(_last_late=last, fence=fence, _trust=trust)
+    config = SimpleNamespace(close_timeout_s=1.0)
+    made: Any = SimpleNamespace(_last_late=last, fence=fence, _trust=trust, _config=config)
     made.give_up = lambda _, reason: given_up.append(reason)
     return made
 

@@ -587,7 +587,7 @@ def main(how):
         states = [parameter.detach().clone() for parameter in model.parameters()]
         handle = checkpointer.save(step)
         if step == 5:
-            handle._settle()
+            handle._settle(60.0)
             if how == "share":
                 model.share_memory()
             elif how == "send":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch.distributed import TCPStore
@@ -57,3 +58,30 @@ def test_a_launcher_at_an_address_of_ipv6_keeps_a_store_that_others_reach() -> N
         assert found[made._standby.address][0].uses == f"[::1]:{port}"
     finally:
         made.shutdown()
+
+
+def test_a_launcher_that_is_proven_gone_is_dropped_and_its_replacement_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps the dead one until its signs of life have stayed away for three minutes, as set here."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as the launcher does
+    port = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
+
+    def launcher(place: int) -> MovingRendezvous:
+        conf = {"is_host": place == 1, "keep_alive_interval": 60, "keep_alive_max_attempt": 3}
+        return MovingRendezvous(
+            RendezvousParameters("c10d", f"127.0.0.1:{port}", "dropped", 2, 2, f"127.0.0.{place}", **conf)
+        )
+
+    first, dead, third = made = [launcher(1), launcher(2), launcher(3)]
+    with ThreadPoolExecutor(3) as pool:
+        met = list(pool.map(lambda one: one.next_rendezvous(), (first, dead)))
+        assert [info.rank for info in met] == [0, 1]
+        joins = pool.submit(third.next_rendezvous)
+        first.drop(1)
+        again = first.next_rendezvous()
+        assert (again.rank, again.world_size) == (0, 2)
+        assert joins.result(timeout=60).rank == 1
+        first.drop(5)  # nobody has that rank
+        assert len(first._handler._state_holder.state.participants) == 2
+    for one in made:
+        one.leave()
+    first.shutdown()

@@ -34,7 +34,12 @@ def test_a_rank_that_waits_for_its_own_thread_lives(job: Job, monkeypatch: pytes
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_every_oddity_lives(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(job, monkeypatch, 9.0, *(name for name in oddity_jobs.HEALTHY if name not in ("debugger", "slow object")))
+    run(
+        job,
+        monkeypatch,
+        9.0,
+        *(name for name in oddity_jobs.HEALTHY if name not in ("debugger", "slow object", *oddity_jobs.CALLS)),
+    )
 
 
 @pytest.mark.slow

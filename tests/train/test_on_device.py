@@ -23,6 +23,8 @@ TOGETHER = (
     "what_is_freed_while_it_is_copied_is_copied",
     "the_call_does_not_wait_for_a_copy",
     "a_slot_that_is_registered_already_fails_softly",
+    "what_no_driver_registers_goes_through_buffers",
+    "a_copy_through_buffers_leaves_a_device_that_hangs",
     "copies_go_in_the_waits_of_a_pipeline",
     "moments_are_those_of_the_device",
     "a_proof_takes_no_memory_of_the_device_to_speak_of",
@@ -56,6 +58,7 @@ BUGS = {
     "the_side_stream_does_not_wait_for_what_is_queued": ("work_before_the_call_is_in_the_copy", "before the step"),
     "sources_are_not_held": ("what_is_freed_while_it_is_copied_is_copied", "another tensor's memory"),
     "slots_are_not_registered": ("the_call_does_not_wait_for_a_copy", "the call took"),
+    "a_bounce_is_not_awaited": ("what_no_driver_registers_goes_through_buffers", "torn"),
     "no_device_is_made_the_current_one": ("a_model_on_the_second_device_starts_nothing_on_the_first", "a context was made"),
     "a_paced_copy_does_not_follow": ("copies_go_in_the_waits_of_a_pipeline", "torn"),
     "moments_are_those_of_the_host": ("moments_are_those_of_the_device", "AssertionError"),
@@ -103,7 +106,7 @@ def test_cases_that_leave_the_device_as_it_was(tmp_path: Path, runtime_dir: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [",".join(TOGETHER), "a_restore_queues_its_chunks_and_is_proven"])
+@pytest.mark.parametrize("name", [",".join(TOGETHER), *ALONE])
 def test_a_device_named_as_a_vendors_goes_the_same_way(name: str, tmp_path: Path, runtime_dir: Path) -> None:
     """Our calls, not the vendor's: torch lets nobody take the name of a device that it knows itself, as xpu."""
     code, log = tried(tmp_path, name, SIMULATED_DEVICE_NAME="npu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.core.sight import Phase
-from holdfast.train.stacks import read_stack
+from holdfast.train.stacks import UNKNOWN, read_stack
 
 PYTHON = "/usr/lib/python3.11"
 
@@ -69,10 +69,31 @@ def test_a_script_that_is_run_is_no_import_and_one_that_imports_is() -> None:
         # What stands in a collective waits for others, and a loader has the patience of its phase.
         (['"/x/torch/distributed/store.py", line 1 in get', f'"{PYTHON}/subprocess.py", line 1 in run'], ""),
         ([f'"{PYTHON}/multiprocessing/connection.py", line 1 in w', '"/x/torch/utils/data/dataloader.py", line 9 in n'], ""),
+        # A data set that is read in the rank's own process waits for what it likes.
+        ([f'"{PYTHON}/ssl.py", line 1 in read', '"/x/torch/utils/data/dataloader.py", line 9 in n'], "a connection"),
     ],
 )  # fmt: skip
 def test_what_a_stack_waits_for(frames: list[str], waits_in: str) -> None:
     assert read_stack(dump(*frames)).waits_in == waits_in
+
+
+@pytest.mark.parametrize(
+    ("frames", "explained"),
+    [
+        (['"/x/torch/utils/data/dataloader.py", line 9 in next'], True),
+        ([f'"{PYTHON}/selectors.py", line 1 in select', '"/x/torch/utils/data/dataloader.py", line 9 in n'], True),
+        (['"/x/objects.py", line 1 in __getitem__', '"/x/torch/utils/data/dataloader.py", line 9 in n'], False),
+        (['"/x/torch/distributed/store.py", line 1 in get'], True),
+        (['"/x/train.py", line 1 in receive'], False),
+    ],
+)
+def test_a_collective_and_a_loader_account_for_the_call_that_they_wait_in(frames: list[str], explained: bool) -> None:
+    assert read_stack(dump(*frames)).explained is explained
+
+
+def test_a_dump_that_does_not_reach_the_main_thread_tells_nothing() -> None:
+    """The fault handler stops after a hundred threads, and the main one comes last."""
+    assert read_stack(dump('"/x/torch/distributed/store.py", line 1 in get') + "\n...\n") == UNKNOWN
 
 
 def test_the_place_is_that_of_the_innermost_frames_without_lines() -> None:

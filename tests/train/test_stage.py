@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,26 @@ def test_kernels_are_chosen_as_in_a_new_process(stage: Stage) -> None:
     again(stage)
     assert (backends.cudnn.benchmark, backends.cudnn.deterministic, backends.cudnn.enabled) == (False, False, True)
     assert backends.cuda.matmul.allow_bf16_reduced_precision_reduction is True
+
+
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_algorithms_are_chosen_as_in_a_new_process(stage: Stage, *, warn_only: bool) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    again(stage)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not sys.modules["torch._inductor.config"].deterministic
+
+
+def test_a_script_begins_without_the_import_of_torchs_compiler() -> None:
+    """It takes seconds, which every new process of a job lost before its script's first line."""
+    begins = (
+        "import os, sys; from holdfast.train.control import Order; from holdfast.train.stage import Stage;"
+        " Stage().enter(Order(1, dict(os.environ), ('script.py',)));"
+        " sys.exit(str([name for name in ('torch._dynamo', 'torch._inductor') if name in sys.modules]))"
+    )
+    ended = subprocess.run([sys.executable, "-c", begins], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.stderr.strip().endswith("[]"), ended.stderr
 
 
 def test_precision_of_matrix_products_is_as_in_a_new_process(stage: Stage) -> None:

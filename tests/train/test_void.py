@@ -55,6 +55,7 @@ class Copy:
     """A copy on a device, as the fence sees it; it ends when it is told to."""
 
     num_bytes = 1
+    sources = ()
 
     def __init__(self, passed: bool = False) -> None:
         self.event, self.stopped = threading.Event(), False

@@ -133,7 +133,9 @@ class Job:
             return pid
         try:
             os.setsid()  # as the launcher's workers
-            beats.attach(self.pages[rank])
+            ear = threading.Thread(target=threading.Event().wait, daemon=True)  # as that which hears the agent
+            ear.start()
+            beats.attach(self.pages[rank], dump_thread=ear.native_id or 0)
             train(self.name, rank, store)
         except BaseException:  # noqa: BLE001 - a fork ends here, whatever happened
             traceback.print_exc()
@@ -157,6 +159,10 @@ class Job:
     def steps(self) -> list[int]:
         return [page.read(fd).beat.step for fd in self.pages]
 
+    def num_steps(self) -> int:
+        """Of the slower rank, or of the one that can be heard."""
+        return self.steps()[0] if self.name == "unheard" else min(self.steps())
+
     def end(self) -> None:
         steps = self.steps()
         self.watchdog.close()
@@ -178,8 +184,8 @@ def main() -> None:
     healthy = [job for job in jobs if job.name in ("healthy", "unheard", "evaluation", *HEALTHY)]
 
     def time_is_left() -> bool:
-        """Healthy jobs of a busy machine get a minute more: their steps past the fault are what is asked of them."""
-        behind = any(job.steps()[0] <= PAST and not job.said for job in healthy)
+        """Healthy jobs of a busy machine get more: their steps past the fault are what is asked of them, of both ranks."""
+        behind = any(job.num_steps() <= PAST and not job.said for job in healthy)
         return time.monotonic() < deadline + (60 if behind else 0)
 
     started, zoo = False, {*names} <= {*HEALTHY, *SICK}
@@ -187,7 +193,7 @@ def main() -> None:
         while time_is_left() and (healthy or not all(job.said for job in jobs)):
             for job in jobs:
                 job.poll(time.monotonic())
-            if zoo and all(job.said or min(job.steps()) > PAST for job in jobs):
+            if zoo and all(job.said or job.num_steps() > PAST for job in jobs):
                 break
             if not started and all(job.steps()[0] >= FAULT_AFTER_STEP for job in jobs):
                 started, deadline = True, time.monotonic() + seconds

@@ -232,6 +232,11 @@ class _Keeping:
         return self._spent_s
 
     @property
+    def goes_on(self) -> bool:
+        """Whether this training began in an earlier process."""
+        return self._version is not None
+
+    @property
     def is_over(self) -> bool:
         """Whether the version that was restored is the last of the training: nothing is left to train."""
         state = self._trainer.state
@@ -340,6 +345,12 @@ class _Kept:
     def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **options)  # type: ignore[misc]
         self.holdfast.done()
+
+    def _evaluate(self, *args: Any, **options: Any) -> Any:
+        # That of `eval_on_start` alone leaves the scheduler out; who goes on made it when the training began.
+        if options.get("skip_scheduler") and self.holdfast.goes_on:
+            return None
+        return super()._evaluate(*args, **options)  # type: ignore[misc]
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
         # Reported losses and speeds are those of all steps, so the time is that of all processes.

@@ -9,6 +9,7 @@ simulator and by scenarios. One `Watch` serves one node; how patient it is says 
   computes for very long, its stack stays at one place, nothing moves, and all others wait for it.
 - In careful mode the other ranks are asked first: minutes are enough only where all others stand still because of this
   one. A rank that waits for something of its own choice, or for which nobody waits, is given much longer, or left alone.
+  So is one that waits in a system call which is no lock: `recv`, `flock`, `waitpid` prove nothing.
 - A lost heartbeat alone never interrupts steps that go on: the heartbeat of a node that is silent counts only when ranks
   here are stuck as well.
 - Of ranks stuck in one collective the culprits are those that have *not* entered it. At half the limit the stuck are
@@ -208,6 +209,7 @@ class Watch:
         everybody = {*self._tracks, *stuck_elsewhere} == set(range(world_size or 0))
         if self.stuck and everybody and not self._interrupts:
             verdicts.append(self._judge_all(now_s))
+        verdicts += self._tell_of_devices(now_s)
         news = self._news(verdicts)
         for verdict in news:
             self._remember(verdict)
@@ -388,19 +390,21 @@ class Watch:
         patience, why = limit, "it is quiet; it may go on"
         if sight.device:
             patience, why = max(patience, self.mode.device_s), "it may wait for its accelerator"
-        if sight.waits_in:
-            patience, why = max(patience, self.mode.chosen_s), f"it waits for {sight.waits_in}"
+        if sight.call or sight.waits_in:
+            patience = max(patience, self.mode.chosen_s)
+            why = f"it waits for {sight.waits_in}" if sight.waits_in else f"it waits in {sight.call}"
         if not waiters and self.mode.learns:
             patience, why = self._unwaited_s(sight, patience), f"{why}, and nobody waits for it"
         if silence <= patience or not self._is_quiet(rank, now_s, silence, patience):
             return self._wait(rank, why)
         second = "it neither computes nor wakes nor reads"
         others = f"{_waiting(waiters)} for it, without progress" if waiters and self.mode.learns else ""
-        return self._condemn(rank, now_s, silence, patience, (second, others))
+        called = f"it waits in {sight.call}" if sight.call else ""
+        return self._condemn(rank, now_s, silence, patience, (second, called, others))
 
     def _unwaited_s(self, sight: Sight, patience: float) -> float:
         """How long a quiet rank is left alone that harms nobody; for ever, if it is known what it waits for."""
-        if sight.waits_in:
+        if sight.waits_in or sight.call:
             return math.inf
         return max(patience, self.mode.alone_s if self._world_size <= 1 else self.mode.unwaited_s)
 
@@ -429,6 +433,32 @@ class Watch:
         if self.mode.learns and (-1, self._step()) in self._memory.places:
             kind, reason = Kind.REPORT, f"{reason}, as before at this step: left alone"
         return Verdict(kind, ranks, reason, (self._where(sorted(self._tracks)), *others), found_after_s=longest)
+
+    def _tell_of_devices(self, now_s: float) -> list[Verdict]:
+        """All ranks here may hang on their accelerators. It is only told: one long kernel on each looks like that.
+
+        A wait for a device computes or sleeps in the driver, and shows no collective. With the presets of `train.devices`
+        torch ends nobody either.
+        """
+        tracks = self._tracks
+        silent = [
+            rank
+            for rank, track in tracks.items()
+            if track.sight.device
+            and not track.sight.waits_in
+            and track.sight.state not in "TtFZX"
+            and not self._stands(rank)
+            and min(self.silence_s(rank, now_s), now_s - track.activity.transferred_s)
+            > max(self.limit_s(rank), self.mode.device_s)
+        ]
+        if not self.mode.learns or self._world_size < 2 or not silent or len(silent) < len(tracks):
+            return []
+        longest = max(self.silence_s(rank, now_s) for rank in silent)
+        reason = f"no rank here made progress for {longest:.0f} s, and all may wait for their accelerators: left alone"
+        advice = (
+            "a hang in `.item()` looks like that; `--watchdog=quick` replaces, torch's own limit may be switched off"
+        )
+        return [Verdict(Kind.REPORT, tuple(silent), reason, (advice,), found_after_s=longest)]
 
     def _step(self) -> int:
         return max((track.sight.beat.step for track in self._tracks.values()), default=-1)

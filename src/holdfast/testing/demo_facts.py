@@ -86,16 +86,15 @@ class Facts:
             return None
         return next((fact for fact in recent[starts[-1] :] if fact["event"] == "step"), None)
 
+    def process(self, rank: int, at: float) -> int:
+        """The id of the process that `rank` had at that time; -1 if it had none."""
+        pids = [fact["pid"] for fact in self.lines[rank] if fact["event"] == "start" and fact["time"] <= at]
+        return pids[-1] if pids else -1
+
     def kept(self, after: float) -> tuple[int, ...]:
         """The ranks whose process is the same now as at that time."""
-
-        def pids(rank: int, *, late: bool) -> list[int]:
-            starts = [fact for fact in self.lines[rank] if fact["event"] == "start"]
-            return [fact["pid"] for fact in starts if late or fact["time"] <= after]
-
-        return tuple(
-            rank for rank in range(self.world_size) if pids(rank, late=False)[-1:] == pids(rank, late=True)[-1:] != []
-        )
+        before = {rank: self.process(rank, after) for rank in range(self.world_size)}
+        return tuple(rank for rank, pid in before.items() if pid == self.process(rank, float("inf")) != -1)
 
     def finished_step(self, before: float = float("inf")) -> int:
         """The newest step that every rank had finished at that time; -1 if there is none."""

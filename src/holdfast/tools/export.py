@@ -58,10 +58,13 @@ def _refuse_existing(target: Path) -> None:
 
 @contextmanager
 def _aside(target: Path) -> Iterator[Path]:
-    """A directory beside the target, for what is not whole yet; those that killed exports left are removed."""
+    """A directory beside the target, for what is not whole yet; those that killed exports of this machine left are removed.
+
+    One that bears this process's own number is of an earlier process: in containers numbers come again.
+    """
     for old in target.parent.glob(f".{glob_escaped(target.name)}.*{_MARK}"):
         machine, _, pid = old.name.removesuffix(_MARK).rpartition(".")[2].partition("-")
-        if machine == machine_id() and pid.isdigit() and has_ended(int(pid)):
+        if machine == machine_id() and pid.isdigit() and (int(pid) == os.getpid() or has_ended(int(pid))):
             shutil.rmtree(old, ignore_errors=True)
     work = target.parent / f".{target.name}.{machine_id()}-{os.getpid()}{_MARK}"
     try:

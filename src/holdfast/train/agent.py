@@ -32,6 +32,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from holdfast.core.faults import Exit, Verdict, first_failure
 from holdfast.core.fence import is_result
 from holdfast.core.ladder import Answer, Failure, Fault, Rung
+from holdfast.core.lost_node import Signs, lost
 from holdfast.core.rerun import cannot_run_twice
 from holdfast.train import assignment, devices, page
 from holdfast.train.cases import Cases, step_of
@@ -51,8 +52,6 @@ logger = logging.getLogger(__name__)
 # How long broken groups may stay unexplained before they are made again: a lost node is known by then.
 HOLD_S = 5.0
 HOLD_ALONE_S = 1.0
-# Broken groups and a node of which nothing was heard for so long: it is lost. (Without broken groups: core.faults.LOST_S.)
-LOST_AND_BROKEN_S = 4.0
 SPARE_DELAY_S = 1.0
 # How long a rank may be without a process because none can be forked.
 VACANT_S = 600.0
@@ -221,7 +220,11 @@ class Agent(MeetingAgent):
         """Until something happens, or the monitor interval is over."""
         lines = [seat.line.fileno for seat in self._seats() if not seat.silent]
         nursery = self._supply.nursery
-        readable([*lines, *([] if nursery.lost else [nursery.fileno])], self._interval_s)
+        links = self._meeting.links if self._meeting is not None else None
+        ends = links.filenos() if links is not None else []
+        news = readable([*lines, *ends, *([] if nursery.lost else [nursery.fileno])], self._interval_s)
+        if links is not None and not set(ends).isdisjoint(news):
+            links.gone()  # else the next wait would end at once
 
     def _hear(self, seat: Seat) -> None:
         messages = [] if seat.silent else seat.line.receive(wait=False)
@@ -401,10 +404,9 @@ class Agent(MeetingAgent):
         holding = [seat for seat in self._seats() if seat.doing is Doing.HOLDS and seat.order == self._serial]
         if not holding or self._round.wanted(self._current.number + 1):
             return None
-        lost = [node for node, seconds in silent.items() if seconds > LOST_AND_BROKEN_S]
-        if lost:
-            what = f"node {lost[0]} is lost: it is silent, and the groups of its peers broke"
-            return self._node_lost(now, lost[0], silent[lost[0]], what)
+        found = lost(self._signs(silent), broken=True)
+        if found.value >= 0:
+            return self._node_lost(now, found.value, silent.get(found.value, 0.0), found.reason)
         if self._round.somebody_ends(self._current.number):
             return None  # the cause is known, and is told as soon as that process is gone
         first = min(holding, key=lambda seat: seat.since)
@@ -418,6 +420,15 @@ class Agent(MeetingAgent):
         failure = Failure(Fault.GROUPS, first_error=f"rank {rank}: {first.error}", node=self._node)
         answer = self._cases.judge(failure, now, self._readings())
         return self._act(answer, f"groups broke, and no process died: {first.error[:200]}")
+
+    def _signs(self, silent: Mapping[int, float]) -> dict[int, Signs]:
+        """Return what is known of the nodes that are silent or proven gone."""
+        assert self._round is not None
+        gone = self._meeting.links.gone() if self._meeting is not None else {}
+        return {
+            node: Signs(silent.get(node, 0.0), self._round.longest_silence_s(node), gone.get(node, ""))
+            for node in {*silent, *gone}
+        }
 
     # What is done.
 

@@ -53,10 +53,15 @@ class _Hooks:
 _hooks = _Hooks()
 
 
-def attach(fd: int) -> None:
+def attach(fd: int, *, dump_thread: int = 0) -> None:
     """Writes beats into the page `fd` (train.page.make_page) from now on; called again it starts a new record.
 
     A process that was forked calls it anew: the hooks are its own then.
+
+    Args:
+        fd: of the page.
+        dump_thread: native id of a thread of ours. It gets the signal for a dump while the main thread sleeps in a system
+            call, which the signal would end with EINTR: `poll` and `select` are never begun anew, and C libraries may fail.
     """
     detach()
     first = _hooks.stacks is None and not getattr(Work.wait, "holdfast", False)
@@ -68,7 +73,7 @@ def attach(fd: int) -> None:
     _hooks.stacks = stacks
     _hooks.main = threading.main_thread().ident
     _hooks.steps_of = None
-    _hooks.writer = Writer(fd, dump_signal=DUMP_SIGNAL)
+    _hooks.writer = Writer(fd, dump_signal=DUMP_SIGNAL, dump_thread=dump_thread)
     if first:
         _hang_in()
 

@@ -339,9 +339,10 @@ class Checkpointer:
         """
         if self._again is not None:
             return
-        run = self._running()
-        run.saver.settle()
-        run.durables.flush(self._config.close_timeout_s if timeout_s is None else timeout_s)
+        run, began = self._running(), time.monotonic()
+        timeout_s = self._config.close_timeout_s if timeout_s is None else timeout_s
+        run.saver.settle(timeout_s)
+        run.durables.flush(max(0.0, timeout_s - (time.monotonic() - began)))
 
     def settle(self) -> None:
         """Waits until the copy of the last save is complete, or given up; after that parameters may be written at will.

@@ -1,7 +1,8 @@
 """Copies from accelerators: registered slots, one side stream per device, events instead of waits.
 
-A copy into memory that the driver does not know blocks the host and runs at a third of the speed, so slots are
-registered when they are mapped, and let go of before they are unmapped. A side stream first waits for the work already
+A copy into memory that the driver does not know makes the host wait and runs at a third of the speed, so slots are
+registered when they are mapped, and let go of before they are unmapped. What no driver registers is copied in the call
+(`train.bounce`). A side stream first waits for the work already
 queued on the current stream, so it sees the state as the program order has it at the call.
 
 What is read is held until the device has passed the copy, so no allocator gives its memory to others before. Nothing here
@@ -26,6 +27,7 @@ import torch
 from holdfast.base.errors import LevelNotReached
 from holdfast.tiers.memory import Slot
 from holdfast.train import capture, devices
+from holdfast.train.bounce import Bounce
 from holdfast.train.devices import device_of
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ Span: TypeAlias = tuple[torch.Event, torch.Event]
 
 # A device puts what does not lie in memory as it is saved in order before it sends it, which takes that much of its memory.
 ORDERED_BYTES = 16 << 20
+# How far a device may be behind its host, by default.
+BEHIND_S = 600.0
 # How often events are looked at that the copying thread waits for: at first, and at most.
 FIRST_POLL_S, MOST_POLL_S = 5e-4, 5e-3
 
@@ -106,15 +110,21 @@ class DeviceCopy:
 
 
 class SideStreams:
-    """The side streams of the devices in use and the slots that are registered for them."""
+    """The side streams of the devices in use and the slots that are registered for them.
 
-    def __init__(self) -> None:
+    Args:
+        behind_s: how far a device may be behind its host where a copy cannot be queued and the host waits for it.
+    """
+
+    def __init__(self, *, behind_s: float = BEHIND_S) -> None:
+        self._behind_s = behind_s
+        self._bounces: dict[torch.device, Bounce] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
         self._registered: dict[int, tuple[int, torch.device]] = {}
         self._unfinished: deque[torch.Event] = deque()
 
     def pin(self, slot: Slot, device: torch.device) -> None:
-        """Makes a slot's payload known to the driver of a device; once per slot. Without it copies work, but block."""
+        """Makes a slot's payload known to the driver of a device; once per slot. Without it copies work, in the call."""
         address = _address(slot)
         known = self._registered.get(address)
         if not slot.num_bytes or (known is not None and known[0] == slot.num_bytes):
@@ -123,10 +133,17 @@ class SideStreams:
         if device_of(device.type).register(device, address, slot.num_bytes):
             self._registered[address] = slot.num_bytes, device
         else:
-            logger.warning("%s does not register a slot of %d bytes; copies block", device, slot.num_bytes)
+            logger.warning(
+                "%s does not register a slot of %d bytes; saves wait for their copies", device, slot.num_bytes
+            )
 
     def queue(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> DeviceCopy:
-        """Queues the copies behind everything that the current streams hold now."""
+        """Queues the copies behind everything that the current streams hold now. Into memory that no driver knows they are
+        made before it returns (`train.bounce`).
+
+        Raises:
+            LevelNotReached: those, and a device hangs or failed, or the job broke off.
+        """
         by_device: dict[torch.device, list[int]] = {}
         for index, source in enumerate(sources):
             by_device.setdefault(source.device, []).append(index)
@@ -134,11 +151,13 @@ class SideStreams:
         for device, members in by_device.items():
             interface, stream = device_of(device.type), self._stream(device)
             stream.wait_stream(interface.current_stream(device))
-            is_late = self._is_registered(targets[members[0]])
+            pairs = [pair for i in members for pair in _in_order(targets[i], sources[i])]
             with stream, torch.no_grad():
-                pairs = [pair for i in members for pair in _in_order(targets[i], sources[i])]
                 began = interface.record(stream)
-                torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=is_late)
+                if self._is_registered(targets[members[0]]):
+                    torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=True)
+                else:
+                    self._bounce(device).copy(stream, pairs)
                 ended = interface.record(stream)
             spans.append((began, ended))
         while self._unfinished and devices.passed(self._unfinished[0]):
@@ -170,6 +189,11 @@ class SideStreams:
         if device not in self._streams:
             self._streams[device] = device_of(device.type).new_stream(device)
         return self._streams[device]
+
+    def _bounce(self, device: torch.device) -> Bounce:
+        if device not in self._bounces:
+            self._bounces[device] = Bounce(device, behind_s=self._behind_s)
+        return self._bounces[device]
 
     def _is_registered(self, target: torch.Tensor) -> bool:
         """Whether a copy there may be queued: memory that the driver does not know is written before the call returns."""

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from holdfast.base.errors import LevelNotReached
 from holdfast.core.bubbles import GUARD_SHARE
 from holdfast.train.capture import Batch
 from holdfast.train.copies import DeviceCopy, Span
@@ -62,8 +63,10 @@ class PacedCopy:
         self._queued = [queued]
         self._lock = threading.Lock()
         self._all = threading.Event()
+        self._failed = ""
         for _ in range(beside):
-            self._queue(self._todo.popleft(), inside=False)
+            if self._todo:
+                self._queue(self._todo.popleft(), inside=False)
         self._settle()
 
     def feed(self, expected_s: float | None) -> None:
@@ -99,6 +102,8 @@ class PacedCopy:
         """
         if not self._all.wait(self._patience_s):
             self._rest(told=False)
+        if self._failed:
+            raise LevelNotReached(self._failed)
         return all(copy.wait(stopped) for copy in tuple(self._queued))
 
     def seconds(self) -> float:
@@ -109,6 +114,11 @@ class PacedCopy:
     def num_bytes(self) -> int:
         """Bytes that were queued."""
         return sum(copy.num_bytes for copy in self._queued)
+
+    @property
+    def sources(self) -> tuple[torch.Tensor, ...]:
+        """What was queued of: as `DeviceCopy` has it."""
+        return tuple(source for copy in tuple(self._queued) for source in copy.sources)
 
     def stop(self) -> None:
         """Queues nothing more: the version is given up."""
@@ -124,7 +134,13 @@ class PacedCopy:
             self._settle()
 
     def _queue(self, batch: Batch, *, inside: bool, told: bool = True) -> None:
-        copy = self._device.queue(batch.targets, batch.sources)
+        try:
+            copy = self._device.queue(batch.targets, batch.sources)
+        except (RuntimeError, LevelNotReached) as error:  # told by `wait`: here it would be raised into a step
+            self._failed = f"a device failed before it had copied: {error}"
+            self._stopped = True
+            self._todo.clear()
+            return
         self._queued.append(copy)
         if told:
             self._told(copy.spans, batch.num_bytes, inside)

@@ -4,7 +4,7 @@ Streams, events, generators and the current device have one name in torch for ev
 `torch.Event`, `torch.accelerator`, `torch.get_device_module`). What differs stands here and nowhere else: how host
 memory is registered with a driver, how a broken group is aborted, which settings its library needs before the first
 group, which files tell that a node has such devices. A device that nobody here knows, of any backend that
-`torch.accelerator` knows, gets the generic class: it registers nothing, so its copies block, and all else works.
+`torch.accelerator` knows, gets the generic class: it registers nothing, so its copies are made in the call (`train.bounce`), and all else works.
 
 `torch.cuda` must not be named anywhere else. No function here makes a context on a device that the process does not
 use. Used by `train.copies`, `clock`, `saver`, `randomness`, `agree`, `stage`, `leaving`, `runner`, `remains`.
@@ -19,7 +19,7 @@ import glob
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,7 @@ class Device:
     # Memory of the host.
 
     def register(self, device: torch.device, address: int, num_bytes: int) -> bool:
-        """Makes host memory known to the driver, so that copies into it do not block; False: they do, and nothing is wrong."""
+        """Makes host memory known to the driver, so that copies into it can be queued; False: they cannot, and nothing is wrong."""
         offered = getattr(self._module(), "register", None)
         if offered is None:
             return False
@@ -283,6 +283,21 @@ def wait(events: tuple[torch.Event, ...], deadline_s: float) -> bool:
     return True
 
 
+def caught_up(tensors: Iterable[torch.Tensor], deadline_s: float) -> bool:
+    """Waits at most so many seconds until the devices of `tensors` have done all that this thread queued for them.
+
+    MUST come before the host reads a device's memory: that read would wait as well, for a device that hangs without an end,
+    and hear no signal. A device in error never catches up. True if all tensors are in host memory.
+    """
+    found = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+    try:
+        events = tuple(device_of(d.type).record(device_of(d.type).current_stream(d)) for d in found)
+    except RuntimeError as error:
+        logger.info("a device does not work any more: %s", error)
+        return False
+    return wait(events, deadline_s)
+
+
 def healthy(deadline_s: float) -> bool:
     """Returns whether the current device of this thread runs one more kernel within so many seconds. True without a device.
 
@@ -334,12 +349,15 @@ _PRESETS: Mapping[str, Mapping[str, str]] = {
 def presets(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns what a worker's environment needs for the devices of this node; never over a value that is set there.
 
+    Torch reads the names of NCCL's settings without `TORCH_` too, and prefers the longer ones.
     Torch then ends no process whose collective fails or lasts, so only who watches its workers may set this.
     """
     wanted: dict[str, str] = {}
     for path, values in _PRESETS.items():
         if glob.glob(path):
-            wanted |= {name: value for name, value in values.items() if name not in environ}
+            wanted |= {
+                name: value for name, value in values.items() if not {name, name.removeprefix("TORCH_")} & set(environ)
+            }
     return wanted
 
 

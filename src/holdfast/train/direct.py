@@ -33,7 +33,7 @@ from holdfast.tiers.budget import read_limits
 from holdfast.tiers.manifest import BundleFile, Manifest
 from holdfast.tiers.registry import make_stamp
 from holdfast.tiers.storage import Storage
-from holdfast.train import agree, alive
+from holdfast.train import agree, alive, devices
 from holdfast.train.assembly import Job
 from holdfast.train.capture import PlacedImage, Plan, Structure
 from holdfast.train.fence import STEPPED, Fence
@@ -83,6 +83,7 @@ class DirectSaver:
         self._structure: Structure | None = None
         self._structure_key = -1
         self._shared = Shared(set(range(job.group.world_size)) - {job.group.rank})
+        self._behind_s = config.close_timeout_s
         self._retirement = Retirement(events)
         topology, rank = job.topology, job.group.rank
         first = topology.ranks_on(topology.node_of[rank])[0] == rank
@@ -112,7 +113,7 @@ class DirectSaver:
         self._resumed = version
         self.fence.release(expected=True)
 
-    def settle(self, *, release: bool = False) -> None:
+    def settle(self, timeout_s: float = 0.0, *, release: bool = False) -> None:
         """Does nothing: no copy is under way between two calls."""
 
     def void(self) -> None:
@@ -180,6 +181,8 @@ class DirectSaver:
         plan = structure.plan(values)
         if not plan.images:
             return None
+        if not devices.caught_up([live.local for live in gathered.tensors.values()], self._behind_s):
+            raise LevelNotReached("its device does not come to the end of what is queued")
         self._storage.require_job(self._job.assembly.job_id)
         stamp = make_stamp(version.incarnation)
         files = list(self._write_images(version, plan, values, gathered))

@@ -254,11 +254,15 @@ class Fence:
         self._open = Job([], None, _nothing, at_fence)
         self._open.done.set()
 
-    def settle(self) -> None:
-        """Waits for the copy, at most as long as a step would. Any thread may call it, as often as it likes."""
+    def settle(self, timeout_s: float = BEHIND_S) -> None:
+        """Waits for the copy, at most as long as a step would. Any thread may call it, as often as it likes.
+
+        Args:
+            timeout_s: a device that is further behind is not waited for; its copy goes on.
+        """
         job = self._open
         if job is not None:
-            self._wait(job)
+            self._wait(job, timeout_s, ends=timeout_s >= self._behind_s)
             if opens(Who.WAIT, ended=True):
                 self._open = None
 
@@ -336,18 +340,30 @@ class Fence:
                     return
                 self._open = None
                 if compare and job.done.is_set() and not job.stop_reason and job.at_fence is not None:
-                    job.at_fence(who is Who.STEP)
+                    self._compare(job, job.at_fence, who, min(behind_s, self._behind_s))
 
-    def _wait(self, job: Job, behind_s: float = BEHIND_S) -> None:
+    @staticmethod
+    def _compare(job: Job, at_fence: Callable[[bool], None], who: Who, behind_s: float) -> None:
+        """What is compared is read behind all that is queued, and a device may hang there: then it is not compared."""
+        if devices.caught_up(job.device.sources if job.device is not None else (), behind_s):
+            at_fence(who is Who.STEP)
+
+    def _wait(self, job: Job, behind_s: float = BEHIND_S, *, ends: bool = True) -> None:
+        """Waits for the job; `ends`: it is given up where the device has not begun it in time."""
         if job.done.is_set() or job.stop_reason:
             return
         if job.device is not None:
-            job.device.hold_current_streams()
+            try:
+                job.device.hold_current_streams()
+            except RuntimeError as error:  # the script is told by its own next call
+                job.stop(f"a device failed before it had copied: {error}")
+                return
         if not job.batches and job.at_fence is None and job.opening is None:
             return
         self._hurry()
         started = time.monotonic()
-        self._await_device(job, behind_s)
+        if not self._await_device(job, behind_s) and not ends:
+            return
         left_bytes = (job.num_bytes or self._last_bytes) - job.copied_bytes
         expected_s = left_bytes / self._rate + (self._opening_s if job.opening is not None else 0.0)
         expected_s += job.device.num_bytes / self._device_rate if job.device is not None else 0.0
@@ -359,12 +375,18 @@ class Fence:
         self._events.count("fence_wait_seconds", waited)
         self._events.emit("fence", seconds=waited, stopped=job.stop_reason)
 
-    def _await_device(self, job: Job, behind_s: float) -> None:
-        """Waits until the device has come as far as the job's copies, or the job needs nobody to wait any more."""
+    def _await_device(self, job: Job, behind_s: float) -> bool:
+        """Waits until the device has come as far as the job's copies, or the job needs nobody to wait any more.
+
+        Returns whether it has come so far in time.
+        """
         until = time.monotonic() + min(behind_s, self._behind_s)
-        while job.device is not None and not job.stopped and not job.device.begun() and time.monotonic() < until:
+        while job.device is not None and not job.stopped and not job.device.begun():
+            if time.monotonic() >= until:
+                return False
             if job.done.wait(LOOK_S):
-                return
+                break
+        return True
 
     def _hurry(self) -> None:
         """Somebody waits for the copying thread: it waits for no turn any more."""

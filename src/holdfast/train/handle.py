@@ -36,7 +36,7 @@ class SaveHandle:
         level: Level,
         *,
         client: Callable[[], KeeperClient | None],
-        settle: Callable[[], None],
+        settle: Callable[[float], None],
         num_nodes: int,
         timeout_s: float,
     ) -> None:
@@ -104,8 +104,9 @@ class SaveHandle:
         if os.getpid() != self._pid:
             raise UsageError("a forked child cannot wait for a save of its parent", remedy="wait in the parent")
         wanted = self.level if level is None else as_level(level)
-        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        self._settle()
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        self._settle(timeout_s)
         if wanted is Level.REPLICATED and self._num_nodes < 2:
             raise LevelNotReached(
                 f"{self.version} cannot be replicated: the job has one node",
@@ -176,6 +177,6 @@ def as_version(version: Version | str | None) -> Version | None:
 
 def never(step: int, level: Level, reason: str) -> SaveHandle:
     """Returns the handle of a save that is not made, and is given up for a reason."""
-    handle = SaveHandle(Version(1, step), level, client=lambda: None, settle=lambda: None, num_nodes=1, timeout_s=0.0)
+    handle = SaveHandle(Version(1, step), level, client=lambda: None, settle=lambda _: None, num_nodes=1, timeout_s=0.0)
     handle.give_up(reason)
     return handle

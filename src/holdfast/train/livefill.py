@@ -22,11 +22,11 @@ from typing import Any
 import torch
 import xxhash
 
-from holdfast.base.errors import CorruptError, HoldfastError, MismatchError
+from holdfast.base.errors import CorruptError, HoldfastError, LevelNotReached, MismatchError
 from holdfast.core import livefill as rules
 from holdfast.core.livefill import Offer
 from holdfast.core.model import Shard, Version
-from holdfast.train import agree
+from holdfast.train import agree, devices, staging
 from holdfast.train.assembly import Job
 from holdfast.train.live import Group, LiveTensor, SavedTensor
 from holdfast.train.notes import Note, as_bytes, lasting
@@ -150,6 +150,8 @@ class LiveFill:
     def _fill(self, plan: _Plan, filled: Filled) -> bool:
         """Whether all of it is here, proven."""
         num_bytes = {"live": 0, "twin": 0, "note": 0}
+        if not devices.caught_up((live.local for live in plan.targets.values()), staging.TAKE_S):
+            raise LevelNotReached("a device does not take what is restored to it")
         with torch.no_grad():
             for name in plan.shards if plan.live else ():
                 target, source = plan.targets[name].local, remains.late[name]

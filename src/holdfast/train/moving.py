@@ -37,6 +37,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from holdfast.core.gathering import is_whole, where
+from holdfast.train.links import Links
+from holdfast.train.prompt import be_prompt, drop_participant, look_first
 from holdfast.train.standby import USES, Dialler, Standby, address_of
 
 logger = logging.getLogger(__name__)
@@ -69,6 +71,9 @@ class MovingRendezvous(RendezvousHandler):
 
     Args:
         params: as torchrun makes them; the backend is c10d over TCP.
+
+    Attributes:
+        links: to the launchers that this one watches, as soon as all have met.
     """
 
     def __init__(self, params: RendezvousParameters) -> None:
@@ -84,6 +89,8 @@ class MovingRendezvous(RendezvousHandler):
         self._in_a_row = 0
         self._trouble: Exception | None = None
         self._dialler = Dialler()
+        self.links = Links()
+        self._linked = False
         _, store = create_backend(params)
         self._begin(self._endpoint, store)
         address = params.local_addr or self._handler._this_node.addr
@@ -149,6 +156,10 @@ class MovingRendezvous(RendezvousHandler):
         Torch drops a launcher whose sign of life came late from a rendezvous that is complete already, and leaves the ranks
         of the others as they are: they would wait for words of a rank that nobody has.
         """
+        look_first(self._handler)
+        for rank in self.links.gone():
+            self.drop(rank)  # else a replacement is let in when torch misses the dead one
+        self.links.close()
         for _ in range(MOST_MOVES):
             info = self._handler.next_rendezvous()
             if is_whole(ranks := self._handler._state_holder.state.participants.values()):
@@ -157,7 +168,7 @@ class MovingRendezvous(RendezvousHandler):
         else:
             raise RendezvousTimeoutError(f"{MOST_MOVES} times a launcher was lost while the job met")
         self._rank, self._size, self._round = info.rank, info.world_size, info.store
-        self._told, self._number = "", self._round_number()
+        self._told, self._number, self._linked = "", self._round_number(), False
         info.store.set(f"standby/{info.rank}", self._standby.address)
         return info
 
@@ -188,6 +199,15 @@ class MovingRendezvous(RendezvousHandler):
             return f"{self._size - len(state.participants)} of {self._size} launchers that met are gone"
         return "a launcher waits to be let in" if waiting else ""
 
+    def drop(self, rank: int) -> None:
+        """Take a launcher that is proven gone out of the rendezvous, which else waits until it is silent for long.
+
+        Args:
+            rank: its group rank in the round that is on. May raise one of `LOST`.
+        """
+        if self._round_number() == self._number:
+            drop_participant(self._handler, rank, self._number)
+
     def get_backend(self) -> str:
         """c10d."""
         return self._handler.get_backend()
@@ -216,6 +236,7 @@ class MovingRendezvous(RendezvousHandler):
 
     def leave(self) -> None:
         """It goes on without this launcher."""
+        self.links.close()
         self._standby.close()
 
     # Parts.
@@ -226,6 +247,7 @@ class MovingRendezvous(RendezvousHandler):
         store.set_timeout(timedelta(seconds=WORD_S))
         backend = _Backend(store, self._params.run_id, self._look)
         self._handler = create_handler(store, backend, self._params)
+        be_prompt(self._handler)
 
     def _look(self, call: Callable[..., Any]) -> None:
         """Once a second at most: whether the job went elsewhere, and who its members are."""
@@ -240,13 +262,20 @@ class MovingRendezvous(RendezvousHandler):
         return int(self._handler._state_holder.state.round)
 
     def _gather(self) -> None:
-        """The leader tells everybody where all others can be found."""
-        if self._rank != 0 or self._round is None or self._told:
+        """The leader tells everybody where all others can be found. Links lead there, as soon as that is known."""
+        if self._round is None:
+            return
+        if self._rank != 0 and not self._linked and self._round.check(["standby/0"]):
+            self._linked = True
+            self.links.lead_to({0: self._round.get("standby/0").decode()})
+        if self._rank != 0 or self._told:
             return
         keys = [f"standby/{rank}" for rank in range(self._size)]
         if self._round.check(keys):
-            self._told = json.dumps({rank: self._round.get(key).decode() for rank, key in enumerate(keys)})
+            addresses = {rank: self._round.get(key).decode() for rank, key in enumerate(keys)}
+            self._told = json.dumps(addresses)
             self._store.set(MEMBERS, self._told)
+            self.links.lead_to({rank: address for rank, address in addresses.items() if rank != 0})
 
 
 class _Backend(C10dRendezvousBackend):

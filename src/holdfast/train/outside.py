@@ -1,4 +1,6 @@
-"""Cutting a worker's group sockets from its agent, for a worker that holds the interpreter's lock while it waits.
+"""What an agent does to a worker from outside: cut its groups' sockets, signal one of its threads.
+
+Sockets are cut for a worker that holds the interpreter's lock while it waits.
 
 `DistributedDataParallel.__init__`, for one, waits in a collective with the lock held: no thread of the process can run.
 The agent may take copies of its children's descriptors (`pidfd_getfd`, Linux 5.6) and shut those down. Containers may
@@ -19,6 +21,7 @@ from holdfast.train import leaving
 logger = logging.getLogger(__name__)
 
 PIDFD_GETFD = 438  # the same number on every architecture since Linux 5.6
+_TGKILL = {"x86_64": 234, "aarch64": 131}
 
 
 def cut(pid: int, pidfd: int, *, spared_ports: tuple[int, ...]) -> int:
@@ -31,6 +34,12 @@ def cut(pid: int, pidfd: int, *, spared_ports: tuple[int, ...]) -> int:
     except OSError as error:
         logger.info("the sockets of process %d cannot be cut from outside: %s", pid, error.strerror)
     return num_cut
+
+
+def signal_thread(pid: int, thread: int, number: int) -> bool:
+    """Sends a signal to one thread of another process, which handles it; returns whether it was sent."""
+    tgkill = _TGKILL.get(os.uname().machine)
+    return tgkill is not None and _libc.syscall(tgkill, pid, thread, number) == 0
 
 
 def copies_of_sockets(pid: int, pidfd: int) -> Iterator[int]:

@@ -20,8 +20,9 @@ from holdfast.core.sight import Beat, Phase
 
 PAGE_BYTES = 4096
 MAGIC = 0x48464231
-# magic, pid, signal that dumps the stacks, phase, inside, settled, changes, step, sequence, name of the collective
-_HEAD = struct.Struct("<IIIBBBxQQQ32s")
+# magic, pid, signal that dumps the stacks, phase, inside, settled, changes, step, sequence, name of the collective, the
+# thread that may take the signal for the main one
+_HEAD = struct.Struct("<IIIBBBxQQQ32sI")
 _SPENT_AT, _HISTOGRAMS_AT = 128, 256
 NUM_BUCKETS = 80
 LEAST_S = 0.001
@@ -47,16 +48,17 @@ class Writer:
     Args:
         fd: of the page; may be closed afterwards.
         dump_signal: makes this process append its stacks behind the page; 0 for none.
+        dump_thread: id of a thread that does so as well as the main one; 0 for none.
     """
 
-    def __init__(self, fd: int, *, dump_signal: int = 0) -> None:
+    def __init__(self, fd: int, *, dump_signal: int = 0, dump_thread: int = 0) -> None:
         self._map = mmap.mmap(fd, PAGE_BYTES)
         self._counts = memoryview(self._map)[_HISTOGRAMS_AT : _HISTOGRAMS_AT + 4 * NUM_BUCKETS * _ROWS].cast("I")
         self._spent = memoryview(self._map)[_SPENT_AT : _SPENT_AT + 8 * _NUM_PHASES].cast("d")
         self._longest = memoryview(self._map)[_LONGEST_AT : _LONGEST_AT + 8 * _NUM_PHASES].cast("d")
         before = _HEAD.unpack_from(self._map)
         self._map[_SPENT_AT:PAGE_BYTES] = bytes(PAGE_BYTES - _SPENT_AT)
-        self._signal = dump_signal
+        self._signal, self._thread = dump_signal, dump_thread
         self._changes, self._step, self._sequence = before[6], before[7], 0
         self._collective, self._inside = b"", 0
         self.phase = Phase.START
@@ -77,7 +79,8 @@ class Writer:
 
     def _write(self) -> None:
         head = (MAGIC, os.getpid(), self._signal, self.phase, self._inside, self._settled)
-        _HEAD.pack_into(self._map, 0, *head, self._changes, self._step, self._sequence, self._collective)
+        tail = (self._step, self._sequence, self._collective, self._thread)
+        _HEAD.pack_into(self._map, 0, *head, self._changes, *tail)
 
     def turn(self, phase: Phase) -> None:
         """What was done until now took the time since the last sign; from now on it is `phase`."""
@@ -134,14 +137,17 @@ class Reading:
         beat: for the verdicts.
         pid: of the process that wrote it; 0 if nobody did.
         dump_signal: what makes it append its stacks; 0 if nothing does.
+        dump_thread: the thread that may get that signal instead of the main one; 0 for none.
         spent_s: per phase.
         num_steps: steps of this record, the first left out.
     """
 
     def __init__(self, content: bytes) -> None:
-        magic, self.pid, self.dump_signal, phase, inside, settled, *numbers, name = _HEAD.unpack_from(content)
+        magic, self.pid, self.dump_signal, phase, inside, settled, *numbers, name, self.dump_thread = _HEAD.unpack_from(
+            content
+        )
         if magic != MAGIC or phase >= _NUM_PHASES:
-            self.pid = self.dump_signal = 0
+            self.pid = self.dump_signal = self.dump_thread = 0
             self.beat, self.spent_s, self.num_steps = Beat(), dict.fromkeys(Phase, 0.0), 0
             return
         self.spent_s = dict(zip(Phase, struct.unpack_from(f"<{_NUM_PHASES}d", content, _SPENT_AT), strict=True))

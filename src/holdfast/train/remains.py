@@ -32,6 +32,10 @@ from holdfast.train.window import Window
 
 logger = logging.getLogger(__name__)
 
+# How long a device may take to come to the end of what is queued, so that its memory can be read. The process ends without
+# that: `runner.PROBE_S`.
+CATCH_UP_S = 3.0
+
 
 @dataclass(slots=True)
 class Remains:
@@ -131,6 +135,8 @@ class Survivor:
         if self._noter is None:
             return
         why, late = self._why_not(), {}
+        if not why and not devices.caught_up(self._still.owned.values(), CATCH_UP_S):
+            why = f"its device does not come to the end of what is queued within {CATCH_UP_S:g} s"
         if not why:
             try:
                 late = {name: live.detach().to("cpu", copy=True) for name, live in self._still.owned.items()}

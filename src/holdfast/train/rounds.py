@@ -93,6 +93,7 @@ class Round:
         self._beat = 0
         self._beat_at = 0.0
         self._seen: dict[int, tuple[bytes, float]] = {}
+        self._longest_s: dict[int, float] = {}
         self._ranks_of: dict[int, tuple[int, ...]] = {}
         self._done: set[int] = set()
 
@@ -216,9 +217,15 @@ class Round:
             for rank in range(1, self.size) if self.leads else (0,):
                 key = f"beat/{rank}"
                 text = self._store.get(key) if self._store.check([key]) else b""
-                if text and self._seen.get(rank, (b"", 0.0))[0] != text:
+                before, at = self._seen.get(rank, (b"", now))
+                if text and before != text:
                     self._seen[rank] = (text, now)
+                    self._longest_s[rank] = max(now - at, self._longest_s.get(rank, 0.0))
         return {rank: now - at for rank, (_, at) in self._seen.items() if now - at > 2 * BEAT_S}
+
+    def longest_silence_s(self, rank: int) -> float:
+        """Return the seconds of the longest silence of the agent of this group rank that a new beat ended."""
+        return self._longest_s.get(rank, 0.0)
 
     def stuck_elsewhere(self, now: float) -> list[int]:
         """Ranks of the agents that said in a beat which is still new that all of theirs stand in collectives."""

@@ -74,6 +74,7 @@ class Runner:
         self._verdict = ""  # "end" or "fail"; under _changed
         self._lingers = False  # a script has finished, and what it left stands until the next run or the end
         self._main = threading.main_thread().ident or 0
+        self._ear = threading.Thread(target=self._hear, name="holdfast-agent", daemon=True)
         self._aborts = leaving.Aborts()
 
     def serve(self) -> int:
@@ -86,7 +87,7 @@ class Runner:
         alive.wish.works_on, alive.wish.restored, alive.wish.saved = self._works_on, self._restored, self._saved
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]  # torchrun starts Python with -u
-        threading.Thread(target=self._hear, name="holdfast-agent", daemon=True).start()
+        self._ear.start()
         self._line.send("idle")
         while True:
             order = self._next()
@@ -256,7 +257,7 @@ class Runner:
     def _started(self, order: Order, *, again: bool = False) -> None:
         alive.wish.older, alive.wish.version, alive.wish.jobs = order.older, order.version, order.jobs
         label_process(f"hf rank {order.environment.get('RANK', '')}")
-        beats.attach(self._page)
+        beats.attach(self._page, dump_thread=self._ear.native_id or 0)
         beats.at_step(-1)  # the script begins at its first line; a restore says where it goes on
         with self._changed:
             fd, self._notes = self._notes, -1

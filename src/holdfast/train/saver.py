@@ -31,13 +31,13 @@ from holdfast.core.fence import counts, may_be_late
 from holdfast.core.model import Shard, Topology, Version
 from holdfast.node.client import CALL_TIMEOUT_S, KeeperClient, Slot
 from holdfast.tiers.memory import SPARE_BYTES, patience_s
-from holdfast.train import alive, capture, device_pace
+from holdfast.train import alive, capture, device_pace, devices
 from holdfast.train.capture import Batch, Copies, Plan, SlotView, Split, Structure
 from holdfast.train.checks import Checks, CopyCheck
 from holdfast.train.copies import DeviceCopy, SideStreams
 from holdfast.train.device_pace import PacedCopy
 from holdfast.train.ending import Ending, Pledged, Watched
-from holdfast.train.fence import STEPPED, Fence, Job, Opened, Pace
+from holdfast.train.fence import BEHIND_S, STEPPED, Fence, Job, Opened, Pace
 from holdfast.train.fill import MAX_THREADS
 from holdfast.train.handle import SaveHandle
 from holdfast.train.link import Link
@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 ASIDE_BYTES = 1 << 20
 # How long the end waits for a device that still copies; after a collective was aborted that is a moment.
 DRAIN_S = 3.0
+BEHIND = "its device does not come to the end of what is queued"
 # Of a late copy so many tensors are looked at if no step was seen behind it.
 NUM_SMALLEST = 8
 
@@ -129,7 +130,7 @@ class Saver:
         self._trust = Trust(overlap=config.overlap and bool(optimizers))
         self.fence = Fence(timeout_s=config.fence_timeout_s, behind_s=config.close_timeout_s, events=events)
         self.fence.guard(optimizers)
-        self._streams = SideStreams()
+        self._streams = SideStreams(behind_s=config.close_timeout_s)
         self._structure: Structure | None = None
         self._structure_key = self._storages = -1  # of the last save
         self._views: dict[int, SlotView] = {}
@@ -287,12 +288,15 @@ class Saver:
         self._events.count("save_seconds", seconds)
         self._events.emit("saved", version=str(handle.version), seconds=seconds, given_up=handle.given_up)
 
-    def settle(self, *, release: bool = False) -> None:
-        """Waits until the copy of the last save is complete or given up; with `release`, the tensors may then be written."""
+    def settle(self, timeout_s: float = BEHIND_S, *, release: bool = False) -> None:
+        """Waits until the copy of the last save is complete or given up; with `release`, the tensors may then be written.
+
+        A device that is further behind than `timeout_s` is not waited for; with `release` that ends its copy.
+        """
         if release:
-            self.fence.release(expected=True)
+            self.fence.release(expected=True, behind_s=timeout_s)
         else:
-            self.fence.settle()
+            self.fence.settle(timeout_s)
 
     def void(self) -> None:
         """The job broke off: what a device has not copied by now is given up. From any thread; does not wait."""
@@ -357,12 +361,17 @@ class Saver:
         That one records a step is seen. One that was recorded before is found by what it does: the smallest tensors of a
         late copy (counts of steps, for one) changed, and no step was seen. That version may be torn.
         """
-        last, self._last_late = self._last_late, None
+        last = self._last_late
         if self.fence.captured:  # and what was copied then was given up, or complete
+            self._last_late = None
             self._trust.stop("an optimizer's step is replayed by a graph, which passes no fence")
             return
         if last is None or last.num_steps != self.fence.num_steps or last.handle.given_up:
+            self._last_late = None
             return
+        if not devices.caught_up([live for _, live, _ in last.smallest], self._config.close_timeout_s):
+            raise LevelNotReached(BEHIND)
+        self._last_late = None
         changed = differing(last.smallest)
         if changed:
             self._trust.stop(f"{named(sorted(changed))} changed, and no step of an optimizer was seen")
@@ -479,9 +488,9 @@ class Saver:
         both = first + self._streams.queue(late.device_targets, late.device_sources)
         if self._config.overlap:
             return both
-        both.wait(lambda: bool(alive.broken.reason))
-        if alive.broken.reason:
-            raise LevelNotReached(alive.broken.reason)
+        until = time.monotonic() + self._config.close_timeout_s
+        if not both.wait(lambda: bool(alive.broken.reason) or (time.monotonic() > until and not both.begun())):
+            raise LevelNotReached(alive.broken.reason or BEHIND)
         return None
 
     def _paced(self, first: DeviceCopy, late: Copies, pace: Pace) -> PacedCopy:

@@ -20,9 +20,13 @@ _CHOSEN: tuple[tuple[tuple[str, ...], str], ...] = (
     (("subprocess.py",), "a child"),
     (("multiprocessing/", "queue.py", "selectors.py"), "another process or a queue"),
 )  # fmt: skip
+# Of these a loader is made: what the script's own data set waits for, further in, is another thing.
+_OF_LOADERS = ("/torch/utils/data/", "multiprocessing/", "queue.py", "selectors.py", "threading.py")
 # Waiting for the end or a sign of a thread; a lock says nothing.
 _JOINS = re.compile(r"in (join|wait|_wait_for_tstate_lock)$")
 _DEBUGGERS = ("pdb.py", "bdb.py", "code.py", "/IPython/", "/ipdb/", "/pudb/", "/debugpy/", "/pydevd")
+# The fault handler tells of a hundred threads at most, and of the main one last.
+_CUT_OFF = "\n\n...\n"
 # Waiting for an accelerator, which may wait for other ranks.
 _DEVICE_WAITS = re.compile(r"(synchronize|wait_event|wait_stream|wait)$")
 
@@ -35,11 +39,13 @@ class Stack:
         stands: the phase that it shows; None if nothing is known of its kind.
         waits_in: what it waits for, see core.sight.Sight; empty if nothing is known.
         place: its innermost frames; empty without a dump.
+        explained: whether the phase accounts for whatever it waits in: a collective, a loader that waits for its workers.
     """
 
     stands: Phase | None = None
     waits_in: str = ""
     place: str = ""
+    explained: bool = False
 
 
 UNKNOWN = Stack()
@@ -48,13 +54,16 @@ UNKNOWN = Stack()
 def read_stack(dump: str) -> Stack:
     """The main thread's stack: in a dump of the fault handler it comes last, innermost frame first."""
     blocks = [block for block in dump.split("\n\n") if "File " in block]
-    if not blocks:
+    if not blocks or dump.endswith(_CUT_OFF):
         return UNKNOWN
     frames = _of_script([line.strip() for line in blocks[-1].splitlines() if line.strip().startswith("File ")])
     if not frames:
         return UNKNOWN
     stands = _stands(frames)
-    return Stack(stands, "" if stands is Phase.COLLECTIVE else _waits_in(frames, stands), _place(frames))
+    own = stands is None or (stands is Phase.DATA and not _is_of(frames[0], _OF_LOADERS))
+    explained = stands is Phase.COLLECTIVE or (stands is Phase.DATA and not own)
+    waits_in = "" if stands is Phase.COLLECTIVE else _waits_in(frames, own)
+    return Stack(stands, waits_in, _place(frames), explained)
 
 
 def _of_script(frames: list[str]) -> list[str]:
@@ -86,10 +95,10 @@ def _stands(frames: list[str]) -> Phase | None:
     return None
 
 
-def _waits_in(frames: list[str], stands: Phase | None) -> str:
+def _waits_in(frames: list[str], own: bool) -> str:
     if any(_is_of(frame, _DEBUGGERS) for frame in frames):
         return DEBUGGER
-    if stands is not None:  # its phase has the patience for what it does
+    if not own:  # its phase has the patience for what it does
         return ""
     joins = any(_is_of(frame, ("threading.py",)) and _JOINS.search(frame) for frame in frames[:INNERMOST])
     return next(

@@ -146,7 +146,7 @@ class Stage:
         torch.set_num_threads(int(threads) if threads.isdigit() and int(threads) else self.num_threads)
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)
-        torch.use_deterministic_algorithms(False)
+        _reset_determinism()
         self._reset_devices()
         torch.manual_seed(DEFAULT_SEED)
         random.seed()
@@ -248,6 +248,17 @@ class Stage:
             return False
         place = os.path.abspath(file)
         return place.startswith(self.home + os.sep) and not is_of_package(place)
+
+
+def _reset_determinism() -> None:
+    """Put the switch back. Only if it was touched: torch imports its compiler for that, 2.5 s of a processor."""
+    compiler = sys.modules.get("torch._inductor.config")
+    if (
+        torch.are_deterministic_algorithms_enabled()
+        or torch.is_deterministic_algorithms_warn_only_enabled()
+        or getattr(compiler, "deterministic", False)
+    ):
+        torch.use_deterministic_algorithms(False)
 
 
 def _without_ours(path: list[str]) -> list[str]:

@@ -30,6 +30,7 @@ CUT_S = 0.5
 # A main thread that computes, or wants to and gets no processor, is not still; one that merely sleeps hears the signal
 # that the worker sends itself ten times a second.
 STILL_CUTS = 10
+STANDS = "stands in a wait that nothing ends"  # in the log, behind the process
 KILL_S = 60.0  # a starved machine may need some tens of seconds for what takes one otherwise
 START_S = 300.0
 
@@ -55,7 +56,7 @@ def urge(seat: Seat, now: float, *, store_port: int, exit_grace_s: float) -> Non
         seat.cut_at = now
         outside.cut(seat.proc.pid, seat.proc.pidfd, spared_ports=(store_port,))
         if seat.num_still == STILL_CUTS:
-            logger.error("process %d stands in a wait that nothing ends, not even cut connections", seat.proc.pid)
+            logger.error("process %d %s, not even cut connections", seat.proc.pid, STANDS)
             seat.proc.send_signal(signal.SIGKILL)
 
 

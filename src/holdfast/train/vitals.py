@@ -26,8 +26,30 @@ SHARE, MOST_S = 0.05, 0.02
 SOCKETS_EVERY_S = 2.0
 # struct tcp_info of linux/tcp.h: tcpi_bytes_acked and tcpi_bytes_received.
 _TCP_BYTES, _TCP_BYTES_AT = struct.Struct("=QQ"), 120
-# Numbers of nanosleep, clock_nanosleep and read, per machine.
-_CALLS = {"x86_64": ((35, 230), 0), "aarch64": ((101, 115), 63)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """Numbers of system calls on one machine.
+
+    Attributes:
+        sleeps: nanosleep, clock_nanosleep.
+        read: alone.
+        mute: waits that tell nothing, for locks and drivers: futex, futex_waitv, futex_wait, ioctl.
+        outward: those in which a thread waits for somebody outside: read, recvfrom, recvmsg, accept, accept4, connect, wait4,
+            waitid, flock, fsync, openat. Threads that serve stand in `poll` and its kind for as long as they live.
+    """
+
+    sleeps: tuple[int, ...] = ()
+    read: int = -1
+    mute: tuple[int, ...] = ()
+    outward: tuple[int, ...] = ()
+
+
+_CALLS = {
+    "x86_64": _Calls((35, 230), 0, (202, 449, 455, 16), (0, 45, 47, 43, 288, 42, 61, 247, 73, 74, 257)),
+    "aarch64": _Calls((101, 115), 63, (98, 449, 455, 29), (63, 207, 212, 202, 242, 203, 260, 95, 32, 82, 56)),
+}
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/davinci", "/dev/accel", "/dev/vfio/")
 
 
@@ -46,6 +68,7 @@ class Vitals:
     memory_bytes: int = 0
     device: bool = False
     waits_in: str = ""
+    call: str = ""
     catches: int = 0
 
 
@@ -62,6 +85,7 @@ class _Rare:
     sockets_at_s: float = -math.inf
     socket_bytes: int | None = None
     device: bool = False
+    thread_call: str = ""
 
 
 class Examiner:
@@ -74,8 +98,14 @@ class Examiner:
         self._cost_s = 0.0  # of what was dear, summed over the workers, and less with every second
         self._cost_at_s = 0.0
 
-    def look(self, pid: int, now_s: float) -> Vitals | None:
-        """The worker's vitals; None if it is gone. Bytes of sockets only where the kernel lets us ask (as for our children)."""
+    def look(self, pid: int, now_s: float, *, ours: int = 0) -> Vitals | None:
+        """The worker's vitals; None if it is gone. Bytes of sockets only where the kernel lets us ask (as for our children).
+
+        Args:
+            pid: of the worker.
+            now_s: monotonic.
+            ours: a thread of holdfast in it, which waits for its launcher.
+        """
         try:
             state, user, system, _, pages = _stat(pid)
             run_ns, wait_ns, _ = _read(f"/proc/{pid}/task/{pid}/schedstat").split()
@@ -87,7 +117,10 @@ class Examiner:
             self._rare.pop(pid, None)
             return None
         rare = self._rare.setdefault(pid, _Rare())
-        self._look_closer(pid, rare, now_s)
+        self._look_closer(pid, rare, now_s, ours)
+        call, waits_in = _waits_in(pid) if state == "S" else ("", "")
+        if state == "S" and not call:  # at a lock, for which a thread of its own may be the one that waits
+            call = rare.thread_call
         return Vitals(
             state="F" if rare.frozen and state in "SD" else state,
             busy_s=int(run_ns) / 1e9,
@@ -99,7 +132,8 @@ class Examiner:
             socket_bytes=rare.socket_bytes,
             memory_bytes=memory + rare.memory_bytes,
             device=rare.device,
-            waits_in=_waits_in(pid) if state == "S" else "",
+            waits_in=waits_in,
+            call=call,
             catches=int(status.get("SigCgt", "0"), 16),
         )
 
@@ -107,7 +141,7 @@ class Examiner:
         """The worker is not watched any more."""
         self._rare.pop(pid, None)
 
-    def _look_closer(self, pid: int, rare: _Rare, now_s: float) -> None:
+    def _look_closer(self, pid: int, rare: _Rare, now_s: float, ours: int) -> None:
         """Sees the rare things again, if it is time and the launcher has the time."""
         if now_s - rare.at_s < FAMILY_EVERY_S:
             return
@@ -124,6 +158,7 @@ class Examiner:
             rare.sockets_at_s = now_s
             rare.socket_bytes = _socket_bytes((pid, *rare.members))
             rare.device = _has_device(pid)
+            rare.thread_call = _thread_call(pid, ours)
         self._cost_s += time.perf_counter() - began
 
 
@@ -258,20 +293,59 @@ def _leads_to_device(link: str) -> bool:
         return False  # closed meanwhile
 
 
-def _waits_in(pid: int) -> str:
-    """What the system call of its main thread shows of its own will: a sleep ends by itself, a terminal is a person's."""
-    sleeps, reads = _CALLS.get(os.uname().machine, ((), -1))
+def _waits_in(pid: int) -> tuple[str, str]:
+    """Return the system call that its main thread waits in, and what that shows of its own will; empty where it shows nothing.
+
+    A sleep ends by itself, a terminal is a person's. A call of which the kernel does not tell may be any.
+    """
+    calls = _CALLS.get(os.uname().machine, _Calls())
     try:
-        number, first, *_ = _read(f"/proc/{pid}/task/{pid}/syscall").split()
-        if int(number) in sleeps:
-            return SLEEP
-        if int(number) == reads and os.readlink(f"/proc/{pid}/fd/{int(first, 16)}").startswith(
-            ("/dev/pts/", "/dev/tty")
-        ):
-            return PERSON
-    except (OSError, ValueError):
-        pass  # it runs, or the kernel does not tell
+        told = _read(f"/proc/{pid}/task/{pid}/syscall").split()
+    except OSError:
+        return "a system call that the kernel does not tell", ""
+    if told[:1] == ["running"] or int(told[0]) in calls.mute:
+        return "", ""
+    number, waits_in = int(told[0]), SLEEP if int(told[0]) in calls.sleeps else ""
+    if number == calls.read and _is_terminal(pid, int(told[1], 16)):
+        waits_in = PERSON
+    return f"a system call (no. {number} of {os.uname().machine})", waits_in
+
+
+def _thread_call(pid: int, ours: int) -> str:
+    """Return the call in which one of its threads waits for somebody outside; empty if none does. Ours talk by Unix sockets."""
+    calls = _CALLS.get(os.uname().machine, _Calls())
+    try:
+        threads = [int(entry) for entry in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return ""
+    for thread in threads:
+        try:
+            told = _read(f"/proc/{pid}/task/{thread}/syscall").split()
+        except OSError:
+            continue  # it ended, or the kernel does not tell
+        if thread in (pid, ours) or told[0] == "running" or int(told[0]) not in calls.outward:
+            continue
+        if not _is_unix_socket(pid, int(told[1], 16)):
+            return f"a system call of its own thread {thread} (no. {told[0]} of {os.uname().machine})"
     return ""
+
+
+def _is_unix_socket(pid: int, fd: int) -> bool:
+    try:
+        link = os.readlink(f"/proc/{pid}/fd/{fd}")
+        if not link.startswith("socket:["):
+            return False
+        with open(f"/proc/{pid}/net/unix", encoding="ascii", errors="replace") as rows:
+            return any(link[len("socket:[") : -1] in row.split() for row in rows)
+    except OSError:
+        return False
+
+
+def _is_terminal(pid: int, fd: int) -> bool:
+    try:
+        return os.readlink(f"/proc/{pid}/fd/{fd}").startswith(("/dev/pts/", "/dev/tty"))
+    except OSError:
+        return False  # closed meanwhile
 
 
 def _stat(pid: int) -> tuple[str, int, int, int, int]:

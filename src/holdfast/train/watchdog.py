@@ -24,9 +24,9 @@ from holdfast.base import private
 from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError
 from holdfast.core.faults import Exit, Kind, Verdict, Watch, cause
-from holdfast.core.sight import Beat, Phase, Sight
+from holdfast.core.sight import Phase, Sight
 from holdfast.core.watch_mode import CAREFUL, MODES, Mode
-from holdfast.train import page
+from holdfast.train import outside, page
 from holdfast.train.journal import Journal
 from holdfast.train.stacks import UNKNOWN, Stack, read_stack
 from holdfast.train.vitals import Examiner, oom_kills, vitals
@@ -199,12 +199,13 @@ class Watchdog:
         if worker.asked:
             self._collect(rank, worker)
         if worker.sight is None or now - worker.looked_s >= CLOSER_EVERY_S:
-            worker.sight, worker.looked_s = self._look_closer(rank, worker, reading.beat, now), now
+            worker.sight, worker.looked_s = self._look_closer(rank, worker, reading, now), now
         waits_in = worker.stack.waits_in or worker.sight.waits_in
-        return replace(worker.sight, stands=worker.stack.stands, waits_in=waits_in, places=worker.places)
+        call = "" if worker.stack.explained else worker.sight.call
+        return replace(worker.sight, stands=worker.stack.stands, waits_in=waits_in, call=call, places=worker.places)
 
-    def _look_closer(self, rank: int, worker: _Worker, beat: Beat, now: float) -> Sight:
-        seen = self._examiner.look(worker.pid, now)
+    def _look_closer(self, rank: int, worker: _Worker, reading: page.Reading, now: float) -> Sight:
+        beat, seen = reading.beat, self._examiner.look(worker.pid, now, ours=reading.dump_thread)
         if seen is None:
             return Sight(rank, beat, state="Z")
         return Sight(
@@ -221,6 +222,7 @@ class Watchdog:
             memory_bytes=seen.memory_bytes,
             device=seen.device,
             waits_in=seen.waits_in,
+            call=seen.call,
         )
 
     def _ask(self, rank: int) -> None:
@@ -228,10 +230,16 @@ class Watchdog:
         worker = self._workers.get(rank)
         if worker is None or worker.page_fd < 0:
             return
-        number = page.read(worker.page_fd).dump_signal
+        reading = page.read(worker.page_fd)
+        number = reading.dump_signal
         seen = vitals(worker.pid)
         if not number or seen is None or not seen.catches >> (number - 1) & 1:
             return
+        # No signal is to end the call in which the main thread waits. When it computes it answers itself: its frames change.
+        if seen.state in "SD" and reading.dump_thread:
+            worker.asked = outside.signal_thread(worker.pid, reading.dump_thread, number)
+            if worker.asked:
+                return
         try:
             signal.pidfd_send_signal(worker.pidfd, number)
             worker.asked = True

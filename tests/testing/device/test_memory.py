@@ -116,3 +116,37 @@ def test_killed_process_holds_its_card_until_its_children_end(tmp_path: Path) ->
         pass
     assert ask() == "[0, true]"
     assert holder.stdout.close() is None
+
+
+# What the host's memory is for copies, by the name of the setting: registering, pinning, and how a late copy goes.
+REACHES = """
+import torch
+from holdfast.testing import device
+device.load()
+source, target = torch.ones(1 << 20, device="sim"), torch.zeros(1 << 20)
+said = [device.register(target.data_ptr(), target.nbytes)]
+target.copy_(source, non_blocking=True)
+torch.accelerator.synchronize()
+said += [device.counts()["late_copies"], bool((target == 1).all())]
+try:
+    said.append(torch.empty(8, pin_memory=True).is_pinned())
+except RuntimeError as error:
+    said.append(str(error).splitlines()[0])
+print(*said, sep="; ")
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("registered", "True; 1; True; True"),
+        ("pinned", "False; 0; True; True"),
+        ("none", "False; 0; True; this device pins no memory of the host"),
+    ],
+)
+def test_host_memory_is_reached_as_the_setting_says(setting: str, expected: str) -> None:
+    environment = os.environ | {"SIMULATED_DEVICE_HOST_MEMORY": setting}
+    answer = subprocess.run(
+        [sys.executable, "-c", REACHES], env=environment, capture_output=True, text=True, timeout=110
+    )
+    assert answer.stdout.strip() == expected, answer.stderr

@@ -157,7 +157,8 @@ class DcpJob:
         self.closed = True
         quiet = True
         if hasattr(self, "saver"):
-            self.saver.settle()
+            if finished:
+                self.saver.settle()
             quiet = self.saver.close()
         if quiet:  # else the keeper must not give our slots away before this process has ended
             self.link.close(finished=finished)

@@ -34,7 +34,7 @@ pybind11::dict all_counts() {
 // Registration belongs to the context of the current device, which it makes where there is none, as on real devices.
 bool register_on_current(uintptr_t address, size_t bytes) {
   device(current_device()).check();
-  return register_host(address, bytes);
+  return settings().host_memory == HostMemory::kRegistered && register_host(address, bytes);
 }
 
 bool unregister_on_current(uintptr_t address) {

@@ -8,6 +8,7 @@
 #include "runtime/card.h"
 #include "runtime/device.h"
 #include "runtime/host_memory.h"
+#include "runtime/settings.h"
 #include "runtime/memory.h"
 
 namespace simdev {
@@ -62,6 +63,7 @@ void free_pinned_block(void* context) {
 class PinnedMemory final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
+    TORCH_CHECK(settings().host_memory != HostMemory::kNone, "this device pins no memory of the host");
     const size_t size = std::max<size_t>(bytes, 1);
     void* address = take_pinned(size);
     return {address, new PinnedBlock{address, size}, &free_pinned_block, c10::Device(c10::kCPU)};

@@ -23,6 +23,13 @@ std::string text(const char* variable, const char* otherwise) {
   return value && *value ? value : otherwise;
 }
 
+HostMemory host_memory_of(const std::string& name) {
+  if (name == "registered") return HostMemory::kRegistered;
+  if (name == "pinned") return HostMemory::kPinned;
+  TORCH_CHECK(name == "none", "SIMULATED_DEVICE_HOST_MEMORY is registered, pinned, or none; not '", name, "'");
+  return HostMemory::kNone;
+}
+
 }  // namespace
 
 Abort abort_of(const std::string& name) {
@@ -39,6 +46,7 @@ Settings& settings() {
       static_cast<size_t>(number("SIMULATED_DEVICE_MEMORY", 16.0 * (1ull << 30))),
       static_cast<size_t>(number("SIMULATED_DEVICE_CONTEXT", 32.0 * (1ull << 20))),
       text("SIMULATED_DEVICE_CARDS", ""),
+      host_memory_of(text("SIMULATED_DEVICE_HOST_MEMORY", "registered")),
       number("SIMULATED_DEVICE_COPY_RATE", 0),
       number("SIMULATED_DEVICE_KERNEL_TIME", 0),
       abort_of(text("SIMULATED_DEVICE_ABORT", "goes on")),

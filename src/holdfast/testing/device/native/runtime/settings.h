@@ -16,12 +16,20 @@ enum class Abort {
 
 Abort abort_of(const std::string& name);  // "goes on", "error", "hangs"
 
+// What memory of the host the devices reach by themselves.
+enum class HostMemory {
+  kRegistered,  // what the user registers, and what PyTorch pins
+  kPinned,      // what PyTorch pins
+  kNone         // none: every copy makes the host wait
+};
+
 struct Settings {
   std::string name;   // of the device type, as in torch.device("sim")
   int num_devices;    // SIMULATED_DEVICE_COUNT
   size_t memory;      // SIMULATED_DEVICE_MEMORY: bytes of each card
   size_t context;     // SIMULATED_DEVICE_CONTEXT: bytes that each process takes of a card that it uses
   std::string cards;  // SIMULATED_DEVICE_CARDS: a folder through which processes share the cards; empty: not shared
+  HostMemory host_memory;  // SIMULATED_DEVICE_HOST_MEMORY: "registered", "pinned", "none"
   std::atomic<double> copy_rate;  // SIMULATED_DEVICE_COPY_RATE: bytes per second to and from the host; 0: at once
   std::atomic<double>
       kernel_time;           // SIMULATED_DEVICE_KERNEL_TIME: seconds of every kernel; 0: as long as the CPU takes

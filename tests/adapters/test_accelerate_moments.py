@@ -1,0 +1,104 @@
+"""A loop with Accelerate killed at every kind of moment ends as if it had not been: rows, state, evaluations. Real package.
+
+The matrix is configurations times moments. A few of its cases, drawn once, run where the package is installed; all of them with
+--slow. One rank is a fork of a process that has loaded everything; two ranks start under the launcher.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stories_kit import Stories, stories
+
+STORY = Path(__file__).with_name("accelerate_story.py")
+
+pytestmark = [pytest.mark.rival("accelerate"), pytest.mark.rival("torchdata"), pytest.mark.timeout(300)]
+
+# Moments of each plan; five steps are an epoch of one rank, with `every batch` ten, with `odd` four. Before a step, within one,
+# in an evaluation, behind a save, in the last step of an epoch and behind it, behind the end.
+MATRIX = {
+    "process": "begin:4 part:6 backward:7 step:8 step:5 epoch:5 epoch:10 backward:14 step:15 over:15",
+    "generator": "begin:4 step:5 backward:7 step:8 epoch:10 begin:11 step:15",
+    "seedable": "begin:4 step:5 part:7 step:8 epoch:10 begin:11 step:15",
+    "stateful": "begin:4 step:5 part:7 step:8 epoch:10 begin:11 step:15",
+    "both": "begin:4 step:5 part:7 step:11 epoch:10 begin:13 step:15",
+    "evaluates": "begin:2 eval:4 step:4 begin:5 epoch:5 eval:8 eval:10 epoch:10 begin:11 eval:14 step:15 over:15",
+    "stops": "begin:2 eval:4 step:4 begin:5 eval:6 step:6 eval:8 step:8 over:8",
+    "best": "begin:3 saving:4 step:4 eval:4 begin:5 eval:8 saving:8 epoch:10 saving:12 step:12 step:15",
+    "every batch": "begin:4 backward:9 step:10 epoch:10 begin:11 step:17 epoch:20 step:30",
+    "odd": "begin:2 part:2 begin:3 backward:3 step:4 epoch:4 part:5 step:7 epoch:8 step:12",
+    "workers": "begin:7 step:8 epoch:10 begin:11 step:15",  # not in the first epoch, whose order nobody can tell
+    "stream": "begin:3 part:3 step:5 epoch:5 begin:6 step:8 epoch:10 step:15",
+    "limit": "begin:2 eval:4 step:5 epoch:5 begin:6 eval:6 step:7 over:7",
+    "compiled": "begin:3 eval:4 step:5 begin:6 eval:8 epoch:10 step:15",
+    "mixed": "begin:3 part:4 step:5 begin:6 step:8 epoch:10 step:15",
+    "plateau": "begin:3 eval:4 step:4 step:5 eval:6 begin:7 eval:10 step:12 over:12",
+}
+CASES = [(plan, moment) for plan, moments in MATRIX.items() for moment in moments.split()]
+DRAWN = set(random.Random(30).sample(CASES, 6))
+# Where the order comes from, what two ranks come to, and who is killed there.
+TWO = [
+    ("process", "step:4", 0), ("generator", "step:8", -1), ("seedable", "step:8", -1), ("stateful", "step:8", -1),
+    ("evaluates", "eval:4", 1), ("evaluates", "eval:4", -1), ("best", "saving:4", 1), ("best", "epoch:6", -1),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories]:
+    with stories(STORY, tmp_path_factory.mktemp("accelerate")) as made:
+        yield made
+
+
+def same(facts: dict[str, Any], undisturbed: dict[str, Any]) -> None:
+    """Everything but where lives began."""
+    for name, value in undisturbed.items():
+        if name != "starts":
+            assert facts[name] == value, name
+
+
+@pytest.mark.parametrize(
+    ("plan", "moment"), [pytest.param(*case, marks=() if case in DRAWN else pytest.mark.slow) for case in CASES]
+)
+def test_killed_at_a_moment_the_end_is_the_undisturbed_one(lives: Stories, plan: str, moment: str) -> None:
+    assert lives.undisturbed(plan)["step"] >= 7
+    facts, told = lives.killed(plan, moment)
+    step = int(moment.partition(":")[2])
+    assert facts["starts"][0] in (step, step - 1, step - 2), told
+    same(facts, lives.undisturbed(plan))
+
+
+@pytest.mark.parametrize(
+    "plan", ["stateful", pytest.param("both", marks=pytest.mark.slow), pytest.param("stream", marks=pytest.mark.slow)]
+)
+def test_from_the_end_of_an_epoch_on_the_next_ones_are_the_undisturbed_ones(lives: Stories, plan: str) -> None:
+    """There a stateful loader has an iterator that was made for its first epoch alone."""
+    facts, told = lives.killed(plan, "step:12", "--every", "5")
+    assert facts["starts"] == [10], told
+    same(facts, lives.undisturbed(plan))
+
+
+@pytest.mark.slow
+def test_an_order_that_nobody_can_tell_is_named(lives: Stories) -> None:
+    _, told = lives.killed("workers", "begin:7")
+    assert "drew the order of the first epoch" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "moment"), [("process", "part:6"), ("evaluates", "eval:4"), ("best", "saving:8")])
+def test_asked_to_stop_at_a_moment_no_step_is_lost(lives: Stories, plan: str, moment: str) -> None:
+    facts, told = lives.killed(plan, moment, "--term", "--every", "100")
+    assert facts["starts"] == [int(moment.partition(":")[2]) + moment.startswith("part")], told
+    same(facts, lives.undisturbed(plan))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "moment", "of"), TWO)
+def test_of_two_ranks_killed_both_end_undisturbed(lives: Stories, plan: str, moment: str, of: int) -> None:
+    for facts, undisturbed in zip(lives.ranks(2, plan, moment, of), lives.ranks(2, plan), strict=True):
+        assert facts["starts"][-1] > 0
+        same(facts, undisturbed)

@@ -1,0 +1,109 @@
+"""Stories of frameworks: scripts that kill themselves once at a named moment, and tell what they ended with.
+
+A story is run as `STORY ROOT FACTS --plan PLAN [--kill MOMENT]`. It writes FACTS (FACTS.N on rank N) when it is over, and makes
+lives with `--serve`: `adapters/story_server.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from doors_kit import SOURCE, launching
+from holdfast.testing.contracts.door import Workshop
+
+
+@dataclass
+class Stories:
+    """Makes lives of one story, each in a directory of its own; undisturbed ones once."""
+
+    script: Path
+    place: Path
+    server: Any
+    environment: dict[str, str]
+    known: dict[object, Any] = field(default_factory=dict)
+    count: int = 0
+
+    def undisturbed(self, plan: str) -> dict[str, Any]:
+        """Facts of a life without holdfast."""
+        if plan not in self.known:
+            place = self._directory()
+            assert self._live(place, "--plan", plan, HOLDFAST_DISABLE="1") == 0, self.told(place)
+            self.known[plan] = json.loads((place / "facts").read_text())
+        return dict(self.known[plan])
+
+    def killed(self, plan: str, moment: str, *words: str) -> tuple[dict[str, Any], str]:
+        """Two lives: the first ends at the moment, the second is what the launcher would start then."""
+        place = self._directory()
+        ended = self._live(place, "--plan", plan, "--kill", moment, *words)
+        assert ended == (0 if "--term" in words else -9), self.told(place)
+        assert not (place / "facts").exists(), "the training was over before the moment"
+        again = self._live(place, "--plan", plan, *words, TORCHELASTIC_RESTART_COUNT="1")
+        assert again == 0, self.told(place)
+        return json.loads((place / "facts").read_text()), self.told(place)
+
+    def again(self, plan: str, *words: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Facts of two whole lives, the second in the directory of the first."""
+        place = self._directory()
+        facts = []
+        for _ in range(2):
+            assert self._live(place, "--plan", plan, *words) == 0, self.told(place)
+            facts.append(json.loads((place / "facts").read_text()))
+        return facts[0], facts[1]
+
+    def ranks(self, number: int, plan: str, moment: str = "", of: int = 0) -> list[dict[str, Any]]:
+        """Facts of every rank under the launcher, which starts again what was killed; without a moment undisturbed, and once."""
+        if not moment and (number, plan) in self.known:
+            return [dict(facts) for facts in self.known[number, plan]]
+        place = self._directory()
+        files = [str(place / "root"), str(place / "facts")]
+        command = [*launching(number), "--max-restarts", "2", str(self.script), *files, "--plan", plan]
+        command += ["--ranks", str(number), *(("--kill", moment, "--of", str(of)) if moment else ())]
+        variables = {**self.environment, **({} if moment else {"HOLDFAST_DISABLE": "1"})}
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=250, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        names = ["facts", *(f"facts.{rank}" for rank in range(1, number))]
+        facts = [json.loads((place / name).read_text()) for name in names]
+        if not moment:
+            self.known[number, plan] = [dict(each) for each in facts]
+        return facts
+
+    def told(self, place: Path) -> str:
+        """What the lives in this place printed."""
+        return (place / "told").read_text() if (place / "told").exists() else ""
+
+    def _directory(self) -> Path:
+        self.count += 1
+        place = self.place / str(self.count)
+        place.mkdir()
+        return place
+
+    def _live(self, place: Path, *words: str, **environment: str) -> int:
+        line = [[str(place / "root"), str(place / "facts"), *words], environment, str(place / "told")]
+        self.server.stdin.write(json.dumps(line) + "\n")
+        self.server.stdin.flush()
+        return int(self.server.stdout.readline())
+
+
+@contextmanager
+def stories(script: Path, place: Path) -> Iterator[Stories]:
+    """Stories of a script, whose keepers end with this.
+
+    One thread each: with more, which Accelerate sets where OMP_NUM_THREADS is not, the first step of a process may differ at
+    rounding size, of a cause that is not known.
+    """
+    with Workshop(place):
+        single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        environment = {**os.environ, **SOURCE, **single, "HOLDFAST_RUNTIME_DIR": str(place / "runtime")}
+        command = [sys.executable, "-W", "ignore", str(script), "--serve"]
+        with subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as server:
+            yield Stories(script, place, server, environment)

@@ -1,0 +1,58 @@
+"""Every call of a checkpointer ends, whatever a device does: hangs or fails, at every moment of a step.
+
+The moments and the calls are those of device_waits.py, which runs in a process of its own. A call that waits without a
+limit ends that process after a minute, with its stacks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import forked
+
+HERE = Path(__file__).resolve().parent
+KINDS = ("registered", "pinned", "none", "verified", "in-the-call", "offloaded", "storage-alone")
+NUM_MOMENTS, NUM_CALLS = 7, 9
+LIMIT_S = 2.0  # of close(), in those jobs
+# The wait for the device and the wait for the level have the limit of close() each; what is left ends within seconds.
+MOST_S = 2 * LIMIT_S + 20.0  # on a machine that is loaded
+MATRIX = [(kind, how) for kind in KINDS for how in ("hang", "fault")]
+
+pytestmark = [pytest.mark.device, pytest.mark.timeout(900)]
+
+
+def tried(path: Path, kind: str, how: str, *calls: str) -> list[dict[str, object]]:
+    """How the calls went, at every moment."""
+    log = path / "log"
+    environment = os.environ | {"CASE_DIRECTORY": str(path / "checkpoints")}
+    if kind in ("pinned", "none"):
+        environment["SIMULATED_DEVICE_HOST_MEMORY"] = kind
+    command = [sys.executable, str(HERE / "device_waits.py"), kind, how, *calls]
+    with log.open("w") as file:
+        code = forked.Popen(command, env=environment, stdout=file, stderr=file).wait(890)
+    said = log.read_text()
+    assert code == 0, said[-6000:]
+    rows = [json.loads(line) for line in said.splitlines() if line.startswith('{"moment"')]
+    assert len(rows) == NUM_MOMENTS * (len(calls) or NUM_CALLS), said[-6000:]
+    return rows
+
+
+def check(rows: list[dict[str, object]]) -> None:
+    for row in rows:
+        assert row["seconds"] < MOST_S, row
+        assert not row["raised"] or str(row["raised"]).startswith("LevelNotReached"), row
+
+
+def test_close_and_an_exception_leave_a_device_that_hangs(tmp_path: Path, runtime_dir: Path) -> None:
+    check(tried(tmp_path, "pinned", "hang", "close", "leave"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "how"), MATRIX)
+def test_every_call_ends_at_every_moment(kind: str, how: str, tmp_path: Path, runtime_dir: Path) -> None:
+    check(tried(tmp_path, kind, how))
