@@ -785,3 +785,29 @@ def test_going_back_takes_no_tensors_away_that_came_later(make: Make, shape: str
     assert "plain" not in extra
     assert checkpointer.last_restore is not None
     assert any(name.startswith("extra.late") for name in checkpointer.last_restore.not_loaded)
+
+
+@pytest.mark.parametrize("named", ["in the home", "from here"])
+def test_a_path_means_the_directory_it_named_at_the_constructor(
+    named: str, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    path: Any = "~/run" if named == "in the home" else "run"
+    checkpointer = make(Trainee(), path=path)
+    os.chdir(tmp_path / "elsewhere")
+    checkpointer.restore()
+    checkpointer.save(3, "durable")
+    checkpointer.close()
+    assert [version.step for version in open_storage(str(tmp_path / "run"), Events()).versions()] == [3]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_durable_version_is_still_durable_after_close(make: Make) -> None:
+    checkpointer = make(Trainee())
+    checkpointer.restore()
+    handle = checkpointer.save(1, "durable")
+    checkpointer.close()
+    assert handle.reached is handle.wait() is holdfast.Level.DURABLE
+    assert handle.durable == (True, "")
