@@ -213,6 +213,17 @@ def receives() -> None:
         assert ours.recv(1)
 
 
+def thread_receives() -> None:
+    """At a bare lock, for a thread that waits in silence: what C++ with threads of its own looks like."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as ours:
+        ours.connect(server.getsockname())
+        theirs, done = server.accept()[0], threading.Lock()
+        done.acquire()
+        with theirs, _later(lambda: theirs.send(b"x")):
+            threading.Thread(target=lambda: (ours.recv(1), done.release())).start()
+            done.acquire()
+
+
 def accepts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         with _later(lambda: socket.create_connection(server.getsockname())):
@@ -325,6 +336,13 @@ def _forever() -> None:
     lock.acquire()
 
 
+def no_packet() -> None:
+    """The other end is there, and says nothing."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        ours.recv(1)
+
+
 def lock_and_beats() -> None:
     """With a thread that lives on: a heartbeat."""
     threading.Thread(target=lambda: [time.sleep(0.3) for _ in range(1000)], daemon=True).start()
@@ -359,6 +377,7 @@ def hangs_in_evaluation(model: torch.nn.Module) -> None:
 
 CALLS: dict[str, Callable[[], None]] = {
     "recv": receives,
+    "recv of a thread": thread_receives,
     "accept": accepts,
     "read of a pipe": reads_a_pipe,
     "write to a full pipe": fills_a_pipe,
@@ -406,7 +425,7 @@ SICK: dict[str, Callable[[torch.nn.Module], None]] = {
     "empty own queue": lambda _: queue.Queue[int]().get(),
     "child hangs": lambda _: _in_children("sleep 10000"),
     "polls": lambda _: polls(),
-    "no packet": lambda _: socket.socketpair()[0].recv(1),
+    "no packet": lambda _: no_packet(),
     "spins": lambda _: spins(),
     "evaluation hangs": hangs_in_evaluation,
 }

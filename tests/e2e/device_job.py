@@ -1,6 +1,7 @@
 """Ranks that train on the simulated device, its host ahead of it, and are hurt once: device_job.py DIRECTORY KIND WHERE.
 
-KIND is one of `KINDS`; WHERE tells what becomes of the last rank at one step, in which part of the step. The end of a rank is a
+KIND is one of `KINDS`; WHERE tells what becomes of the last rank at one step, in which part of the step, or before or behind
+all steps. The end of a rank is a
 digest of its parameters and its optimizer's state, to be compared with that of a run that nobody hurt (WHERE is `nowhere`).
 With a fourth word a rule of ours is taken out, and the end is another one.
 """
@@ -26,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast.testing import device
-from holdfast.train import alive
+from holdfast.train import alive, staging
 
-STEPS, AT = 24, 12
+STEPS, AT = int(os.environ.get("DEVICE_JOB_STEPS", "24")), int(os.environ.get("DEVICE_JOB_AT", "12"))
 DIRECTORY, KIND, WHERE = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -90,6 +91,21 @@ class Job:
         self.optimizer.zero_grad()
 
 
+class Eager(Job):
+    """Compiled, as far as no compiler of kernels is needed."""
+
+    backend = "eager"
+
+    def wrap(self, model: nn.Sequential) -> nn.Module:
+        return torch.compile(DistributedDataParallel(model), backend=self.backend)  # type: ignore[return-value]
+
+
+class Compiled(Eager):
+    """Forward and backward are traced."""
+
+    backend = "aot_eager"
+
+
 class Sharded(Job):
     """FSDP2 over all ranks."""
 
@@ -109,6 +125,17 @@ class Hybrid(Sharded):
 
     def mesh(self) -> Any:
         return init_device_mesh(self.place.type, (SIZE // 2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+class Resharded(Sharded):
+    """Comes to the same numbers with every number of ranks, and its end is a digest of whole tensors."""
+
+    def batch(self, step: int) -> torch.Tensor:
+        return self.data * (1.0 + step * 0.01)
+
+
+class ReshardedInPairs(Resharded, Hybrid):
+    """The same, in pairs that are replicas of each other."""
 
 
 class Uneven(Sharded):
@@ -230,17 +257,34 @@ KINDS: dict[str, type[Job]] = {
     "capturable": Capturable,
     "reused": Reused,
     "pipeline": Pipeline,
+    "eager": Eager,
+    "compiled": Compiled,
+    "resharded": Resharded,
+    "resharded-hsdp": ReshardedInPairs,
 }
 
 
 def digest(job: Job) -> str:
-    """Of what this rank holds of parameters and the optimizer's state."""
+    """Of what this rank holds of parameters and the optimizer's state; of the whole of it where ranks may become more."""
     found = xxhash.xxh3_128()
     for parameter in job.model.parameters():
         for tensor in (parameter, *(value for _, value in sorted(job.optimizer.state[parameter].items()))):
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            whole = isinstance(job, Resharded)
+            local = tensor
+            if hasattr(tensor, "to_local"):
+                local = tensor.full_tensor() if whole else tensor.to_local()
             found.update(local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return found.hexdigest()
+
+
+def evaluate(job: Job, step: int) -> None:
+    """One batch without gradients; not of a pipeline, which has its schedule."""
+    if not isinstance(job, Pipeline):
+        with torch.no_grad():
+            job.model.eval()
+            hurt(step, "evaluation")
+            job.forward(step).item()
+            job.model.train()
 
 
 def main() -> None:
@@ -251,11 +295,14 @@ def main() -> None:
     torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     place = torch.device(device.name(), int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(f"cpu:gloo,{device.name()}:simccl")
+    hurt(AT, "start")
     job = KINDS[KIND](place)
+    staging.TAKE_S = 5.0
     config = holdfast.Config(linger_s=2.0)
     checkpointer = holdfast.Checkpointer(
         DIRECTORY, model=job.model, optimizer=job.optimizer, config=config, **job.objects
     )
+    hurt(AT, "restore")
     start = checkpointer.restore()
     print(f"rank {RANK} starts at {start}", flush=True)
     device.set_kernel_time(0.001)
@@ -272,7 +319,11 @@ def main() -> None:
         hurt(step, "optimizer")
         checkpointer.step(step)
         hurt(step, "save")
+        if step == AT and WHERE.endswith("evaluation"):
+            evaluate(job, step)
+    hurt(AT, "end")
     os.write(1, f"rank {RANK} ends with {digest(job)}\n".encode())  # in one piece
+    hurt(AT, "close")
     checkpointer.close()
     dist.destroy_process_group()
 

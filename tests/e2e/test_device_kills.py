@@ -6,6 +6,7 @@ is aborted a moment later, and runs on with gradients that nobody reduced.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -14,23 +15,43 @@ from pathlib import Path
 
 import pytest
 
+LAUNCHER = str(Path(__file__).resolve().parent / "device_launcher.py")
 JOB = str(Path(__file__).resolve().parent / "device_job.py")
-KINDS = ("ddp", "fsdp", "hsdp", "uneven", "offloaded", "tensor", "scaled", "capturable", "reused", "pipeline")
+KINDS = (
+    "ddp",
+    "fsdp",
+    "hsdp",
+    "uneven",
+    "offloaded",
+    "tensor",
+    "scaled",
+    "capturable",
+    "reused",
+    "pipeline",
+    "eager",
+    "compiled",
+)
 RANKS = dict.fromkeys(KINDS, 2) | {"hsdp": 4}
 PARTS = ("forward", "backward", "collective", "optimizer", "save")
+AROUND = ("start", "restore", "evaluation", "end", "close")  # beside those
 
 pytestmark = [pytest.mark.device, pytest.mark.timeout(300)]
 
 
-def run(directory: Path, kind: str, *words: str, watchdog: str = "careful") -> tuple[dict[str, str], str]:
+def run(
+    directory: Path, kind: str, *words: str, watchdog: str = "careful", ranks: int = 0, **environ: str
+) -> tuple[dict[str, str], str]:
     """How each rank ended, and what was said."""
-    launcher = [sys.executable, "-m", "holdfast.train.elastic", f"--nproc-per-node={RANKS[kind]}", "--max-restarts=3"]
-    launcher += [f"--watchdog={watchdog}"]
+    ranks = ranks or RANKS[kind]
+    program = [LAUNCHER] if watchdog == "short" else ["-m", "holdfast.train.elastic"]
+    launcher = [sys.executable, *program, f"--nproc-per-node={ranks}", "--max-restarts=3", f"--watchdog={watchdog}"]
     command = [*launcher, JOB, str(directory / "checkpoints"), kind, *words]
-    answer = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280)
+    answer = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280, env=os.environ | environ
+    )
     ends = dict(re.findall(r"rank (\d+) ends with (\S+)", answer.stdout))
     assert answer.returncode == 0, answer.stdout[-4000:]
-    assert len(ends) == RANKS[kind], answer.stdout[-4000:]
+    assert len(ends) == ranks, answer.stdout[-4000:]
     return ends, answer.stdout
 
 
@@ -48,6 +69,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> object:
 def matrix() -> list[object]:
     cases = [(kind, f"kill-{part}") for kind in RANKS for part in PARTS]
     cases += [("ddp", f"{how}-{part}") for how in ("fault", "raise") for part in PARTS]
+    cases += [("ddp", f"{how}-{part}") for how in ("kill", "fault") for part in AROUND[2:]]
     return [
         pytest.param(kind, where, marks=[pytest.mark.slow] * ((kind, where) != ("ddp", "kill-save")))
         for kind, where in cases
@@ -71,6 +93,57 @@ def test_a_device_that_hangs_while_its_rank_waits_in_item_is_found_in_quick_mode
     assert "is stuck: it neither computes nor wakes nor reads" in said, said[-4000:]
     assert "in phase step" in said
     assert ends == undisturbed("ddp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [*PARTS[1:], *AROUND])
+def test_a_device_that_hangs_in_any_part_is_replaced_in_quick_mode(
+    part: str, tmp_path: Path, runtime_dir: Path, undisturbed
+) -> None:
+    """The limits of a start, a restore, a save and an evaluation are a minute here (device_launcher.py)."""
+    if part == "restore":  # there is something to restore
+        run(tmp_path, "ddp", "nowhere", DEVICE_JOB_STEPS="8")
+    ends, said = run(tmp_path, "ddp", f"hang-{part}", watchdog="short")
+    assert ends == undisturbed("ddp"), said[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["pinned", "none"])
+@pytest.mark.parametrize("where", ["kill-save", "kill-backward", "hang-forward"])
+def test_a_device_that_registers_no_memory_goes_the_same_way(
+    memory: str, where: str, tmp_path: Path, runtime_dir: Path, undisturbed
+) -> None:
+    ends, _ = run(tmp_path, "ddp", where, watchdog="quick", SIMULATED_DEVICE_HOST_MEMORY=memory)
+    assert ends == undisturbed("ddp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "where"), [("ddp", "kill-backward"), ("fsdp", "kill-save"), ("scaled", "fault-collective")]
+)
+def test_a_device_named_as_a_vendors_goes_the_same_way(
+    kind: str, where: str, tmp_path: Path, runtime_dir: Path, undisturbed
+) -> None:
+    """Our calls, not the vendor's: presets, generators, streams and groups by the names that `torch.npu` has for them."""
+    ends, _ = run(tmp_path, kind, where, SIMULATED_DEVICE_NAME="npu")
+    assert ends == undisturbed(kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kinds", "ranks"), [(("resharded", "resharded-hsdp"), (2, 4)), (("resharded-hsdp", "resharded"), (4, 2))]
+)
+def test_another_number_of_ranks_goes_on_with_the_same_numbers(
+    kinds: tuple[str, str], ranks: tuple[int, int], tmp_path: Path, runtime_dir: Path
+) -> None:
+    """Killed before and after the change; the whole tensors at the end are those of one job that nobody hurt."""
+    expected, _ = run(tmp_path / "undisturbed", kinds[0], "nowhere", ranks=ranks[0])
+    assert len(set(expected.values())) == 1
+    run(tmp_path, kinds[0], "kill-backward", ranks=ranks[0], DEVICE_JOB_STEPS="14")
+    (tmp_path / "checkpoints.hurt").unlink()
+    ends, said = run(tmp_path, kinds[1], "kill-save", ranks=ranks[1], DEVICE_JOB_AT="18")
+    assert said.count("incarnation 2") >= 1 or "incarnation 4" in said, said[-4000:]
+    assert set(ends.values()) == set(expected.values()), said[-4000:]
 
 
 @pytest.mark.slow

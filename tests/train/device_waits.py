@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 
 import holdfast
 from holdfast.base.errors import HoldfastError
+from holdfast.node import start
 from holdfast.testing import device as simulated
 from holdfast.train import alive, notes
 
@@ -33,7 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "verified": {"verify_capture": True},
     "in-the-call": {"overlap": False},
     "offloaded": {},
-    "storage-alone": {"no_keeper": True},
+    "storage-alone": {},
 }
 
 
@@ -162,6 +164,8 @@ def tried(directory: Path, kind: str, moment: str, call: str, hurt: Callable[[],
 
 def main(kind: str, how: str, *calls: str) -> None:
     simulated.load()
+    if kind == "storage-alone":
+        start.sys = SimpleNamespace(executable="/bin/false")  # type: ignore[assignment]
     notes.attach(notes.make_page())  # as a launcher gives one
     directory = Path(os.environ["CASE_DIRECTORY"])
 

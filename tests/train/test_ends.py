@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import forked
+from holdfast.train.exit_guard import ExitGuard
 from holdfast.train.plain import PlainAgent
 from launch_kit import wait_for
 
@@ -323,6 +325,16 @@ def test_a_launcher_that_waits_without_an_end_is_ended_by_its_guard(grace: str, 
 def _pending(pid: int) -> bool:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return any(int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd")))
+
+
+def test_a_launcher_outside_of_the_main_thread_has_a_guard_that_hears_nothing() -> None:
+    """Python sets no signal's handler there; torchrun's own launcher works, with a warning."""
+    agent, before = object.__new__(PlainAgent), signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(before)
+    with ThreadPoolExecutor(1) as pool:
+        guard = pool.submit(ExitGuard, agent, [signal.SIGTERM], grace_s=1.0, also_ends=list).result(30)
+        assert signal.set_wakeup_fd(before) == before, "what the process had is left alone"
+        pool.submit(guard.close).result(30)
 
 
 # Ends itself as the default action of a signal would, at the second one.

@@ -106,7 +106,7 @@ def test_cases_that_leave_the_device_as_it_was(tmp_path: Path, runtime_dir: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [",".join(TOGETHER), "a_restore_queues_its_chunks_and_is_proven"])
+@pytest.mark.parametrize("name", [",".join(TOGETHER), *ALONE])
 def test_a_device_named_as_a_vendors_goes_the_same_way(name: str, tmp_path: Path, runtime_dir: Path) -> None:
     """Our calls, not the vendor's: torch lets nobody take the name of a device that it knows itself, as xpu."""
     code, log = tried(tmp_path, name, SIMULATED_DEVICE_NAME="npu")

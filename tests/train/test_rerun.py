@@ -22,7 +22,7 @@ MAY_GROW_BYTES = 12 << 20
 def runs(tmp_path: Path, count: int) -> tuple[list[dict[str, Any]], list[str]]:
     losses = tmp_path / "losses"
     command = [sys.executable, AGENT, str(count), str(losses)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=1100, check=False)
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=2900, check=False)
     assert answer.returncode == 0, answer.stderr[-3000:]
     return [json.loads(line) for line in answer.stdout.splitlines()], losses.read_text().splitlines()
 
@@ -37,7 +37,7 @@ def stays_flat(tmp_path: Path, count: int) -> None:
     assert steady[-1]["rss"] - rows[WARM_UP - 1]["rss"] < MAY_GROW_BYTES, [row["rss"] >> 20 for row in rows]
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize("count", [10, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
 def test_many_runs_in_one_process_leave_nothing_behind(tmp_path: Path, count: int) -> None:
     stays_flat(tmp_path, count)
 

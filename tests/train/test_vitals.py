@@ -110,6 +110,18 @@ def test_a_call_that_is_no_lock_is_told_and_a_lock_is_not() -> None:
         assert not seen.waits_in
 
 
+def test_a_lock_held_by_a_thread_that_waits_outside_is_told_and_a_server_of_ours_is_not() -> None:
+    waits = "import threading; threading.Thread(target=lambda: pair[0].recv(1)).start(); lock = threading.Lock(); lock.acquire(); lock.acquire()"
+    tcp = "import socket; server = socket.create_server(('127.0.0.1', 0)); pair = [socket.create_connection(server.getsockname())]; "
+    with worker(tcp + waits) as pid:
+        becomes(pid, lambda seen: "of its own thread" in seen.call, Examiner())
+    with worker("import socket; pair = socket.socketpair(); " + waits) as pid:
+        becomes(pid, lambda seen: seen.state == "S" and seen.wakes > 0 and not seen.call, Examiner())
+        threads = {int(entry) for entry in os.listdir(f"/proc/{pid}/task")}
+        assert len(threads) == 2
+        assert not vitals(pid).call  # type: ignore[union-attr]
+
+
 def test_a_sleep_and_a_question_at_a_terminal_are_known_by_their_system_call() -> None:
     with worker("import time; time.sleep(100)") as pid:
         becomes(pid, lambda seen: seen.waits_in == SLEEP)

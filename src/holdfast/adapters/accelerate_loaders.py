@@ -8,6 +8,8 @@ takes those of the version when the first row is drawn. Called by `adapters.hugg
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,6 +17,8 @@ import torch
 import torch.utils.data
 
 from holdfast.train.randomness import ProcessRandomness
+
+logger = logging.getLogger(__name__)
 
 
 class Loaders:
@@ -57,6 +61,11 @@ class _Beginning:
         if self._sampler is not None:
             self._sampler.__class__ = _telling(type(self._sampler))
             self._sampler.holdfast_begins = self.rows
+            if _has_begun(loader) and isinstance(self._sampler, torch.utils.data.RandomSampler):
+                logger.warning(
+                    "accelerator.prepare drew the order of the first epoch for the workers of a stateful loader: a run that goes on "
+                    "within that epoch reads other rows; without workers, or with skip_first_batches instead, it reads the same"
+                )
 
     def state(self) -> dict[str, Any]:
         """The place; within an epoch also how that began."""
@@ -77,31 +86,44 @@ class _Beginning:
         """The next epoch is the one that was broken off, or the one behind it."""
         if hasattr(self._loader, "iteration"):
             self._loader.iteration = state["iteration"]
+        if "position" in state and (state["within"] or state["iteration"]):
+            self._place(state["position"], within=state["within"])
         generator = self._generator()
         if generator is not None and state["generator"] is not None:
             generator.set_state(state["generator"])
-        # A loader at its end would make two iterators for the next epoch, and each draws a number.
-        unlisted = isinstance(self._loader.dataset, torch.utils.data.IterableDataset)
-        if "position" in state and (state["within"] or unlisted):
-            self._loader.load_state_dict(state["position"])
-        self._resumed = {**state["begun"], "now": random} if state["begun"] else None
+        self._resumed = {**state["begun"], "now": random} if state["within"] else None
+
+    def _place(self, position: dict[str, Any], *, within: bool) -> None:
+        """Puts a stateful loader there; between two epochs the next one makes an iterator of its own, and that draws.
+
+        The iterator that such a loader was made with is for its first epoch alone. Data that nobody lists may keep a place
+        beyond an epoch, and takes it from an iterator at its end; the numbers that this one draws are put back.
+        """
+        if within:
+            self._loader.load_state_dict(position)
+            return
+        if isinstance(self._loader.dataset, torch.utils.data.IterableDataset):
+            random = ProcessRandomness().state_dict()
+            self._loader.load_state_dict(position)
+            self._loader.base_dataloader.state_dict()
+            ProcessRandomness().load_state_dict(random)
+        self._loader.load_state_dict({})
 
     def rows(self, make: Callable[[], Iterable[Any]]) -> Iterator[Any]:
         """What the sampler draws, in an epoch that begins now or went on elsewhere."""
         resumed, self._resumed = self._resumed, None
         generator = self._generator()
-        if resumed is not None:
+        if resumed is not None and "random" in resumed:
             ProcessRandomness().load_state_dict(resumed["random"])
             if generator is not None and resumed["generator"] is not None:
                 generator.set_state(resumed["generator"])
         self._then = {"random": ProcessRandomness().state_dict(), "generator": _state_of(generator)}
         rows = iter(make())
-        first = next(rows, None)
+        first = list(itertools.islice(rows, 1))  # data that nobody lists have None for every row
         if resumed is not None:
             ProcessRandomness().load_state_dict(resumed["now"])
-        if first is not None:
-            yield first
-            yield from rows
+        yield from first
+        yield from rows
         reading = self._reading()
         if reading is not None and reading is not self._loader:  # one that skips, which counts for itself alone
             self._loader.iteration = reading.iteration + 1
@@ -116,6 +138,12 @@ class _Beginning:
     def _generator(self) -> torch.Generator | None:
         found = getattr(self._sampler, "generator", None)
         return found if isinstance(found, torch.Generator) else None
+
+
+def _has_begun(loader: Any) -> bool:
+    """Whether workers read the first epoch already: a stateful loader has an iterator from the beginning."""
+    iterator = getattr(getattr(loader, "base_dataloader", None), "_iterator", None)
+    return iterator is not None and getattr(loader, "num_workers", 0) > 0
 
 
 def _telling(kind: type[Any]) -> type[Any]:

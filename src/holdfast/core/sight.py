@@ -77,8 +77,9 @@ class Sight:
         device: it has an accelerator open, for which it may wait in ways that nothing here shows.
         stands: where its last stack dump shows it: a phase, or None if there is no dump of this silence.
         waits_in: what its stack or its system call shows it waiting for of its own will; empty if nothing is known.
-        call: the system call that its main thread waits in; empty if that is a wait for a lock or a driver, in which hangs
-            stand too, or if its stack shows a phase that accounts for it.
+        call: the system call that its main thread waits in, or, if that is at a lock, one in which another of its threads waits
+            for somebody outside. Empty for a lock or a driver alone, in which hangs stand too, or if its stack shows a
+            phase that accounts for it.
         places: the innermost frames of each stack dump of this silence.
     """
 

@@ -3,8 +3,9 @@
 Whoever writes a bundle must write the same bytes, for writers race and take over from each other. So nothing is random:
 the key of a file is derived (HKDF-SHA256) from the job's key and from everything that names the file's content (job,
 version, bundle, length, digest), and the nonce is the number of the chunk. The same key and nonce never meet two plain
-texts: other content has another digest, and so another key. The same names and the chunk's place are authenticated with
-every chunk, so a chunk that was moved, left out or taken from another file or version does not open.
+texts: other content has another digest, and so another key, unless somebody makes two contents with one digest
+(docs/security.md). The same names and the chunk's place are authenticated with every chunk, so a chunk that was moved,
+left out or taken from another file or version does not open.
 
 The root of a manifest is authenticated (HMAC-SHA256 under another key that is derived), and with it all that it lists: a
 version that somebody without the key made is refused.

@@ -124,7 +124,7 @@ class Device:
     # Memory of the host.
 
     def register(self, device: torch.device, address: int, num_bytes: int) -> bool:
-        """Makes host memory known to the driver, so that copies into it do not block; False: they do, and nothing is wrong."""
+        """Makes host memory known to the driver, so that copies into it can be queued; False: they cannot, and nothing is wrong."""
         offered = getattr(self._module(), "register", None)
         if offered is None:
             return False

@@ -72,6 +72,8 @@ class Staging:
                 targets[index].copy_(sources[index])
             for device, members in by_device.items():
                 stream = self._stream(device)
+                if not self._is_pinned:  # a copy that blocks has no limit: not before the device has come to it
+                    _await((device_of(device.type).record(stream),))
                 with stream:
                     for index in members:
                         targets[index].copy_(sources[index], non_blocking=self._is_pinned)

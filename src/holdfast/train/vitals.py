@@ -36,14 +36,20 @@ class _Calls:
         sleeps: nanosleep, clock_nanosleep.
         read: alone.
         mute: waits that tell nothing, for locks and drivers: futex, futex_waitv, futex_wait, ioctl.
+        outward: those in which a thread waits for somebody outside: read, recvfrom, recvmsg, accept, accept4, connect, wait4,
+            waitid, flock, fsync, openat. Threads that serve stand in `poll` and its kind for as long as they live.
     """
 
     sleeps: tuple[int, ...] = ()
     read: int = -1
     mute: tuple[int, ...] = ()
+    outward: tuple[int, ...] = ()
 
 
-_CALLS = {"x86_64": _Calls((35, 230), 0, (202, 449, 455, 16)), "aarch64": _Calls((101, 115), 63, (98, 449, 455, 29))}
+_CALLS = {
+    "x86_64": _Calls((35, 230), 0, (202, 449, 455, 16), (0, 45, 47, 43, 288, 42, 61, 247, 73, 74, 257)),
+    "aarch64": _Calls((101, 115), 63, (98, 449, 455, 29), (63, 207, 212, 202, 242, 203, 260, 95, 32, 82, 56)),
+}
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/davinci", "/dev/accel", "/dev/vfio/")
 
 
@@ -79,6 +85,7 @@ class _Rare:
     sockets_at_s: float = -math.inf
     socket_bytes: int | None = None
     device: bool = False
+    thread_call: str = ""
 
 
 class Examiner:
@@ -91,8 +98,14 @@ class Examiner:
         self._cost_s = 0.0  # of what was dear, summed over the workers, and less with every second
         self._cost_at_s = 0.0
 
-    def look(self, pid: int, now_s: float) -> Vitals | None:
-        """The worker's vitals; None if it is gone. Bytes of sockets only where the kernel lets us ask (as for our children)."""
+    def look(self, pid: int, now_s: float, *, ours: int = 0) -> Vitals | None:
+        """The worker's vitals; None if it is gone. Bytes of sockets only where the kernel lets us ask (as for our children).
+
+        Args:
+            pid: of the worker.
+            now_s: monotonic.
+            ours: a thread of holdfast in it, which waits for its launcher.
+        """
         try:
             state, user, system, _, pages = _stat(pid)
             run_ns, wait_ns, _ = _read(f"/proc/{pid}/task/{pid}/schedstat").split()
@@ -104,8 +117,10 @@ class Examiner:
             self._rare.pop(pid, None)
             return None
         rare = self._rare.setdefault(pid, _Rare())
-        self._look_closer(pid, rare, now_s)
+        self._look_closer(pid, rare, now_s, ours)
         call, waits_in = _waits_in(pid) if state == "S" else ("", "")
+        if state == "S" and not call:  # at a lock, for which a thread of its own may be the one that waits
+            call = rare.thread_call
         return Vitals(
             state="F" if rare.frozen and state in "SD" else state,
             busy_s=int(run_ns) / 1e9,
@@ -126,7 +141,7 @@ class Examiner:
         """The worker is not watched any more."""
         self._rare.pop(pid, None)
 
-    def _look_closer(self, pid: int, rare: _Rare, now_s: float) -> None:
+    def _look_closer(self, pid: int, rare: _Rare, now_s: float, ours: int) -> None:
         """Sees the rare things again, if it is time and the launcher has the time."""
         if now_s - rare.at_s < FAMILY_EVERY_S:
             return
@@ -143,6 +158,7 @@ class Examiner:
             rare.sockets_at_s = now_s
             rare.socket_bytes = _socket_bytes((pid, *rare.members))
             rare.device = _has_device(pid)
+            rare.thread_call = _thread_call(pid, ours)
         self._cost_s += time.perf_counter() - began
 
 
@@ -293,6 +309,36 @@ def _waits_in(pid: int) -> tuple[str, str]:
     if number == calls.read and _is_terminal(pid, int(told[1], 16)):
         waits_in = PERSON
     return f"a system call (no. {number} of {os.uname().machine})", waits_in
+
+
+def _thread_call(pid: int, ours: int) -> str:
+    """Return the call in which one of its threads waits for somebody outside; empty if none does. Ours talk by Unix sockets."""
+    calls = _CALLS.get(os.uname().machine, _Calls())
+    try:
+        threads = [int(entry) for entry in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return ""
+    for thread in threads:
+        try:
+            told = _read(f"/proc/{pid}/task/{thread}/syscall").split()
+        except OSError:
+            continue  # it ended, or the kernel does not tell
+        if thread in (pid, ours) or told[0] == "running" or int(told[0]) not in calls.outward:
+            continue
+        if not _is_unix_socket(pid, int(told[1], 16)):
+            return f"a system call of its own thread {thread} (no. {told[0]} of {os.uname().machine})"
+    return ""
+
+
+def _is_unix_socket(pid: int, fd: int) -> bool:
+    try:
+        link = os.readlink(f"/proc/{pid}/fd/{fd}")
+        if not link.startswith("socket:["):
+            return False
+        with open(f"/proc/{pid}/net/unix", encoding="ascii", errors="replace") as rows:
+            return any(link[len("socket:[") : -1] in row.split() for row in rows)
+    except OSError:
+        return False
 
 
 def _is_terminal(pid: int, fd: int) -> bool:

@@ -24,7 +24,7 @@ from holdfast.base import private
 from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError
 from holdfast.core.faults import Exit, Kind, Verdict, Watch, cause
-from holdfast.core.sight import Beat, Phase, Sight
+from holdfast.core.sight import Phase, Sight
 from holdfast.core.watch_mode import CAREFUL, MODES, Mode
 from holdfast.train import outside, page
 from holdfast.train.journal import Journal
@@ -199,13 +199,13 @@ class Watchdog:
         if worker.asked:
             self._collect(rank, worker)
         if worker.sight is None or now - worker.looked_s >= CLOSER_EVERY_S:
-            worker.sight, worker.looked_s = self._look_closer(rank, worker, reading.beat, now), now
+            worker.sight, worker.looked_s = self._look_closer(rank, worker, reading, now), now
         waits_in = worker.stack.waits_in or worker.sight.waits_in
         call = "" if worker.stack.explained else worker.sight.call
         return replace(worker.sight, stands=worker.stack.stands, waits_in=waits_in, call=call, places=worker.places)
 
-    def _look_closer(self, rank: int, worker: _Worker, beat: Beat, now: float) -> Sight:
-        seen = self._examiner.look(worker.pid, now)
+    def _look_closer(self, rank: int, worker: _Worker, reading: page.Reading, now: float) -> Sight:
+        beat, seen = reading.beat, self._examiner.look(worker.pid, now, ours=reading.dump_thread)
         if seen is None:
             return Sight(rank, beat, state="Z")
         return Sight(
