@@ -46,7 +46,7 @@ GOALS = {"resumable": "<= 0.15", "rerun": "<= 0.4", "cold": "<= 0.5", "forked": 
 WAIT_S = 120.0
 # A job is hit when it has trained for so long: versions exist, spares are there.
 CALM_S = 4.0
-# A launcher that waits for its turn has imported by then what it can.
+# A launcher that waits for its turn is there by then.
 SETTLED_S = 15.0
 # The watchdog's mode per job. A stopped rank is found alike in both; a hang after minutes in careful mode (docs/watchdog.md).
 WATCHDOG = {"resumable": "quick", "rerun": "careful", "cold": "careful", "forked": "careful"}

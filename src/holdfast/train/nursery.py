@@ -285,6 +285,7 @@ class _Keeper:
         self._work = work
         self._pidfds: dict[int, int] = {}  # pidfd -> pid
         self._to_warm = list(WARM)
+        self._asked = False
         self._before: dict[int, Any] = {}  # how signals were handled in the launcher when it forked
 
     def greet(self) -> None:
@@ -296,9 +297,7 @@ class _Keeper:
         for number in ENDING:
             self._before[number] = signal.signal(number, signal.SIG_IGN)  # the launcher decides; its end is ours
         while True:
-            waiting = (
-                IDLE_S if self._to_warm else None
-            )  # also before the first request: a launcher may wait for its turn
+            waiting = IDLE_S if self._asked and self._to_warm else None
             link = self._link.fileno()
             ready = readable([link, *self._pidfds], waiting)
             for pidfd in ready:
@@ -328,6 +327,7 @@ class _Keeper:
         data, descriptors, _, _ = socket.recv_fds(self._link, _MAX_MESSAGE, 16)
         if not data:
             self._end()
+        self._asked = True
         return list(descriptors)
 
     def _born(self, pid: int, control: int, page: int) -> None:
