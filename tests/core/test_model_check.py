@@ -18,13 +18,13 @@ from holdfast.core.ledger import NodeLedger
 from holdfast.core.lineage import Lineage
 from holdfast.core.model import Decision, Version
 from holdfast.core.slots import Knowledge, SlotView
-from holdfast.testing import model_copies
+from holdfast.testing import model_copies, model_world
 from holdfast.testing.model_check import Result, check
 from holdfast.testing.model_state import Bounds
 
 Patch = pytest.MonkeyPatch
 
-PAIR, NEIGHBOURS, THREE = (0, 1), (0, 0, 1), (0, 1, 2)
+ALONE, PAIR, NEIGHBOURS, THREE = (0, 0), (0, 1), (0, 0, 1), (0, 1, 2)
 
 SOUND = {
     "two ranks, every message late": Bounds(PAIR, max_step=4, late_home=True),
@@ -35,6 +35,9 @@ SOUND = {
     "a keeper dies": Bounds(PAIR, keeper_deaths=1),
     "a keeper dies, storage is slow": Bounds(PAIR, max_step=2, keeper_deaths=1, durable_every=1),
     "a keeper dies and then a trainer": Bounds(PAIR, max_step=2, keeper_deaths=1, trainer_deaths=1),
+    "the keeper of one node dies between two deaths of trainers": Bounds(
+        ALONE, max_step=1, keeper_deaths=1, trainer_deaths=2
+    ),
     "saves overlap the sealing": Bounds(PAIR, overlap=True, skips=1),
     "three ranks": Bounds(THREE, max_step=3),
     "three ranks, one dies": Bounds(THREE, max_step=2, trainer_deaths=1),
@@ -163,6 +166,11 @@ def adopted_slots_stay_untold(patch: Patch) -> None:
     patch.setattr(NodeLedger, "adopt", lambda *_, **__: ())
 
 
+def ranks_do_not_tell_what_they_resumed_from(patch: Patch) -> None:
+    """A keeper's slots are of the incarnation before, and nobody tells it which bundles make up their version."""
+    patch.setattr(model_world, "told_by_ranks", lambda _: frozenset())
+
+
 def copies_go_without_a_word(patch: Patch) -> None:
     """What patience was before: whoever has waited long enough overwrites, and others still call it replicated."""
     original = NodeLedger.give_up_copies
@@ -212,6 +220,7 @@ PLANTED: list[tuple[Callable[[Patch], None], Bounds, str]] = [
     (one_rank_is_enough, Bounds(PAIR), "S13"),
     (giving_up_means_going_past, Bounds(PAIR, overlap=True), "S6"),
     (adopted_slots_stay_untold, Bounds(PAIR, keeper_deaths=1), "V1"),
+    (ranks_do_not_tell_what_they_resumed_from, Bounds(ALONE, max_step=1, keeper_deaths=1, trainer_deaths=2), "S1"),
     (copies_go_without_a_word, Bounds(PAIR, replicas=True, impatience=1), "S13"),
     (replicas_that_count_go, Bounds(PAIR, num_slots=3, max_step=4, replicas=True), "S13"),
     (dropped_copies_still_count, Bounds(PAIR, replicas=True, impatience=1), "S13"),

@@ -424,6 +424,28 @@ def test_what_was_captured_is_found_although_the_keeper_dies_in_a_restore(
     assert checkpointer.save(2).wait("captured", 10)
 
 
+def test_what_was_resumed_from_is_found_although_the_keeper_dies_before_the_next_save(make: Make) -> None:
+    """Its slots are of an incarnation before, and only the ranks know which bundles the version consists of."""
+    trainee = Trainee()
+    checkpointer: Any = make(trainee)
+    checkpointer.restore()
+    for step in range(2):
+        trainee.train()
+        checkpointer.save(step, "captured" if step else "durable").wait(timeout_s=10)
+    expected = trainee.fingerprint()
+    for _ in range(2):  # the second time the next keeper has them from the keeper between
+        trainee.train()
+        assert checkpointer.restore() == 2
+        assert trainee.fingerprint() == expected
+        kill_keeper(checkpointer)
+        eventually(lambda: checkpointer._run.link.client is None)
+    trainee.train()
+    assert checkpointer.restore() == 2, "the newest version was in memory all the time"
+    assert trainee.fingerprint() == expected
+    trainee.train()
+    assert checkpointer.save(2).wait("captured", 10)
+
+
 def test_a_killed_keeper_costs_the_memory_level_for_a_moment_and_nothing_else(make: Make, tmp_path: Path) -> None:
     trainee = Trainee()
     checkpointer = make(trainee, overlap=False)

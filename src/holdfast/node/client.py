@@ -195,9 +195,12 @@ class KeeperClient:
         """
         self._ask(messages.Assemble(assembly=assembly), messages.Ok)
 
-    def resume(self, incarnation: int, version: Version | None) -> None:
-        """All ranks loaded `version` (None: a fresh start) and that is recorded; from here on `begin` is allowed."""
-        self._ask(messages.Resume(incarnation=incarnation, version=version), messages.Ok)
+    def resume(self, incarnation: int, version: Version | None, table: Sequence[BundleRef] = ()) -> None:
+        """All ranks loaded `version` (None: a fresh start) and that is recorded; from here on `begin` is allowed.
+
+        `table`: every bundle of the job at `version`, where it is known.
+        """
+        self._ask(messages.Resume(incarnation=incarnation, version=version, table=tuple(table)), messages.Ok)
 
     def register(self, layout: RankLayout, shared: Sequence[str] = (), *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """The rank's bundles, and the names of what it shares with ranks of its node; at every change of structure."""

@@ -135,10 +135,15 @@ class Assemble(Message, tag="assemble", frozen=True, kw_only=True):
 
 
 class Resume(Message, tag="resume", frozen=True, kw_only=True):
-    """All ranks loaded `version` (None: a fresh start) and recorded it."""
+    """All ranks loaded `version` (None: a fresh start) and recorded it.
+
+    Attributes:
+        table: every bundle of the job at `version`, where it is known. A keeper that came later has heard it of nobody.
+    """
 
     incarnation: int
     version: Version | None
+    table: tuple[BundleRef, ...] = ()
 
 
 class Prepare(Message, tag="prepare", frozen=True, kw_only=True):

@@ -140,7 +140,7 @@ class Operations:
         return self._parts.preloader.begin(request)
 
     def _resume(self, _: Connection, request: messages.Resume) -> Ok:
-        self._parts.state.resume(request.incarnation, request.version)
+        self._parts.state.resume(request.incarnation, request.version, request.table)
         if request.version is not None:
             self._parts.replicator.refill(request.version)
         return Ok(id=request.id)

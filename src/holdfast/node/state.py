@@ -212,8 +212,8 @@ class NodeState:
             self.idle.clear()
             self._past, self._patience = _Past(), Patience()
 
-    def resume(self, incarnation: int, version: Version | None) -> None:
-        """All ranks loaded `version`; saving may begin."""
+    def resume(self, incarnation: int, version: Version | None, table: tuple[BundleRef, ...] = ()) -> None:
+        """All ranks loaded `version`; saving may begin. Of its `table` a keeper that came later has heard from nobody else."""
         with self.lock:
             ledger = self.need_ledger()
             if incarnation != ledger.incarnation:
@@ -223,6 +223,8 @@ class NodeState:
             if not self._is_resumed:
                 self._resumed, self._is_resumed = version, True
                 ledger.resume(version)
+                if version is not None and table:
+                    self._past.tables.setdefault(version, table)
                 self._feed()
                 self.arena.collect(self.is_free)
                 self.outlets.changed()

@@ -19,7 +19,7 @@ from holdfast.core.model import Level, Version
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One broken promise. `invariant` is its number in the protocol (S1 .. S23, V1 .. V5)."""
+    """One broken promise. `invariant` is its number in the protocol (S1 .. S24, V1 .. V5)."""
 
     invariant: str
     what: str

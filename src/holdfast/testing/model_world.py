@@ -26,6 +26,11 @@ from holdfast.testing.model_state import Bounds, Broken, Cells, Left, World
 Move = tuple[str, Callable[[], World]]
 
 
+def told_by_ranks(origin: Version | None) -> frozenset[Version]:
+    """Versions whose bundles the ranks tell a new keeper: what they resumed from. It may be the newest that there is."""
+    return frozenset() if origin is None else frozenset((origin,))
+
+
 class Job:
     """The rules by which a world moves."""
 
@@ -267,7 +272,7 @@ class Job:
             ledgers=_put(world.ledgers, node, self._new_ledger(world, node)),
             inboxes=_put(world.inboxes, node, ()),
             joined=_put(world.joined, node, False),
-            tables=_put(world.tables, node, frozenset()),
+            tables=_put(world.tables, node, told_by_ranks(world.resumed[-1][1])),
             copies=_put(world.copies, node, ()),
             orders=_put(world.orders, node, ()),
             untold=_put(world.untold, node, ()),

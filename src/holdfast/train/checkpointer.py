@@ -42,7 +42,7 @@ from holdfast.train.direct import DirectSaver
 from holdfast.train.durables import Durables, OnDurable
 from holdfast.train.further_places import FurtherPlaces
 from holdfast.train.handle import SaveHandle, as_level, as_version, never
-from holdfast.train.link import Link
+from holdfast.train.link import Link, Origin
 from holdfast.train.lower import Lower
 from holdfast.train.objects import Keys
 from holdfast.train.pipeline import Bubbles
@@ -197,7 +197,7 @@ class Checkpointer:
         state = run.state if run else agree.together(group, lambda: self._gatherer(group))
         link = run.link if run else self._new_link(group)
         job, saver, restorer, report = self._come_back(run, state, link, asked)
-        link.resumed = (job.incarnation, restorer.recorded)
+        link.resumed = Origin(job.incarnation, restorer.recorded, restorer.table)
         settled(saver, SLOTS_S)
         saver.restart(restorer.recorded)
         self.bubbles = self.bubbles or found.bubbles_of(state.modules, self.events)

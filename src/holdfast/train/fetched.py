@@ -82,8 +82,8 @@ class Holder(Protocol):
     def quarantine(self, version: Version, bundle_id: str, *, node: int | None, reason: str) -> None:
         """A copy is bad."""
 
-    def resume(self, incarnation: int, version: Version | None) -> None:
-        """All ranks loaded `version`."""
+    def resume(self, incarnation: int, version: Version | None, table: Sequence[BundleRef] = ()) -> None:
+        """All ranks loaded `version`, which consists of the bundles of `table`."""
 
 
 class Fetcher:

@@ -26,7 +26,7 @@ from holdfast.base.errors import ConfigError, HoldfastError, KeeperLost, LevelNo
 from holdfast.base.events import Events
 from holdfast.core.appointments import Appointment
 from holdfast.core.idle import Idle
-from holdfast.core.model import Level, RankLayout, Version
+from holdfast.core.model import BundleRef, Level, RankLayout, Version
 from holdfast.node.client import Assembly, KeeperClient, Slot
 from holdfast.node.start import ensure_keeper
 from holdfast.tiers import tcp
@@ -45,13 +45,26 @@ RECOLLECT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """What an incarnation resumed from; the arguments of `KeeperClient.resume`.
+
+    Attributes:
+        table: every bundle of the job at `version`, for keepers that come later: nobody else tells them.
+    """
+
+    incarnation: int
+    version: Version | None
+    table: tuple[BundleRef, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class _Told:
     """What a keeper knows of the incarnation that saves."""
 
     assembly: Assembly | None = None
     layout: RankLayout | None = None
     shared: tuple[str, ...] = ()
-    resumed: tuple[int, Version | None] | None = None
+    resumed: Origin | None = None
 
     @property
     def incarnation(self) -> int:
@@ -89,7 +102,7 @@ class Link:
         self.assembly: Assembly | None = None
         self.layout: RankLayout | None = None
         self.shared: tuple[str, ...] = ()  # registered with the layout
-        self.resumed: tuple[int, Version | None] | None = None
+        self.resumed: Origin | None = None
         self._before = _Told()
         self._captured: Version | None = None  # in slots that were given to another keeper, which may not know it yet
         self._page: Callable[[], tuple[int, ...]] = tuple
@@ -357,7 +370,7 @@ class Link:
             client.register(told.layout, told.shared)
         self.hand_over(client)
         if told.resumed is not None:
-            client.resume(*told.resumed)
+            client.resume(told.resumed.incarnation, told.resumed.version, told.resumed.table)
 
     def _rejoin(self) -> None:
         self._detach()

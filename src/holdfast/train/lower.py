@@ -205,7 +205,7 @@ class Lower:
             raise
         self._withdraw(run, saver)
         direct.keeps_link = True
-        direct.restart(self._link.resumed[1] if self._link.resumed is not None else None)
+        direct.restart(self._link.resumed.version if self._link.resumed is not None else None)
         self._memory = saver, schedule
         run.saver, run.last, run.optimizer_steps = direct, None, direct.fence.num_steps
         run.schedule = MeetingSchedule(self._config, self._job.group, could=lambda: self._could(saver))

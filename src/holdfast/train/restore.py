@@ -23,7 +23,7 @@ from holdfast.base.errors import CorruptError, HoldfastError, StorageFull, Versi
 from holdfast.base.events import Events
 from holdfast.base.progress import Meter, progress_text
 from holdfast.core import recovery, reshard
-from holdfast.core.model import Extent, Version
+from holdfast.core.model import BundleRef, Extent, Version
 from holdfast.core.recovery import Choice, Fetch
 from holdfast.node.client import Located
 from holdfast.tiers import format as image_format
@@ -137,6 +137,7 @@ class Restorer:
 
     Attributes:
         recorded: the saved version that this incarnation descends from.
+        table: every bundle of the job at that version; empty if that is not known.
         decisions: which version it is.
     """
 
@@ -158,6 +159,7 @@ class Restorer:
         self._fetcher = Fetcher(client, timeout_s=timeout_s)
         self.decisions = Decisions(job, client, storage, timeout_s=timeout_s)
         self.recorded: Version | None = None
+        self.table: tuple[BundleRef, ...] = ()
 
     def run(self, *, live: bool) -> RestoreReport:
         """Loads the newest usable version, or that which was asked for, or nothing if there is nothing or none is wanted.
@@ -225,6 +227,7 @@ class Restorer:
         if saved is None and found.exists:
             return None  # an error, which the usual way tells
         self.recorded = saved.version if saved is not None else None
+        self.table = found.choice.bundles if found.choice is not None else ()
         filled = fill.run(offers, self.recorded)
         if filled is None:
             return None
@@ -237,6 +240,7 @@ class Restorer:
                 return self._nothing(found, wanted)
             report = self._attempt(found, found.choice)
             if report is not None:
+                self.table = found.choice.bundles
                 return report
 
     def _attempt(self, found: Verdict, choice: Choice) -> RestoreReport | None:
@@ -359,7 +363,7 @@ class Restorer:
         """Everybody has loaded it: it is recorded, then saving may begin."""
         group, incarnation = self._job.group, self._job.incarnation
         agree.together(group, lambda: self._record(incarnation, version) if group.rank == 0 else None)
-        agree.together(group, lambda: self._client.resume(incarnation, version))
+        agree.together(group, lambda: self._client.resume(incarnation, version, self.table))
 
     def _record(self, incarnation: int, version: Version | None) -> None:
         try:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from holdfast.base.errors import CorruptError, VersionNotFound
-from holdfast.core.model import Version
+from holdfast.core.model import BundleRef, Version
 from holdfast.core.recovery import Fetch, Source
 from holdfast.node.client import Inventory, Located
 from holdfast.tiers import format as image_format
@@ -60,7 +60,7 @@ class Stored:
     def quarantine(self, version: Version, bundle_id: str, *, node: int | None, reason: str) -> None:
         """There is nobody else to warn."""
 
-    def resume(self, incarnation: int, version: Version | None) -> None:
+    def resume(self, incarnation: int, version: Version | None, table: Sequence[BundleRef] = ()) -> None:
         """No keeper has to know."""
 
     def _file(self, version: Version, fetch: Fetch) -> BundleFile:

@@ -16,14 +16,14 @@ from holdfast.adapters.dcp.items import Contents
 from holdfast.base.config import Config
 from holdfast.base.errors import LevelNotReached, UsageError
 from holdfast.base.events import Events
-from holdfast.core.model import Level, Version
+from holdfast.core.model import BundleRef, Level, Version
 from holdfast.node.places import absolute_root
 from holdfast.tiers.cipher import KeySource
 from holdfast.tiers.storage import open_storage
 from holdfast.train import agree, beats
 from holdfast.train.assembly import Asked, Job, assemble
 from holdfast.train.handle import SaveHandle
-from holdfast.train.link import Link
+from holdfast.train.link import Link, Origin
 from holdfast.train.saver import Saver
 
 _NUMBER = re.compile(r"(\d+)\Z")
@@ -47,6 +47,7 @@ class DcpJob:
         self.group = agree.ranks()
         self.contents = Contents()
         self.loaded: Version | None = None
+        self._table: tuple[BundleRef, ...] = ()
         self.link = Link(root, config, rank=self.group.rank, events=self.events, on_appointment=lambda _: None)
         try:
             asked = Asked(required=config.expect_checkpoint)
@@ -97,8 +98,8 @@ class DcpJob:
     def save(self, version: Version, level: Level) -> SaveHandle:
         """Copies `contents` into a slot, as `version`; returns when all is copied."""
         if not self._resumed:
-            self.link.require().resume(self.job.incarnation, self.loaded)
-            self.link.resumed = (self.job.incarnation, self.loaded)
+            self.link.require().resume(self.job.incarnation, self.loaded, self._table)
+            self.link.resumed = Origin(self.job.incarnation, self.loaded, self._table)
             self._resumed = True
         handle = SaveHandle(
             version,
@@ -113,14 +114,14 @@ class DcpJob:
         beats.at_step(version.step)
         return handle
 
-    def came_from(self, version: Version) -> None:
-        """All ranks loaded `version`: what is saved next comes after it. Collective.
+    def came_from(self, version: Version, table: tuple[BundleRef, ...]) -> None:
+        """All ranks loaded `version` of these bundles: what is saved next comes after it. Collective.
 
         If this incarnation has saved later ones, those are left behind: a new one begins.
         """
         if version == self._newest:
             return
-        self.loaded, self._last_step = version, version.step
+        self.loaded, self._table, self._last_step = version, table, version.step
         if self._resumed:
             self.saver.settle()
             self.job = assemble(self.group, self.root, self.config, storage=self.storage, link=self.link)

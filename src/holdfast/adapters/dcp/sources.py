@@ -195,7 +195,7 @@ class Together:
     def loaded(self) -> Version | None:
         """What was read; the next versions come from it. Collective."""
         assert self._choice is not None
-        self._job.came_from(self._choice.version)
+        self._job.came_from(self._choice.version, self._choice.bundles)
         return self._choice.version
 
 

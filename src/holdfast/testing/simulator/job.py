@@ -373,7 +373,7 @@ class Job:
         if self.recovering or not self.storage.resumed:
             return
         lineage = Lineage({i: v for i, v in self.storage.resumed.items() if i != self.incarnation})
-        ledger = keeper.new_ledger(self.incarnation, lineage, self.storage.resumed[self.incarnation])
+        ledger = keeper.new_ledger(self.incarnation, lineage, self.storage.resumed[self.incarnation], self.table)
         for rank in keeper.ranks:
             ledger.register(self.layouts[rank])
         keeper.adopt({rank: self.layouts[rank].fingerprint for rank in keeper.ranks})
@@ -453,7 +453,7 @@ class Job:
         self.hung = set()
         for keeper in self.keepers:
             keeper.desk, keeper.follows, keeper.life = None, None, keeper.life + 1
-            ledger = keeper.new_ledger(number, lineage, version)
+            ledger = keeper.new_ledger(number, lineage, version, self.table)
             for rank in keeper.ranks:
                 ledger.register(self.layouts[rank])
             keeper.collect(self.clock.now_s)

@@ -87,17 +87,25 @@ class Keeper:
                     held.view = SlotView(held.view.index)
                 held.view = replace(held.view, pins=0)
 
-    def new_ledger(self, incarnation: int, lineage: Lineage, resumed: Version | None) -> NodeLedger:
-        """The next incarnation begins here."""
+    def new_ledger(
+        self, incarnation: int, lineage: Lineage, resumed: Version | None, table: tuple[BundleRef, ...]
+    ) -> NodeLedger:
+        """The next incarnation begins here, and the ranks tell of which bundles the version consists that they resumed from."""
         self.ledger = NodeLedger(node=self.node, topology=self.topology, incarnation=incarnation, lineage=lineage)
         self.ledger.resume(resumed)
         self.resumed, self.patience, self.line = resumed, Patience(), Line(self.node)
+        self.learn(resumed, table)
         for own in self.slots.values():
             for held in own:
                 if held.view.state is SlotState.WRITING:
                     held.view = SlotView(held.view.index)
                 held.view = replace(held.view, pins=0)
         return self.ledger
+
+    def learn(self, version: Version | None, table: tuple[BundleRef, ...]) -> None:
+        """The ranks know the bundles of what they resumed from, whatever the keeper has heard of."""
+        if version is not None:
+            self.tables[version] = table
 
     # --- the guard, as node.state sees it
 

@@ -30,6 +30,7 @@ class Observer:
         spoiled: versions in which a twin's bytes were wrong at the save.
         thin: the newest version that was called replicated and then, by word of the coordinator, no more.
         living: versions that descend from no rolled-back step.
+        origin: what the present incarnation resumed from.
         lost: nodes whose memory was lost since the last recovery; `renewed`: those whose keeper died.
     """
 
@@ -46,6 +47,7 @@ class Observer:
     flipped: bool = False
     complete: Version | None = None
     thin: Version | None = None
+    origin: Version | None = None
 
     def saves(self, version: Version, ref: BundleRef) -> str:
         """The digest of a bundle's state at the save."""
@@ -134,11 +136,12 @@ class Observer:
         """S1: the version that a recovery may not fall below now, and why.
 
         A keeper that died a moment ago may not have learned again of which bundles a version consists, and one that a partition
-        cut off never heard of it: if nobody who lives knows, all that did died, which is a loss of memory.
+        cut off never heard of it: if nobody who lives knows, all that did died, which is a loss of memory. Of what they resumed
+        from the ranks know it, and tell every keeper.
         """
         floors: list[tuple[Version, str]] = []
         newest = self.acked.get(Level.CAPTURED)
-        known = not self.renewed or any(newest in keeper.tables for keeper in keepers)
+        known = not self.renewed or newest == self.origin or any(newest in keeper.tables for keeper in keepers)
         if newest is not None and known and not self.lost and not self.flipped:
             floors.append((newest, "captured, and no memory was lost"))
         one = len(self.lost | self.renewed) <= 1
@@ -162,6 +165,7 @@ class Observer:
         """A new incarnation trains."""
         self.living = {v for v in self.living if version is not None and v <= version}
         self.acked, self.lost, self.renewed, self.flipped, self.thin = {}, set(), set(), False, None
+        self.origin = version
         kept = version is not None and self.is_complete(version, keepers) and self._intact(version, keepers)
         self.complete = version if kept else None
         if kept and version is not None:
