@@ -596,7 +596,8 @@ class Checkpointer:
             return open_storage(place, self.events, encryption=KeySource.of(self._config))
 
         further = FurtherPlaces(self._storage, open_place, job.incarnation) if job.group.rank == 0 else None
-        return Durables(self._on_durable, further, timeout_s=self._config.close_timeout_s)
+        timeout_s, stay = self._config.close_timeout_s, self._storage.stay
+        return Durables(self._on_durable, further, timeout_s=timeout_s, stay=stay)
 
     def _laid_out(self, job: Job, shards: Sequence[Shard]) -> None:
         """Who holds the same is known; `shards` are what this rank will train. Collective. The public door does more here."""
