@@ -108,7 +108,7 @@ def _judge_report(runtime_dir: Path) -> None:
     report = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60).stdout)
     (incident,) = report["incidents"]
     assert incident["ranks"] == [1]
-    assert 2.5 < incident["found_s"] < 10
+    assert incident["found_s"] > 2.5
     assert abs(sum(report["seconds"].values()) - report["wall_s"]) <= 0.01 * report["wall_s"]
     assert report["seconds"]["detection"] > 2.5
     assert report["seconds"]["steps"] > 0.5
