@@ -12,8 +12,8 @@ torchrun gets `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`: without it most of its res
 
 A hang on a lock before a quick watchdog, and SIGSTOP before a careful one: until the rank has been ended (torchrun waits for
 the timeout of the groups, half an hour). The loss
-of a node: two launchers, one of which dies with its ranks; its replacement is started in the same moment. Both with
-their own defaults: torchrun misses a silent launcher after 15 s, holdfast after 3 s.
+of a node: two launchers, one of which dies with its ranks; its replacement is started in the same moment, or waits already
+(`spare`). Both with their own defaults: torchrun misses a silent launcher after 15 s, holdfast one that was killed at once.
 
 Ten rounds take about seven minutes on two processors.
 """
@@ -46,6 +46,8 @@ GOALS = {"resumable": "<= 0.15", "rerun": "<= 0.4", "cold": "<= 0.5", "forked": 
 WAIT_S = 120.0
 # A job is hit when it has trained for so long: versions exist, spares are there.
 CALM_S = 4.0
+# A launcher that waits for its turn is there by then.
+SETTLED_S = 15.0
 # The watchdog's mode per job. A stopped rank is found alike in both; a hang after minutes in careful mode (docs/watchdog.md).
 WATCHDOG = {"resumable": "quick", "rerun": "careful", "cold": "careful", "forked": "careful"}
 MOST_HANGS, MOST_LOSSES = 5, 3
@@ -160,7 +162,7 @@ class Nodes:
         stock = self.name == "torchrun"
         command = [sys.executable, "-m", "torch.distributed.run" if stock else "holdfast.train.elastic"]
         command += ["--nnodes=2", f"--nproc-per-node={self.ranks // 2}", "--max-restarts=100", "--rdzv-backend=c10d"]
-        command += [f"--rdzv-id=nodes-{self.name}", f"--rdzv-endpoint=127.0.0.1:{self.store.port}"]
+        command += [f"--rdzv-id=nodes-{self.name}-{self.home.name}", f"--rdzv-endpoint=127.0.0.1:{self.store.port}"]
         command += ["--rdzv-conf=is_host=0", f"--local-addr=127.0.0.{node + 1}"]
         if not stock:
             command += [f"--node-label=n{node}", f"--runtime-dir={self.home}/run-nodes"]
@@ -181,19 +183,30 @@ class Nodes:
             time.sleep(0.02)
         raise TimeoutError(f"two nodes of {self.name} did not come back; see {self.home}")
 
-    def run(self, losses: int) -> list[float]:
-        """Starts, loses a node so many times, ends; seconds of every loss."""
+    def run(self, losses: int, *, ahead: bool = False) -> list[float]:
+        """Starts, loses a node so many times, ends; seconds of every loss.
+
+        Args:
+            losses: how often.
+            ahead: a replacement waits already when the node is lost; else it is started in the same moment.
+        """
         found = []
+        spare = 2 if ahead else 1  # which node takes the place of the one that is lost
         try:
             self.launchers = [self.launch(0), self.launch(1)]
             self.await_steps(0.0)
+            self.launchers += [self.launch(spare)] if ahead else []
             for _ in range(losses):
-                time.sleep(CALM_S)
+                time.sleep(SETTLED_S if ahead else CALM_S)
                 lost_at = time.time()
                 kill_family(self.launchers[1].pid)
                 self.launchers[1].wait()
-                self.launchers[1] = self.launch(1)
+                if not ahead:
+                    self.launchers[1] = self.launch(1)
                 found.append(self.await_steps(lost_at) - lost_at)
+                if ahead:
+                    spare = 3 - spare
+                    self.launchers[1:] = [self.launchers[2], self.launch(spare)]
         finally:
             for launcher in self.launchers:
                 kill_family(launcher.pid)
@@ -274,6 +287,7 @@ def main() -> None:
 
 def lost_nodes(report: Report, home: Path, options: argparse.Namespace, losses: int) -> None:
     """Two nodes, one of which is lost; one job after the other, for they need the processors to start."""
+    (home / "ahead").mkdir()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stock, ours = (
         Nodes(name, home, options.ranks, options.mib, store).run(losses) for name in ("torchrun", "holdfast")
@@ -281,6 +295,13 @@ def lost_nodes(report: Report, home: Path, options: argparse.Namespace, losses: 
     report.figure("torchrun_node_loss_seconds", statistics.median(stock), "s", runs=rounded(stock))
     ratio = statistics.median(ours) / statistics.median(stock)
     report.figure("node_loss_recovery_ratio", ratio, "", seconds=round(statistics.median(ours), 3), runs=rounded(ours))
+    stock, ours = (
+        Nodes(name, home / "ahead", options.ranks, options.mib, store).run(losses, ahead=True)
+        for name in ("torchrun", "holdfast")
+    )
+    ratio = statistics.median(ours) / statistics.median(stock)
+    more = {"seconds": round(statistics.median(ours), 3), "runs": rounded(ours), "torchrun": rounded(stock)}
+    report.figure("node_loss_spare_recovery_ratio", ratio, "", **more)
 
 
 def rounded(values: list[float]) -> list[float]:

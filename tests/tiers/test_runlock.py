@@ -128,6 +128,30 @@ def test_one_process_may_hold_it_twice_and_gives_it_back_once(tmp_path: Path) ->
     assert not refused_elsewhere(tmp_path / "root")
 
 
+def test_a_lock_that_a_reader_of_its_file_dropped_is_taken_again(tmp_path: Path) -> None:
+    """`shutil.copytree`, an upload, a hash of the directory: each opens and closes the file."""
+    first = job(tmp_path / "root")
+    first.occupy("a")
+    (tmp_path / "root" / "run.lock").read_bytes()
+    first.stay()
+    assert refused_elsewhere(tmp_path / "root")
+    first.stay()
+    assert refused_elsewhere(tmp_path / "root"), "asking again for what is ours changes nothing"
+    first.leave()
+    first.stay()
+    assert not refused_elsewhere(tmp_path / "root"), "who left takes nothing again"
+
+
+def test_a_lock_that_another_job_has_by_now_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = job(tmp_path / "root")
+    first.occupy("a")
+    (tmp_path / "root" / "run.lock").read_bytes()
+    with holder(tmp_path / "root"):
+        first.stay()
+        assert "another job has it by now" in caplog.text
+    first.leave()
+
+
 def refused_elsewhere(root: Path) -> bool:
     code = """
 import sys

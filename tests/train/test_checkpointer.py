@@ -516,6 +516,18 @@ def test_cadence_and_close_make_the_last_step_durable(make: Make, tmp_path: Path
     assert (tmp_path / "job" / "i000002-s0000000007" / "manifest.json").exists()
 
 
+def test_a_copy_of_the_directory_lets_no_second_job_in(make: Make, tmp_path: Path) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    (tmp_path / "job" / "run.lock").read_bytes()  # as a copy or an upload of the whole directory does
+    assert others_get_in(tmp_path / "job"), "the kernel has dropped the lock"
+    trainee.train()
+    checkpointer.save(0, "durable")
+    checkpointer.flush()
+    assert not others_get_in(tmp_path / "job")
+
+
 def others_get_in(root: Path) -> bool:
     """Whether another process could take the lock of the path."""
     code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
@@ -807,3 +819,29 @@ def test_going_back_takes_no_tensors_away_that_came_later(make: Make, shape: str
     assert "plain" not in extra
     assert checkpointer.last_restore is not None
     assert any(name.startswith("extra.late") for name in checkpointer.last_restore.not_loaded)
+
+
+@pytest.mark.parametrize("named", ["in the home", "from here"])
+def test_a_path_means_the_directory_it_named_at_the_constructor(
+    named: str, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    path: Any = "~/run" if named == "in the home" else "run"
+    checkpointer = make(Trainee(), path=path)
+    os.chdir(tmp_path / "elsewhere")
+    checkpointer.restore()
+    checkpointer.save(3, "durable")
+    checkpointer.close()
+    assert [version.step for version in open_storage(str(tmp_path / "run"), Events()).versions()] == [3]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_durable_version_is_still_durable_after_close(make: Make) -> None:
+    checkpointer = make(Trainee())
+    checkpointer.restore()
+    handle = checkpointer.save(1, "durable")
+    checkpointer.close()
+    assert handle.reached is handle.wait() is holdfast.Level.DURABLE
+    assert handle.durable == (True, "")

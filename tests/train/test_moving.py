@@ -85,3 +85,16 @@ def test_a_launcher_that_is_proven_gone_is_dropped_and_its_replacement_let_in(mo
     for one in made:
         one.leave()
     first.shutdown()
+
+
+def test_proofs_of_a_meeting_that_is_over_say_nothing_of_the_next(alone: MovingRendezvous) -> None:
+    """Where the job meets next another launcher may have the rank of the one that is gone."""
+    alone.next_rendezvous()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        alone.links.lead_to({1: f"127.0.0.1:{listener.getsockname()[1]}"})
+        listener.accept()[0].close()
+        assert alone.links.gone() == {}
+        assert len(alone.links.filenos()) == 1
+    alone.lost(ConnectionError("the store is gone"))
+    assert alone.links.filenos() == []
+    assert alone.links.gone() == {}

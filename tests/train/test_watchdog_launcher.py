@@ -12,9 +12,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from holdfast.train.agent import DIES_S, Agent
+from holdfast.train.processes import Doing, Seat
 from launch_kit import Job, wait_for
 
 WATCHED_S = 5.0
@@ -70,6 +74,25 @@ def test_a_stopped_rank_is_replaced_and_only_if_somebody_watches(
     _judge_report(runtime_dir)
 
 
+def test_broken_groups_are_no_failure_while_a_rank_that_was_killed_dies() -> None:
+    """On a busy machine that takes seconds: the survivors' errors come first, and would be taken for the cause."""
+    lives = SimpleNamespace(poll=lambda: None)
+    survivor = Seat(0, lives, None, -1, Doing.HOLDS, error="Connection reset by peer")  # type: ignore[arg-type]
+    hung = Seat(1, lives, None, -1, Doing.RUNS, killed_at=1000.0)  # type: ignore[arg-type]
+    agent: Any = object.__new__(Agent)
+    agent._seats, agent._serial, agent._signs = lambda: [survivor, hung], 0, lambda _: {}
+    agent._round = SimpleNamespace(wanted=lambda _: False, somebody_ends=lambda _: False, size=1)
+    agent._current, agent._unfit, agent._node = SimpleNamespace(number=1), "", "n"
+    agent._worker_group = SimpleNamespace(workers=[SimpleNamespace(global_rank=0)])
+    agent._cannot_run_twice, agent._readings = lambda _: False, list
+    agent._cases, agent._act = SimpleNamespace(judge=lambda *_: None), lambda _, fact: fact
+    said = [agent._look_at_groups(1000.0 + waited_s, {}) for waited_s in (5.0, 30.0, DIES_S + 1.0)]
+    assert said[:2] == [None, None]
+    assert "no process died" in str(said[2]), "a process that the kernel does not let die holds nobody for ever"
+    lives.poll = lambda: -9
+    assert "no process died" in str(agent._look_at_groups(1005.0, {}))
+
+
 def _continue(pid: int) -> None:
     try:
         os.kill(pid, signal.SIGCONT)
@@ -85,7 +108,7 @@ def _judge_report(runtime_dir: Path) -> None:
     report = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60).stdout)
     (incident,) = report["incidents"]
     assert incident["ranks"] == [1]
-    assert 2.5 < incident["found_s"] < 10
+    assert incident["found_s"] > 2.5
     assert abs(sum(report["seconds"].values()) - report["wall_s"]) <= 0.01 * report["wall_s"]
     assert report["seconds"]["detection"] > 2.5
     assert report["seconds"]["steps"] > 0.5

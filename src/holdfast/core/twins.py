@@ -42,7 +42,11 @@ def verdict(exams: Mapping[int, Examined]) -> str:
 
 
 def words(names: Sequence[str], spots: bytes) -> dict[str, bytes]:
-    """Returns the word of each tensor by name; nothing if there are not as many words as names."""
+    """Returns the word of each tensor; nothing if there are not as many words as names.
+
+    A name is `GROUP/TENSOR`, with a digest of the ranks that hold this shard: under HSDP, or FSDP with tensor parallelism,
+    ranks of one node hold different shards of a tensor of one name, and only those of one group are compared.
+    """
     if len(spots) != WORD_BYTES * len(names):
         return {}
     return {name: spots[WORD_BYTES * i : WORD_BYTES * (i + 1)] for i, name in enumerate(names)}
@@ -52,7 +56,7 @@ def differing(one: Mapping[str, bytes], other: Mapping[str, bytes]) -> str:
     """Says in which tensors that both name two ranks differ; empty if they do not."""
     if one == other:
         return ""
-    names = sorted(name for name in one.keys() & other.keys() if one[name] != other[name])
+    names = sorted(name.partition("/")[2] for name in one.keys() & other.keys() if one[name] != other[name])
     return f"hold different values of {_named(names)}, which they should share" if names else ""
 
 

@@ -179,7 +179,7 @@ class Register(Message, tag="register", frozen=True, kw_only=True):
     """The rank's bundles.
 
     Attributes:
-        shared: names of the tensors that it shares with other ranks of its node, in the order of their spots.
+        shared: `GROUP/TENSOR` of what it shares with other ranks of its node, in the order of their spots (core.twins).
     """
 
     layout: RankLayout

@@ -113,8 +113,8 @@ def place_of(root: str, config: Config) -> Place:
 
 
 def absolute_root(root: str) -> str:
-    """`root` as everyone must name it: a URL as it is, a path absolute."""
-    return root if "://" in root else os.path.abspath(root)
+    """Return `root` as everyone must name it: a URL as it is, a path absolute, `~` as the user's home."""
+    return root if "://" in root else os.path.abspath(os.path.expanduser(root))
 
 
 def job_digest(root: str, run_id: str) -> str:

@@ -7,7 +7,8 @@ system that knows no locks there is none, and that is logged. A file server keep
 machine's lease is over: where the holder says that it is on another machine, it is waited for so long.
 
 The kernel keeps these locks per process and drops one as soon as the process closes *any* descriptor of the file. So
-a process has one descriptor per file, counted here, and nobody else may open the file. Called by `storage`.
+a process has one descriptor per file, counted here. Whoever reads the whole directory (a copy, an upload) opens it all the same:
+so the lock is taken again with every durable version. Called by `storage`.
 """
 
 from __future__ import annotations
@@ -103,6 +104,21 @@ class RunLock:
                     remedy="stop it, or give this job another path; another run id does not help",
                 )
             time.sleep(POLL_S)
+
+    def keep(self) -> None:
+        """Takes it again where the kernel dropped it, for somebody in this process read the file; says so if it is another's."""
+        held = _held.get(self._key) if self._key is not None else None
+        if held is None or held.pid != os.getpid():
+            return
+        try:
+            fcntl.lockf(held.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                logger.error(
+                    "%s was read in this process, which drops the lock, and another job has it by now: as soon as that job "
+                    "registers, nothing of this one becomes durable any more; end one of the two",
+                    self._path,
+                )
 
     def release(self) -> None:
         """Gives the lock back, if it is ours and nobody else in this process uses it."""

@@ -173,6 +173,10 @@ class Storage:
         """
         self._run_lock.take(run_id, timeout_s=timeout_s)
 
+    def stay(self) -> None:
+        """Keeps a second job out still, after `occupy`, where somebody in this process read the lock's file."""
+        self._run_lock.keep()
+
     def leave(self) -> None:
         """Lets another job in. Doing it twice, or without `occupy`, is fine."""
         self._run_lock.release()

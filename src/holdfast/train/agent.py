@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 # How long broken groups may stay unexplained before they are made again: a lost node is known by then.
 HOLD_S = 5.0
 HOLD_ALONE_S = 1.0
+# How long the death of a process that was killed is waited for, before its peers' broken groups are a failure of their own.
+DIES_S = 60.0
 SPARE_DELAY_S = 1.0
 # How long a rank may be without a process because none can be forked.
 VACANT_S = 600.0
@@ -380,7 +382,9 @@ class Agent(MeetingAgent):
             for rank in verdict.ranks:
                 if verdict.kind in ("restart_rank", "replace_node") and rank in mine:
                     self._found[rank] = verdict
-                    self._workers_of()[mine[rank]].proc.send_signal(signal.SIGKILL)
+                    seat = self._workers_of()[mine[rank]]
+                    seat.killed_at = now
+                    seat.proc.send_signal(signal.SIGKILL)
             if verdict.kind == "restart_all" or (verdict.ranks in nodes and verdict.kind == "replace_node"):
                 of_many = verdict
         if of_many is None or self._round.wanted(self._current.number + 1):
@@ -409,6 +413,8 @@ class Agent(MeetingAgent):
             return self._node_lost(now, found.value, silent.get(found.value, 0.0), found.reason)
         if self._round.somebody_ends(self._current.number):
             return None  # the cause is known, and is told as soon as that process is gone
+        if any(seat.killed_at and now - seat.killed_at < DIES_S and seat.proc.poll() is None for seat in self._seats()):
+            return None  # so is this one: the process that hung was killed, and a busy machine takes its time with it
         first = min(holding, key=lambda seat: seat.since)
         if now - first.since < (HOLD_S if self._round.size > 1 else HOLD_ALONE_S):
             return None

@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -34,6 +33,7 @@ from holdfast.core import step_numbers
 from holdfast.core.appointments import Appointment, Proposal
 from holdfast.core.model import Level, Shard, Version
 from holdfast.core.sight import Phase
+from holdfast.node.places import absolute_root
 from holdfast.tiers.cipher import KeySource
 from holdfast.tiers.storage import Storage, open_storage
 from holdfast.train import agree, alive, beats, exposure, found
@@ -117,7 +117,7 @@ class Checkpointer:
         config: Config | None = None,
         **objects: Any,
     ) -> None:
-        self._root = str(Path(path)) if isinstance(path, os.PathLike) else path
+        self._root = absolute_root(os.fspath(path))  # now: the script may go to another directory before it restores
         overrides = {
             "every": every, "durable_every": durable_every, "overlap": overlap, "verify_capture": verify_capture
         }  # fmt: skip
@@ -596,7 +596,8 @@ class Checkpointer:
             return open_storage(place, self.events, encryption=KeySource.of(self._config))
 
         further = FurtherPlaces(self._storage, open_place, job.incarnation) if job.group.rank == 0 else None
-        return Durables(self._on_durable, further, timeout_s=self._config.close_timeout_s)
+        timeout_s, stay = self._config.close_timeout_s, self._storage.stay
+        return Durables(self._on_durable, further, timeout_s=timeout_s, stay=stay)
 
     def _laid_out(self, job: Job, shards: Sequence[Shard]) -> None:
         """Who holds the same is known; `shards` are what this rank will train. Collective. The public door does more here."""
@@ -612,6 +613,7 @@ class Checkpointer:
             run.job.version(step),
             level,
             client=lambda: run.link.client,
+            last_client=lambda: run.link.last_client,
             settle=run.saver.settle,
             num_nodes=len(run.job.topology.nodes),
             timeout_s=self._config.close_timeout_s,

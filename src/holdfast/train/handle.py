@@ -36,6 +36,7 @@ class SaveHandle:
         level: Level,
         *,
         client: Callable[[], KeeperClient | None],
+        last_client: Callable[[], KeeperClient | None],
         settle: Callable[[float], None],
         num_nodes: int,
         timeout_s: float,
@@ -43,6 +44,7 @@ class SaveHandle:
         self.version = version
         self.level = level
         self._client = client
+        self._last_client = last_client
         self._settle = settle
         self._num_nodes = num_nodes
         self._timeout_s = timeout_s
@@ -61,7 +63,7 @@ class SaveHandle:
     @property
     def reached(self) -> Level:
         """The level announced so far; does not wait."""
-        if self._is_committed:
+        if self._is_durable():
             return Level.DURABLE
         client = self._client()
         return client.level(self.version)[0] if client is not None else Level.NONE
@@ -69,15 +71,19 @@ class SaveHandle:
     @property
     def durable(self) -> tuple[bool, str]:
         """(whether it is decided, why it is not durable); does not wait."""
-        if self._is_committed:
+        if self._is_durable():
             return True, ""
         client = self._client()
         known = client.known(self.version) if client is not None else None
-        if known is not None and Level.DURABLE in known.reached:
-            return True, ""
         if self._given_up or (known is not None and known.abandoned):
             return True, self._given_up or (known.reason if known is not None else "")
         return False, known.reason if known is not None else "nothing was announced yet"
+
+    def _is_durable(self) -> bool:
+        """Tells whether it is durable, by what was said last: storage keeps it when the connection to the keeper has ended."""
+        client = self._last_client()
+        known = client.known(self.version) if client is not None else None
+        return self._is_committed or (known is not None and Level.DURABLE in known.reached)
 
     def give_up(self, reason: str) -> None:
         """This rank will not complete the version."""
@@ -112,7 +118,7 @@ class SaveHandle:
                 f"{self.version} cannot be replicated: the job has one node",
                 remedy='ask for "durable", or run on two nodes',
             )
-        if self._is_committed and wanted is not Level.REPLICATED:
+        if self._is_durable() and wanted is not Level.REPLICATED:
             return Level.DURABLE
         started = time.monotonic()
         while True:
@@ -177,6 +183,14 @@ def as_version(version: Version | str | None) -> Version | None:
 
 def never(step: int, level: Level, reason: str) -> SaveHandle:
     """Returns the handle of a save that is not made, and is given up for a reason."""
-    handle = SaveHandle(Version(1, step), level, client=lambda: None, settle=lambda _: None, num_nodes=1, timeout_s=0.0)
+    handle = SaveHandle(
+        Version(1, step),
+        level,
+        client=lambda: None,
+        last_client=lambda: None,
+        settle=lambda _: None,
+        num_nodes=1,
+        timeout_s=0.0,
+    )
     handle.give_up(reason)
     return handle

@@ -114,6 +114,11 @@ class Link:
         client = self._client
         return client if client is not None and client.alive else None
 
+    @property
+    def last_client(self) -> KeeperClient | None:
+        """The connection of now or, where it ended, the last one: it remembers what was announced."""
+        return self._client
+
     def open(self) -> KeeperClient:
         """Starts or finds the keeper of this node and connects. If the one before died with slots of saves in them, this one is
         told of the incarnation that they are of, so that it knows what was captured.

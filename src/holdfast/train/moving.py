@@ -112,6 +112,7 @@ class MovingRendezvous(RendezvousHandler):
         if self._in_a_row > MOST_MOVES:
             raise error
         self._lost_s, self._round = now, None
+        self.links.close()  # what they say of ranks holds where the job met, and not where it meets next
         # On a thread: torch joins the one that gives the signs of life, which may hang in a store that says nothing.
         threading.Thread(target=self._handler._stop_heartbeats, name="hf old heartbeats", daemon=True).start()
 

@@ -61,6 +61,7 @@ class Seat:
         told: the exit code that it said it would end with, after an error of its own.
         cut_short: it had its time to end after that, and was killed.
         again: it runs the script for the second time or more.
+        killed_at: when it was killed as one that hangs, monotonic; 0 if it was not.
     """
 
     local_rank: int
@@ -78,6 +79,7 @@ class Seat:
     told: int = 0
     cut_short: bool = False
     again: bool = False
+    killed_at: float = 0.0
 
     @property
     def code(self) -> int:

@@ -23,7 +23,8 @@ class Shared:
         others: the ranks that the copy is divided with.
 
     Attributes:
-        names: of the tensors, in the order of their words; after `look_at`.
+        names: `GROUP/TENSOR` of each, in the order of their words, after `look_at`; GROUP is a digest of the ranks that hold
+            this shard.
     """
 
     def __init__(self, others: Iterable[int]) -> None:
@@ -32,6 +33,7 @@ class Shared:
         self._spots = Spots((), ())
         self._addresses: list[int] = []
         self.names: tuple[str, ...] = ()
+        self._tensors: tuple[str, ...] = ()
         self._groups: dict[str, list[int]] = {}  # which of the names belong to one group of ranks
 
     def look_at(self, key: object, tensors: Mapping[str, LiveTensor]) -> None:
@@ -47,17 +49,23 @@ class Shared:
             for name, live in tensors.items()
             if not self._others.isdisjoint(live.shard.ranks) and has_spots(live.local)
         )
-        self.names = tuple(names)
+        self._tensors = tuple(names)
         self._addresses = self._now(tensors)
         self._spots = Spots([tensors[name].local for name in names], names)
         self._groups = {}
+        digests: dict[tuple[int, ...], str] = {}
+        keys = []
         for number, name in enumerate(names):
-            ranks = ",".join(map(str, tensors[name].shard.ranks))
-            self._groups.setdefault(xxhash.xxh3_64_hexdigest(ranks.encode()), []).append(number)
+            ranks = tuple(tensors[name].shard.ranks)
+            group = digests.get(ranks) or xxhash.xxh3_64_hexdigest(",".join(map(str, ranks)).encode())
+            digests[ranks] = group
+            self._groups.setdefault(group, []).append(number)
+            keys.append(f"{group}/{name}")
+        self.names = tuple(keys)
 
     def _now(self, tensors: Mapping[str, LiveTensor]) -> list[int]:
         """Where the tensors of the names are."""
-        return [tensors[name].local.data_ptr() for name in self.names]
+        return [tensors[name].local.data_ptr() for name in self._tensors]
 
     def _read(self, step: int) -> Words:
         try:

@@ -105,6 +105,7 @@ class DcpJob:
             version,
             level,
             client=lambda: self.link.client,
+            last_client=lambda: self.link.last_client,
             settle=self.saver.settle,
             num_nodes=len(self.job.topology.nodes),
             timeout_s=self.config.close_timeout_s,
