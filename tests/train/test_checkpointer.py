@@ -131,6 +131,8 @@ CONFIG_FIELDS = {
     "linger_s",
     "close_timeout_s",
     "expect_checkpoint",
+    "encryption_key",
+    "encryption_required",
 }
 
 
@@ -845,3 +847,34 @@ def test_a_durable_version_is_still_durable_after_close(make: Make) -> None:
     checkpointer.close()
     assert handle.reached is handle.wait() is holdfast.Level.DURABLE
     assert handle.durable == (True, "")
+
+
+def test_a_keeper_of_an_earlier_start_writes_with_the_key_of_this_one(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper lives on between the starts. A relative key file is that of the constructor's directory."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("one.key", "other.key"):
+        with os.fdopen(os.open(name, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
+            file.write(name.encode().hex().ljust(64, "0"))
+    starts: list[dict[str, Any]] = [{}, {"encryption_key": "one.key", "encryption_required": False}]
+    starts += [{"encryption_key": "other.key", "encryption_required": False}, {}]
+    keepers, ids = set(), []
+    for number, options in enumerate(starts):
+        os.chdir(tmp_path)
+        checkpointer = make(Trainee(), linger_s=600.0, **options)
+        (tmp_path / "elsewhere").mkdir(exist_ok=True)
+        os.chdir(tmp_path / "elsewhere")
+        checkpointer.restore(fresh=True)
+        version = checkpointer.save(10 + number, "durable")
+        version.wait("durable")
+        keepers.add(checkpointer.keeper_status()["pid"])
+        files = open_storage(tmp_path / "job", Events()).manifest(version.version).bundles
+        ids.append({file.key_id for file in files})
+        leave(checkpointer)
+    for keeper in map(psutil.Process, keepers):
+        keeper.terminate()
+        wait_gone(keeper)
+    assert len(keepers) == 1
+    assert len(set(map(frozenset, ids))) == 3, ids
+    assert ids[0] == ids[3] == {""}

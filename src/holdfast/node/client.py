@@ -32,6 +32,7 @@ from holdfast.node import messages
 from holdfast.node.messages import Assembly, ImageSpan, Inventory, Message
 from holdfast.node.rpc import Caller, dial
 from holdfast.tiers import memory, wire
+from holdfast.tiers.cipher import KeySource
 from holdfast.tiers.memory import Slot
 
 __all__ = ["Assembly", "ImageSpan", "Inventory", "KeeperClient", "Located", "Slot", "VersionLevel"]
@@ -187,13 +188,16 @@ class KeeperClient:
 
     # --- coming together
 
-    def assemble(self, assembly: Assembly) -> None:
-        """Tells the keeper who belongs to the job. Idempotent; every local rank calls it.
+    def assemble(self, assembly: Assembly, encryption: KeySource | None = None) -> None:
+        """Tells the keeper who belongs to the job, and with which key it writes. Idempotent; every local rank calls it.
 
         Raises:
             Fenced: a higher incarnation was assembled before. KeeperError: ranks of one incarnation disagree.
         """
-        self._ask(messages.Assemble(assembly=assembly), messages.Ok)
+        request = messages.Assemble(assembly=assembly)
+        if encryption is not None:
+            request = messages.Assemble(assembly=assembly, key=encryption.setting, key_required=encryption.required)
+        self._ask(request, messages.Ok)
 
     def resume(self, incarnation: int, version: Version | None, table: Sequence[BundleRef] = ()) -> None:
         """All ranks loaded `version` (None: a fresh start) and that is recorded; from here on `begin` is allowed.

@@ -126,6 +126,7 @@ class Keeper:
         self._operations = Operations(
             Parts(
                 state=self._state,
+                vault=vault,
                 turnover=Turnover(self._state, self._trainers, self._works(vault)),
                 trainers=self._trainers,
                 reserve=reserve,

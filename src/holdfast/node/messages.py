@@ -129,9 +129,16 @@ class Refusal(Message, tag="refusal", frozen=True, kw_only=True):
 
 
 class Assemble(Message, tag="assemble", frozen=True, kw_only=True):
-    """Who belongs to the job, in this incarnation."""
+    """Who belongs to the job, in this incarnation, and where the key of its files comes from.
+
+    Attributes:
+        key, key_required: `tiers.cipher.KeySource`: a keeper that served an earlier start of the job may have another one.
+            None: it keeps what it has.
+    """
 
     assembly: Assembly
+    key: str | None = None
+    key_required: bool = True
 
 
 class Resume(Message, tag="resume", frozen=True, kw_only=True):

@@ -41,6 +41,8 @@ from holdfast.node.state import NodeState
 from holdfast.node.trainers import Trainer, Trainers
 from holdfast.node.turnover import Turnover
 from holdfast.node.uplink import Uplink
+from holdfast.node.vault import Vault
+from holdfast.tiers.cipher import KeySource
 from holdfast.tiers.memory import ImagePlace
 from holdfast.tiers.wire import SHARE, Principal
 
@@ -53,6 +55,7 @@ class Parts:
     """The parts of a keeper that answer requests."""
 
     state: NodeState
+    vault: Vault
     turnover: Turnover
     trainers: Trainers
     reserve: Reserve
@@ -132,6 +135,8 @@ class Operations:
         """Levels are told from here on and not before: those of another job may bear the same names."""
         self._parts.preloader.give_way()
         self._parts.turnover.assemble(connection, request.assembly)
+        if request.key is not None:
+            self._parts.vault.use(KeySource(request.key, request.key_required), request.assembly.incarnation)
         for progress in self._parts.state.progress():
             connection.push(f"progress {progress.version}", progress)
         return Ok(id=request.id)

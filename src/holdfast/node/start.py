@@ -23,6 +23,7 @@ from holdfast.node.messages import VIEWER, Hello
 from holdfast.node.network import Network, hidden
 from holdfast.node.places import Place, absolute_root, place_of
 from holdfast.node.rpc import ring
+from holdfast.tiers.cipher import KeySource
 from holdfast.tiers.tls import read_secret
 
 START_TIMEOUT_S = 20.0
@@ -113,7 +114,8 @@ def _spawn(place: Place, root: str, config: Config, deadline: float) -> bool:
     """Starts a keeper; False if it found another one that holds the lock."""
     network = network_of(config)  # before anything is started: a wrong setting is told as such
     secret_fd = hidden(network.secret.hex().encode()) if network.secret is not None else -1
-    key = {"setting": _absolute_key(config.encryption_key), "required": config.encryption_required}
+    encryption = KeySource.of(config)
+    key = {"setting": encryption.setting, "required": encryption.required}
     key_fd = hidden(json.dumps(key).encode()) if config.encryption_key else -1  # a command may have it among its words
     ready, theirs = os.pipe()
     try:
@@ -155,11 +157,6 @@ def network_of(config: Config) -> Network:
     """
     secret = read_secret(config.secret_file) if config.secret_file else None
     return Network(config.listen, config.listen_unsafe, secret, parse_size(config.replicate_bandwidth or "0"))
-
-
-def _absolute_key(setting: str) -> str:
-    """The key's file as the keeper finds it, which runs in another directory; a command as it is."""
-    return os.path.abspath(setting) if setting and not setting.startswith("!") else setting
 
 
 def _reap(launcher: subprocess.Popen[bytes], deadline: float) -> None:

@@ -27,8 +27,17 @@ class Vault:
         self.events = events
         self._lock = threading.Lock()
         self._storage: Storage | None = None
+        self._incarnation = 0
         self._reading = threading.Lock()
         self._kept: dict[Version, tuple[Manifest, dict[str, BundleFile]]] = {}
+
+    def use(self, encryption: KeySource, incarnation: int) -> None:
+        """Writes and reads with this key from now on. The key of a file is read again at each start: it may be another one."""
+        with self._lock:
+            renewed = bool(encryption.setting) and incarnation > self._incarnation
+            if encryption != self._encryption or renewed:
+                self._storage = None
+            self._encryption, self._incarnation = encryption, max(incarnation, self._incarnation)
 
     def open(self) -> Storage:
         """The storage of the job.

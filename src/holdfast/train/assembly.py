@@ -130,7 +130,7 @@ def assemble(
         lineage=tuple((number, Version.parse(text) if text else None) for number, text in registered["lineage"]),
     )
     if not no_keeper:
-        agree.together(group, lambda: link.require().assemble(assembly))
+        agree.together(group, lambda: link.assemble(assembly))
     link.assembled(assembly)
     return Job(group, assembly, config.ranks_per_reader, no_keeper)
 

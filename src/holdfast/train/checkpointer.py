@@ -122,6 +122,8 @@ class Checkpointer:
             "every": every, "durable_every": durable_every, "overlap": overlap, "verify_capture": verify_capture
         }  # fmt: skip
         self._config = settings.overridden(config, overrides)
+        encryption = KeySource.of(self._config)
+        self._config = dataclasses.replace(self._config, encryption_key=encryption.setting)
         for name in ("every", "durable_every", "keep_every"):
             parse_cadence(name, getattr(self._config, name))
         known = {
@@ -144,7 +146,7 @@ class Checkpointer:
         self.last_restore: RestoreReport | None = None
         self.bubbles = Bubbles(schedule, self.events, named=True) if schedule is not None else None
         self._recorder: Recorder | None = None
-        self._storage = open_storage(self._root, self.events, encryption=KeySource.of(self._config))
+        self._storage = open_storage(self._root, self.events, encryption=encryption)
         alive.register(self)
 
     @beats.phase(Phase.LOADING)

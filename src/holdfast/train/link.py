@@ -30,6 +30,7 @@ from holdfast.core.model import BundleRef, Level, RankLayout, Version
 from holdfast.node.client import Assembly, KeeperClient, Slot
 from holdfast.node.start import ensure_keeper
 from holdfast.tiers import tcp
+from holdfast.tiers.cipher import KeySource
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class Link:
     ) -> None:
         self._root = root
         self._config = config
+        self._encryption = KeySource.of(config)
         self._rank = rank
         self._events = events
         self._on_appointment = on_appointment
@@ -174,6 +176,10 @@ class Link:
         self._say_goodbye(finished=finished)
         self._let_port_go()
         self._client = None
+
+    def assemble(self, assembly: Assembly) -> None:
+        """Tells the keeper who belongs to the job; errors as `KeeperClient.assemble` and `require`."""
+        self.require().assemble(assembly, self._encryption)
 
     def require(self) -> KeeperClient:
         """The connection.
@@ -370,7 +376,7 @@ class Link:
     def _tell(self, client: KeeperClient, told: _Told) -> None:
         """A new keeper gets to know the job and the layout, and gets the slots of the one before."""
         if told.assembly is not None:
-            client.assemble(told.assembly)
+            client.assemble(told.assembly, self._encryption)
         if told.layout is not None:
             client.register(told.layout, told.shared)
         self.hand_over(client)
