@@ -113,8 +113,8 @@ def place_of(root: str, config: Config) -> Place:
 
 
 def absolute_root(root: str) -> str:
-    """Return `root` as everyone must name it: a URL as it is, a path absolute, `~` as the user's home."""
-    return root if "://" in root else os.path.abspath(os.path.expanduser(root))
+    """Return `root` as everyone must name it: a URL as it is, a path absolute, `~` as the user's home; empty names nothing."""
+    return root if "://" in root or not root else os.path.abspath(os.path.expanduser(root))
 
 
 def job_digest(root: str, run_id: str) -> str:
