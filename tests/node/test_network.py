@@ -31,7 +31,7 @@ from holdfast.node.network import Network
 from holdfast.node.rpc import Caller, dial
 from holdfast.tiers import tcp, tls, wire
 from holdfast.tiers.tls import MAX_UNPROVED_BYTES, Credentials, read_secret
-from holdfast.train.link import Link
+from holdfast.train.link import Link, Origin
 from keepers_kit import open_files
 from node.rig import Rig, Trainer, eventually, image_of, reached, save_all
 from node.test_nodes import facts_of, reborn, restored
@@ -158,7 +158,11 @@ def test_nobody_gets_the_port_of_a_killed_keeper_while_its_ranks_live(remote_rig
         trainer.client = links[-1].open()
         trainer.join(assembly)
         trainer.client.resume(rig.incarnation, None)
-        links[-1].assembly, links[-1].layout, links[-1].resumed = assembly, trainer.layout, (rig.incarnation, None)
+        links[-1].assembly, links[-1].layout, links[-1].resumed = (
+            assembly,
+            trainer.layout,
+            Origin(rig.incarnation, None),
+        )
     reached(trainers, save_all(trainers, 0), Level.REPLICATED)
     port = tcp.parse(assembly.addresses[lost])[1]
 
