@@ -297,10 +297,10 @@ def _asks(path: Path) -> bool:
 
 
 def _pages() -> list[bytes]:
-    return [bytes(page.PAGE_BYTES), page._HEAD.pack(page.MAGIC, 7, 10, 1, 0, 1, *([3] * _NUMBERS), b"all")]
+    return [bytes(page.PAGE_BYTES), page._HEAD.pack(page.MAGIC, 7, 10, 1, 0, 1, *([3] * _NUMBERS), b"all", 8)]
 
 
-_NUMBERS = len(page._HEAD.unpack(bytes(page._HEAD.size))) - 7
+_NUMBERS = len(page._HEAD.unpack(bytes(page._HEAD.size))) - 8
 
 
 def _noted() -> list[bytes]:
