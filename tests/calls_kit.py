@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from statistics import median
@@ -15,13 +16,18 @@ def worth(work: Callable[[], object], *, rounds: int = 20) -> float:
     A call in a loop takes 35 to 50 ns of a processor of this decade.
     """
     shares = []
-    for _ in range(rounds):
-        began = time.thread_time()
-        work()
-        worked, began = time.thread_time() - began, time.thread_time()
-        for _ in range(CALLS):
-            _nothing()
-        shares.append(CALLS * worked / (time.thread_time() - began))
+    gc.collect()
+    gc.disable()  # it looks at all that earlier tests left
+    try:
+        for _ in range(rounds):
+            began = time.thread_time()
+            work()
+            worked, began = time.thread_time() - began, time.thread_time()
+            for _ in range(CALLS):
+                _nothing()
+            shares.append(CALLS * worked / (time.thread_time() - began))
+    finally:
+        gc.enable()
     return median(shares)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -145,9 +146,12 @@ def _left_behind(root: Path) -> list[str]:
     deadline = time.monotonic() + END_S
     while (left := _processes(root)) and time.monotonic() < deadline:
         time.sleep(0.05)
+    found = []
     for process in left:
-        process.kill()
-    return [f"left behind: {' '.join(process.cmdline())[:120]}" for process in left]
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended just now
+            found.append(f"left behind: {' '.join(process.cmdline())[:120]}")
+            process.kill()
+    return found
 
 
 def _processes(root: Path) -> list[psutil.Process]:

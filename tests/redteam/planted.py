@@ -50,7 +50,7 @@ def _waits_open_it() -> None:
     """Whoever waits for the copy, in whichever thread, takes it out of the fence."""
     real = Fence._wait
 
-    def settle(fence: Fence) -> None:
+    def settle(fence: Fence, timeout_s: float = 0.0) -> None:
         job = fence._open
         if job is not None and not job.done.is_set():
             fence._open = None

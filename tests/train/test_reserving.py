@@ -15,6 +15,7 @@ from holdfast.core.model import Level, Version
 from holdfast.testing.faults.rig import start_hurtable
 from holdfast.tiers.storage import open_storage
 from holdfast.train import checkpointer as door
+from node.rig import eventually
 from train.test_checkpointer import Make, Trainee, make  # noqa: F401 - the fixture
 
 BOUND_S = 0.2
@@ -121,9 +122,12 @@ def test_a_keeper_that_dies_before_all_slots_are_there_is_replaced_by_one_that_m
 ) -> None:
     checkpointer = make(Trainee(), begin_timeout_s=5.0)
     checkpointer.restore()
+    assert checkpointer._run is not None
+    lost = checkpointer._run.link.client
+    assert lost is not None
     memory.keeper.kill()
     memory.keeper.wait()
-    assert checkpointer._run is not None
+    eventually(lambda: not lost.alive)
     assert checkpointer._run.link.wait_mended(20)
 
     assert checkpointer.save(1).wait("captured", 10) >= Level.CAPTURED

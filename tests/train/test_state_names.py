@@ -291,4 +291,4 @@ def test_gathering_is_cheap() -> None:
     optimizer.step()
     state = alone(model=model, optimizer=optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5))
     assert len(state.gather().tensors) > 590
-    assert worth(state.gather) < 30_000, "about 14,000 on a quiet machine, which takes a millisecond"
+    assert worth(state.gather) < 60_000, "about 14,000 on a quiet machine, which takes a millisecond"
