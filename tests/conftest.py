@@ -7,6 +7,7 @@ V5 of docs/promises.md rests on this check.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -67,6 +68,9 @@ class Leftovers:
         for log in (path for path in files if path.name == "keeper.log"):
             said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:]
             lines += [f"    {line}" for line in said]  # a keeper that failed leaves its directory, and says why
+        gc.collect()  # what nobody can reach any more lets go of its descriptors now
+        while _own_memory_files() - self.memory_before and time.monotonic() < deadline:
+            time.sleep(0.05)
         lines += [f"memory {name}" for name in sorted(_own_memory_files() - self.memory_before)]
         return lines
 
