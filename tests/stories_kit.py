@@ -8,16 +8,35 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from doors_kit import SOURCE, launching
 from holdfast.testing.contracts.door import Workshop
+
+
+def drawn(matrix: Mapping[str, str], number: int) -> list[Any]:
+    """Plans with each of their moments, as parameters: all but a few, drawn once, are slow."""
+    cases = [(plan, moment) for plan, moments in matrix.items() for moment in moments.split()]
+    default = set(random.Random(30).sample(cases, number))
+    return [pytest.param(*case, marks=() if case in default else pytest.mark.slow) for case in cases]
+
+
+def same(facts: dict[str, Any], undisturbed: dict[str, Any], *, more: str = "") -> None:
+    """Everything but where lives began. Under the name `more` there may be some besides those of the undisturbed life."""
+    for name, value in undisturbed.items():
+        if name == more:
+            assert set(value) <= set(facts[name])
+        elif name != "starts":
+            assert facts[name] == value, name
 
 
 @dataclass

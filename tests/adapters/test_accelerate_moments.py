@@ -6,14 +6,12 @@ The matrix is configurations times moments. A few of its cases, drawn once, run 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from stories_kit import Stories, stories
+from stories_kit import Stories, drawn, same, stories
 
 STORY = Path(__file__).with_name("accelerate_story.py")
 
@@ -39,8 +37,6 @@ MATRIX = {
     "mixed": "begin:3 part:4 step:5 begin:6 step:8 epoch:10 step:15",
     "plateau": "begin:3 eval:4 step:4 step:5 eval:6 begin:7 eval:10 step:12 over:12",
 }
-CASES = [(plan, moment) for plan, moments in MATRIX.items() for moment in moments.split()]
-DRAWN = set(random.Random(30).sample(CASES, 6))
 # Where the order comes from, what two ranks come to, and who is killed there.
 TWO = [
     ("process", "step:4", 0), ("generator", "step:8", -1), ("seedable", "step:8", -1), ("stateful", "step:8", -1),
@@ -54,16 +50,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories]:
         yield made
 
 
-def same(facts: dict[str, Any], undisturbed: dict[str, Any]) -> None:
-    """Everything but where lives began."""
-    for name, value in undisturbed.items():
-        if name != "starts":
-            assert facts[name] == value, name
-
-
-@pytest.mark.parametrize(
-    ("plan", "moment"), [pytest.param(*case, marks=() if case in DRAWN else pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize(("plan", "moment"), drawn(MATRIX, 6))
 def test_killed_at_a_moment_the_end_is_the_undisturbed_one(lives: Stories, plan: str, moment: str) -> None:
     assert lives.undisturbed(plan)["step"] >= 7
     facts, told = lives.killed(plan, moment)

@@ -6,14 +6,12 @@ The matrix is configurations times moments. A few of its cases, drawn once, run 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from stories_kit import Stories, stories
+from stories_kit import Stories, drawn, same, stories
 
 STORY = Path(__file__).with_name("hf_story.py")
 
@@ -38,8 +36,6 @@ MATRIX = {
     "compiled": "begin:2 eval:3 begin:4 epoch:5 begin:8 end:13",
     "plain": "begin:1 begin:4 log:5 epoch:5 begin:5 begin:6 epoch:10 end:13 over:13",
 }
-CASES = [(plan, moment) for plan, moments in MATRIX.items() for moment in moments.split()]
-DRAWN = set(random.Random(30).sample(CASES, 4))
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +44,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories]:
         yield made
 
 
-def same(facts: dict[str, Any], undisturbed: dict[str, Any]) -> None:
-    """Everything but where lives began."""
-    for name, value in undisturbed.items():
-        if name != "starts":
-            assert facts[name] == value, name
-
-
-@pytest.mark.parametrize(
-    ("plan", "moment"), [pytest.param(*case, marks=() if case in DRAWN else pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize(("plan", "moment"), drawn(MATRIX, 4))
 def test_killed_at_a_moment_the_end_is_the_undisturbed_one(lives: Stories, plan: str, moment: str) -> None:
     facts, told = lives.killed(plan, moment)
     assert facts["starts"][0] > 0, told

@@ -383,6 +383,17 @@ def test_the_next_keeper_has_the_slots_although_the_old_one_died_in_a_restore(
     assert checkpointer.save(1).wait("captured", 10)
 
 
+def saved_twice(make: Make) -> tuple[Trainee, Any, bytes]:
+    """A trainee of two steps, its checkpointer, and the state of the second one, which memory alone holds."""
+    trainee = Trainee()
+    checkpointer: Any = make(trainee)
+    checkpointer.restore()
+    for step in range(2):
+        trainee.train()
+        checkpointer.save(step, "captured" if step else "durable").wait(timeout_s=10)
+    return trainee, checkpointer, trainee.fingerprint()
+
+
 @pytest.mark.parametrize(
     "moment",
     [
@@ -398,13 +409,7 @@ def test_what_was_captured_is_found_although_the_keeper_dies_in_a_restore(
     make: Make, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """In the middle of training: the slots are this process's too, and the restore begins anew with the next keeper."""
-    trainee = Trainee()
-    checkpointer: Any = make(trainee)
-    checkpointer.restore()
-    for step in range(2):
-        trainee.train()
-        checkpointer.save(step, "captured" if step else "durable").wait(timeout_s=10)
-    expected = trainee.fingerprint()
+    trainee, checkpointer, expected = saved_twice(make)
     link, (owner, name) = checkpointer._run.link, moment.split(".")
     kind = {"Link": Link, "Saver": Saver, "KeeperClient": KeeperClient}[owner]
     real, killed = getattr(kind, name), []
@@ -428,13 +433,7 @@ def test_what_was_captured_is_found_although_the_keeper_dies_in_a_restore(
 
 def test_what_was_resumed_from_is_found_although_the_keeper_dies_before_the_next_save(make: Make) -> None:
     """Its slots are of an incarnation before, and only the ranks know which bundles the version consists of."""
-    trainee = Trainee()
-    checkpointer: Any = make(trainee)
-    checkpointer.restore()
-    for step in range(2):
-        trainee.train()
-        checkpointer.save(step, "captured" if step else "durable").wait(timeout_s=10)
-    expected = trainee.fingerprint()
+    trainee, checkpointer, expected = saved_twice(make)
     for _ in range(2):  # the second time the next keeper has them from the keeper between
         trainee.train()
         assert checkpointer.restore() == 2
