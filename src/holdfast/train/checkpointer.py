@@ -38,6 +38,7 @@ from holdfast.tiers.cipher import KeySource
 from holdfast.tiers.storage import Storage, open_storage
 from holdfast.train import agree, alive, beats, exposure, found
 from holdfast.train.assembly import Asked, Job, assemble
+from holdfast.train.control import NO_WISH
 from holdfast.train.direct import DirectSaver
 from holdfast.train.durables import Durables, OnDurable
 from holdfast.train.further_places import FurtherPlaces
@@ -123,7 +124,6 @@ class Checkpointer:
         }  # fmt: skip
         self._config = settings.overridden(config, overrides)
         encryption = KeySource.of(self._config)
-        self._config = dataclasses.replace(self._config, encryption_key=encryption.setting)
         for name in ("every", "durable_every", "keep_every"):
             parse_cadence(name, getattr(self._config, name))
         known = {
@@ -469,10 +469,12 @@ class Checkpointer:
         """What the caller, the settings and the operator want of a restore, the stronger first."""
         if fresh and required:
             raise UsageError("a fresh start is asked for, and a checkpoint is required", remedy="leave one of them out")
-        if version is None and not fresh:
-            version = as_version(alive.wish.take_version())
+        wish = alive.wish.take_version()
+        if (version is not None or fresh) and wish not in ("", NO_WISH):
+            logger.warning("--from-version %s is not obeyed: the script names what it restores itself", wish)
         strict = self._config.strict if strict is None else strict
-        return Asked(version, fresh, strict, self._config.expect_checkpoint if required is None else required)
+        required = self._config.expect_checkpoint if required is None else required
+        return Asked(version, fresh, strict, required, "" if version is not None or fresh else wish)
 
     def _come_back(
         self, run: Run | None, state: State, link: Link, asked: Asked
@@ -517,7 +519,7 @@ class Checkpointer:
             holder = holder_of(saver, link, job, self._storage)
             timeout_s = self._config.close_timeout_s
             restorer = Restorer(job, holder, state=state, storage=self._storage, asked=asked, timeout_s=timeout_s)
-            if older:
+            if older and job.wish.version is None:
                 restorer.decisions.pass_over_newest()
             return job, saver, restorer, restorer.run(live=live)
         except BaseException:
@@ -598,8 +600,7 @@ class Checkpointer:
             return open_storage(place, self.events, encryption=KeySource.of(self._config))
 
         further = FurtherPlaces(self._storage, open_place, job.incarnation) if job.group.rank == 0 else None
-        timeout_s, stay = self._config.close_timeout_s, self._storage.stay
-        return Durables(self._on_durable, further, timeout_s=timeout_s, stay=stay)
+        return Durables(self._on_durable, further, timeout_s=self._config.close_timeout_s)
 
     def _laid_out(self, job: Job, shards: Sequence[Shard]) -> None:
         """Who holds the same is known; `shards` are what this rank will train. Collective. The public door does more here."""

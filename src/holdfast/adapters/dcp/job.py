@@ -20,7 +20,7 @@ from holdfast.core.model import BundleRef, Level, Version
 from holdfast.node.places import absolute_root
 from holdfast.tiers.cipher import KeySource
 from holdfast.tiers.storage import open_storage
-from holdfast.train import agree, beats
+from holdfast.train import agree, alive, beats
 from holdfast.train.assembly import Asked, Job, assemble
 from holdfast.train.handle import SaveHandle
 from holdfast.train.link import Link, Origin
@@ -50,7 +50,7 @@ class DcpJob:
         self._table: tuple[BundleRef, ...] = ()
         self.link = Link(root, config, rank=self.group.rank, events=self.events, on_appointment=lambda _: None)
         try:
-            asked = Asked(required=config.expect_checkpoint)
+            asked = Asked(required=config.expect_checkpoint, wish=alive.wish.take_version())
             self.job: Job = assemble(self.group, root, self.config, storage=self.storage, link=self.link, asked=asked)
             newest = json.loads(agree.share(self.group, self._newest_step))
         except BaseException:
@@ -90,9 +90,14 @@ class DcpJob:
         self._last_step = step
         return self.job.version(step)
 
+    def wished(self) -> Version | None:
+        """Returns the version that the operator wants to be loaded first; None from then on."""
+        return self.job.wish.version if self.loaded is None and not self._resumed else None
+
     def record(self) -> None:
         """Before the first save of the job: what this incarnation resumed from. On the coordinator."""
         if not self._resumed and self.group.rank == 0:
+            self.job.wish.record(self.storage, self.job.incarnation, self.loaded)
             self.storage.record_resumed(self.job.incarnation, self.loaded, self.job.lineage.resumed)
 
     def save(self, version: Version, level: Level) -> SaveHandle:

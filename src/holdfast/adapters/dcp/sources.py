@@ -24,10 +24,8 @@ from holdfast.tiers.cipher import KeySource
 from holdfast.tiers.manifest import BundleFile
 from holdfast.tiers.storage import open_storage
 from holdfast.tiers.values import TensorRef
-from holdfast.train import alive
 from holdfast.train.assembly import Asked
 from holdfast.train.catalogue import Catalogue, Head, Place
-from holdfast.train.handle import as_version
 from holdfast.train.live import LiveTensor, torch_dtype
 from holdfast.train.restore import Restorer
 from holdfast.train.state import State
@@ -137,7 +135,7 @@ class Together:
         self._restorer.decisions.look_again()
         wanted = given
         if wanted is None and step is None:
-            wanted = as_version(alive.wish.take_version())
+            wanted = self._job.wished()
         if wanted is None and step is not None:
             found = self._restorer.decisions.versions_of(step)
             if not found:
