@@ -30,6 +30,36 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not [target for target in targets if not (page.parent / target).exists()]
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the names that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    texts = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", text).strip().replace(" ", "-") for text in texts}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_into_pages_find_their_heading(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)", page.read_text())
+    assert not [
+        (target, anchor)
+        for target, anchor in targets
+        if anchor not in anchors(page.parent / target if target else page)
+    ]
+
+
+def test_every_page_is_linked_from_the_index() -> None:
+    linked = set(re.findall(r"\]\(([^)#\s]+)", (ROOT / "docs" / "index.md").read_text()))
+    pages = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md") if path.name != "index.md"]
+    assert {str(page) for page in pages} <= linked
+
+
+def test_the_readme_says_what_is_not_validated_before_how_to_install() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert 0 < text.index("Not validated") < text.index("## Install")
+    lines = text.splitlines()
+    assert not [line for line in lines if len(line) > (160 if line.startswith("|") else 120)]
+
+
 def test_every_invariant_of_the_protocol_has_one_letter() -> None:
     rows = re.findall(r"^\| ([SV]\d+(?:, [SV]\d+)*) \|", (ROOT / "docs/spec/protocol.md").read_text(), re.MULTILINE)
     letters = [letter for row in rows for letter in row.split(", ")]
