@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import holdfast
 from holdfast.base import errors
 
 ROOT = Path(__file__).parents[1]
@@ -95,3 +96,23 @@ def test_every_benchmark_takes_the_same_flags_and_keeps_its_figures() -> None:
         assert machine["machine"]["cores"]
         assert figures, program
         assert all({"metric", "value", "unit", "goal"} <= figure.keys() for figure in figures), program
+
+
+def test_the_version_is_the_last_release_or_the_next_one_being_made() -> None:
+    project = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert project
+    assert project[1] == holdfast.__version__
+    released = re.findall(
+        r"^## (\d+\.\d+\.\d+) \(\d{4}-\d\d-\d\d\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    order = [tuple(map(int, number.split("."))) for number in released]
+    assert order == sorted(order, reverse=True)
+    now = tuple(map(int, holdfast.__version__.removesuffix(".dev0").split(".")))
+    assert now > order[0] if holdfast.__version__.endswith(".dev0") else now == order[0]
+
+
+def test_every_change_note_names_its_kind() -> None:
+    notes = [path.name for path in (ROOT / "changes").iterdir() if path.name != "README.md"]
+    assert not [
+        name for name in notes if not re.fullmatch(r"[a-z0-9-]+\.(added|changed|fixed|removed|security)\.md", name)
+    ]
