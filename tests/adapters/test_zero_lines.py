@@ -20,6 +20,7 @@ from holdfast.adapters.run import Unasked
 from holdfast.adapters.zero.frameworks import Finder
 from holdfast.adapters.zero.loop import KeptLoop, Names
 from holdfast.adapters.zero.objects import Kept, sort_out
+from holdfast.adapters.zero.reach import Reach
 from holdfast.adapters.zero.script import Loop, find
 from holdfast.base.events import Events
 from holdfast.testing.contracts.door import CHECKS, Check, Door, Task, Workshop
@@ -110,6 +111,43 @@ def test_what_can_be_restored_is_kept(scope: Callable[[], dict[str, object]]) ->
 def test_what_nobody_can_be_sure_of_keeps_the_script_from_being_touched(scope: Callable[[], dict[str, object]]) -> None:
     names = scope()
     assert isinstance(sort_out(names, (), names), str)
+
+
+class Counting:
+    """An object of the script with a state; `state_dict` is its own business."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.named, self._other, self.extra = torch.zeros(2), torch.zeros(3), [torch.zeros(1)]
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"named": self.named, "values": [self._other]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError(state)
+
+
+def test_an_object_is_asked_for_its_state_only_where_it_has_something_new() -> None:
+    """A `state_dict` may cost, count, or wait for other ranks: it is not called at every step to look at attributes."""
+    thing = Counting()
+    reach = Reach(sets=(), used=("thing",), kept=[thing])
+
+    def looked() -> set[str]:
+        return {path for path in reach.look({"thing": thing}, []).fixed if path.startswith("thing.")}
+
+    assert looked() == looked() == {"thing.extra[0]", "the length of thing.extra"} & looked()
+    assert thing.asked == 1
+    thing.named = torch.ones(2)
+    looked()
+    assert thing.asked == 1, "it is handed out under its name"
+    thing._other = torch.ones(3)
+    assert "thing._other" not in looked()
+    assert thing.asked == 2, "other memory may be in nobody's state"
+    thing.late = torch.ones(1)  # type: ignore[attr-defined]
+    assert "thing.late" in looked()
+    looked()
+    assert thing.asked == 3
 
 
 def test_a_carried_tensor_is_not_sure() -> None:
