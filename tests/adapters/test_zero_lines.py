@@ -314,10 +314,28 @@ dist.destroy_process_group()
 """
 
 
-def test_what_one_rank_must_not_take_is_loaded_by_none(tmp_path: Path, runtime_dir: Path) -> None:
+# A tensor that is kept by its name gets another shape, on all ranks: the version has another layout than the script.
+ALL_RANKS_ARE_UNSURE = (
+    ONE_RANK_IS_UNSURE.replace("args.factor", "factor")
+    .replace("args = argparse.Namespace(factor=torch.ones(2))", "factor = torch.ones(2)")
+    .replace("    if rank == 1 and step == 6:\n        factor.mul_(2)", "    factor.resize_(step + 3).fill_(2)")
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "doubt"),
+    [
+        (ONE_RANK_IS_UNSURE, "'args.factor' changes in the loop"),
+        pytest.param(ALL_RANKS_ARE_UNSURE, "'the shape of factor' changes in the loop", marks=pytest.mark.slow),
+    ],
+    ids=["one rank", "another shape on all ranks"],
+)
+def test_what_one_rank_must_not_take_is_loaded_by_none(
+    source: str, doubt: str, tmp_path: Path, runtime_dir: Path
+) -> None:
     """The ranks that would take it go on with what their script made, optimizer state included."""
     script = tmp_path / "train.py"
-    script.write_text(ONE_RANK_IS_UNSURE)
+    script.write_text(source)
 
     def ends(mark: Path, module: list[str]) -> tuple[list[str], str]:
         environment = {**os.environ, "MARK": str(mark), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -338,7 +356,7 @@ def test_what_one_rank_must_not_take_is_loaded_by_none(tmp_path: Path, runtime_d
             keeper.kill()
             keeper.wait(20)
         shutil.rmtree(runtime_dir)
-    assert "rank 1: this script is not kept any more, 'args.factor' changes in the loop" in said
+    assert f"rank 1: this script is not kept any more, {doubt}" in said
     assert "the run that saved was not sure of it" in said
     assert told == undisturbed
 

@@ -380,7 +380,9 @@ class _Walk:
         places = {key: _memory(value) for key, value in held.items() if key not in named}
         if told is None or any(told.places.get(key) != place for key, place in places.items()):
             state = thing.state_dict()
-            told = _Told(thing, frozenset(map(str, state)) if isinstance(state, dict) else frozenset(), _memory(state), {})
+            told = _Told(
+                thing, frozenset(map(str, state)) if isinstance(state, dict) else frozenset(), _memory(state), {}
+            )
             named = told.named(held)
             told.places.update({key: _memory(value) for key, value in held.items() if key not in named})
             self._told[id(thing)] = told
