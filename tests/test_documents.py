@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import holdfast
 from holdfast.base import errors
 
 ROOT = Path(__file__).parents[1]
@@ -28,6 +29,36 @@ def test_every_error_has_a_section_under_its_code() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text())
     assert not [target for target in targets if not (page.parent / target).exists()]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the names that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    texts = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", text).strip().replace(" ", "-") for text in texts}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_into_pages_find_their_heading(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)", page.read_text())
+    assert not [
+        (target, anchor)
+        for target, anchor in targets
+        if anchor not in anchors(page.parent / target if target else page)
+    ]
+
+
+def test_every_page_is_linked_from_the_index() -> None:
+    linked = set(re.findall(r"\]\(([^)#\s]+)", (ROOT / "docs" / "index.md").read_text()))
+    pages = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md") if path.name != "index.md"]
+    assert {str(page) for page in pages} <= linked
+
+
+def test_the_readme_says_what_is_not_validated_before_how_to_install() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert 0 < text.index("Not validated") < text.index("## Install")
+    lines = text.splitlines()
+    assert not [line for line in lines if len(line) > (160 if line.startswith("|") else 120)]
 
 
 def test_every_invariant_of_the_protocol_has_one_letter() -> None:
@@ -65,3 +96,23 @@ def test_every_benchmark_takes_the_same_flags_and_keeps_its_figures() -> None:
         assert machine["machine"]["cores"]
         assert figures, program
         assert all({"metric", "value", "unit", "goal"} <= figure.keys() for figure in figures), program
+
+
+def test_the_version_is_the_last_release_or_the_next_one_being_made() -> None:
+    project = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert project
+    assert project[1] == holdfast.__version__
+    released = re.findall(
+        r"^## (\d+\.\d+\.\d+) \(\d{4}-\d\d-\d\d\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    order = [tuple(map(int, number.split("."))) for number in released]
+    assert order == sorted(order, reverse=True)
+    now = tuple(map(int, holdfast.__version__.removesuffix(".dev0").split(".")))
+    assert now > order[0] if holdfast.__version__.endswith(".dev0") else now == order[0]
+
+
+def test_every_change_note_names_its_kind() -> None:
+    notes = [path.name for path in (ROOT / "changes").iterdir() if path.name != "README.md"]
+    assert not [
+        name for name in notes if not re.fullmatch(r"[a-z0-9-]+\.(added|changed|fixed|removed|security)\.md", name)
+    ]
