@@ -54,6 +54,18 @@ def test_every_page_is_linked_from_the_index() -> None:
     assert {str(page) for page in pages} <= linked
 
 
+def test_every_word_of_the_glossary_is_used_elsewhere_and_stands_once() -> None:
+    glossary = ROOT / "docs" / "glossary.md"
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| \[[^|]+\]\([^|]+\) \|$", glossary.read_text(), re.MULTILINE)
+    words = [word for row in rows for word in row.split(", ")]
+    assert len(words) == len(set(words)) > 60
+    assert len(rows) == sum(line.startswith("| ") for line in glossary.read_text().splitlines()) - 6, (
+        "a row without a file"
+    )
+    others = " ".join(page.read_text() for page in PAGES if page != glossary).lower()
+    assert not [word for word in words if not re.search(rf"\b{word[:-1] if word.endswith('e') else word}", others)]
+
+
 def test_the_readme_says_what_is_not_validated_before_how_to_install() -> None:
     text = (ROOT / "README.md").read_text()
     assert 0 < text.index("Not validated") < text.index("## Install")
