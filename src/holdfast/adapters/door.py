@@ -69,8 +69,7 @@ class Checkpointer(checkpointer.Checkpointer):
         also_to: Sequence[str] = (),
         info: Mapping[str, Any] | None = None,
     ) -> SaveHandle:
-        """Save as `train.checkpointer` does; return a version that is given up at once if everything is switched off.
-        """
+        """Save as `train.checkpointer` does; return a version that is given up at once if everything is switched off."""
         if not self.off:
             return super().save(step, level, also_to=also_to, info=info)
         return never(step, as_level(level), f"{config.DISABLE_VARIABLE} is set")

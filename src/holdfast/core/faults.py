@@ -57,8 +57,7 @@ class Kind(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """Tells how a process ended: its exit code (negative: the signal), and whether the kernel ran out of memory then.
-    """
+    """Tells how a process ended: its exit code (negative: the signal), and whether the kernel ran out of memory then."""
 
     code: int
     out_of_memory: bool = False

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 
 class Fault(enum.Enum):
-    """Says what was seen."""
+    """Names what was seen of a failure."""
 
     GROUPS = "groups broke and no process died"
     PROCESS = "a process ended or hung"
@@ -26,7 +26,7 @@ class Fault(enum.Enum):
 
 
 class Rung(enum.Enum):
-    """Names what is done."""
+    """Names what is done about a failure."""
 
     REJOIN = "rejoin in place"
     REPLACE = "replace the process"
@@ -105,7 +105,7 @@ class Ladder:
             self.num_failures = 0
 
     def failed(self, failure: Failure) -> Answer:
-        """Return what is done about it."""
+        """Return what is done about a failure, and remember it."""
         self.num_failures += 1
         if failure.said:
             self.errors[failure.first_error] = self.errors.get(failure.first_error, 0) + 1

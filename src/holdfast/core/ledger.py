@@ -251,8 +251,7 @@ class NodeLedger:
         return fresh
 
     def awaits_copies(self, version: Version) -> bool:
-        """Return whether nothing newer than it is known to be in two nodes, so that the loss of a node would need it.
-        """
+        """Return whether nothing newer than it is known to be in two nodes, so that the loss of a node would need it."""
         local = self._versions.get(version)
         if (local is not None and local.abandoned) or not self._lineage.is_live(version):
             return False

@@ -171,8 +171,7 @@ class KeeperClient:
             return tuple(self._alarms.values())
 
     def working(self, what: str, version: Version) -> str:
-        """Return how far the keeper is with `what` (of node.activity) of `version`, in words; empty if it did not say.
-        """
+        """Return how far the keeper is with `what` (of node.activity) of `version`, in words; empty if it did not say."""
         with self._changed:
             told = self._working.get(what)
         if told is None or told.version != version:
@@ -308,8 +307,7 @@ class KeeperClient:
         self._caller.tell(messages.Cadence(idle=idle))
 
     def show_waits(self, fds: tuple[int, ...]) -> None:
-        """Have what this rank saves hashed and sent in the waits that a page shows (its descriptors, of node.windows).
-        """
+        """Have what this rank saves hashed and sent in the waits that a page shows (its descriptors, of node.windows)."""
         _, got = self._call(messages.ShowWaits(), messages.Ok, CALL_TIMEOUT_S, fds)
         wire.close_fds(got)
 

@@ -236,7 +236,7 @@ class Keeper:
             self._peers.gone(connection)
 
     def tick(self) -> float:
-        """Return what is due by the clock."""
+        """Do what is due by the clock; return the seconds until the next look."""
         self._trainers.reap()
         self._peers.yield_slots(self._saving.starved())
         self._replicator.tick()

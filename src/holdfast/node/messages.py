@@ -272,7 +272,7 @@ class Found(Message, tag="found", frozen=True, kw_only=True):
 
 
 class Obtained(Message, tag="obtained", frozen=True, kw_only=True):
-    """Says where they are; descriptors come along."""
+    """Says where the bundles are that were obtained; descriptors come along."""
 
     found: tuple[Found, ...]
 
@@ -291,7 +291,7 @@ class Condemn(Message, tag="quarantine", frozen=True, kw_only=True):
 
 
 class AskStatus(Message, tag="ask-status", frozen=True):
-    """Asks: how are you?"""
+    """Asks a keeper for its status."""
 
 
 class StatusReply(Message, tag="status", frozen=True, kw_only=True):
@@ -301,7 +301,7 @@ class StatusReply(Message, tag="status", frozen=True, kw_only=True):
 
 
 class AskInside(Message, tag="ask-inside", frozen=True):
-    """Asks: what is the job made of?"""
+    """Asks a keeper what the job is made of."""
 
 
 class InsideReply(Message, tag="inside", frozen=True, kw_only=True):

@@ -446,8 +446,7 @@ class NodeState:
             )
 
     def awaits_commit(self) -> bool:
-        """Return whether something of this node is due for storage and not committed yet: a slot, or a part it wrote.
-        """
+        """Return whether something of this node is due for storage and not committed yet: a slot, or a part it wrote."""
         with self.lock:
             if self.ledger is None:
                 return False

@@ -1,4 +1,4 @@
-"""Reads what the demo's ranks wrote down (JSON lines, final tensors), read while they run and compared at the end.
+"""Reads what the demo's ranks wrote down (JSON lines, final tensors), while they run, and compares it at the end.
 
 Reads only; knows nothing about processes. A line that is still being written is left for the next look.
 """

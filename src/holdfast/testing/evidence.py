@@ -1,4 +1,4 @@
-"""Reads what lies in storage and in memory, read past holdfast: the facts that testing/invariants.py judges.
+"""Reads what lies in storage and in memory, past holdfast: the facts that testing/invariants.py judges.
 
 Shares no code with the rooms below: the formats are read as docs/spec/format.md and docs/spec/keeper.md describe them,
 with json, msgspec and xxhash alone, so that a bug in a reader of ours cannot hide what it should report. Memory is

@@ -68,7 +68,7 @@ def moves(job: Rules, world: World, node: int) -> Iterator[tuple[str, Callable[[
 
 
 def take_over(world: World, node: int, rank: int, version: Version) -> World:
-    """Return who should write the rank's bundle fails: the order waits here. The replica is pinned, if it has come."""
+    """Let the writer of the rank's bundle fail: the order waits here. The replica is pinned, if it has come."""
     left = world.left._replace(takeovers=world.left.takeovers - 1)
     order = Takeover(rank, version, begun=False, pinned=stands(world, node, rank, version))
     return world._replace(orders=_put(world.orders, node, (*world.orders[node], order)), left=left)

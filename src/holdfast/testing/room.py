@@ -8,7 +8,7 @@ import torch
 
 
 class Room:
-    """Is the place at which the ranks of a job meet.
+    """A room is where the ranks of a job meet.
 
     Args:
         world_size: how many there are.

@@ -176,8 +176,7 @@ def runtime_directory(settings: Config, root: str) -> Check:
 
 
 def network(settings: Config, root: str) -> Check:
-    """Return whether keepers of other nodes can reach the one here, and nobody else: a proved connection to ourselves.
-    """
+    """Return whether keepers of other nodes can reach the one here, and nobody else: a proved connection to ourselves."""
     settings_of = network_of(settings)
     if not settings_of.listen or settings_of.secret is None:
         return Check("network", GOOD, "nothing listens: keepers of this machine meet at their sockets")

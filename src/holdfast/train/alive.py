@@ -40,7 +40,7 @@ broken = Broken()
 
 
 class Abandonable(Protocol):
-    """Can be let go of without saving anything."""
+    """An object that can be let go of without saving anything."""
 
     def void(self) -> None:
         """Count what a device has not finished by now neither as saved nor as live. From any thread; does not wait."""

@@ -75,8 +75,9 @@ class Offer:
     ties: dict[str, str] = field(default_factory=dict)
 
     def tie(self, first: str, other: str) -> list[str]:
-        """Return what was saved under `other` is one tensor with `first` here: both must hold the same. Returns what
-        cannot.
+        """Note that what was saved under `other` is one tensor with `first` here: both must hold the same.
+
+        Returns what cannot.
         """
         misfit = []
         for name in list(self.saved):
@@ -168,8 +169,7 @@ class Catalogue:
         return sorted({*(entry.name for head in self.heads.values() for entry in head.image.entries), *self._tied})
 
     def places(self, name: str) -> list[Place]:
-        """Return where the pieces of an entry are, by the name that it was saved under; twins' pieces are alternatives.
-        """
+        """Return where the pieces of an entry are, by the name that it was saved under; twins' pieces are alternatives."""
         owner, path = self.split(name)
         if owner is None or not _OWNED.match(name):
             return self._plain.get(path, []) or self._owned.get(path, {}).get(0, [])

@@ -71,7 +71,7 @@ class Line:
         return self.socket.fileno()
 
     def send(self, op: str, number: int = 0, **facts: Any) -> bool:
-        """Return whether the other end is still there."""
+        """Send an operation with its facts; return whether the other end is still there."""
         return self._send(json.dumps({"op": op, "number": number, **facts}).encode() + b"\n")
 
     def order(self, order: Order, notes: int = -1) -> bool:

@@ -1,4 +1,4 @@
-"""Is what `save` returns: the version, the level it has reached, and a wait for the one that is wanted."""
+"""Defines what `save` returns: the version, the level it has reached, and a wait for the one that is wanted."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class Round:
             self._store.add(f"done/{number}", 1)
 
     def all_finished(self, number: int) -> bool:
-        """Return whether the workers of all agents have."""
+        """Return whether the workers of all agents have finished."""
         return self.size == 1 or self._store.add(f"done/{number}", 0) >= self.size
 
     def spend(self) -> None:

@@ -1,5 +1,4 @@
-"""Holds what an agent is told by whoever starts it: what its workers run, how long and how often, and who its node is.
-"""
+"""Holds what an agent is told by whoever starts it: what its workers run, how long and how often, and who its node is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restores what a script finds when it starts, also for the second time in the same process, and what is cleared behind
+"""Knows what a script finds when it starts, also for the second time in the same process, and what is cleared behind
 it.
 
 `enter` makes the process look like a new interpreter that was started for this script: environment, arguments, search

@@ -60,7 +60,7 @@ class Measured:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts what is counted of one trial of a job: its strike's life and those up to the next one; the first has all
+    """Counts one trial of a job: its strike's life and those up to the next one; the first has all
     before it.
 
     Attributes:

@@ -57,8 +57,7 @@ def arm(cell: Cell, rig: Rig, pids: list[int], ranks: list[Rank]) -> Step:
 
 
 def saves(cell: Cell, rank: int, step: int, *, first: int, last: int) -> tuple[int | None, str, int]:
-    """Return what a rank saves instead of the step (None: nothing), how it is struck in it, and the salt of its bytes.
-    """
+    """Return what a rank saves instead of the step (None: nothing), how it is struck in it, and the salt of its bytes."""
     mine = rank == cell.node and step == first + 1
     strike = f"{cell.what}@{cell.where}" if cell.of_trainer and mine else ""
     if cell.what == "skip" and mine:
