@@ -32,7 +32,7 @@ def openings(source: str) -> list[tuple[str, str]]:
     """Return (name, first word) of each public docstring of a module, its own included."""
     tree = ast.parse(source)
     documented = [(name, ast.get_docstring(node)) for name, node in [("module", tree), *public(tree)]]
-    return [(name, text.split()[0].strip('`"*,:')) for name, text in documented if text]
+    return [(name, text.split()[0].strip("`*.,:")) for name, text in documented if text]
 
 
 @pytest.mark.parametrize("room", sorted(path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()))
