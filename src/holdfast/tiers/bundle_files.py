@@ -48,7 +48,7 @@ LAG_PAUSES_S = (0.1, 0.3, 0.6, 1.0, 1.5)
 
 @dataclass(frozen=True, slots=True)
 class Trailer:
-    """What stands behind the ciphertext.
+    """Holds what stands behind the ciphertext.
 
     Attributes:
         tags: of each chunk.
@@ -114,7 +114,7 @@ class BundleFiles:
 
     @property
     def key_id(self) -> str:
-        """Of the key; empty if there is none."""
+        """Return the id of the key; empty if there is none."""
         return self._key.id if self._key else ""
 
     def chunks(self, version: Version, file: BundleFile, view: memoryview) -> Chunks:
@@ -200,7 +200,7 @@ class BundleFiles:
         self.check_end(version, file, file.length)
 
     def looks_ours(self, version: Version, name: str, size: int) -> bool:
-        """Whether an encrypted file has a trailer of its own; its content may be anything."""
+        """Return whether an encrypted file has a trailer of its own; its content may be anything."""
         # The number of chunks follows from the size, and with it where the trailer begins.
         count = -(-(size - _HEAD.size - 2 * _DIGEST_BYTES) // (CHUNK_BYTES + TAG_BYTES))
         length = size - _HEAD.size - 2 * _DIGEST_BYTES - count * TAG_BYTES

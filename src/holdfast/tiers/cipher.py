@@ -40,7 +40,7 @@ _MAX_KEY_FILE = 4096
 
 @dataclass(frozen=True, slots=True)
 class KeySource:
-    """Where the key of a job comes from.
+    """Says where the key of a job comes from.
 
     Attributes:
         setting: as in Config, a file by its absolute path; empty for no key.
@@ -58,7 +58,7 @@ class KeySource:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What a file is, as its key and every chunk are bound to it."""
+    """Says what a file is, as its key and every chunk are bound to it."""
 
     job: str
     version: str

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from holdfast.base import program
 from holdfast.base.errors import UsageError
+from holdfast.base.standard_files import open_standard_files
 
 PROGRAMS = {
     "run": "holdfast.adapters.run",
@@ -43,13 +44,14 @@ def become(name: str, arguments: Sequence[str]) -> NoReturn:
         raise UsageError(
             f"`holdfast {name}` needs {' and '.join(missing)}", remedy="pip install 'holdfast[testing]' brings them"
         )
+    open_standard_files()
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, program.command(PROGRAMS[name], *arguments))
 
 
 def ask(name: str, arguments: Sequence[str]) -> bytes:
-    """What the program answers on standard output; empty if it fails. Its errors go where ours do."""
+    """Return what the program answers on standard output; empty if it fails. Its errors go where ours do."""
     sys.stderr.flush()
     command = program.command(QUESTIONS[name], *arguments)
     answer = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)

@@ -50,7 +50,7 @@ class GroupSockets:
         self._before: set[int] | None = None  # while a group is being made
 
     def install(self) -> None:
-        """From now on, groups that torch makes are noted. Once per process."""
+        """Note groups that torch makes, from now on. Once per process."""
         make = getattr(c10d, "_new_process_group_helper", None)
         if make is None:  # this torch makes groups elsewhere; the agent cuts from outside instead
             logger.warning("this torch hides how it makes groups; an interrupted rank may be slow to leave")
@@ -194,9 +194,14 @@ def _quietly(abort: Callable[[], object]) -> None:
         logger.warning("a group could not be aborted: %s", error)
 
 
+def holds_groups() -> bool:
+    """Return whether this process is in a group, with which ranks elsewhere may go on."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def destroy_groups() -> None:
     """All groups of the process are gone afterwards, in whatever state they were."""
-    if dist.is_available() and dist.is_initialized():
+    if holds_groups():
         try:
             dist.destroy_process_group()
         except Exception as error:  # noqa: BLE001 - a broken group may refuse in any way; torch then forgot it

@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast.base.label import label_process
+from holdfast.train.killing import kill_group
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ class Nursery:
 
     @property
     def ready(self) -> bool:
-        """Whether it has imported what it needs."""
+        """Return whether it has imported what it needs."""
         if not self._ready:
             self.await_news(0.0)
         return self._ready or self.lost
@@ -192,11 +193,11 @@ class Nursery:
         return Child(self, self._forked.pop(0))
 
     def guessed(self, pid: int) -> bool:
-        """Whether `exit_code` does not know how the child ended, only that it did."""
+        """Return whether `exit_code` does not know how the child ended, only that it did."""
         return pid in self._guessed
 
     def exit_code(self, pid: int) -> int | None:
-        """How the child ended, if it did."""
+        """Return how the child ended, if it did."""
         if pid not in self._exits:
             self.await_news(0.0)
         if self.lost and pid not in self._exits and not _lives(pid):
@@ -364,7 +365,7 @@ class _Keeper:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         if ended is None or ended.si_code != os.CLD_EXITED or ended.si_status:
             # Loaders of a worker that was killed would hold its device for some seconds more. Its number is not given away yet.
-            _kill_group(pid)
+            kill_group(pid)
         _, status = os.waitpid(pid, 0)
         self._tell({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
@@ -376,15 +377,8 @@ class _Keeper:
 
     def _end(self) -> None:
         for pid in self._pidfds.values():
-            _kill_group(pid)
+            kill_group(pid)
         os._exit(0)
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # ended meanwhile, or has not made its group yet and finds its line cut
 
 
 def _import_quietly(name: str) -> None:
