@@ -43,7 +43,7 @@ Resumed = dict[int, Version | None]
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What the wish of an operator (`--from-version`) comes to at this start.
+    """An operator's wish (`--from-version`), as it counts at this start.
 
     Attributes:
         version: the version to go back to; None: the newest.
