@@ -20,9 +20,9 @@ from holdfast.adapters.dcp import AsyncStager, StorageReader, StorageWriter, ite
 from holdfast.adapters.dcp.job import patterns
 from holdfast.base.config import load
 from holdfast.base.errors import LevelNotReached, UsageError, VersionNotFound
+from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.core.model import Level, Version
-from holdfast.train import alive
-from holdfast.train.control import NO_WISH
+from holdfast.elastic.worker.agent_channel import NO_WISH
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage")
 
@@ -91,10 +91,10 @@ def test_a_wish_of_the_operator_is_what_is_found_and_loaded_once(
     tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`--from-version`: of one start, asked for as often as that likes; the same command started again goes on."""
-    monkeypatch.setattr(alive.wish, "version", NO_WISH)
+    monkeypatch.setattr(open_checkpointers.wish, "version", NO_WISH)
 
     def start(wish: str, saves: Sequence[int]) -> int | None:
-        alive.wish.version = wish
+        open_checkpointers.wish.version = wish
         with contextlib.closing(StorageWriter(tmp_path / "root")) as writer:
             reader = StorageReader(writer)
             found, state = reader.find(), {"x": torch.zeros(4)}
@@ -117,7 +117,7 @@ def test_a_checkpointer_and_the_commands_read_it(writer: StorageWriter, tmp_path
     dcp.save(job.state(), storage_writer=writer)
     writer.close()
     shown = subprocess.run(
-        [sys.executable, "-m", "holdfast.tools.cli", "verify", str(tmp_path / "root")], capture_output=True, text=True
+        [sys.executable, "-m", "holdfast.cli.cli", "verify", str(tmp_path / "root")], capture_output=True, text=True
     )
     assert shown.returncode == 0, shown.stdout
     other = Job(seed=2)
