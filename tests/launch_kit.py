@@ -27,7 +27,7 @@ class Job:
 
     directory: Path
     script: str = WORKER
-    program: tuple[str, ...] = ("-m", "holdfast.train.elastic")
+    program: tuple[str, ...] = ("-m", "holdfast.elastic.launch.run_command")
     launchers: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def launch(self, *flags: str, worker: tuple[str, ...] = ()) -> subprocess.Popen[str]:

@@ -45,10 +45,10 @@ MEDIAN_FUNCTION_LINES = 10
 MAX_PARAMETERS = 7
 # The public constructor takes what the user owns by keyword, one name each; a record would be more to type there.
 # Of a command every option is a parameter.
-MANY_PARAMETERS = {"train/checkpointer.py: Checkpointer.__init__", "tools/cli.py: plan"}
+MANY_PARAMETERS = {"checkpoint/checkpointer/checkpointer.py: Checkpointer.__init__", "cli/cli.py: plan"}
 
 # What only tests give: a clock of theirs, in the place of a device's.
-FOR_TESTS_ALONE = {"train/clock.py: DeviceClock.__init__ event"}
+FOR_TESTS_ALONE = {"checkpoint/pipeline/timers.py: DeviceClock.__init__ event"}
 
 FORBIDDEN_IN_CORE = {
     "asyncio", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "queue", "random", "secrets", "select",
@@ -60,8 +60,8 @@ EXECUTES_BYTES = {"cloudpickle", "code", "dill", "marshal", "pickle", "shelve", 
 # rehearsal.py tells each of its ranks which one it is, as a launcher would.
 # The agent makes what a worker finds, the stage puts it there for every run of the script, the runner for a function.
 MAY_TOUCH_ENVIRONMENT = {
-    "base/config.py", "train/elastic.py", "train/agree.py", "train/rehearsal.py", "node/start.py",
-    "train/agent.py", "train/assignment.py", "train/stage.py", "train/runner.py",
+    "base/config.py", "elastic/launch/run_command.py", "checkpoint/job/collectives.py", "checkpoint/dry_run.py", "keeper/rpc/spawn.py",
+    "elastic/launch/agent.py", "elastic/launch/worker_assignment.py", "elastic/worker/script_sandbox.py", "elastic/worker/worker_main.py",
 }  # fmt: skip
 
 
@@ -420,7 +420,7 @@ def test_the_package_asks_for_what_it_says_and_its_tests_for_no_less() -> None:
     assert project["requires-python"] == ">=3.10"
     only_for_tests = re.compile(r"(prometheus|psutil|rich|pytest|hypothesis)")
     assert not [needed for needed in project["dependencies"] if only_for_tests.match(needed)]
-    assert project["scripts"] == {"holdfast": "holdfast.tools.cli:main"}
+    assert project["scripts"] == {"holdfast": "holdfast.cli.cli:main"}
     assert "ext-modules" not in tools["setuptools"], "pure Python"
     assert re.search(r"^torch==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert tools["mypy"]["strict"] is True

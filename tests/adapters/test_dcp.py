@@ -91,7 +91,7 @@ def test_a_checkpointer_and_the_commands_read_it(writer: StorageWriter, tmp_path
     dcp.save(job.state(), storage_writer=writer)
     writer.close()
     shown = subprocess.run(
-        [sys.executable, "-m", "holdfast.tools.cli", "verify", str(tmp_path / "root")], capture_output=True, text=True
+        [sys.executable, "-m", "holdfast.cli.cli", "verify", str(tmp_path / "root")], capture_output=True, text=True
     )
     assert shown.returncode == 0, shown.stdout
     other = Job(seed=2)

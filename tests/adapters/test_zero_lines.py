@@ -16,17 +16,18 @@ import torch
 
 import forked
 from doors_kit import untouched
-from holdfast.adapters.run import Unasked
 from holdfast.adapters.zero.frameworks import Finder
+from holdfast.adapters.zero.launcher import Unasked
 from holdfast.adapters.zero.loop import KeptLoop, Names
 from holdfast.adapters.zero.objects import Kept, sort_out
 from holdfast.adapters.zero.script import Loop, find
 from holdfast.base.events import Events
-from holdfast.testing.contracts.door import CHECKS, Check, Door, Task, Workshop
-from holdfast.testing.contracts.workshop import keepers_under
-from holdfast.tiers.storage import open_storage
-from holdfast.train import agree, alive
-from holdfast.train.control import Order
+from holdfast.checkpoint.job import collectives
+from holdfast.checkpoint.liveness import open_checkpointers
+from holdfast.elastic.worker.agent_channel import Order
+from holdfast.testing.contracts.adapter import CHECKS, Check, Door, Task, Workshop
+from holdfast.testing.contracts.processes import keepers_under
+from holdfast.tiers.storage.version_store import open_storage
 from ranks_kit import on_all
 
 SCRIPT = str(Path(__file__).with_name("zero_script.py"))
@@ -121,9 +122,9 @@ def test_a_carried_tensor_is_not_sure() -> None:
 @pytest.fixture
 def nothing_open() -> Iterator[None]:
     """As in a process that has just been started: whatever earlier tests left open is not the script's."""
-    alive.abandon_all()
+    open_checkpointers.abandon_all()
     yield
-    alive.abandon_all()
+    open_checkpointers.abandon_all()
 
 
 @pytest.mark.usefixtures("nothing_open")
@@ -133,9 +134,9 @@ def test_what_one_rank_is_not_sure_of_keeps_all_ranks_from_being_touched(
     loop = find(PLAIN)
     assert isinstance(loop, Loop)
     mine = threading.local()
-    monkeypatch.setattr(agree, "ranks", lambda: mine.rank)
+    monkeypatch.setattr(collectives, "ranks", lambda: mine.rank)
 
-    def begin(rank: agree.Ranks) -> object:
+    def begin(rank: collectives.Ranks) -> object:
         mine.rank = rank
         names = named(data=torch.ones(2) if rank.rank == 0 else iter([1]))
         return KeptLoop(loop, str(tmp_path / "root"))._begin(range(10), Names(names))
@@ -171,7 +172,7 @@ def test_there_is_a_version_only_behind_a_step_of_the_optimizer_and_behind_the_l
     kept(Order(1, arguments=(str(script),)))
     assert "through" in capfd.readouterr().out
     assert [version.step for version in open_storage(tmp_path / "root", Events()).versions()] == [1, 3]
-    alive.abandon_all()
+    open_checkpointers.abandon_all()
     kept(Order(2, arguments=(str(script),)))
     told = capfd.readouterr()
     assert "all 4 steps are made" in told.err
@@ -224,7 +225,15 @@ def start(task: Task) -> list[str]:
     ranks = ["--standalone", "--nproc-per-node", str(task.ranks)]
     if task.plain:
         return [sys.executable, "-m", "torch.distributed.run", *ranks, *script]
-    return [sys.executable, "-m", "holdfast.adapters.run", "--checkpoint-dir", str(task.checkpoints), *ranks, *script]
+    return [
+        sys.executable,
+        "-m",
+        "holdfast.adapters.zero.launcher",
+        "--checkpoint-dir",
+        str(task.checkpoints),
+        *ranks,
+        *script,
+    ]
 
 
 def popen(*args: object, **options: object) -> forked.Popen:
@@ -294,7 +303,9 @@ def test_what_one_rank_must_not_take_is_loaded_by_none(tmp_path: Path, runtime_d
     undisturbed, _ = ends(tmp_path / "never", ["torch.distributed.run"])
     assert len(undisturbed) == 2
     try:
-        told, said = ends(tmp_path / "once", ["holdfast.adapters.run", "--checkpoint-dir", str(tmp_path / "root")])
+        told, said = ends(
+            tmp_path / "once", ["holdfast.adapters.zero.launcher", "--checkpoint-dir", str(tmp_path / "root")]
+        )
     finally:
         for keeper in keepers_under(runtime_dir):  # it holds what was saved, for a while
             keeper.kill()

@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 
 import forked
-from holdfast.core.commit import Announcement, Kind
 from holdfast.core.model import Version
+from holdfast.core.versions.coordinator_board import Announcement, Kind
 from holdfast.testing.simulator.__main__ import hunt, simulate
 from holdfast.testing.simulator.clock import Clock, Violation
 from holdfast.testing.simulator.network import Storage

@@ -26,18 +26,18 @@ from holdfast.base.errors import (
     VersionNotFound,
 )
 from holdfast.base.events import Events
+from holdfast.cli import doctor
 from holdfast.core.model import Level, Version
 from holdfast.testing.contracts.backend import CHECKS
-from holdfast.tiers import object_store
-from holdfast.tiers.backend import Backend
-from holdfast.tiers.leaselock import LOCKS, LeaseLock
-from holdfast.tiers.limited import Limited
-from holdfast.tiers.local import LocalBackend
-from holdfast.tiers.object_store import INSTALLED, PART_BYTES, ObjectStoreBackend
-from holdfast.tiers.retrying import Policy, Retrying
-from holdfast.tiers.storage import Storage, open_storage
-from holdfast.tools import doctor
-from node.rig import reached, rig_in, save_all
+from holdfast.tiers.backends import object_store
+from holdfast.tiers.backends.concurrency_limit import Limited
+from holdfast.tiers.backends.interface import Backend
+from holdfast.tiers.backends.local import LocalBackend
+from holdfast.tiers.backends.object_store import INSTALLED, PART_BYTES, ObjectStoreBackend
+from holdfast.tiers.backends.retry import Policy, Retrying
+from holdfast.tiers.storage.bucket_lease import LOCKS, LeaseLock
+from holdfast.tiers.storage.version_store import Storage, open_storage
+from keeper.rig import reached, rig_in, save_all
 from tiers.s3 import BUCKET, Request, Server, bucket, s3_server, times
 from tiers.samples import STAMP, save, verify
 
@@ -351,7 +351,7 @@ def test_a_second_job_on_a_prefix_is_refused_and_told_by_whom(server: Server, pr
 
 def test_the_lock_of_a_dead_process_of_this_machine_is_taken_over(server: Server, prefix: str) -> None:
     code = (
-        "import sys; from holdfast.base.events import Events; from holdfast.tiers.storage import open_storage\n"
+        "import sys; from holdfast.base.events import Events; from holdfast.tiers.storage.version_store import open_storage\n"
         "store = open_storage(sys.argv[1], Events()); store.claim(); store.occupy('dead'); import os; os._exit(1)"
     )
     url = f"s3://{BUCKET}/{prefix}"
@@ -371,7 +371,7 @@ def test_a_holder_elsewhere_is_dead_when_its_beat_stands_still(
     backend = proved(prefix)
     away = LeaseLock(backend, renew_s=0.05)
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr("holdfast.tiers.leaselock.machine_id", lambda: "another")
+        elsewhere.setattr("holdfast.tiers.storage.bucket_lease.machine_id", lambda: "another")
         away.take("away", timeout_s=1)
     here = LeaseLock(backend, renew_s=0.05, lease_s=1.0)
     with pytest.raises(InUse, match="away"):
@@ -512,7 +512,7 @@ def test_keepers_persist_to_a_bucket_and_commands_look_at_it_without_torch(
         version = save_all(trainers, 7, durable=True)
         reached(trainers, version, Level.DURABLE)
     code = (
-        "import sys; from holdfast.tools.cli import app\n"
+        "import sys; from holdfast.cli.cli import app\n"
         "for words in (['ls'], ['inspect'], ['verify'], ['doctor']):\n"
         "    app([*words, sys.argv[1], '--json'], standalone_mode=False)\n"
         "assert not {'torch', 'numpy'} & set(sys.modules)"
@@ -559,7 +559,7 @@ def test_addresses_with_secrets_or_without_a_bucket_are_refused(url: str) -> Non
 
 def test_without_obstore_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert INSTALLED
-    monkeypatch.setattr("holdfast.tiers.object_store.INSTALLED", False)
+    monkeypatch.setattr("holdfast.tiers.backends.object_store.INSTALLED", False)
     with pytest.raises(ConfigError, match=r"holdfast\[cloud\]"):
         open_storage("s3://bucket/prefix", Events())
 

@@ -51,9 +51,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from holdfast.base.errors import HoldfastError
 from holdfast.base.installed import is_installed
-from holdfast.tiers import values as value_codec
-from holdfast.train.layout_of import local_of
-from holdfast.train.randomness import random_state
+from holdfast.checkpoint.entries.rng import random_state
+from holdfast.checkpoint.entries.sharding import local_of
+from holdfast.tiers.format import values as value_codec
 
 # The token of what was reached before, by the path that follows.
 ANOTHER = "another name of"
