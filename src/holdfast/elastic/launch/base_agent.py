@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.launcher.api import LaunchConfig
 
 from holdfast.elastic.watchdog import proc_stats
-from holdfast.elastic.watchdog.kill_descendants import kill_group
+from holdfast.elastic.worker.kill_descendants import kill_group
 
 logger = logging.getLogger(__name__)
 

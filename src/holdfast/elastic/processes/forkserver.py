@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast.base.label import label_process
-from holdfast.elastic.watchdog.kill_descendants import kill_group
+from holdfast.elastic.worker.kill_descendants import kill_group
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from holdfast.checkpoint.liveness.heartbeat_page import make_page
 from holdfast.checkpoint.survivors import step_snapshot
 from holdfast.elastic.processes.forkserver import Child, NotForked, Nursery
-from holdfast.elastic.watchdog.kill_descendants import kill_group
 from holdfast.elastic.worker.agent_channel import Line, pair
+from holdfast.elastic.worker.kill_descendants import kill_group
 
 logger = logging.getLogger(__name__)
 

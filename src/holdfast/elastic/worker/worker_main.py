@@ -40,9 +40,9 @@ from holdfast.checkpoint.liveness import heartbeat, open_checkpointers
 from holdfast.checkpoint.survivors import step_snapshot
 from holdfast.core.elastic.rerun import why_not
 from holdfast.core.versions.fence_rules import LEAVING
-from holdfast.elastic.watchdog.kill_descendants import kill_group
 from holdfast.elastic.worker import group_teardown, interruptible_store, main_module
 from holdfast.elastic.worker.agent_channel import Line, Order, order_of
+from holdfast.elastic.worker.kill_descendants import kill_group
 from holdfast.elastic.worker.run_leftovers import Look
 from holdfast.elastic.worker.script_sandbox import Stage, deaf, leave_logging_to_the_script
 
