@@ -21,8 +21,8 @@ from holdfast.adapters.dcp.job import patterns
 from holdfast.base.config import load
 from holdfast.base.errors import LevelNotReached, UsageError, VersionNotFound
 from holdfast.checkpoint.liveness import open_checkpointers
+from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
 from holdfast.core.model import Level, Version
-from holdfast.elastic.worker.agent_channel import NO_WISH
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage")
 

@@ -107,8 +107,8 @@ def test_a_script_that_sets_up_logging_is_heard_and_ours_too(
     monkeypatch.setattr(logging.root, "level", logging.WARNING)
     logging.basicConfig(format="ours %(message)s", level=logging.WARNING)
     stages.leave_logging_to_the_script()
-    logging.getLogger("holdfast.train").warning("one")
+    logging.getLogger("holdfast.elastic").warning("one")
     logging.basicConfig(format="theirs %(message)s", level=logging.INFO)
     logging.getLogger("script").info("two")
-    logging.getLogger("holdfast.train").warning("three")
+    logging.getLogger("holdfast.elastic").warning("three")
     assert capsys.readouterr().err.splitlines() == ["ours one", "theirs two", "theirs three"]

@@ -38,7 +38,7 @@ def test_where_a_stack_stands(frames: list[str], phase: Phase | None) -> None:
 # What runs a script under the launcher, as it stands in every dump.
 RUNS = ['"<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed',
     '"<frozen importlib._bootstrap_external>", line 940 in exec_module',
-    '"/x/holdfast/train/main_module.py", line 52 in run_path', '"/x/holdfast/train/runner.py", line 314 in run_script']  # fmt: skip
+    '"/x/holdfast/elastic/worker/main_module.py", line 52 in run_path', '"/x/holdfast/elastic/worker/worker_main.py", line 314 in run_script']  # fmt: skip
 
 
 def test_a_script_that_is_run_is_no_import_and_one_that_imports_is() -> None:

@@ -122,7 +122,7 @@ def _spoil(job: Job) -> None:
 
 @pytest.mark.slow
 def test_the_command_runs_cells_and_says_by_its_exit_code_what_it_found() -> None:
-    command = [sys.executable, "-m", "holdfast.testing.drill", "faults", "--cells", "skip@save-1", "--json"]
+    command = [sys.executable, "-m", "holdfast.testing", "faults", "--cells", "skip@save-1", "--json"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 0, answer.stderr
     (row,) = [json.loads(line) for line in answer.stdout.splitlines()]

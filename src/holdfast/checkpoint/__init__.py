@@ -1,1 +1,1 @@
-"""The trainer's side: live objects to bundles and back, the `Checkpointer`, the launcher. Here torch is imported."""
+"""The trainer's side: live objects to versions and back, and the `Checkpointer`. Here torch is imported."""

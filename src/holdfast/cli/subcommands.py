@@ -20,7 +20,7 @@ from holdfast.base.standard_files import open_standard_files
 PROGRAMS = {
     "run": "holdfast.adapters.zero.launcher",
     "demo": "holdfast.testing.demo.demo",
-    "drill": "holdfast.testing.drill",
+    "drill": "holdfast.testing",
 }
 
 # What a program needs beyond the library (the extra `testing`).

@@ -1,4 +1,4 @@
-"""`python -m holdfast.testing.drill`: five ways to break it.
+"""`python -m holdfast.testing`: five ways to break it.
 
 `crash` kills real processes, `faults` hurts them in every phase, `power` cuts file systems off, `soak` strikes one job for
 long, `sim` strikes clusters in virtual time.

@@ -37,6 +37,7 @@ from holdfast.checkpoint.job import collectives, redundancy_warning
 from holdfast.checkpoint.job.bootstrap import Asked, Job, assemble
 from holdfast.checkpoint.job.keeper_link import Link, Origin
 from holdfast.checkpoint.liveness import heartbeat, open_checkpointers
+from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
 from holdfast.checkpoint.pipeline import schedule_discovery
 from holdfast.checkpoint.pipeline.bubbles import Bubbles
 from holdfast.checkpoint.pipeline.step_trace import Recorder
@@ -56,7 +57,6 @@ from holdfast.core.elastic.worker_facts import Phase
 from holdfast.core.model import Level, Shard, Version
 from holdfast.core.scheduling.step_agreement import Appointment, Proposal
 from holdfast.core.versions import step_numbers
-from holdfast.elastic.worker.agent_channel import NO_WISH
 from holdfast.keeper.rpc.paths import absolute_root
 from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.storage.version_store import Storage, open_storage

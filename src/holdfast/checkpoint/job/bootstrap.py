@@ -22,11 +22,11 @@ from holdfast.checkpoint.job.collectives import Ranks
 from holdfast.checkpoint.job.keeper_link import Link
 from holdfast.checkpoint.job.wait_for_storage import Patience
 from holdfast.checkpoint.liveness import open_checkpointers
+from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
 from holdfast.core.model import Topology, Version
 from holdfast.core.recovery.broadcast_tree import RANKS_PER_READER
 from holdfast.core.scheduling.cadence import Cadence
 from holdfast.core.versions.lineage import Lineage
-from holdfast.elastic.worker.agent_channel import NO_WISH
 from holdfast.keeper.rpc.client import Assembly
 from holdfast.keeper.rpc.paths import absolute_root, place_of
 from holdfast.tiers.storage.version_store import Storage
@@ -104,7 +104,7 @@ class Asked:
         fresh: the job is begun anew, whatever was there.
         strict: objects that do not fit are refused.
         required: there is something to go on from.
-        wish: what the operator named; see `alive.Wish.version`.
+        wish: what the operator named; see `open_checkpointers.Wish.version`.
     """
 
     version: Version | None = None

@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from holdfast.checkpoint.device import accelerator
-from holdfast.elastic.worker.agent_channel import NO_WISH
 
 logger = logging.getLogger(__name__)
+
+# In the place of a version: the job was started, and its operator named none.
+NO_WISH = "none"
 
 
 @dataclass(slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
 from holdfast.core.elastic.escalation import Limits
 from holdfast.core.elastic.node_lease import GUARD_S
 from holdfast.elastic.launch.keeper_hints import Early
-from holdfast.elastic.worker.agent_channel import NO_WISH
 
 # Exit handlers upload the report of a crash. torchrun waits for ever; other ranks wait meanwhile.
 EXIT_GRACE_S = 60.0

@@ -54,6 +54,7 @@ from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.base.label import label_process
 from holdfast.base.program import command
 from holdfast.base.standard_files import open_standard_files
+from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
 from holdfast.core.elastic.escalation import Limits
 from holdfast.core.elastic.node_lease import GUARD_S
 from holdfast.core.elastic.watch_mode import CAREFUL, MODES
@@ -70,7 +71,7 @@ from holdfast.elastic.processes.exit_guard import ExitGuard
 from holdfast.elastic.processes.process_supply import Supply
 from holdfast.elastic.watchdog.watchdog import directory_of, make_watch
 from holdfast.elastic.worker import worker_main
-from holdfast.elastic.worker.agent_channel import NO_WISH, Order
+from holdfast.elastic.worker.agent_channel import Order
 from holdfast.elastic.worker.run_leftovers import Look
 from holdfast.keeper.rpc.paths import absolute_root
 from holdfast.keeper.rpc.spawn import ensure_keeper

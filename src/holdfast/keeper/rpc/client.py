@@ -6,7 +6,7 @@ arrive as pushes: `level` answers from memory, `wait` blocks until a push says s
 keeper announced it.
 
 Order of calls of a trainer: connect, assemble, register, prepare, [adopt], [inventory, obtain], resume, then per save
-begin, copied or abandon; goodbye and close at the end. Used by `train` (Slot, KeeperClient) and `tools` (viewers).
+begin, copied or abandon; goodbye and close at the end. Used by `checkpoint` (Slot, KeeperClient) and `cli` (viewers).
 """
 
 from __future__ import annotations

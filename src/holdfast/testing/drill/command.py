@@ -1,6 +1,6 @@
 """The crash drill: processes of real jobs are killed at random instants, and what is left is judged.
 
-    python -m holdfast.testing.drill crash [--trials N] [--seed S] [--plant NAME|all] [--full-starts N] [--json]
+    python -m holdfast.testing crash [--trials N] [--seed S] [--plant NAME|all] [--full-starts N] [--json]
 
 The plan is drawn first (plan.py); lanes (lane.py), warm processes that fork trainers
 and keepers, work it off; the table says per phase and victim what was acknowledged and whether anything of it was

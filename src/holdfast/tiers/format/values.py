@@ -5,7 +5,7 @@ Typed: what comes back has the type and the bits of what went in. Deterministic:
 compare digests. A value is plain JSON where JSON has it; everything else is an object with one key that starts with
 `$`. Tensors do not belong here: they are entries, and a `TensorRef` stands in their place.
 
-`decode` reads hostile bytes. Called by `train` for what objects return from `state_dict()`, and by `tools` to show it.
+`decode` reads hostile bytes. Called by `checkpoint` for what objects return from `state_dict()`, and by `cli` to show it.
 Specification: docs/spec/format.md, section 4.
 """
 

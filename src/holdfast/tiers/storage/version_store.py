@@ -196,11 +196,11 @@ class Storage:
         return incarnations.lineage(self._backend)
 
     def record_wished(self, incarnation: int, version: Version | None) -> None:
-        """Records the operator's wish that an incarnation fulfils, before `record_resumed`; see `registry.record_wished`."""
+        """Records the operator's wish that an incarnation fulfils, before `record_resumed`; see `incarnations.record_wished`."""
         incarnations.record_wished(self._backend, incarnation, version)
 
     def fulfilled(self) -> tuple[int, Version] | None:
-        """Returns the incarnation that fulfilled the operator's last wish, and that wish; see `registry.fulfilled`."""
+        """Returns the incarnation that fulfilled the operator's last wish, and that wish; see `incarnations.fulfilled`."""
         return incarnations.fulfilled(self._backend)
 
     def sweep(self, incarnation: int) -> list[str]:

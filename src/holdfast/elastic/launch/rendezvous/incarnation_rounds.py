@@ -23,7 +23,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
-from holdfast.elastic.worker.agent_channel import NO_WISH
+from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Incarnation:
         recoveries: how often the job came back before, for `TORCHELASTIC_RESTART_COUNT`.
         reason: why there is this one.
         older: whether the newest version is to be passed over.
-        version: which one is to be restored, because the operator named it; `NO_WISH`, or empty: the newest. See `alive.Wish`.
+        version: which one is to be restored, because the operator named it; `NO_WISH`, or empty: the newest. See `open_checkpointers.Wish`.
     """
 
     number: int

@@ -12,9 +12,9 @@ from checkpoint.test_checkpointer import Make, Trainee, leave, make  # noqa: F40
 from holdfast.base.errors import CorruptError
 from holdfast.base.events import Events
 from holdfast.checkpoint.liveness import open_checkpointers
+from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
 from holdfast.core.model import Version
 from holdfast.elastic.launch.rendezvous.incarnation_rounds import Round
-from holdfast.elastic.worker.agent_channel import NO_WISH
 from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.storage import incarnations
 from holdfast.tiers.storage.version_store import open_storage
