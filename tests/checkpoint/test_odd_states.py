@@ -101,6 +101,8 @@ def shown(thing: Any) -> Any:
         return type(thing), [(type(key), key, shown(value)) for key, value in thing.items()]
     if isinstance(thing, list | tuple):
         return type(thing), [shown(value) for value in thing]
+    if isinstance(thing, set | frozenset):
+        return type(thing), sorted(map(repr, thing))
     return type(thing), repr(thing)
 
 
