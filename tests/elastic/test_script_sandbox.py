@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from holdfast.checkpoint.device import accelerator
 from holdfast.elastic.worker import script_sandbox as stages
@@ -21,7 +23,10 @@ from holdfast.elastic.worker.script_sandbox import Stage
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Stage]:
     before, path, argv, seed = dict(os.environ), list(sys.path), list(sys.argv), torch.get_rng_state()
-    yield Stage()
+    threads, made = torch.get_num_threads(), Stage()
+    yield made
+    made.torch_import.end()
+    torch.set_num_threads(threads)
     os.environ.clear()
     os.environ.update(before)
     sys.path[:], sys.argv[:] = path, argv
@@ -52,6 +57,45 @@ def test_kernels_are_chosen_as_in_a_new_process(stage: Stage) -> None:
     again(stage)
     assert (backends.cudnn.benchmark, backends.cudnn.deterministic, backends.cudnn.enabled) == (False, False, True)
     assert backends.cuda.matmul.allow_bf16_reduced_precision_reduction is True
+
+
+def begins(stage: Stage, **variables: str) -> tuple[int, object, int]:
+    """Return threads, debug level and level of a logger after a script that sets variables and then imports torch."""
+    again(stage)
+    os.environ.update(variables)
+    found = importlib.import_module("torch")
+    assert found is torch
+    assert importlib.util.find_spec("torch") is torch.__spec__
+    return torch.get_num_threads(), dist.get_debug_level(), logging.getLogger("torch._dynamo").level
+
+
+def test_variables_that_a_script_sets_before_it_imports_torch_are_read(stage: Stage) -> None:
+    before = begins(stage)
+    names = {"OMP_NUM_THREADS": "3", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_LOGS": "+dynamo"}
+    for name in names:
+        assert name not in os.environ, "this test sets it"
+    first = begins(stage, **names)
+    for name in names:
+        del os.environ[name]
+    assert first == (3, dist.DebugLevel.DETAIL, logging.DEBUG)
+    assert begins(stage) == before, "the next run has set none"
+
+
+def test_a_variable_that_torch_refuses_fails_the_import_as_in_a_new_process(stage: Stage) -> None:
+    with pytest.raises(ValueError, match="nonsense"):
+        begins(stage, TORCH_LOGS="nonsense")
+    del os.environ["TORCH_LOGS"]
+    begins(stage)
+
+
+def test_a_script_that_never_imports_torch_may_still_look_for_it(stage: Stage) -> None:
+    again(stage)
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin == torch.__file__
+    assert "torch" not in sys.modules, "looking is no import"
+    stage.torch_import.end()
+    assert sys.modules["torch"] is torch
 
 
 @pytest.mark.parametrize("warn_only", [False, True])

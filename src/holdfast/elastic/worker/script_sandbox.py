@@ -44,14 +44,14 @@ from holdfast.core.elastic.rerun import Left
 from holdfast.elastic.worker import group_teardown, main_module
 from holdfast.elastic.worker.agent_channel import Order
 from holdfast.elastic.worker.run_leftovers import Look, Traces
+from holdfast.elastic.worker.signal_mask import deaf
+from holdfast.elastic.worker.torch_environment import TorchImport
 
 logger = logging.getLogger(__name__)
 
 # torch's own seed of a new process.
 DEFAULT_SEED = 67280421310721
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-# What a thread does to itself.
-_OF_A_THREAD = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP}
 # Attributes of modules that scripts replace: a value for each as it was.
 _GLOBALS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (sys, ("excepthook", "displayhook", "unraisablehook", "stdin", "stdout", "stderr")),
@@ -95,16 +95,6 @@ def _reset_limits(limits: Mapping[int, int]) -> None:
                 resource.setrlimit(kind, (soft, hard))
 
 
-@contextlib.contextmanager
-def deaf() -> Iterator[None]:
-    """Threads that begin in the block get no signal of the process: the script may block one everywhere, and wait for it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OF_A_THREAD)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def leave_logging_to_the_script() -> None:
     """Takes the launcher's handlers off the root: with any, a script's `logging.basicConfig` would do nothing."""
     if not logging.root.handlers:
@@ -138,7 +128,7 @@ class Stage:
     limits: dict[int, int] = field(default_factory=_limits)
     tracing: tuple[Any, Any] = field(default_factory=lambda: (sys.gettrace(), sys.getprofile()))
     recursion: int = field(default_factory=sys.getrecursionlimit)
-    num_threads: int = field(default_factory=torch.get_num_threads)
+    torch_import: TorchImport = field(default_factory=lambda: TorchImport(os.environ))
     precision: str = field(default_factory=torch.get_float32_matmul_precision)
     flags: list[tuple[Any, str, Any]] = field(default_factory=lambda: list(_flags()))
     home: str = ""  # of the script
@@ -160,7 +150,8 @@ class Stage:
         sys.path[:] = list(dict.fromkeys([first, *added, *self.path]))
         self._reset_python()
         with deaf():  # torch begins a pool of threads
-            self._reset_torch(order)
+            self._reset_torch()
+            self.torch_import.begin(order.environment)
         if self.traces is None:
             self.traces = Traces()
             atexit.register = self._registering(atexit.register)
@@ -186,9 +177,7 @@ class Stage:
         socket.setdefaulttimeout(None)
         multiprocessing.set_start_method(None, force=True)
 
-    def _reset_torch(self, order: Order) -> None:
-        threads = order.environment.get("OMP_NUM_THREADS", "")
-        torch.set_num_threads(int(threads) if threads.isdigit() and int(threads) else self.num_threads)
+    def _reset_torch(self) -> None:
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)
         _reset_determinism()
@@ -232,6 +221,7 @@ class Stage:
         seen: set[int] = set()
         _clear_frames(error, seen)
         self._reset_python()
+        self.torch_import.end()
         torch.set_default_device(None)
         self._drop_modules()
         while self.at_exit:
