@@ -162,7 +162,10 @@ _RESUMED = [
     registry.encode_record(registry._Resumed(incarnation=2, resumed_from="1-7")),
     registry.encode_record(registry._Resumed(incarnation=1, resumed_from=None)),
 ]
-_TRAILER = Trailer("1" * 16, 9 << 20, (b"t" * 16, b"u" * 16), b"d" * 16)
+_TRAILERS = (
+    Trailer("1" * 16, 9 << 20, (b"t" * 28, b"u" * 28), b"d" * 16),
+    Trailer("1" * 16, 9 << 20, (b"t" * 16, b"u" * 16), b"d" * 16, older=True),
+)
 
 
 def _archive() -> list[bytes]:
@@ -419,7 +422,7 @@ PARSERS = {
         Parser("values", forms.JSON, _valued, values.decode, _BROKEN, _same_value),
         Parser("image", forms.IMAGE, _images, lambda d: image_format.read_image(d, "f"), _BROKEN, _fits),
         Parser(
-            "trailer", forms.trailer(b"n"), lambda: [_TRAILER.encode("n")], lambda d: Trailer.decode(d, "n"), _BROKEN,
+            "trailer", forms.trailer(b"n"), lambda: [each.encode("n") for each in _TRAILERS], lambda d: Trailer.decode(d, "n"), _BROKEN,
             _same(lambda value: value.encode("n")),
         ),
         Parser("archive", forms.ARCHIVE, _archive, compile_cache.unpack, (), _stays),

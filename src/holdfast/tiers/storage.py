@@ -45,7 +45,7 @@ from holdfast.tiers.format import Entry, Image
 from holdfast.tiers.leaselock import LeaseLock
 from holdfast.tiers.manifest import ENCRYPTED, BundleFile, Manifest
 from holdfast.tiers.runlock import PREDECESSOR_TIMEOUT_S, RunLock
-from holdfast.tiers.strict import MAX_RECORD_BYTES
+from holdfast.tiers.strict import AUTHENTICATED_FORMAT, MAX_RECORD_BYTES
 from holdfast.tiers.urls import open_backend
 
 logger = logging.getLogger(__name__)
@@ -278,7 +278,7 @@ class Storage:
             raise _incomplete(what, f"{self.where}/{version}")
         self._require_newest(version, self.highest_incarnation())  # once more, for all this may have taken long
         name = f"{version}/{manifests.ROOT_NAME}"
-        root = replace(manifest, mac=self._mac(manifest, parts))
+        root = replace(manifest, mac=self._mac(manifest, parts), proved_format=AUTHENTICATED_FORMAT)
         self._backend.create(name, manifests.encode_root(root), stamp=stamp)  # THE commit
         self._take_back_if_retired(whole, name)
         try:
