@@ -477,6 +477,27 @@ def test_a_version_that_somebody_without_the_key_made_is_refused(store: Storage,
     assert store.manifest(V1).version == V1
 
 
+def test_a_plain_bundle_beside_one_of_another_key_is_refused(store: Storage, tmp_path: Path) -> None:
+    """The id of a key stands in a name, and whoever writes a manifest chooses names."""
+    save(store, V1)
+    other = tmp_path / "other"
+    other.write_text(bytes(32).hex())
+    other.chmod(0o600)
+    stamp, files = make_stamp(V2.incarnation), []
+    for forger, name in ((reopened(store, ""), "a-0"), (reopened(store, str(other)), "zz-0")):
+        one = bundle(name, piece("w", "F32", (4, 4)))
+        image = random_image(one, 7)
+        sealed = image_format.seal(one.bundle_id, image)
+        files.append(forger.write_bundle(V2, ref_of(one), sealed, memoryview(image), stamp=stamp))
+    for committer in (reopened(store, ""), reopened(store, str(other))):
+        name, length, digest = committer.write_part(V2, 0, files, stamp=stamp)
+        committer.commit(Manifest(V2, store.job_id(), 1, JOB_LAYOUT, None, {name: (length, digest)}), stamp=stamp)
+        with pytest.raises(CorruptError, match=r"a key is required|does not have the key"):
+            store.manifest(V2)
+        (Path(store.where) / str(V2) / "manifest.json").unlink()
+    assert store.manifest(V1).version == V1
+
+
 def test_a_manifest_that_was_changed_is_refused_by_who_has_the_key(store: Storage) -> None:
     """All its checksums fit: they need no key."""
     save(store, V1)

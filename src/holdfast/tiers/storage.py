@@ -615,9 +615,12 @@ class Storage:
         return self._key.authenticate(manifests.proved_texts(root, parts)) if self._key else ""
 
     def _require_proof(self, whole: Manifest, parts: Mapping[str, bytes], where: str) -> None:
-        """With a key: somebody who has it made this version. Versions of another key are told apart when they are opened."""
+        """With a key: somebody who has it made this version.
+
+        A version of which every file is of other keys can prove nothing, and nothing of it opens: who reads is told which key.
+        """
         ids = {bundle.key_id for bundle in whole.bundles}
-        if self._key is None or ids - {"", self._key.id}:
+        if self._key is None or (ids and not ids & {"", self._key.id}):
             return
         if whole.mac:
             if not hmac.compare_digest(whole.mac, self._mac(whole, parts)):
