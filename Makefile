@@ -32,14 +32,17 @@ help:
 	@echo "make demo    train on two simulated nodes, kill ranks and a node, come back bit for bit"
 	@echo "make test    ruff, mypy and the test suite"
 	@echo "make lint    ruff and mypy only"
+	@echo "make format  ruff mends what it can, and lays the code out"
 	@echo "make bench   the benchmarks in their short form"
-	@echo "             (and SITE=, more directories for its path); nothing is installed, no network is needed"
 	@echo "make redteam what scripts do around a save x faults x moments x settings, for SECONDS= (60), drawn from SEED=;"
 	@echo "             one of them again: make redteam SEED=7 CASE=12; what fails is made as plain as it can be"
 	@echo "make fuzz    every parser of foreign bytes for SECONDS= (600) each, drawn from SEED=; some of them: PARSERS='values image'"
-	@echo "make gpu     everything that only a card can show, in two calls of under ten minutes; needs no venv"
+	@echo "make gpu     everything that only a card can show, in two calls of under ten minutes; needs no venv and no network:"
+	@echo "             make gpu PYTHON=python3 SITE=DIR, where DIR has what that python3 lacks"
 	@echo "make doors   the tests of every framework, each in a .venv-NAME; one of them: make door-NAME"
 	@echo "             ($(DOORS))"
+	@echo "make clean   remove build outputs and caches; .venv stays"
+	@echo "make help    this list"
 
 venv: $(STAMP)
 

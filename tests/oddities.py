@@ -24,6 +24,7 @@ WRITES = Way(busy=0.05, file=80 * MB, wakes=30, places=LOOP)
 THREADS = Way(spent=4.0)
 CHILDREN = Way(family=3.0, waits_in=CHILD)
 UPLOADS = Way(sockets=10 * MB)
+GRANTED = replace(WAITS, group_s=10800.0)
 START = {"phase": Phase.START, "settled": False, "learned": False}
 
 HEALTHY: list[Case] = [
@@ -135,6 +136,12 @@ HEALTHY: list[Case] = [
     Case("all wait for one storage", dict.fromkeys(range(4), Way(phase=D, stands=D)), (3500.0,), world=4),
     Case("all sleep until there is work", dict.fromkeys(range(4), Way(waits_in=SLEEP)), (5000.0,), world=4),
     Case("all evaluate without a collective", dict.fromkeys(range(4), replace(COMPUTES, phase=E)), (5000.0,), world=4),
+    # A script that gave its group three hours: others may wait that long for what takes long.
+    Case("all wait for each other in a group with a limit of three hours", dict.fromkeys(range(2), GRANTED), (5000.0,)),
+    Case("the same, while their threads compute", dict.fromkeys(range(2), replace(GRANTED, spent=0.5)), (5000.0,)),
+    *_alone("an answer, in a group with a limit of three hours", Way(waits_in=ANSWER, group_s=10800.0), 5000, others=GRANTED),
+    *_alone("a call in C, in a group with a limit of three hours", Way(call=CALL), 5000, others=GRANTED),
+    *_alone("one loop, in a group with a limit of three hours", replace(COMPUTES, places=LOOP), 5000, others=GRANTED),
     # Other frameworks, and starts.
     Case("JAX on sixteen cores", {0: Way(spent=16.0, wakes=0.5, **START)}, (4000.0,), world=1),  # type: ignore[arg-type]
     Case("JAX on a device", {0: Way(device=True, **START)}, (1700.0,), world=1),  # type: ignore[arg-type]
@@ -198,6 +205,8 @@ SICK: list[Case] = [
     Case("eight wait for each other", dict.fromkeys(range(8), WAITS), (600.0,), world=8),
     Case("all wait for each other in backward", dict.fromkeys(range(2), Way(stands=Phase.COLLECTIVE)), (600.0,)),
     Case("all wait for each other on two nodes", dict.fromkeys(range(2), WAITS), (600.0,), world=4, here=2, stuck=True),
+    Case("two wait longer than their group may", dict.fromkeys(range(2), replace(WAITS, group_s=900.0)), (1200.0,)),
+    *_sick("a lock, where the group may wait for three hours", LOCK, others=GRANTED),
     Case("one rank per node hangs", {0: LOCK}, (1200.0,), world=8, here=1, stuck=True),
     Case("one rank per node loops", {0: Way(busy=1.0, state="R", places=LOOP)}, (1200.0,), world=8, here=1, stuck=True),
     Case("one rank per node is stopped", {0: Way(state="T")}, (60.0,), world=8, here=1, stuck=True),

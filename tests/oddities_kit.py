@@ -28,6 +28,7 @@ class Way:
         flickers: two states that alternate from look to look.
         places: that the stack dumps show in turn.
         late_s: the watcher itself does not run for so long at first.
+        group_s: the time limit that the script gave its group.
     """
 
     busy: float = 0.0
@@ -51,6 +52,7 @@ class Way:
     settled: bool = True
     learned: bool = True
     late_s: float = 0.0
+    group_s: float = 0.0
 
 
 STEPS = Way(busy=0.5, wakes=50, steps=True)
@@ -93,6 +95,7 @@ class Node:
             beat = Beat(
                 before.changes + 1, before.step, phase, "all_reduce", before.sequence + way.inside, way.inside,
                 known, dict.fromkeys(known, 300), STEP_S if way.learned else 0.0, dict(rank.longest), way.settled,
+                way.group_s,
             )  # fmt: skip
             rank.sight = replace(rank.sight, beat=beat, stands=None, places=())
             rank.way, rank.since_s, rank.looks, rank.dumps = way, self.now_s, 0, 0

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
+import holdfast
 from holdfast.base import errors
 
 ROOT = Path(__file__).parents[1]
+LONG_SENTENCES = {  # pages whose sentences are still too long; this list only shrinks
+    "ARCHITECTURE.md", "docs/bubbles.md", "docs/drill.md", "docs/elastic.md", "docs/frameworks.md", "docs/mindspore.md",
+    "docs/promises.md", "docs/resharding.md", "docs/security.md", "docs/spec/format.md", "docs/spec/keeper.md",
+    "docs/spec/protocol.md", "docs/storage.md", "docs/watchdog.md",
+}  # fmt: skip
 PAGES = sorted(
     path for folder in (".", "docs", "docs/spec", "examples") for path in (ROOT / folder).glob("*.md") if path.is_file()
 )
@@ -28,6 +35,70 @@ def test_every_error_has_a_section_under_its_code() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text())
     assert not [target for target in targets if not (page.parent / target).exists()]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the names that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    texts = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", text).strip().replace(" ", "-") for text in texts}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_into_pages_find_their_heading(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)", page.read_text())
+    assert not [
+        (target, anchor)
+        for target, anchor in targets
+        if anchor not in anchors(page.parent / target if target else page)
+    ]
+
+
+def test_every_page_is_linked_from_the_index() -> None:
+    linked = set(re.findall(r"\]\(([^)#\s]+)", (ROOT / "docs" / "index.md").read_text()))
+    pages = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md") if path.name != "index.md"]
+    assert {str(page) for page in pages} <= linked
+
+
+def test_every_word_of_the_glossary_is_used_elsewhere_and_stands_once() -> None:
+    glossary = ROOT / "docs" / "glossary.md"
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| \[[^|]+\]\([^|]+\) \|$", glossary.read_text(), re.MULTILINE)
+    words = [word for row in rows for word in row.split(", ")]
+    assert len(words) == len(set(words)) > 60
+    assert len(rows) == sum(line.startswith("| ") for line in glossary.read_text().splitlines()) - 6, (
+        "a row without a file"
+    )
+    others = " ".join(page.read_text() for page in PAGES if page != glossary).lower()
+    assert not [word for word in words if not re.search(rf"\b{word[:-1] if word.endswith('e') else word}", others)]
+
+
+def test_the_readme_says_what_is_not_validated_before_how_to_install() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert 0 < text.index("Not validated") < text.index("## Install")
+    lines = text.splitlines()
+    assert not [line for line in lines if len(line) > (160 if line.startswith("|") else 120)]
+
+
+def sentences(page: Path) -> list[str]:
+    """Return the sentences of a page's prose and lists; tables, code blocks and headings are left out."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^ *(\||#|\[\d\]:).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"`[^`]*`", "code", re.sub(r"\]\([^)]*\)", "]", text))
+    paragraphs = re.split(r"\n\s*\n|\n *(?:[-*]|\d+\.) ", text)
+    return [
+        sentence
+        for paragraph in paragraphs
+        for sentence in re.split(r"(?<=[.!?])[)*]*\s+(?=\W*(?:[A-Z]|code))", paragraph.strip())
+        if sentence
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_nine_in_ten_sentences_have_at_most_25_words(page: Path) -> None:
+    lengths = sorted(len(sentence.split()) for sentence in sentences(page)) or [0]
+    short = lengths[int(len(lengths) * 0.9)] <= 25
+    listed = str(page.relative_to(ROOT)) in LONG_SENTENCES
+    assert short != listed, "strike the page from the list" if listed else "its sentences are too long"
 
 
 def test_every_invariant_of_the_protocol_has_one_letter() -> None:
@@ -65,3 +136,33 @@ def test_every_benchmark_takes_the_same_flags_and_keeps_its_figures() -> None:
         assert machine["machine"]["cores"]
         assert figures, program
         assert all({"metric", "value", "unit", "goal"} <= figure.keys() for figure in figures), program
+
+
+def test_the_version_is_the_last_release_or_the_next_one_being_made() -> None:
+    project = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert project
+    assert project[1] == holdfast.__version__
+    released = re.findall(
+        r"^## (\d+\.\d+\.\d+) \(\d{4}-\d\d-\d\d\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    order = [tuple(map(int, number.split("."))) for number in released]
+    assert order == sorted(order, reverse=True)
+    now = tuple(map(int, holdfast.__version__.removesuffix(".dev0").split(".")))
+    assert now > order[0] if holdfast.__version__.endswith(".dev0") else now == order[0]
+
+
+def test_every_change_note_names_its_kind() -> None:
+    notes = [path.name for path in (ROOT / "changes").iterdir() if path.name != "README.md"]
+    assert not [
+        name for name in notes if not re.fullmatch(r"[a-z0-9-]+\.(added|changed|fixed|removed|security)\.md", name)
+    ]
+
+
+def test_make_help_lists_every_intention() -> None:
+    targets = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
+    shown = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    listed = re.findall(r"^make ([a-z]+)", shown, re.MULTILINE)
+    assert sorted(listed) == sorted(target for target in targets if not target.startswith(("$", "door-")))
+    assert all(line.startswith(("make ", " " * 13)) for line in shown.splitlines())

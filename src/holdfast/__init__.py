@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from holdfast.train.restore import RestoreReport
     from holdfast.train.resume import resumable
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = ["Checkpointer", "Config", "HoldfastError", "Level", "RestoreReport", "SaveHandle", "Version", "resumable"]
 

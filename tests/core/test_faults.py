@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -182,6 +185,41 @@ def test_ranks_that_all_may_hang_on_their_devices_are_told_of_once_and_left_alon
         said += [(now_s, verdict) for verdict in watch.look(now_s, sights, world_size=2)]
     orders = [(round(now_s), v.kind, v.ranks) for now_s, v in said if v.kind not in (Kind.WAIT, Kind.LOOK)]
     assert orders == [(900, Kind.REPORT, (0, 1))]
+
+
+AT_A_LOCK = Sight(0, Beat(9, 9, Phase.STEP, samples=dict.fromkeys(Phase, 300)), wakes=1, places=("acquire (job.py)",))
+MAY_SAVE = {
+    "computes": replace(AT_A_LOCK, places=("digest (job.py)",)),
+    "waits for its keeper": replace(AT_A_LOCK, waits_in="a thread"),
+    "waits in a call": replace(AT_A_LOCK, call="a system call (no. 45)"),
+    "writes to a slow file system": replace(AT_A_LOCK, state="D"),
+    "waits for its device": replace(AT_A_LOCK, device=True),
+    "is not known to stand anywhere": replace(AT_A_LOCK, places=()),
+    "saves": replace(AT_A_LOCK, beat=replace(AT_A_LOCK.beat, phase=Phase.SAVING)),
+    "waits in a group with a limit of an hour": replace(
+        AT_A_LOCK, beat=replace(AT_A_LOCK.beat, phase=Phase.COLLECTIVE, inside=True, group_s=3600.0)
+    ),
+}
+
+
+def hopeless_s(watch: Watch, *sights: Sight, busy: float = 0.0) -> float | None:
+    """Seconds after which ranks that were told to end are not waited for any more; None: they have ten minutes."""
+    for look in range(4 * 600):
+        seen = [replace(sight, rank=rank, busy_s=1 + busy * look / 4) for rank, sight in enumerate(sights)]
+        if watch.why_hopeless(look / 4, seen):
+            return look / 4
+    return None
+
+
+@pytest.mark.parametrize("way", sorted(MAY_SAVE))
+def test_in_careful_mode_a_rank_that_may_save_still_has_the_whole_grace(way: str) -> None:
+    assert hopeless_s(Watch(), AT_A_LOCK, MAY_SAVE[way], busy=0.5 if way == "computes" else 0.0) is None
+
+
+def test_ranks_that_all_stand_still_are_not_waited_for_after_minutes_in_careful_and_seconds_in_quick_mode() -> None:
+    waits = replace(AT_A_LOCK, beat=replace(AT_A_LOCK.beat, phase=Phase.COLLECTIVE, inside=True))
+    assert hopeless_s(Watch(), AT_A_LOCK, waits) == pytest.approx(120, abs=1)
+    assert hopeless_s(Watch(QUICK), AT_A_LOCK, waits) == pytest.approx(8.4, abs=1)
 
 
 def test_a_scaled_mode_keeps_all_proportions() -> None:

@@ -17,7 +17,7 @@ import pytest
 import forked
 from holdfast.train.exit_guard import ExitGuard
 from holdfast.train.plain import PlainAgent
-from launch_kit import wait_for
+from launch_kit import Job, Nodes, free_port, wait_for
 
 LAUNCH = [sys.executable, "-W", "ignore", "-m", "holdfast.train.elastic", "--standalone"]
 
@@ -258,6 +258,46 @@ def test_a_job_whose_ranks_all_hang_is_not_given_the_ten_minutes_of_a_last_save(
     assert "ranks 0, 1 hang: no progress for" in said, said[-2000:]
     assert "after step 11" in said
     assert after_s < 55.0  # ten seconds, and what a busy machine takes
+
+
+# Steps; then a rank that is named saves when it is told to end, and any other one stands at a lock.
+ON_NODES = """
+import ctypes, os, pathlib, signal, sys, time, torch
+from holdfast.train import alive
+saves = os.environ["RANK"] in sys.argv[2:]
+def save(*_):
+    if saves:
+        alive.wish.saved(12)
+        sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+for step in range(12): optimizer.step()
+alive.wish.saved(11)
+pathlib.Path(sys.argv[1], "hangs" + os.environ["RANK"]).touch()
+while saves: time.sleep(0.01)
+lock = (ctypes.c_byte * 64)()
+for _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(ctypes.byref(lock))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("mode", "saves"), [("quick", ()), ("quick", ("0",)), ("careful", ("1",))])
+def test_ranks_that_hang_on_several_nodes_are_not_given_the_whole_grace(
+    job: Job, mode: str, saves: tuple[str, ...]
+) -> None:
+    """Each launcher waits until those of the others have ended or hang as well."""
+    job.script = str(job.directory / "script.py")
+    Path(job.script).write_text(ON_NODES)
+    nodes = Nodes(job, f"127.0.0.1:{free_port()}", worker=saves)
+    launchers = [nodes.start(node, f"--watchdog={mode}") for node in range(2)]
+    marks = [job.directory / f"hangs{rank}" for rank in range(2)]
+    wait_for(lambda: all(mark.exists() for mark in marks), "the ranks", job.logs)
+    for launcher in launchers:
+        launcher.terminate()
+    codes = sorted(launcher.wait(300) for launcher in launchers)
+    assert codes == sorted([0] * len(saves) + [128 + signal.SIGTERM] * (2 - len(saves))), job.logs()
+    assert job.logs().count("they are not waited for any longer") == 2 - len(saves)
 
 
 # A rank that saves when it is told to end, and is stopped before.

@@ -155,3 +155,15 @@ def test_who_waits_for_one_that_is_gone_meets_again_instead(agents: Make, rank: 
         agents(3)[rank].open(0, apart)
     assert len(asked) == 2, "as soon as it is known, and not before"
     assert issubclass(Apart, DistError), "whoever moves with the store knows it"
+
+
+def test_hung_ranks_are_awaited_until_every_other_agent_has_no_rank_that_saves(agents: Make) -> None:
+    first, second, third = agents(3)
+    opened([first, second, third], 0, 0, 0)
+    second.spend()
+    assert not second.all_spent(()), "two agents did not say that theirs have ended or hang"
+    third.spend()
+    assert not second.all_spent({2}), "the first may save still"
+    assert second.all_spent({0}), "the first is gone"
+    first.spend()
+    assert [agent.all_spent(()) for agent in (first, second, third)] == [True] * 3

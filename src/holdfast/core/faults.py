@@ -216,13 +216,12 @@ class Watch:
         return news
 
     def why_hopeless(self, now_s: float, sights: Sequence[Sight]) -> str:
-        """Returns why none of these workers will save or end any more; empty if one may. They are all of their job.
+        """Returns why none of these workers will save or end any more, though told to; empty if one may.
 
-        No progress for longer than the limit of its phase, and no byte or memory that moves: so of each of them. In careful
-        mode nobody is: a last save may hash, compress or wait for a lock in silence, and has the whole grace.
+        In quick mode: no progress for longer than the limit of its phase, and no byte or memory that moves. In careful mode
+        nothing at all moves, neither computes nor wakes, and its stack and its calls show no wait that may end: a last
+        save may hash, wait for its keeper, or stand in state D, and has the whole grace for that.
         """
-        if self.mode.learns:
-            return ""
         late = 0.0 if self._looked_at_s is None else max(0.0, now_s - self._looked_at_s - LATE_S)
         self._looked_at_s = now_s
         for sight in sights:
@@ -236,18 +235,30 @@ class Watch:
 
     def _is_hopeless(self, rank: int, now_s: float) -> bool:
         track = self._tracks[rank]
-        sight = track.sight
+        sight, limit, silence = track.sight, self.limit_s(rank), self.silence_s(rank, now_s)
         if sight.waits_in or sight.state in "tFZX":
             return False
-        limit = self.limit_s(rank)
+        if self.mode.learns:
+            if self._stands(rank):
+                return sight.state == "S" and self._is_past_hope(rank, now_s)
+            at_rest = sight.state == "S" and sight.places and not sight.call and not sight.device
+            return bool(at_rest) and silence > limit and self._is_quiet(rank, now_s, silence, limit)
         if self._stands(rank):
             limit = self.mode.together_limit_s(sight.beat, moving=False)
-        return min(self.silence_s(rank, now_s), now_s - track.activity.transferred_s) > limit
+        return min(silence, now_s - track.activity.transferred_s) > limit
 
     def silence_s(self, rank: int, now_s: float) -> float:
         """Seconds without progress that the rank could have used."""
         track = self._tracks[rank]
         return max(0.0, now_s - track.since_s - (track.sight.starved_s - track.starved_s))
+
+    def moved_s(self, rank: int) -> float:
+        """Return when a sign of life of this rank was seen last."""
+        return self._tracks[rank].activity.moved_s if rank in self._tracks else -math.inf
+
+    def is_at_rest(self, rank: int, now_s: float) -> bool:
+        """Whether the rank gave no sign of life for half the time that it may go without progress."""
+        return rank in self._tracks and now_s - self.moved_s(rank) > self.limit_s(rank) / 2
 
     def limit_s(self, rank: int) -> float:
         """How long the rank may go without progress where it is now."""
@@ -391,7 +402,7 @@ class Watch:
         if sight.device:
             patience, why = max(patience, self.mode.device_s), "it may wait for its accelerator"
         if sight.call or sight.waits_in:
-            patience = max(patience, self.mode.chosen_s)
+            patience = max(patience, self.mode.chosen_s, self._granted_s())
             why = f"it waits for {sight.waits_in}" if sight.waits_in else f"it waits in {sight.call}"
         if not waiters and self.mode.learns:
             patience, why = self._unwaited_s(sight, patience), f"{why}, and nobody waits for it"
@@ -410,7 +421,7 @@ class Watch:
 
     def _judge_busy(self, rank: int, now_s: float, silence: float, limit: float) -> Verdict:
         waiters, track = self._waiters(rank, now_s), self._tracks[rank]
-        patience = max(BUSY_FACTOR * limit, self.mode.busy_s)
+        patience = max(BUSY_FACTOR * limit, self.mode.busy_s, self._granted_s())
         if self.mode.learns and now_s - track.activity.main_s > 2 * WINDOW_S:  # its threads or its children do
             patience = max(patience, self.mode.unwaited_s)
         still = now_s - track.activity.transferred_s
@@ -423,6 +434,10 @@ class Watch:
                 return self._wait(rank, "it computes at changing places: slow, not stuck")
             evidence.append(f"no byte moves, and {len(places)} stacks show it at {places[-1]}")
         return self._condemn(rank, now_s, silence, patience, evidence)
+
+    def _granted_s(self) -> float:
+        """How long the script lets ranks wait for one that does something else."""
+        return max(self.mode.granted_s(track.sight.beat) for track in self._tracks.values())
 
     def _judge_all(self, now_s: float) -> Verdict:
         """All wait for each other."""

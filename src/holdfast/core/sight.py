@@ -45,6 +45,7 @@ class Beat:
         longest_s: per phase, the longest such pause that ended.
         step_p99_s: what a whole step takes.
         settled: whether it trains: it made an optimizer step, or many collectives for long.
+        group_s: the longest time limit that the script itself gave to a process group; 0: it left that to torch.
     """
 
     changes: int = 0
@@ -58,6 +59,7 @@ class Beat:
     step_p99_s: float = 0.0
     longest_s: Mapping[Phase, float] = field(default_factory=dict)
     settled: bool = True
+    group_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,10 +72,14 @@ class Mode:
         if self.learns and (beat.samples.get(Phase.STEP, 0) < ENOUGH_SAMPLES or not beat.settled):
             floor = unlearned
         limit = max(floor, FACTOR * max(beat.p99_s.get(Phase.COLLECTIVE, 0.0), beat.step_p99_s))
-        longest = self._longest_s(beat, Phase.COLLECTIVE)
+        longest = max(self._longest_s(beat, Phase.COLLECTIVE), self.granted_s(beat))
         if moving:
             return max(MOVING_FACTOR * limit, self.moving_s, longest)
         return max(TOGETHER_FACTOR * limit, self.together_s, longest)
+
+    def granted_s(self, beat: Beat) -> float:
+        """Return how long the script itself lets ranks wait for others, and a bit: its group ends the wait before. 0: unsaid."""
+        return beat.group_s + self.together_s if self.learns and beat.group_s else 0.0
 
     def scaled(self, factor: float) -> Mode:
         """The same proportions with every time multiplied: minutes become seconds for tests with real processes."""

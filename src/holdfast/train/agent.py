@@ -23,6 +23,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -59,6 +60,8 @@ SPARE_DELAY_S = 1.0
 VACANT_S = 600.0
 # How often it is said which workers are awaited at the end of the job.
 SAY_S = 60.0
+# How often other launchers of a job that was told to end are asked for their ranks.
+ASK_S = 1.0
 HEARD = {"started": Doing.RUNS, "finished": Doing.FINISHED, "raised": Doing.HOLDS, "failed": Doing.ENDS}
 
 
@@ -102,6 +105,7 @@ class Agent(MeetingAgent):
         self._all_anew = False
         self._unfit = ""  # why no process of this job runs its script again
         self._mended_at = time.monotonic()
+        self._asked_at = 0.0
 
     # What torchrun's loop calls.
 
@@ -180,6 +184,8 @@ class Agent(MeetingAgent):
         try:
             super()._shutdown(death_sig, *args, **kwargs)
         finally:
+            if self.is_ending():
+                self._tell_that_ranks_are_gone()
             if self._identity is not None:
                 self._identity.leave()  # last, for it asks the store, which may not answer
 
@@ -204,7 +210,7 @@ class Agent(MeetingAgent):
         return f"the newest state that workers told to be safe is that after step {step}"
 
     def _hang(self, now: float) -> str:
-        """Hear what workers say of their last saves; of a job whose ranks are all here the watchdog tells who hangs."""
+        """Hear what workers say of their last saves. Who hangs the watchdog tells, once no rank elsewhere may save still."""
         for seat in self._seats():
             self._hear(seat)
         living = [
@@ -212,9 +218,32 @@ class Agent(MeetingAgent):
             for worker, seat in zip(self._worker_group.workers, self._seats(), strict=True)
             if seat.proc.poll() is None
         ]
-        if self._watch is None or self._worker_group.workers[0].world_size > len(self._worker_group.workers):
-            return ""  # ranks elsewhere may save still, and those here wait for them
-        return self._watch.why_hopeless(now, living)
+        why = self._watch.why_hopeless(now, living) if self._watch is not None else ""
+        return why if why and self._is_nowhere_awaited(now) else ""
+
+    def _is_nowhere_awaited(self, now: float) -> bool:
+        """Whether the ranks of all other launchers have ended or hang, as those launchers say, or are gone with them."""
+        if self._round is None or self._round.size == 1:
+            return True
+        if now - self._asked_at < ASK_S:
+            return False
+        self._asked_at = now
+        gone = self._meeting.links.gone() if self._meeting is not None else {}
+        try:
+            self._round.spend()
+            return self._round.all_spent(gone)
+        except (DistError, RuntimeError) as error:  # its host has left, and with it what others said
+            logger.info("what other launchers say of their ranks is not known: %s", error)
+            return self._round.size == 2 and bool(gone)
+
+    def _tell_that_ranks_are_gone(self) -> None:
+        """For the launchers whose ranks hang. The store may be gone with the job, or hang: then they wait."""
+        if self._round is None or self._round.size == 1:
+            return
+        try:
+            self._round.spend()
+        except (DistError, RuntimeError) as error:
+            logger.info("the others were not told that no rank is left here: %s", error)
 
     # What is seen.
 

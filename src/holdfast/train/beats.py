@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from holdfast.core.sight import Phase
+from holdfast.train import groups
 from holdfast.train.page import Writer
 
 # Nobody else's: the first few are taken by libc, and libraries that use real-time signals take low ones.
@@ -128,6 +129,13 @@ def _hang_in() -> None:
     _wrap(torch, "load", Phase.LOADING)
     _wrap_eval()
     _wrap_compile()
+    groups.watch(_granted)
+
+
+def _granted(seconds: float) -> None:
+    writer = _hooks.mine()
+    if writer is not None:
+        writer.may_wait(seconds)
 
 
 def _stepped(optimizer: Any, *_: Any) -> None:

@@ -21,8 +21,8 @@ from holdfast.core.sight import Beat, Phase
 PAGE_BYTES = 4096
 MAGIC = 0x48464231
 # magic, pid, signal that dumps the stacks, phase, inside, settled, changes, step, sequence, name of the collective, the
-# thread that may take the signal for the main one
-_HEAD = struct.Struct("<IIIBBBxQQQ32sI")
+# thread that may take the signal for the main one, seconds that the script gave its groups
+_HEAD = struct.Struct("<IIIBBBxQQQ32sId")
 _SPENT_AT, _HISTOGRAMS_AT = 128, 256
 NUM_BUCKETS = 80
 LEAST_S = 0.001
@@ -60,7 +60,7 @@ class Writer:
         self._map[_SPENT_AT:PAGE_BYTES] = bytes(PAGE_BYTES - _SPENT_AT)
         self._signal, self._thread = dump_signal, dump_thread
         self._changes, self._step, self._sequence = before[6], before[7], 0
-        self._collective, self._inside = b"", 0
+        self._collective, self._inside, self._group_s = b"", 0, 0.0
         self.phase = Phase.START
         self._at_s, self._stepped_at_s = time.monotonic(), 0.0
         self._began_s, self._settled = self._at_s, 0
@@ -79,7 +79,7 @@ class Writer:
 
     def _write(self) -> None:
         head = (MAGIC, os.getpid(), self._signal, self.phase, self._inside, self._settled)
-        tail = (self._step, self._sequence, self._collective, self._thread)
+        tail = (self._step, self._sequence, self._collective, self._thread, self._group_s)
         _HEAD.pack_into(self._map, 0, *head, self._changes, *tail)
 
     def turn(self, phase: Phase) -> None:
@@ -117,6 +117,12 @@ class Writer:
         self._step = step + 1
         self._write()
 
+    def may_wait(self, seconds: float) -> None:
+        """The script gave a group this time limit; the longest one counts. No sign of progress by itself."""
+        if seconds > self._group_s:
+            self._group_s = seconds
+            self._write()
+
     def leave(self, before: Phase) -> None:
         """The collective is over. Who waits for many without an optimizer has started all the same."""
         self._inside = 0
@@ -143,8 +149,8 @@ class Reading:
     """
 
     def __init__(self, content: bytes) -> None:
-        magic, self.pid, self.dump_signal, phase, inside, settled, *numbers, name, self.dump_thread = _HEAD.unpack_from(
-            content
+        magic, self.pid, self.dump_signal, phase, inside, settled, *numbers, name, self.dump_thread, group_s = (
+            _HEAD.unpack_from(content)
         )
         if magic != MAGIC or phase >= _NUM_PHASES:
             self.pid = self.dump_signal = self.dump_thread = 0
@@ -169,6 +175,7 @@ class Reading:
             samples={p: sum(rows[p]) for p in Phase},
             step_p99_s=_p99(rows[-1]),
             longest_s=dict(zip(Phase, longest, strict=True)),
+            group_s=group_s,
         )
 
 

@@ -222,22 +222,21 @@ class Workers(SubprocessContext):
         self._nursery = nursery
 
     def _fork(self) -> tuple[Child, Line, int]:
+        """Fork a process with its line and its page; the same refusal for both, as a cause that lasts is told once."""
+        line, page = None, -1
         try:
             line, theirs = pair()
-        except OSError as error:
-            raise NotForked(f"no line to a new process: {error.strerror}") from error
-        page = -1
-        try:
             with theirs:
                 page = make_page()
                 return self._nursery.fork(theirs, page), line, page
         except (NotForked, OSError) as error:
-            line.close()
+            if line is not None:
+                line.close()
             if page >= 0:
                 os.close(page)
             if isinstance(error, NotForked):
                 raise
-            raise NotForked(f"no page for a new process: {error.strerror}") from error
+            raise NotForked(f"no line and page for a new process: {error.strerror}") from error
 
     def _new_logs(self, local_rank: int, incarnation: int) -> None:
         """Log files of a replacement, in a directory of their own; those of the dead one stay."""

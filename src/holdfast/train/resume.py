@@ -20,12 +20,12 @@ import functools
 import gc
 import traceback
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import distributed as dist
 
-from holdfast.train import alive, leaving
+from holdfast.train import alive, groups, leaving
 from holdfast.train.runner import Runner
 
 P = ParamSpec("P")
@@ -40,7 +40,7 @@ def resumable(function: Callable[P, T]) -> Callable[P, T]:
         runner = Runner.current
         if runner is None:
             return function(*args, **kwargs)
-        group, again = _default_group(), False
+        group, again = groups.default_group(), False
         while True:
             order = runner.running
             try:
@@ -55,13 +55,6 @@ def resumable(function: Callable[P, T]) -> Callable[P, T]:
             again = True
 
     return called
-
-
-def _default_group() -> dict[str, Any] | None:
-    """How the default group was made, if there is one."""
-    if not dist.is_initialized():
-        return None
-    return {"backend": dist.get_backend_config()}
 
 
 def _forget(error: BaseException) -> None:

@@ -8,7 +8,7 @@ So every key that workers write belongs to one incarnation, and late writes of a
 Agents also leave a beat here every second, and in it whether all their ranks stand in collectives; what it means that one
 is silent, or that all stand, is `agent`'s and core.faults' business.
 Calls are short; only `open` waits. One thread uses it. Keys: `recoveries/<group rank>`, `version/<group rank>`,
-`keeper/<group rank>`, `ranks/<group rank>`, `now`, `want/<n>`, `ends/<n>`, `anew`, `done/<n>`, `beat/<group rank>`, `over`, `left`.
+`keeper/<group rank>`, `ranks/<group rank>`, `now`, `want/<n>`, `ends/<n>`, `anew`, `done/<n>`, `beat/<group rank>`, `spent/<group rank>`, `over`, `left`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -96,6 +96,7 @@ class Round:
         self._longest_s: dict[int, float] = {}
         self._ranks_of: dict[int, tuple[int, ...]] = {}
         self._done: set[int] = set()
+        self._spent: set[int] = set()
 
     @property
     def leads(self) -> bool:
@@ -180,6 +181,22 @@ class Round:
     def all_finished(self, number: int) -> bool:
         """Whether the workers of all agents have."""
         return self.size == 1 or self._store.add(f"done/{number}", 0) >= self.size
+
+    def spend(self) -> None:
+        """Say that the workers of this agent, which were told to end, have ended or hang: nothing is saved here any more."""
+        if self._rank not in self._spent:
+            self._store.set(f"spent/{self._rank}", "1")
+            self._spent.add(self._rank)
+
+    def all_spent(self, gone: Collection[int]) -> bool:
+        """Whether every agent has said so, but for those of these group ranks, which are gone. Asks for few keys at a time."""
+        for rank in range(self.size):
+            if rank in self._spent or rank in gone:
+                continue
+            if not self._store.check([f"spent/{rank}"]):
+                return False
+            self._spent.add(rank)
+        return True
 
     def end(self, over: Over) -> None:
         """Ends the round for all agents; the first word stands."""

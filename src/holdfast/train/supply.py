@@ -31,7 +31,7 @@ class Supply:
     def __init__(self, nursery: Nursery, program: Sequence[str] = ()) -> None:
         self.nursery = nursery
         self._program = program
-        self._told = ""
+        self._told: set[str] = set()
         self._wait_s = FIRST_TRY_S
         self._again_at = 0.0
 
@@ -43,13 +43,14 @@ class Supply:
         """A process could be forked."""
         if self._told:
             logger.warning("processes can be forked again")
-        self._told, self._wait_s, self._again_at = "", FIRST_TRY_S, 0.0
+        self._told.clear()
+        self._wait_s, self._again_at = FIRST_TRY_S, 0.0
 
     def failed(self, error: Exception, now: float) -> None:
         """Tell it, once for each cause, and wait before the next attempt; start another nursery if this one is lost."""
         self._again_at, self._wait_s = now + self._wait_s, min(2 * self._wait_s, LAST_TRY_S)
-        if self._told != str(error):
-            self._told = str(error)
+        if str(error) not in self._told:
+            self._told.add(str(error))
             logger.error("%s; what runs goes on, and it is tried again", error)
         if isinstance(error, NurseryLost) and self._program:
             try:

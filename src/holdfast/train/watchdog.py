@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import signal
 import time
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 CLOSER_AFTER_S = 0.4
 # How often it is looked at through the kernel then.
 CLOSER_EVERY_S = 0.2
+# How often a worker that is to end, and cannot answer, is asked for its stacks.
+ASK_AGAIN_S = 5.0
 MAX_STACKS = 64
 MAX_PLACES = 8
 
@@ -49,6 +52,7 @@ class _Worker:
     changes: int = -1
     since_s: float = 0.0
     asked: bool = False
+    asked_s: float = -math.inf
     sight: Sight | None = None
     looked_s: float = 0.0
     stack: Stack = UNKNOWN
@@ -175,6 +179,8 @@ class Watchdog:
             now: monotonic.
             ranks: those that have not ended.
         """
+        for rank in ranks:
+            self._ask_anew(rank, now)
         sights = [self._look(rank, worker, now) for rank, worker in self._workers.items() if rank in ranks]
         return self._watch.why_hopeless(now, sights) if len(sights) == len(ranks) else ""
 
@@ -245,6 +251,17 @@ class Watchdog:
             worker.asked = True
         except OSError:
             logger.debug("rank %d ended before it could be asked for its stacks", rank)
+
+    def _ask_anew(self, rank: int, now: float) -> None:
+        """Stacks that are older than its last sign of life show where it was, not where it is."""
+        worker = self._workers.get(rank)
+        if worker is None:
+            return
+        if worker.asked_s < self._watch.moved_s(rank):
+            worker.asked, worker.stack, worker.places = False, UNKNOWN, ()
+        if not worker.asked and now - worker.asked_s > ASK_AGAIN_S and self._watch.is_at_rest(rank, now):
+            worker.asked_s = now
+            self._ask(rank)
 
     def _collect(self, rank: int, worker: _Worker) -> None:
         text = page.take_dump(worker.page_fd)
