@@ -300,10 +300,10 @@ def _asks(path: Path) -> bool:
 
 
 def _pages() -> list[bytes]:
-    return [bytes(page.PAGE_BYTES), page._HEAD.pack(page.MAGIC, 7, 10, 1, 0, 1, *([3] * _NUMBERS), b"all", 8)]
-
-
-_NUMBERS = len(page._HEAD.unpack(bytes(page._HEAD.size))) - 8
+    # Whatever follows the first six fields: one of each kind there is.
+    rest = page._HEAD.unpack(bytes(page._HEAD.size))[6:]
+    filled = [{bytes: b"all", int: 3, float: 8.0}[type(value)] for value in rest]
+    return [bytes(page.PAGE_BYTES), page._HEAD.pack(page.MAGIC, 7, 10, 1, 0, 1, *filled)]
 
 
 def _noted() -> list[bytes]:
