@@ -1,4 +1,5 @@
-"""Where loaders that Accelerate prepared are, so that a run that goes on reads the rows that an undisturbed one would.
+"""Tells where loaders that Accelerate prepared are, so that a run that goes on reads the rows that an undisturbed one
+would.
 
 A script that goes on within an epoch skips the batches that were trained (`accelerator.skip_first_batches`). That gives the right
 rows only if the epoch has the order that it had: the order is drawn when an epoch begins, from random numbers of that moment. So

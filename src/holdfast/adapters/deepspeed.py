@@ -55,7 +55,7 @@ def checkpoint_engine(
     native: bool = True,
     config: Config | None = None,
 ) -> Any:
-    """What is to be assigned to `engine.checkpoint_engine`. Collective: every rank calls it.
+    """Return what is to be assigned to `engine.checkpoint_engine`. Collective: every rank calls it.
 
     Args:
         engine: what `deepspeed.initialize` returned.

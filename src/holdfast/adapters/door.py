@@ -35,7 +35,7 @@ class Checkpointer(checkpointer.Checkpointer):
 
     @property
     def off(self) -> bool:
-        """Whether HOLDFAST_DISABLE switched everything off."""
+        """Return whether HOLDFAST_DISABLE switched everything off."""
         return config.disabled()
 
     def restore(
@@ -46,7 +46,7 @@ class Checkpointer(checkpointer.Checkpointer):
         strict: bool | None = None,
         required: bool | None = None,
     ) -> int:
-        """As in `train.checkpointer`; 0 if everything is switched off."""
+        """Restore as `train.checkpointer` does; return 0 if everything is switched off."""
         if not self.off:
             return super().restore(version, fresh=fresh, strict=strict, required=required)
         logger.warning("%s is set: nothing is restored and nothing is saved", config.DISABLE_VARIABLE)
@@ -54,11 +54,11 @@ class Checkpointer(checkpointer.Checkpointer):
         return 0
 
     def carry(self, name: str, value: T) -> T:
-        """As in `train.checkpointer`; the value as it is if everything is switched off."""
+        """Carry as `train.checkpointer` does; return the value as it is if everything is switched off."""
         return value if self.off else super().carry(name, value)
 
     def step(self, step: int, **carry: Any) -> SaveHandle | None:
-        """As in `train.checkpointer`; nothing if everything is switched off."""
+        """Report a step as `train.checkpointer` does; do nothing if everything is switched off."""
         return None if self.off else super().step(step, **carry)
 
     def save(
@@ -69,13 +69,13 @@ class Checkpointer(checkpointer.Checkpointer):
         also_to: Sequence[str] = (),
         info: Mapping[str, Any] | None = None,
     ) -> SaveHandle:
-        """As in `train.checkpointer`; a version that is given up at once if everything is switched off."""
+        """Save as `train.checkpointer` does; return a version that is given up at once if everything is switched off."""
         if not self.off:
             return super().save(step, level, also_to=also_to, info=info)
         return never(step, as_level(level), f"{config.DISABLE_VARIABLE} is set")
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """As in `train.checkpointer`; nothing if everything is switched off."""
+        """Flush as `train.checkpointer` does; do nothing if everything is switched off."""
         if not self.off:
             super().flush(timeout_s)
 
@@ -87,7 +87,7 @@ class Checkpointer(checkpointer.Checkpointer):
 
 
 class SaveOnly(Checkpointer):
-    """For frameworks that save when they like: no step is reported, and the state is there during `save` only.
+    """Serves frameworks that save when they like: no step is reported, and the state is there during `save` only.
 
     SIGTERM keeps the effect that it had, for nobody would ask whether it came; and the end of a job saves nothing again.
     """

@@ -51,7 +51,7 @@ class Merged:
         }
 
     def bytes_of(self, name: str) -> memoryview:
-        """Of a tensor, in the mapping."""
+        """Return the bytes of a tensor, in the mapping."""
         _, _, start, end = self.entries[name]
         return memoryview(self._map)[start:end]
 

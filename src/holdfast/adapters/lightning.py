@@ -83,7 +83,7 @@ def _callbacks() -> Any:
 
 
 class Keeping:
-    """What the callback does; knows the trainer only by what it is asked with."""
+    """Does the callback's work; knows the trainer only by what it is asked with."""
 
     def __init__(self, root: str | os.PathLike[str], options: dict[str, Any]) -> None:
         self._root = root

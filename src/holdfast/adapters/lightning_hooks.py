@@ -1,4 +1,4 @@
-"""What callbacks, hooks and the data module add to a checkpoint of Lightning's, as an object with a state.
+"""Keeps what callbacks, hooks and the data module add to a checkpoint of Lightning's, as an object with a state.
 
 Lightning makes a checkpoint as one dict and hands it around: `Callback.on_save_checkpoint` and
 `LightningModule.on_save_checkpoint` put into it what they like, or other weights in the place of the weights. They get the same
@@ -31,11 +31,11 @@ class Handed:
         self._trains = False
 
     def begin(self) -> None:
-        """From now on hooks may be called; before they may miss what the training makes."""
+        """Let hooks be called; before they may miss what the training makes."""
         self._trains = True
 
     def state_dict(self) -> dict[str, Any]:
-        """What was added to Lightning's checkpoint. Nothing is handed around before the training begins."""
+        """Return what was added to Lightning's checkpoint. Nothing is handed around before the training begins."""
         if not self._trains:
             return {}
         trainer, module = self._trainer, self._trainer.lightning_module

@@ -1,4 +1,4 @@
-"""Where a fit of Lightning is, and how a fit goes on there: loops, data, logged values.
+"""Tells where a fit of Lightning is, and how a fit goes on there: loops, data, logged values.
 
 Lightning's own resume begins behind `on_train_batch_end`; so it has rules for what of a step is still to be done, and these
 are wrong for some steps: an epoch that a limit ended, a plateau scheduler that looks at a validation of before. A version of
@@ -28,7 +28,7 @@ _LAST_LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
 class Place:
-    """Where the loops of a fit are, as an object with a state.
+    """Tells where the loops of a fit are, as an object with a state.
 
     Args:
         trainer: a Trainer whose `fit` has begun.
@@ -83,7 +83,9 @@ class Place:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to train: all steps, all epochs, or asked to stop. Lightning's own answer prints."""
+        """Return whether nothing is left to train: all steps, all epochs, or asked to stop. Lightning's own answer
+        prints.
+        """
         steps, epochs = self._fit.max_steps, self._fit.max_epochs
         if steps not in (None, -1) and self._fit.epoch_loop.global_step >= steps:
             return True
@@ -93,7 +95,7 @@ class Place:
 
     @property
     def is_within(self) -> bool:
-        """Whether what was loaded lies within an epoch."""
+        """Return whether what was loaded lies within an epoch."""
         return self._within
 
     @contextmanager

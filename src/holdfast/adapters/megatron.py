@@ -46,7 +46,7 @@ _NUMBER = re.compile(r"(\d+)\Z")
 
 
 def strategies(root: str | Path, *, config: Config | None = None) -> tuple[Any, Any]:
-    """What goes to `dist_checkpointing.save` and `load` as `sharded_strategy`. Every rank calls it.
+    """Return what goes to `dist_checkpointing.save` and `load` as `sharded_strategy`. Every rank calls it.
 
     Args:
         root: the directory in which the directories of iterations lie.
@@ -89,7 +89,7 @@ class _Shards:
 
 
 class Own:
-    """What holdfast holds of one job."""
+    """Holds what holdfast holds of one job."""
 
     def __init__(self, root: Path, config: Config | None) -> None:
         self._shards = _Shards()
@@ -114,7 +114,9 @@ class Own:
         shards.tensors, shards.objects = {}, {}
 
     def load(self, parts: Mapping[str, Any], iteration: int) -> bool:
-        """Whether every rank holds every part of that iteration; `tensors` and `objects` then have them. Collective."""
+        """Return whether every rank holds every part of that iteration; `tensors` and `objects` then have them.
+        Collective.
+        """
         shards = self._shards
         shards.iteration = -1
         self._checkpointer.restore()
@@ -141,7 +143,7 @@ class Own:
         return shards.tensors[name] if name in shards.tensors else shards.objects[name]
 
     def forget(self) -> None:
-        """What was loaded is handed over."""
+        """Forget what was loaded: it is handed over."""
         self._shards.tensors, self._shards.objects = {}, {}
 
     def close(self) -> None:
@@ -178,7 +180,7 @@ class SaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # Megat
 
 
 class LoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]  # Megatron carries no types
-    """From holdfast if it holds the iteration in this layout, else Megatron's own load."""
+    """Loads from holdfast if it holds the iteration in this layout, else by Megatron's own load."""
 
     def __init__(self, own: Own) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""What adapters for frameworks with files of their own share: plain trees, and the framework's own files in the background.
+"""Has what adapters for frameworks with files of their own share: plain trees, and the framework's own files in the
+background.
 
 A framework hands over nested state with objects of its own in it (a loss scaler, an address). `plain` turns those that
 the adapter lists into dicts that holdfast can save, `live` turns them back; nothing else is accepted, and no name that

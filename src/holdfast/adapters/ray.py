@@ -84,7 +84,7 @@ class RayCheckpointer(Checkpointer):
         super().__init__(self._default() if root is None else root, on_durable=self._is_durable, **options)
 
     def step(self, step: int, metrics: Mapping[str, Any] | None = None, **carry: Any) -> SaveHandle | None:
-        """As in `Checkpointer`; also looks for a preemption, and reports where a save to storage is made.
+        """Report a step as `Checkpointer` does; look for a preemption too, and report where a save to storage is made.
 
         Args:
             step: the step that is finished.
@@ -104,7 +104,7 @@ class RayCheckpointer(Checkpointer):
         return handle
 
     def close(self) -> None:
-        """As in `Checkpointer`; Ray is told of the last version."""
+        """Close as `Checkpointer` does; Ray is told of the last version."""
         run = None if self._closed else self._run
         super().close()
         if run is not None and run.last is not None:

@@ -210,7 +210,7 @@ def over(weaker: Mapping[str, Any], stronger: Mapping[str, Any]) -> dict[str, An
 
 
 def disabled(*, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether holdfast is switched off altogether: nothing is restored, saved or watched, no keeper is started.
+    """Return whether holdfast is switched off altogether: nothing is restored, saved or watched, no keeper is started.
 
     Raises:
         ConfigError: the variable is neither true nor false.
@@ -231,7 +231,7 @@ def aliases(*, environ: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def group_info_file(*, environ: Mapping[str, str] | None = None) -> str:
-    """Where this rank writes which ranks hold the same slices; `""` is nowhere."""
+    """Return where this rank writes which ranks hold the same slices; `""` is nowhere."""
     return (os.environ if environ is None else environ).get(GROUP_INFO_VARIABLE, "")
 
 
@@ -247,8 +247,8 @@ def launch(*, environ: Mapping[str, str] | None = None) -> str:
 
 
 def meeting_place(*, environ: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """Where ranks meet that no launcher of PyTorch started: MASTER_ADDR and MASTER_PORT, else one port above MindSpore's
-    scheduler (MS_SCHED_HOST, MS_SCHED_PORT); port 0 if neither is set.
+    """Return where ranks meet that no launcher of PyTorch started: MASTER_ADDR and MASTER_PORT, else one port above
+    MindSpore's scheduler (MS_SCHED_HOST, MS_SCHED_PORT); port 0 if neither is set.
     """
     environ = os.environ if environ is None else environ
     if environ.get("MASTER_PORT", "").isdigit():

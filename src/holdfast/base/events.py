@@ -1,4 +1,4 @@
-"""What happened, as facts: one call to emit, any number of handlers plugged in from above.
+"""Tells what happened, as facts: one call to emit, any number of handlers plugged in from above.
 
 An event has a dotted name and plain fields (numbers, strings). Handlers are called in the thread that emits and must
 be quick; one that fails is reported once and dropped, for an observer must never stop training. Counters are the sums

@@ -1,4 +1,4 @@
-"""Which files were installed, and which a user may have written."""
+"""Tells which files were installed, and which a user may have written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this process is called where an operator looks: `ps -o pid,comm`, `top`, `pgrep`.
+"""Sets what this process is called where an operator looks: `ps -o pid,comm`, `top`, `pgrep`.
 
 Launcher, spares and ranks are forks of one program with one command line; the name tells them apart.
 """

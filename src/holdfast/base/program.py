@@ -1,4 +1,5 @@
-"""How a program of holdfast is started by another one: as `python -m`, but without the working directory in the search path.
+"""Tells how a program of holdfast is started by another one: as `python -m`, but without the working directory in the
+search path.
 
 A user's `secrets.py` or `queue.py` may lie there; whoever starts a script expects the script to see it, and nobody else. In a
 directory that others can write to it may be somebody else's, and would run with what the program inherits.

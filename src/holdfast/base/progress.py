@@ -1,4 +1,4 @@
-"""How far long work is, in words: bytes done of bytes to do, rate, time left. Said once it has lasted a while."""
+"""Tells how far long work is, in words: bytes done of bytes to do, rate, time left. Said once it has lasted a while."""
 
 from __future__ import annotations
 

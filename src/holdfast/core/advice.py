@@ -1,4 +1,5 @@
-"""How often to save: what a cadence costs, what a failure then costs, and the interval at which both together cost least.
+"""Advises how often to save: what a cadence costs, what a failure then costs, and the interval at which both together
+cost least.
 
 The model is the classical one: failures come at a constant rate, at any moment; a save stops training for a while; a
 failure costs the recovery and all work since the last save. A stretch of work t that ends with a save of cost c then takes
@@ -24,7 +25,7 @@ _PRECISION = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a job and its cluster are like.
+    """Says what a job and its cluster are like.
 
     Attributes:
         save_s: how long a save keeps training waiting.
@@ -39,7 +40,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Cadence:
-    """What it means to save so often.
+    """Says what it means to save so often.
 
     Attributes:
         interval_s: work between two saves.
@@ -55,12 +56,12 @@ class Cadence:
 
     @property
     def effective(self) -> float:
-        """Which part of all time is work that counts."""
+        """Return which part of all time is work that counts."""
         return 1 / (1 + self.overhead)
 
 
 def weigh(interval_s: float, costs: Costs) -> Cadence:
-    """What saving after every `interval_s` of work means."""
+    """Return what saving after every `interval_s` of work means."""
     period = interval_s + costs.save_s
     rate = costs.failures_per_s
     exponent = rate * period

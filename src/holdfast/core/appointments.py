@@ -18,7 +18,7 @@ REPEAT_STEPS = 20
 
 
 class Purpose(enum.Enum):
-    """What is to happen at the agreed step."""
+    """Names what is to happen at the agreed step."""
 
     SAVE = "save"
     STOP = "stop"
@@ -58,7 +58,7 @@ class Diary:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """What a finished step asks for.
+    """Says what a finished step asks for.
 
     Attributes:
         save, stop: do it now.

@@ -1,4 +1,5 @@
-"""Who keeps the replica of what lives in one node only: equal loads by bytes, another rack, the fewest possible pairs.
+"""Decides who keeps the replica of what lives in one node only: equal loads by bytes, another rack, the fewest possible
+pairs.
 
 Everybody works this out from the table of all bundles and the topology, so nobody has to be told. Where every node has
 about as much of its own as the others (nearly every job) the next node round keeps it, whatever the number of nodes.
@@ -35,7 +36,7 @@ def place(refs: Iterable[BundleRef], topology: Topology) -> dict[str, int]:
 
 
 def place_again(refs: Sequence[BundleRef], holders: Mapping[str, int], topology: Topology) -> dict[str, int]:
-    """Who makes the second copy of every bundle that one node alone still holds, by bundle id.
+    """Return who makes the second copy of every bundle that one node alone still holds, by bundle id.
 
     Where `place` would have it, so that the next version finds it there; elsewhere if that is who holds it, and for
     bundles that had twins on several nodes: then dealt as evenly as by `place`, racks and named pairs kept.
@@ -99,14 +100,16 @@ def next_node(home: int, topology: Topology) -> int:
 
 
 def colors(topology: Topology) -> Sequence[str | int]:
-    """What a copy and its original may not share: the rack, where there are several and all are known; else the node."""
+    """Return what a copy and its original may not share: the rack, where there are several and all are known; else the
+    node.
+    """
     if len(set(topology.racks)) > 1 and all(topology.racks):
         return topology.racks
     return range(len(topology.nodes))
 
 
 def shares(totals: Sequence[int], topology: Topology) -> list[Shares]:
-    """For every node what the others keep of its `totals` bytes. Every node has a share, if only of nothing."""
+    """Return for every node what the others keep of its `totals` bytes. Every node has a share, if only of nothing."""
     nodes = range(len(totals))
     ring = [next_node(node, topology) for node in nodes]
     simple: list[Shares] = [((backup, total),) for backup, total in zip(ring, totals, strict=True)]

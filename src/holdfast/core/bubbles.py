@@ -1,4 +1,4 @@
-"""Which chunks of a checkpoint are copied in which idle window of a step, and how often that is free.
+"""Decides which chunks of a checkpoint are copied in which idle window of a step, and how often that is free.
 
 The source of a version is still that version until the optimizer's next step, so its windows are the waits of one step.
 Chunks are placed in order, first window first, and each window keeps a guard: a chunk that would end in it is not begun.
@@ -104,7 +104,7 @@ def _reason(at: int, count: int, left: float, total: float, windows: Sequence[Wi
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one save costs one rank, beyond what its waits hide.
+    """Says what one save costs one rank, beyond what its waits hide.
 
     Attributes:
         call: seconds that `save` itself takes.
@@ -135,7 +135,7 @@ def highest_cadence(loads: Sequence[Load], *, budget: float) -> Decision[int]:
 
 
 def review_due(num_steps: int) -> bool:
-    """Whether a cadence is reviewed after so many steps of a run; the same on every rank that counts them."""
+    """Return whether a cadence is reviewed after so many steps of a run; the same on every rank that counts them."""
     return num_steps in FIRST_REVIEWS or (num_steps > 0 and num_steps % REVIEW_EVERY == 0)
 
 

@@ -171,7 +171,7 @@ def fingerprint(bundle: Bundle) -> str:
 
 
 def rank_layout(bundles: Sequence[Bundle], rank: int, topology: Topology) -> RankLayout:
-    """What a rank tells its keeper about its bundles."""
+    """Return what a rank tells its keeper about its bundles."""
     runs: dict[tuple[int, ...], Runs] = {}
     for bundle in bundles:
         if bundle.ranks not in runs:

@@ -1,4 +1,4 @@
-"""How often to save: a cadence in steps, in seconds, or both (steps win).
+"""Decides how often to save: a cadence in steps, in seconds, or both (steps win).
 
 Pure: `now_s` is an argument. Called by the trainer's side once per step.
 """
@@ -49,16 +49,16 @@ class Cadence:
 
     @property
     def is_set(self) -> bool:
-        """Whether anything is ever due."""
+        """Return whether anything is ever due."""
         return bool(self.steps) or self.needs_agreement
 
     @property
     def needs_agreement(self) -> bool:
-        """Whether ranks could decide differently: a clock is involved."""
+        """Return whether ranks could decide differently: a clock is involved."""
         return self.steps is None and self.seconds is not None
 
     def due(self, *, step: int, last_step: int | None, now_s: float, last_s: float) -> Decision[bool]:
-        """Whether `step` is to be saved.
+        """Return whether `step` is to be saved.
 
         Args:
             step: the step just finished.

@@ -98,7 +98,7 @@ class Census:
             self.groups[form] = {base: known[parts] for base, parts in sorted(groups.items())}
 
     def holdings(self, kind: GroupKind) -> Iterator[Holding]:
-        """What each group of the kind holds, by dtype, shape and placement."""
+        """Yield what each group of the kind holds, by dtype, shape and placement."""
         for index, _ in kind.parts:
             for tensors in self._families[index].specs:
                 yield Holding(tensors, _num_bytes(self.layout, tensors[0], kind.base))

@@ -95,7 +95,7 @@ class Heard:
 
 
 class Kind(enum.Enum):
-    """What an announcement says of a version."""
+    """Names what an announcement says of a version."""
 
     CAPTURED = "captured"
     PERSIST = "persist"  # an order, not a level: every node writes the bundles it represents
@@ -115,7 +115,7 @@ OF_WRITING = (Kind.AT_WORK, Kind.WRITTEN, Kind.FAILED)
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What every node is told.
+    """Holds what every node is told.
 
     Attributes:
         layout: fingerprint of the job's layout (CAPTURED only); nodes that lack its table are sent it first.
@@ -173,7 +173,7 @@ class _Entry:
 
 
 class Board:
-    """What the coordinator of one incarnation knows and concludes."""
+    """Holds what the coordinator of one incarnation knows and concludes."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology

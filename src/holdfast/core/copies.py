@@ -1,4 +1,4 @@
-"""Which ranks save a slice when k copies of it are enough: balanced by bytes over all ranks.
+"""Decides which ranks save a slice when k copies of it are enough: balanced by bytes over all ranks.
 
 Every rank works this out from the same list of slices, so nobody has to be told, and who misses a slice knows whom to
 ask. Groups are dealt from the smallest, which have the least choice, to the largest, which even out what the small ones

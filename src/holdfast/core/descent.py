@@ -23,10 +23,10 @@ GO, NO = "go", "no"
 
 
 class Board(Protocol):
-    """What all ranks can read and write; every call is short."""
+    """Holds what all ranks can read and write; every call is short."""
 
     def get(self, key: str) -> str | None:
-        """What stands there."""
+        """Return what stands there."""
 
     def put(self, key: str, text: str) -> None:
         """Writes it."""
@@ -39,7 +39,7 @@ class Board(Protocol):
 
 
 class Move(enum.Enum):
-    """What a rank does after a step."""
+    """Names what a rank does after a step."""
 
     STAY = "stay"  # as before
     WAIT = "wait"  # it has arrived at the step; ask `outcome`
@@ -58,7 +58,7 @@ class Descent:
 
     @property
     def reason(self) -> str:
-        """Who cannot save, and why."""
+        """Return who cannot save, and why."""
         return self._board.get(self._key("why")) or ""
 
     def after(self, step: int, trouble: str) -> Move:
@@ -93,7 +93,7 @@ class Descent:
         return True
 
     def outcome(self) -> Move:
-        """What came of it so far, for who waits."""
+        """Return what came of it so far, for who waits."""
         said = self._board.get(self._key("word"))
         if said is None:
             return Move.WAIT

@@ -1,4 +1,5 @@
-"""How much copies slow the compute beside them: seconds of work lost per second of copying, learnt from what happens anyway.
+"""Estimates how much copies slow the compute beside them: seconds of work lost per second of copying, learnt from what
+happens anyway.
 
 A chunk that fits into no wait is copied while the stage computes, and both share the memory's bandwidth, on a processor
 the cores as well. 0: the copy is free there; 1: it costs what it takes, as if the work had stopped for it. An action
@@ -22,7 +23,9 @@ MAX_COPIES = 4096
 
 
 class Drag:
-    """Of one rank. Copies may be told by another thread than the work: ends of a deque are safe to share."""
+    """Estimates the drag of one rank. Copies may be told by another thread than the work: ends of a deque are safe to
+    share.
+    """
 
     def __init__(self) -> None:
         self._told: deque[tuple[float, float]] = deque(maxlen=MAX_COPIES)

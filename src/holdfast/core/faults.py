@@ -1,4 +1,5 @@
-"""From facts about the workers of a node to verdicts: wait, look closer, report, or replace what failed. With the reason.
+"""Turns facts about the workers of a node into verdicts: wait, look closer, report, or replace what failed. With the
+reason.
 
 Pure: `now_s` is an argument, what was seen of a worker is a value. Called by train.watchdog on what it reads, by the
 simulator and by scenarios. One `Watch` serves one node; how patient it is says its core.watch_mode.
@@ -44,7 +45,7 @@ DISK_LOOKS = 20
 
 
 class Kind(str, enum.Enum):
-    """What is to be done, mildest first. Compares equal to its text."""
+    """Names what is to be done, mildest first. Compares equal to its text."""
 
     WAIT = "wait"
     LOOK = "look"  # ask for a stack dump
@@ -56,7 +57,7 @@ class Kind(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a process ended: its exit code (negative: the signal), and whether the kernel ran out of memory then."""
+    """Tells how a process ended: its exit code (negative: the signal), and whether the kernel ran out of memory then."""
 
     code: int
     out_of_memory: bool = False
@@ -65,7 +66,7 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is to be done about which ranks, and why.
+    """Says what is to be done about which ranks, and why.
 
     Attributes:
         evidence: the facts that it rests on, one sentence each.
@@ -103,7 +104,7 @@ def cause(exit_: Exit) -> str:
 
 
 def first_failure(exits: Sequence[tuple[int, Exit]]) -> int:
-    """Of (rank, exit) in the order seen, the rank whose end is no consequence of another's."""
+    """Return, of (rank, exit) in the order seen, the rank whose end is no consequence of another's."""
 
     def follows(exit_: Exit) -> bool:
         return any(phrase in exit_.report.lower() for phrase in _FOLLOWS)
@@ -257,11 +258,11 @@ class Watch:
         return self._tracks[rank].activity.moved_s if rank in self._tracks else -math.inf
 
     def is_at_rest(self, rank: int, now_s: float) -> bool:
-        """Whether the rank gave no sign of life for half the time that it may go without progress."""
+        """Return whether the rank gave no sign of life for half the time that it may go without progress."""
         return rank in self._tracks and now_s - self.moved_s(rank) > self.limit_s(rank) / 2
 
     def limit_s(self, rank: int) -> float:
-        """How long the rank may go without progress where it is now."""
+        """Return how long the rank may go without progress where it is now."""
         sight = self._tracks[rank].sight
         phase = _phase(sight, self.mode)
         return float(self.mode.limit_s(sight.beat, phase) * 2 ** self._memory.doubled[rank, phase])

@@ -12,7 +12,7 @@ from enum import Enum, auto
 
 
 class Who(Enum):
-    """Who comes to the fence while a copy is in it."""
+    """Names who comes to the fence while a copy is in it."""
 
     STEP = auto()  # of an optimizer that may write the state, in any thread
     SAVE = auto()  # the next one

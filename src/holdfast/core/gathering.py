@@ -1,4 +1,5 @@
-"""Where the launchers of a job meet when the host of their rendezvous store is gone: one place, found by each alone.
+"""Decides where the launchers of a job meet when the host of their rendezvous store is gone: one place, found by each
+alone.
 
 Every launcher keeps a store of its own ready, and says in it which store it uses: its own, or another. Who has lost the
 store asks the endpoint of the job and all members it knows of. A store that is in use draws everybody; if none is, the
@@ -31,7 +32,7 @@ class Answer:
 
     @property
     def in_use(self) -> bool:
-        """Whether whoever comes here stays here."""
+        """Return whether whoever comes here stays here."""
         return self.uses in ("", self.address)
 
 
@@ -61,12 +62,12 @@ def where(
 
 
 def is_whole(ranks: Collection[int]) -> bool:
-    """Whether a rendezvous gave these ranks and nobody was lost since: they are 0 to n - 1."""
+    """Return whether a rendezvous gave these ranks and nobody was lost since: they are 0 to n - 1."""
     return sorted(ranks) == list(range(len(ranks)))
 
 
 def host_yields(other: Answer, mine: str, *, met: bool) -> bool | None:
-    """What the host of an opened store does about another one that answers.
+    """Return what the host of an opened store does about another one that answers.
 
     Args:
         other: what it says.

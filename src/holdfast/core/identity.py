@@ -1,4 +1,4 @@
-"""Who may take part as the node of a name: one launcher at a time, and none that comes back from the dead.
+"""Decides who may take part as the node of a name: one launcher at a time, and none that comes back from the dead.
 
 A launcher claims its node's name in the rendezvous store before it meets the others, with a number drawn at its start. A
 second one with that name is let in when the first has left, or is proven gone (its process, on the same machine), or
@@ -20,7 +20,7 @@ GUARD_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a launcher wrote under its node's name.
+    """Holds what a launcher wrote under its node's name.
 
     Attributes:
         nonce: drawn at its start; tells two launchers of one name apart.
@@ -39,7 +39,7 @@ class Claim:
 
 
 def admit(known: Claim | None, mine: Claim, *, gone: bool, still_s: float, guard_s: float) -> Decision[bool | None]:
-    """Whether `mine` may replace `known`: yes, not yet (False), never (None), and why.
+    """Return whether `mine` may replace `known`: yes, not yet (False), never (None), and why.
 
     Args:
         known: the claim that stands; None if nobody made one.
@@ -62,5 +62,5 @@ def admit(known: Claim | None, mine: Claim, *, gone: bool, still_s: float, guard
 
 
 def stands(known: Claim | None, mine: Claim) -> bool:
-    """Whether `mine` still holds; a store that lost it is no rival."""
+    """Return whether `mine` still holds; a store that lost it is no rival."""
     return known is None or known.nonce == mine.nonce

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline measured of its waits, as people are told it: the log once, `holdfast status` always.
+"""Words what a rank of a pipeline measured of its waits, as people are told it: the log once, `holdfast status` always.
 
 Pure. Made by `train.idle`; kept and shown by the keeper.
 """

@@ -1,4 +1,4 @@
-"""What happened at one failure, as a record, and as a box that a person reads in the launcher's output. Pure.
+"""Tells what happened at one failure, as a record, and as a box that a person reads in the launcher's output. Pure.
 
 Whoever brought the job back fills the record from a plain mapping (`from_facts`), so that it can lie in a journal as one
 line of JSON. Called by train.journal, read again by `holdfast report`.
@@ -54,7 +54,7 @@ class Incident:
 
     @property
     def total_s(self) -> float:
-        """From the verdict until training was where it had been."""
+        """Return the seconds from the verdict until training was where it had been."""
         return sum(self.seconds.values())
 
 

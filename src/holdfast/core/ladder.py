@@ -1,4 +1,4 @@
-"""What is done about a failure: the cheapest thing that has not failed yet, each a bounded number of times.
+"""Decides what is done about a failure: the cheapest thing that has not failed yet, each a bounded number of times.
 
 The rungs, from cheap to dear: every process stays and the groups are made again (`REJOIN`); the failed process is
 replaced while the others keep theirs (`REPLACE`); all workers are restarted, as torchrun does (`RESTART_ALL`); the job
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 
 class Fault(enum.Enum):
-    """What was seen."""
+    """Names what was seen of a failure."""
 
     GROUPS = "groups broke and no process died"
     PROCESS = "a process ended or hung"
@@ -26,7 +26,7 @@ class Fault(enum.Enum):
 
 
 class Rung(enum.Enum):
-    """What is done."""
+    """Names what is done about a failure."""
 
     REJOIN = "rejoin in place"
     REPLACE = "replace the process"
@@ -57,7 +57,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What to do, and why. `older`: restore the version before the newest."""
+    """Says what to do, and why. `older`: restore the version before the newest."""
 
     rung: Rung
     reason: str
@@ -66,7 +66,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How often.
+    """Bounds how often each rung is tried.
 
     Attributes:
         failures: all failures that are mended in one life of the job; torchrun's `--max-restarts`.
@@ -84,7 +84,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Ladder:
-    """What has been tried since the last progress."""
+    """Remembers what has been tried since the last progress."""
 
     limits: Limits
     num_failures: int = 0
@@ -105,7 +105,7 @@ class Ladder:
             self.num_failures = 0
 
     def failed(self, failure: Failure) -> Answer:
-        """What is done about it."""
+        """Return what is done about a failure, and remember it."""
         self.num_failures += 1
         if failure.said:
             self.errors[failure.first_error] = self.errors.get(failure.first_error, 0) + 1

@@ -87,7 +87,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a placement means to groups: which ranks along the axis hold the same, and where.
+    """Says what a placement means to groups: which ranks along the axis hold the same, and where.
 
     Attributes:
         at: coordinates that hold the same bytes, evenly spaced; empty where each holds another part, whose size may differ.
@@ -99,7 +99,7 @@ class Role:
 
 
 class JobLayout:
-    """Who holds what, of every tensor of a job.
+    """Knows who holds what, of every tensor of a job.
 
     Args:
         world_size: number of ranks.
@@ -122,7 +122,7 @@ class JobLayout:
         self._check()
 
     def roles(self, tensor: Tensor) -> tuple[Role, ...]:
-        """What the tensor's placements mean to groups, per axis."""
+        """Return what the tensor's placements mean to groups, per axis."""
         key = (tensor.mesh, tensor.placements)
         if key not in self._roles:
             sizes = self.meshes[tensor.mesh].sizes
@@ -158,7 +158,9 @@ class JobLayout:
         return () if base is None else tuple(base + offset for offset in offsets(self.form(tensor)))
 
     def extent(self, tensor: Tensor, rank: int) -> Extent:
-        """Which part of the tensor the rank holds, if it holds one; an empty one stands at the end, as torch's does."""
+        """Return which part of the tensor the rank holds, if it holds one; an empty one stands at the end, as torch's
+        does.
+        """
         starts, lengths = [0] * len(tensor.shape), list(tensor.shape)
         sizes, strides = self.meshes[tensor.mesh].sizes, self._strides[tensor.mesh]
         for dim, steps in self.steps(tensor).items():
@@ -185,7 +187,7 @@ class JobLayout:
         return f"rank{base}/{tensor.name}" if any(role.owns for role in self.roles(tensor)) else tensor.name
 
     def shard(self, tensor: Tensor, rank: int) -> Shard | None:
-        """What the rank holds of the tensor, as `core.bundles` takes it."""
+        """Return what the rank holds of the tensor, as `core.bundles` takes it."""
         base = self.base(tensor, rank)
         if base is None:
             return None

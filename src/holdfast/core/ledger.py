@@ -96,7 +96,7 @@ class NodeLedger:
 
     @property
     def knowledge(self) -> Knowledge:
-        """What the overwrite guard may rely on."""
+        """Return what the overwrite guard may rely on."""
         abandoned = frozenset(version for version, local in self._versions.items() if local.abandoned)
         return Knowledge(self._captured, abandoned, self._lineage)
 
@@ -251,7 +251,7 @@ class NodeLedger:
         return fresh
 
     def awaits_copies(self, version: Version) -> bool:
-        """Whether nothing newer than it is known to be in two nodes, so that the loss of a node would need it."""
+        """Return whether nothing newer than it is known to be in two nodes, so that the loss of a node would need it."""
         local = self._versions.get(version)
         if (local is not None and local.abandoned) or not self._lineage.is_live(version):
             return False
@@ -259,7 +259,8 @@ class NodeLedger:
         return safe is None or version >= safe
 
     def give_up_copies(self, version: Version) -> Decision[bool]:
-        """Whether copies of a version that is awaited may be overwritten all the same; asked where waiting has to end.
+        """Return whether copies of a version that is awaited may be overwritten all the same; asked where waiting has
+        to end.
 
         The coordinator must count them no more before: it may be about to call the version replicated. True once it
         has said so (DROPPED). The reason is not empty if it has to be asked now (`Reports.dropped`).
@@ -273,7 +274,7 @@ class NodeLedger:
         return Decision(local.dropped, "" if asked else f"{version} waits too long for its second copy")
 
     def counts(self, version: Version) -> bool:
-        """Whether the coordinator counts replicas of it here."""
+        """Return whether the coordinator counts replicas of it here."""
         local = self._versions.get(version)
         return local is not None and bool(local.replicas)
 
@@ -306,7 +307,7 @@ class NodeLedger:
         return {version: local.suspect for version, local in self._versions.items() if local.suspect}
 
     def parts_of(self, version: Version) -> tuple[takeover.Part, ...]:
-        """Who writes the bundles of the version to storage; nothing if its bundles are not known."""
+        """Return who writes the bundles of the version to storage; nothing if its bundles are not known."""
         layout = self._local(version).layout
         if layout not in self._parts:
             self._parts[layout] = takeover.parts(self.table_of(version), self.topology)

@@ -1,4 +1,4 @@
-"""Which versions belong to the living run: the chain of incarnations and where each resumed from.
+"""Decides which versions belong to the living run: the chain of incarnations and where each resumed from.
 
 After a roll-back the same step is made again with other content. The versions that the dead incarnation saved beyond
 the point of resumption are dead lineage: never chosen, never protected (invariant S4).
@@ -27,7 +27,7 @@ class Lineage:
         return self if incarnation in self.resumed else Lineage({**self.resumed, incarnation: resumed_from})
 
     def is_live(self, version: Version) -> bool:
-        """Whether the newest incarnation descends from `version` (or made it)."""
+        """Return whether the newest incarnation descends from `version` (or made it)."""
         if not self.resumed:
             return True
         newest = max(self.resumed)

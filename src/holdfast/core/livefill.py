@@ -20,7 +20,7 @@ from holdfast.core.model import Decision, Version
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one rank has.
+    """Says what one rank has.
 
     Attributes:
         live: the version whose parameters and optimizer state lie in its memory; None if they cannot be trusted.
@@ -60,7 +60,9 @@ def agree(offers: Sequence[Offer], *, newest: Version | None, lineage: Lineage) 
 
 
 def giver(ranks: Sequence[int], live: Collection[int], receiver: int) -> int | None:
-    """Which rank of a redundancy group gives its shard to `receiver`; None if no twin is live. Receivers are dealt out."""
+    """Return which rank of a redundancy group gives its shard to `receiver`; None if no twin is live. Receivers are
+    dealt out.
+    """
     twins = [rank for rank in ranks if rank in live]
     return twins[receiver % len(twins)] if twins else None
 

@@ -27,7 +27,7 @@ MOST_SILENCE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """What is known of one node.
+    """Holds what is known of one node.
 
     Attributes:
         silent_s: seconds since a beat of it was new; 0 if none is missing.

@@ -1,4 +1,4 @@
-"""When ranks without keepers meet to agree: rarely enough to cost nothing, often enough for a stop to be heard.
+"""Decides when ranks without keepers meet to agree: rarely enough to cost nothing, often enough for a stop to be heard.
 
 A job that goes on durable-only has nobody who could appoint a step, so its ranks meet in a collective. When, they all
 know beforehand: each meeting names the step after which the next one is. Rank 0's clock decides what a cadence in
@@ -19,7 +19,9 @@ GROWTH = 2
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What one rank brings to a meeting. `save` and `next_step` of rank 0 count. `memory`: it could save there again."""
+    """Holds what one rank brings to a meeting. `save` and `next_step` of rank 0 count. `memory`: it could save there
+    again.
+    """
 
     stop: bool
     save: bool = False
@@ -29,7 +31,7 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What all ranks do after the step of a meeting, and after which step they meet again."""
+    """Says what all ranks do after the step of a meeting, and after which step they meet again."""
 
     save: bool
     stop: bool

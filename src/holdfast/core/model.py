@@ -28,7 +28,7 @@ DTYPE_BYTES: dict[str, int] = {
 
 
 class Level(enum.IntEnum):
-    """How safe a version is; nothing ever names a level that is not reached.
+    """Says how safe a version is; nothing ever names a level that is not reached.
 
     Ordered by what is survived, but a durable version need not be replicated: each is reached for itself.
     """
@@ -187,7 +187,7 @@ class BundleRef:
         return spread(self.runs)
 
     def has(self, rank: int) -> bool:
-        """Whether a rank is a member of the group."""
+        """Return whether a rank is a member of the group."""
         return is_in(rank, self.runs)
 
 
@@ -206,7 +206,7 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Who runs where: `node_of[rank]` is the index of the rank's node in `nodes` (labels, in order of first rank).
+    """Says who runs where: `node_of[rank]` is the index of the rank's node in `nodes` (labels, in order of first rank).
 
     Attributes:
         racks: label of each node's rack; empty if nobody said.
@@ -228,7 +228,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """What one rank knows without asking anybody: the bundles of all its groups, and which of them it captures.
+    """Holds what one rank knows without asking anybody: the bundles of all its groups, and which of them it captures.
 
     Attributes:
         bundles: every bundle whose group contains `rank` (twins list the same ones).

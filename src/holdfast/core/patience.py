@@ -1,4 +1,5 @@
-"""How long saves wait for replicas of the version before: the difference between surviving a process and a node.
+"""Decides how long saves wait for replicas of the version before: the difference between surviving a process and a
+node.
 
 In a job of several nodes a slot that holds the newest replicated version is kept until a newer one is replicated, else
 the loss of a node could find the old one overwritten and the new one not yet copied (invariant S1). But replication
@@ -41,5 +42,5 @@ class Patience:
         self.since_s = None if newest else now_s
 
     def lasts(self, now_s: float) -> bool:
-        """Whether to keep waiting."""
+        """Return whether to keep waiting."""
         return self.since_s is None or now_s - self.since_s <= self.limit_s

@@ -25,7 +25,7 @@ _STEPS = 3
 
 
 class Kind(enum.Enum):
-    """What an action computes; the letters are those of PyTorch's schedules."""
+    """Names what an action computes; the letters are those of PyTorch's schedules."""
 
     FORWARD = "F"
     BACKWARD = "B"  # gradients of inputs and weights together
@@ -74,7 +74,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When an action runs; `index` is its place in the rank's order."""
+    """Says when an action runs; `index` is its place in the rank's order."""
 
     action: Action
     index: int
@@ -92,7 +92,7 @@ class Wait:
 
     @property
     def seconds(self) -> float:
-        """How long."""
+        """Return how long."""
         return self.end - self.start
 
 
@@ -126,7 +126,7 @@ class Timeline:
     period: float
 
     def idle_share(self, rank: int) -> float:
-        """Which part of a step the rank waits."""
+        """Return which part of a step the rank waits."""
         return self.ranks[rank].idle / self.period if self.period else 0.0
 
 

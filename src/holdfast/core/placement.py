@@ -1,4 +1,4 @@
-"""How one tensor lies on the axes of a mesh, and the arithmetic of cutting a dimension.
+"""Describes how one tensor lies on the axes of a mesh, and the arithmetic of cutting a dimension.
 
 Chunks are torch's: every part has ceil(rows / parts) rows, the last one with rows has what is left, and those behind
 it are empty and stand at the end of the dimension. Several axes may cut one dimension, from the outermost axis inwards;
@@ -24,7 +24,7 @@ _TEXT = re.compile(r"(replicate|own|shard|strided_shard|only)\s*(?:\(([\d\s,]*)\
 
 
 class Kind(enum.Enum):
-    """What an axis of the mesh does to a tensor."""
+    """Names what an axis of the mesh does to a tensor."""
 
     REPLICATE = "replicate"  # the same bytes at every coordinate
     SHARD = "shard"  # a chunk of one dimension each
@@ -35,7 +35,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What one axis of the mesh does to one tensor.
+    """Says what one axis of the mesh does to one tensor.
 
     Attributes:
         kind: what it does.
@@ -102,7 +102,7 @@ class Step:
         return [_chunk(rows, self.parts, index) for index in range(self.parts)]
 
     def taken(self, rows: int, coordinate: int) -> list[Run]:
-        """Which of `rows` rows the coordinate takes."""
+        """Return which of `rows` rows the coordinate takes."""
         pieces = ((start, _chunk(length, self.size, coordinate)) for start, length in self.pieces(rows))
         return [(start + offset, length) for start, (offset, length) in pieces if length]
 
@@ -168,7 +168,7 @@ def intervals(size: int, places: Iterable[int]) -> list[range]:
 
 
 def are_neighbours(rows: int, steps: Sequence[Step]) -> bool:
-    """Whether every rank's rows are neighbours.
+    """Return whether every rank's rows are neighbours.
 
     Up to the first strided step a rank's rows change evenly between breaks, so the ends of each interval tell it. What
     a step behind it takes may begin in one part and end in the next at any coordinate.

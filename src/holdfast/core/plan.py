@@ -1,4 +1,4 @@
-"""What a layout costs on given nodes: who copies, writes and backs up how much, and what a lost node takes along.
+"""Tells what a layout costs on given nodes: who copies, writes and backs up how much, and what a lost node takes along.
 
 The same rules as `core.bundles` and `core.commit` apply at every save, summed over a job by kinds of groups. Bytes are
 those of tensors; image headers and values come on top. *Alone* is what lives in one node only: its twins cannot save
@@ -53,7 +53,7 @@ class NodeCosts:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What is gone of a tensor: how many of its different parts, and their bytes."""
+    """Tells what is gone of a tensor: how many of its different parts, and their bytes."""
 
     name: str
     num_slices: int
@@ -140,7 +140,7 @@ class JobPlan:
         return [tuple(nodes) for nodes in found.values()]
 
     def lost(self, nodes: Collection[int], *, replicas: bool = True) -> tuple[Loss, ...]:
-        """What is in no memory any more when all these nodes are gone at once; by name.
+        """Return what is in no memory any more when all these nodes are gone at once; by name.
 
         Args:
             nodes: the dead ones.
@@ -155,7 +155,7 @@ class JobPlan:
         return self._losses(found)
 
     def lost_with(self, ranks: Collection[int]) -> tuple[Loss, ...]:
-        """What no other rank holds when these ranks' state is gone; slots and replicas not counted."""
+        """Return what no other rank holds when these ranks' state is gone; slots and replicas not counted."""
         gone = set(ranks)
         return self._losses(Counter(kind for members, kind in self._groups() if gone.issuperset(members)))
 

@@ -1,4 +1,5 @@
-"""What a keeper fetches while its trainers still start: what they will ask it for, as far as that can be known by then.
+"""Decides what a keeper fetches while its trainers still start: what they will ask it for, as far as that can be known
+by then.
 
 The facts are those of a restore, only earlier: what storage lists, and what the keepers of other nodes hold if their
 addresses are known. So is the choice (`core.recovery`), and with it who reads what: each node reads its own part of
@@ -19,7 +20,7 @@ SHARE = 3
 
 
 def to_preload(choice: Choice, node: int, facts: Facts) -> Decision[tuple[Fetch, ...]]:
-    """What `node` brings into its memory before anybody asks, in the order of the bundles; and why.
+    """Return what `node` brings into its memory before anybody asks, in the order of the bundles; and why.
 
     Of what storage alone holds only that which this node reads for the others; what other nodes hold in memory, all
     that its ranks need. Nothing in another number of ranks than the one that saved: what will be needed then is not known.

@@ -1,4 +1,4 @@
-"""What to come back from: the newest version that is complete everywhere, and the cheapest copy of each bundle.
+"""Decides what to come back from: the newest version that is complete everywhere, and the cheapest copy of each bundle.
 
 Pure. Called at recovery with what every reachable keeper holds and what storage lists. Returns a plan or the reasons
 why nothing can be used; the same plan on every rank, because all are given the same facts. A copy that failed its
@@ -22,7 +22,7 @@ Copy: TypeAlias = tuple[Version, str, int | None]
 
 
 class Source(enum.IntEnum):
-    """Where a bundle comes from, cheapest first."""
+    """Names where a bundle comes from, cheapest first."""
 
     SLOT = 0  # the rank's own slot
     NODE = 1  # another slot on the rank's node
@@ -62,7 +62,7 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """What cannot be read or asked for now. It says nothing of what is there, so it condemns nothing.
+    """Holds what cannot be read or asked for now. It says nothing of what is there, so it condemns nothing.
 
     Attributes:
         manifests: committed versions, with the reason why their manifest cannot be read.
@@ -99,7 +99,7 @@ class Facts:
     ranks_per_reader: int = RANKS_PER_READER
 
     def is_out(self, copy: Copy) -> bool:
-        """Whether a copy is not used now."""
+        """Return whether a copy is not used now."""
         return copy in self.quarantine.copies or copy in self.unreachable.copies
 
 
@@ -205,7 +205,7 @@ def fetches(choice: Choice, rank: int, facts: Facts) -> tuple[Fetch, ...]:
 
 
 def explain(ways: Mapping[str, str], num_bytes: Mapping[str, int]) -> str:
-    """Where the bundles of a rank come from and why from there, in one sentence; both by bundle id."""
+    """Return where the bundles of a rank come from and why from there, in one sentence; both by bundle id."""
     groups: dict[str, list[int]] = {}
     for bundle_id, text in ways.items():
         groups.setdefault(text, []).append(num_bytes.get(bundle_id, 0))
@@ -215,7 +215,7 @@ def explain(ways: Mapping[str, str], num_bytes: Mapping[str, int]) -> str:
 
 
 def way(fetch: Fetch, nodes: Sequence[str]) -> str:
-    """Where one bundle comes from and why from there."""
+    """Return where one bundle comes from and why from there."""
     if fetch.via is not None:
         return f"handed on by {nodes[fetch.via]}, so that storage is read once"
     if fetch.source is Source.PEER and fetch.node is not None:

@@ -1,4 +1,4 @@
-"""Whether a script may run again in its process, and which deaths follow one failure.
+"""Decides whether a script may run again in its process, and which deaths follow one failure.
 
 A script runs again in its process only if the last run left nothing that the next one could meet: a thread that writes,
 a library that was set up for another group, a second model in memory. What was left is seen by `train.traces`; here is

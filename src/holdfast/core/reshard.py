@@ -1,4 +1,4 @@
-"""From one layout into any other: which parts of the saved pieces make up what a rank wants, and who reads them.
+"""Leads from one layout into any other: which parts of the saved pieces make up what a rank wants, and who reads them.
 
 Pure algebra of boxes. A saved tensor lies in pieces (boxes of the whole), with repetitions where twins or several
 groups hold the same. A wanted box is covered by disjoint parts of pieces, so every element comes from exactly one
@@ -34,7 +34,8 @@ class Part:
 
 
 def is_layout(refs: Iterable[BundleRef], shards: Iterable[Shard]) -> bool:
-    """Whether a rank that holds `shards` would save exactly these bundles, cut as they were: then each is wanted whole.
+    """Return whether a rank that holds `shards` would save exactly these bundles, cut as they were: then each is wanted
+    whole.
 
     Args:
         refs: the saved bundles whose group contains the rank.
@@ -218,7 +219,8 @@ def deal(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
 def readers(
     needs: Mapping[int, Mapping[str, Runs]], node_of: Sequence[int], read: Mapping[str, Mapping[int, int]]
 ) -> dict[str, dict[int, int]]:
-    """Which rank reads each chunk that must come from storage: bundle -> chunk -> rank. Every chunk once per job.
+    """Return which rank reads each chunk that must come from storage: bundle -> chunk -> rank. Every chunk once per
+    job.
 
     Args:
         needs: rank -> bundle -> chunks that it needs and that lie in storage only.

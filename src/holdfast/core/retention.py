@@ -1,4 +1,4 @@
-"""Which durable versions may go, and which must stay (protocol section 8). Pure; called after every commit."""
+"""Decides which durable versions may go, and which must stay (protocol section 8). Pure; called after every commit."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ STEPPING = (Phase.STEP, Phase.COLLECTIVE, Phase.DATA)
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a worker wrote into its page, and what its page tells of the past.
+    """Holds what a worker wrote into its page, and what its page tells of the past.
 
     Attributes:
         changes: grows with every sign of progress; 0 means that it never wrote.
@@ -64,7 +64,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What is seen of one worker at one moment. Counters run from the start of the processes.
+    """Holds what is seen of one worker at one moment. Counters run from the start of the processes.
 
     Attributes:
         state: the kernel's letter: R running, S sleeping, D waiting for a device, T stopped, t held by a debugger, Z ended;

@@ -1,4 +1,4 @@
-"""Which slot a new version may be written into: the overwrite guard of protocol section 4.
+"""Decides which slot a new version may be written into: the overwrite guard of protocol section 4.
 
 Pure. A slot may be reused only if it is empty, or holds a version older than the newest one known to be captured on
 *all* ranks, or one of dead lineage, or an abandoned one; never while it is pinned (being sealed, persisted, sent or
@@ -18,7 +18,7 @@ from holdfast.core.model import Decision, Version
 
 
 class SlotState(enum.Enum):
-    """What a slot holds."""
+    """Names what a slot holds."""
 
     UNPOPULATED = "unpopulated"  # its pages are still being allocated; nobody has it, and nobody may
     EMPTY = "empty"
@@ -28,7 +28,7 @@ class SlotState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SlotView:
-    """What the guard needs to know of a slot.
+    """Holds what the guard needs to know of a slot.
 
     Attributes:
         pins: how many activities (sealing, persisting, sending, restoring) need its bytes.
@@ -42,7 +42,7 @@ class SlotView:
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """What a node knows of the job; it may be stale, never wrong.
+    """Holds what a node knows of the job; it may be stale, never wrong.
 
     Attributes:
         captured: the newest version captured on all ranks, or resumed from.
@@ -55,7 +55,7 @@ class Knowledge:
 
 
 def reusable(slot: SlotView, knowledge: Knowledge) -> Decision[bool]:
-    """Whether the guard lets `slot` be overwritten, and why."""
+    """Return whether the guard lets `slot` be overwritten, and why."""
     version = slot.version
     if slot.state is SlotState.UNPOPULATED:
         return Decision(False, f"slot {slot.index} is still being made")

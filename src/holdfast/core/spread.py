@@ -1,4 +1,5 @@
-"""Who reads a bundle from storage, and from whom every other node gets it: each byte is read once in the whole job.
+"""Decides who reads a bundle from storage, and from whom every other node gets it: each byte is read once in the whole
+job.
 
 Pure, and the same on every rank, because all are given the same bundles. Readers are balanced by bytes. From its reader a
 bundle goes down a tree of two branches, and a node passes on what it has proved while the rest still arrives: so storage

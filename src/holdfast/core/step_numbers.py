@@ -1,4 +1,4 @@
-"""Whether the number of a finished step can be right: what `restore()` returned comes first, and then they grow.
+"""Judges whether the number of a finished step can be right: what `restore()` returned comes first, and then they grow.
 
 A number that is one more than the step that was made is not seen in a run that nobody disturbs; after a restart a step is missing.
 """

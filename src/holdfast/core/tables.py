@@ -46,7 +46,7 @@ def new_table(table: Mapping[str, BundleRef], topology: Topology, flaw: str = ""
 
 
 def disagreement(table: Mapping[str, BundleRef], layouts: Mapping[int, RankLayout]) -> str:
-    """What is wrong if a rank lacks a bundle that others share with it, or has it otherwise; else nothing.
+    """Return what is wrong if a rank lacks a bundle that others share with it, or has it otherwise; else nothing.
 
     For instance one rank's optimizer has state already and its twin's has not.
     """

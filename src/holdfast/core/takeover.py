@@ -1,4 +1,4 @@
-"""Who writes a bundle to storage, who is next in line, and when the next one starts.
+"""Decides who writes a bundle to storage, who is next in line, and when the next one starts.
 
 A bundle's line is the nodes that may write it: the representative's first, then those of its other twins, then the node
 that keeps its replica. Bundles with the same line are one part of the manifest, whoever writes it, so that every writer
@@ -96,7 +96,7 @@ class _Open:
 
 
 class Watch:
-    """What one node writes of the versions that are due for storage, and whom it watches meanwhile.
+    """Knows what one node writes of the versions that are due for storage, and whom it watches meanwhile.
 
     Args:
         node: this one.

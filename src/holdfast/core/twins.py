@@ -32,7 +32,7 @@ class Examined:
 
 
 def verdict(exams: Mapping[int, Examined]) -> str:
-    """Which ranks differ in which entries; empty as long as too few were examined to say."""
+    """Return which ranks differ in which entries; empty as long as too few were examined to say."""
     found: dict[str, list[str]] = {}
     digests = {rank: dict(exam.entries) for rank, exam in sorted(exams.items())}
     for name in sorted({name for entries in digests.values() for name in entries}):

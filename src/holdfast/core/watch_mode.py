@@ -1,4 +1,4 @@
-"""How long the watchdog waits before it acts: `careful` by default, `quick` on request. Pure.
+"""Tells how long the watchdog waits before it acts: `careful` by default, `quick` on request. Pure.
 
 What proves a fault by itself (an exit, a stop signal) is acted on at once in both. For everything else `careful` waits for
 minutes, learns from the longest pause that ended well, and takes a rank that stops at the same place again after it was
@@ -22,7 +22,7 @@ ENOUGH_SAMPLES = 8
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How patient the watchdog is. All but the first and the last are seconds without progress.
+    """Says how patient the watchdog is. All but the first and the last are seconds without progress.
 
     Attributes:
         name: as `--watchdog` takes it.
@@ -67,7 +67,7 @@ class Mode:
         return max(floor, FACTOR * known, self._longest_s(beat, phase))
 
     def together_limit_s(self, beat: Beat, *, moving: bool) -> float:
-        """How long this rank may stand in a collective in which nobody is missing."""
+        """Return how long this rank may stand in a collective in which nobody is missing."""
         floor, unlearned = self.floors_s[Phase.COLLECTIVE]
         if self.learns and (beat.samples.get(Phase.STEP, 0) < ENOUGH_SAMPLES or not beat.settled):
             floor = unlearned

@@ -27,7 +27,7 @@ MAX_HOLD_S = 1.5
 
 
 def has_room(until_s: float | None, now_s: float, seconds: float) -> bool:
-    """Whether what takes so many seconds may begin in a wait that should last until then; None: nobody knows.
+    """Return whether what takes so many seconds may begin in a wait that should last until then; None: nobody knows.
 
     What lasts longer than ever may end at any moment or never; either way one chunk is all it can cost.
     """
@@ -36,7 +36,7 @@ def has_room(until_s: float | None, now_s: float, seconds: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a rank shows of its waits.
+    """Holds what a rank shows of its waits.
 
     Attributes:
         number: of the wait that is under way, from 1; 0: it computes.
@@ -50,12 +50,14 @@ class Shown:
 
 
 def patience_s(shown: Shown) -> float:
-    """How long a transfer, or the hashing of a version, is held back in all; a page without a number is no reason for more."""
+    """Return how long a transfer, or the hashing of a version, is held back in all; a page without a number is no
+    reason for more.
+    """
     return min(MAX_HOLD_S, shown.period_s)
 
 
 def may_begin(shown: Shown, now_s: float, seconds: float, *, held_s: float) -> bool:
-    """Whether a block that takes so many seconds may begin, of work that was held back for `held_s` already.
+    """Return whether a block that takes so many seconds may begin, of work that was held back for `held_s` already.
 
     In a wait with room; and at any time once the waits of a whole step came by, for safety does not depend on them.
     """
@@ -65,7 +67,7 @@ def may_begin(shown: Shown, now_s: float, seconds: float, *, held_s: float) -> b
 
 
 class Waits:
-    """What is known of the waits of one rank's step."""
+    """Holds what is known of the waits of one rank's step."""
 
     def __init__(self) -> None:
         self._seen: list[deque[float]] = []
@@ -106,7 +108,7 @@ class Waits:
 
     @property
     def known(self) -> bool:
-        """Whether a step has waits at all, as far as the last ones were seen."""
+        """Return whether a step has waits at all, as far as the last ones were seen."""
         return bool(self._seen)
 
     def windows(self) -> tuple[Window, ...]:

@@ -1,4 +1,5 @@
-"""What a keeper is in the middle of, when it takes long: writing a version, fetching bundles, for a rank or before one asks.
+"""Tells what a keeper is in the middle of, when it takes long: writing a version, fetching bundles, for a rank or
+before one asks.
 
 Told to the local trainers every two seconds while it lasts, and shown in the status. Each activity has one owner, which
 counts bytes as they move; nothing waits for anything here but the state's lock.
@@ -66,7 +67,7 @@ class Activities:
                 self._under_way.remove(activity)
 
     def report(self) -> list[dict[str, Any]]:
-        """As the status shows them. Under the state's lock."""
+        """Return the activities as the status shows them. Under the state's lock."""
         return [
             {
                 "what": activity.what,

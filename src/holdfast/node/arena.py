@@ -74,7 +74,9 @@ class Held:
 
     @property
     def view(self) -> SlotView:
-        """What the overwrite guard sees. Images that all failed their digest are worth nothing: it may be overwritten."""
+        """Return what the overwrite guard sees. Images that all failed their digest are worth nothing: it may be
+        overwritten.
+        """
         if self.state is SlotState.UNPOPULATED:
             return SlotView(self.slot.slot_id, self.state)
         if self.images and self.condemned.issuperset(self.images):
@@ -155,7 +157,7 @@ class Arena:
         return best
 
     def find_pieces(self, version: Version, seal: Seal) -> list[tuple[Held, PieceOf]]:
-        """What is here of an image that was not fetched whole."""
+        """Return what is here of an image that was not fetched whole."""
         return [
             (held, piece)
             for held in self._held.values()

@@ -72,7 +72,7 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class VersionLevel:
-    """What is known of a version here: the levels it reached, one by one, and why it stands where it stands."""
+    """Holds what is known of a version here: the levels it reached, one by one, and why it stands where it stands."""
 
     reached: frozenset[Level]
     reason: str
@@ -128,11 +128,11 @@ class KeeperClient:
 
     @property
     def alive(self) -> bool:
-        """Whether the keeper is there; False as soon as its end of the connection closed."""
+        """Return whether the keeper is there; False as soon as its end of the connection closed."""
         return self._caller.alive
 
     def answers(self, timeout_s: float) -> bool:
-        """Whether the keeper answers at all within this time."""
+        """Return whether the keeper answers at all within this time."""
         try:
             self.status(timeout_s=timeout_s)
         except KeeperLost:
@@ -151,7 +151,7 @@ class KeeperClient:
 
     @property
     def address(self) -> str:
-        """Where the keepers of other nodes find this one."""
+        """Return where the keepers of other nodes find this one."""
         return self._caller.welcome.address
 
     def seen(self, job_id: str) -> tuple[int, tuple[tuple[int, Version | None], ...]]:
@@ -166,12 +166,12 @@ class KeeperClient:
 
     @property
     def alarms(self) -> tuple[str, ...]:
-        """What the keeper warned of since we connected, one line per subject, newest last."""
+        """Return what the keeper warned of since we connected, one line per subject, newest last."""
         with self._changed:
             return tuple(self._alarms.values())
 
     def working(self, what: str, version: Version) -> str:
-        """How far the keeper is with `what` (of node.activity) of `version`, in words; empty if it did not say."""
+        """Return how far the keeper is with `what` (of node.activity) of `version`, in words; empty if it did not say."""
         with self._changed:
             told = self._working.get(what)
         if told is None or told.version != version:
@@ -299,15 +299,15 @@ class KeeperClient:
         self._caller.tell(messages.Propose(proposal=proposal))
 
     def note_cadence(self, reason: str) -> None:
-        """How often this rank saves, in words, for whoever asks the keeper."""
+        """Tell the keeper how often this rank saves, in words, for whoever asks it."""
         self._caller.tell(messages.Cadence(reason=reason))
 
     def note_idle(self, idle: Idle) -> None:
-        """What this rank measured of its waits, for whoever asks the keeper."""
+        """Tell the keeper what this rank measured of its waits, for whoever asks it."""
         self._caller.tell(messages.Cadence(idle=idle))
 
     def show_waits(self, fds: tuple[int, ...]) -> None:
-        """What this rank saves is hashed and sent in the waits that a page shows (its descriptors, of node.windows)."""
+        """Have what this rank saves hashed and sent in the waits that a page shows (its descriptors, of node.windows)."""
         _, got = self._call(messages.ShowWaits(), messages.Ok, CALL_TIMEOUT_S, fds)
         wire.close_fds(got)
 
@@ -357,7 +357,7 @@ class KeeperClient:
     # --- coming back
 
     def inventory(self, *, wide: bool = True, timeout_s: float = CALL_TIMEOUT_S) -> Inventory:
-        """What all reachable keepers hold (`wide=False`: only this one)."""
+        """Return what all reachable keepers hold (`wide=False`: only this one)."""
         return self._ask(messages.TakeInventory(wide=wide), messages.InventoryReply, timeout_s).inventory
 
     def obtain(self, version: Version, fetches: Sequence[Fetch], *, timeout_s: float) -> tuple[Located, ...]:
@@ -384,7 +384,7 @@ class KeeperClient:
             wire.close_fds(fds)
 
     def release(self) -> None:
-        """What was obtained is no longer read; its memory may be used again. `begin` implies it."""
+        """Let memory of what was obtained be used again: it is no longer read. `begin` implies it."""
         self._caller.tell(messages.Release())
 
     def quarantine(self, version: Version, bundle_id: str, *, node: int | None, reason: str) -> None:
@@ -395,12 +395,12 @@ class KeeperClient:
     # --- looking and leaving
 
     def status(self, *, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
-        """What the keeper says about itself; plain values only. Fields: docs/spec/keeper.md."""
+        """Return what the keeper says about itself; plain values only. Fields: docs/spec/keeper.md."""
         reply = self._ask(messages.AskStatus(), messages.StatusReply, timeout_s)
         return msgspec.msgpack.decode(reply.status, type=dict[str, Any])
 
     def inside(self, *, timeout_s: float = CALL_TIMEOUT_S) -> msgspec.Raw:
-        """What the job is made of, as msgpack; fields: docs/spec/keeper.md."""
+        """Return what the job is made of, as msgpack; fields: docs/spec/keeper.md."""
         return self._ask(messages.AskInside(), messages.InsideReply, timeout_s).inside
 
     def goodbye(self, *, finished: bool, timeout_s: float = CALL_TIMEOUT_S) -> None:

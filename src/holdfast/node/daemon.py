@@ -68,7 +68,7 @@ COMMIT_WAIT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class KeeperOptions:
-    """What a keeper is started with.
+    """Says what a keeper is started with.
 
     Attributes:
         root: checkpoint URL or absolute path.
@@ -236,7 +236,7 @@ class Keeper:
             self._peers.gone(connection)
 
     def tick(self) -> float:
-        """What is due by the clock."""
+        """Do what is due by the clock; return the seconds until the next look."""
         self._trainers.reap()
         self._peers.yield_slots(self._saving.starved())
         self._replicator.tick()

@@ -1,4 +1,5 @@
-"""What the job is made of, as this keeper knows it: who runs where, every bundle, and what is in those that lie here.
+"""Tells what the job is made of, as this keeper knows it: who runs where, every bundle, and what is in those that lie
+here.
 
 Bundles of the whole job are known from the first version on, which the coordinator's table names; before, those of the
 local ranks are. What tensors are in a bundle is read from the headers of sealed images, so a bundle whose ranks all live

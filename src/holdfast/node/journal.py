@@ -31,7 +31,9 @@ def newest_run(path: Path) -> Goodput | None:
 
 
 class RunFacts:
-    """What a keeper says of the run that its node's launcher writes down. Read anew only when there is more of it."""
+    """Holds what a keeper says of the run that its node's launcher writes down. Read anew only when there is more of
+    it.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -67,7 +67,7 @@ class Landings:
             return landing
 
     def known(self, landing: Landing, seal: Seal) -> None:
-        """What will prove it."""
+        """Take the seal that will prove it."""
         with self._changed:
             landing.seal = seal
             self._changed.notify_all()
@@ -93,7 +93,7 @@ class Landings:
             self._changed.notify_all()
 
     def find(self, version: Version, bundle_id: str) -> Landing | None:
-        """What is under way."""
+        """Return what is under way."""
         with self._changed:
             return self._under_way.get((version, bundle_id))
 
@@ -109,19 +109,19 @@ class Landings:
             return self._moved
 
     def peek(self, version: Version, bundle_id: str) -> Landing | None:
-        """What is under way or failed last, for a `check`: the lock is held already."""
+        """Return what is under way or failed last, for a `check`: the lock is held already."""
         return self._under_way.get((version, bundle_id)) or self._failed.get((version, bundle_id))
 
 
 class LandingDesk:
-    """What the next node of a tree may ask. Several threads."""
+    """Knows what the next node of a tree may ask. Several threads."""
 
     def __init__(self, state: NodeState, landings: Landings) -> None:
         self._state = state
         self._landings = landings
 
     def ask(self, connection: Connection, request: messages.AskLanding) -> Landed:
-        """How far a bundle has come.
+        """Return how far a bundle has come.
 
         Raises:
             VersionNotFound: its fetch failed here; the asker goes to storage itself.

@@ -1,4 +1,4 @@
-"""What keepers and their clients say to each other: one tagged struct per message, msgpack on the wire.
+"""Defines what keepers and their clients say to each other: one tagged struct per message, msgpack on the wire.
 
 A request carries an `id` and is answered by a reply with the same one, or by a Refusal that names an error class. `id` 0
 is a statement that expects no reply. Unknown tags and wrong fields are refused. All messages: docs/spec/keeper.md.
@@ -36,7 +36,7 @@ class ImageSpan:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """What every rank agreed on when the job (of one incarnation) came together.
+    """Holds what every rank agreed on when the job (of one incarnation) came together.
 
     Attributes:
         incarnation: registered beside the manifests, or arbitrated above everything the keepers have seen.
@@ -60,7 +60,7 @@ class Assembly:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What the keepers hold; the facts of core.recovery.
+    """Holds what the keepers hold; the facts of core.recovery.
 
     Attributes:
         copies: every sealed bundle, own slots and replicas.
@@ -129,7 +129,7 @@ class Refusal(Message, tag="refusal", frozen=True, kw_only=True):
 
 
 class Assemble(Message, tag="assemble", frozen=True, kw_only=True):
-    """Who belongs to the job, in this incarnation, and where the key of its files comes from.
+    """Says who belongs to the job, in this incarnation, and where the key of its files comes from.
 
     Attributes:
         key, key_required: `tiers.cipher.KeySource`: a keeper that served an earlier start of the job may have another one.
@@ -241,7 +241,7 @@ class TakeInventory(Message, tag="take-inventory", frozen=True, kw_only=True):
 
 
 class InventoryReply(Message, tag="inventory", frozen=True, kw_only=True):
-    """What the keepers hold."""
+    """Says what the keepers hold."""
 
     inventory: Inventory
 
@@ -255,8 +255,9 @@ class Obtain(Message, tag="obtain", frozen=True, kw_only=True):
 
 
 class Found(Message, tag="found", frozen=True, kw_only=True):
-    """Where one bundle lies now: bytes [start, start + length) of the whole slot `slot_id`, header included (descriptor number
-    `fd` of the frame, if the client has not mapped it), or this run (first, end) of its `chunks`, one of several.
+    """Says where one bundle lies now: bytes [start, start + length) of the whole slot `slot_id`, header included
+    (descriptor number `fd` of the frame, if the client has not mapped it), or this run (first, end) of its `chunks`,
+    one of several.
     """
 
     bundle_id: str
@@ -271,7 +272,7 @@ class Found(Message, tag="found", frozen=True, kw_only=True):
 
 
 class Obtained(Message, tag="obtained", frozen=True, kw_only=True):
-    """Where they are; descriptors come along."""
+    """Says where the bundles are that were obtained; descriptors come along."""
 
     found: tuple[Found, ...]
 
@@ -290,7 +291,7 @@ class Condemn(Message, tag="quarantine", frozen=True, kw_only=True):
 
 
 class AskStatus(Message, tag="ask-status", frozen=True):
-    """How are you?"""
+    """Asks a keeper for its status."""
 
 
 class StatusReply(Message, tag="status", frozen=True, kw_only=True):
@@ -300,7 +301,7 @@ class StatusReply(Message, tag="status", frozen=True, kw_only=True):
 
 
 class AskInside(Message, tag="ask-inside", frozen=True):
-    """What is the job made of?"""
+    """Asks a keeper what the job is made of."""
 
 
 class InsideReply(Message, tag="inside", frozen=True, kw_only=True):
@@ -416,7 +417,7 @@ class Bulk(Message, tag="bulk", frozen=True, kw_only=True):
 
 
 class AskLanding(Message, tag="ask-landing", frozen=True, kw_only=True):
-    """How far this bundle has come; answered when it has come beyond so many bytes, or after a moment."""
+    """Asks how far this bundle has come; answered when it has come beyond so many bytes, or after a moment."""
 
     version: Version
     bundle_id: str

@@ -1,4 +1,5 @@
-"""What keepers say about themselves as Prometheus text, and a port on loopback that serves it when it is asked for.
+"""Tells what keepers say about themselves as Prometheus text, and a port on loopback that serves it when it is asked
+for.
 
 The names are a promise (docs/storage.md lists them). The port answers `GET /metrics` and nothing else, one client at a
 time, within two seconds and four kilobytes. It checks the Host header, because a web page that rebinds its name to
@@ -155,7 +156,7 @@ class MetricsPort:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Return where it listens."""
         return int(self._listener.getsockname()[1])
 
     def stop(self) -> None:

@@ -26,7 +26,7 @@ SHOW_SECRET = "give --secret-file; make one with `(umask 077; openssl rand -hex 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """How a keeper talks to other nodes.
+    """Says how a keeper talks to other nodes.
 
     Attributes:
         listen: address of this machine to listen on; empty: Unix sockets only.
@@ -81,12 +81,12 @@ def open_door(network: Network, place: Place) -> Door | None:
 
 
 def is_everywhere(host: str) -> bool:
-    """Whether it is the address of all interfaces."""
+    """Return whether it is the address of all interfaces."""
     return _asks(host, lambda address: address.is_unspecified) or host in ("*",)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it."""
+    """Return whether only this machine can reach it."""
     return host == "localhost" or _asks(host, lambda address: address.is_loopback)
 
 

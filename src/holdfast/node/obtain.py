@@ -100,7 +100,7 @@ class Obtainer:
             raise
 
     def release(self, held: Iterable[Held]) -> None:
-        """What was obtained is no longer read."""
+        """Let go of what was obtained: it is no longer read."""
         for slot in held:
             self._state.unpin(slot, PIN)
 

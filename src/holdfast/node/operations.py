@@ -1,4 +1,4 @@
-"""Who may say what to a keeper: roles, and one operation per message. What is not listed is refused.
+"""Decides who may say what to a keeper: roles, and one operation per message. What is not listed is refused.
 
 A rank saves and restores, a keeper reports and pulls, an operator takes a bad copy out of use
 and says that trainers start, a viewer only looks; no
@@ -225,7 +225,7 @@ class Operations:
 
 
 def require_role(role: str, principal: Principal | None, *, has_secret: bool) -> None:
-    """Whether the transport lets a client be what it says it is.
+    """Refuse a client unless the transport lets it be what it says it is.
 
     Raises:
         KeeperError: it does not.

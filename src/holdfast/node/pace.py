@@ -1,4 +1,4 @@
-"""How fast this node sends replicas: a bound in bytes per second.
+"""Bounds how fast this node sends replicas: a bound in bytes per second.
 
 One Pace per keeper, shared by all connections that carry replicas; restores do not pass here. Before each block the
 sender asks and waits; nothing is queued, so whoever waits holds no memory but the slot that its pin keeps. When blocks

@@ -1,4 +1,4 @@
-"""What the keeper of another node may ask of this one: seals and bytes of what it holds, and to be coordinated.
+"""Answers what the keeper of another node may ask of this one: seals and bytes of what it holds, and to be coordinated.
 
 Also the questions that anybody may ask: inventory and status. A slot that is being sent is pinned per connection; the
 pins go when its connection ends, when it stalls, or when a local save is starved of a slot: a
@@ -226,12 +226,12 @@ class PeerDesk:
     # --- questions
 
     def inventory(self, *, wide: bool) -> Inventory:
-        """What this keeper holds; `wide`: and all that can be reached, asked side by side."""
+        """Return what this keeper holds; `wide`: and all that can be reached, asked side by side."""
         assembly = self._state.assembly
         return self.survey(assembly, self._state.node) if wide and assembly is not None else self._state.inventory()
 
     def survey(self, assembly: messages.Assembly, node: int) -> Inventory:
-        """What this keeper, which is `node`, and all others of the job hold."""
+        """Return what this keeper, which is `node`, and all others of the job hold."""
         own = self._state.inventory()
         found: dict[int, Inventory | HoldfastError] = {}
         others = [index for index in range(len(assembly.addresses)) if index != node]

@@ -1,4 +1,4 @@
-"""To storage, in the background, straight from the slots: bundles and parts by every node, the manifest by one.
+"""Writes to storage, in the background, straight from the slots: bundles and parts by every node, the manifest by one.
 
 What a node writes, also for others, is node.succession's business. A slot is pinned from the moment it is found until
 its order is done, and what is written is compared with the seal before it counts: a copy that differs is used no more, and

@@ -1,4 +1,4 @@
-"""Where the keeper of one job on one node lives: `<runtime>/<job digest>/<node label>/`.
+"""Tells where the keeper of one job on one node lives: `<runtime>/<job digest>/<node label>/`.
 
 The directory belongs to us alone (0700) or is refused. It holds the socket, the lock that elects the keeper, the lock
 that lets one of several starters spawn, and the log. The keeper removes all of it when it ends. Computing a Place
@@ -46,7 +46,7 @@ class Place:
 
     @property
     def address(self) -> str:
-        """What other keepers connect to."""
+        """Return what other keepers connect to."""
         return f"unix:{self.socket}"
 
     @property
@@ -60,7 +60,7 @@ class Place:
 
     @property
     def notice(self) -> Path:
-        """Of ranks that go on without a keeper; see node.notice."""
+        """Return the path of the notice of ranks that go on without a keeper; see node.notice."""
         return self.directory / "durable-only.json"
 
     @property

@@ -105,7 +105,7 @@ class Preloader:
         self._closed = self._stopping = True
 
     def facts(self) -> dict[str, Any]:
-        """For the status page. Under the state's lock."""
+        """Return facts for the status page. Under the state's lock."""
         told = self._told
         return {
             "version": str(told.version) if told.version else None,

@@ -174,7 +174,7 @@ class Replicator:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is being pulled. Under the state's lock."""
+        """Return whether nothing is being pulled. Under the state's lock."""
         return self._filler.idle and all(puller.idle for puller in self._pullers.values())
 
     def stop(self) -> None:
@@ -187,7 +187,9 @@ class Replicator:
             puller.stop()
 
     def facts(self) -> dict[str, float]:
-        """For the status page. `lag_s`: age of the oldest captured version that nothing in two nodes has overtaken."""
+        """Return facts for the status page. `lag_s`: age of the oldest captured version that nothing in two nodes has
+        overtaken.
+        """
         with self._state.lock:
             ledger, now = self._state.ledger, time.monotonic()
             safe = ledger.newest(Level.REPLICATED) if ledger else None
@@ -385,7 +387,7 @@ def to_refill(
     topology: Topology,
     node: int,
 ) -> dict[int, dict[int, list[BundleRef]]]:
-    """What `node` pulls so that every bundle of `version` is in two nodes: holder -> rank -> bundles.
+    """Return what `node` pulls so that every bundle of `version` is in two nodes: holder -> rank -> bundles.
 
     A bundle of which several nodes hold a copy, or none, is left alone.
     """

@@ -1,4 +1,5 @@
-"""What goes from storage after a commit: old versions as retention says, and what dead incarnations left half done.
+"""Removes what goes from storage after a commit: old versions as retention says, and what dead incarnations left half
+done.
 
 Decided by `core.retention`, removed by `tiers.storage`. Called by whoever committed: the coordinator's keeper, or rank 0
 of a job without keepers. A process may be paused between its decision and any removal, so whether it has a say is asked

@@ -118,7 +118,7 @@ class Saving:
             return [w.trainer.rank for w in self._waiting if now - w.since_s >= w.request.timeout_s / 2]
 
     def waits(self, rank: int) -> bool:
-        """Whether a save of this rank waits for a slot."""
+        """Return whether a save of this rank waits for a slot."""
         with self._state.lock:
             return any(waiting.trainer.rank == rank for waiting in self._waiting)
 

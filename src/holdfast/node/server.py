@@ -200,7 +200,7 @@ class Connection:
 
 
 class Handler(Protocol):
-    """What the keeper does with connections. Called from many threads."""
+    """Serves the connections of a keeper. Called from many threads."""
 
     def greet(self, connection: Connection, hello: Hello) -> Message:
         """Sets `connection.hello` and returns the welcome, or raises a HoldfastError that is sent as refusal."""

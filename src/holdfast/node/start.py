@@ -150,7 +150,7 @@ def _spawn(place: Place, root: str, config: Config, deadline: float) -> bool:
 
 
 def network_of(config: Config) -> Network:
-    """How a keeper under these settings talks to other nodes.
+    """Return how a keeper under these settings talks to other nodes.
 
     Raises:
         ConfigError: an address without a secret, of all interfaces, or an unfit secret file.

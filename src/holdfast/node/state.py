@@ -1,4 +1,4 @@
-"""What one keeper knows and holds, behind one lock: the pure ledger, the slots, and what follows from each fact.
+"""Holds what one keeper knows and holds, behind one lock: the pure ledger, the slots, and what follows from each fact.
 
 Every method is one fact or one question; decisions come from core (ledger, slots). Consequences that move bytes or
 messages leave through `Outlets`, whose functions only queue. Nothing here waits, so the lock is held for microseconds;
@@ -38,7 +38,7 @@ MAX_ALARMS = 64
 
 @dataclass(slots=True)
 class Outlets:
-    """Where consequences go. Each queues and returns at once."""
+    """Says where consequences go. Each queues and returns at once."""
 
     report: Callable[[Reports], None]
     push: Callable[[str, Message], None]
@@ -105,7 +105,7 @@ class NodeState:
 
     @property
     def resumed(self) -> Version | None:
-        """What the incarnation resumed from."""
+        """Return what the incarnation resumed from."""
         return self._resumed
 
     def view(self, held: Held) -> SlotView:
@@ -115,11 +115,11 @@ class NodeState:
         return replace(held.view, pins=held.view.pins + 1)
 
     def is_free(self, held: Held) -> bool:
-        """Whether the guard lets a slot be overwritten."""
+        """Return whether the guard lets a slot be overwritten."""
         return self.ledger is not None and reusable(self.view(held), self.ledger.knowledge).value
 
     def awaits_replicas(self, held: Held) -> bool:
-        """Whether nothing newer than its version is known to be in two nodes, in a job that has two."""
+        """Return whether nothing newer than its version is known to be in two nodes, in a job that has two."""
         # Seen as the guard sees it: what all failed its digest is worth nothing and must not lock a slot.
         ledger, version = self.ledger, held.view.version
         if ledger is None or version is None or len(ledger.topology.nodes) < 2 or not ledger.awaits_copies(version):
@@ -134,7 +134,7 @@ class NodeState:
         return not self.may_drop(version)
 
     def may_drop(self, version: Version) -> bool:
-        """Whether copies that are awaited may be overwritten; the coordinator is asked the first time."""
+        """Return whether copies that are awaited may be overwritten; the coordinator is asked the first time."""
         decision = self.need_ledger().give_up_copies(version)
         if decision.reason:
             logger.info("%s: its copies here are to count no more", decision.reason)
@@ -406,7 +406,7 @@ class NodeState:
                 self.outlets.push(f"alarm {key}", Alarm(key=key, text=text))
 
     def calm(self, key: str) -> None:
-        """What an alarm was about is over."""
+        """End an alarm: what it was about is over."""
         with self.lock:
             self.alarms.pop(key, None)
 
@@ -425,7 +425,7 @@ class NodeState:
         self.outlets.push(f"progress {version}", message)
 
     def inventory(self) -> Inventory:
-        """What this keeper holds, of whichever incarnation."""
+        """Return what this keeper holds, of whichever incarnation."""
         with self.lock:
             copies = [
                 MemoryCopy(
@@ -446,7 +446,7 @@ class NodeState:
             )
 
     def awaits_commit(self) -> bool:
-        """Whether something of this node is due for storage and not committed yet: a slot, or a part it wrote."""
+        """Return whether something of this node is due for storage and not committed yet: a slot, or a part it wrote."""
         with self.lock:
             if self.ledger is None:
                 return False
@@ -463,7 +463,7 @@ class NodeState:
 
 
 def greeting(state: NodeState, assembly: Assembly) -> Hello:
-    """How this keeper introduces itself to others of its job."""
+    """Return how this keeper introduces itself to others of its job."""
     return Hello(
         job=state.place.job,
         role=KEEPER,

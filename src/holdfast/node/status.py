@@ -1,4 +1,6 @@
-"""What the keeper says about itself: plain values, for `holdfast status` and for tests. Fields: docs/spec/keeper.md."""
+"""Tells what the keeper says about itself: plain values, for `holdfast status` and for tests. Fields:
+docs/spec/keeper.md.
+"""
 
 from __future__ import annotations
 

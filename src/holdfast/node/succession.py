@@ -68,7 +68,7 @@ class Succession:
         self._keep_no_more(None)
 
     def hear(self, told: Announcement) -> None:
-        """What the coordinator said of a version that is on its way to storage."""
+        """Hear what the coordinator said of a version that is on its way to storage."""
         now, version = time.monotonic(), told.version
         if told.kind is Kind.PERSIST:
             parts = self._state.need_ledger().parts_of(version)

@@ -71,7 +71,7 @@ class Trainer:
 
     @property
     def process(self) -> str:
-        """Which process it is, in words."""
+        """Return which process it is, in words."""
         pid = self.connection.pid
         return f"process {pid}" if pid > 0 else "a process of another pid namespace"
 
@@ -124,7 +124,7 @@ class Trainers:
             cores.share(connection.pid)
 
     def require_open(self) -> None:
-        """Whether newcomers are let in.
+        """Refuse unless newcomers are let in.
 
         Raises:
             KeeperLost: the keeper is on its way out.
@@ -184,7 +184,7 @@ class Trainers:
         return Ok(id=request.id)
 
     def shown(self, rank: int) -> Shown | None:
-        """What a local rank shows of its waits; None if it shows none."""
+        """Return what a local rank shows of its waits; None if it shows none."""
         with self._state.lock:
             trainer = self._trainers.get(rank)
             return look(trainer.page[0]) if trainer is not None and trainer.page else None
@@ -232,7 +232,7 @@ class Trainers:
                     self._leave(trainer)
 
     def has(self, trainer: Trainer) -> bool:
-        """Whether it is still here; its rank may be another process by now."""
+        """Return whether it is still here; its rank may be another process by now."""
         return self._trainers.get(trainer.rank) is trainer
 
     @property
@@ -242,7 +242,7 @@ class Trainers:
             return dict(self._trainers)
 
     def push(self, key: str, message: Message) -> None:
-        """To all local trainers."""
+        """Send to all local trainers."""
         for trainer in self._trainers.values():
             trainer.connection.push(key, message)
 

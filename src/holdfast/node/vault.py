@@ -70,7 +70,7 @@ class Vault:
             return kept[1]
 
     def forget(self) -> None:
-        """What was read of the root is not true any more: another job owns it."""
+        """Forget what was read of the root: it is not true any more, for another job owns it."""
         with self._lock:
             self._storage = None
         with self._reading:

@@ -55,7 +55,7 @@ class WindowPage:
         self.shut()
 
     def step(self, period_s: float) -> None:
-        """How long a step takes; told to the keeper with the next wait."""
+        """Note how long a step takes; told to the keeper with the next wait."""
         self._period = period_s
 
     def open(self, until_s: float | None) -> None:
@@ -82,7 +82,7 @@ class WindowPage:
 
 
 def look(fd: int) -> Shown | None:
-    """What a page shows now; None if it is none."""
+    """Return what a page shows now; None if it is none."""
     try:
         content = os.pread(fd, _LAYOUT.size, 0)
     except OSError:
@@ -102,7 +102,7 @@ def listen(bell: int, timeout_s: float) -> None:
 
 @dataclass(slots=True)
 class Windows:
-    """What the keeper knows of the waits of local ranks, and what it has done in them.
+    """Holds what the keeper knows of the waits of local ranks, and what it has done in them.
 
     Attributes:
         shown: what a rank's page shows now; None if it has none.
@@ -126,7 +126,7 @@ class Windows:
 
 
 class Turns:
-    """How long one transfer or version was held back so far, and how long its blocks take. One thread at a time.
+    """Counts how long one transfer or version was held back so far, and how long its blocks take. One thread at a time.
 
     Args:
         windows: where to look, and where to count.

@@ -57,19 +57,19 @@ class Worker(Generic[J]):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits and nothing is being done."""
+        """Return whether nothing waits and nothing is being done."""
         with self._changed:
             return not self._busy and not self._jobs
 
     @property
     def is_last(self) -> bool:
-        """Whether no job waits behind the one that is being done."""
+        """Return whether no job waits behind the one that is being done."""
         with self._changed:
             return not self._jobs
 
     @property
     def stopping(self) -> bool:
-        """Whether `stop` was called; long jobs look at it between their parts."""
+        """Return whether `stop` was called; long jobs look at it between their parts."""
         return self._stopping
 
     def put(self, job: J) -> bool:

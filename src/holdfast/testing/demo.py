@@ -53,7 +53,7 @@ TRAINING_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long to train and when to break what."""
+    """Says how long to train and when to break what."""
 
     steps: int = 120
     faults: tuple[int, int, int] = (25, 55, 90)
@@ -62,7 +62,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Where state must come from: one of `sources` on every rank that lost something, nothing but `allowed` on any rank.
+    """Says where state must come from: one of `sources` on every rank that lost something, nothing but `allowed` on any
+    rank.
 
     What one rank has fetched lies in its node's memory, where the next one takes it from: `node`. A fault that finds the
     survivors between two updates costs no step: who is new gets the live state of its twin (`train.livefill`).
@@ -343,7 +344,7 @@ def bytes_by_source(report: dict[str, Any]) -> dict[str, int]:
 
 
 def sources_text(total: dict[str, int]) -> str:
-    """For people: "own slot 1,533 kB, storage 5 kB"."""
+    """Return sources for people: "own slot 1,533 kB, storage 5 kB"."""
     ordered = sorted(total.items(), key=lambda item: -item[1])
     return ", ".join(f"{SOURCE_NAMES.get(name, name)} {count / 1e3:,.0f} kB" for name, count in ordered)
 

@@ -96,7 +96,7 @@ class Cluster:
                 raise DemoFailure(f"{node} ended with exit code {launcher.returncode}\n{self.tail(node)}")
 
     def ended(self) -> bool:
-        """Whether every launcher has ended well."""
+        """Return whether every launcher has ended well."""
         self.check()
         return all(launcher.poll() == 0 for launcher in self._launchers.values())
 

@@ -1,4 +1,4 @@
-"""What the demo's ranks wrote down (JSON lines, final tensors), read while they run and compared at the end.
+"""Reads what the demo's ranks wrote down (JSON lines, final tensors), while they run, and compares it at the end.
 
 Reads only; knows nothing about processes. A line that is still being written is left for the next look.
 """
@@ -69,7 +69,9 @@ class Facts:
         return next((fact for fact in reversed(self.lines[rank]) if fact["event"] == event), None)
 
     def recovery(self, rank: int, after: float) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """What `rank` restored last, and the first step it finished then; None until both came later than `after`."""
+        """Return what `rank` restored last, and the first step it finished then; None until both came later than
+        `after`.
+        """
         recent = [fact for fact in self.lines[rank] if fact["time"] > after]
         begins = [index for index, fact in enumerate(recent) if fact["event"] == "restored"]
         if not begins:

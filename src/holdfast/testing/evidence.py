@@ -1,4 +1,4 @@
-"""What lies in storage and in memory, read past holdfast: the facts that testing/invariants.py judges.
+"""Reads what lies in storage and in memory, past holdfast: the facts that testing/invariants.py judges.
 
 Shares no code with the rooms below: the formats are read as docs/spec/format.md and docs/spec/keeper.md describe them,
 with json, msgspec and xxhash alone, so that a bug in a reader of ours cannot hide what it should report. Memory is
@@ -227,7 +227,7 @@ def _content(path: Path) -> str:
 
 
 def read_memory(holders: Mapping[int, Iterable[int]], *, num_entries: int) -> MemoryView:
-    """What the slots hold that living processes have open; call it when no trainer writes.
+    """Return what the slots hold that living processes have open; call it when no trainer writes.
 
     Args:
         holders: node -> ids of its processes (keeper and trainers). A node none of which lives has lost its memory.
@@ -253,7 +253,7 @@ def read_memory(holders: Mapping[int, Iterable[int]], *, num_entries: int) -> Me
 
 
 def slot_links(pid: int) -> Iterator[str]:
-    """Where /proc shows the slots that a process has open; each may be closed meanwhile."""
+    """Yield where /proc shows the slots that a process has open; each may be closed meanwhile."""
     try:
         links = sorted(os.listdir(f"/proc/{pid}/fd"), key=int)
     except OSError:

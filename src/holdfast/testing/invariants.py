@@ -39,7 +39,7 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a rank came back with: `version` None is a fresh start; `digest` is that of the state it then had."""
+    """Says what a rank came back with: `version` None is a fresh start; `digest` is that of the state it then had."""
 
     rank: int
     incarnation: int

@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a check came to.
+    """Says what a check came to.
 
     Attributes:
         num_states: distinct worlds that were visited.

@@ -25,7 +25,7 @@ NUM_REPLICAS = 2
 
 
 class Rules(Protocol):
-    """What is needed of the job."""
+    """Names what is needed of the job."""
 
     bounds: Bounds
     topology: Topology
@@ -44,7 +44,7 @@ class Rules(Protocol):
 
 
 def moves(job: Rules, world: World, node: int) -> Iterator[tuple[str, Callable[[], World]]]:
-    """What may happen to copies at this node."""
+    """Yield what may happen to copies at this node."""
     if world.untold[node] and world.joined[node]:
         what, version = world.untold[node][0]
         yield f"the coordinator hears from node {node}: {version.step} {what}", partial(tell, job, world, node)
@@ -68,7 +68,7 @@ def moves(job: Rules, world: World, node: int) -> Iterator[tuple[str, Callable[[
 
 
 def take_over(world: World, node: int, rank: int, version: Version) -> World:
-    """Who should write the rank's bundle fails: the order waits here. The replica is pinned, if it has come."""
+    """Let the writer of the rank's bundle fail: the order waits here. The replica is pinned, if it has come."""
     left = world.left._replace(takeovers=world.left.takeovers - 1)
     order = Takeover(rank, version, begun=False, pinned=stands(world, node, rank, version))
     return world._replace(orders=_put(world.orders, node, (*world.orders[node], order)), left=left)
@@ -83,7 +83,9 @@ def write_on(world: World, node: int) -> World:
 
 
 def pins_when_its_turn_comes() -> bool:
-    """Whether a replica that is found only then is pinned then. A rule of the protocol, to be taken out by tests."""
+    """Return whether a replica that is found only then is pinned then. A rule of the protocol, to be taken out by
+    tests.
+    """
     return True
 
 
@@ -229,7 +231,7 @@ def _thin(job: Rules, world: World, version: Version) -> int | None:
 
 
 def stands(world: World, node: int, rank: int, version: Version) -> bool:
-    """Whether the node finds that it has this replica."""
+    """Return whether the node finds that it has this replica."""
     return (rank, version) in world.copies[node]
 
 

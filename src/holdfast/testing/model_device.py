@@ -66,7 +66,7 @@ def ends_by_itself() -> bool:
 
 
 def program() -> tuple[tuple[str, int], ...]:
-    """What the host does."""
+    """Return what the host does."""
     steps = range(1, NUM_STEPS + 1)
     return (*((what, step) for step in steps for what in ("collective", "update", "note", "save")), ("end", NUM_STEPS))
 
@@ -190,7 +190,7 @@ def _named(live: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a check came to.
+    """Says what a check came to.
 
     Attributes:
         num_states: how many worlds there were.

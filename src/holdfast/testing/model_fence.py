@@ -46,7 +46,7 @@ class Copy:
 
     @property
     def ended(self) -> bool:
-        """Whether it is complete or given up."""
+        """Return whether it is complete or given up."""
         return self.given_up or None not in self.slot
 
 

@@ -16,7 +16,9 @@ World = TypeVar("World", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search came to: how many worlds there were, and the shortest story that breaks a promise, or an empty one."""
+    """Says what a search came to: how many worlds there were, and the shortest story that breaks a promise, or an empty
+    one.
+    """
 
     num_states: int
     invariant: str = ""

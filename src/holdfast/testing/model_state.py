@@ -1,4 +1,4 @@
-"""What a world of the model check consists of: a hashable value, and the changeable objects in it as numbers.
+"""Tells what a world of the model check consists of: a hashable value, and the changeable objects in it as numbers.
 
 The real NodeLedger and Board change in place. `Cells` keeps one object per distinct content, copies it before a call
 and remembers what became of it: worlds with equal ledgers share them, and no call is ever made twice on the same
@@ -30,7 +30,7 @@ class Broken(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What is explored: every order of events, within these numbers.
+    """Bounds what is explored: every order of events, within these numbers.
 
     Attributes:
         node_of: node of each rank.
@@ -150,7 +150,7 @@ class Cells:
         return number
 
     def call(self, number: int, method: str, *args: Any, **more: Any) -> tuple[int, Any]:
-        """What the thing becomes by the call, and what the call returns."""
+        """Return what the thing becomes by the call, and what the call returns."""
         key = (number, method, args, *more.values())
         if key not in self._calls:
             thing = _copy(self._objects[number])

@@ -159,7 +159,7 @@ class Job:
         return self._report(world, node, Reports(sealed=reports))
 
     def fail(self, world: World, rank: int) -> World:
-        """What the rank was writing is given up."""
+        """Give up what the rank was writing."""
         return self._stop_writing(_spend(world, "failures"), rank)
 
     def _stop_writing(self, world: World, rank: int) -> World:
@@ -191,7 +191,7 @@ class Job:
         return world
 
     def conclude(self, world: World, method: str, *facts: Any) -> World:
-        """What the coordinator makes of facts: its board, and what it announces."""
+        """Tell the coordinator facts; return the world with its board and what it announces."""
         board, actions = self.cells.call(world.board, method, *facts)
         world = world._replace(board=board)
         for action in actions:
@@ -255,7 +255,7 @@ class Job:
     # --- deaths
 
     def trainer_dies(self, world: World, rank: int) -> World:
-        """What it was writing is lost; what it had sealed stays with the keeper."""
+        """Let the trainer die: what it was writing is lost; what it had sealed stays with the keeper."""
         world = self._stop_writing(_spend(world, "trainer_deaths"), rank)
         return world._replace(alive=_put(world.alive, rank, False))
 

@@ -8,7 +8,7 @@ import torch
 
 
 class Room:
-    """Where the ranks of a job meet.
+    """A room is where the ranks of a job meet.
 
     Args:
         world_size: how many there are.
@@ -40,7 +40,7 @@ class Rank:
         self.rank, self.world_size, self._room = rank, room.world_size, room
 
     def gather(self, data: bytes) -> list[bytes]:
-        """What every rank gave, by rank."""
+        """Return what every rank gave, by rank."""
         return self._room.meet(self.rank, data)
 
     def send(self, data: torch.Tensor, to: int) -> None:

@@ -1,4 +1,4 @@
-"""What a power cut would leave, from the file operations alone: the order of writes that SIGKILL cannot test.
+"""Works out what a power cut would leave, from the file operations alone: the order of writes that SIGKILL cannot test.
 
 A killed process leaves its page cache to the kernel, so no number of kills finds a missing fsync. This checker follows
 every file operation of the keepers and holds at each moment what is not yet safe: bytes written since the last fsync

@@ -1,4 +1,4 @@
-"""What a place that keeps bytes must be able to do: write, create once, read, list, delete.
+"""Says what a place that keeps bytes must be able to do: write, create once, read, list, delete.
 
 `storage` is the consumer and owns this interface; `local` is the directory behind it, `object_store` the bucket. Names
 are relative and have one or two segments (`holdfast.json`, `<version>/<file>`). A backend knows nothing of versions, and
@@ -22,7 +22,7 @@ TEMPORARY = ".tmp"
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """What a backend is.
+    """Says what a backend is.
 
     Attributes:
         kind: `"local"` or `"object store"`.
@@ -71,7 +71,7 @@ class Backend(Protocol):
 
     @property
     def properties(self) -> Properties:
-        """What this backend is."""
+        """Return what this backend is."""
 
     def prepare(self) -> None:
         """Makes the root, durably. The only verb that does: a root that vanishes later is an error."""

@@ -1,4 +1,4 @@
-"""How much memory the slots may take: per cgroup, shared by all keepers of it, replicas included.
+"""Decides how much memory the slots may take: per cgroup, shared by all keepers of it, replicas included.
 
 The kernel's answer to too much memory is the OOM killer, so the budget is checked with numbers before anything is
 allocated. All keepers of one runtime directory keep their reservations in one small file under a lock; entries of
@@ -64,7 +64,7 @@ def read_limits(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgro
 
 
 def allowed_bytes(budget: str, limits: Limits) -> int:
-    """What all keepers of the cgroup may take: the configured size, else a quarter of the limit."""
+    """Return what all keepers of the cgroup may take: the configured size, else a quarter of the limit."""
     return parse_size(budget) if budget else limits.limit // DEFAULT_SHARE
 
 
@@ -82,7 +82,7 @@ class Budget:
         self._me = f"{self._group}:{os.getpid()}:{start_time(os.getpid())}"
 
     def check(self, num_bytes: int, what: str) -> None:
-        """Whether `num_bytes` could be reserved now.
+        """Refuse unless `num_bytes` could be reserved now.
 
         Raises:
             MemoryRefused: as `reserve` does.
@@ -103,7 +103,7 @@ class Budget:
             self._add(ledger, num_bytes, num_bytes if to_come else 0)
 
     def came(self, num_bytes: int) -> None:
-        """What was to come is allocated now."""
+        """Count as allocated what was to come."""
         with self._ledger() as ledger:
             self._add(ledger, 0, -num_bytes)
 

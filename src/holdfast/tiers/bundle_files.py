@@ -52,7 +52,7 @@ LAG_PAUSES_S = (0.1, 0.3, 0.6, 1.0, 1.5)
 
 @dataclass(frozen=True, slots=True)
 class Trailer:
-    """What stands behind the ciphertext.
+    """Holds what stands behind the ciphertext.
 
     Attributes:
         locks: of each chunk, see `cipher`: nonce and tag, in an older file the tag alone.
@@ -67,7 +67,7 @@ class Trailer:
     older: bool = False
 
     def encode(self, name: str) -> bytes:
-        """Returns its bytes; they end in a checksum that covers the file's name too."""
+        """Return its bytes; they end in a checksum that covers the file's name too."""
         magic = OLDER_MAGIC if self.older else MAGIC
         head = _HEAD.pack(magic, bytes.fromhex(self.key_id), self.length, len(self.locks))
         body = head + b"".join(self.locks) + self.digest
@@ -75,7 +75,7 @@ class Trailer:
 
     @classmethod
     def decode(cls, data: bytes, name: str, where: str = "") -> Trailer:
-        """Returns the trailer in `data`.
+        """Return the trailer in `data`.
 
         Raises:
             CorruptError: it is none, or not of this file.
@@ -93,7 +93,7 @@ class Trailer:
 
 
 def stored_length(file: BundleFile) -> int:
-    """Returns the bytes of the file in storage."""
+    """Return the bytes of the file in storage."""
     return file.length + (_trailer_bytes(file) if file.key_id else 0)
 
 
@@ -126,7 +126,7 @@ class BundleFiles:
 
     @property
     def key_id(self) -> str:
-        """Of the key; empty if there is none."""
+        """Return the id of the key; empty if there is none."""
         return self._key.id if self._key else ""
 
     def chunks(self, version: Version, file: BundleFile, view: memoryview) -> Chunks:
@@ -212,7 +212,7 @@ class BundleFiles:
         self.check_end(version, file, file.length)
 
     def looks_ours(self, version: Version, name: str, size: int) -> bool:
-        """Returns whether an encrypted file has a trailer of its own; its content may be anything."""
+        """Return whether an encrypted file has a trailer of its own; its content may be anything."""
         # The number of chunks follows from the size, and with it where the trailer begins.
         lock_bytes = _lock_bytes(older=is_older(name))
         count = -(-(size - _HEAD.size - 2 * _DIGEST_BYTES) // (CHUNK_BYTES + lock_bytes))

@@ -46,7 +46,7 @@ _MAX_KEY_FILE = 4096
 
 @dataclass(frozen=True, slots=True)
 class KeySource:
-    """Where the key of a job comes from.
+    """Says where the key of a job comes from.
 
     Attributes:
         setting: as in Config, a file by its absolute path; empty for no key.
@@ -67,7 +67,7 @@ class KeySource:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What a file is, as its key and every chunk are bound to it."""
+    """Says what a file is, as its key and every chunk are bound to it."""
 
     job: str
     version: str
@@ -107,12 +107,12 @@ class Key:
         return made.hexdigest()
 
     def of_file(self, name: Name) -> FileKey:
-        """Returns the keys of one file."""
+        """Return the keys of one file."""
         keys = _derive(self._secret, b"holdfast file keys", name.text(), 2 * KEY_BYTES)
         return FileKey(keys[:KEY_BYTES], keys[KEY_BYTES:], name)
 
     def of_older_file(self, name: Name) -> OlderFileKey:
-        """Returns the key of one file of format 2."""
+        """Return the key of one file of format 2."""
         return OlderFileKey(_derive(self._secret, b"holdfast file key", name.text(), KEY_BYTES), name)
 
 

@@ -89,7 +89,7 @@ class _Peeked(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ImagePlan:
-    """Where everything of a bundle goes.
+    """Says where everything of a bundle goes.
 
     Attributes:
         header: the first bytes of the image, ready to copy; a multiple of ALIGN.
@@ -119,7 +119,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """What an image holds. `entries` are its tensors, pieces without rows included; `values` is apart."""
+    """Says what an image holds. `entries` are its tensors, pieces without rows included; `values` is apart."""
 
     bundle_id: str
     entries: tuple[Entry, ...]
@@ -228,7 +228,7 @@ def _pad_header(text: bytes, where: str) -> bytes:
 
 
 def read_image(view: Bytes, where: str) -> Image:
-    """What the image in `view` (exactly one whole image) holds. Proves structure, not content.
+    """Return what the image in `view` (exactly one whole image) holds. Proves structure, not content.
 
     Raises:
         NewerFormat: of a newer format.
@@ -256,7 +256,7 @@ def header_length(prefix: Bytes, length: int, where: str) -> int:
 
 
 def read_header(header: Bytes, length: int, where: str) -> Image:
-    """What an image of `length` bytes holds, from its header alone (`header_length` bytes).
+    """Return what an image of `length` bytes holds, from its header alone (`header_length` bytes).
 
     Raises:
         NewerFormat: of a newer format.

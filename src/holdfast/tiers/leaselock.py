@@ -1,4 +1,5 @@
-"""Who works on a prefix of a bucket right now: a chain of create-once objects, where the kernel has no lock to give.
+"""Tells who works on a prefix of a bucket right now: a chain of create-once objects, where the kernel has no lock to
+give.
 
 `run.lock/N` names a holder; the highest N is the lock. Whoever finds it free or its holder dead creates N + 1, once: of any
 number of challengers one succeeds, and no lock is ever removed from under anybody. The holder alone writes its object

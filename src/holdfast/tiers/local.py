@@ -53,7 +53,7 @@ class LocalBackend:
 
     @property
     def properties(self) -> Properties:
-        """What this backend is."""
+        """Return what this backend is."""
         return Properties(kind="local", where=str(self._root), has_temporaries=True, lags=self._lags)
 
     def prepare(self) -> None:
@@ -261,7 +261,7 @@ def _scan(directory: int) -> Iterator[tuple[str, int]]:
 
 
 def translate(error: OSError, where: str) -> StorageError:
-    """What the operating system said about `where`, as an error of ours with a remedy."""
+    """Return what the operating system said about `where`, as an error of ours with a remedy."""
     code = error.errno or 0
     if code in (errno.ENOSPC, errno.EDQUOT):
         what = "no space is left" if code == errno.ENOSPC else "the quota is used up"

@@ -58,7 +58,7 @@ class BundleFile:
 
     @property
     def key_id(self) -> str:
-        """Of the key that the file is encrypted with; empty if it is plain."""
+        """Return the id of the key that the file is encrypted with; empty if it is plain."""
         match = ENCRYPTED.match(self.file)
         return match[1] if match else ""
 
@@ -147,7 +147,7 @@ def bundle_file_name(bundle_id: str, digest: str, key_id: str = "") -> str:
 
 
 def is_older(name: str) -> bool:
-    """Returns whether the name is that of an encrypted file of format 2."""
+    """Return whether the name is that of an encrypted file of format 2."""
     match = ENCRYPTED.match(name)
     return match is not None and match[2] == OLDER
 
@@ -158,7 +158,7 @@ def part_name(node: int) -> str:
 
 
 def part_entry(data: bytes) -> tuple[int, str]:
-    """What the root says of a part's bytes: (length, digest)."""
+    """Return what the root says of a part's bytes: (length, digest)."""
     return len(data), xxhash.xxh3_128_hexdigest(data)
 
 
@@ -191,7 +191,7 @@ def encode_root(manifest: Manifest) -> bytes:
 
 
 def proved_texts(root: Manifest, parts: Mapping[str, bytes]) -> Iterator[bytes]:
-    """What `mac` is a proof of: the root without it, and every part, in the order of their names."""
+    """Yield what `mac` is a proof of: the root without it, and every part, in the order of their names."""
     yield encode_root(dataclasses.replace(root, mac=""))
     yield from (parts[name] for name in sorted(root.parts))
 

@@ -58,7 +58,7 @@ class ImagePlace:
 
 @dataclass(frozen=True, slots=True)
 class SlotHeader:
-    """What a sealed slot holds.
+    """Says what a sealed slot holds.
 
     Attributes:
         job: digest of the job; a slot of another job is never adopted.
@@ -232,7 +232,7 @@ def slot_bytes(num_bytes: int) -> int:
 
 
 def patience_s(num_bytes: int) -> float:
-    """How long at most somebody waits until so much memory is reserved, or was proved."""
+    """Return how long at most somebody waits until so much memory is reserved, or was proved."""
     return BASE_PATIENCE_S + PATIENCE_S_PER_GIB * num_bytes / (1 << 30)
 
 

@@ -93,7 +93,7 @@ class ObjectStoreBackend:
 
     @property
     def properties(self) -> Properties:
-        """What this backend is."""
+        """Return what this backend is."""
         return Properties(kind="object store", where=self._where, has_temporaries=False)
 
     def prepare(self) -> None:

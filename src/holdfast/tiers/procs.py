@@ -1,4 +1,4 @@
-"""Who is alive on this machine, and locks that end with their holder.
+"""Tells who is alive on this machine, and locks that end with their holder.
 
 A process is named by pid and start time, because pids are used again. What cannot be known of one is no sign of its end:
 /proc may hide processes (hidepid, gVisor), and a process may have no descriptor left to read it with. A lock is a flock

@@ -1,4 +1,4 @@
-"""Who owns a root, which incarnations it has seen, and whose temporary files are dead.
+"""Tells who owns a root, which incarnations it has seen, and whose temporary files are dead.
 
 A root belongs to one job for ever. An incarnation is registered by creating its file once, which fences every lower
 one; what it resumed from is recorded once, before training goes on. These few small files are all that decides which

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How often and how long.
+    """Says how often and how long.
 
     Attributes:
         attempts: at most, the first included.
@@ -39,7 +39,7 @@ class Policy:
     total_s: float = 120.0
 
     def pause_s(self, failures: int, jitter: float) -> float:
-        """How long to wait after so many failures; `jitter` is 0 to 1."""
+        """Return how long to wait after so many failures; `jitter` is 0 to 1."""
         return min(self.max_pause_s, self.first_pause_s * 2.0 ** (failures - 1)) * (0.5 + jitter / 2)
 
 

@@ -1,4 +1,4 @@
-"""Who works on a root right now: a lock that ends with its process, beside the record of who owns the root.
+"""Tells who works on a root right now: a lock that ends with its process, beside the record of who owns the root.
 
 The process of rank 0 locks `run.lock` (fcntl(2), F_SETLK) before it registers an incarnation, so that a second job is
 refused before it could fence the first. The kernel drops the lock however its process ends, and a forked child (a data

@@ -366,12 +366,12 @@ class Storage:
         return root
 
     def opens(self, file: BundleFile) -> bool:
-        """Whether a bundle's file is plain, or its key is here."""
+        """Return whether a bundle's file is plain, or its key is here."""
         return file.key_id in ("", self._files.key_id)
 
     @_in_place
     def image(self, version: Version, file: BundleFile) -> Image:
-        """What a bundle's file holds, from its header alone.
+        """Return what a bundle's file holds, from its header alone.
 
         Raises:
             CorruptError: missing or damaged.

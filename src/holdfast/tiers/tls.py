@@ -135,12 +135,12 @@ class TlsLink:
 
     @property
     def has_more(self) -> bool:
-        """As wire.Link."""
+        """Answer as wire.Link does."""
         with self._lock:
             return self.sock.pending() > 0
 
     def send(self, data: memoryview, fds: Sequence[int]) -> int:
-        """As wire.Link."""
+        """Send as wire.Link does."""
         if fds:
             raise KeeperError("descriptors do not travel between nodes")
         try:
@@ -152,13 +152,15 @@ class TlsLink:
             raise Blocked(select.POLLIN) from None
 
     def receive(self, num_bytes: int) -> tuple[bytes, list[int], bool]:
-        """As wire.Link."""
+        """Receive as wire.Link does."""
         head = bytearray(num_bytes)
         count = self.receive_into(memoryview(head))
         return bytes(head[:count]), [], False
 
     def receive_into(self, view: memoryview) -> int:
-        """As wire.Link. A connection that was cut without a goodbye ends like any other: frames know their length."""
+        """Receive as wire.Link does. A connection that was cut without a goodbye ends like any other: frames know their
+        length.
+        """
         try:
             with self._lock:
                 return self.sock.recv_into(view)

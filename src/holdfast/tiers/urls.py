@@ -1,4 +1,5 @@
-"""From the name of a place to the backend behind it, with everything that is stacked around it: here and nowhere else.
+"""Leads from the name of a place to the backend behind it, with everything that is stacked around it: here and nowhere
+else.
 
     a directory     LocalBackend                              an error there is final, see `files`
     a bucket        Retrying(Limited(ObjectStoreBackend))     outermost first
@@ -24,7 +25,7 @@ MAX_REQUESTS = 8
 
 
 def is_bucket(url: str) -> bool:
-    """Whether the place is in an object store."""
+    """Return whether the place is in an object store."""
     scheme, mark, _ = url.partition("://")
     return bool(mark) and scheme in SCHEMES
 

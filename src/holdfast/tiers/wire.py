@@ -63,7 +63,7 @@ class Blocked(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who proved itself at the other end of a TCP connection."""
+    """Says who proved itself at the other end of a TCP connection."""
 
     role: str
     job: str
@@ -84,7 +84,7 @@ class Link(Protocol):
 
     @property
     def has_more(self) -> bool:
-        """Whether bytes wait here of which the kernel does not know any more."""
+        """Return whether bytes wait here of which the kernel does not know any more."""
 
 
 class Handshake(Link, Protocol):
@@ -99,7 +99,7 @@ class Handshake(Link, Protocol):
 
 
 class Security(Protocol):
-    """What proves us to other nodes, and them to us (tiers/tls.py)."""
+    """Holds what proves us to other nodes, and them to us (tiers/tls.py)."""
 
     def take(self, sock: socket.socket, *, server: bool) -> Handshake:
         """A link in place of the plain socket, which is used up."""
@@ -124,7 +124,9 @@ class Channel:
 
     @property
     def is_remote(self) -> bool:
-        """Whether it came over the network. The kernel names no process for a peer in another PID namespace either."""
+        """Return whether it came over the network. The kernel names no process for a peer in another PID namespace
+        either.
+        """
         return self._sock.family != socket.AF_UNIX
 
     def fileno(self) -> int:
@@ -133,12 +135,12 @@ class Channel:
 
     @property
     def has_more(self) -> bool:
-        """Whether something was received already that no poll would tell of."""
+        """Return whether something was received already that no poll would tell of."""
         return self._link.has_more
 
     @property
     def is_writable(self) -> bool:
-        """Whether a small frame can be sent without waiting."""
+        """Return whether a small frame can be sent without waiting."""
         return self._wait(select.POLLOUT, 1e-6)
 
     def secure(self, security: Security, *, server: bool, timeout_s: float) -> None:

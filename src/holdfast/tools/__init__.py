@@ -1,1 +1,1 @@
-"""What a person looks at: the `holdfast` command, one file per family. No torch, so that answers come at once."""
+"""The `holdfast` command has one file per family of what a person looks at. It loads no torch, so that answers come at once."""

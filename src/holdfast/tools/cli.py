@@ -112,7 +112,7 @@ def status(
     runtime_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Where the keepers' sockets are.")] = None,
     prometheus: Annotated[bool, typer.Option("--prometheus", help="As text for Prometheus.")] = False,
 ) -> None:
-    """What the keepers of this machine hold, and how safe each version is.
+    """Show what the keepers of this machine hold, and how safe each version is.
 
     \b
     holdfast status
@@ -131,7 +131,8 @@ def report(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Where every second of a run went: steps, stalls, detection, restart, reload, recomputed steps; and its incidents.
+    """Show where every second of a run went: steps, stalls, detection, restart, reload, recomputed steps; and its
+    incidents.
 
     Exit code 1: there were incidents, and the run has not ended well.
 
@@ -179,7 +180,7 @@ def remove_versions(
 
 @app.command()
 def inspect(root: Root, version: VersionName = None, json: Json = False) -> None:
-    """What is in a version: every entry with dtype, shape, extent and bundle, and the values. Newest by default.
+    """Show what is in a version: every entry with dtype, shape, extent and bundle, and the values. Newest by default.
 
     \b
     holdfast inspect /ckpts/run1
@@ -216,7 +217,8 @@ def groups(
     ranks_per_node: RanksPerNode = None,
     json: Json = False,
 ) -> None:
-    """Who holds the same in a version or a running job, which ranks are interchangeable, what lives in one node only.
+    """Show who holds the same in a version or a running job, which ranks are interchangeable, what lives in one node
+    only.
 
     Exit code 1: there is one node only, so nothing but storage survives it.
 
@@ -261,7 +263,7 @@ def plan(  # noqa: PLR0913 - an option is a parameter
     html: Annotated[str | None, typer.Option(metavar="FILE", help="That step as a page, with exact times.")] = None,
     json: Json = False,
 ) -> None:
-    """What a job will hold, copy, write and back up, and what any lost node would cost. Nothing is started.
+    """Predict what a job will hold, copy, write and back up, and what any lost node would cost. Nothing is started.
 
     Exit code 1: something would be lost with one node, or with those that are asked for. A replica on the next node protects what has no twin elsewhere.
 
@@ -355,7 +357,7 @@ def doctor(
     root: Annotated[str | None, typer.Argument(metavar="[ROOT]", help="A checkpoint path, existing or not.")] = None,
     json: Json = False,
 ) -> None:
-    """Whether this machine, and ROOT if given, can keep the promises. Tries for real, and removes what it wrote.
+    """Tell whether this machine, and ROOT if given, can keep the promises. Tries for real, and removes what it wrote.
 
     \b
     holdfast doctor /ckpts/run1

@@ -80,7 +80,7 @@ def doctor(root: str | None, *, as_json: bool) -> int:
 
 
 def machine_checks(settings: Config, root: str) -> Iterator[Check]:
-    """What does not depend on the checkpoint path."""
+    """Check what does not depend on the checkpoint path."""
     yield Check("python", GOOD, f"{platform.python_version()} on Linux {platform.release()}")
     yield torch_version()
     yield tried("snapshot memory", memory_files)
@@ -114,7 +114,7 @@ def torch_version() -> Check:
 
 
 def memory_files() -> Check:
-    """Whether memory without a name can be had, allocated before use."""
+    """Return whether memory without a name can be had, allocated before use."""
     started = time.perf_counter()
     Slot.create(TRIAL_BYTES).close()
     seconds = time.perf_counter() - started
@@ -123,7 +123,7 @@ def memory_files() -> Check:
 
 
 def populate() -> Check:
-    """Whether a mapping can be populated in one call."""
+    """Return whether a mapping can be populated in one call."""
     with mmap.mmap(-1, mmap.PAGESIZE) as mapping:
         try:
             mapping.madvise(_POPULATE_READ)
@@ -133,7 +133,7 @@ def populate() -> Check:
 
 
 def huge_pages(policy: str) -> Check:
-    """Whether snapshot memory comes in huge pages, by the kernel's setting for shared memory."""
+    """Return whether snapshot memory comes in huge pages, by the kernel's setting for shared memory."""
     if policy in pages.HUGE_POLICIES:
         return Check("huge pages", GOOD, f"shared memory may have them ({pages.SHMEM_ENABLED.name}: {policy})")
     seen = f"{pages.SHMEM_ENABLED.name} is {policy}" if policy else f"the kernel has no {pages.SHMEM_ENABLED.name}"
@@ -142,7 +142,7 @@ def huge_pages(policy: str) -> Check:
 
 
 def memory_budget(settings: Config) -> Check:
-    """What all keepers of this cgroup may take, and what is there."""
+    """Return what all keepers of this cgroup may take, and what is there."""
     limits = read_limits()
     allowed = allowed_bytes(settings.memory_budget, limits)
     detail = (
@@ -158,7 +158,7 @@ def memory_budget(settings: Config) -> Check:
 
 
 def runtime_directory(settings: Config, root: str) -> Check:
-    """Whether sockets can live where they should: rights, owner, length of the path."""
+    """Return whether sockets can live where they should: rights, owner, length of the path."""
     place = place_of(root, settings)
     name, detail = "runtime directory", str(place.runtime)
     try:
@@ -176,7 +176,7 @@ def runtime_directory(settings: Config, root: str) -> Check:
 
 
 def network(settings: Config, root: str) -> Check:
-    """Whether keepers of other nodes can reach the one here, and nobody else: a proved connection to ourselves."""
+    """Return whether keepers of other nodes can reach the one here, and nobody else: a proved connection to ourselves."""
     settings_of = network_of(settings)
     if not settings_of.listen or settings_of.secret is None:
         return Check("network", GOOD, "nothing listens: keepers of this machine meet at their sockets")
@@ -202,7 +202,7 @@ def network(settings: Config, root: str) -> Check:
 
 
 def storage_checks(root: Path) -> Iterator[Check]:
-    """What a checkpoint path must be able to do."""
+    """Check what a checkpoint path must be able to do."""
     try:
         place, owner = nearest_existing(root), ownership(root)
     except OSError as error:
@@ -222,7 +222,7 @@ def storage_checks(root: Path) -> Iterator[Check]:
 
 
 def bucket_checks(url: str) -> Iterator[Check]:
-    """What a bucket must be able to do. One object of our own is written and removed."""
+    """Check what a bucket must be able to do. One object of our own is written and removed."""
     try:
         backend = open_backend(url)
         names = [name for name, _ in backend.listing("")]
@@ -238,7 +238,7 @@ def bucket_checks(url: str) -> Iterator[Check]:
 
 
 def bucket_create_once(backend: Backend) -> Check:
-    """Whether the store honours a conditional put."""
+    """Return whether the store honours a conditional put."""
     backend.prepare()
     return Check("create once", GOOD, "a second creation of the same object is refused")
 
@@ -279,7 +279,7 @@ def trial_directory(place: Path) -> Iterator[Path]:
 
 
 def ownership(root: Path) -> Check:
-    """Whether the path is new, ours, or somebody else's."""
+    """Return whether the path is new, ours, or somebody else's."""
     if not root.exists():
         return Check("path", GOOD, f"{root} does not exist yet")
     if not root.is_dir():
@@ -312,7 +312,7 @@ def durable_write(directory: Path) -> Check:
 
 
 def create_once(directory: Path) -> Check:
-    """Whether of two committers with different contents one is refused."""
+    """Return whether of two committers with different contents one is refused."""
     backend = LocalBackend(directory)
     created = backend.create("once", b"first", stamp="doctor")
     repeated = backend.create("once", b"first", stamp="doctor")

@@ -49,7 +49,7 @@ def become(name: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def ask(name: str, arguments: Sequence[str]) -> bytes:
-    """What the program answers on standard output; empty if it fails. Its errors go where ours do."""
+    """Return what the program answers on standard output; empty if it fails. Its errors go where ours do."""
     sys.stderr.flush()
     command = program.command(QUESTIONS[name], *arguments)
     answer = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)

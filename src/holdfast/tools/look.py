@@ -181,7 +181,7 @@ def choose(storage: Storage, text: str | None) -> Version:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What `verify` found of a version.
+    """Says what `verify` found of a version.
 
     Attributes:
         manifest: None if it cannot be read, or the version is gone.
@@ -196,7 +196,7 @@ class Verdict:
 
     @property
     def state(self) -> str:
-        """In a word; damage outweighs what could not be looked at."""
+        """Return the state in a word; damage outweighs what could not be looked at."""
         states = {_state(problem) for problem in self.problems}
         if "damaged" in states:
             return "damaged"

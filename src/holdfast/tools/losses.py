@@ -20,7 +20,7 @@ MAX_ROWS = 20
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Which nodes (numbers or labels), or which ranks, as the user writes them: `0,4-6`. Empty: nobody asks."""
+    """Names which nodes (numbers or labels), or which ranks, as the user writes them: `0,4-6`. Empty: nobody asks."""
 
     nodes: str = ""
     ranks: str = ""
@@ -32,7 +32,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is lost with these nodes or ranks; tensors by name."""
+    """Says what is lost with these nodes or ranks; tensors by name."""
 
     what: str
     members: tuple[int, ...]
@@ -40,7 +40,7 @@ class Answer:
 
 
 def answer(costs: JobPlan, question: Question, *, replicas: bool) -> Answer | None:
-    """What is lost, None if nobody asks.
+    """Return what is lost, None if nobody asks.
 
     Args:
         costs: of the job.

@@ -86,7 +86,7 @@ class _Copy:
 
 
 def content_of(storage: Storage, manifest: Manifest, *, only: str = "") -> Content:
-    """What there is to export: names merged over ranks, pieces chosen, places given.
+    """Return what there is to export: names merged over ranks, pieces chosen, places given.
 
     Args:
         storage: where the version is.
@@ -253,7 +253,7 @@ def write_merged(storage: Storage, content: Content, fd: int, progress: Callable
 
 
 def bytes_to_read(content: Content) -> int:
-    """Of the checkpoint's files."""
+    """Return how many bytes of the checkpoint's files are read."""
     return sum(
         min(CHUNK_BYTES, file.length - chunk * CHUNK_BYTES)
         for file, copies in _by_file(content).items()

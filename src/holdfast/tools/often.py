@@ -21,7 +21,7 @@ RECOVERY_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What is assumed of the cluster, as it was written: durations like `5000h`, `1.5s`, `20ms`.
+    """Holds what is assumed of the cluster, as it was written: durations like `5000h`, `1.5s`, `20ms`.
 
     Attributes:
         mtbf: time between two failures of one node.
@@ -37,7 +37,8 @@ class Assumptions:
 
 
 def as_observed(assumptions: Assumptions, found: Goodput) -> Assumptions:
-    """With what a run was seen to be like in place of what is assumed: steps, failures of its node and their recoveries.
+    """Return the assumptions with what a run was like in place of what is assumed: steps, failures of its node,
+    recoveries.
 
     What it did not show (no failure, no step) stays as it is assumed. What a save costs is not in a journal.
     """
@@ -63,7 +64,7 @@ class Advice:
 
 
 def advise(costs: JobPlan, assumptions: Assumptions) -> Advice:
-    """How often this job should be captured.
+    """Return how often this job should be captured.
 
     Raises:
         ConfigError, UsageError: an assumption is no positive duration.

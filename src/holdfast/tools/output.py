@@ -1,4 +1,4 @@
-"""How commands speak: results on standard output, progress on standard error, errors as what, where and remedy.
+"""Tells how commands speak: results on standard output, progress on standard error, errors as what, where and remedy.
 
 With `--json` standard output is one JSON document (with `--watch`: one per line), errors included, so that a program
 never has to read prose. Exit codes: 0 good, 1 a problem was found, 2 the command was used wrongly. No command shows a

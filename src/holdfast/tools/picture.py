@@ -63,7 +63,7 @@ def stand_ins_document(twins: Sequence[tuple[int, ...]]) -> list[dict[str, objec
 
 
 def print_stand_ins(twins: Sequence[tuple[int, ...]], topology: Topology | None) -> None:
-    """Who can stand in for whom: a picture of a small job, a few lines of a large one."""
+    """Print who can stand in for whom: a picture of a small job, a few lines of a large one."""
     classes = stand_ins(twins)
     output.say()
     if len(twins) <= MAX_RANKS and len(classes) <= len(string.ascii_letters):

@@ -93,7 +93,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What comes of a plan."""
+    """Says what comes of a plan."""
 
     plan: Plan
     step: Timeline

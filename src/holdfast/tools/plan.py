@@ -34,7 +34,7 @@ MAX_ROWS = 20
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the layout comes from: a description, a script, or a checkpoint and its version; and other mesh sizes.
+    """Says where the layout comes from: a description, a script, or a checkpoint and its version; and other mesh sizes.
 
     Attributes:
         file: a description, or a script if its name ends in `.py`.
@@ -53,7 +53,7 @@ class Source:
 
     @property
     def is_live(self) -> bool:
-        """Whether a running job is asked."""
+        """Return whether a running job is asked."""
         return self.file is None and self.root is None and self.version is None
 
 

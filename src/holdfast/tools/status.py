@@ -32,7 +32,7 @@ CLEAR = "\x1b[2J\x1b[H"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one keeper said, or why it did not."""
+    """Holds what one keeper said, or why it did not."""
 
     place: Place
     facts: dict[str, Any]
@@ -61,7 +61,7 @@ def status(*, runtime_dir: str | None, watch_s: float | None, as_json: bool, pro
 
 
 def runtime_path(runtime_dir: str | None) -> Path:
-    """Where keepers live, under the settings in force.
+    """Return where keepers live, under the settings in force.
 
     Raises:
         ConfigError: it is not ours alone; what lies there is not believed.

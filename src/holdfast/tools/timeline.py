@@ -33,7 +33,7 @@ _MARKS = {"wait": IDLE, "copy": COPY, "gradient sync": SYNC, "optimizer": OPTIMI
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What is drawn: from one time to another, a column for so many seconds; `shades` are four, as BLOCKS are."""
+    """Says what is drawn: from one time to another, a column for so many seconds; `shades` are four, as BLOCKS are."""
 
     column_s: float
     start: float = 0.0
@@ -44,7 +44,7 @@ class Picture:
 def tracks(
     step: Timeline, placements: Mapping[int, Placement], endings: Sequence[Mapping[str, float]] = ()
 ) -> tuple[Track, ...]:
-    """What every rank does in a step, and when.
+    """Return what every rank does in a step, and when.
 
     Args:
         step: one step of all ranks.
@@ -92,7 +92,7 @@ def _work(rank: RankTimeline) -> list[tuple[float, float]]:
 
 
 def is_fine(shown: Sequence[Track], picture: Picture) -> bool:
-    """Whether every action of the picture is as wide as a column, so that it can be told by its letter."""
+    """Return whether every action of the picture is as wide as a column, so that it can be told by its letter."""
     actions = [
         span.end - span.start
         for track in shown
@@ -173,7 +173,7 @@ def _shade(filled: Mapping[str, float], shades: str) -> str:
 
 
 def legend(shown: Sequence[Track], picture: Picture) -> str:
-    """What the characters mean; only those of endings that are there."""
+    """Return what the characters mean; only those of endings that are there."""
     kinds = {span.what for track in shown for span in track.spans}
     endings = (("gradient sync", SYNC), ("optimizer", OPTIMIZER))
     end = "".join(f"; {mark} {what}" for what, mark in endings if what in kinds)

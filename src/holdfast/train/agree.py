@@ -27,7 +27,7 @@ class Ranks(Protocol):
     world_size: int
 
     def gather(self, data: bytes) -> list[bytes]:
-        """What every rank gave, by rank."""
+        """Return what every rank gave, by rank."""
 
     def send(self, data: torch.Tensor, to: int) -> None:
         """Bytes in host memory to one other rank, which MUST receive as many."""
@@ -78,11 +78,11 @@ class Group:
         return [bytes(row[:size].cpu().numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def send(self, data: torch.Tensor, to: int) -> None:
-        """By way of the device of the group."""
+        """Send by way of the device of the group."""
         dist.send(data.to(self._device), to)
 
     def receive(self, num_bytes: int, origin: int) -> torch.Tensor:
-        """By way of the device of the group."""
+        """Receive by way of the device of the group."""
         data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         dist.recv(data, origin)
         return data.cpu()
@@ -150,7 +150,7 @@ def same(group: Ranks, what: str, value: Any) -> None:
 
 
 def unanimous(group: Ranks, vote: bool) -> bool:
-    """Whether every rank votes yes."""
+    """Return whether every rank votes yes."""
     return all(data == b"1" for data in group.gather(b"1" if vote else b"0"))
 
 

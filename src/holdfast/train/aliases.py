@@ -28,7 +28,7 @@ DEFAULT_PORT = 8118
 
 @dataclass(frozen=True, slots=True)
 class Aliases:
-    """What the variables ask for.
+    """Says what the variables ask for.
 
     Attributes:
         defaults: of flags, by their names in the parser.

@@ -1,4 +1,4 @@
-"""What of ours is open in this process and must be closed before its script runs again.
+"""Knows what of ours is open in this process and must be closed before its script runs again.
 
 A script that is interrupted and run again in the same process builds its objects anew. The old ones may hold this
 rank's place at the keeper, so they are closed, not left to the garbage collector. Weak references only: this list
@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Broken:
-    """Whether the run of this process broke off while it used a device, and its groups are aborted or soon will be.
+    """Tells whether the run of this process broke off while it used a device, and its groups are aborted or soon will
+    be.
 
     Attributes:
         reason: why nothing counts that a device has not finished yet; empty as long as everything does.
@@ -39,10 +40,10 @@ broken = Broken()
 
 
 class Abandonable(Protocol):
-    """What can be let go of without saving anything."""
+    """An object that can be let go of without saving anything."""
 
     def void(self) -> None:
-        """What a device has not finished by now counts neither as saved nor as live. From any thread; does not wait."""
+        """Count what a device has not finished by now neither as saved nor as live. From any thread; does not wait."""
 
     def abandon(self) -> None:
         """Ends everything it has; nothing is saved. Does not wait long."""
@@ -52,7 +53,7 @@ class Abandonable(Protocol):
 
 
 class Wish:
-    """What the agent wants of the next restore, and who tells it what came of that.
+    """Says what the agent wants of the next restore, and who tells it what came of that.
 
     Attributes:
         older: pass over the newest version: with it the job failed at the same place again and again.
@@ -72,7 +73,7 @@ class Wish:
         self.saved: Callable[[int], None] = lambda _: None
 
     def take_older(self) -> bool:
-        """Whether the newest version is to be passed over; it is, once."""
+        """Return whether the newest version is to be passed over; it is, once."""
         older, self.older = self.older, False
         return older
 
@@ -92,7 +93,9 @@ def register(thing: Abandonable) -> None:
 
 
 def void() -> None:
-    """What a device has not finished by now is void. MUST come before any group is aborted. From any thread; does not wait."""
+    """Make void what a device has not finished by now. MUST come before any group is aborted. From any thread; does not
+    wait.
+    """
     if devices.in_use() is None:
         return  # groups of hosts raise in whoever waits for them, and nothing runs on behind them
     broken.reason = broken.reason or "the job broke off before the device had finished it"
@@ -109,7 +112,7 @@ def begin() -> None:
 
 
 def opened() -> list[Abandonable]:
-    """What is open now."""
+    """Return what is open now."""
     return list(_open)
 
 

@@ -60,12 +60,12 @@ class Job:
 
     @property
     def topology(self) -> Topology:
-        """Who runs where."""
+        """Return who runs where."""
         return self.assembly.topology
 
     @property
     def lineage(self) -> Lineage:
-        """What the incarnations before this one resumed from."""
+        """Return what the incarnations before this one resumed from."""
         return Lineage(dict(self.assembly.lineage))
 
     def version(self, step: int) -> Version:
@@ -75,7 +75,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a restore was asked for.
+    """Says what a restore was asked for.
 
     Attributes:
         version: only this one.
@@ -216,7 +216,7 @@ def _addresses(group: Ranks, topology: Topology, link: Link) -> tuple[str, ...]:
 
 
 def machine() -> str:
-    """What no two machines share; containers of one machine do."""
+    """Return what no two machines share; containers of one machine do."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

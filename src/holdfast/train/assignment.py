@@ -1,4 +1,4 @@
-"""What torchrun tells a worker about itself, in torchrun's words. Used by `train.agent`."""
+"""Tells what torchrun tells a worker about itself, in torchrun's words. Used by `train.agent`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def environment(group: WorkerGroup, worker: Worker, *, address: str, port: int, 
 
 
 def prefixes(template: str | None, group: WorkerGroup) -> dict[int, str] | None:
-    """What stands before each line of a worker's log, by local rank."""
+    """Return what stands before each line of a worker's log, by local rank."""
     if not template:
         return None
     text = Template(template)

@@ -93,7 +93,7 @@ def detach() -> None:
 
 
 def forget() -> None:
-    """For a forked child that is not the worker: it leaves the worker's page alone, which it still sees."""
+    """Leave the worker's page alone, in a forked child that is not the worker and still sees it."""
     _hooks.writer = None
 
 

@@ -93,7 +93,7 @@ class Plan:
 
 
 class Structure:
-    """What the state is made of, as far as saving is concerned; holds until the state's structure changes.
+    """Tells what the state is made of, as far as saving is concerned; holds until the state's structure changes.
 
     Args:
         shards: every shard of this rank.
@@ -120,7 +120,7 @@ class Structure:
         self._plans: dict[tuple[int, ...], Plan] = {}
 
     def fits(self, gathered: Gathered) -> bool:
-        """Whether this is the structure of that state."""
+        """Return whether this is the structure of that state."""
         return self._groups == gathered.values.keys() and self._shards == {
             name: live.shard for name, live in gathered.tensors.items()
         }
@@ -165,7 +165,7 @@ def _place(bundles: Sequence[Bundle], refs: Mapping[str, BundleRef], value_bytes
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Which parts of a plan, by index, are copied in the call, and which may be copied until the fence."""
+    """Tells which parts of a plan, by index, are copied in the call, and which may be copied until the fence."""
 
     now: tuple[int, ...]
     late: tuple[int, ...]
@@ -192,7 +192,9 @@ class SlotView:
         self._copies: tuple[Split, Copies, Copies] | None = None
 
     def assign(self, tensors: Mapping[str, LiveTensor], split: Split) -> tuple[Copies, Copies]:
-        """What is copied now and what late. Of tensors that are the same objects as last time nothing is looked at."""
+        """Return what is copied now and what late. Of tensors that are the same objects as last time nothing is looked
+        at.
+        """
         live = [tensors[name] for name in self._names]
         if not self._live:
             self.sources = [part.of(tensor) for part, tensor in zip(self.plan.parts, live, strict=True)]
@@ -280,7 +282,7 @@ def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def copy_at_once(targets: list[torch.Tensor], sources: list[torch.Tensor], num_threads: int) -> None:
-    """As `copy`, by so many threads if it is much: one core does not fill a memory's bandwidth."""
+    """Copy as `copy` does, by so many threads if it is much: one core does not fill a memory's bandwidth."""
     total = sum(target.nbytes for target in targets)
     if num_threads < 2 or total < SHARED_BYTES:
         copy(targets, sources)

@@ -1,4 +1,5 @@
-"""What failed on this node and what became of it: the ladder is asked here, and every recovery becomes one incident.
+"""Knows what failed on this node and what became of it: the ladder is asked here, and every recovery becomes one
+incident.
 
 A case is opened when a failure is found and closed when steps are made again. Seconds by part: T1 from the finding to
 the order that everybody gets, T2 until all local workers run the script again, T3 until the first step after that
@@ -46,7 +47,7 @@ class _Case:
 
 
 class Cases:
-    """Of one agent."""
+    """Keeps the cases of one agent."""
 
     def __init__(self, limits: Limits) -> None:
         self._ladder = Ladder(limits)
@@ -68,13 +69,13 @@ class Cases:
         return self._ladder.summary()
 
     def may_fail(self) -> bool:
-        """Whether one more failure would be mended."""
+        """Return whether one more failure would be mended."""
         return self._ladder.num_failures < self._ladder.limits.failures
 
     def judge(
         self, failure: Failure, now: float, readings: Sequence[Reading], facts: Mapping[str, Any] | None = None
     ) -> Answer:
-        """What is done about a failure; its case is open from here on.
+        """Return what is done about a failure; its case is open from here on.
 
         Args:
             failure: what was found.
@@ -209,7 +210,7 @@ def _back(case: _Case) -> dict[str, Any]:
 
 
 def step_of(reading: Reading) -> int:
-    """How many steps a worker has finished, by its beats; -1 if they tell nothing."""
+    """Return how many steps a worker has finished, by its beats; -1 if they tell nothing."""
     return reading.beat.step if reading.pid and reading.beat.step else -1
 
 

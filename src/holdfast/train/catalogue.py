@@ -55,7 +55,7 @@ class Place:
 
 @dataclass(slots=True)
 class Offer:
-    """What a rank may load.
+    """Holds what a rank may load.
 
     Attributes:
         saved: entries by the name that this rank would give them.
@@ -75,7 +75,10 @@ class Offer:
     ties: dict[str, str] = field(default_factory=dict)
 
     def tie(self, first: str, other: str) -> list[str]:
-        """What was saved under `other` is one tensor with `first` here: both must hold the same. Returns what cannot."""
+        """Note that what was saved under `other` is one tensor with `first` here: both must hold the same.
+
+        Returns what cannot.
+        """
         misfit = []
         for name in list(self.saved):
             second = under_other_name(name, first, other)
@@ -166,14 +169,14 @@ class Catalogue:
         return sorted({*(entry.name for head in self.heads.values() for entry in head.image.entries), *self._tied})
 
     def places(self, name: str) -> list[Place]:
-        """Where the pieces of an entry are, by the name that it was saved under; twins' pieces are alternatives."""
+        """Return where the pieces of an entry are, by the name that it was saved under; twins' pieces are alternatives."""
         owner, path = self.split(name)
         if owner is None or not _OWNED.match(name):
             return self._plain.get(path, []) or self._owned.get(path, {}).get(0, [])
         return self._owned.get(path, {}).get(owner, [])
 
     def is_random(self, path: str) -> bool:
-        """Whether this is, or belongs to, random numbers."""
+        """Return whether this is, or belongs to, random numbers."""
         return any(path == name or path.startswith(f"{name}.") for name in self._random)
 
     def owners(self, path: str) -> list[int]:
@@ -181,7 +184,7 @@ class Catalogue:
         return sorted({*self._owned.get(path, ()), *self._owned_values.get(path, ())})
 
     def own_values(self, path: str) -> list[Any] | None:
-        """What every saved rank had, in order; None if some had nothing, or tensors are part of it."""
+        """Return what every saved rank had, in order; None if some had nothing, or tensors are part of it."""
         found = self._owned_values.get(path, {})
         if self.world_size == 1 and path in self._plain_values:
             found = {0: self._plain_values[path][0][1]}
@@ -196,7 +199,7 @@ class Catalogue:
         )
 
     def offer(self, rank: int, here: Collection[str]) -> Offer:
-        """What `rank` is offered. `here`: bundles that lie in memory of its node."""
+        """Return what `rank` is offered. `here`: bundles that lie in memory of its node."""
         offer = Offer()
         for path in {*self._plain, *self._owned}:
             self._offer_tensor(offer, rank, path, here)
@@ -262,7 +265,9 @@ def _with_names(tree: Any, rename: Callable[[str], str]) -> Any:
 
 
 def under_other_name(name: str, first: str, other: str) -> str | None:
-    """What the tensor `first`, or state that optimizers keep of it, is called if it is named `other`; None: neither."""
+    """Return what the tensor `first`, or state that optimizers keep of it, is called if it is named `other`; None:
+    neither.
+    """
     if name == first:
         return other
     stem, state, rest = f"{name}.".partition(f".state.{_fqn(first)}.")

@@ -375,7 +375,7 @@ class Checkpointer:
         self._storage.unpin(named)
 
     def keeper_status(self) -> dict[str, Any]:
-        """What the keeper of this node says about itself, as `holdfast status --json` shows it.
+        """Return what the keeper of this node says about itself, as `holdfast status --json` shows it.
 
         Raises:
             KeeperLost: there is none now. UsageError: before `restore`.

@@ -47,7 +47,7 @@ class _Stretch:
 
 @dataclass(frozen=True, slots=True)
 class CopyCheck:
-    """What was seen of one version's late parts at the call.
+    """Holds what was seen of one version's late parts at the call.
 
     Attributes:
         turn: which spots were read.
@@ -73,7 +73,7 @@ class CopyCheck:
 
     @property
     def looks(self) -> bool:
-        """Whether the live tensors are looked at when a step passes the fence."""
+        """Return whether the live tensors are looked at when a step passes the fence."""
         return self.turn % FENCES == 0
 
     def moved(self) -> set[str]:

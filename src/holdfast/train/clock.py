@@ -1,4 +1,4 @@
-"""When something began and ended: by the wall clock on a processor, by events in the stream on an accelerator.
+"""Tells when something began and ended: by the wall clock on a processor, by events in the stream on an accelerator.
 
 An accelerator runs behind the program that feeds it, and its waits never block the host. So moments there are events, recorded
 where the program is and read once the device has passed them; nobody ever waits for one. Until then what depends on
@@ -63,7 +63,7 @@ class DeviceClock:
         return made
 
     def tell(self, hear: Callable[..., None], *marks: Any) -> None:
-        """As soon as the device has passed them and somebody tells the next ones."""
+        """Tell times as soon as the device has passed them and somebody tells the next ones."""
         self._unread.append((hear, marks))
         while self._unread and all(mark.query() for mark in self._unread[0][1]):
             told, passed = self._unread.popleft()

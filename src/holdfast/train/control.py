@@ -67,11 +67,11 @@ class Line:
 
     @property
     def fileno(self) -> int:
-        """Of the socket."""
+        """Return the descriptor of the socket."""
         return self.socket.fileno()
 
     def send(self, op: str, number: int = 0, **facts: Any) -> bool:
-        """Whether the other end is still there."""
+        """Send an operation with its facts; return whether the other end is still there."""
         return self._send(json.dumps({"op": op, "number": number, **facts}).encode() + b"\n")
 
     def order(self, order: Order, notes: int = -1) -> bool:

@@ -68,7 +68,7 @@ class DeviceCopy:
         """Nothing is left to queue."""
 
     def hold_current_streams(self) -> None:
-        """What is queued on the current streams from here on waits for the copies; the host does not."""
+        """Let what is queued on the current streams from here on wait for the copies; the host does not."""
         for _, ended in self.spans:
             device_of(ended.device.type).current_stream(ended.device).wait_event(ended)
 
@@ -166,7 +166,7 @@ class SideStreams:
         return DeviceCopy(tuple(spans), tuple(sources), sum(source.nbytes for source in sources))
 
     def follow(self, sources: Sequence[torch.Tensor]) -> None:
-        """What is queued here from now on, by whatever thread, comes behind all that the current streams hold now."""
+        """Queue what comes here from now on, by whatever thread, behind all that the current streams hold now."""
         for device in {source.device for source in sources}:
             self._stream(device).wait_stream(device_of(device.type).current_stream(device))
 

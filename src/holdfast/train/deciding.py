@@ -1,4 +1,5 @@
-"""Which version a restore takes: rank 0 decides, all ranks vote on what they met, and all wait for what cannot be reached.
+"""Decides which version a restore takes: rank 0 decides, all ranks vote on what they met, and all wait for what cannot
+be reached.
 
 One NO of a rank and the plan is made again. A copy that is proven bad is condemned; one that could not be reached is left
 out until the next pause, and nothing is held against it. What cannot be reached may be the newest version there is:
@@ -47,7 +48,7 @@ KEEPER_PATIENCE_S = 30.0
 
 
 class Decisions:
-    """What the ranks of one restore decide.
+    """Makes what the ranks of one restore decide.
 
     Args:
         timeout_s: how long storage is waited for.
@@ -76,7 +77,7 @@ class Decisions:
 
     @property
     def facts(self) -> Facts:
-        """What every rank knows, to plan with once a version is chosen."""
+        """Return what every rank knows, to plan with once a version is chosen."""
         return verdict.planned(self._job, self._out)
 
     def choose(self, wanted: Version | None) -> Verdict:

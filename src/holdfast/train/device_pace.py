@@ -28,7 +28,7 @@ BATCH_BYTES = 32 << 20
 
 
 class Device(Protocol):
-    """What queues copies; `SideStreams`."""
+    """Queues copies; `SideStreams`."""
 
     def queue(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> DeviceCopy:
         """Queues the copies behind everything that the current streams hold now."""
@@ -117,7 +117,7 @@ class PacedCopy:
 
     @property
     def sources(self) -> tuple[torch.Tensor, ...]:
-        """What was queued of: as `DeviceCopy` has it."""
+        """Return what was queued of: as `DeviceCopy` has it."""
         return tuple(source for copy in tuple(self._queued) for source in copy.sources)
 
     def stop(self) -> None:

@@ -59,7 +59,7 @@ class _Written:
 
 
 class DirectSaver:
-    """What saves on one rank.
+    """Saves straight to storage on one rank.
 
     Args:
         reason: why there is no level in memory.

@@ -1,4 +1,5 @@
-"""What this rank waits to see in storage: the callback of every durable save, the answer of `flush`, further places.
+"""Knows what this rank waits to see in storage: the callback of every durable save, the answer of `flush`, further
+places.
 
 A save that was asked for at the durable level ends in one of four ways, and is told of once: the version is durable
 (and, if it was wanted elsewhere too, stands there), it is durable but not at all places, it was given up, or its deadline

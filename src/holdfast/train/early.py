@@ -22,7 +22,7 @@ TIMEOUT_S = 2.0
 
 
 class Early:
-    """What one launcher says to its keeper.
+    """Tells what one launcher says to its keeper.
 
     Args:
         place: of the keeper; None: there is none, and nothing is said.
@@ -34,7 +34,7 @@ class Early:
         self._ranks_per_reader = ranks_per_reader
 
     def address(self) -> str:
-        """Where other nodes find the keeper; empty if it does not answer."""
+        """Return where other nodes find the keeper; empty if it does not answer."""
         try:
             caller = self._dial()
         except HoldfastError as error:

@@ -177,7 +177,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def checkpoint_dir(argv: Sequence[str] | None = None) -> str:
-    """What `--checkpoint-dir` says; empty where nothing can be read, which `main` then tells."""
+    """Return what `--checkpoint-dir` says; empty where nothing can be read, which `main` then tells."""
     try:
         return str(build_parser().parse_known_args(argv)[0].checkpoint_dir or "")
     except SystemExit:

@@ -1,4 +1,4 @@
-"""How one save ends: the keeper is told that the bytes are complete, or the version is given up, exactly once.
+"""Tells how one save ends: the keeper is told that the bytes are complete, or the version is given up, exactly once.
 
 Before the keeper is told, late copies are checked against what was seen at the call (`train.checks`), and under
 `verify_capture` against a digest of everything; a version that is not the state at the call is given up.
@@ -47,7 +47,7 @@ class Pledged:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What is left to do for one version.
+    """Holds what is left to do for one version.
 
     Attributes:
         view: the slot.
@@ -68,7 +68,7 @@ class Ending:
 
     @property
     def needs_fence(self) -> bool:
-        """Whether there is something to compare before the next step."""
+        """Return whether there is something to compare before the next step."""
         return bool(self.watched or self.check is not None)
 
     def copied(self, reason: str) -> None:

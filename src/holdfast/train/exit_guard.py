@@ -35,13 +35,13 @@ MAX_TEXT = 2048
 
 
 class Ends(Protocol):
-    """What has workers; `train.plain.PlainAgent`. Called in the guard's thread."""
+    """Has workers; `train.plain.PlainAgent`. Called in the guard's thread."""
 
     def is_ending(self) -> bool:
-        """Whether the workers have been told to end."""
+        """Return whether the workers have been told to end."""
 
     def any_lives(self) -> bool:
-        """Whether a worker lives, as the kernel says."""
+        """Return whether a worker lives, as the kernel says."""
 
     def tell(self, number: int) -> None:
         """Sends a signal to every worker that lives and was sent none yet."""
@@ -54,7 +54,7 @@ class Ends(Protocol):
 
 
 class ExitGuard:
-    """Of one launcher; made and closed in one thread. Outside of the main thread it hears nothing.
+    """Guards the end of one launcher; made and closed in one thread. Outside of the main thread it hears nothing.
 
     Args:
         workers: who is told and killed.

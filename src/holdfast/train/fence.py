@@ -60,11 +60,11 @@ JOIN_TIMEOUT_S = 30.0
 
 
 class Pace(Protocol):
-    """Who tells the copying thread when to go on."""
+    """Tells the copying thread when to go on."""
 
     @property
     def has_waits(self) -> bool:
-        """Whether a step has waits at all."""
+        """Return whether a step has waits at all."""
 
     @property
     def device_rate(self) -> float:
@@ -72,10 +72,10 @@ class Pace(Protocol):
 
     @property
     def patience_s(self) -> float:
-        """How long nobody coming by with a turn means that nobody will."""
+        """Return how long nobody coming by with a turn means that nobody will."""
 
     def beside(self, batch_seconds: Sequence[float]) -> int:
-        """How many of these batches are copied at once, beside the work: they fit into no wait."""
+        """Return how many of these batches are copied at once, beside the work: they fit into no wait."""
 
     def turn(self, seconds: float) -> bool:
         """Blocks until a batch of so many seconds may be copied; True if that is inside a wait."""
@@ -137,7 +137,7 @@ class Job:
 
     @property
     def stopped(self) -> bool:
-        """Whether the copy is to end before its next batch."""
+        """Return whether the copy is to end before its next batch."""
         return bool(self.stop_reason)
 
     def complete(self) -> bool:
@@ -181,7 +181,7 @@ class Fence:
 
     @property
     def captured(self) -> bool:
-        """Whether a step was recorded into a graph of a device: what that replays passes no fence."""
+        """Return whether a step was recorded into a graph of a device: what that replays passes no fence."""
         return self._steps.captured
 
     def under_way(self) -> set[int]:

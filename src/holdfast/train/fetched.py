@@ -1,4 +1,4 @@
-"""What a rank has fetched of a version, and which copies turned out to be bad.
+"""Knows what a rank has fetched of a version, and which copies turned out to be bad.
 
 Used by `train.restore`, and in another layout by `train.heads` and `train.relayout`, which fetch chunks of bundles.
 """
@@ -44,7 +44,7 @@ class Fault:
 
 @dataclass(slots=True)
 class Loaded:
-    """What one attempt brought this rank.
+    """Holds what one attempt brought this rank.
 
     Attributes:
         ways: where each bundle came from and why from there.
@@ -61,17 +61,17 @@ class Loaded:
 
 
 class Holder(Protocol):
-    """Where copies are had from: the keeper of this node, or storage alone."""
+    """Gives copies: the keeper of this node, or storage alone."""
 
     @property
     def alive(self) -> bool:
-        """Whether it can still be asked."""
+        """Return whether it can still be asked."""
 
     def answers(self, timeout_s: float) -> bool:
-        """Whether it answers at all within this time."""
+        """Return whether it answers at all within this time."""
 
     def inventory(self) -> Inventory:
-        """What memory holds, on all nodes that can be reached."""
+        """Return what memory holds, on all nodes that can be reached."""
 
     def obtain(self, version: Version, fetches: Sequence[Fetch], *, timeout_s: float) -> tuple[Located, ...]:
         """These bundles, readable here."""

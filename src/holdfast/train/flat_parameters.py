@@ -25,7 +25,7 @@ EXTRA = "_extra_state"
 
 
 def pieces(name: str, module: nn.Module, rank: int) -> dict[int, Piece] | None:
-    """What this rank holds of every parameter that FSDP cuts, by the parameter's id.
+    """Return what this rank holds of every parameter that FSDP cuts, by the parameter's id.
 
     Args:
         name: of the module, for errors.
@@ -65,7 +65,7 @@ def pieces(name: str, module: nn.Module, rank: int) -> dict[int, Piece] | None:
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """What `state_dict(keep_vars=True)` names, with this rank's parts in it; hooks of modules are not asked.
+    """Return what `state_dict(keep_vars=True)` names, with this rank's parts in it; hooks of modules are not asked.
 
     Returns:
         Parameters and persistent buffers, and None in place of the extra state of modules that have some.

@@ -53,7 +53,9 @@ def let_go(bubbles: Bubbles | None) -> Bubbles | None:
 
 
 def keep_to_waits(bubbles: Bubbles | None, fence: Fence, link: Link) -> None:
-    """From now on copies go in the waits of the schedule, if there is one, and what the keeper hashes and sends of them too."""
+    """Keep copies to the waits of the schedule from now on, if there is one, and what the keeper hashes and sends of
+    them too.
+    """
     if bubbles is None:
         return
     fence.pace, bubbles.on_wait, bubbles.on_placed = bubbles, fence.nudge, Teller(bubbles, link.note_idle).placed

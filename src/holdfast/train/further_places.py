@@ -53,14 +53,14 @@ class PlaceCopy:
 
     @property
     def text(self) -> str:
-        """How far it is, in words."""
+        """Return how far it is, in words."""
         if not self.started_s:
             return "waits for its turn"
         return progress_text(self.done_bytes, self.total_bytes, time.monotonic() - self.started_s)
 
 
 class FurtherPlaces:
-    """Who copies.
+    """Copies versions to further places.
 
     Args:
         source: where the versions are durable.

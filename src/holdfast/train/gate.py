@@ -57,14 +57,14 @@ class Gate:
             self.page.shut()
 
     def hurry(self, wanted: bool) -> None:
-        """Whether turns are given at once: the step waits for the copy, or nobody steers the gate."""
+        """Give turns at once, or no longer: the step waits for the copy, or nobody steers the gate."""
         with self._changed:
             self._hurry = wanted
             self._changed.notify_all()
 
     @property
     def patience_s(self) -> float:
-        """How long a turn is waited for."""
+        """Return how long a turn is waited for."""
         return max(PATIENCE_S, PATIENCE_STEPS * self.period_s)
 
     def turn(self, seconds: float) -> bool:

@@ -1,4 +1,5 @@
-"""What an optimizer hands out by its own `state_dict()` beyond its state and its parameter groups, and takes back.
+"""Keeps what an optimizer hands out by its own `state_dict()` beyond its state and its parameter groups, and takes
+back.
 
 torch documents three ways to say more than `.state` and `.param_groups`: a class of one's own with `state_dict` and
 `load_state_dict`, hooks of both directions, and keys in `.state` that are no parameters. What is said more is kept as one

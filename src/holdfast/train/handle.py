@@ -1,4 +1,4 @@
-"""What `save` returns: the version, the level it has reached, and a wait for the one that is wanted."""
+"""Defines what `save` returns: the version, the level it has reached, and a wait for the one that is wanted."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SaveHandle:
 
     @property
     def given_up(self) -> str:
-        """Why this rank gave the version up; empty if it did not."""
+        """Return why this rank gave the version up; empty if it did not."""
         return self._given_up
 
     @property

@@ -1,4 +1,5 @@
-"""What a version says of itself: headers and values of all its bundles, read once by the job and told to every rank.
+"""Reads what a version says of itself: headers and values of all its bundles, read once by the job and told to every
+rank.
 
 Each head is read by one rank: of a node that holds the bundle, or, if only storage has it, by whoever's turn it is. The
 chunks in which a head lies are proved before a word of it is believed; those that came from storage need not be read
@@ -46,7 +47,7 @@ class Heads:
         self._readers = self._deal()
 
     def read(self, loaded: Loaded) -> bytes:
-        """What this rank has to tell all of them; bad copies are noted in `loaded`."""
+        """Return what this rank has to tell all of them; bad copies are noted in `loaded`."""
         mine = [ref for ref, rank in self._readers.items() if rank == self._group.rank]
         return _encoder.encode(self._read(mine, loaded))
 

@@ -34,7 +34,7 @@ JOIN_S = 2.0
 
 
 class Identity:
-    """Of one launcher.
+    """Is the identity of one launcher.
 
     Args:
         name: the node's.

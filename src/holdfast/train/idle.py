@@ -1,4 +1,5 @@
-"""What people are told of a pipeline's waits: how long this rank is idle in a step, and whether a checkpoint fits there.
+"""Tells what people are told of a pipeline's waits: how long this rank is idle in a step, and whether a checkpoint fits
+there.
 
 One line in the log once enough steps were measured, and the same for `holdfast status`, kept fresh. Told when the copies of
 a version were placed into the waits, in the copying thread, so that the trainer's never does. Called by `train.pipeline`.
@@ -20,7 +21,7 @@ FIRST_STEPS = 16
 
 
 class Teller:
-    """Of one rank, from restore to restore.
+    """Tells of the waits of one rank, from restore to restore.
 
     Args:
         tell: passes it on to the keeper.

@@ -48,7 +48,7 @@ class Journal:
         self._closed = False
 
     def progress(self, now_s: float, pages: Mapping[int, int], *, always: bool = False) -> None:
-        """Where the ranks (rank -> descriptor of its page) stand, if it is time to say so."""
+        """Write where the ranks (rank -> descriptor of its page) stand, if it is time to say so."""
         if self._file is None and not self._failed and not self._closed:
             begin = {"event": "run", "t": round(self._began_s, 3), "wall": time.time(), "ranks": sorted(pages)}
             self._write({**begin, "watchdog": self._watchdog})

@@ -1,4 +1,4 @@
-"""Which part of which tensor this rank holds, and who holds the same: from live tensors to shards.
+"""Tells which part of which tensor this rank holds, and who holds the same: from live tensors to shards.
 
 Four sources and no guess. A DTensor says it itself: placements and mesh. Of what the first FSDP cuts, FSDP says it. Another
 plain tensor is replicated only when that is known: its module is wrapped by DistributedDataParallel, or its name is
@@ -38,7 +38,7 @@ Layout: TypeAlias = tuple[tuple[int, ...], Extent, Group] | None
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What this rank holds of a plain tensor that something else than a DTensor cuts (`train.flat_parameters`).
+    """Says what this rank holds of a plain tensor that something else than a DTensor cuts (`train.flat_parameters`).
 
     Attributes:
         shape: of the whole tensor, as its entry has it.
@@ -51,7 +51,7 @@ class Piece:
     ranks: Group
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has the shape of this part: the tensor that is cut, or state that is cut with it."""
+        """Return whether a tensor has the shape of this part: the tensor that is cut, or state that is cut with it."""
         return tuple(tensor.shape) == self.extent.lengths
 
 
@@ -85,7 +85,7 @@ class Layouts:
         self._layouts: dict[tuple[tuple[int, ...], DeviceMesh, tuple[Placement, ...]], Layout] = {}
 
     def excludes(self, name: str) -> bool:
-        """Whether a parameter or buffer of this name is not saved."""
+        """Return whether a parameter or buffer of this name is not saved."""
         return any(fnmatchcase(name, pattern) for pattern in self._excluded)
 
     def resolve(self, name: str, group: Group | None = None) -> tuple[str, Group]:
@@ -185,7 +185,7 @@ def mesh_ranks(tensor: DTensor) -> Group | None:
 
 
 def memory_of(local: torch.Tensor) -> object:
-    """What tells the memory of two tensors apart, also where there is none yet."""
+    """Return what tells the memory of two tensors apart, also where there is none yet."""
     if local.device.type == "meta" or isinstance(local, FakeTensor):
         return local.untyped_storage()._cdata, local.storage_offset()
     return local.data_ptr()

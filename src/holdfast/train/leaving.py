@@ -50,7 +50,7 @@ class GroupSockets:
         self._before: set[int] | None = None  # while a group is being made
 
     def install(self) -> None:
-        """From now on, groups that torch makes are noted. Once per process."""
+        """Note groups that torch makes, from now on. Once per process."""
         make = getattr(c10d, "_new_process_group_helper", None)
         if make is None:  # this torch makes groups elsewhere; the agent cuts from outside instead
             logger.warning("this torch hides how it makes groups; an interrupted rank may be slow to leave")

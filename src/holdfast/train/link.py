@@ -47,7 +47,7 @@ RECOLLECT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What an incarnation resumed from; the arguments of `KeeperClient.resume`.
+    """Says what an incarnation resumed from; the arguments of `KeeperClient.resume`.
 
     Attributes:
         table: every bundle of the job at `version`, for keepers that come later: nobody else tells them.
@@ -194,12 +194,12 @@ class Link:
 
     @property
     def silent(self) -> bool:
-        """Whether the keeper did not answer a save and has not answered since: it is frozen, or starved."""
+        """Return whether the keeper did not answer a save and has not answered since: it is frozen, or starved."""
         return self._asking is not None and self._asking.is_alive()
 
     @property
     def trouble(self) -> str:
-        """Why there will be no keeper soon; empty if there is one, or one may just be starting."""
+        """Return why there will be no keeper soon; empty if there is one, or one may just be starting."""
         if self.client is None:
             return self._unmended
         if self.silent and time.monotonic() - self._silent_since_s > SILENT_S:
@@ -229,7 +229,7 @@ class Link:
         self._skipped.append(version)
 
     def unskip(self, version: Version) -> bool:
-        """Whether `version` was given up without anybody hearing of it: then it may be saved after all."""
+        """Return whether `version` was given up without anybody hearing of it: then it may be saved after all."""
         if version in self._skipped:
             self._skipped.remove(version)
             return True
@@ -242,11 +242,11 @@ class Link:
             self._skipped.popleft()
 
     def note_cadence(self, reason: str) -> None:
-        """How often this rank saves, and why, for `holdfast status`."""
+        """Note how often this rank saves, and why, for `holdfast status`."""
         self._note("the cadence", lambda client: client.note_cadence(reason))
 
     def note_idle(self, idle: Idle) -> None:
-        """How long this rank waits in a step and what fits there, for `holdfast status`. In any thread."""
+        """Note how long this rank waits in a step and what fits there, for `holdfast status`. In any thread."""
         self._note("the waits", lambda client: client.note_idle(idle))
 
     def _note(self, what: str, tell: Callable[[KeeperClient], None]) -> None:
@@ -281,7 +281,7 @@ class Link:
             self._mending.start()
 
     def wait_mended(self, timeout_s: float) -> bool:
-        """Whether a keeper is there, after an attempt to replace a dead one."""
+        """Return whether a keeper is there, after an attempt to replace a dead one."""
         self.mend()
         thread = self._mending
         if thread is not None:

@@ -102,7 +102,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class LoadRecord:
-    """What a restore left out; of one that was strict only `left_out` may have something.
+    """Says what a restore left out; of one that was strict only `left_out` may have something.
 
     Attributes:
         not_loaded: entries and values of the objects that the checkpoint lacks; they keep what they have.

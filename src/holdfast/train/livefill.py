@@ -43,7 +43,7 @@ DIGEST_BYTES = 16
 
 @dataclass(slots=True)
 class Filled:
-    """What came of it on this rank.
+    """Says what came of it on this rank.
 
     Attributes:
         version: the step that the job goes on from.
@@ -80,7 +80,7 @@ class LiveFill:
         self._notes = notes_of(self._id, job.group.rank, job.group.world_size)
 
     def offers(self) -> list[Offer]:
-        """What every rank has, by rank."""
+        """Return what every rank has, by rank."""
         mine = remains.offer(self._id, self._notes)
         row = [str(mine.live or ""), [str(version) for version in mine.notes], mine.why]
         return [

@@ -55,7 +55,7 @@ class StoreBoard:
         self._store = store
 
     def get(self, key: str) -> str | None:
-        """What stands there."""
+        """Return what stands there."""
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def put(self, key: str, text: str) -> None:

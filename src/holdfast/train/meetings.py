@@ -51,7 +51,7 @@ class MeetingSchedule:
         self._longest = 0
 
     def after(self, step: int, *, stop_wanted: bool) -> Due:
-        """What is due now that `step` is finished. Collective at some steps. Call it exactly once per step."""
+        """Return what is due now that `step` is finished. Collective at some steps. Call it exactly once per step."""
         now = self._clock()
         due = self._cadence.due(step=step, last_step=self._saved_step, now_s=now, last_s=self._saved_s).value
         overdue, self._is_overdue = self._is_overdue and self._cadence.is_set, False

@@ -67,7 +67,7 @@ LOST = (DistError, RendezvousConnectionError, Moved)
 
 
 class MovingRendezvous(RendezvousHandler):
-    """Of one launcher. One thread uses it, beside the watch of its standby.
+    """Is the rendezvous of one launcher, which may move. One thread uses it, beside the watch of its standby.
 
     Args:
         params: as torchrun makes them; the backend is c10d over TCP.
@@ -215,11 +215,11 @@ class MovingRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """As torch's."""
+        """Return what torch's own handler returns."""
         return self._handler.use_agent_store
 
     def is_closed(self) -> bool:
-        """Whether the job is over."""
+        """Return whether the job is over."""
         return self._handler.is_closed()
 
     def set_closed(self) -> None:

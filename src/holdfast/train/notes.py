@@ -1,4 +1,5 @@
-"""What a rank leaves behind at every step, for whoever takes its place: its own small state, in memory that outlives it.
+"""Keeps what a rank leaves behind at every step, for whoever takes its place: its own small state, in memory that
+outlives it.
 
 Of the state of a step, parameters and optimizer state lie in the memory of twins as well. The rest (random numbers, the
 place in the data, learning rates, buffers) is small, and nobody else has it. At every step it is written into a page
@@ -181,7 +182,7 @@ class Noter:
         self.refused = ""
 
     def affordable(self) -> bool:
-        """Whether another note like the last one keeps to its share of the run's time."""
+        """Return whether another note like the last one keeps to its share of the run's time."""
         allowed = SHARE * (time.monotonic() - self._began_s) + CREDIT_S
         return not self.refused and self._spent_s + self._last_s <= allowed
 

@@ -162,7 +162,7 @@ class Nursery:
 
     @property
     def ready(self) -> bool:
-        """Whether it has imported what it needs."""
+        """Return whether it has imported what it needs."""
         if not self._ready:
             self.await_news(0.0)
         return self._ready or self.lost
@@ -192,11 +192,11 @@ class Nursery:
         return Child(self, self._forked.pop(0))
 
     def guessed(self, pid: int) -> bool:
-        """Whether `exit_code` does not know how the child ended, only that it did."""
+        """Return whether `exit_code` does not know how the child ended, only that it did."""
         return pid in self._guessed
 
     def exit_code(self, pid: int) -> int | None:
-        """How the child ended, if it did."""
+        """Return how the child ended, if it did."""
         if pid not in self._exits:
             self.await_news(0.0)
         if self.lost and pid not in self._exits and not _lives(pid):

@@ -40,7 +40,7 @@ Keys: TypeAlias = dict[Any, Any]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What PyTorch's objects with state have in common."""
+    """Names what PyTorch's objects with state have in common."""
 
     def state_dict(self) -> Any:
         """The state; tensors, numbers, strings and containers of these."""
@@ -130,7 +130,7 @@ class DictPart:
                 self._lasting.append((out.tensors[ref.name], tensor))
 
     def unchanged(self) -> bool:
-        """Whether the dict holds the very same tensors at the same places."""
+        """Return whether the dict holds the very same tensors at the same places."""
         seen = self._seen
         self._look()
         return list(seen) == list(self._seen) and same_objects(list(seen.values()), list(self._seen.values()))
@@ -178,7 +178,7 @@ class DictPart:
 
 
 class InfoPart(Passing):
-    """What a caller wrote beside one save (`Checkpointer.save(info=...)`); a checkpoint need not have it.
+    """Holds what a caller wrote beside one save (`Checkpointer.save(info=...)`); a checkpoint need not have it.
 
     Attributes:
         value: what the next save gets; nothing if empty.
@@ -229,7 +229,7 @@ class ScalerState:
         self._scaler = scaler
 
     def state_dict(self) -> dict[str, Any]:
-        """As the scaler's own, with tensors where it has tensors; empty if it is disabled."""
+        """Return the scaler's own state, with tensors where it has tensors; empty if it is disabled."""
         scaler = self._scaler
         if not scaler.is_enabled() or scaler._scale is None:
             return scaler.state_dict()

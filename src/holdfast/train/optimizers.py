@@ -135,7 +135,7 @@ class OptimizerPart:
             self._loose[parameter] = loose
 
     def unchanged(self) -> bool:
-        """Whether parameters and state are the same objects."""
+        """Return whether parameters and state are the same objects."""
         return (
             self._stepper.state is self._held and self._watch.unchanged() and same_objects(self._listed(), self._params)
         )

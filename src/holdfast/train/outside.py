@@ -1,4 +1,4 @@
-"""What an agent does to a worker from outside: cut its groups' sockets, signal one of its threads.
+"""Does what an agent does to a worker from outside: cut its groups' sockets, signal one of its threads.
 
 Sockets are cut for a worker that holds the interpreter's lock while it waits.
 

@@ -83,7 +83,7 @@ class Writer:
         _HEAD.pack_into(self._map, 0, *head, self._changes, *tail)
 
     def turn(self, phase: Phase) -> None:
-        """What was done until now took the time since the last sign; from now on it is `phase`."""
+        """Count what was done until now as the time since the last sign; from now on it is `phase`."""
         now = time.monotonic()
         passed = now - self._at_s
         self._at_s = now
@@ -137,7 +137,7 @@ class Writer:
 
 
 class Reading:
-    """What a page says at one moment.
+    """Holds what a page says at one moment.
 
     Attributes:
         beat: for the verdicts.

@@ -1,4 +1,5 @@
-"""What every kind of object gives to a save and takes from a restore: the `Part` interface and its two notebooks.
+"""Defines what every kind of object gives to a save and takes from a restore: the `Part` interface and its two
+notebooks.
 
 `Collector` is written by parts at a save: tensors with their places, values by group. `Loading` is written by parts at
 a restore: which entry of the checkpoint goes to which live tensor, and everything that does not fit. A part changes
@@ -50,7 +51,7 @@ class Owner:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether other ranks hold all of it: no gradient comes to it here, and no state."""
+        """Return whether other ranks hold all of it: no gradient comes to it here, and no state."""
         return self.piece is not None and not self.piece.extent.num_elements
 
     def cut(self, state: torch.Tensor) -> Piece | None:
@@ -244,7 +245,7 @@ class Loading:
             once.copy_(full.as_strided(once.shape, full.stride(), full.storage_offset()))
 
     def claim_if_there(self, live: LiveTensor, tensor: torch.Tensor) -> None:
-        """As `claim`, for what is not saved: an older version may have it all the same."""
+        """Claim as `claim` does what is not saved: an older version may have it all the same."""
         if live.shard.name in self.saved:
             self.claim(live, tensor)
         else:
@@ -301,7 +302,9 @@ class Loading:
         return
 
     def states_of_ranks(self, path: str) -> list[Any] | None:  # noqa: ARG002
-        """What every saved rank had under `path`, for an object that can make its own of all; None in the saved layout."""
+        """Return what every saved rank had under `path`, for an object that can make its own of all; None in the saved
+        layout.
+        """
         return None
 
     def offered(self, path: str) -> Any:
@@ -322,7 +325,7 @@ class Loading:
             )
 
     def has(self, path: str) -> bool:
-        """Whether a value was claimed with all its entries."""
+        """Return whether a value was claimed with all its entries."""
         return path in self._ready
 
     def value(self, path: str) -> Any:
@@ -360,13 +363,13 @@ class Loading:
         return sorted((set(self.saved) | set(self.values)) - self.used)
 
     def record(self) -> LoadRecord:
-        """What did not fit."""
+        """Return what did not fit."""
         found = tuple(self.missing), tuple(self.unused()), tuple(self.misfit)
         return LoadRecord(*found, tuple(self.left_out), self.patterns)
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """By which the save left entries out, as far as the version says."""
+        """Return the patterns by which the save left entries out, as far as the version says."""
         said = self.values.get(self.layouts.resolve(EXCLUDED)[0])
         return tuple(map(str, said.get("patterns", ()))) if isinstance(said, dict) else ()
 
@@ -467,7 +470,7 @@ class Part(Protocol):
         """Adds the tensors that last."""
 
     def unchanged(self) -> bool:
-        """Whether what `build` added still holds."""
+        """Return whether what `build` added still holds."""
 
     def report(self, out: Collector) -> None:
         """Adds values, and the tensors that are made anew at every save."""

@@ -59,7 +59,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a rank measured, for people and tests. Seconds.
+    """Says what a rank measured, for people and tests. Seconds.
 
     Attributes:
         costs: mean of each (stage, kind) of this rank, with what the schedule does around it.
@@ -156,7 +156,7 @@ class Bubbles:
         return () if self._gate.page is None else self._gate.page.fds
 
     def profile(self) -> Profile:
-        """What was measured so far."""
+        """Return what was measured so far."""
         return Profile(
             # Means: what a step takes is the sum of its parts, the slow ones included.
             {key: fmean(seen) for key, seen in self._costs.items()},
@@ -259,7 +259,7 @@ class Bubbles:
 
     @property
     def has_waits(self) -> bool:
-        """Whether a step has waits at all, as far as is known."""
+        """Return whether a step has waits at all, as far as is known."""
         return self._waits.known
 
     def begin(self) -> None:
@@ -272,7 +272,7 @@ class Bubbles:
         self._gate.hurry(False)
 
     def beside(self, batch_seconds: Sequence[float]) -> int:
-        """How many batches fit into no wait of a step and are copied at once."""
+        """Return how many batches fit into no wait of a step and are copied at once."""
         placement = bubbles.place(batch_seconds, self._waits.windows())
         if self.on_placed is not None:
             self.on_placed(placement, sum(batch_seconds))
@@ -308,7 +308,7 @@ class Bubbles:
 
     @property
     def patience_s(self) -> float:
-        """How long nobody coming by with a turn means that nobody will."""
+        """Return how long nobody coming by with a turn means that nobody will."""
         return self._gate.patience_s
 
     @property

@@ -1,4 +1,4 @@
-"""What an optimizer's state will be, before its first step: the same class stepped on the meta device.
+"""Tells what an optimizer's state will be, before its first step: the same class stepped on the meta device.
 
 The memory for a save is reserved before it is needed, and a restore has to make state that does not exist yet. A copy
 of the optimizer steps once on parameters of the same local shapes that have no memory. Only classes of `torch.optim`

@@ -33,7 +33,7 @@ CLOSE_S = 5
 
 
 class Doing(enum.Enum):
-    """What a worker is doing, as far as it has told."""
+    """Says what a worker is doing, as far as it has told."""
 
     WAITS = "waits for an order"
     LEAVES = "has an order and has not begun it"
@@ -143,7 +143,7 @@ class Workers(SubprocessContext):
 
     @property
     def seats(self) -> dict[int, Seat]:
-        """By local rank."""
+        """Return the seats by local rank."""
         return self.subprocess_handlers  # type: ignore[return-value]  # seats have what torch asks of its handlers
 
     def notes_of(self, local_rank: int) -> int:
@@ -180,7 +180,7 @@ class Workers(SubprocessContext):
         return self.seats[local_rank]
 
     def forget_error(self, local_rank: int) -> None:
-        """What the seat's process wrote of an error in an earlier incarnation is no cause of a later one."""
+        """Forget what the seat's process wrote of an error in an earlier incarnation: it is no cause of a later one."""
         path = self.envs[local_rank].get("TORCHELASTIC_ERROR_FILE") or self.error_files[local_rank]
         for known in {path, self.error_files[local_rank]}:
             if known:

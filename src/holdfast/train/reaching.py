@@ -23,7 +23,7 @@ _torch: Any = sys.modules[rendezvous.__module__]
 
 
 def install() -> None:
-    """From now on, the main thread can be interrupted while it reaches for a store. Once per process."""
+    """Let the main thread be interrupted, from now on, while it reaches for a store. Once per process."""
     reach = getattr(_torch, "_create_c10d_store", None)
     if reach is not None:  # else this torch reaches elsewhere; who is stuck there is killed by the agent
         _torch._create_c10d_store = _beside(reach)

@@ -1,4 +1,4 @@
-"""What one rank did, step by step, into the timeline of `base.trace`; only if a directory for it is set.
+"""Writes what one rank did, step by step, into the timeline of `base.trace`; only if a directory for it is set.
 
 Spans that are events of holdfast (saves, fences, restores) come by themselves; steps and what a pipeline saw of itself
 are added here, at the end of a step. Called by `train.checkpointer`.

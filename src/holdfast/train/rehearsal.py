@@ -1,4 +1,5 @@
-"""What a script will hold, before anything is allocated: the script itself, once per rank, with tensors without memory.
+"""Tells what a script will hold, before anything is allocated: the script itself, once per rank, with tensors without
+memory.
 
     python -m holdfast.train.rehearsal --world-size 8 --ranks-per-node 4 train.py --lr 3e-4
 

@@ -74,7 +74,7 @@ class OtherLoading(Loading):
             self.values = {**self.values, name: self._catalogue.as_own(made, self.layouts.rank)}
 
     def states_of_ranks(self, path: str) -> list[Any] | None:
-        """What every saved rank had, if their number was another one."""
+        """Return what every saved rank had, if their number was another one."""
         if self._catalogue.world_size == self.layouts.world_size:
             return None
         states = self._catalogue.own_values(path)
@@ -84,7 +84,7 @@ class OtherLoading(Loading):
         return states
 
     def unused(self) -> list[str]:
-        """What nobody in the job takes."""
+        """Return what nobody in the job takes."""
         return list(self.leftover)
 
     def forget(self, path: str, names: set[str]) -> bool:
@@ -96,7 +96,7 @@ class OtherLoading(Loading):
         return bool(mine)
 
     def paths(self) -> set[str]:
-        """What this rank takes, without regard to ranks."""
+        """Return what this rank takes, without regard to ranks."""
         return {self._catalogue.split(name)[1] for name in self.used}
 
 

@@ -1,4 +1,5 @@
-"""What this process keeps of the state when the job breaks off, so that nothing need be lost: the live state of one step.
+"""Holds what this process keeps of the state when the job breaks off, so that nothing need be lost: the live state of
+one step.
 
 At every step the rank's own small state is noted (`train.notes`). When the job is interrupted, no optimizer step has
 begun since (`train.window`), and nobody else has written parameters or optimizer state (`train.still`), this process still
@@ -39,7 +40,7 @@ CATCH_UP_S = 3.0
 
 @dataclass(slots=True)
 class Remains:
-    """Of one process; lasts from an interruption to the next restore.
+    """Holds the remains of one process, from an interruption to the next restore.
 
     Attributes:
         job: whose state it is; empty: there is none.
@@ -58,7 +59,7 @@ class Remains:
         self.job, self.version, self.late, self.why = "", None, {}, ""
 
     def offer(self, job: str, found: Mapping[Version, Note]) -> Offer:
-        """What this rank can offer to `job`, of which it `found` these notes."""
+        """Return what this rank can offer to `job`, of which it `found` these notes."""
         if self.job != job:
             return Offer(None, tuple(sorted(found)), "its process is new")
         return Offer(self.version, tuple(sorted(found)), self.why)

@@ -47,12 +47,12 @@ class Reservation:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all slots are there."""
+        """Return whether all slots are there."""
         return len(self._there) >= self._num_slots
 
     @property
     def is_dead(self) -> bool:
-        """Whether nobody works at it any more although slots are missing."""
+        """Return whether nobody works at it any more although slots are missing."""
         return not self.is_complete and (self.fault is not None or not self.client.alive)
 
     def run(self) -> None:
@@ -74,7 +74,7 @@ class Reservation:
 
     @property
     def seconds(self) -> float:
-        """How long ago it began."""
+        """Return how long ago it began."""
         return time.monotonic() - self._began_s
 
     def wait(self, num_slots: int, timeout_s: float) -> bool:

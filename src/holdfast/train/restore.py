@@ -53,7 +53,7 @@ _SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What a restore did on this rank.
+    """Says what a restore did on this rank.
 
     Attributes:
         version: what was loaded; None after a fresh start.
@@ -92,14 +92,14 @@ class RestoreReport:
 
     @property
     def source(self) -> str:
-        """Where most of the bytes came from, in one phrase; for the record of an incident."""
+        """Return where most of the bytes came from, in one phrase; for the record of an incident."""
         if self.version is None:
             return "nothing: it begins anew"
         found = {name: count for name, count in self.bytes.items() if name != "note" or len(self.bytes) == 1}
         return _SOURCES[max(found, key=lambda name: found[name], default="slot")]
 
     def tell(self, events: Events) -> None:
-        """To observers and the timeline."""
+        """Tell observers and the timeline."""
         events.emit("restored", version=str(self.version), seconds=self.seconds["total"], reason=self.reason)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""How the agents of a job move from one incarnation of the worker groups to the next, over the rendezvous store.
+"""Tells how the agents of a job move from one incarnation of the worker groups to the next, over the rendezvous store.
 
 A rendezvous of TorchElastic settles who takes part (one *round*). Within it, every failure that is mended without a new
 rendezvous raises the incarnation: any agent proposes the next number, after its failed process was killed and reaped;
@@ -36,7 +36,7 @@ STUCK = " stuck"  # behind a beat
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """What all agents start their workers with.
+    """Says what all agents start their workers with.
 
     Attributes:
         number: 1, 2, ... within the round.
@@ -100,7 +100,7 @@ class Round:
 
     @property
     def leads(self) -> bool:
-        """Whether this agent is the one that publishes."""
+        """Return whether this agent is the one that publishes."""
         return self._rank == 0
 
     def open(self, recoveries: int, apart: Callable[[], str]) -> Incarnation:
@@ -129,7 +129,7 @@ class Round:
         return self._known
 
     def keepers(self) -> list[str]:
-        """Where the keepers of all nodes are, once the round is open."""
+        """Return where the keepers of all nodes are, once the round is open."""
         return [self._store.get(f"keeper/{rank}").decode() for rank in range(self.size)]
 
     def ranks_of(self, rank: int) -> tuple[int, ...]:
@@ -155,7 +155,7 @@ class Round:
         self._store.compare_set(f"want/{number}", "", text)
 
     def wanted(self, number: int) -> bool:
-        """Whether somebody asked for incarnation `number`."""
+        """Return whether somebody asked for incarnation `number`."""
         return bool(self._store.check([f"want/{number}"]))
 
     def ends(self, number: int) -> None:
@@ -163,7 +163,7 @@ class Round:
         self._store.set(f"ends/{number}", "1")
 
     def somebody_ends(self, number: int) -> bool:
-        """Whether a worker of any agent is on its way out of incarnation `number`."""
+        """Return whether a worker of any agent is on its way out of incarnation `number`."""
         return bool(self._store.check([f"ends/{number}"]))
 
     def all_anew(self, reason: str = "") -> str:
@@ -179,7 +179,7 @@ class Round:
             self._store.add(f"done/{number}", 1)
 
     def all_finished(self, number: int) -> bool:
-        """Whether the workers of all agents have."""
+        """Return whether the workers of all agents have finished."""
         return self.size == 1 or self._store.add(f"done/{number}", 0) >= self.size
 
     def spend(self) -> None:
@@ -189,7 +189,9 @@ class Round:
             self._spent.add(self._rank)
 
     def all_spent(self, gone: Collection[int]) -> bool:
-        """Whether every agent has said so, but for those of these group ranks, which are gone. Asks for few keys at a time."""
+        """Return whether every agent has said so, but for those of these group ranks, which are gone. Asks for few keys
+        at a time.
+        """
         for rank in range(self.size):
             if rank in self._spent or rank in gone:
                 continue
@@ -203,7 +205,7 @@ class Round:
         self._store.compare_set("over", "", json.dumps(asdict(over)))
 
     def over(self) -> Over | None:
-        """Whether somebody ended it."""
+        """Return whether somebody ended it."""
         if not self._store.check(["over"]):
             return None
         return Over(**json.loads(self._store.get("over")))

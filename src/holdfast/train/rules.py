@@ -1,4 +1,4 @@
-"""What an agent is told by whoever starts it: what its workers run, how long and how often, and who its node is."""
+"""Holds what an agent is told by whoever starts it: what its workers run, how long and how often, and who its node is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXIT_GRACE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What every worker runs: a script or module with its arguments."""
+    """Says what every worker runs: a script or module with its arguments."""
 
     arguments: tuple[str, ...]
     is_module: bool
@@ -22,7 +22,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How long workers may take to save when the job is told to end, what the ladder allows, and who this node is.
+    """Says how long workers may take to save when the job is told to end, what the ladder allows, and who this node is.
 
     Attributes:
         name: of the node; empty: several launchers may share it, and none is asked who it is.

@@ -1,4 +1,4 @@
-"""What a checkpointer has between `restore` and `close`. Used by `train.checkpointer` only."""
+"""Holds what a checkpointer has between `restore` and `close`. Used by `train.checkpointer` only."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from holdfast.train.usage.observer import Observer
 
 
 class Levels(Protocol):
-    """What goes down to storage alone where memory cannot be had, and up again (`train.lower`)."""
+    """Goes down to storage alone where memory cannot be had, and up again (`train.lower`)."""
 
     def before(self, run: Run, step: int) -> None:
         """`step` is finished, and nothing is due yet."""
 
     def closing(self, run: Run) -> bool:
-        """Whether the last save has to be made again before it is waited for."""
+        """Return whether the last save has to be made again before it is waited for."""
 
     def close(self) -> None:
         """Lets go of what waits."""
@@ -34,7 +34,7 @@ class Levels(Protocol):
 
 @dataclass(slots=True)
 class Run:
-    """What exists between `restore` and `close`."""
+    """Holds what exists between `restore` and `close`."""
 
     state: State
     link: Link
@@ -61,7 +61,9 @@ class Run:
 
     @property
     def changed(self) -> str:
-        """Why the objects do not hold the state of the last reported step any more; empty if they do, as far as is seen."""
+        """Return why the objects do not hold the state of the last reported step any more; empty if they do, as far as
+        is seen.
+        """
         if self.saver.fence.num_steps != self.optimizer_steps:
             return "an optimizer made a step"
         return self.survivor.why_changed() or self.state.carried.why_changed()

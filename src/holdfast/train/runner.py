@@ -191,7 +191,7 @@ class Runner:
             leaving.destroy_groups()
 
     def is_over(self, order: Order, error: BaseException) -> bool:
-        """Whether `error` is no fault of ours: a newer order is there, or comes after we told of broken groups.
+        """Return whether `error` is no fault of ours: a newer order is there, or comes after we told of broken groups.
 
         If it is, the process may stay: its device works. Else this does not return.
         """
@@ -267,7 +267,7 @@ class Runner:
 
     @property
     def running(self) -> Order | None:
-        """What the main thread runs."""
+        """Return what the main thread runs."""
         return self._running
 
     def _wake(self, _: int, frame: FrameType | None) -> None:
@@ -326,7 +326,7 @@ def _end_now() -> None:
 
 
 def looks_broken(error: BaseException) -> bool:
-    """Whether this is what ranks raise whose peers are gone; a candidate only, the agent decides."""
+    """Return whether this is what ranks raise whose peers are gone; a candidate only, the agent decides."""
     seen: BaseException | None = error
     while seen is not None:
         names = {kind.__name__ for kind in type(seen).__mro__}

@@ -93,7 +93,7 @@ class _NoSlotYet(LevelNotReached):
 
 
 class Contents(Protocol):
-    """What is saved: the objects of a Checkpointer (`train.state.State`), or what another door was handed."""
+    """Is what is saved: the objects of a Checkpointer (`train.state.State`), or what another door was handed."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -107,7 +107,7 @@ class Contents(Protocol):
 
 
 class Saver:
-    """What saves on one rank.
+    """Saves to memory on one rank.
 
     Args:
         topology: who runs where.
@@ -242,7 +242,7 @@ class Saver:
             self.refused = str(reservation.fault)
 
     def fits(self) -> bool:
-        """Whether the keeper has slots for the state as it is now; reserves them."""
+        """Return whether the keeper has slots for the state as it is now; reserves them."""
         try:
             client, gathered = self._link.require(), self._state.gather()
             structure = self._structure_of(gathered, client)

@@ -1,4 +1,4 @@
-"""How a job saves: with memory of its own, or, where that cannot be had and need not be, straight to storage.
+"""Decides how a job saves: with memory of its own, or, where that cannot be had and need not be, straight to storage.
 
 Decided once per restore, by all ranks together, because a version is made of what all of them save. Called by
 `train.checkpointer`.
@@ -34,7 +34,7 @@ AnySaver: TypeAlias = Saver | DirectSaver
 def reserved(
     saver: AnySaver | None, *, state: State, link: Link, job: Job, storage: Storage, config: Config, events: Events
 ) -> AnySaver:
-    """What saves from now on; `saver` is what did so before. Collective.
+    """Return what saves from now on; `saver` is what did so before. Collective.
 
     Raises:
         MemoryRefused: memory is required. UsageError: a value that cannot be saved; names it.
@@ -86,8 +86,8 @@ def settled(saver: AnySaver, timeout_s: float) -> None:
 
 
 def holder_of(saver: AnySaver, link: Link, job: Job, storage: Storage) -> Holder:
-    """Where copies are had from: the keepers, or storage alone if there are none, or if they hold nothing and have too
-    little memory to bring anything. Collective.
+    """Return where copies are had from: the keepers, or storage alone if there are none, or if they hold nothing and
+    have too little memory to bring anything. Collective.
     """
     if job.no_keeper:
         return Stored(storage)
@@ -114,7 +114,7 @@ def schedule_of(
     bubbles: Bubbles | None,
     link: Link,
 ) -> Schedule | MeetingSchedule:
-    """When `saver` saves."""
+    """Return when `saver` saves."""
     if isinstance(saver, DirectSaver):
         return MeetingSchedule(config, group)
     budget = None

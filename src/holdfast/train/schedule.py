@@ -1,4 +1,5 @@
-"""When this rank saves, at which level, and when the job stops: cadences, appointments and SIGTERM put together.
+"""Decides when this rank saves, at which level, and when the job stops: cadences, appointments and SIGTERM put
+together.
 
 Cadences in steps need no talk. A cadence in seconds is rank 0's: it proposes, and the coordinator's keeper appoints a
 step for all ranks (core.appointments). A stop is agreed in the same way, whoever got the signal. Whether a version is
@@ -25,7 +26,7 @@ from holdfast.train.budget import Budget
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """What is to be done after a step.
+    """Says what is to be done after a step.
 
     Attributes:
         save: capture this step.
@@ -88,7 +89,7 @@ class Schedule:
         self._capture_s = self._durable_s = clock()
 
     def after(self, step: int, *, stop_wanted: bool) -> Due:
-        """What is due now that `step` is finished. Call it exactly once per step."""
+        """Return what is due now that `step` is finished. Call it exactly once per step."""
         now = self._clock()
         found = self._budget.after_step() if self._budget is not None else None
         if found is not None:

@@ -22,7 +22,7 @@ MAX_FILE_BYTES = 64 << 10
 
 
 class StopSignal:
-    """Whether SIGTERM arrived in this process since `install`, or the stop file asks for the same.
+    """Tells whether SIGTERM arrived in this process since `install`, or the stop file asks for the same.
 
     Args:
         file: JSON, an object with `"stop": true`; looked at when `wanted` is asked. Empty for none.
@@ -37,7 +37,7 @@ class StopSignal:
 
     @property
     def wanted(self) -> bool:
-        """Whether the job is to stop."""
+        """Return whether the job is to stop."""
         return self.arrived or (self._file is not None and self._asks(self._file))
 
     def _asks(self, file: Path) -> bool:

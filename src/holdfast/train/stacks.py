@@ -33,7 +33,7 @@ _DEVICE_WAITS = re.compile(r"(synchronize|wait_event|wait_stream|wait)$")
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What a dump shows of the main thread.
+    """Holds what a dump shows of the main thread.
 
     Attributes:
         stands: the phase that it shows; None if nothing is known of its kind.

@@ -1,4 +1,5 @@
-"""What a script finds when it starts, also for the second time in the same process, and what is cleared behind it.
+"""Knows what a script finds when it starts, also for the second time in the same process, and what is cleared behind
+it.
 
 `enter` makes the process look like a new interpreter that was started for this script: environment, arguments, search
 path, working directory, signal handlers, standard files, seeds, torch's global switches. `clear` drops what a run left:
@@ -81,7 +82,7 @@ def leave_logging_to_the_script() -> None:
 
 @dataclass(slots=True)
 class Stage:
-    """How the process was before the script ran for the first time."""
+    """Remembers how the process was before the script ran for the first time."""
 
     path: list[str] = field(default_factory=lambda: _without_ours(sys.path))
     directory: str = field(default_factory=os.getcwd)

@@ -144,7 +144,7 @@ def address_of(host: str, port: int) -> str:
 
 
 def uses(store: Store) -> str:
-    """Which address the owner of the store uses, as it says there."""
+    """Return which address the owner of the store uses, as it says there."""
     return store.get(USES).decode() if store.check([USES]) else ""
 
 

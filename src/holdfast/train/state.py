@@ -106,7 +106,7 @@ class State:
 
     @property
     def layouts(self) -> Layouts:
-        """What this rank's tensors are called and who else holds them."""
+        """Return what this rank's tensors are called and who else holds them."""
         return self._layouts
 
     @property
@@ -171,7 +171,8 @@ class State:
 
     @torch.no_grad()
     def glance(self) -> Gathered:
-        """As `gather`, but what lasts is only looked at again when an optimizer's state has grown: a hundredth of the time.
+        """Gather as `gather` does, but look at what lasts only when an optimizer's state has grown: a hundredth of the
+        time.
 
         For whoever asks `still` before the result is used.
         """
@@ -202,8 +203,8 @@ class State:
         return self._described is None or self._sizes() != self._glanced
 
     def still(self) -> bool:
-        """Whether what optimizers own is the same memory as at the last look; also in the middle of a forward pass, where
-        FSDP has put other parameters into the modules.
+        """Return whether what optimizers own is the same memory as at the last look; also in the middle of a forward
+        pass, where FSDP has put other parameters into the modules.
         """
         return self._watch is not None and all(part.unchanged() for part in self._stepping) and self._watch.unchanged()
 
@@ -221,8 +222,8 @@ class State:
 
     @torch.no_grad()
     def trained(self) -> tuple[Shard, ...]:
-        """What optimizers own, state to come included; all that lasts where there is no optimizer. What redundancy is
-        about: random numbers and positions in the data are each rank's own by nature.
+        """Return what optimizers own, state to come included; all that lasts where there is no optimizer. What
+        redundancy is about: random numbers and positions in the data are each rank's own by nature.
         """
         self.gather()
         lasting = self._lasting.tensors
@@ -240,7 +241,7 @@ class State:
         *,
         strict: bool = True,
     ) -> dict[str, LiveTensor]:
-        """Where the entries of a checkpoint go.
+        """Return where the entries of a checkpoint go.
 
         Args:
             saved: the entries of all groups that this rank belongs to.

@@ -1,4 +1,4 @@
-"""Whether what optimizers own is still what it was when a step was reported.
+"""Tells whether what optimizers own is still what it was when a step was reported.
 
 A step may be noted long before anybody asks for its state: at a failure, or at the end of a script that loads other
 weights for a last evaluation. What is noted costs some ten microseconds for hundreds of tensors: torch's counts of writes,

@@ -55,7 +55,7 @@ class Stored:
         return tuple(found)
 
     def release(self) -> None:
-        """What was read goes when nobody refers to it any more."""
+        """Do nothing: what was read goes when nobody refers to it any more."""
 
     def quarantine(self, version: Version, bundle_id: str, *, node: int | None, reason: str) -> None:
         """There is nobody else to warn."""

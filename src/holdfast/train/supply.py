@@ -1,4 +1,5 @@
-"""Where an agent's processes come from when forking fails: told once, tried again ever more rarely, never the end of a job.
+"""Tells where an agent's processes come from when forking fails: told once, tried again ever more rarely, never the end
+of a job.
 
 A machine may have no process, descriptor or memory left for a moment, and the nursery may be killed like anything else.
 Those that run are not touched by that. A lost nursery is replaced by one that is started as a program: the agent has
@@ -21,7 +22,7 @@ LAST_TRY_S = 60.0
 
 
 class Supply:
-    """Of one agent.
+    """Supplies one agent with processes.
 
     Args:
         nursery: in use.

@@ -41,7 +41,7 @@ Look = Callable[[], Iterable[Left]]
 
 
 class Traces:
-    """How the process was before the script ran for the first time."""
+    """Remembers how the process was before the script ran for the first time."""
 
     def __init__(self) -> None:
         self._threads = weakref.WeakSet(threading.enumerate())

@@ -1,4 +1,5 @@
-"""Which tensors may be copied late: those of which three saves proved that nothing but the optimizer's step changes them.
+"""Decides which tensors may be copied late: those of which three saves proved that nothing but the optimizer's step
+changes them.
 
 Parameters and optimizer state should not change between a save and the next step, but hooks, weight norms or averages
 may write to them, and version counters do not see every write. So a tensor that an optimizer owns is first copied at
@@ -35,7 +36,7 @@ _libc.memcmp.restype = ctypes.c_int
 
 
 class Trust:
-    """What is known of each tensor of one structure; forgotten when the structure changes.
+    """Holds what is known of each tensor of one structure; forgotten when the structure changes.
 
     Args:
         overlap: whether anything may be copied late at all.
@@ -71,7 +72,7 @@ class Trust:
         return {name for name in self._candidates(tensors) if self._proofs.get(name, 0) < NUM_PROOFS}
 
     def judge(self, unchanged: Iterable[str], changed: Iterable[str]) -> None:
-        """What the fence saw: bytes equal, or different, since the call."""
+        """Judge by what the fence saw: bytes equal, or different, since the call."""
         for name in unchanged:
             self._proofs[name] = self._proofs.get(name, 0) + 1
             self.generation += 1
@@ -97,7 +98,7 @@ def named(names: Sequence[str]) -> str:
 
 
 def same_bits(live: torch.Tensor, copy: torch.Tensor) -> bool:
-    """Whether a live tensor on any device equals its copy in host memory bit for bit (NaN equals itself)."""
+    """Return whether a live tensor on any device equals its copy in host memory bit for bit (NaN equals itself)."""
     if live.numel() and not live.data_ptr():  # its memory was taken away
         return False
     if live.device.type == "cpu" and live.is_contiguous():
@@ -125,7 +126,7 @@ def digest(tensor: torch.Tensor) -> int:
 
 
 def can_digest(tensor: torch.Tensor) -> bool:
-    """Whether `digest` reads it where it is."""
+    """Return whether `digest` reads it where it is."""
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 

@@ -61,5 +61,5 @@ def urge(seat: Seat, now: float, *, store_port: int, exit_grace_s: float) -> Non
 
 
 def is_still(pid: int) -> bool:
-    """Whether the process's main thread sleeps or is stopped."""
+    """Return whether the process's main thread sleeps or is stopped."""
     return vitals.state(pid) in ("S", "T")

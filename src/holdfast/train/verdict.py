@@ -1,4 +1,4 @@
-"""What rank 0 finds out before a restore, and the one decision that all ranks get.
+"""Holds what rank 0 finds out before a restore, and the one decision that all ranks get.
 
 The keepers tell what they hold, storage tells what is committed; core.recovery decides. A manifest that is damaged
 does not hide the other versions: it is one reason among those that are reported. One that cannot be read for now may
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What to load.
+    """Says what to load.
 
     Attributes:
         choice: the version and its copies, or None.
@@ -68,7 +68,7 @@ class Out:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What rank 0 found, once per plan.
+    """Holds what rank 0 found, once per plan.
 
     Attributes:
         useless: committed versions whose manifest is damaged or another job's, with the fault.
@@ -149,7 +149,7 @@ def decide(findings: Findings, job: Job, out: Out, *, wanted: Version | None) ->
 
 
 def require_known(findings: Findings, found: Verdict, topology: Topology) -> None:
-    """Whether it is known that there is no version, if there seems to be none.
+    """Refuse unless it is known that there is no version, if there seems to be none.
 
     Raises:
         KeeperLost: a keeper may hold one, and does not answer.

@@ -1,4 +1,5 @@
-"""What the kernel says of a worker: running or stopped, computing, starved, waking, moving bytes. No word of its own.
+"""Tells what the kernel says of a worker: running or stopped, computing, starved, waking, moving bytes. No word of its
+own.
 
 Of its main thread, where training runs: state, wakes, hunger, the system call that it waits in. Of all its threads and of
 everything that descends from it (data loaders, compilers, what a shell started): processor time, bytes through files,
@@ -176,7 +177,7 @@ def state(pid: int) -> str:
 
 
 def oom_kills() -> int:
-    """How often the kernel killed somebody of this cgroup for want of memory; 0 where that is not told."""
+    """Return how often the kernel killed somebody of this cgroup for want of memory; 0 where that is not told."""
     try:
         path = next(line[3:] for line in _read("/proc/self/cgroup").splitlines() if line.startswith("0::"))
         events = _read(f"/sys/fs/cgroup{path}/memory.events")
@@ -186,7 +187,9 @@ def oom_kills() -> int:
 
 
 def is_frozen(pid: int, root: str = "/sys/fs/cgroup") -> bool:
-    """Whether its control group, or one above it, is frozen: a container that was paused, a job that was suspended."""
+    """Return whether its control group, or one above it, is frozen: a container that was paused, a job that was
+    suspended.
+    """
     try:
         lines = [line.split(":", 2) for line in _read(f"/proc/{pid}/cgroup").splitlines()]
     except OSError:

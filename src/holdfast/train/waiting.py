@@ -26,7 +26,7 @@ _decoder = msgspec.msgpack.Decoder(tuple[float, bytes])
 
 
 class Patience:
-    """How long something is waited for, from the first time that it is missed.
+    """Knows how long something is waited for, from the first time that it is missed.
 
     Args:
         limit_s: seconds.

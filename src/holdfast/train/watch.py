@@ -35,7 +35,7 @@ class Containers:
         self._values = self._objects()
 
     def unchanged(self) -> bool:
-        """Whether every key and every object is the very same."""
+        """Return whether every key and every object is the very same."""
         return same_objects(list(chain.from_iterable(self._dicts)), self._keys) and same_objects(
             self._objects(), self._values
         )
@@ -60,7 +60,7 @@ class Tensors:
         self._facts = [[getter(tensor) for tensor in seen] for getter in _FACTS]
 
     def unchanged(self) -> bool:
-        """Whether every tensor is where and what it was."""
+        """Return whether every tensor is where and what it was."""
         now = self._local()
         return (
             array("Q", map(torch.Tensor.data_ptr, now)) == self._addresses
@@ -77,5 +77,5 @@ class Tensors:
 
 
 def same_objects(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    """Whether two sequences hold the very same objects in the same order."""
+    """Return whether two sequences hold the very same objects in the same order."""
     return len(left) == len(right) and all(map(is_, left, right))

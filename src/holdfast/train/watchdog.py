@@ -66,7 +66,7 @@ def make_watch(settings: Config, options: argparse.Namespace) -> Watchdog | None
 
 
 def directory_of(settings: Config) -> Path:
-    """Where stacks and the journal of a run lie on this node."""
+    """Return where stacks and the journal of a run lie on this node."""
     return settings.runtime_path / f"run-{settings.run_id}-{settings.node}"
 
 
@@ -110,7 +110,7 @@ class Watchdog:
             os.close(worker.pidfd)
 
     def stands(self, rank: int) -> Phase | None:
-        """Where the last stack dump of its silence shows the rank; None if there is none."""
+        """Return where the last stack dump of its silence shows the rank; None if there is none."""
         worker = self._workers.get(rank)
         return worker.stack.stands if worker is not None else None
 
@@ -129,7 +129,7 @@ class Watchdog:
 
     @property
     def stuck(self) -> bool:
-        """Whether all workers here have stood in collectives for long, at the last look."""
+        """Return whether all workers here have stood in collectives for long, at the last look."""
         return self._watch.stuck
 
     def poll(
@@ -141,7 +141,8 @@ class Watchdog:
         stuck_elsewhere: Sequence[int] = (),
         may_replace: bool = True,
     ) -> list[Verdict]:
-        """What is to be done now; every order is given once, and its rank is not looked at any more until it starts again.
+        """Return what is to be done now; every order is given once, and its rank is not looked at any more until it
+        starts again.
 
         Args:
             now: monotonic.

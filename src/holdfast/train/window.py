@@ -28,12 +28,12 @@ class Window:
 
     @property
     def captured(self) -> bool:
-        """Whether a step was recorded into a graph: what that replays is not seen."""
+        """Return whether a step was recorded into a graph: what that replays is not seen."""
         return self._steps.captured
 
     @property
     def open(self) -> bool:
-        """Whether an update is under way, or was left in the middle."""
+        """Return whether an update is under way, or was left in the middle."""
         return self.begun != self._ended
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""From DCP's plans to shards: what every rank wants to write, and which ranks hold the same.
+"""Turns DCP's plans into shards: what every rank wants to write, and which ranks hold the same.
 
 DCP drops what several ranks offer under one name from all plans but one; holdfast wants to know who has it. So before
 that every rank notes its items (`noted`), in the plan's `storage_data`, which travels with the plan; the coordinator
@@ -63,12 +63,12 @@ class Note:
 
     @property
     def place(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-        """What it is, whoever has it."""
+        """Return what it is, whoever has it."""
         return self.fqn, self.offsets, self.lengths
 
     @property
     def item(self) -> WriteItem:
-        """As much of DCP's item as a planner needs to find the data."""
+        """Return as much of DCP's item as a planner needs to find the data."""
         offset = torch.Size(self.offsets) if self.kind != "value" else None
         kinds = {
             "tensor": WriteItemType.TENSOR, "shard": WriteItemType.SHARD, "value": WriteItemType.BYTE_IO
@@ -144,7 +144,7 @@ def bare(note: Note) -> Note:
 
 
 class Contents:
-    """What one rank saves, made anew for each save; `train.saver` asks it as it asks the state of a Checkpointer.
+    """Holds what one rank saves, made anew for each save; `train.saver` asks it as it asks the state of a Checkpointer.
 
     Attributes:
         optimizers: none: everything is copied at the call, whatever is trained beside it.
@@ -156,7 +156,7 @@ class Contents:
         self._shape: object = None
 
     def gather(self) -> Gathered:
-        """What `take` took."""
+        """Return what `take` took."""
         return self._now
 
     def predict(self) -> None:
@@ -223,7 +223,7 @@ def _look_up(planner: SavePlanner) -> Callable[[MetadataIndex], Any] | None:
 
 
 def all_notes(plans: Iterable[SavePlan]) -> dict[int, Notes | None]:
-    """What every rank noted; None where DCP found nothing new and sent no plan."""
+    """Return what every rank noted; None where DCP found nothing new and sent no plan."""
     found: dict[int, Notes | None] = {}
     for rank, plan in enumerate(plans):
         if plan.usable and not isinstance(plan.storage_data, tuple):

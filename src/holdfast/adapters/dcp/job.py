@@ -1,4 +1,4 @@
-"""What writer, reader and stager of one job share: the ranks, the keeper, the incarnation, the next version.
+"""Holds what writer, reader and stager of one job share: the ranks, the keeper, the incarnation, the next version.
 
 Made by the writer's constructor on every rank. Nothing here is asked during a save but the keeper: collectives belong to
 the constructor and to DCP itself, which calls us from whatever thread it likes.

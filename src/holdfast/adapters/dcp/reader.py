@@ -111,7 +111,7 @@ class StorageReader(TorchReader):
             self._step = number_in(str(checkpoint_id).rstrip("/"))
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:  # noqa: ARG002 - with `kwargs` DCP would ask twice
-        """What the chosen version holds, from the headers of its files.
+        """Return what the chosen version holds, from the headers of its files.
 
         Raises:
             VersionNotFound: there is none. HoldfastError: why none can be used.
@@ -132,11 +132,11 @@ class StorageReader(TorchReader):
             self._stock.set_up_storage_reader(metadata, is_coordinator)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are: who reads what from storage is agreed on when the boxes are known."""
+        """Return the plans unchanged: who reads what from storage is agreed on when the boxes are known."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -251,7 +251,7 @@ class _Values:
 
 
 def places_by_name(catalogue: Catalogue) -> dict[str, list[Place]]:
-    """Where the pieces of every tensor are, those of its boxes together."""
+    """Return where the pieces of every tensor are, those of its boxes together."""
     found: dict[str, list[Place]] = {}
     for name in catalogue.names():
         found.setdefault(name.partition(BOX)[0], []).extend(catalogue.places(name))

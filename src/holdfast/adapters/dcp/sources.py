@@ -1,4 +1,4 @@
-"""Where a reader gets a version from: storage alone, or the whole job's memory and storage. See `reader.py`.
+"""Sources of a reader's versions: storage alone, or the whole job's memory and storage. See `reader.py`.
 
 Both choose a version, tell what it holds, and fill boxes of its tensors with bytes that were proved.
 """
@@ -65,7 +65,7 @@ class Alone:
         return self._version
 
     def catalogue(self) -> Catalogue:
-        """What the chosen version holds.
+        """Return what the chosen version holds.
 
         Raises:
             HoldfastError: its manifest or a header cannot be read.
@@ -107,7 +107,7 @@ class Alone:
         return flat.view(torch_dtype(place.entry.dtype)).view(place.entry.shape)
 
     def loaded(self) -> Version | None:
-        """What was read."""
+        """Return what was read."""
         return self._version
 
 
@@ -152,7 +152,7 @@ class Together:
         return None if self._choice is None else self._choice.version
 
     def catalogue(self) -> Catalogue:
-        """What the chosen version holds, told to all by ranks that have it near. Collective.
+        """Return what the chosen version holds, told to all by ranks that have it near. Collective.
 
         If no good copy of its headers is left, and nobody asked for just this version, an older one is chosen.
 
@@ -193,7 +193,7 @@ class Together:
         return self._choice.version
 
     def loaded(self) -> Version | None:
-        """What was read; the next versions come from it. Collective."""
+        """Return what was read; the next versions come from it. Collective."""
         assert self._choice is not None
         self._job.came_from(self._choice.version, self._choice.bundles)
         return self._choice.version

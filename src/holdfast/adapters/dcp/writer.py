@@ -101,7 +101,7 @@ class StorageWriter(TorchWriter):
 
     @property
     def root(self) -> str:
-        """Where the versions are."""
+        """Return where the versions are."""
         return self._root
 
     @property
@@ -217,7 +217,7 @@ class StorageWriter(TorchWriter):
         return False
 
     def storage_meta(self) -> StorageMeta | None:
-        """Where it is saved, for planners that want to know."""
+        """Return where it is saved, for planners that want to know."""
         return StorageMeta(checkpoint_id=self._root)
 
     # What the stager calls.
@@ -285,7 +285,7 @@ class StorageWriter(TorchWriter):
 
 
 def stock_place(root: str, checkpoint_id: object = None) -> str:
-    """Where PyTorch's own files go when holdfast is switched off: never among versions."""
+    """Return where PyTorch's own files go when holdfast is switched off: never among versions."""
     name = Path(str(checkpoint_id)).name if checkpoint_id is not None else ""
     return str(Path(root.removeprefix("file://")) / "dcp" / name)
 

@@ -1,4 +1,4 @@
-"""What MindSpore calls when AITURBO=1: checkpoints of its own training through holdfast's keepers and storage.
+"""Has what MindSpore calls when AITURBO=1: checkpoints of its own training through holdfast's keepers and storage.
 
 MindSpore imports `aiturbo.checkpoint.aiturbo_mindspore` and `...aiturbo_mindspore_ckpt` then; the folder `front` beside
 this file holds packages of these names, which lead here. With that folder on PYTHONPATH a MindSpore script runs
@@ -56,7 +56,7 @@ Entries = Mapping[str, list[Any]]
 
 
 class Ckpt:
-    """What one rank holds of a checkpoint; the object that is saved.
+    """Holds what one rank holds of a checkpoint; the object that is saved.
 
     Attributes:
         name: as MindSpore names the checkpoint.
@@ -321,7 +321,7 @@ class CheckpointShmManager:
 
     @property
     def ckpoint_num(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
         return len(self._names)
 
     def update_ckpoint_filelist(self, directory: str, prefix: str) -> None:
@@ -345,7 +345,7 @@ class CheckpointShmManager:
             self.remove_ckpoint_file(str(self._names[0]))
 
     def keep_one_ckpoint_per_minutes(self, minutes: float, cur_time: float) -> None:
-        """Of the names made in the last `minutes` only the oldest stays."""
+        """Keep only the oldest of the names made in the last `minutes`."""
         recent = [path for path in self._names if cur_time - path.stat().st_mtime < 60 * minutes]
         for path in recent[1:]:
             self.remove_ckpoint_file(str(path))

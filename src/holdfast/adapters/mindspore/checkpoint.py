@@ -22,7 +22,7 @@ _WHAT = "checkpoint"
 def load_checkpoint(
     path: PathLike, *, choice_func: Callable[[str], bool] | None = None, crc_check: bool = True
 ) -> dict[str, Entry]:
-    """What a checkpoint holds, by name, in file order.
+    """Return what a checkpoint holds, by name, in file order.
 
     Args:
         path: a `.ckpt` or `.safetensors` file; it is read into memory whole, and tensors are views of that.

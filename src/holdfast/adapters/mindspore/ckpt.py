@@ -44,7 +44,7 @@ _TRAILER_BYTES = len(_TRAILER) + 10
 
 
 def decode_ckpt(data: bytes, where: str, *, crc_check: bool) -> dict[str, Entry]:
-    """What these bytes of a file hold, in file order.
+    """Return what these bytes of a file hold, in file order.
 
     Raises:
         CorruptError: not a checkpoint, or (with `crc_check`) not the bytes that its CRC says.

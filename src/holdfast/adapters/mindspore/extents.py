@@ -61,14 +61,14 @@ def _shard_extent(offsets: tuple[int, ...], lengths: tuple[int, ...], shard: int
 
 
 def extents_by_rank(layout: Layout, shape: Sequence[int], first_rank: int = 0) -> dict[int, Extent]:
-    """Which box of the tensor each rank of the stage holds. Raises UsageError as `slices_of`."""
+    """Return which box of the tensor each rank of the stage holds. Raises UsageError as `slices_of`."""
     return {rank: piece.extent for piece in slices_of(layout, shape, first_rank) for rank in piece.ranks}
 
 
 def shards_of_rank(
     strategy: Strategy, rank: int, shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, str]
 ) -> list[Shard]:
-    """What a rank holds of all parameters, and who holds the same.
+    """Return what a rank holds of all parameters, and who holds the same.
 
     Args:
         strategy: of one stage, or merged.

@@ -1,4 +1,4 @@
-"""How files of MindSpore are opened and replaced: bounded reads, private and atomic writes.
+"""Tells how files of MindSpore are opened and replaced: bounded reads, private and atomic writes.
 
 Errors of the file system pass as they come (OSError), as from any function that is given a path.
 """

@@ -34,7 +34,7 @@ _SEED = 0xC70F6907
 
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
-    """What a rank's group information file says.
+    """Holds what a rank's group information file says.
 
     Attributes:
         groups: communication groups by name, in file order: the ranks of each. The group of all ranks is not listed.
@@ -70,7 +70,7 @@ def read_group_info(path: PathLike) -> GroupInfo:
 
 
 def decode_group_info(data: bytes, where: str) -> GroupInfo:
-    """What these bytes of a group information file say. Raises CorruptError."""
+    """Return what these bytes of a group information file say. Raises CorruptError."""
     source = Source(data, where)
     values = decode(_MAP, source)
     groups: dict[str, list[int]] = {}

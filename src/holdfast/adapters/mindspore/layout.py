@@ -1,4 +1,4 @@
-"""How a parameter lies on the devices of a stage, in MindSpore's words.
+"""Tells how a parameter lies on the devices of a stage, in MindSpore's words.
 
 `dev_matrix` arranges the devices of a stage row-major in a box. Each dimension of the tensor names the axes of that box
 that split it, counted from the right; -1 is none. Several axes split one dimension as digits of one number, the first
@@ -87,14 +87,16 @@ class Layout:
 
     @property
     def is_lost_to_mindspore(self) -> bool:
-        """Whether MindSpore's rule for full optimizer sharding (all devices divided by the step) finds no holder."""
+        """Return whether MindSpore's rule for full optimizer sharding (all devices divided by the step) finds no
+        holder.
+        """
         if self.opt_weight_shard_size != FULLY:
             return False
         holders = self.num_devices // prod(self.num_slices)
         return holders % (self.num_devices // max(self.opt_weight_shard_step, 1)) != 0
 
     def slice_indices(self, device: int) -> tuple[int, ...]:
-        """Which slice along each tensor dimension the device holds, optimizer sharding not counted."""
+        """Return which slice along each tensor dimension the device holds, optimizer sharding not counted."""
         indices = []
         for axes in self.axes:
             index = 0
@@ -104,7 +106,7 @@ class Layout:
         return tuple(indices)
 
     def coordinate(self, device: int, axis: int) -> int:
-        """Where the device stands on an axis counted from the right."""
+        """Return where the device stands on an axis counted from the right."""
         below = prod(self.dev_matrix[len(self.dev_matrix) - axis :])
         return device // below % self.dev_matrix[-1 - axis]
 

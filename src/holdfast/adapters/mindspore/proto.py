@@ -254,7 +254,7 @@ def _encode_item(field: Field, item: Any) -> bytes:
 
 
 def prefix(number: int, length: int) -> bytes:
-    """What stands before `length` bytes of field `number`."""
+    """Return what stands before `length` bytes of field `number`."""
     return varint(number << 3 | _DELIMITED) + varint(length)
 
 

@@ -34,7 +34,7 @@ Files: TypeAlias = Mapping[Key, dict[int, Found]]
 
 
 class Copies:
-    """Who saves which slice. Collective: every rank makes one, of what it holds.
+    """Decides who saves which slice. Collective: every rank makes one, of what it holds.
 
     Args:
         group: all ranks.
@@ -65,7 +65,7 @@ class Copies:
 
 
 class Wanted:
-    """What this rank needs of a state, and where it is.
+    """Tells what this rank needs of a state, and where it is.
 
     Args:
         copies: who saves what.
@@ -107,7 +107,7 @@ class Wanted:
         return found
 
     def lacking(self, files: Mapping[int, Found]) -> list[str]:
-        """What none of the files holds, each with the ranks that saved it."""
+        """Return what none of the files holds, each with the ranks that saved it."""
         names = {rank: frozenset(found.proof.names or ()) for rank, found in files.items()}
         gone = [
             f"{shard.name} (saved by ranks {list(self._copies.holders(shard))})"
@@ -180,7 +180,7 @@ def _group(spelt: object, where: str) -> Group:
 
 
 def nothing_whole(key: Sequence[int], told: Sequence[tuple[Sequence[str], Sequence[str]]]) -> HoldfastError:
-    """Why no state can be loaded.
+    """Return why no state can be loaded.
 
     Args:
         key: the newest state there is anything of.

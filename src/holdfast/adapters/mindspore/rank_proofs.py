@@ -22,7 +22,7 @@ MAX_PROOF_BYTES = 64 << 20
 
 
 class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a file must be, in a file of its own.
+    """Says what a file must be, in a file of its own.
 
     Attributes:
         epoch, step: the state after this step of this epoch.
@@ -51,7 +51,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What is loaded: proved bytes by name of the slice, and numbers by the group that shares them."""
+    """Holds what is loaded: proved bytes by name of the slice, and numbers by the group that shares them."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
     data: dict[str, memoryview] = field(default_factory=dict)
@@ -66,17 +66,17 @@ def bundle_of(shards: Sequence[Shard]) -> Bundle:
 
 
 def slices_digest(shards: Sequence[Shard]) -> str:
-    """What `Proof.slices` is for a rank that holds these."""
+    """Return what `Proof.slices` is for a rank that holds these."""
     return fingerprint(bundle_of(shards))
 
 
 def names_in(directory: Path) -> list[str]:
-    """What lies in a directory, which need not be there; sorted."""
+    """Return what lies in a directory, which need not be there; sorted."""
     return sorted(os.listdir(directory)) if directory.is_dir() else []
 
 
 def read_proof(path: Path, named: tuple[int, int], slices: str) -> Proof:
-    """What the file beside `path` says of it.
+    """Return what the file beside `path` says of it.
 
     Args:
         path: of the slices.

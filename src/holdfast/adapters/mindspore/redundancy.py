@@ -1,4 +1,4 @@
-"""Who holds the same bytes, who saves what, and whose file replaces a lost one: MindSpore's rules.
+"""Decides who holds the same bytes, who saves what, and whose file replaces a lost one: MindSpore's rules.
 
 From layouts come redundancy groups per parameter; their intersection over all parameters is the list that
 `group_info.pb` carries; dealing the parameters of equal groups round decides who saves what. Names and answers are
@@ -120,7 +120,7 @@ def _groups_from(layout: Layout, first_rank: int, known: dict[tuple[Any, ...], G
 
 
 def remove_param_redundancy(redundancy: Redundancy, keep_redundancy: int = 1) -> dict[int, set[str]]:
-    """Who saves what, so that each parameter is saved by `keep_redundancy` ranks of each of its groups.
+    """Return who saves what, so that each parameter is saved by `keep_redundancy` ranks of each of its groups.
 
     Parameters with equal groups are dealt round the ranks of each group, in the order of `redundancy`; each further
     copy begins one rank later.

@@ -51,7 +51,7 @@ _WHAT = "strategy file"
 
 @dataclass(frozen=True, slots=True)
 class OperatorStrategy:
-    """How one operator's inputs are split: per input the number of slices along each dimension."""
+    """Tells how one operator's inputs are split: per input the number of slices along each dimension."""
 
     name: str
     stage: int
@@ -60,7 +60,7 @@ class OperatorStrategy:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """What a strategy file says.
+    """Holds what a strategy file says.
 
     Attributes:
         operators: in file order.
@@ -143,7 +143,7 @@ def _is_json(path: PathLike) -> bool:
 
 
 def decode_strategy(data: bytes, where: str) -> Strategy:
-    """What these bytes say, read as protocol buffers. Raises CorruptError."""
+    """Return what these bytes say, read as protocol buffers. Raises CorruptError."""
     source = Source(data, where)
     values = decode(_MAP, source)
     layouts: dict[str, Layout] = {}
@@ -227,7 +227,7 @@ def _values_of(layout: Layout) -> dict[str, Any]:
 
 
 def decode_json_strategy(data: bytes, where: str) -> Strategy:
-    """What these bytes say, read as JSON. Raises CorruptError."""
+    """Return what these bytes say, read as JSON. Raises CorruptError."""
     text = strategy_json.decode(data, where)
     layouts = {}
     for name, item in text.layouts.items():

@@ -39,7 +39,7 @@ class _Operator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What a JSON strategy file says, as plain values.
+    """Holds what a JSON strategy file says, as plain values.
 
     Attributes:
         operators: (stage, splits) by operator.

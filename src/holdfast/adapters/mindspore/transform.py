@@ -1,4 +1,4 @@
-"""Which source ranks a target rank needs when a checkpoint goes from one strategy to another: MindSpore's answer.
+"""Tells which source ranks a target rank needs when a checkpoint goes from one strategy to another: MindSpore's answer.
 
 MindSpore moves a parameter between layouts with slices and concatenations along axes of devices. It cuts the boxes of
 devices and the tensor of both layouts finer until both have the same boxes and the same dimensions; then an axis that

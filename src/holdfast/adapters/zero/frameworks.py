@@ -77,7 +77,7 @@ class Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """What the others find, with our lines behind its loading."""
+        """Return what the others find, with our lines behind its loading."""
         if name not in _KNOWN and name not in _TOLD:
             return None
         for finder in sys.meta_path:

@@ -1,4 +1,4 @@
-"""What every backend must do, as checks that any backend can be put through.
+"""Lists what every backend must do, as checks that any backend can be put through.
 
 `violations(make)` runs all of them, each on a fresh and empty root, and returns what was found, by the name of the
 check. No test framework is needed; with pytest, parametrize over CHECKS. Nothing here knows what is behind the verbs,
@@ -50,7 +50,7 @@ def violations(make: Callable[[], Backend]) -> dict[str, str]:
 
 
 def what_is_put_is_read(backend: Backend) -> None:
-    """Of any size, in any number of chunks, and as often as one likes."""
+    """Check that what is put is read: of any size, in any number of chunks, and as often as one likes."""
     for size in (0, 1, 4095, 4096, 4097, 70_001, (1 << 20) + 1):
         data = _bytes(size)
         for chunks in ([data], [data[: size // 2], data[size // 2 :]], [data[:1], data[1:]]):
@@ -123,7 +123,7 @@ def creating_once_means_once(backend: Backend) -> None:
 
 
 def of_racing_creators_one_wins(backend: Backend) -> None:
-    """With different bytes: one True, all others Fenced, and the winner's bytes are there."""
+    """Check that of racing creators one wins: one True, all others Fenced, and the winner's bytes are there."""
     for turn in range(3):
         name = f"v/race-{turn}"
         answers = _race(partial(_create_numbered, backend, name))
@@ -135,7 +135,7 @@ def of_racing_creators_one_wins(backend: Backend) -> None:
 
 
 def racing_creators_of_the_same_all_succeed(backend: Backend) -> None:
-    """With the same bytes nobody is fenced, and at most one is told to be the first."""
+    """Check that racing creators of the same bytes all succeed, and that at most one is told to be the first."""
     answers = _race(lambda _: backend.create("v/same", b"the commit", stamp=STAMP))
     _require(all(isinstance(answer, bool) for answer in answers), f"a creator of the same bytes failed: {answers}")
     _require(answers.count(True) == 1, f"{answers.count(True)} creators were the first")
@@ -161,7 +161,7 @@ def parts_are_read(backend: Backend) -> None:
 
 
 def what_is_not_there_is_not_found(backend: Backend) -> None:
-    """By VersionNotFound, which is another answer than StorageError."""
+    """Check that what is not there raises VersionNotFound, which is another answer than StorageError."""
     for name in ("nothing", "v/nothing"):
         _not_found(partial(backend.read, name), name)
         _not_found(partial(backend.read, name, offset=5, length=1), name)
@@ -248,7 +248,7 @@ CHECKS: dict[str, Check] = {
 
 
 class PlannedError(Exception):
-    """What goes wrong in the middle of a put that must leave nothing."""
+    """Goes wrong in the middle of a put that must leave nothing."""
 
 
 class _Failing:

@@ -1,4 +1,4 @@
-"""What every door for a framework must do, as checks that any door can be put through.
+"""Lists what every door for a framework must do, as checks that any door can be put through.
 
 A door is a training script that uses holdfast through one framework, and how it is started. The script knows nothing of
 the checks; it trains, and prints one line per step with a digest of its state (`telling.py` prints them, and a script
@@ -124,7 +124,7 @@ def with_all_memory_lost_it_goes_on_from_storage(door: Door, workshop: Workshop)
 
 
 def twins_are_known(door: Door, workshop: Workshop) -> None:
-    """What several ranks hold alike is stored once and listed for all of them."""
+    """Check that what several ranks hold alike is stored once and listed for all of them."""
     root = workshop.directory("undisturbed")
     if not _versions(door, root):
         workshop.run(door, Task(root, door.ranks, door.steps))

@@ -1,4 +1,4 @@
-"""What a door's script prints for the checks in `door.py`: where it starts, every step, and whole tensors.
+"""Defines what a door's script prints for the checks in `door.py`: where it starts, every step, and whole tensors.
 
 A script that must not import holdfast prints these lines itself; their form stands in `door.py`.
 """
@@ -26,14 +26,14 @@ def step(rank: int, number: int, tensors: Iterable[torch.Tensor]) -> None:
 
 
 def whole(rank: int, at: int, tensors: Iterable[torch.Tensor]) -> None:
-    """What the whole tensors are when step `at` comes next. Collective for DTensors; told by rank 0."""
+    """Tell what the whole tensors are when step `at` comes next. Collective for DTensors; told by rank 0."""
     found = digest(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     if rank == 0:
         _say(rank=rank, at=at, whole=found)
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """Of the bytes, dtypes and shapes of this rank's parts, in the order given."""
+    """Return a digest of the bytes, dtypes and shapes of this rank's parts, in the order given."""
     state = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().cpu().contiguous()

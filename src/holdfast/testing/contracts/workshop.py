@@ -1,4 +1,4 @@
-"""Where doors are put through their checks: processes that are started, heard, killed and cleaned up.
+"""Puts doors through their checks: processes that are started, heard, killed and cleaned up.
 
 One Workshop holds the directories of one door's checks and a runtime directory for the keepers. Everything that was
 started is ended by `close`: launchers and ranks with SIGKILL, keepers by the directory on their command line, so nothing
@@ -50,7 +50,7 @@ class Task:
 
 @dataclass(slots=True)
 class Told:
-    """What the ranks of one run printed.
+    """Holds what the ranks of one run printed.
 
     Attributes:
         starts: rank -> the step it went on with.

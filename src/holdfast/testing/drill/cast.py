@@ -69,7 +69,7 @@ class NurseryLine:
         self._forked.clear()
 
     def status_of(self, pid: int) -> int:
-        """How a child that is dead ended."""
+        """Return how a child that is dead ended."""
         while pid not in self._ended:
             self._receive()
         return self._ended.pop(pid)
@@ -108,7 +108,7 @@ def start_nursery(grounds: Sequence[Ground], sandbox: str) -> tuple[subprocess.P
 
 @dataclass(slots=True)
 class Cast:
-    """Who lives.
+    """Knows who lives.
 
     Attributes:
         members: the newest process of every name.
@@ -171,7 +171,7 @@ class Cast:
         return any(member.name == name for member in self.alive())
 
     def is_dying(self, member: Member) -> bool:
-        """Whether a process that is not dead yet will be: its threads take their time."""
+        """Return whether a process that is not dead yet will be: its threads take their time."""
         return _state(member.pid) in _DYING
 
     def send(self, member: Member, number: int) -> None:
@@ -190,7 +190,7 @@ class Cast:
             self.await_end(member, WAIT_S)
 
     def await_end(self, member: Member, timeout_s: float) -> bool:
-        """Whether the process ended within the time."""
+        """Return whether the process ended within the time."""
         if member.status is None:
             select.select([member.pidfd], [], [], timeout_s)
         self._reap()

@@ -188,7 +188,7 @@ def run(lanes: Lanes, trials: Iterable[Trial], progress: Progress) -> list[Outco
 
 
 def hunt(names: Sequence[str], seed: int, *, num_lanes: int, progress: Progress) -> list[Quarry]:
-    """For every planted bug trials that suit it, until it is found or its trials are used up."""
+    """Run, for every planted bug, trials that suit it, until it is found or its trials are used up."""
     with open_lanes(max(1, min(num_lanes, len(names)))) as lanes:
         return track_down(lanes, names, seed, progress)
 

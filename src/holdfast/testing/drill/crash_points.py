@@ -1,4 +1,4 @@
-"""Where and when a process of the drill dies: phases, points inside them, and the strike.
+"""Decides where and when a process of the drill dies: phases, points inside them, and the strike.
 
 Applied in forked children only. `Probe.watch` wraps the functions that make up a phase (save, seal, persist, ...) and
 the calls that change a file or a slot. It measures phases in trials without a kill, and carries out the strike of the
@@ -84,13 +84,13 @@ class Journal:
 
 
 class Field(Protocol):
-    """What a probe must know of the others."""
+    """Says what a probe must know of the others."""
 
     def pid_of(self, name: str) -> int:
         """The process id behind a name."""
 
     def orders(self) -> tuple[int, Strike | None]:
-        """Which life runs, and the strike that is planned for it; a keeper outlives several."""
+        """Return which life runs, and the strike that is planned for it; a keeper outlives several."""
 
 
 class Probe:

@@ -80,7 +80,7 @@ def make_template(kind: str, path: Path) -> Path:
 
 
 def cut_power(place: str, how: int) -> None:
-    """From now on nothing that is beneath `place` reaches the device; JOURNAL_LOST or JOURNAL_WRITTEN."""
+    """Cut the power: from now on nothing beneath `place` reaches the device; JOURNAL_LOST or JOURNAL_WRITTEN."""
     descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.ioctl(descriptor, _SHUTDOWN, struct.pack("I", how))

@@ -1,4 +1,4 @@
-"""What the processes of a lane share: one journal, one pipe per trainer for answers, one table of process ids.
+"""Holds what the processes of a lane share: one journal, one pipe per trainer for answers, one table of process ids.
 
 All of it exists before the first fork and is inherited, by fork or by number. Nothing here imports PyTorch.
 """
@@ -71,7 +71,7 @@ class Setup:
 
     @property
     def wait_s(self) -> float:
-        """How long this rank waits for a level."""
+        """Return how long this rank waits for a level."""
         return WAIT_STRUCK_S if self.plan.aim else WAIT_S
 
     @property
@@ -125,7 +125,7 @@ class Ground:
 
     @property
     def inherited(self) -> tuple[int, ...]:
-        """What a fresh interpreter is passed."""
+        """Return what a fresh interpreter is passed."""
         return (self.journal_w, self.table, *(fd for pair in self.answers for fd in pair))
 
     def enter_pid(self, name: str, pid: int) -> None:

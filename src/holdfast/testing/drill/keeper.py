@@ -33,7 +33,7 @@ def keeper(setup: Setup, ground: Ground, ready: int) -> int:
 
 
 def options_of(setup: Setup, ready: int) -> Namespace:
-    """What the command line would say; parsing one takes longer than forking."""
+    """Return what the command line would say; parsing one takes longer than forking."""
     config = setup.config
     own = {
         "root": setup.root, "run_id": config.run_id, "node": config.node, "runtime_dir": config.runtime_dir,

@@ -1,4 +1,4 @@
-"""What one trial of the crash drill came to; passed from a lane to the driver as JSON."""
+"""Holds what one trial of the crash drill came to; passed from a lane to the driver as JSON."""
 
 from __future__ import annotations
 

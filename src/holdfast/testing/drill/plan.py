@@ -1,4 +1,4 @@
-"""What a crash drill will do, drawn from a seed before anything runs: the same seed gives the same plan.
+"""Plans what a crash drill will do, drawn from a seed before anything runs: the same seed gives the same plan.
 
 A job of one or two ranks lives several times. Each life is a script of saves, and nearly each holds a strike: who dies,
 in which phase of whom, in which pass through it, and how deep in it. A strike and the coming back from it is a trial;
@@ -45,7 +45,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """Where the strike falls.
+    """Names where the strike falls.
 
     Attributes:
         phase: one of PHASES.

@@ -1,4 +1,4 @@
-"""What is planted in the trainers of the crash drill; see planted.py, which has the list."""
+"""Lists what is planted in the trainers of the crash drill; see planted.py, which has the list."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def plan(places: Mapping[tuple[str, bool], Sequence[Boundary]], seed: int) -> li
 
 
 def hunt(lanes: Lanes, names: Sequence[str], trials: Sequence[Trial], seed: int, progress: Progress) -> list[Quarry]:
-    """For every planted bug trials of the plan, drawn by the seed, until it is found or MAX_TRIALS are used up."""
+    """Run, for every planted bug, trials of the plan, drawn by the seed, until it is found or MAX_TRIALS are used up."""
     quarries = {name: Quarry(name, planted.BUGS[name].invariants) for name in names}
     outcomes: list[Outcome] = []
     for outcome in lanes.work(_until_found(quarries, trials, seed)):

@@ -1,4 +1,6 @@
-"""What the lane of a crash drill learns of a trial, fact by fact: the journal's lines as values that can be judged."""
+"""Holds what the lane of a crash drill learns of a trial, fact by fact: the journal's lines as values that can be
+judged.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from holdfast.testing.write_order import FileOp, NamedDurable
 
 @dataclass(slots=True)
 class Measured:
-    """How long phases last: (shape, actor, phase) -> what was seen in trials without a strike."""
+    """Remembers how long phases last: (shape, actor, phase) -> what was seen in trials without a strike."""
 
     seconds: dict[tuple[str, str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     points: dict[tuple[str, str, str], list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -58,7 +60,8 @@ class Measured:
 
 @dataclass(slots=True)
 class Tally:
-    """What is counted of one trial of a job: its strike's life and those up to the next one; the first has all before it.
+    """Counts one trial of a job: its strike's life and those up to the next one; the first has all
+    before it.
 
     Attributes:
         began: when, in seconds of the monotonic clock.

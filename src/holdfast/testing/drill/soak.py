@@ -66,7 +66,7 @@ class Soak:
             )
 
     def newest(self) -> dict[int, tuple[int, float]]:
-        """Of every rank, process and time of its newest step."""
+        """Return, of every rank, process and time of its newest step."""
         found = {}
         for rank in RANKS:
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -143,7 +143,7 @@ class Soak:
         return roles
 
     def grown(self) -> dict[str, tuple[int, int]]:
-        """Of everything that was sampled, its median in the second quarter and in the last."""
+        """Return, of everything that was sampled, its median in the second quarter and in the last."""
         quarter = len(self.samples) // 4
         found = {}
         for name in sorted({name for row in self.samples for name in row}):
@@ -194,7 +194,7 @@ class Soak:
 
 
 def too_fat(grown: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """What has grown by more than it may."""
+    """Return what has grown by more than it may."""
     return {
         name: (early, late)
         for name, (early, late) in grown.items()

@@ -1,4 +1,4 @@
-"""What makes the processes of a drill cheap to fork: one life of a job is lived before the first fork.
+"""Does what makes the processes of a drill cheap to fork: one life of a job is lived before the first fork.
 
 The nursery lives it as a trainer, the lane as its keeper, both in their own process. After that the caches that Python
 and PyTorch fill at first use are full (patterns, message types, lazy imports), and every child starts with them. Then

@@ -52,12 +52,12 @@ class Cell:
 
     @property
     def phase(self) -> str:
-        """Of PHASES: what the job is about when it is hurt."""
+        """Return the one of PHASES that the job is in when it is hurt."""
         return _PHASE_OF[self.where]
 
     @property
     def of_trainer(self) -> bool:
-        """Whether a trainer is struck, not a keeper."""
+        """Return whether a trainer is struck, not a keeper."""
         return self.where in _TRAINERS
 
 

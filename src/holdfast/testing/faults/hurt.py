@@ -77,7 +77,7 @@ class Wounds:
         self._root = root
 
     def strike(self, *where: str, size: int = 0) -> None:
-        """What is to happen at these places now."""
+        """Do what is to happen at these places now."""
         what, _, at = self._line().partition("@")
         if at not in where or what == "flip":
             return

@@ -57,7 +57,7 @@ LOG_LINES = 60
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a cell.
+    """Says what became of a cell.
 
     Attributes:
         acknowledged: levels that were named.
@@ -129,7 +129,7 @@ class Job:
 
     @contextlib.contextmanager
     def promised(self, invariant: str) -> Iterator[None]:
-        """What has to work and does not is a violation, not the end of the drill."""
+        """Make it a violation, and not the end of the drill, if what has to work does not."""
         try:
             yield
         except (HoldfastError, AssertionError) as error:

@@ -1,4 +1,4 @@
-"""Which cells find which planted bug, and what it breaks: the matrix on itself.
+"""Says which cells find which planted bug, and what it breaks: the matrix on itself.
 
 A bug counts as found if a cell reports one of its invariants broken, and the same cell reports none without it. What is
 planted in keepers stands in planted_keeper.py; those below are planted in the ranks that come back.

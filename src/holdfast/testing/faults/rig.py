@@ -106,7 +106,7 @@ class Rig:
         return Config(runtime_dir=str(self.base / "rt"), node_label=self.labels[node], **self.config)
 
     def keeper(self, node: int) -> Place:
-        """Where the node's keeper is; it is started if there is none."""
+        """Return where the node's keeper is; it is started if there is none."""
         place = ensure_keeper(self.root, self.config_of(node))
         self.pids.add(self.pid_of(place))
         return place
@@ -119,7 +119,7 @@ class Rig:
         return keeper.pid
 
     def hurt(self, node: int, what: str) -> None:
-        """From now on `what` is wrong with the node's keeper; nothing if it is empty. See testing.faults.hurt."""
+        """Hurt the node's keeper in `what` from now on; in nothing if it is empty. See testing.faults.hurt."""
         control = self.base / f"hurt{node}"
         control.with_suffix(".new").write_text(what)
         control.with_suffix(".new").rename(control)
@@ -151,7 +151,7 @@ class Rig:
             viewer.close()
 
     def address(self, node: int) -> str:
-        """Where other nodes find the keeper."""
+        """Return where other nodes find the keeper."""
         place = self.keeper(node)
         viewer = KeeperClient.connect(place.socket, job=place.job)
         try:
@@ -169,7 +169,7 @@ class Rig:
             viewer.close()
 
     def replicas(self, version: Version) -> str:
-        """Of which ranks every node has a replica of the version, in words; no keeper is started for it."""
+        """Return of which ranks every node has a replica of the version, in words; no keeper is started for it."""
         found = []
         for node, label in enumerate(self.labels):
             place = place_of(self.root, self.config_of(node))
@@ -198,7 +198,7 @@ class Rig:
         return self.incarnation
 
     def assembly(self) -> Assembly:
-        """What the ranks tell their keepers."""
+        """Return what the ranks tell their keepers."""
         lineage = tuple((n, v) for n, v in self.storage.lineage().items() if n < self.incarnation)
         addresses = tuple(self.address(node) for node in range(len(self.labels)))
         return Assembly(self.incarnation, self.root, self.job_id, self.topology, addresses, lineage=lineage)
@@ -252,7 +252,7 @@ class Trainer:
 
     @staticmethod
     def layout_of(rig: Rig, rank: int) -> RankLayout:
-        """What the rank registers."""
+        """Return what the rank registers."""
         return rank_layout(bundles_of(rig, rank), rank, rig.topology)
 
     @property

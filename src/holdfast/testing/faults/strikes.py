@@ -1,4 +1,4 @@
-"""How a cell hurts its job: `arm` before the saves that are made meanwhile, `disarm` when everything heals.
+"""Tells how a cell hurts its job: `arm` before the saves that are made meanwhile, `disarm` when everything heals.
 
 What is wrong with a keeper stands in its control file (hurt.py). Beside that: a trainer is struck in its save, files and
 memory are damaged at rest, descriptors are taken away, strangers come to the socket, a rank leaves a save out.
@@ -57,7 +57,7 @@ def arm(cell: Cell, rig: Rig, pids: list[int], ranks: list[Rank]) -> Step:
 
 
 def saves(cell: Cell, rank: int, step: int, *, first: int, last: int) -> tuple[int | None, str, int]:
-    """What a rank saves instead of the step (None: nothing), how it is struck in it, and the salt of its bytes."""
+    """Return what a rank saves instead of the step (None: nothing), how it is struck in it, and the salt of its bytes."""
     mine = rank == cell.node and step == first + 1
     strike = f"{cell.what}@{cell.where}" if cell.of_trainer and mine else ""
     if cell.what == "skip" and mine:
@@ -68,7 +68,7 @@ def saves(cell: Cell, rank: int, step: int, *, first: int, last: int) -> tuple[i
 
 
 def meanwhile(cell: Cell, rig: Rig) -> list[Violation]:
-    """What strangers do to the socket while the job saves, and what they were granted that they must not be."""
+    """Return what strangers do to the socket while the job saves, and what they were granted that they must not be."""
     place = rig.keeper(cell.node)
     if cell.what == "garbage":
         for data in (

@@ -1,4 +1,5 @@
-"""What a simulated recovery knows, and whether what it chose is good: the facts for core.recovery, and the truth beside.
+"""Tells what a simulated recovery knows, and whether what it chose is good: the facts for core.recovery, and the truth
+beside.
 
 Called by testing.simulator.job.
 """
@@ -19,7 +20,7 @@ from holdfast.testing.simulator.observer import Observer
 
 
 class Job(Protocol):
-    """What of the job a recovery looks at."""
+    """Holds what of the job a recovery looks at."""
 
     keepers: list[Keeper]
     layouts: dict[int, RankLayout]
@@ -59,7 +60,7 @@ def older(job: Job, newest: Version | None, quarantine: Quarantine) -> Version |
 
 
 def bad_copies(job: Job, choice: Choice, facts: Facts) -> set[tuple[Version, str, int | None]]:
-    """Of the copies that ranks would load, those whose bytes are not what was sealed.
+    """Return, of the copies that ranks would load, those whose bytes are not what was sealed.
 
     Raises:
         Violation: bytes would be loaded that are not what was saved (S5).

@@ -32,7 +32,7 @@ class Curse:
 
 
 class Climb:
-    """Of one job.
+    """Climbs back from storage alone, for one job.
 
     Args:
         recover: brings the job back, with the reason.

@@ -65,5 +65,5 @@ class Clock:
 
     @property
     def digest(self) -> str:
-        """Of everything that was said."""
+        """Return a digest of everything that was said."""
         return self._digest.hexdigest()

@@ -227,7 +227,7 @@ class Job:
         persisting.take_in(self, keeper, node, facts)
 
     def carry_out(self, keeper: Keeper, actions: Sequence[Announcement | CommitOrder]) -> None:
-        """What the board concluded."""
+        """Carry out what the board concluded."""
         for action in actions:
             if isinstance(action, CommitOrder):
                 persisting.commit(self, keeper, action)

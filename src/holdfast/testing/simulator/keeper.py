@@ -32,13 +32,13 @@ class Held:
 
     @property
     def intact(self) -> bool:
-        """Whether the bytes are what the header says."""
+        """Return whether the bytes are what the header says."""
         return self.seals == self.content
 
 
 @dataclass(slots=True)
 class Desk:
-    """What the coordinating keeper has on its desk."""
+    """Holds what the coordinating keeper has on its desk."""
 
     board: Board
     incarnation: int

@@ -25,11 +25,11 @@ class Network:
     _last: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def is_open(self, source: int, target: int) -> bool:
-        """Whether bytes go that way now."""
+        """Return whether bytes go that way now."""
         return source == target or not self.cut.get((source, target))
 
     def both_ways(self, one: int, other: int) -> bool:
-        """Whether two nodes can talk."""
+        """Return whether two nodes can talk."""
         return self.is_open(one, other) and self.is_open(other, one)
 
     def send(
@@ -68,7 +68,7 @@ class Network:
 
 @dataclass(slots=True)
 class Storage:
-    """What every node can reach, unless it is down: parts, manifests, incarnations. Create-once and fenced.
+    """Holds what every node can reach, unless it is down: parts, manifests, incarnations. Create-once and fenced.
 
     Attributes:
         parts: (version, node that wrote) -> bundles and their digests.
@@ -89,7 +89,7 @@ class Storage:
     acked: Version | None = None
 
     def seconds(self) -> float:
-        """How long a write takes now."""
+        """Return how long a write takes now."""
         return self.clock.chance.uniform(0.05, 0.4) * self.slow
 
     def commit(self, version: Version, content: dict[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""What nobody in the cluster can see: the truth about every copy, and the promises that are judged by it.
+"""Knows what nobody in the cluster can see: the truth about every copy, and the promises that are judged by it.
 
 No decision uses any of this. A promise that does not hold raises Violation with its number in the protocol. Called by
 testing.simulator.job at the moment that something is said, written or taken away.
@@ -61,7 +61,7 @@ class Observer:
             self.nodes_of.setdefault((version, bundle_id), set()).add(node)
 
     def is_complete(self, version: Version, keepers: Sequence[Keeper]) -> bool:
-        """Whether every rank holds it sealed at this moment."""
+        """Return whether every rank holds it sealed at this moment."""
         return all(keeper.find(rank, version) is not None for keeper in keepers for rank in keeper.ranks)
 
     def check_kept(self, keepers: Sequence[Keeper]) -> None:

@@ -44,14 +44,14 @@ class Job(Protocol):
         """Facts to the coordinator."""
 
     def carry_out(self, keeper: Keeper, actions: Sequence[Action]) -> None:
-        """What the board concluded."""
+        """Carry out what the board concluded."""
 
     def broken(self, invariant: str, what: str) -> None:
         """A promise does not hold."""
 
 
 def heard(job: Job, keeper: Keeper, news: Announcement) -> None:
-    """What the coordinator says of a version on its way to storage, and of those who write it."""
+    """Hear what the coordinator says of a version on its way to storage, and of those who write it."""
     now, version, ledger = job.clock.now_s, news.version, keeper.ledger
     if ledger is None or version.incarnation != ledger.incarnation:
         return
@@ -70,7 +70,7 @@ def heard(job: Job, keeper: Keeper, news: Announcement) -> None:
 
 
 def take_in(job: Job, keeper: Keeper, node: int, facts: Reports) -> None:
-    """What a node reports of its writing."""
+    """Take in what a node reports of its writing."""
     assert keeper.desk is not None
     board = keeper.desk.board
     for part in facts.parts:

@@ -1,4 +1,5 @@
-"""What the trainers of the simulated job hold beside their slots: the live state of a step, and notes of the last two.
+"""Holds what the trainers of the simulated job hold beside their slots: the live state of a step, and notes of the last
+two.
 
 A step of a rank is an update that takes a moment, then a note. A rank that is interrupted in between holds nothing that
 may be gone on from. Its device is behind: it has the noted state only a moment later, and if the job breaks off before, it
@@ -24,7 +25,7 @@ LAG_S = 0.2
 
 @dataclass(slots=True)
 class Memory:
-    """Of one rank.
+    """Is the memory of one rank.
 
     Attributes:
         truth: the version whose parameters lie here; None: something between two, or nothing.
@@ -65,13 +66,13 @@ class Memory:
         self.torn = self.behind = False
 
     def offer(self) -> Offer:
-        """As train.remains makes it, from what the process itself can know."""
+        """Return the offer as train.remains makes it, from what the process itself can know."""
         live = None if self.torn else self.noted
         return Offer(live, tuple(self.notes), "" if live else "it holds nothing whole")
 
 
 class Memories:
-    """Of all ranks."""
+    """Holds the memories of all ranks."""
 
     def __init__(self, ranks: Iterable[int], table: Sequence[BundleRef]) -> None:
         self.of = {rank: Memory() for rank in ranks}

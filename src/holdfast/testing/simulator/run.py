@@ -26,7 +26,7 @@ CALM_S = 12.0
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a seed."""
+    """Says what became of a seed."""
 
     seed: int
     digest: str
@@ -232,7 +232,7 @@ class Striker:
         return True
 
     def curse(self) -> bool:
-        """From now on one rank dies at one step: because of the newest version, or whatever it comes from."""
+        """Let one rank die at one step from now on: because of the newest version, or whatever it comes from."""
         job, chance = self.job, self.job.clock.chance
         if job.climb.curse is not None:
             return False

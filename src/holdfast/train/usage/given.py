@@ -1,4 +1,4 @@
-"""What was given to a Checkpointer, by identity: which objects and which memory are in every version."""
+"""Knows what was given to a Checkpointer, by identity: which objects and which memory are in every version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What one look at the names of a loop finds that may be in no version: each with a token that is equal as long as it is.
+"""Tells what one look at the names of a loop finds that may be in no version: each with a token that is equal as long
+as it is.
 
 Pure but for what it is asked to look at; what of it is told is the observer's.
 """

@@ -1,4 +1,4 @@
-"""What `ModelCheckpoint`, `save_checkpoint` and `load_checkpoint` of MindSpore call."""
+"""Has what `ModelCheckpoint`, `save_checkpoint` and `load_checkpoint` of MindSpore call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `ModelCheckpoint` of MindSpore counts checkpoints with."""
+"""Has what `ModelCheckpoint` of MindSpore counts checkpoints with."""
 
 from __future__ import annotations
 
