@@ -96,6 +96,9 @@ def _own_memory_files() -> set[str]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests that need more than ten seconds")
+    parser.addoption(
+        "--card", default="cuda", help="what tests marked gpu run on; sim: the simulated device, in this process"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -115,16 +118,16 @@ def _deals_out(config: pytest.Config) -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        for reason in _reasons_to_skip(item, slow=config.getoption("--slow")):
+        for reason in _reasons_to_skip(item, slow=config.getoption("--slow"), card=config.getoption("--card")):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def _reasons_to_skip(item: pytest.Item, *, slow: bool) -> Iterator[str]:
+def _reasons_to_skip(item: pytest.Item, *, slow: bool, card: str) -> Iterator[str]:
     if item.get_closest_marker("slow") and not slow:
         yield "takes more than ten seconds; run with --slow"
     if item.get_closest_marker("root") and os.geteuid() != 0:
         yield "needs root"
-    if item.get_closest_marker("gpu") and not Path("/dev/nvidiactl").exists():
+    if item.get_closest_marker("gpu") and card == "cuda" and not Path("/dev/nvidiactl").exists():
         yield "needs a CUDA device"
     if item.get_closest_marker("device") and (reason := device_kit.unavailable()):
         yield reason
@@ -179,6 +182,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("left behind by the tests (this fails the run)", red=True)
         for line in left:
             terminalreporter.line(line)
+
+
+@pytest.fixture
+def card(request: pytest.FixtureRequest) -> str:
+    """The kind of device that a test marked gpu runs on (`--card`)."""
+    kind = request.config.getoption("--card")
+    if kind == "sim":
+        from holdfast.testing import device
+
+        device.load()
+    return str(kind)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
-from benchmarks.gpu.card import MIB, Card, Figure, NotHere, host_seconds
+from benchmarks.gpu.card import MIB, Card, Figure, host_seconds
 from benchmarks.gpu.state import Training
 from benchmarks.gpu.training import _environment
 
@@ -22,22 +22,27 @@ def card_itself(card: Card) -> list[Figure]:
     before = card.free_bytes()
     torch.ones(1, device=card.device).add_(1)
     card.synchronize()
-    figures = [Figure("first_kernel_bytes", (before - card.free_bytes()) / MIB, "MiB")]
-    if card.is_simulated:
-        return figures
-    files = ["tests/train/test_state.py", "tests/train/test_capture.py", "tests/train/test_device_pace.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:xdist", "-p", "no:cacheprovider", *files]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False, env=_environment(card.directory)
-    )
-    counted = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
-    if not counted:
-        raise RuntimeError(done.stdout[-1500:] + done.stderr[-500:])
+    passed, failed = _tests(card, "test_state.py", "test_capture.py")
     return [
-        *figures,
-        Figure("gpu_tests_passed", float(counted.get("passed", 0)), "tests", ">= 5"),
-        Figure("gpu_tests_failed", float(counted.get("failed", 0) + counted.get("error", 0)), "tests", "<= 0"),
+        Figure("first_kernel_bytes", (before - card.free_bytes()) / MIB, "MiB"),
+        Figure("gpu_tests_passed", passed, "tests", ">= 4"),
+        Figure("gpu_tests_failed", failed, "tests", "<= 0"),
     ]
+
+
+def _tests(card: Card, *files: str) -> tuple[float, float]:
+    """How many tests of these files that need a card pass on it, and how many fail."""
+    # The project's own settings name plugins that a machine with a card need not have.
+    settings = ["-oaddopts=--import-mode=importlib", "-ofilterwarnings=default", "-pno:timeout", "-pno:xdist"]
+    command = [sys.executable, "-m", "pytest", "-q", *settings, "-pno:cacheprovider", "-m", "gpu", "--card", card.kind]
+    done = subprocess.run(
+        [*command, *(f"tests/train/{file}" for file in files)],
+        cwd=ROOT, capture_output=True, text=True, timeout=150, check=False, env=_environment(card.directory),
+    )  # fmt: skip
+    counted = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
+    if not counted or not (done.returncode == 0 or counted.get("failed") or counted.get("error")):
+        raise RuntimeError(done.stdout[-1500:] + done.stderr[-500:])
+    return float(counted.get("passed", 0)), float(counted.get("failed", 0) + counted.get("error", 0))
 
 
 def graphs(card: Card) -> list[Figure]:
@@ -45,14 +50,7 @@ def graphs(card: Card) -> list[Figure]:
     training = Training(card, card.directory, num_bytes=card.size(64 * MIB, MIB), num_tensors=8)
     training.prove()
     late = training.checkpointer.events.counters().get("late_copied_bytes", 0)
-    graph = torch.cuda.CUDAGraph() if card.kind == "cuda" else torch.accelerator.Graph()
-    if card.kind == "cuda":
-        with torch.cuda.graph(graph):
-            training.step()
-    else:
-        graph.capture_begin()
-        training.step()
-        graph.capture_end()
+    graph = card.captured(training.step)
     wrong = 0
     for _ in range(5):
         expected = [tensor.clone() for tensor in training.state()]
@@ -74,13 +72,11 @@ def graphs(card: Card) -> list[Figure]:
 
 def pace(card: Card) -> list[Figure]:
     """Copies inside the waits of a pipeline: the test that needs a card for it."""
-    if card.is_simulated:
-        raise NotHere("the tests of the simulated device have it")
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:xdist", "tests/train/test_device_pace.py"]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, env=_environment(card.directory)
-    )
-    return [Figure("pace_tests_failed", float(done.returncode != 0), "runs", "<= 0")]
+    passed, failed = _tests(card, "test_device_pace.py")
+    return [
+        Figure("pace_tests_passed", passed, "tests", ">= 1"),
+        Figure("pace_tests_failed", failed, "tests", "<= 0"),
+    ]
 
 
 COMPILE = """
@@ -93,22 +89,23 @@ print(time.perf_counter() - began)
 
 
 def compiled(card: Card) -> list[Figure]:
-    """Compiled code comes back from the archive."""
-    if card.is_simulated:
-        raise NotHere("the simulated device has no compiler of kernels")
+    """Compiled code comes back from the archive. Nobody compiles kernels for the simulated device: there it is the host's."""
     from holdfast.train.compile_cache import CompileCache  # noqa: PLC0415
 
     def seconds(place: str) -> float:
         environ = _environment(card.directory)
         cache = CompileCache(str(card.directory / "archive"), card.directory / place, environ)
         cache.fetch()
-        command = [sys.executable, "-c", COMPILE, card.kind]
+        command = [sys.executable, "-c", COMPILE, "cpu" if card.is_simulated else card.kind]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, env=environ)
         cache.keep()
         return float(done.stdout.split()[-1])
 
     first, second = seconds("a"), seconds("b")
-    return [Figure("second_over_first_compile", second / first, "ratio", "<= 0.3"), Figure("first_compile", first, "s")]
+    return [
+        Figure("second_over_first_compile", second / first, "ratio", "<= 0.3" if not card.small else ""),
+        Figure("first_compile", first, "s"),
+    ]
 
 
 FAULT = """
@@ -119,14 +116,13 @@ if sys.argv[1] == "sim":
 from holdfast.train import devices
 x = torch.zeros(4, device=sys.argv[1])
 assert devices.healthy(20.0)
+try:
+    x[torch.tensor([1 << 40], device=x.device)]
+    torch.accelerator.synchronize()
+except (RuntimeError, IndexError):  # the simulated device looks before it asks its kernel
+    pass
 if sys.argv[1] == "sim":
     device.fault()
-else:
-    try:
-        x[torch.tensor([1 << 40], device=x.device)]
-        torch.accelerator.synchronize()
-    except RuntimeError:
-        pass
 sys.exit(0 if not devices.healthy(20.0) else 3)
 """
 

@@ -77,14 +77,27 @@ class Card:
 
     def sleep(self, seconds: float) -> None:
         """Queues a kernel that lasts so long on the current stream."""
-        if self._simulated is not None:
-            self._simulated.sleep(seconds)
+        if self.is_simulated:
+            self.simulated.sleep(seconds)
             return
         if not self._cycles_per_s:
             cycles = 10**8
             torch.cuda._sleep(cycles)  # the first one loads it
             self._cycles_per_s = cycles / self.seconds(lambda: torch.cuda._sleep(cycles))
         torch.cuda._sleep(int(seconds * self._cycles_per_s))
+
+    def captured(self, work: Callable[[], object]) -> Any:
+        """Returns a graph of what `work` queues; `replay()` queues it again."""
+        if self.kind != "cuda":
+            graph = torch.accelerator.Graph()
+            graph.capture_begin()
+            work()
+            graph.capture_end()
+            return graph
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return graph
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize()

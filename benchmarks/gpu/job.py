@@ -1,6 +1,6 @@
 """The job of some checks: job.py DEVICE DIRECTORY KIND AT. Prints how it ends.
 
-KIND is `plain` (one process, killed at step AT), `ranks` (under the launcher, DDP over gloo; the last rank is killed once at
+KIND is `plain` (one process, killed at step AT), `ranks` (under the launcher, DDP; the last rank is killed once at
 step AT) or `hang` (its device stands still for a minute instead). AT is 0: nobody is hurt.
 """
 
@@ -16,10 +16,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from benchmarks.gpu.card import Card
 from torch.nn.parallel import DistributedDataParallel
 
 DEVICE, DIRECTORY, KIND, AT = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 STEPS = 12
+# Ranks share a card, which NCCL refuses; gloo takes tensors of CUDA, and of nothing else. None: what torch has for it.
+BACKENDS = {"cuda": "gloo", "sim": "cpu:gloo,sim:simccl"}
 
 if DEVICE == "sim":
     from holdfast.testing import device as simulated
@@ -32,10 +35,7 @@ from holdfast.testing.gpt import ByteGPT, Shape  # noqa: E402
 
 def still(place: torch.device) -> None:
     """The device does nothing for a minute."""
-    if DEVICE == "sim":
-        simulated.sleep(60.0)
-    else:
-        torch.cuda._sleep(60 * 10**9)
+    Card(DEVICE, small=False, directory=DIRECTORY).sleep(60.0)
     torch.zeros(1, device=place).item()
 
 
@@ -55,15 +55,10 @@ def main() -> None:
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     place = torch.device(DEVICE, 0)  # ranks share a card
     if size > 1:
-        dist.init_process_group("gloo")
+        dist.init_process_group(BACKENDS.get(DEVICE))
     torch.manual_seed(7 + rank)
     inner = ByteGPT(Shape(width=32, layers=2, heads=2, context=16, dropout=0.1)).to(place)
-    if size > 1:
-        for parameter in inner.parameters():  # gloo takes tensors of a card through the host
-            host = parameter.detach().cpu()
-            dist.broadcast(host, 0)
-            parameter.data.copy_(host)
-    model = inner if size == 1 or DEVICE != "cuda" else DistributedDataParallel(inner)
+    model = DistributedDataParallel(inner) if size > 1 else inner
     optimizer = torch.optim.AdamW(inner.parameters(), lr=1e-3, fused=True)
     scaler = torch.amp.GradScaler(DEVICE, init_scale=256.0)
     config = holdfast.Config(every="1", durable_every="0", linger_s=20.0)
@@ -78,12 +73,6 @@ def main() -> None:
         batch = torch.randint(0, 256, (2, 17), generator=generator).to(place)
         loss = model(batch[:, :-1], batch[:, 1:])
         scaler.scale(loss).backward()
-        if size > 1 and model is inner:
-            for parameter in inner.parameters():
-                assert parameter.grad is not None
-                host = parameter.grad.cpu()
-                dist.all_reduce(host)
-                parameter.grad.copy_(host / size)
         hurt(step, place, rank, size)
         scaler.step(optimizer)
         scaler.update()

@@ -28,7 +28,7 @@ def slowdown(card: Card) -> list[Figure]:
         width=card.size(2048, 32), layers=card.size(20, 1), heads=card.size(16, 2), context=card.size(1024, 16)
     )
     torch.manual_seed(0)
-    model = ByteGPT(shape).to(card.device, torch.float32 if card.small else torch.bfloat16)
+    model = ByteGPT(shape).to(card.device, torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     batch = torch.randint(0, 256, (card.size(8, 2), shape.context + 1), device=card.device)
 
@@ -162,7 +162,7 @@ def killed_holder(card: Card) -> list[Figure]:
 
 
 def survivor(card: Card) -> list[Figure]:
-    """Two ranks on one card over gloo, one is killed: the other keeps its process and its context; the end is exact."""
+    """Two ranks on one card, one is killed: the other keeps its process and its context; the end is exact."""
     truth, _ = _job(card, card.directory / "truth", "ranks", 0, ranks=2)
     back, _ = _job(card, card.directory / "hurt", "ranks", 7, ranks=2)
     return [

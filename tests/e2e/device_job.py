@@ -298,7 +298,8 @@ def main() -> None:
     hurt(AT, "start")
     job = KINDS[KIND](place)
     staging.TAKE_S = 5.0
-    config = holdfast.Config(linger_s=2.0)
+    # On a busy machine a script that begins again needs more than seconds to come to the keeper that has its state.
+    config = holdfast.Config(linger_s=60.0)
     checkpointer = holdfast.Checkpointer(
         DIRECTORY, model=job.model, optimizer=job.optimizer, config=config, **job.objects
     )

@@ -90,6 +90,8 @@ with open(here / f"children{rank}", "a+") as file:
     quiet = subprocess.DEVNULL
     child = subprocess.Popen(["sleep", "600"], stdin=quiet, stdout=quiet, stderr=quiet)
     file.write(f"{child.pid}\\n")
+    import atexit
+    atexit.register(child.kill)  # what a good end leaves is left
 """
 
 

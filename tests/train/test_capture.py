@@ -282,11 +282,11 @@ def test_comparison_is_bitwise_on_any_layout() -> None:
 
 
 @pytest.mark.gpu
-def test_copies_from_a_gpu_hold_the_state_at_the_call_whatever_the_stream_does_next() -> None:
+def test_copies_from_a_gpu_hold_the_state_at_the_call_whatever_the_stream_does_next(card: str) -> None:
     from holdfast.train.copies import SideStreams
 
     streams = SideStreams()
-    source = torch.ones(8 << 20, device="cuda")
+    source = torch.ones(8 << 20, device=card)
     with slot_of(source.nbytes) as slot:
         streams.pin(slot, source.device)
         target = torch.frombuffer(slot.view, dtype=torch.float32)[: source.numel()]

@@ -198,8 +198,8 @@ def test_the_speed_of_a_device_and_the_spans_of_its_copies_come_from_its_own_clo
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_read_wait_by_wait_as_it_was_at_the_call() -> None:
-    streams, source = SideStreams(), torch.ones(8 << 20, device="cuda")
+def test_a_gpu_is_read_wait_by_wait_as_it_was_at_the_call(card: str) -> None:
+    streams, source = SideStreams(), torch.ones(8 << 20, device=card)
     target, told = torch.zeros(8 << 20).pin_memory(), []
     for value in range(5):
         source.fill_(value)

@@ -300,6 +300,116 @@ def test_ranks_that_hang_on_several_nodes_are_not_given_the_whole_grace(
     assert job.logs().count("they are not waited for any longer") == 2 - len(saves)
 
 
+# Children that the script forks: by an exit code, by an error of its own, off the last line.
+FORKS = """
+import os, pathlib, sys
+from holdfast.train import beats
+here, codes = pathlib.Path(os.environ["HERE"]), []
+for how in ("three", "error", "off"):
+    pid = os.fork()
+    if pid == 0:
+        (here / how).write_text(str(beats._hooks.mine()))
+        if how == "three": sys.exit(3)
+        if how == "error": raise ValueError("of the child")
+        break
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+else:
+    (here / "codes").write_text(str(codes))
+"""
+
+
+def test_a_process_that_the_script_forks_ends_as_in_plain_python_and_speaks_for_no_rank(tmp_path: Path) -> None:
+    done = launch(tmp_path, FORKS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "codes").read_text() == "[3, 1, 0]"
+    assert "ValueError: of the child" in done.stderr
+    assert [(tmp_path / how).read_text() for how in ("three", "error", "off")] == ["None"] * 3
+
+
+# As the manual of `signal` has it: the signal is blocked first, and one thread waits for it.
+WAITS_FOR_SIGNAL = """
+import os, pathlib, signal, threading
+here, rank = pathlib.Path(os.environ["HERE"]), os.environ["RANK"]
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+def save():
+    signal.sigwait({signal.SIGTERM})
+    (here / ("saved" + rank)).touch()
+thread = threading.Thread(target=save)
+thread.start()
+(here / ("hangs" + rank)).touch()
+thread.join()
+"""
+
+
+def test_a_signal_that_the_script_blocks_reaches_no_thread_of_ours(tmp_path: Path) -> None:
+    code, said, _ = end(tmp_path, WAITS_FOR_SIGNAL, "--shutdown-timeout=30")
+    assert code == 0, said[-3000:]
+    assert {path.name for path in tmp_path.glob("saved*")} == {"saved0", "saved1"}
+
+
+def test_a_launcher_whose_standard_files_are_closed_runs_its_job(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os; print('heard'); open(os.environ['HERE'] + '/ran', 'w').close()")
+    environment = {**os.environ, "HERE": str(tmp_path), "HOLDFAST_RUNTIME_DIR": str(tmp_path / "run")}
+    start = "from holdfast.tools.cli import main; main()"
+    command = [sys.executable, "-c", start, "run", "--standalone", "script.py"]
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command]
+    assert subprocess.run(closed, cwd=tmp_path, env=environment, timeout=120, check=False).returncode == 0
+    assert (tmp_path / "ran").exists()
+
+
+# Rank 1 is killed once while both hold shared memory under a name of their own.
+SHARES = """
+import os, pathlib, signal
+from multiprocessing.shared_memory import SharedMemory
+here, rank = pathlib.Path(os.environ["HERE"]), os.environ["RANK"]
+memory = SharedMemory(here.name + rank, create=True, size=64)
+if rank == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+memory.close()
+memory.unlink()
+"""
+
+
+def test_shared_memory_of_a_killed_rank_is_removed_before_its_successor_begins(tmp_path: Path) -> None:
+    done = launch(tmp_path, SHARES, "--nproc-per-node=2", "--max-restarts=1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert not list(Path("/dev/shm").glob(tmp_path.name + "*"))
+
+
+# Ranks take a lock one after the other that ends with their process, and leave a child behind that outlives them.
+LOCKS = """
+import fcntl, os, pathlib, subprocess, sys, time
+if os.environ.get("GROUP"):
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+here, rank = os.environ["HERE"], os.environ["RANK"]
+lock = open(here + "/lock", "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+__builtins__.profile = print
+profile(*sys.orig_argv[1:], __annotations__)
+upload = f"while [ ! -e {here}/over ]; do sleep 0.1; done; echo done > {here}/uploaded{rank}"
+subprocess.Popen(["sh", "-c", upload], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+"""
+
+
+def test_a_rank_without_a_group_ends_with_its_script_and_what_it_left_running_goes_on(tmp_path: Path) -> None:
+    """Another rank may wait for just that end; and an upload in the background is nobody's to kill."""
+    done = launch(tmp_path, LOCKS, "--nproc-per-node=2")
+    (tmp_path / "over").touch()
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("-u script.py {}") == 2, "a script finds its own command, and `__main__` of an interpreter"
+    wait_for(lambda: all((tmp_path / f"uploaded{rank}").exists() for rank in range(2)), "what was left running", str)
+
+
+@pytest.mark.slow
+def test_a_rank_that_keeps_its_group_is_let_go_after_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUP", "1")
+    done = launch(tmp_path, LOCKS, "--nproc-per-node=2", seconds=150)
+    (tmp_path / "over").touch()
+    assert done.returncode == 0, done.stderr[-3000:]
+    wait_for(lambda: all((tmp_path / f"uploaded{rank}").exists() for rank in range(2)), "what was left running", str)
+
+
 # A rank that saves when it is told to end, and is stopped before.
 STOPPED = """
 import os, pathlib, signal, sys, time

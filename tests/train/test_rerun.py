@@ -44,7 +44,7 @@ def test_many_runs_in_one_process_leave_nothing_behind(tmp_path: Path, count: in
 
 # Leaves behind whatever a script may leave: what it was given is what it finds when it is run again.
 UNTIDY = """
-import json, os, random, signal, sys
+import json, os, random, resource, signal, sys, tempfile
 import torch
 import own, json.tool
 own.runs += 1
@@ -52,7 +52,8 @@ facts = {
     "own": own.runs, "torch": torch.rand(1).item(), "cwd": os.getcwd(), "path": sys.path[:2], "argv": sys.argv[:2],
     "term": str(signal.getsignal(signal.SIGTERM)), "mine": os.environ.get("MINE"), "threads": torch.get_num_threads(),
     "dtype": str(torch.get_default_dtype()), "grad": torch.is_grad_enabled(), "hook": str(sys.excepthook),
-    "library": id(json.tool),
+    "library": id(json.tool), "limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0], "mask": os.umask(0o27),
+    "temporary": tempfile.gettempdir(),
 }
 with open(sys.argv[1], "a") as file:
     file.write(json.dumps(facts) + "\\n")
@@ -62,6 +63,9 @@ torch.set_grad_enabled(False)
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(3)
 os.environ["MINE"] = "left"
+tempfile.tempdir = os.path.dirname(sys.argv[1])
+limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit[0] - 100, limit[1]))
 os.chdir("/")
 sys.path.insert(0, "/nowhere")
 sys.excepthook = print

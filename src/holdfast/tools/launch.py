@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from holdfast.base import program
 from holdfast.base.errors import UsageError
+from holdfast.base.standard_files import open_standard_files
 
 PROGRAMS = {
     "run": "holdfast.adapters.run",
@@ -43,6 +44,7 @@ def become(name: str, arguments: Sequence[str]) -> NoReturn:
         raise UsageError(
             f"`holdfast {name}` needs {' and '.join(missing)}", remedy="pip install 'holdfast[testing]' brings them"
         )
+    open_standard_files()
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, program.command(PROGRAMS[name], *arguments))

@@ -58,6 +58,8 @@ DIES_S = 60.0
 SPARE_DELAY_S = 1.0
 # How long a rank may be without a process because none can be forked.
 VACANT_S = 600.0
+# How long a worker that has finished keeps its process and its groups. The others may wait for the end of just that process.
+RELEASE_S = 60.0
 # How often it is said which workers are awaited at the end of the job.
 SAY_S = 60.0
 # How often other launchers of a job that was told to end are asked for their ranks.
@@ -276,6 +278,7 @@ class Agent(MeetingAgent):
             if message["number"] != seat.order or message["op"] not in HEARD:
                 continue  # of an incarnation before, or the greeting
             seat.now(HEARD[message["op"]])
+            seat.departs = bool(message.get("departs"))
             if self._watch is not None and seat.doing is not Doing.RUNS:  # it waits for a word of ours
                 self._watch.gone(self._worker_group.workers[seat.local_rank].global_rank)
             seat.error = message.get("error", "")
@@ -365,6 +368,8 @@ class Agent(MeetingAgent):
         if code is None or seat.doing is Doing.VACANT or (seat.doing is Doing.FINISHED and seat.order == self._serial):
             return False
         self._hear(seat)  # what it said last
+        if seat.departs and seat.doing is Doing.LEAVES:
+            seat.now(Doing.UNFIT)  # it had finished, and ended as its order came: another one is needed
         if seat.doing is Doing.UNFIT:
             return False
         # Who has not begun its order ends a run that was broken off, whose results are void.
@@ -607,6 +612,9 @@ class Agent(MeetingAgent):
         assert self._workers is not None
         for seat in self._seats():
             urge(seat, now, store_port=self._current.port, exit_grace_s=self._rules.exit_grace_s)
+            if seat.doing is Doing.FINISHED and not seat.departs and now - seat.since > RELEASE_S:
+                seat.departs = True
+                seat.line.send("end")
         still = any(seat.doing is Doing.LEAVES for seat in self._seats())
         if not still and now - self._mended_at > SPARE_DELAY_S:
             self._refill(now)

@@ -53,6 +53,7 @@ from holdfast.base.config import aliases as config_aliases
 from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.base.label import label_process
 from holdfast.base.program import command
+from holdfast.base.standard_files import open_standard_files
 from holdfast.core.cadence import Cadence
 from holdfast.core.identity import GUARD_S
 from holdfast.core.ladder import Limits
@@ -197,6 +198,7 @@ def main(
         script: how a worker runs the script of an order.
         looks: what else a worker asks before it runs a script again in its process.
     """
+    open_standard_files()
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.WARNING)
     work = functools.partial(runner.serve, script=script, looks=looks)
     given = list(sys.argv[1:] if argv is None else argv)

@@ -194,9 +194,14 @@ def _quietly(abort: Callable[[], object]) -> None:
         logger.warning("a group could not be aborted: %s", error)
 
 
+def holds_groups() -> bool:
+    """Return whether this process is in a group, with which ranks elsewhere may go on."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def destroy_groups() -> None:
     """All groups of the process are gone afterwards, in whatever state they were."""
-    if dist.is_available() and dist.is_initialized():
+    if holds_groups():
         try:
             dist.destroy_process_group()
         except Exception as error:  # noqa: BLE001 - a broken group may refuse in any way; torch then forgot it

@@ -10,6 +10,7 @@ Used by `train.runner` and `adapters.run`.
 from __future__ import annotations
 
 import ast
+import builtins
 import os
 import runpy
 import sys
@@ -17,6 +18,9 @@ from collections.abc import Mapping
 from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any
+
+# Of an interpreter's own `__main__`; elsewhere `__builtins__` is a dictionary.
+_AS_PYTHON: dict[str, Any] = {"__builtins__": builtins, "__annotations__": {}}
 
 
 class Loader(SourceFileLoader):
@@ -47,14 +51,15 @@ def run_path(path: str, *, tree: ast.Module | None = None, names: Mapping[str, A
     loader = Loader(path, tree)
     module = ModuleType("__main__")
     module.__file__, module.__loader__ = path, loader
-    module.__dict__.update({"__cached__": None, **(names or {})})
+    module.__dict__.update({"__cached__": None, **_AS_PYTHON, **(names or {})})
     sys.modules["__main__"] = module
     loader.exec_module(module)
 
 
 def run_module(name: str) -> None:
     """Run a module as `__main__`, as `python -m` does."""
-    sys.modules["__main__"] = ModuleType("__main__")
+    sys.modules["__main__"] = module = ModuleType("__main__")
+    module.__dict__.update(_AS_PYTHON)
     as_python_does: Any = vars(runpy)["_run_module_as_main"]  # what `python -m` itself calls
     as_python_does(name)
 

@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast.base.label import label_process
+from holdfast.train.killing import kill_group
 
 logger = logging.getLogger(__name__)
 
@@ -364,7 +365,7 @@ class _Keeper:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         if ended is None or ended.si_code != os.CLD_EXITED or ended.si_status:
             # Loaders of a worker that was killed would hold its device for some seconds more. Its number is not given away yet.
-            _kill_group(pid)
+            kill_group(pid)
         _, status = os.waitpid(pid, 0)
         self._tell({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
@@ -376,15 +377,8 @@ class _Keeper:
 
     def _end(self) -> None:
         for pid in self._pidfds.values():
-            _kill_group(pid)
+            kill_group(pid)
         os._exit(0)
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # ended meanwhile, or has not made its group yet and finds its line cut
 
 
 def _import_quietly(name: str) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.launcher.api import LaunchConfig
 
 from holdfast.train import vitals
+from holdfast.train.killing import kill_group
 
 logger = logging.getLogger(__name__)
 
@@ -141,10 +142,7 @@ class PlainAgent(LocalElasticAgent):
                 break
             time.sleep(POLL_S)
         for process in processes:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # the group is gone: the worker and all its children ended
+            kill_group(process.pid)
 
     def _hang(self, now: float) -> str:  # noqa: ARG002 - of an agent that sees its workers
         """Returns why no worker that lives will save or end any more; empty if one may."""

@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from holdfast.train import notes
 from holdfast.train.control import Line, pair
+from holdfast.train.killing import kill_group
 from holdfast.train.nursery import Child, NotForked, Nursery
 from holdfast.train.page import make_page
 
@@ -62,6 +63,7 @@ class Seat:
         cut_short: it had its time to end after that, and was killed.
         again: it runs the script for the second time or more.
         killed_at: when it was killed as one that hangs, monotonic; 0 if it was not.
+        departs: it has finished the script, and its process ends without waiting for the others.
     """
 
     local_rank: int
@@ -80,6 +82,7 @@ class Seat:
     cut_short: bool = False
     again: bool = False
     killed_at: float = 0.0
+    departs: bool = False
 
     @property
     def code(self) -> int:
@@ -94,6 +97,9 @@ class Seat:
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Signals the worker and all it started; torch calls this."""
+        if death_sig == signal.SIGKILL:
+            kill_group(self.proc.pid)
+            return
         try:
             os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
         except ProcessLookupError:
@@ -119,9 +125,14 @@ class Seat:
         self.cut_short = True
         self.close(signal.SIGKILL)
 
-    def bury(self) -> None:
-        """The process is dead: whatever it started dies too, and the line is closed."""
-        self.close(signal.SIGKILL)
+    def bury(self, *, well: bool = False) -> None:
+        """The process is dead: whatever it started dies too, and the line is closed.
+
+        Args:
+            well: the job is over, and what it left running is the script's own, as with plain Python.
+        """
+        if not well:
+            self.close(signal.SIGKILL)
         self.line.close()
         self.silent = True
         if self.page >= 0:
@@ -213,7 +224,8 @@ class Workers(SubprocessContext):
         self.dismiss_spares()
         super()._close(death_sig, min(timeout, CLOSE_S))  # the agent gave them their time, and killed them
         for seat in self.seats.values():
-            seat.bury()
+            # Of one that ended badly the nursery has killed the group; its number may be another one's by now.
+            seat.bury(well=seat.proc.returncode is not None and not seat.proc.guessed)
         while self._notes:
             os.close(self._notes.popitem()[1])
 

@@ -9,7 +9,10 @@ kernel ends it too; the agent is told first, and replaces it. The end of a proce
 exit handlers run as in plain Python, and find its `__main__` and its groups as it left them.
 
 A script that left something which cannot be put back (`train.traces`) does not run again here: the process ends at once
-with all that it started, and its agent forks another one for the rank.
+with all that it started, and its agent forks another one for the rank. A process whose script has finished stays while it
+holds groups, which others may use; without one it ends at once, since others may wait for just that.
+
+A process that the script forks is the script's own: it ends as in plain Python, and says nothing to the agent.
 
 An error that looks like a broken group is held back until the agent says whose fault it was: another process died
 (run again), or nobody's (it stands). Its sockets are cut at once, because ranks further away wait for this one.
@@ -36,7 +39,8 @@ from holdfast.core.fence import LEAVING
 from holdfast.core.rerun import why_not
 from holdfast.train import alive, beats, devices, leaving, main_module, notes, reaching
 from holdfast.train.control import Line, Order, order_of
-from holdfast.train.stage import Stage, leave_logging_to_the_script
+from holdfast.train.killing import kill_group
+from holdfast.train.stage import Stage, deaf, leave_logging_to_the_script
 from holdfast.train.traces import Look
 
 logger = logging.getLogger(__name__)
@@ -73,6 +77,8 @@ class Runner:
         self._notes = -1  # descriptor of the page that came with the newest order, until it is attached; under _changed
         self._verdict = ""  # "end" or "fail"; under _changed
         self._lingers = False  # a script has finished, and what it left stands until the next run or the end
+        self._departs = False  # the process ends, and takes no order any more; under _changed
+        self._pid = os.getpid()
         self._main = threading.main_thread().ident or 0
         self._ear = threading.Thread(target=self._hear, name="holdfast-agent", daemon=True)
         self._aborts = leaving.Aborts()
@@ -81,13 +87,15 @@ class Runner:
         """Until the agent says that it is over. Returns the exit code."""
         Runner.current = self
         atexit.register(self._at_exit)  # before any of the script's, so it runs after all of them
+        os.register_at_fork(after_in_child=self._leave_child_alone)
         self._sockets.install()
         reaching.install()
         signal.signal(WAKE, self._wake)
         alive.wish.works_on, alive.wish.restored, alive.wish.saved = self._works_on, self._restored, self._saved
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]  # torchrun starts Python with -u
-        self._ear.start()
+        with deaf():
+            self._ear.start()
         self._line.send("idle")
         while True:
             order = self._next()
@@ -104,7 +112,9 @@ class Runner:
         with self._changed:
             done = self._running.number if self._running else -1
             self._changed.wait_for(lambda: self._verdict == "end" or self._newer(done) is not None)
-            return self._newer(done)
+            newer = self._newer(done)
+            self._departs = newer is None
+            return newer
 
     def _newer(self, than: int) -> Order | None:
         return self._order if self._order is not None and self._order.number > than else None
@@ -125,6 +135,8 @@ class Runner:
             error = stop if stop.code not in (None, 0) else None
         except BaseException as fault:  # noqa: BLE001 - whatever the script raised is told, judged or raised again below
             error = fault
+        if os.getpid() != self._pid:
+            return _end_of_child(error)
         return self._after(self._running or order, error)  # a resumable function may have taken a newer one
 
     def begin(self, order: Order) -> None:
@@ -160,9 +172,7 @@ class Runner:
     def _after(self, order: Order, error: BaseException | None) -> int | None:
         """What the end of a run means: None goes on, in this process."""
         if error is None:
-            self._lingers = True
-            self._line.send("finished", order.number)
-            return None
+            return self._finish(order)
         if self.is_over(order, error):
             with self._changed:
                 newer = self._newer(order.number)
@@ -172,6 +182,20 @@ class Runner:
         self._line.send("failed", order.number, error=f"{type(error).__name__}: {error}"[:500], code=code)
         _print(error)
         return code
+
+    def _finish(self, order: Order) -> int | None:
+        """The script has finished. The process stays for a run that may be needed if it holds groups, else it ends: 0."""
+        with self._changed:
+            self._departs = not leaving.holds_groups() and self._newer(order.number) is None
+        self._lingers = True
+        self._line.send("finished", order.number, departs=self._departs)
+        return 0 if self._departs else None
+
+    def _leave_child_alone(self) -> None:
+        """In a process that the script has forked: nothing of it is the rank's, so nothing of ours is left there."""
+        self._line.close()
+        beats.forget()
+        self._running = Runner.current = None
 
     def _make_ready(self, order: Order, error: BaseException | None) -> None:
         """Clear the process for `order`, or end it: at once, so that its rank has another one within milliseconds."""
@@ -195,7 +219,7 @@ class Runner:
 
         If it is, the process may stay: its device works. Else this does not return.
         """
-        if not self._is_replaced(order, error):
+        if os.getpid() != self._pid or not self._is_replaced(order, error):
             return False
         self._prove_device(order)
         return True
@@ -279,6 +303,7 @@ class Runner:
     # The thread that hears the agent.
 
     def _hear(self) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {beats.DUMP_SIGNAL})
         while True:
             messages = self._line.receive(wait=not self._must_leave())
             if messages is None:
@@ -298,6 +323,9 @@ class Runner:
 
     def _take(self, order: Order) -> None:
         """Under the lock."""
+        if self._departs:  # what the script does at its end belongs to a run that is void now
+            self._line.send("unfit", order.number, why="")
+            _end_now()
         self._order = order
         if order.notes and self._line.descriptors:
             if self._notes >= 0:
@@ -319,10 +347,8 @@ def run_script(order: Order) -> None:
 
 def _end_now() -> None:
     """With everything that the script started."""
-    try:
-        os.killpg(os.getpid(), signal.SIGKILL)
-    except ProcessLookupError:  # not forked by the nursery
-        os.kill(os.getpid(), signal.SIGKILL)
+    kill_group(os.getpid())
+    os.kill(os.getpid(), signal.SIGKILL)  # it leads no group: not forked by the nursery
 
 
 def looks_broken(error: BaseException) -> bool:
@@ -359,6 +385,14 @@ def _redirect(order: Order) -> None:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
             os.dup2(fd, target)
             os.close(fd)
+
+
+def _end_of_child(error: BaseException | None) -> int:
+    """A process that the script forked leaves the script: the exit code that plain Python ends with. Prints as Python does."""
+    if error is None:
+        return 0
+    _print(error)
+    return _code_of(error)
 
 
 def _code_of(error: BaseException) -> int:

@@ -21,14 +21,16 @@ import logging
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 import typing
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -46,6 +48,8 @@ logger = logging.getLogger(__name__)
 # torch's own seed of a new process.
 DEFAULT_SEED = 67280421310721
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+# What a thread does to itself.
+_OF_A_THREAD = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP}
 # Attributes of modules that scripts replace: a value for each as it was.
 _GLOBALS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (sys, ("excepthook", "displayhook", "unraisablehook", "stdin", "stdout", "stderr")),
@@ -67,6 +71,36 @@ def _globals() -> list[tuple[Any, str, Any]]:
 def _loggers() -> dict[str, logging.Logger]:
     found = {name: it for name, it in logging.root.manager.loggerDict.items() if isinstance(it, logging.Logger)}
     return {"": logging.root, **found}
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _limits() -> dict[int, int]:
+    """Return the soft limits of the process by kind; not that of core files, which are off where a secret is held."""
+    kinds = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")} - {resource.RLIMIT_CORE}
+    return {kind: resource.getrlimit(kind)[0] for kind in kinds}
+
+
+def _reset_limits(limits: Mapping[int, int]) -> None:
+    for kind, soft in limits.items():
+        now, hard = resource.getrlimit(kind)
+        if now != soft:
+            with contextlib.suppress(ValueError, OSError):  # whoever lowered the hard one cannot raise it again
+                resource.setrlimit(kind, (soft, hard))
+
+
+@contextlib.contextmanager
+def deaf() -> Iterator[None]:
+    """Threads that begin in the block get no signal of the process: the script may block one everywhere, and wait for it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OF_A_THREAD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def leave_logging_to_the_script() -> None:
@@ -98,6 +132,8 @@ class Stage:
             name: (list(it.handlers), it.level, it.propagate, it.disabled) for name, it in _loggers().items()
         }
     )
+    umask: int = field(default_factory=_umask)
+    limits: dict[int, int] = field(default_factory=_limits)
     tracing: tuple[Any, Any] = field(default_factory=lambda: (sys.gettrace(), sys.getprofile()))
     recursion: int = field(default_factory=sys.getrecursionlimit)
     num_threads: int = field(default_factory=torch.get_num_threads)
@@ -113,13 +149,16 @@ class Stage:
         os.environ.update(order.environment)
         os.chdir(self.directory)
         sys.argv[:] = order.arguments
+        # As torchrun would start it: a script that starts itself anew is no launcher.
+        sys.orig_argv[:] = [sys.executable, "-u", *(["-m"] if order.is_module else []), *order.arguments]
         first = self.directory if order.is_module else os.path.dirname(os.path.realpath(order.arguments[0]))
         self.home = first
         # As `python` would: the script's directory, then what the environment adds, then the rest.
         added = [part for part in order.environment.get("PYTHONPATH", "").split(os.pathsep) if part]
         sys.path[:] = list(dict.fromkeys([first, *added, *self.path]))
         self._reset_python()
-        self._reset_torch(order)
+        with deaf():  # torch begins a pool of threads
+            self._reset_torch(order)
         if self.traces is None:
             self.traces = Traces()
             atexit.register = self._registering(atexit.register)
@@ -136,6 +175,9 @@ class Stage:
         vars(builtins).update(self.builtins)
         warnings.filters[:] = self.filters  # type: ignore[index]
         sys.setrecursionlimit(self.recursion)
+        os.umask(self.umask)
+        _reset_limits(self.limits)
+        tempfile.tempdir = None
         sys.settrace(self.tracing[0])
         sys.setprofile(self.tracing[1])
         gc.enable()

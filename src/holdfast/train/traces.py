@@ -50,6 +50,7 @@ class Traces:
         self._files = _standard_files()
         self._affinity, self._nice = os.sched_getaffinity(0), os.nice(0)
         self._interop = torch.get_num_interop_threads()
+        self._locks = set(_locks())
         self._loaders: list[tuple[str, weakref.ref[Any]]] = []
 
     def note(self, modules: Mapping[str, ModuleType]) -> None:
@@ -93,9 +94,11 @@ class Traces:
             )
             if changed
         ]
+        locks = [name for fd, name in _locks() if (fd, name) not in self._locks]
         files = [name for name, file in _standard_files().items() if file != self._files[name]]
         yield from (Left(kind, names) for kind, names in (
             ("global hooks of torch", hooks), ("changes of the process", process), ("redirected files", files),
+            ("locks on files", locks),
         ) if names)  # fmt: skip
 
     def _is_left(self, thread: threading.Thread) -> bool:
@@ -132,6 +135,15 @@ def _hooks() -> Iterator[tuple[str, Any]]:
                     function = getattr(hook, "func", hook)
                     if not str(getattr(function, "__module__", "")).startswith(_OWN_HOOKS):
                         yield name.strip("_"), hook
+
+
+def _locks() -> Iterator[tuple[int, str]]:
+    """Yield descriptor and path of each file that is locked through a descriptor: the next run would wait for this one."""
+    for entry in os.listdir("/proc/self/fdinfo"):
+        with contextlib.suppress(OSError):
+            told = _read(f"/proc/self/fdinfo/{entry}")
+            if b"FLOCK" in told or b"OFDLCK" in told:
+                yield int(entry), os.readlink(f"/proc/self/fd/{entry}")
 
 
 def _standard_files() -> dict[str, tuple[int, int] | None]:

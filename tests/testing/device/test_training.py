@@ -37,6 +37,17 @@ def test_optimizer_comes_to_the_numbers_of_the_cpu(sim: ModuleType, options: dic
     assert sim.counts()["waited"] == before, "training waited for the device"
 
 
+def test_normalization_in_half_the_precision_comes_to_the_numbers_of_the_cpu(sim: ModuleType) -> None:
+    def gradients(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GroupNorm(4, 16), nn.LayerNorm(16, bias=False))
+        model.to(device, torch.bfloat16)
+        model(torch.randn(4, 16).to(device, torch.bfloat16)).square().mean().backward()
+        return [parameter.grad.cpu() for parameter in model.parameters()]
+
+    assert all(map(torch.equal, gradients("sim"), gradients("cpu")))
+
+
 def test_convolution_and_its_gradients(sim: ModuleType) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3, stride=2))

@@ -85,6 +85,18 @@ class CallKey {
   bool is_complete_ = true;
 };
 
+// Mean and deviation of a normalization have the type of the input on the CPU, unless its weights have another one; on the
+// devices that PyTorch asks without memory they are always float.
+void give_types_of_the_cpu(const c10::OperatorHandle& op, const torch::jit::Stack& given, Shapes& shapes) {
+  const auto& name = op.schema().name();
+  if (name != "aten::native_layer_norm" && name != "aten::native_group_norm") return;
+  const auto type = given[0].toTensor().scalar_type();
+  for (const IValue& value : given) {
+    if (value.isTensor() && value.toTensor().defined() && value.toTensor().scalar_type() != type) return;
+  }
+  for (const size_t i : {1, 2}) shapes.results[i] = IValue(shapes.results[i].toTensor().to(type));
+}
+
 Shapes ask(const c10::OperatorHandle& op, const torch::jit::Stack& given, std::optional<size_t> generator_place) {
   Shapes shapes;
   for (const IValue& value : given) {
@@ -99,6 +111,7 @@ Shapes ask(const c10::OperatorHandle& op, const torch::jit::Stack& given, std::o
   try {
     const at::AutoDispatchBelowAutograd below;
     op.callBoxed(&shapes.results);
+    give_types_of_the_cpu(op, given, shapes);
     shapes.told = Shapes::Told::kYes;
   } catch (const c10::NotImplementedError&) {
     shapes.told = Shapes::Told::kNo;

@@ -57,6 +57,9 @@ int64_t fused_sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
+  // PyTorch's way around a device that has none keeps their statistics in a type that the CPU's backward does not take.
+  m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&call_operator>());
+  m.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&call_operator>());
   m.impl("native_dropout", native_dropout);
   m.impl("_fused_sdp_choice", fused_sdp_choice);
 }
