@@ -7,12 +7,15 @@ import random
 import shutil
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import xxhash
 
+from holdfast.base.config import Config, load
 from holdfast.base.errors import ConfigError, CorruptError, NewerFormat, VersionNotFound
 from holdfast.base.events import Events
 from holdfast.core.lineage import Lineage
@@ -28,6 +31,7 @@ from holdfast.tiers.local import LocalBackend
 from holdfast.tiers.manifest import BundleFile, Manifest
 from holdfast.tiers.registry import make_stamp
 from holdfast.tiers.storage import Storage, open_storage
+from holdfast.tiers.tls import read_secret
 from node.rig import reached, rig_in, save_all
 from tiers.samples import JOB_LAYOUT, bundle, piece, random_image, ref_of, save, verify
 
@@ -409,6 +413,21 @@ def test_bad_keys_are_refused_without_telling_them(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words) as caught:
             load_key(setting)
         assert "5ec12e7" not in str(caught.value)
+
+
+def test_a_key_in_place_of_its_files_name_is_not_repeated() -> None:
+    """An easy slip; errors go where others read them."""
+    key = "5ec12e7a" * 8
+    mistakes: list[Callable[[], object]] = [
+        lambda: load_key(KeySource.of(Config(encryption_key=key)).setting),
+        lambda: load_key(f"!{key}"),
+        lambda: read_secret(key),
+        lambda: load({"encryption_key": [key]}, environ={}),
+    ]
+    for mistake in mistakes:
+        with pytest.raises(ConfigError) as caught:
+            mistake()
+        assert key not in "".join(traceback.format_exception(caught.value))
 
 
 # The whole way.

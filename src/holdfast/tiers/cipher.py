@@ -196,18 +196,19 @@ def load_key(setting: str) -> Key | None:
 
 def _read(path: Path) -> bytes:
     remedy = "give a file that only you can read (chmod 600), or `!command`"
+    where = _source(str(path))
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not private.is_secret(os.fstat(descriptor)):
                 raise ConfigError(
-                    "the key's file is open to others, another user's, or no file", where=str(path), remedy=remedy
+                    "the key's file is open to others, another user's, or no file", where=where, remedy=remedy
                 )
             return os.read(descriptor, _MAX_KEY_FILE)
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise ConfigError(f"the key cannot be read: {error.strerror}", where=str(path), remedy=remedy) from error
+        raise ConfigError(f"the key cannot be read: {error.strerror}", where=where, remedy=remedy) from None
 
 
 def _run(command: str) -> bytes:
@@ -227,7 +228,9 @@ def _run(command: str) -> bytes:
 
 
 def _source(setting: str) -> str:
-    """Where a key comes from, without arguments that could be a secret."""
+    """Return where a key comes from, without arguments that could be a secret."""
+    if private.looks_secret(setting.split(maxsplit=1)[0] if setting.startswith("!") else setting):
+        return "encryption_key: it seems to be the key itself, where the name of its file belongs"
     return setting.split(maxsplit=1)[0] if setting.startswith("!") else setting
 
 
