@@ -313,8 +313,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is done to leave a run, in order."""
     done: list[str] = []
     monkeypatch.setattr(open_checkpointers, "void", lambda: done.append("void"))
-    monkeypatch.setattr(worker_main.leaving.GroupSockets, "cut", lambda *_: done.append("cut"))
-    monkeypatch.setattr(worker_main.leaving.Aborts, "begin", lambda *_: done.append("abort"))
+    monkeypatch.setattr(worker_main.group_teardown.GroupSockets, "cut", lambda *_: done.append("cut"))
+    monkeypatch.setattr(worker_main.group_teardown.Aborts, "begin", lambda *_: done.append("abort"))
     return done
 
 
@@ -332,7 +332,7 @@ def rank(line: Line) -> worker_main.Runner:
     """A worker of which only what leaves a run is used."""
     made = worker_main.Runner.__new__(worker_main.Runner)
     made._line, made._changed = line, threading.Condition()  # type: ignore[assignment]
-    made._sockets, made._aborts = worker_main.leaving.GroupSockets(), worker_main.leaving.Aborts()
+    made._sockets, made._aborts = worker_main.group_teardown.GroupSockets(), worker_main.leaving.Aborts()
     made._order = made._running = None
     made._verdict = "fail"
     return made

@@ -93,7 +93,10 @@ def test_every_event_has_its_colour_and_somebody_emits_it(event: str, kind: str)
     assert kind_of(event) == kind
     source = Path(holdfast.__file__).parent
     told = [
-        path for room in ("node", "train") for path in (source / room).rglob("*.py") if f'"{event}"' in path.read_text()
+        path
+        for room in ("keeper", "checkpoint")
+        for path in (source / room).rglob("*.py")
+        if f'"{event}"' in path.read_text()
     ]
     assert told or kind == "compute"
 
