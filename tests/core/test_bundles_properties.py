@@ -445,6 +445,12 @@ def test_retention_never_removes_what_must_stay(
             assert not set(gone) & {version for at, version in enumerate(line) if buckets[at] not in buckets[:at]}
     left = [version for version in durable if version not in gone]
     assert retention.to_retire(left, **kept, protected=pinned, lineage=lineage) == ()
+    firm = retention.rests_on(gone, durable, **kept, lineage=lineage)
+    assert not firm & set(gone)
+    others = sorted(set(left) - firm)
+    missing = data.draw(st.lists(st.sampled_from(others), unique=True)) if others else []
+    there = [version for version in durable if version not in missing]
+    assert retention.to_retire(there, **kept, protected=pinned, lineage=lineage) == gone, "whatever else is not there"
 
 
 def test_a_fingerprint_tells_everything_apart_that_a_tensor_is() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -147,20 +148,38 @@ def test_what_another_job_writes_in_a_replaced_directory_stays(tmp_path: Path, m
     shutil.copytree(root / str(Version(2, 3)), root / str(Version(1, 2)))
     (root / str(Version(1, 2)) / "manifest.json").unlink()
     assembly = Assembly(2, str(root), store.job_id(), Topology(("n",), (0,)), ())
-    unfinished = Storage.unfinished
+    look = Storage.look
 
-    def slept(self: Storage) -> list[Version]:
-        found = unfinished(self)
+    def slept(self: Storage, known: Collection[Version]) -> tuple[list[Version], list[Version]]:
+        found = look(self, known)
         shutil.rmtree(root)
         save(new_store(root), Version(1, 2))
         (root / str(Version(1, 2)) / "manifest.json").unlink()  # not committed yet
         (root / ".tmp" / "i000001-t000000-h000000000000-p1.0a").write_bytes(b"half")
         return found
 
-    monkeypatch.setattr(Storage, "unfinished", slept)
+    monkeypatch.setattr(Storage, "look", slept)
     with pytest.raises(InUse, match="belongs to job"):
         Retirement(Events()).after(store, Version(2, 3), assembly, None)
     monkeypatch.undo()
     assert new_store(root).unfinished() == [Version(1, 2)]
     assert len(tree(root / str(Version(1, 2)))) == 4
     assert len(tree(root / ".tmp")) == 1
+
+
+@pytest.mark.parametrize(
+    ("keep_every", "removed", "kept"), [(0, 5, [4, 6]), (4, 3, [1, 4, 5, 6])], ids=["newest", "first of 4 steps"]
+)
+def test_what_somebody_removed_meanwhile_keeps_no_place_of_the_last_good_ones(
+    tmp_path: Path, keep_every: int, removed: int, kept: list[int]
+) -> None:
+    """Retention remembers what was committed, and looks anew at what a removal rests on."""
+    root = tmp_path / "root"
+    store, retirement = new_store(root), Retirement(Events())
+    assembly = Assembly(1, str(root), store.job_id(), Topology(("n",), (0,)), (), keep_every=keep_every)
+    for step in range(1, 7):
+        save(store, Version(1, step))
+        if step == 6:  # by hand, or `holdfast rm` that was ended in the middle: the files stand, the commit does not
+            (root / str(Version(1, removed)) / "manifest.json").unlink()
+        retirement.after(store, Version(1, step), assembly, None)
+    assert store.versions() == [Version(1, step) for step in kept]

@@ -27,7 +27,9 @@ from holdfast.base.errors import (
 )
 from holdfast.base.events import Events
 from holdfast.cli import doctor
-from holdfast.core.model import Level, Version
+from holdfast.core.model import Level, Topology, Version
+from holdfast.keeper.rpc.messages import Assembly
+from holdfast.keeper.storage.retention import Retirement
 from holdfast.testing.contracts.backend import CHECKS
 from holdfast.tiers.backends import object_store
 from holdfast.tiers.backends.concurrency_limit import Limited
@@ -590,3 +592,28 @@ def test_a_signature_never_reaches_a_message() -> None:
     words = object_store._words(ValueError("PUT https://a.blob.core.windows.net/c/x?sig=SECRET&se=1 in 3ms"))
     assert "SECRET" not in words
     assert "3ms" in words
+
+
+def requests_of_a_durable_version(server: Server, prefix: str, kept: int) -> list[Request]:
+    """What is asked of the bucket for one more version, retention included, where `kept` are kept for good beside the newest."""
+    store = claimed(prefix)
+    retirement, assembly = (
+        Retirement(Events()),
+        Assembly(1, "x", store.job_id(), Topology(("n",), (0,)), (), keep_every=1),
+    )
+    for step in range(1, kept + 1):
+        save(store, Version(1, step))
+    with server.planned(lambda _: "") as seen:
+        for step in (kept + 1, kept + 2):  # the first after a start looks at all of them
+            seen.clear()
+            save(store, Version(1, step))
+            retirement.after(store, Version(1, step), assembly, None)
+        asked = list(seen)
+    assert len(store.versions()) == kept + 2
+    return asked
+
+
+def test_a_durable_version_costs_as_many_requests_however_many_are_kept(server: Server) -> None:
+    few, many = (requests_of_a_durable_version(server, f"kept-{kept}", kept) for kept in (2, 14))
+    assert len(many) == len(few), [f"{request.method} {request.path}" for request in many]
+    assert sum("list-type" in request.path for request in many) <= 16

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +34,18 @@ if sys.argv[2] == "fork" and os.fork() == 0:
     print(os.getpid(), flush=True)
     sys.stdin.readline()
     os._exit(0)
+print("holds", flush=True)
+sys.stdin.readline()
+"""
+
+
+OLDER = """
+import fcntl, sys
+file = open(sys.argv[1], "r+")
+try:
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError:
+    sys.exit(3)
 print("holds", flush=True)
 sys.stdin.readline()
 """
@@ -128,28 +142,42 @@ def test_one_process_may_hold_it_twice_and_gives_it_back_once(tmp_path: Path) ->
     assert not refused_elsewhere(tmp_path / "root")
 
 
-def test_a_lock_that_a_reader_of_its_file_dropped_is_taken_again(tmp_path: Path) -> None:
+def test_who_reads_the_whole_directory_in_the_same_process_drops_no_lock(tmp_path: Path) -> None:
     """`shutil.copytree`, an upload, a hash of the directory: each opens and closes the file."""
     first = job(tmp_path / "root")
     first.occupy("a")
-    (tmp_path / "root" / "run.lock").read_bytes()
-    first.stay()
+    shutil.copytree(tmp_path / "root", tmp_path / "copy")
+    os.close(os.open(tmp_path / "root" / "run.lock", os.O_RDWR))
     assert refused_elsewhere(tmp_path / "root")
-    first.stay()
-    assert refused_elsewhere(tmp_path / "root"), "asking again for what is ours changes nothing"
+    assert not refused_elsewhere(tmp_path / "copy"), "a copy is another root"
     first.leave()
-    first.stay()
-    assert not refused_elsewhere(tmp_path / "root"), "who left takes nothing again"
+    assert not refused_elsewhere(tmp_path / "root")
 
 
-def test_a_lock_that_another_job_has_by_now_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_of_an_older_holdfast_is_kept_out_and_keeps_out(tmp_path: Path) -> None:
+    """It locks the file for its process (F_SETLK)."""
     first = job(tmp_path / "root")
     first.occupy("a")
-    (tmp_path / "root" / "run.lock").read_bytes()
-    with holder(tmp_path / "root"):
-        first.stay()
-        assert "another job has it by now" in caplog.text
+    older = [sys.executable, "-c", OLDER, str(tmp_path / "root" / "run.lock")]
+    assert subprocess.run(older, check=False, input="", text=True).returncode == 3
     first.leave()
+    with subprocess.Popen(older, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "holds\n"
+        with pytest.raises(InUse):
+            first.occupy("a", timeout_s=0.1)
+        process.communicate("")
+
+
+def test_where_the_kernel_has_no_locks_of_open_files_a_process_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "F_OFD_SETLK", 9999)  # EINVAL, as any unknown command
+    first = job(tmp_path / "root")
+    first.occupy("a")
+    assert refused_elsewhere(tmp_path / "root")
+    first.leave()
+    assert not refused_elsewhere(tmp_path / "root")
 
 
 def refused_elsewhere(root: Path) -> bool:

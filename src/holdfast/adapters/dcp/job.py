@@ -19,7 +19,7 @@ from holdfast.base.events import Events
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.bootstrap import Asked, Job, assemble
 from holdfast.checkpoint.job.keeper_link import Link, Origin
-from holdfast.checkpoint.liveness import heartbeat
+from holdfast.checkpoint.liveness import heartbeat, open_checkpointers
 from holdfast.checkpoint.save.memory_saver import Saver
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.core.model import BundleRef, Level, Version
@@ -51,7 +51,7 @@ class DcpJob:
         self._table: tuple[BundleRef, ...] = ()
         self.link = Link(root, config, rank=self.group.rank, events=self.events, on_appointment=lambda _: None)
         try:
-            asked = Asked(required=config.expect_checkpoint)
+            asked = Asked(required=config.expect_checkpoint, wish=open_checkpointers.wish.take_version())
             self.job: Job = assemble(self.group, root, self.config, storage=self.storage, link=self.link, asked=asked)
             newest = json.loads(collectives.share(self.group, self._newest_step))
         except BaseException:
@@ -91,9 +91,14 @@ class DcpJob:
         self._last_step = step
         return self.job.version(step)
 
+    def wished(self) -> Version | None:
+        """Returns the version that the operator wants to be loaded first; None from then on."""
+        return self.job.wish.version if self.loaded is None and not self._resumed else None
+
     def record(self) -> None:
         """Before the first save of the job: what this incarnation resumed from. On the coordinator."""
         if not self._resumed and self.group.rank == 0:
+            self.job.wish.record(self.storage, self.job.incarnation, self.loaded)
             self.storage.record_resumed(self.job.incarnation, self.loaded, self.job.lineage.resumed)
 
     def save(self, version: Version, level: Level) -> SaveHandle:

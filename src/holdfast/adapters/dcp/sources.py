@@ -18,10 +18,8 @@ from holdfast.base.errors import CorruptError, VersionNotFound
 from holdfast.base.events import Events
 from holdfast.checkpoint.entries.types import LiveTensor, torch_dtype
 from holdfast.checkpoint.job.bootstrap import Asked
-from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.restore.catalog import Catalogue, Head, Place
 from holdfast.checkpoint.restore.restorer import Restorer
-from holdfast.checkpoint.save.save_handle import as_version
 from holdfast.checkpoint.state.training_state import State
 from holdfast.core.layout import reshard
 from holdfast.core.model import Extent, Version
@@ -137,7 +135,7 @@ class Together:
         self._restorer.decisions.look_again()
         wanted = given
         if wanted is None and step is None:
-            wanted = as_version(open_checkpointers.wish.take_version())
+            wanted = self._job.wished()
         if wanted is None and step is not None:
             found = self._restorer.decisions.versions_of(step)
             if not found:

@@ -37,6 +37,7 @@ from holdfast.checkpoint.job import collectives, redundancy_warning
 from holdfast.checkpoint.job.bootstrap import Asked, Job, assemble
 from holdfast.checkpoint.job.keeper_link import Link, Origin
 from holdfast.checkpoint.liveness import heartbeat, open_checkpointers
+from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
 from holdfast.checkpoint.pipeline import schedule_discovery
 from holdfast.checkpoint.pipeline.bubbles import Bubbles
 from holdfast.checkpoint.pipeline.step_trace import Recorder
@@ -125,7 +126,6 @@ class Checkpointer:
         }  # fmt: skip
         self._config = settings.overridden(config, overrides)
         encryption = KeySource.of(self._config)
-        self._config = dataclasses.replace(self._config, encryption_key=encryption.setting)
         for name in ("every", "durable_every", "keep_every"):
             parse_cadence(name, getattr(self._config, name))
         known = {
@@ -471,10 +471,12 @@ class Checkpointer:
         """What the caller, the settings and the operator want of a restore, the stronger first."""
         if fresh and required:
             raise UsageError("a fresh start is asked for, and a checkpoint is required", remedy="leave one of them out")
-        if version is None and not fresh:
-            version = as_version(open_checkpointers.wish.take_version())
+        wish = open_checkpointers.wish.take_version()
+        if (version is not None or fresh) and wish not in ("", NO_WISH):
+            logger.warning("--from-version %s is not obeyed: the script names what it restores itself", wish)
         strict = self._config.strict if strict is None else strict
-        return Asked(version, fresh, strict, self._config.expect_checkpoint if required is None else required)
+        required = self._config.expect_checkpoint if required is None else required
+        return Asked(version, fresh, strict, required, "" if version is not None or fresh else wish)
 
     def _come_back(
         self, run: Run | None, state: State, link: Link, asked: Asked
@@ -519,7 +521,7 @@ class Checkpointer:
             holder = holder_of(saver, link, job, self._storage)
             timeout_s = self._config.close_timeout_s
             restorer = Restorer(job, holder, state=state, storage=self._storage, asked=asked, timeout_s=timeout_s)
-            if older:
+            if older and job.wish.version is None:
                 restorer.decisions.pass_over_newest()
             return job, saver, restorer, restorer.run(live=live)
         except BaseException:
@@ -600,8 +602,7 @@ class Checkpointer:
             return open_storage(place, self.events, encryption=KeySource.of(self._config))
 
         further = FurtherPlaces(self._storage, open_place, job.incarnation) if job.group.rank == 0 else None
-        timeout_s, stay = self._config.close_timeout_s, self._storage.stay
-        return Durables(self._on_durable, further, timeout_s=timeout_s, stay=stay)
+        return Durables(self._on_durable, further, timeout_s=self._config.close_timeout_s)
 
     def _laid_out(self, job: Job, shards: Sequence[Shard]) -> None:
         """Who holds the same is known; `shards` are what this rank will train. Collective. The public door does more here."""

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.base.config import Config
-from holdfast.base.errors import KeeperNotStarted, StorageFull, UsageError, VersionNotFound
+from holdfast.base.errors import CorruptError, KeeperNotStarted, StorageFull, UsageError, VersionNotFound
 from holdfast.checkpoint.job import collectives, wait_for_storage
 from holdfast.checkpoint.job.collectives import Ranks
 from holdfast.checkpoint.job.keeper_link import Link
 from holdfast.checkpoint.job.wait_for_storage import Patience
 from holdfast.checkpoint.liveness import open_checkpointers
+from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
 from holdfast.core.model import Topology, Version
 from holdfast.core.recovery.broadcast_tree import RANKS_PER_READER
 from holdfast.core.scheduling.cadence import Cadence
@@ -42,17 +43,37 @@ Resumed = dict[int, Version | None]
 
 
 @dataclass(frozen=True, slots=True)
+class Wish:
+    """An operator's wish (`--from-version`), as it counts at this start.
+
+    Attributes:
+        version: the version to go back to; None: the newest.
+        ends: the operator's last wish is over, for this start has none: the same one counts again.
+    """
+
+    version: Version | None = None
+    ends: bool = False
+
+    def record(self, storage: Storage, incarnation: int, resumed: Version | None) -> None:
+        """Records that it was fulfilled, if it was. Rank 0, right before what was resumed from is recorded."""
+        if self.ends or (self.version is not None and self.version == resumed):
+            storage.record_wished(incarnation, self.version)
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """The job of one incarnation, as every rank knows it.
 
     Attributes:
         no_keeper: why no rank has a keeper; empty if all have.
+        wish: what the operator's wish comes to.
     """
 
     group: Ranks
     assembly: Assembly
     ranks_per_reader: int = RANKS_PER_READER
     no_keeper: str = ""
+    wish: Wish = Wish()
 
     @property
     def incarnation(self) -> int:
@@ -83,12 +104,14 @@ class Asked:
         fresh: the job is begun anew, whatever was there.
         strict: objects that do not fit are refused.
         required: there is something to go on from.
+        wish: what the operator named; see `open_checkpointers.Wish.version`.
     """
 
     version: Version | None = None
     fresh: bool = False
     strict: bool = True
     required: bool = False
+    wish: str = ""
 
 
 def assemble(
@@ -117,7 +140,9 @@ def assemble(
     no_keeper = _connect(group, link, first=first, required=config.require_memory)
     addresses = () if no_keeper else _addresses(group, topology, link)
     seen = _seen(group, job_id, link)
-    registered = json.loads(wait_for_storage.share(group, lambda: _register(storage, seen, trouble), patience))
+    registered = json.loads(
+        wait_for_storage.share(group, lambda: _register(storage, seen, trouble, asked.wish), patience)
+    )
     kept = Cadence.parse(config.keep_every)
     assembly = Assembly(
         incarnation=registered["incarnation"],
@@ -133,7 +158,8 @@ def assemble(
     if not no_keeper:
         collectives.together(group, lambda: link.assemble(assembly))
     link.assembled(assembly)
-    return Job(group, assembly, config.ranks_per_reader, no_keeper)
+    wish = Wish(Version.parse(registered["back"]), registered["ends"])
+    return Job(group, assembly, config.ranks_per_reader, no_keeper, wish)
 
 
 def _connect(group: Ranks, link: Link, *, first: bool, required: bool) -> str:
@@ -260,8 +286,8 @@ def _seen(group: Ranks, job_id: str, link: Link) -> tuple[int, Resumed]:
     return max(number for number, _ in rows), lineage
 
 
-def _register(storage: Storage, seen: tuple[int, Resumed], trouble: str) -> bytes:
-    """Rank 0: this incarnation has a number.
+def _register(storage: Storage, seen: tuple[int, Resumed], trouble: str, wish: str) -> bytes:
+    """Rank 0: this incarnation has a number, and what the operator wishes is known.
 
     Higher than all that keepers have seen: an incarnation that began while nothing could be written is known to them
     alone. If nothing can be written now and there is something in memory to come back to, that is what this one does:
@@ -269,6 +295,7 @@ def _register(storage: Storage, seen: tuple[int, Resumed], trouble: str) -> byte
     """
     highest, known = seen
     lineage = {**known, **storage.lineage()}
+    back, ends = _wish(storage, wish)
     try:
         if trouble:
             raise StorageFull(trouble, where=storage.where, remedy="free space")
@@ -286,5 +313,32 @@ def _register(storage: Storage, seen: tuple[int, Resumed], trouble: str) -> byte
     facts: dict[str, Any] = {
         "incarnation": number,
         "lineage": [[n, str(version) if version else ""] for n, version in sorted(lineage.items()) if n < number],
+        "back": back,
+        "ends": ends,
     }
     return json.dumps(facts).encode()
+
+
+def _wish(storage: Storage, text: str) -> tuple[str, bool]:
+    """Returns the version to go back to (empty: none), and whether the wish that stands is over.
+
+    A job that its scheduler starts again has the same command: its wish was fulfilled by the first start.
+    """
+    if not text:
+        return "", False
+    if text == NO_WISH:
+        try:
+            return "", storage.fulfilled() is not None
+        except CorruptError:
+            return "", True
+    done = storage.fulfilled()
+    if done is None or str(done[1]) != text:
+        return text, False
+    logger.warning(
+        "--from-version %s was fulfilled by incarnation %d: this start goes on from the newest version. To go back there once "
+        "more, start the job once without --from-version, or call restore(version=%r)",
+        text,
+        done[0],
+        text,
+    )
+    return "", False

@@ -21,6 +21,9 @@ from holdfast.checkpoint.device import accelerator
 
 logger = logging.getLogger(__name__)
 
+# In the place of a version: the job was started, and its operator named none.
+NO_WISH = "none"
+
 
 @dataclass(slots=True)
 class Broken:
@@ -57,7 +60,8 @@ class Wish:
 
     Attributes:
         older: pass over the newest version: with it the job failed at the same place again and again.
-        version: take this one, because the operator named it; empty: none was named.
+        version: take this one, because the operator named it; `NO_WISH`: the job was started without; empty: it has come back
+            since it was started.
         jobs: checkpoint path -> id of the job that it belonged to earlier in this run.
         works_on: called with a checkpoint path and the id of the job that it belongs to.
         restored: called with the step (-1: from the beginning) and where most of the state came from.
@@ -66,7 +70,7 @@ class Wish:
 
     def __init__(self) -> None:
         self.older = False
-        self.version = ""
+        self.version = NO_WISH
         self.jobs: Mapping[str, str] = {}
         self.works_on: Callable[[str, str], None] = lambda *_: None
         self.restored: Callable[[int, str], None] = lambda *_: None
@@ -77,10 +81,10 @@ class Wish:
         older, self.older = self.older, False
         return older
 
-    def take_version(self) -> str | None:
-        """The version that the operator named; it is, once."""
+    def take_version(self) -> str:
+        """Returns `version`, once; empty from then on."""
         version, self.version = self.version, ""
-        return version or None
+        return version
 
 
 wish = Wish()

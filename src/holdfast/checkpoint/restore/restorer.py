@@ -174,7 +174,7 @@ class Restorer:
         """
         started = time.perf_counter()
         report: RestoreReport | None = None
-        wanted = self._asked.version
+        wanted = self._asked.version or self._job.wish.version
         if self._asked.fresh:
             report = RestoreReport(
                 None,
@@ -369,10 +369,12 @@ class Restorer:
         collectives.together(group, lambda: self._client.resume(incarnation, version, self.table))
 
     def _record(self, incarnation: int, version: Version | None) -> None:
+        wish = self._job.wish
         try:
+            wish.record(self._storage, incarnation, version)
             self._storage.record_resumed(incarnation, version, self._job.lineage.resumed)
         except StorageFull as error:
-            if version is None:  # nothing would be lost by stopping here
+            if version is None or wish.version is not None:  # nothing would be lost by stopping here
                 raise
             # The keepers know it, and it is recorded before anything of this incarnation is committed.
             logger.warning("what incarnation %d resumed from is recorded later: %s", incarnation, error)

@@ -80,7 +80,6 @@ class Durables:
         on_durable: called with the version and None, or with the error that says what is missing.
         further: makes durable versions stand at other places too; None on ranks that leave that to another one.
         timeout_s: the deadline of a save, counted from the call; that of copies are the time-outs of their places.
-        stay: called with every version that is durable: keeps other jobs out.
     """
 
     def __init__(
@@ -89,12 +88,10 @@ class Durables:
         further: FurtherPlaces | None,
         *,
         timeout_s: float,
-        stay: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_durable = on_durable
         self._further = further
         self._timeout_s = timeout_s
-        self._stay = stay
         self._awaited: OrderedDict[Version, _Awaited] = OrderedDict()
         self._failed: OrderedDict[Version, str] = OrderedDict()
         self._changed = threading.Condition()
@@ -197,7 +194,6 @@ class Durables:
         ended, why = (True, "") if item.is_durable else item.handle.durable
         if ended and not why and not item.is_durable:
             item.is_durable = True
-            self._stay()
             open_checkpointers.wish.saved(version.step)
         if not leaving and not (ended and why):
             self._hold(item)

@@ -57,9 +57,9 @@ def list_versions(root: str, *, as_json: bool) -> int:
 
 
 def _rows(storage: Storage) -> Iterator[Row]:
-    committed = set(storage.versions())
-    for version in sorted(committed | set(storage.unfinished())):
-        if version not in committed:
+    committed, unfinished = storage.look()
+    for version in sorted([*committed, *unfinished]):
+        if version in unfinished:
             yield Row(version, "not committed")
             continue
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
 from holdfast.core.model import Version
 from holdfast.core.versions.lineage import Lineage
@@ -29,22 +30,38 @@ def to_retire(
             A fresh start leaves what was before it alone: of every run that one ended the newest stay, for good.
     """
     ordered = sorted(durable)
-    lines = lineage.lines(ordered)
-    # Of several lines of one run the last one is the one that went on.
-    runs = {line.first: line.versions for line in lines}
-    count = max(2, keep_last)
-    keep = {*ordered[-count:], *protected}
-    for versions in runs.values():
-        keep |= {*versions[-count:]}
-    if keep_every:
-        for line in lines:
-            keep |= _firsts(line.versions, keep_every)
+    keep = {*protected}
+    for _, stays in _reasons(ordered, keep_last, keep_every, lineage):
+        keep |= stays
     return tuple(version for version in ordered if version not in keep)
 
 
-def _firsts(versions: Iterable[Version], keep_every: int) -> set[Version]:
-    """The first of these ascending versions in each `keep_every` steps: what stays so whatever comes later."""
-    found: dict[int, Version] = {}
-    for version in versions:
-        found.setdefault((version.step + 1) // keep_every, version)
-    return set(found.values())
+def rests_on(
+    old: Iterable[Version], durable: Iterable[Version], *, keep_last: int, keep_every: int, lineage: Lineage
+) -> set[Version]:
+    """Returns the versions without which one of `old` would have to stay; the arguments are those of `to_retire`, and its answer.
+
+    Whoever only remembers that they are durable looks at them before anything goes. They are few, however many are kept.
+    """
+    gone = set(old)
+    found: set[Version] = set()
+    for versions, stays in _reasons(sorted(durable), keep_last, keep_every, lineage):
+        if not gone.isdisjoint(versions):
+            found |= stays
+    return found
+
+
+def _reasons(
+    ordered: Sequence[Version], keep_last: int, keep_every: int, lineage: Lineage
+) -> Iterator[tuple[Sequence[Version], set[Version]]]:
+    """Yields ascending versions of which some stay, and which of them do."""
+    lines = lineage.lines(ordered)
+    count = max(2, keep_last)
+    # Of several lines of one run the last one is the one that went on.
+    runs = {line.first: line.versions for line in lines}
+    for versions in (ordered, *runs.values()):
+        yield versions, {*versions[-count:]}
+    for line in lines if keep_every else ():
+        for _, bucket in groupby(line.versions, lambda version: (version.step + 1) // keep_every):
+            versions = tuple(bucket)
+            yield versions, {versions[0]}  # which stays so whatever comes later

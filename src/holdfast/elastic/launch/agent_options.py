@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
 from holdfast.core.elastic.escalation import Limits
 from holdfast.core.elastic.node_lease import GUARD_S
 from holdfast.elastic.launch.keeper_hints import Early
@@ -28,7 +29,7 @@ class Rules:
         name: of the node; empty: several launchers may share it, and none is asked who it is.
         guard_s: how long a silent launcher of the same name is waited for.
         early: what tells the keeper that workers start.
-        version: which version the job comes back to at first; empty: the newest.
+        version: which version the job comes back to at first; `NO_WISH`: the newest.
         exit_grace_s: how long a worker may take to end after an error of its own.
     """
 
@@ -37,5 +38,5 @@ class Rules:
     name: str = ""
     guard_s: float = GUARD_S
     early: Early = field(default_factory=Early)
-    version: str = ""
+    version: str = NO_WISH
     exit_grace_s: float = EXIT_GRACE_S

@@ -48,12 +48,13 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 from torch.distributed.run import run as torchrun
 
-from holdfast.base.config import DISABLE_VARIABLE, ENVIRONMENT, Config, disabled, hand_on, load
+from holdfast.base.config import DISABLE_VARIABLE, ENVIRONMENT, Config, disabled, hand_on, is_relative, load
 from holdfast.base.config import aliases as config_aliases
 from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.base.label import label_process
 from holdfast.base.program import command
 from holdfast.base.standard_files import open_standard_files
+from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
 from holdfast.core.elastic.escalation import Limits
 from holdfast.core.elastic.node_lease import GUARD_S
 from holdfast.core.elastic.watch_mode import CAREFUL, MODES
@@ -72,6 +73,7 @@ from holdfast.elastic.watchdog.watchdog import directory_of, make_watch
 from holdfast.elastic.worker import worker_main
 from holdfast.elastic.worker.agent_channel import Order
 from holdfast.elastic.worker.run_leftovers import Look
+from holdfast.keeper.rpc.paths import absolute_root
 from holdfast.keeper.rpc.spawn import ensure_keeper
 
 logger = logging.getLogger(__name__)
@@ -174,7 +176,8 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--from-version",
         metavar="VERSION",
-        help="come back to this version at the start instead of the newest; what is newer is left behind",
+        help="come back to this version at the start instead of the newest; what is newer is left behind. Once: the same "
+        "command, started again, goes on from the newest, until there was a start without this flag",
     )
     return parser
 
@@ -182,7 +185,7 @@ def build_parser() -> argparse.ArgumentParser:
 def checkpoint_dir(argv: Sequence[str] | None = None) -> str:
     """Return what `--checkpoint-dir` says; empty where nothing can be read, which `main` then tells."""
     try:
-        return str(build_parser().parse_known_args(argv)[0].checkpoint_dir or "")
+        return absolute_root(str(build_parser().parse_known_args(argv)[0].checkpoint_dir or ""))
     except SystemExit:
         return ""
 
@@ -327,7 +330,7 @@ def _rules(args: argparse.Namespace, settings: Config, config: LaunchConfig, ear
         name=settings.node_label,
         guard_s=args.guard_time,
         early=early,
-        version=args.from_version or "",
+        version=args.from_version or NO_WISH,
         exit_grace_s=args.exit_grace,
     )
 
@@ -356,12 +359,14 @@ def pass_on_settings(args: argparse.Namespace) -> Config:
     for field, wanted in (("require_memory", args.require_memory), ("expect_checkpoint", args.expect_checkpoint)):
         if wanted:
             handed[field] = "true"
-    if handed:
+    if handed or is_relative():  # workers may go to another directory before they read it
         os.environ.update([hand_on(handed)])
     if variables["run_id"] not in os.environ and args.rdzv_id not in ("", "none"):
         # A restarted job must find its keeper: the id is the user's own, never the random one of --standalone.
         os.environ[variables["run_id"]] = re.sub(r"[^A-Za-z0-9._-]", "-", args.rdzv_id)[:128]
     settings = load()
+    if variables["runtime_dir"] in os.environ:
+        os.environ[variables["runtime_dir"]] = settings.runtime_dir
     for text in (settings.every, settings.durable_every):
         _check_cadence(text)
     return settings

@@ -127,7 +127,7 @@ def _spawn(place: Place, root: str, config: Config, deadline: float) -> bool:
             "--listen", network.listen, "--secret-fd", str(secret_fd), "--bandwidth", str(network.bandwidth),
             *(["--listen-unsafe"] if network.unsafe else []),
             "--key-fd", str(key_fd), "--metrics-port", str(config.metrics_port),
-            "--trace-dir", str(Path(config.trace_dir).absolute()) if config.trace_dir else "",
+            "--trace-dir", config.trace_dir,
         ]  # fmt: skip
         try:
             launcher = subprocess.Popen(

@@ -3,18 +3,20 @@ done.
 
 Decided by `core.versions.retention`, removed by `tiers.storage.version_store`. Called by whoever committed: the coordinator's keeper, or rank 0
 of a job without keepers. A process may be paused between its decision and any removal, so whether it has a say is asked
-right before each.
+right before each. Which versions are committed is remembered from one commit to the next, for a bucket is asked once for each of them;
+those that a removal rests on are looked at anew before it.
 """
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from holdfast.base.errors import Fenced, HoldfastError
 from holdfast.base.events import Events
 from holdfast.core.model import Version
 from holdfast.core.versions.lineage import Lineage
-from holdfast.core.versions.retention import to_retire
+from holdfast.core.versions.retention import rests_on, to_retire
 from holdfast.keeper.rpc.messages import Assembly
 from holdfast.tiers.storage.version_store import Storage
 
@@ -25,6 +27,8 @@ class Retirement:
     def __init__(self, events: Events) -> None:
         self._events = events
         self._kept_s: float | None = None
+        self._known: set[Version] = set()  # committed, as of the last look
+        self._job_id = ""
 
     def after(self, storage: Storage, version: Version, assembly: Assembly, resumed_from: Version | None) -> None:
         """Applies retention when `version` was just committed.
@@ -42,14 +46,10 @@ class Retirement:
         permit()
         storage.break_holds(assembly.incarnation)
         marked = storage.pins() | set(storage.held())
-        old = to_retire(
-            storage.versions(),
-            keep_last=assembly.keep_last,
-            keep_every=assembly.keep_every,
-            protected=marked | self._keep_by_time(storage, version, assembly.keep_every_s),
-            lineage=Lineage(dict(assembly.lineage)).with_(assembly.incarnation, resumed_from),
-        )
-        halves = [half for half in storage.unfinished() if half.incarnation < assembly.incarnation]
+        protected = marked | self._keep_by_time(storage, version, assembly.keep_every_s)
+        old, unfinished = self._look(storage, version, assembly, protected, resumed_from)
+        halves = [half for half in unfinished if half.incarnation < assembly.incarnation]
+        self._known -= set(old)
         faults: list[HoldfastError] = []
         for remove, gone in ((storage.retire, old), (storage.discard, halves)):
             for one in gone:
@@ -65,6 +65,33 @@ class Retirement:
         storage.sweep(assembly.incarnation)
         if faults:
             raise faults[0]
+
+    def _look(
+        self,
+        storage: Storage,
+        version: Version,
+        assembly: Assembly,
+        protected: set[Version],
+        resumed_from: Version | None,
+    ) -> tuple[tuple[Version, ...], list[Version]]:
+        """Returns the versions that may go, and those that are not whole."""
+        if assembly.job_id != self._job_id:
+            self._known, self._job_id = set(), assembly.job_id
+        kept: dict[str, Any] = {
+            "keep_last": assembly.keep_last,
+            "keep_every": assembly.keep_every,
+            "lineage": Lineage(dict(assembly.lineage)).with_(assembly.incarnation, resumed_from),
+        }
+        unseen = self._known - {version}  # this one was committed just now
+        while True:
+            committed, unfinished = storage.look(self._known | {version})
+            old = to_retire(committed, **kept, protected=protected)
+            doubted = rests_on(old, committed, **kept) & unseen
+            gone = {one for one in doubted if not storage.is_committed(one)}
+            unseen -= doubted
+            self._known = set(committed) - gone
+            if not gone:
+                return old, unfinished
 
     def _keep_by_time(self, storage: Storage, version: Version, every_s: float) -> set[Version]:
         """Marks the version that was just committed if it is the one to be kept of its minutes. The mark is a file, so

@@ -6,7 +6,7 @@ Which cell finds which, and by which invariants: planted.py. They are others tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -195,13 +195,13 @@ def _unfinished_counts() -> None:
         all_ = {*durable, *_STORAGES[-1].unfinished()}
         return tuple(v for v in retention.to_retire(all_, **more) if v in durable)
 
-    versions = Storage.versions
+    look = Storage.look
 
-    def remember(self: Storage) -> list[Version]:
+    def remember(self: Storage, known: Collection[Version] = ()) -> tuple[list[Version], list[Version]]:
         _STORAGES[:] = [self]
-        return versions(self)
+        return look(self, known)
 
-    put(Storage, "versions", remember)
+    put(Storage, "look", remember)
     put(retire, "to_retire", with_unfinished)
 
 

@@ -100,9 +100,6 @@ class LeaseLock:
         )
         self._thread.start()
 
-    def keep(self) -> None:
-        """Does nothing: nobody drops it by reading it, and it is renewed by its own thread."""
-
     def release(self) -> None:
         """Gives the lock back, if it is ours."""
         thread, self._thread = self._thread, None

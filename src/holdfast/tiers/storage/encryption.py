@@ -52,11 +52,8 @@ class KeySource:
 
     @classmethod
     def of(cls, config: Config) -> KeySource:
-        """Return what the settings of a process say; a file by its absolute path, since the script may change directory."""
-        setting = config.encryption_key
-        if setting and not setting.startswith("!"):
-            setting = os.path.abspath(setting)
-        return cls(setting, config.encryption_required)
+        """Return what the settings of a process say."""
+        return cls(config.encryption_key, config.encryption_required)
 
 
 @dataclass(frozen=True, slots=True)

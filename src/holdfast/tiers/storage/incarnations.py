@@ -2,7 +2,8 @@
 
 A root belongs to one job for ever. An incarnation is registered by creating its file once, which fences every lower
 one; what it resumed from is recorded once, before training goes on. These few small files are all that decides which
-versions are dead lineage. Called by `storage`, which is the front of all this.
+versions are dead lineage. Beside them stands which wish of an operator (`--from-version`) was fulfilled, so that it is once.
+Called by `storage`, which is the front of all this.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ NOT_FOREIGN = frozenset({"lost+found/", f"{TEMPORARY}/"})
 _STAMP = re.compile(r"i(\d{6,10})-t\d{6,10}-h([0-9a-f]{12})-p(\d{1,10})(?:\.[0-9a-f]+)?\Z")
 _REGISTERED = re.compile(r"(\d{6,10})\.json\Z")
 _RESUMED = re.compile(r"(\d{6,10})\.resumed\.json\Z")
+_WISHED = re.compile(r"(\d{6,10})\.wished\.json\Z")
 
 NOTHING: Mapping[int, Version | None] = {}
 
@@ -53,6 +55,12 @@ class _Resumed(Record, frozen=True, forbid_unknown_fields=True, kw_only=True):
     format: Literal["holdfast-resumed"] = "holdfast-resumed"
     incarnation: _Number
     resumed_from: str | None
+
+
+class _Wished(Record, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    format: Literal["holdfast-wished"] = "holdfast-wished"
+    incarnation: _Number
+    version: str | None
 
 
 def read_job(backend: Backend) -> str:
@@ -200,6 +208,37 @@ def lineage(backend: Backend) -> dict[int, Version | None]:
                 raise CorruptError("the record is not what its name says", where=where)
             found[record.incarnation] = version
     return found
+
+
+def record_wished(backend: Backend, incarnation: int, version: Version | None) -> None:
+    """Records that an incarnation goes back to `version` by wish of the operator; None: it began without a wish.
+
+    It counts once what the incarnation resumed from is recorded.
+    """
+    record = _Wished(incarnation=incarnation, version=str(version) if version else None)
+    backend.create(
+        f"{INCARNATIONS}/{incarnation:06d}.wished.json", encode_record(record), stamp=make_stamp(incarnation)
+    )
+
+
+def fulfilled(backend: Backend) -> tuple[int, Version] | None:
+    """Returns the incarnation that fulfilled the last wish, and that wish; None: there was none, or a start without one since.
+
+    Raises:
+        CorruptError: the record is damaged. To go on without it could go back a second time.
+    """
+    names = {name for name, _ in backend.listing(INCARNATIONS)}
+    numbers = (int(match[1]) for match in map(_WISHED.match, names) if match)
+    done = max((number for number in numbers if f"{number:06d}.resumed.json" in names), default=0)
+    if not done:
+        return None
+    name = f"{INCARNATIONS}/{done:06d}.wished.json"
+    where = f"{backend.properties.where}/{name}"
+    record = decode_record(backend.read(name, length=MAX_RECORD_BYTES + 1), _Wished, where)
+    version = Version.parse(record.version or "")
+    if record.incarnation != done or (version is None and record.version is not None):
+        raise CorruptError("the record is not what its name says", where=where)
+    return None if version is None else (done, version)
 
 
 def make_stamp(incarnation: int, term: int = 0) -> str:

@@ -1,14 +1,15 @@
 """Tells who works on a root right now: a lock that ends with its process, beside the record of who owns the root.
 
-The process of rank 0 locks `run.lock` (fcntl(2), F_SETLK) before it registers an incarnation, so that a second job is
-refused before it could fence the first. The kernel drops the lock however its process ends, and a forked child (a data
-loader's worker) does not inherit it. Safety does not rest on it: incarnations and create-once files decide. On a file
-system that knows no locks there is none, and that is logged. A file server keeps the lock of a machine that died until that
-machine's lease is over: where the holder says that it is on another machine, it is waited for so long.
+The process of rank 0 locks `run.lock` (fcntl(2), F_OFD_SETLK) before it registers an incarnation, so that a second job is
+refused before it could fence the first. The kernel drops the lock however its process ends. Safety does not rest on it:
+incarnations and create-once files decide. On a file system that knows no locks there is none, and that is logged. A file
+server keeps the lock of a machine that died until that machine's lease is over: where the holder says that it is on another
+machine, it is waited for so long.
 
-The kernel keeps these locks per process and drops one as soon as the process closes *any* descriptor of the file. So
-a process has one descriptor per file, counted here. Whoever reads the whole directory (a copy, an upload) opens it all the same:
-so the lock is taken again with every durable version. Called by `storage`.
+The lock belongs to the open file, so whoever else reads the whole directory in this process (a copy, an upload) opens and
+closes the file and drops nothing. A forked child (a data loader's worker) has the open file too, and would keep the lock
+when its parent is dead: it closes it first of all. A kernel without such locks (gVisor) has those of a process, F_SETLK, which
+such a reader drops. Called by `storage`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import logging
 import os
 import socket
 import stat
+import struct
 import threading
 import time
 from dataclasses import dataclass
@@ -49,16 +52,17 @@ _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 @dataclass(slots=True)
 class _Held:
-    """A lock of this process. A forked child finds its parent's here, with the parent's number."""
+    """A lock of this process."""
 
     fd: int
-    pid: int
     users: int = 1
 
 
-# What the kernel remembers per process is remembered per process here: (device, inode) -> lock.
+# A process has a lock once, however many of its parts work on the root: (device, inode) -> lock.
 _held: dict[tuple[int, int], _Held] = {}
 _guard = threading.Lock()
+# struct flock of 64-bit Linux: type, whence, start, length (0: to the end), pid (0 for the lock of an open file).
+_FLOCK = struct.pack("@hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
 class RunLock:
@@ -83,7 +87,7 @@ class RunLock:
             InUse: another process has it; says which. StorageError: the file cannot be opened.
         """
         held = _held.get(self._key) if self._key is not None else None
-        if held is not None and held.pid == os.getpid() and self._key == _identity(self._path):
+        if held is not None and self._key == _identity(self._path):
             return
         self.release()  # of a directory that was replaced since
         began = time.monotonic()
@@ -105,27 +109,12 @@ class RunLock:
                 )
             time.sleep(POLL_S)
 
-    def keep(self) -> None:
-        """Takes it again where the kernel dropped it, for somebody in this process read the file; says so if it is another's."""
-        held = _held.get(self._key) if self._key is not None else None
-        if held is None or held.pid != os.getpid():
-            return
-        try:
-            fcntl.lockf(held.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                logger.error(
-                    "%s was read in this process, which drops the lock, and another job has it by now: as soon as that job "
-                    "registers, nothing of this one becomes durable any more; end one of the two",
-                    self._path,
-                )
-
     def release(self) -> None:
         """Gives the lock back, if it is ours and nobody else in this process uses it."""
         key, self._key = self._key, None
         with _guard:
             held = _held.get(key) if key is not None else None
-            if held is None or key is None or held.pid != os.getpid():
+            if held is None or key is None:
                 return
             held.users -= 1
             if held.users == 0:
@@ -138,7 +127,7 @@ class RunLock:
         with _guard:
             key = _identity(self._path)
             held = _held.get(key) if key is not None else None
-            if held is not None and held.pid == os.getpid():
+            if held is not None:
                 held.users += 1
                 self._key = key
                 return True
@@ -153,7 +142,7 @@ class RunLock:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise StorageError("it is not a regular file", where=str(self._path), remedy="move it away")
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_file(fd)
             key = (status.st_dev, status.st_ino)
             if key != _identity(self._path):  # removed meanwhile: such a lock excludes nobody
                 os.close(fd)
@@ -169,7 +158,8 @@ class RunLock:
             os.close(fd)
             raise
         self._key = key
-        _held[key] = _Held(fd, os.getpid())
+        _held[key] = _Held(fd)
+        _let_children_go()
         return True
 
     def _may_be_dead(self) -> bool:
@@ -182,7 +172,7 @@ class RunLock:
         return elsewhere and is_remote(self._path.parent)
 
     def _words(self) -> bytes:
-        """What the holder wrote of itself. Not to be asked by a process that has the lock."""
+        """What the holder wrote of itself."""
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
@@ -191,6 +181,33 @@ class RunLock:
                 os.close(fd)
         except OSError:
             return b""
+
+
+def _lock_file(fd: int) -> None:
+    """Locks the whole open file, without waiting.
+
+    Raises:
+        OSError: somebody else has it (EAGAIN, EACCES), or there are no locks here (`_NO_LOCKS`).
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@functools.cache
+def _let_children_go() -> None:
+    """Has every forked child close the files: a lock of an open file lasts until its last owner has."""
+    os.register_at_fork(after_in_child=_close_all)
+
+
+def _close_all() -> None:
+    for held in _held.values():
+        with contextlib.suppress(OSError):
+            os.close(held.fd)
+    _held.clear()
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

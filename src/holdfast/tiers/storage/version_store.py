@@ -16,7 +16,7 @@ import functools
 import hmac
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -173,10 +173,6 @@ class Storage:
         """
         self._run_lock.take(run_id, timeout_s=timeout_s)
 
-    def stay(self) -> None:
-        """Keeps a second job out still, after `occupy`, where somebody in this process read the lock's file."""
-        self._run_lock.keep()
-
     def leave(self) -> None:
         """Lets another job in. Doing it twice, or without `occupy`, is fine."""
         self._run_lock.release()
@@ -198,6 +194,14 @@ class Storage:
     def lineage(self) -> dict[int, Version | None]:
         """Incarnation -> what it resumed from, for those that got so far as to record it."""
         return incarnations.lineage(self._backend)
+
+    def record_wished(self, incarnation: int, version: Version | None) -> None:
+        """Records the operator's wish that an incarnation fulfils, before `record_resumed`; see `incarnations.record_wished`."""
+        incarnations.record_wished(self._backend, incarnation, version)
+
+    def fulfilled(self) -> tuple[int, Version] | None:
+        """Returns the incarnation that fulfilled the operator's last wish, and that wish; see `incarnations.fulfilled`."""
+        return incarnations.fulfilled(self._backend)
 
     def sweep(self, incarnation: int) -> list[str]:
         """Removes temporary files of dead writers, given the incarnation that runs; returns their names."""
@@ -313,7 +317,23 @@ class Storage:
         Raises:
             StorageError: the path refuses, or what was a job's directory is one no more.
         """
-        return [version for version in self._directories() if self.is_committed(version)]
+        return self.look()[0]
+
+    def look(self, known: Collection[Version] = ()) -> tuple[list[Version], list[Version]]:
+        """Returns the committed versions, and those of which files exist but no commit, ascending, in one look.
+
+        Args:
+            known: versions that were committed when the caller looked last: as long as anything of one is there, it is not
+                looked into. A request for every version that is kept would be made of a bucket each time.
+
+        Raises:
+            StorageError: as `versions`.
+        """
+        committed: list[Version] = []
+        unfinished: list[Version] = []
+        for version in self._directories():
+            (committed if version in known or self.is_committed(version) else unfinished).append(version)
+        return committed, unfinished
 
     def named(self) -> list[Version]:
         """Returns all versions of which anything is there, ascending, without a look into any: one may be unreadable.
@@ -330,7 +350,7 @@ class Storage:
 
     def unfinished(self) -> list[Version]:
         """Versions of which files exist, but no commit: being written, abandoned, or left by a crash."""
-        return [version for version in self._directories() if not self.is_committed(version)]
+        return self.look()[1]
 
     @_in_place
     def manifest(self, version: Version) -> Manifest:

@@ -23,6 +23,8 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
+from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
+
 logger = logging.getLogger(__name__)
 
 PREFIX = "holdfast"
@@ -44,7 +46,7 @@ class Incarnation:
         recoveries: how often the job came back before, for `TORCHELASTIC_RESTART_COUNT`.
         reason: why there is this one.
         older: whether the newest version is to be passed over.
-        version: which one is to be restored, because the operator named it; empty: the newest.
+        version: which one is to be restored, because the operator named it; `NO_WISH`, or empty: the newest. See `open_checkpointers.Wish`.
     """
 
     number: int
@@ -77,7 +79,7 @@ class Round:
         ranks: which ranks of the job this agent has.
 
     Attributes:
-        version: what the job has to restore first, because the operator named it; empty once it has.
+        version: what the job has to restore first, because the operator named it, or `NO_WISH`; empty once it has restored.
     """
 
     def __init__(
@@ -120,9 +122,9 @@ class Round:
         if self.leads and not self._store.check(["now"]):
             told = [f"recoveries/{rank}" for rank in range(self.size)]
             _await(lambda: bool(self._store.check(told)), apart)
+            wishes = [self._store.get(f"version/{rank}").decode() for rank in range(self.size)]
             # A node that joins later was started with the same command, and the job has come back to it long ago.
-            if not all(self._store.get(f"version/{rank}") for rank in range(self.size)):
-                self.version = ""
+            self.version = next((wish for wish in wishes if wish != NO_WISH), NO_WISH) if all(wishes) else ""
             self._publish(1, max(int(self._store.get(key)) for key in told), "start")
         _await(lambda: self.newest() is not None, apart)
         assert self._known is not None
