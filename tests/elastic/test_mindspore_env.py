@@ -205,7 +205,7 @@ AT_ONCE = """
 import sys
 from holdfast.elastic.launch import compile_cache, run_command
 compile_cache.CompileCache.start.__kwdefaults__["first_s"] = 0.05
-sys.exit(elastic.main({flags!r}))
+sys.exit(run_command.main({flags!r}))
 """
 
 

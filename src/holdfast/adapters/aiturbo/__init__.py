@@ -1,1 +1,1 @@
-"""What MindSpore calls when AITURBO=1."""
+"""Holds what MindSpore calls when AITURBO=1."""

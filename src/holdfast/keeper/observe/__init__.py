@@ -1,1 +1,1 @@
-"""What a keeper tells about itself: status, metrics, journal."""
+"""Tells about a keeper: status, metrics, journal."""
