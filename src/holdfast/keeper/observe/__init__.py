@@ -1,1 +1,1 @@
-"""Tells about a keeper: status, metrics, journal."""
+"""Tells what a keeper knows about itself: status, metrics, journal."""
