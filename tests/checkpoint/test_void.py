@@ -332,7 +332,7 @@ def rank(line: Line) -> worker_main.Runner:
     """A worker of which only what leaves a run is used."""
     made = worker_main.Runner.__new__(worker_main.Runner)
     made._line, made._changed = line, threading.Condition()  # type: ignore[assignment]
-    made._sockets, made._aborts = worker_main.group_teardown.GroupSockets(), worker_main.leaving.Aborts()
+    made._sockets, made._aborts = worker_main.group_teardown.GroupSockets(), worker_main.group_teardown.Aborts()
     made._order = made._running = None
     made._verdict = "fail"
     return made
