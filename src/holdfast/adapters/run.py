@@ -6,7 +6,6 @@ for there is no place to keep it. The workers are forked from this process, so t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -71,4 +70,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    elastic.leave(main())

@@ -26,6 +26,7 @@ Must never: keep state of the job, or be the reason that a run ends because the 
 from __future__ import annotations
 
 import argparse
+import atexit
 import dataclasses
 import functools
 import logging
@@ -35,7 +36,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -66,8 +67,9 @@ from holdfast.train.compile_cache import CompileCache, make_cache
 from holdfast.train.control import Order
 from holdfast.train.early import Early
 from holdfast.train.exit_guard import ExitGuard
-from holdfast.train.moving import MovingRendezvous
+from holdfast.train.moving import SILENT_S, MovingRendezvous, fall_silent
 from holdfast.train.rules import EXIT_GRACE_S, Program, Rules
+from holdfast.train.standby import any_calls
 from holdfast.train.supply import Supply
 from holdfast.train.traces import Look
 from holdfast.train.watchdog import directory_of, make_watch
@@ -450,6 +452,8 @@ def launch(agent: Agent, spec: WorkerSpec, config: LaunchConfig) -> int:
             spec.rdzv_handler.shutdown()
         elif isinstance(spec.rdzv_handler, MovingRendezvous):
             spec.rdzv_handler.leave()
+        else:
+            fall_silent(spec.rdzv_handler, wait_s=SILENT_S)
 
 
 def _run_agent(agent: Agent, name: str, config: LaunchConfig) -> int:
@@ -507,5 +511,16 @@ def start_keeper(root: str, settings: Config) -> Early:
         return Early()
 
 
+def leave(code: int) -> NoReturn:
+    """End the launcher with an exit code, also if a thread stands in a store that says nothing: Python's own end would abort."""
+    if any_calls():
+        atexit._run_exitfuncs()
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
