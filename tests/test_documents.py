@@ -112,7 +112,7 @@ def test_every_invariant_of_the_protocol_has_one_letter() -> None:
 
 def test_flags_that_documents_show_are_there() -> None:
     """Of the commands whose options are frozen: `holdfast COMMAND`, in blocks of commands; flags of scripts stand behind `.py` or `--`."""
-    frozen = set((ROOT / "tests" / "tools" / "frozen_options.txt").read_text().splitlines())
+    frozen = set((ROOT / "tests" / "cli" / "frozen_options.txt").read_text().splitlines())
     shown = [
         f"command {command[0]} {flag}"
         for page in PAGES

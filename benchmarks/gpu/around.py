@@ -12,7 +12,7 @@ from benchmarks.gpu.card import MIB, Card, Figure, host_seconds
 from benchmarks.gpu.state import Training
 from benchmarks.gpu.training import _environment
 
-from holdfast.train import devices
+from holdfast.checkpoint.device import accelerator
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,7 +90,7 @@ print(time.perf_counter() - began)
 
 def compiled(card: Card) -> list[Figure]:
     """Compiled code comes back from the archive. Nobody compiles kernels for the simulated device: there it is the host's."""
-    from holdfast.train.compile_cache import CompileCache  # noqa: PLC0415
+    from holdfast.elastic.launch.compile_cache import CompileCache  # noqa: PLC0415
 
     def seconds(place: str) -> float:
         environ = _environment(card.directory)
@@ -113,7 +113,7 @@ import sys, torch
 if sys.argv[1] == "sim":
     from holdfast.testing import device
     device.load()
-from holdfast.train import devices
+from holdfast.checkpoint.device import accelerator
 x = torch.zeros(4, device=sys.argv[1])
 assert devices.healthy(20.0)
 try:
@@ -129,7 +129,7 @@ sys.exit(0 if not devices.healthy(20.0) else 3)
 
 def fault(card: Card) -> list[Figure]:
     """A device whose fault stays is told from a healthy one, so that its process is replaced."""
-    healthy = devices.healthy(20.0)
+    healthy = accelerator.healthy(20.0)
     command = [sys.executable, "-c", FAULT, card.kind]
     code: list[int] = []
     seconds = host_seconds(

@@ -1,0 +1,1 @@
+"""What MindSpore calls when AITURBO=1."""

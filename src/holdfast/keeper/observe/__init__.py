@@ -1,0 +1,1 @@
+"""What a keeper tells about itself: status, metrics, journal."""
