@@ -64,13 +64,15 @@ class Dialler:
     def ask(self, addresses: Iterable[str]) -> dict[str, tuple[Answer, TCPStore]]:
         """Return those that answer within `DIAL_S`, all asked at once."""
         wanted = [address for address in dict.fromkeys(addresses) if address]
+        oldest = time.monotonic() - DIAL_S
+        for address in [address for address, (at, *_) in tuple(self._found.items()) if at < oldest]:
+            del self._found[address]  # what was true then need not be now
         began = [self._begin(address) for address in wanted]
         deadline = time.monotonic() + DIAL_S
         for thread in began:
             thread.join(max(0.0, deadline - time.monotonic()))
-        answers = {address: self._found.pop(address) for address in wanted if address in self._found}
-        oldest = time.monotonic() - 2 * DIAL_S
-        return {address: (answer, store) for address, (at, answer, store) in answers.items() if at > oldest}
+        found = {address: self._found.pop(address) for address in wanted if address in self._found}
+        return {address: (answer, store) for address, (_, answer, store) in found.items()}
 
     def under_way(self) -> set[str]:
         """Return the addresses that have neither answered nor refused yet."""
