@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from torch.distributed import TCPStore
@@ -144,20 +145,20 @@ def test_a_store_that_takes_longer_than_one_question_answers_the_next_one() -> N
 
 def serve_slowly(listener: socket.socket, port: int, pool: ThreadPoolExecutor) -> None:
     """Pass on what clients say to the store, so late that a question is over; and what it answers."""
-    late_s = DIAL_S + 0.5
     while True:
         try:
             link = listener.accept()[0]
         except OSError:
             return  # the test is over
         behind = socket.create_connection(("127.0.0.1", port))
-        pool.submit(pass_on, link, behind, late_s)
-        pool.submit(pass_on, behind, link, 0.0)
+        pool.submit(pass_on, link, behind, DIAL_S + 0.5)
+        pool.submit(pass_on, behind.dup(), link.dup(), 0.0)
 
 
 def pass_on(source: socket.socket, target: socket.socket, late_s: float) -> None:
-    while data := source.recv(1 << 16):
-        time.sleep(late_s)
-        late_s = 0.0
-        target.sendall(data)
-    target.close()
+    with source, target, suppress(OSError):
+        while data := source.recv(1 << 16):
+            time.sleep(late_s)
+            late_s = 0.0
+            target.sendall(data)
+        target.shutdown(socket.SHUT_RDWR)

@@ -309,11 +309,11 @@ def _asks(path: Path) -> bool:
 def _pages() -> list[bytes]:
     return [
         bytes(heartbeat_page.PAGE_BYTES),
-        heartbeat_page._HEAD.pack(heartbeat_page.MAGIC, 7, 10, 1, 0, 1, *([3] * _NUMBERS), b"all", 8),
+        heartbeat_page._HEAD.pack(heartbeat_page.MAGIC, 7, 10, 1, 0, 1, *([3] * _NUMBERS), b"all", 8, 60.0),
     ]
 
 
-_NUMBERS = len(heartbeat_page._HEAD.unpack(bytes(heartbeat_page._HEAD.size))) - 8
+_NUMBERS = len(heartbeat_page._HEAD.unpack(bytes(heartbeat_page._HEAD.size))) - 9
 
 
 def _noted() -> list[bytes]:
