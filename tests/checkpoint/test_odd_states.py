@@ -56,6 +56,13 @@ DICTS: dict[str, Callable[[int], dict[Any, Any]]] = {
         "a": torch.nn.Parameter(torch.rand(3) + new), "b": torch.nn.Buffer(torch.rand(3) + new)
     },
     "made in inference mode": lambda new: {"a": inferred(new)},
+    "odd keys": lambda new: {
+        "a": {"b": torch.ones(1) + new, 2: torch.ones(2) + new},
+        **{key: torch.ones(3) + new + size for size, key in enumerate(["", "x/y", "\u00fc\U0001f600", "k" * 300, "~", "a.2"])},
+    },
+    "keys that are spelt alike": lambda new: {
+        key: torch.arange(2.0) + 10 * place + new for place, key in enumerate([1, "1", "1~", "b.c"])
+    } | {"b": {"c": torch.arange(2.0) + 90 + new}},
     "plain values beside tensors": lambda new: {
         "n": float("nan"), "big": 1 if new else 2**70, "z": -0.0, "b": b"" if new else b"\0x", "t": (1, [2, {"x": None}]),
         "c": 1j + new, "tt": torch.zeros(1) + new,

@@ -1,1 +1,1 @@
-"""What MindSpore calls when AITURBO=1."""
+"""The package that MindSpore calls when AITURBO=1."""

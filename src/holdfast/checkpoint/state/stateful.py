@@ -15,7 +15,7 @@ import torch
 
 from holdfast.base.errors import UsageError
 from holdfast.checkpoint.entries.entries import Collector, Loading, Passing, templates
-from holdfast.checkpoint.entries.pytree import flatten, unflatten
+from holdfast.checkpoint.entries.pytree import Emit, flatten, unflatten
 from holdfast.checkpoint.entries.rng import GeneratorState, OwnRandomness, ProcessRandomness
 from holdfast.checkpoint.entries.types import LiveTensor
 from holdfast.checkpoint.state.change_detection import same_objects
@@ -139,7 +139,7 @@ class DictPart:
         """Adds the dict as a value, with references to its tensors, and the keys that the script has taken out since it began."""
         removed = _removed(self.began, self._content)
         content = {**self._content, REMOVED: removed} if removed else self._content
-        out.value(self.name, flatten(content, self.name, lambda name, _: self._refs[name]))
+        out.value(self.name, flatten(content, self.name, _apart(lambda name, _: self._refs[name])))
 
     def plan(self, loading: Loading) -> None:
         """Claims every tensor in place, then the rest; notes what the script began with and the version does not know."""
@@ -174,7 +174,20 @@ class DictPart:
 
         if REMOVED in self._content:
             raise UsageError(f"the key {REMOVED!r} is reserved", where=self.name, remedy="rename the key")
-        flatten(self._content, self.name, note)
+        flatten(self._content, self.name, _apart(note))
+
+
+def _apart(emit: Emit) -> Emit:
+    """Returns `emit` with a name of its own for each tensor: those of the keys 1 and "1", or "a.b" and "a", "b", look alike."""
+    given: set[str] = set()
+
+    def take(name: str, tensor: torch.Tensor) -> Any:
+        while name in given:
+            name += "~"
+        given.add(name)
+        return emit(name, tensor)
+
+    return take
 
 
 class InfoPart(Passing):

@@ -1,1 +1,1 @@
-"""What a keeper tells about itself: status, metrics, journal."""
+"""Tells what a keeper knows about itself: status, metrics, journal."""
