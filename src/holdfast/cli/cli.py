@@ -245,15 +245,9 @@ def plan(  # noqa: PLR0913 - an option is a parameter
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Arguments of the training script.")
     ] = None,
-    checkpoint: Annotated[
-        str | None, typer.Option("--from", metavar="ROOT", help="Take the layout of this checkpoint.")
-    ] = None,
-    version: Annotated[
-        str | None, typer.Option(metavar="VERSION", help="Version of that checkpoint; the newest by default.")
-    ] = None,
-    mesh: Annotated[
-        str | None, typer.Option(metavar="SIZES", help="Plan with other mesh sizes: 4x2, or dp=4,tp=2.")
-    ] = None,
+    checkpoint: Annotated[str | None, typer.Option("--from", metavar="ROOT", help="Use a checkpoint's layout.")] = None,
+    version: Annotated[str | None, typer.Option(metavar="VERSION", help="Version of that checkpoint.")] = None,
+    mesh: Annotated[str | None, typer.Option(metavar="SIZES", help="Use mesh sizes: 4x2, or dp=4,tp=2.")] = None,
     ranks_per_node: RanksPerNode = None,
     job: RunningJob = None,
     nnodes: Annotated[int, typer.Option(min=1, metavar="N", help="Number of nodes that the script runs on.")] = 1,
@@ -266,22 +260,13 @@ def plan(  # noqa: PLR0913 - an option is a parameter
         str | None,
         typer.Option(metavar="RUN", help="Take failures, recovery and step time from the journal of this run."),
     ] = None,
-    without_replicas: Annotated[
-        bool, typer.Option("--without-replicas", help="Assume no replicas: count on twins alone.")
-    ] = False,
-    lost_nodes: Annotated[
-        str, typer.Option(metavar="0,4-6", help="Show what is lost if these nodes die at once.")
-    ] = "",
-    lost_ranks: Annotated[
-        str, typer.Option(metavar="0,4-6", help="Show what is lost with all that these ranks hold.")
-    ] = "",
+    without_replicas: Annotated[bool, typer.Option("--without-replicas", help="Assume no replicas.")] = False,
+    lost_nodes: Annotated[str, typer.Option(metavar="0,4-6", help="Show what is lost with these nodes.")] = "",
+    lost_ranks: Annotated[str, typer.Option(metavar="0,4-6", help="Show what is lost with these ranks.")] = "",
     pipeline: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Plan one step of a pipeline instead, with a checkpoint in its bubbles."),
+        str | None, typer.Option(metavar="TEXT", help="Plan a pipeline's step, and a checkpoint in its bubbles.")
     ] = None,
-    html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write that step as a page with exact times.")
-    ] = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write that step as a page.")] = None,
     json: Json = False,
 ) -> None:
     """Predict what a job will hold, copy, write and back up, and what any lost node would cost. Nothing is started.
