@@ -97,7 +97,9 @@ def compiled(card: Card) -> list[Figure]:
         cache = CompileCache(str(card.directory / "archive"), card.directory / place, environ)
         cache.fetch()
         command = [sys.executable, "-c", COMPILE, "cpu" if card.is_simulated else card.kind]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, env=environ)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environ)
+        if done.returncode:
+            raise RuntimeError(done.stderr[-2000:])
         cache.keep()
         return float(done.stdout.split()[-1])
 
@@ -119,10 +121,8 @@ assert devices.healthy(20.0)
 try:
     x[torch.tensor([1 << 40], device=x.device)]
     torch.accelerator.synchronize()
-except (RuntimeError, IndexError):  # the simulated device looks before it asks its kernel
+except RuntimeError:
     pass
-if sys.argv[1] == "sim":
-    device.fault()
 sys.exit(0 if not devices.healthy(20.0) else 3)
 """
 
