@@ -26,7 +26,9 @@ import forked
 ROOT = Path(__file__).resolve().parents[2]
 # What torch needs, what `python -m benchmarks.gpu --help` names, and what that needs.
 TORCH = "torch torchgen functorch sympy mpmath networkx jinja2 markupsafe fsspec filelock typing_extensions.py setuptools _distutils_hack"
-NAMED = "numpy* msgspec xxhash cryptography cffi _cffi_backend* pycparser psutil typer rich pytest _pytest py.py hypothesis"
+NAMED = (
+    "numpy* msgspec xxhash cryptography cffi _cffi_backend* pycparser psutil typer rich pytest _pytest py.py hypothesis"
+)
 THEIRS = (
     "click shellingham annotated_doc pygments markdown_it mdurl pluggy iniconfig packaging sortedcontainers attr attrs"
     " _hypothesis_*"

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.base.errors import LevelNotReached
+from holdfast.base.errors import Interrupted, LevelNotReached
 from holdfast.base.events import Events
 from holdfast.core.model import Version
-from holdfast.train import alive, devices, direct, notes, remains, runner
+from holdfast.train import agree, alive, devices, direct, notes, remains, runner
 from holdfast.train.agent import Agent
 from holdfast.train.capture import batches
 from holdfast.train.device_pace import PacedCopy
@@ -406,3 +406,19 @@ def test_a_state_in_memory_that_is_new_at_every_step_is_not_live() -> None:
     renewed.leave()
     assert remains.remains.version is None, "the state of the step before is offered as that of this one"
     assert "other tensors" in remains.remains.why, remains.remains.why
+
+
+def test_what_ranks_told_each_other_through_a_device_is_void_once_the_job_broke_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The collective was aborted and left zeros, which would say that no rank failed."""
+    for name, value in (("get_rank", 0), ("get_world_size", 2), ("get_backend_config", "cpu:gloo")):
+        monkeypatch.setattr(agree.dist, name, lambda value=value: value)
+    monkeypatch.setattr(agree.dist, "all_gather", lambda _, __: alive.void())
+    monkeypatch.setattr(agree.dist, "recv", lambda _, __: alive.void())
+    ranks = agree.Group()
+    with pytest.raises(Interrupted, match="broke off"):
+        agree.together(ranks, lambda: "done")
+    alive.begin()
+    with pytest.raises(Interrupted, match="broke off"):
+        ranks.receive(4, 1)

@@ -207,7 +207,7 @@ class Runner:
         if not self._aborts.ended(leaving.ABORT_S):
             alive.broken.stuck = "the communicators of its device cannot be aborted"
         elif not devices.healthy(PROBE_S):
-            alive.broken.stuck = f"its device did not run one more kernel within {PROBE_S:g} s"
+            alive.broken.stuck = f"a device of it did not run one more kernel within {PROBE_S:g} s"
         self._end_if_stuck()
 
     def _is_replaced(self, order: Order, error: BaseException) -> bool:
