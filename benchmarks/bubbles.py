@@ -66,10 +66,10 @@ from torch.distributed.pipelining import schedules
 
 import holdfast
 from holdfast.base.events import Events
-from holdfast.testing.contracts.workshop import keepers_under
+from holdfast.checkpoint.pipeline.bubbles import MAX_SPANS, Bubbles, Seen
+from holdfast.testing.contracts.processes import keepers_under
 from holdfast.testing.gpt import Shape, Text
 from holdfast.testing.pipeline_gpt import loss_of, stage
-from holdfast.train.pipeline import MAX_SPANS, Bubbles, Seen
 
 NAMES = ("bubbles", "long steps", "known work", "plain copy", "async_save")
 INSIDE = NAMES[:3]

@@ -29,7 +29,7 @@ from benchmarks.gpu.state import Training
 from benchmarks.measure import MIB, Report
 
 from holdfast.base.errors import LevelNotReached
-from holdfast.train import devices
+from holdfast.checkpoint.device import accelerator
 
 # Of the simulated device: a version of 64 MiB takes an eighth of a second, a step a quarter.
 COPY_RATE = 512 * MIB
@@ -48,7 +48,7 @@ class Registered:
             part.view(tensor.shape)
             for part, tensor in zip(whole.split([t.numel() for t in tensors]), tensors, strict=True)
         ]
-        self._device, self._address = devices.device_of(card.kind), whole.data_ptr()
+        self._device, self._address = accelerator.device_of(card.kind), whole.data_ptr()
         self.is_registered = self._device.register(card.device, self._address, len(self._memory))
 
     def out(self) -> float:

@@ -19,10 +19,10 @@ from benchmarks.measure import MIB, Report, ratio, timed
 
 from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Version
-from holdfast.tiers import format as image_format
-from holdfast.tiers.cipher import KeySource
-from holdfast.tiers.registry import make_stamp
-from holdfast.tiers.storage import Storage, open_storage
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.storage.encryption import KeySource
+from holdfast.tiers.storage.incarnations import make_stamp
+from holdfast.tiers.storage.version_store import Storage, open_storage
 
 
 def main() -> None:

@@ -44,17 +44,17 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from holdfast.base.config import Config
 from holdfast.base.events import Events
-from holdfast.core.bundles import fingerprint, plan_bundles
-from holdfast.core.lineage import Lineage
+from holdfast.core.layout.bundles import fingerprint, plan_bundles
 from holdfast.core.model import BundleRef, Extent, Shard, Topology, Version
-from holdfast.core.recovery import Facts, Fetch, Stored, choose_version, fetches
-from holdfast.node.client import Assembly, KeeperClient
-from holdfast.node.places import Place
-from holdfast.node.start import ensure_keeper
-from holdfast.tiers import format as image_format
-from holdfast.tiers.manifest import Manifest
-from holdfast.tiers.registry import make_stamp
-from holdfast.tiers.storage import Storage, open_storage
+from holdfast.core.recovery.version_choice import Facts, Fetch, Stored, choose_version, fetches
+from holdfast.core.versions.lineage import Lineage
+from holdfast.keeper.rpc.client import Assembly, KeeperClient
+from holdfast.keeper.rpc.paths import Place
+from holdfast.keeper.rpc.spawn import ensure_keeper
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.storage.incarnations import make_stamp
+from holdfast.tiers.storage.manifest import Manifest
+from holdfast.tiers.storage.version_store import Storage, open_storage
 
 TIMEOUT_S = 120.0
 COLUMNS = 1024

@@ -23,8 +23,8 @@ from torch import nn
 
 import holdfast
 from holdfast.testing.faults.rig import Rig
-from holdfast.tiers.memory import Slot
-from holdfast.tiers.populate import Populator, share_of_cores
+from holdfast.tiers.memory.page_populate import Populator, share_of_cores
+from holdfast.tiers.memory.slots import Slot
 
 _MADV_POPULATE_WRITE = 23
 TENSOR_BYTES = 4096

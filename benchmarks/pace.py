@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.base.config import Config
-from holdfast.node import process
-from holdfast.node.places import Place, place_of
-from holdfast.tiers import storage
-from holdfast.tiers.backend import Backend
+from holdfast.keeper.rpc.paths import Place, place_of
+from holdfast.keeper.service import keeper_main
+from holdfast.tiers.backends.interface import Backend
+from holdfast.tiers.storage import version_store
 
 STEP_BYTES = 1 << 20
 _STATE = struct.Struct("=dd")  # when the line is free again (CLOCK_MONOTONIC), bytes per second (0: no bound)
@@ -148,9 +148,9 @@ def start_keeper(root: str, config: Config, line: Line) -> Place:
 
 def main() -> int:
     """A keeper behind the line."""
-    line, opened = Line(Path(sys.argv[1])), storage.open_backend
-    storage.open_backend = lambda url: Paced(opened(url), line)
-    return process.main(sys.argv[2:])
+    line, opened = Line(Path(sys.argv[1])), version_store.open_backend
+    version_store.open_backend = lambda url: Paced(opened(url), line)
+    return keeper_main.main(sys.argv[2:])
 
 
 if __name__ == "__main__":

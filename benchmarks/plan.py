@@ -19,9 +19,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from holdfast.core.layout import JobLayout, Mesh, Tensor
-from holdfast.core.placement import REPLICATE, Placement, only, shard
-from holdfast.core.plan import JobPlan, uniform
+from holdfast.core.layout.cost_plan import JobPlan, uniform
+from holdfast.core.layout.job_layout import JobLayout, Mesh, Tensor
+from holdfast.core.layout.placement import REPLICATE, Placement, only, shard
 
 RANKS, TENSORS, RANKS_PER_NODE = 16_384, 1_000, 8
 JOBS = ("", "ddp", "fsdp", "hsdp")

@@ -72,7 +72,7 @@ class Arm:
 
     def start(self) -> None:
         stock = self.name == "torchrun"
-        module = "torch.distributed.run" if stock else "holdfast.train.elastic"
+        module = "torch.distributed.run" if stock else "holdfast.elastic.launch.run_command"
         command = [sys.executable, "-m", module, "--standalone", f"--nproc-per-node={self.ranks}", "--max-restarts=100"]
         if not stock:
             command += [f"--run-id={self.name}", f"--runtime-dir={self.home}/run", f"--watchdog={WATCHDOG[self.name]}"]
@@ -160,7 +160,7 @@ class Nodes:
 
     def launch(self, node: int) -> subprocess.Popen[bytes]:
         stock = self.name == "torchrun"
-        command = [sys.executable, "-m", "torch.distributed.run" if stock else "holdfast.train.elastic"]
+        command = [sys.executable, "-m", "torch.distributed.run" if stock else "holdfast.elastic.launch.run_command"]
         command += ["--nnodes=2", f"--nproc-per-node={self.ranks // 2}", "--max-restarts=100", "--rdzv-backend=c10d"]
         command += [f"--rdzv-id=nodes-{self.name}-{self.home.name}", f"--rdzv-endpoint=127.0.0.1:{self.store.port}"]
         command += ["--rdzv-conf=is_host=0", f"--local-addr=127.0.0.{node + 1}"]

@@ -31,15 +31,15 @@ from benchmarks.measure import MIB, Report
 
 from holdfast.base.config import Config
 from holdfast.base.events import Events
-from holdfast.core.bundles import plan_bundles, rank_layout
+from holdfast.core.layout.bundles import plan_bundles, rank_layout
 from holdfast.core.model import Extent, Level, Shard, Topology, Version
-from holdfast.node.client import Assembly, ImageSpan, KeeperClient
-from holdfast.node.messages import KEEPER
-from holdfast.node.start import ensure_keeper
-from holdfast.tiers import format as image_format
-from holdfast.tiers import tcp
-from holdfast.tiers.storage import open_storage
-from holdfast.tiers.tls import Credentials, read_secret
+from holdfast.keeper.rpc.client import Assembly, ImageSpan, KeeperClient
+from holdfast.keeper.rpc.messages import KEEPER
+from holdfast.keeper.rpc.spawn import ensure_keeper
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.storage.version_store import open_storage
+from holdfast.tiers.wire import tcp
+from holdfast.tiers.wire.tls import Credentials, read_secret
 
 WAIT_S = 120.0
 PIECE_BYTES = MIB

@@ -39,7 +39,7 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import holdfast
-from holdfast.train.checks import Checks, CopyCheck
+from holdfast.checkpoint.capture.late_copy_check import Checks, CopyCheck
 
 NUM_FIRSTS = 5
 NUM_AFTER_FIRST = 5  # what a first save is compared with: those of the same job right after it

@@ -11,7 +11,7 @@ import time
 
 from benchmarks.measure import Report, options
 
-from holdfast.train import page
+from holdfast.checkpoint.liveness import heartbeat_page
 
 SIGNS_PER_STEP, STEP_S = 10, 0.1
 
@@ -19,8 +19,8 @@ SIGNS_PER_STEP, STEP_S = 10, 0.1
 def measure(quick: bool) -> dict[str, float]:
     """The figures."""
     rounds = 20 if quick else 200
-    fd = page.make_page()
-    writer = page.Writer(fd)
+    fd = heartbeat_page.make_page()
+    writer = heartbeat_page.Writer(fd)
     costs = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -30,7 +30,7 @@ def measure(quick: bool) -> dict[str, float]:
     reads = []
     for _ in range(rounds):
         began = time.perf_counter()
-        page.read(fd)
+        heartbeat_page.read(fd)
         reads.append(time.perf_counter() - began)
     writer.close()
     os.close(fd)

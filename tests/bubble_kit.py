@@ -5,10 +5,19 @@
 
 from __future__ import annotations
 
-from holdfast.core.bubbles import GUARD_SHARE, Load, Placement, Window, highest_cadence, place, review_due, reviewed
-from holdfast.core.pipeline import Action, Costs, Kind, Order, Timeline, gpipe, one_f_one_b, simulate
-from holdfast.core.windows import Waits, has_room
-from holdfast.tools.timeline import Picture, draw, tracks
+from holdfast.cli.planning.pipeline_timeline import Picture, draw, tracks
+from holdfast.core.pipeline.bubble_placement import (
+    GUARD_SHARE,
+    Load,
+    Placement,
+    Window,
+    highest_cadence,
+    place,
+    review_due,
+    reviewed,
+)
+from holdfast.core.pipeline.event_model import Action, Costs, Kind, Order, Timeline, gpipe, one_f_one_b, simulate
+from holdfast.core.pipeline.wait_forecast import Waits, has_room
 
 Args = dict[str, str]
 Lines = list[str]

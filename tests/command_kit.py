@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 _CODE = """
 import json, sys
-from holdfast.tools.cli import app
+from holdfast.cli.cli import app
 code = 0
 try:
     app(sys.argv[1:])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import forked
-from holdfast.testing.contracts.door import Door, Task, Workshop
+from holdfast.testing.contracts.adapter import Door, Task, Workshop
 
 # Where a launcher starts the source tree's holdfast, also from an environment of a framework.
 SOURCE = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")])}
@@ -21,7 +21,7 @@ TORCHRUN = "torch.distributed.run"
 
 def launching(num_ranks: int) -> list[str]:
     """The command of `holdfast run` of this source tree, as far as its flags."""
-    command = [sys.executable, "-W", "ignore", "-m", "holdfast.adapters.run"]
+    command = [sys.executable, "-W", "ignore", "-m", "holdfast.adapters.zero.launcher"]
     return [*command, "--standalone", "--nproc-per-node", str(num_ranks)]
 
 
@@ -44,7 +44,14 @@ def untouched(script: Path) -> Callable[[Task], list[str]]:
         ranks = ["--standalone", "--nproc-per-node", str(task.ranks), str(script), "--steps", str(task.steps)]
         if task.plain:
             return [sys.executable, "-m", TORCHRUN, *ranks]
-        return [sys.executable, "-m", "holdfast.adapters.run", "--checkpoint-dir", str(task.checkpoints), *ranks]
+        return [
+            sys.executable,
+            "-m",
+            "holdfast.adapters.zero.launcher",
+            "--checkpoint-dir",
+            str(task.checkpoints),
+            *ranks,
+        ]
 
     return start
 

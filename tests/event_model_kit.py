@@ -22,9 +22,9 @@ from statistics import median
 from typing import Any
 
 import forked
-from holdfast.core.pipeline import Action, Costs, Kind, Order, Timeline, _leaving, _needs
+from holdfast.core.pipeline.event_model import Action, Costs, Kind, Order, Timeline, _leaving, _needs
 
-WORKER = str(Path(__file__).parent / "train" / "event_model_worker.py")
+WORKER = str(Path(__file__).parent / "checkpoint" / "event_model_worker.py")
 # A hop is timed where the receiver surely waited for it.
 SURELY_S = 2e-3
 

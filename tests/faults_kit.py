@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from holdfast.core.faults import LATE_S, Exit, Watch, cause, first_failure
-from holdfast.core.sight import Beat, Phase, Sight
-from holdfast.core.watch_mode import MODES
+from holdfast.core.elastic.failure_detector import LATE_S, Exit, Watch, cause, first_failure
+from holdfast.core.elastic.watch_mode import MODES
+from holdfast.core.elastic.worker_facts import Beat, Phase, Sight
 from scenario_kit import Args, Lines, numbers
 
 LOOK_EVERY_S = 0.05

@@ -1,7 +1,7 @@
 """Workers forked from one warm process: PyTorch is in them after some milliseconds instead of three seconds.
 
     worker = forked.Popen([sys.executable, script, "first"], env=environment, stdout=log, stderr=log)
-    result = forked.run([sys.executable, "-m", "holdfast.train.elastic", ...], capture_output=True, text=True, timeout=60)
+    result = forked.run([sys.executable, "-m", "holdfast.elastic.launch.run_command", ...], capture_output=True, text=True, timeout=60)
 
 Like `subprocess`, as far as tests need it: an own process id, environment, working directory, standard files, session,
 exit code. Different: modules are loaded already, `/proc/<pid>/cmdline` and `environ` are those of the warm process, and
@@ -245,7 +245,7 @@ class _Nursery:
 STAND_IN = """#!{python} -IS
 import json, os, signal, socket, sys
 words = sys.argv[1:]
-if "holdfast.node" in words[:4]:
+if "holdfast.keeper" in words[:4]:
     os.execv({python!r}, [{python!r}, *words])
 line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 line.connect({address!r})
@@ -313,17 +313,13 @@ def _load() -> None:
     import torch.distributed.tensor.parallel
     import torch.nn.parallel
 
-    import holdfast.adapters.run
-    import holdfast.node.process
-    import holdfast.train.checkpointer
-    import holdfast.train.elastic  # noqa: F401
-    from holdfast.testing.drill import warm
+    from holdfast.testing.drill import warmup
 
     torch.set_num_threads(1)
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.grad = torch.zeros(2)
     torch.optim.AdamW([parameter]).step()
-    warm.settle()
+    warmup.settle()
     gc.enable()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.core.ladder import Failure, Fault, Ladder, Limits
+from holdfast.core.elastic.escalation import Failure, Fault, Ladder, Limits
 
 FAULTS = {"groups": Fault.GROUPS, "process": Fault.PROCESS, "node": Fault.NODE}
 

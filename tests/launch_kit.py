@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 from torch.distributed import TCPStore
 
-WORKER = str(Path(__file__).parent / "train" / "elastic_worker.py")
+WORKER = str(Path(__file__).parent / "elastic" / "elastic_worker.py")
 RECOVERY_S = 60.0
 GUARD_S = 3
 # Of each launcher: a broken connection of torch alone tells three thousand, and tests look for what came before it.
@@ -27,7 +27,7 @@ class Job:
 
     directory: Path
     script: str = WORKER
-    program: tuple[str, ...] = ("-m", "holdfast.train.elastic")
+    program: tuple[str, ...] = ("-m", "holdfast.elastic.launch.run_command")
     launchers: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def launch(self, *flags: str, worker: tuple[str, ...] = ()) -> subprocess.Popen[str]:

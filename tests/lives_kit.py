@@ -64,7 +64,7 @@ class Lives:
     def __exit__(self, *_: object) -> None:
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
-            if "holdfast.node" in words and str(self.home) in " ".join(words):
+            if "holdfast.keeper" in words and str(self.home) in " ".join(words):
                 process.terminate()
 
     def live(

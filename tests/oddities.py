@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from holdfast.core.sight import DEBUGGER, PERSON, SLEEP, Phase
+from holdfast.core.elastic.worker_facts import DEBUGGER, PERSON, SLEEP, Phase
 from oddities_kit import MB, STEPS, WAITS, Case, Way
 
 E, D, S = Phase.EVALUATION, Phase.DATA, Phase.STEP

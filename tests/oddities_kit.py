@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holdfast.core.faults import Kind, Verdict, Watch
-from holdfast.core.sight import Beat, Phase, Sight
-from holdfast.core.watch_mode import Mode
+from holdfast.core.elastic.failure_detector import Kind, Verdict, Watch
+from holdfast.core.elastic.watch_mode import Mode
+from holdfast.core.elastic.worker_facts import Beat, Phase, Sight
 
 LOOK_S = 0.25
 STEP_S = 0.1

@@ -1,4 +1,4 @@
-"""What a rank of tests/train/watch_jobs.py does at one step: healthy oddities, which end, and hangs, which do not."""
+"""What a rank of tests/elastic/watch_jobs.py does at one step: healthy oddities, which end, and hangs, which do not."""
 
 from __future__ import annotations
 

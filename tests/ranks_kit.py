@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from holdfast.base.errors import HoldfastError
+from holdfast.checkpoint.job import collectives
 from holdfast.testing.room import Room
-from holdfast.train import agree
 
 
-def on_all(count: int, work: Callable[[agree.Ranks], Any]) -> list[Any]:
+def on_all(count: int, work: Callable[[collectives.Ranks], Any]) -> list[Any]:
     """What `work` returned or raised on every rank."""
     room = Room(count)
 

@@ -11,9 +11,23 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from bubble_kit import Pipelines
-from holdfast.core import backups, bundles, recovery, retention
-from holdfast.core.cadence import Cadence
-from holdfast.core.commit import (
+from holdfast.core.layout import bundles, replica_placement
+from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
+from holdfast.core.recovery import version_choice
+from holdfast.core.recovery.version_choice import (
+    Awaited,
+    Choice,
+    Copy,
+    Facts,
+    MemoryCopy,
+    Quarantine,
+    Source,
+    Stored,
+    Unreachable,
+)
+from holdfast.core.scheduling.cadence import Cadence
+from holdfast.core.versions import retention
+from holdfast.core.versions.coordinator_board import (
     OF_WRITING,
     Action,
     Announcement,
@@ -23,13 +37,11 @@ from holdfast.core.commit import (
     PartReport,
     WriteFailure,
 )
-from holdfast.core.ledger import NodeLedger, Reports
-from holdfast.core.lineage import Lineage
-from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
-from holdfast.core.recovery import Awaited, Choice, Copy, Facts, MemoryCopy, Quarantine, Source, Stored, Unreachable
-from holdfast.core.slots import SlotState, SlotView
-from holdfast.core.takeover import Order, Part, Watch
-from holdfast.core.twins import Examined
+from holdfast.core.versions.lineage import Lineage
+from holdfast.core.versions.node_ledger import NodeLedger, Reports
+from holdfast.core.versions.slot_guard import SlotState, SlotView
+from holdfast.core.versions.twin_vote import Examined
+from holdfast.core.versions.writer_failover import Order, Part, Watch
 
 Args = dict[str, str]
 Lines = list[str]
@@ -91,7 +103,7 @@ class Parts:
         for rank in range(self.topology.world_size):
             mine = tuple(ref for ref in refs if rank in ref.ranks)
             self.layouts[rank] = RankLayout(rank, mine, bundles.captures(mine, rank, self.topology))
-        placed = backups.place(refs, self.topology)
+        placed = replica_placement.place(refs, self.topology)
         return [self._describe(ref, placed.get(ref.bundle_id)) for ref in refs]
 
     def _describe(self, ref: BundleRef, backup: int | None) -> str:
@@ -521,7 +533,7 @@ class Archive(Parts):
 
     def do_choose(self, args: Args) -> Lines:
         wanted = version_of(args["wanted"]) if "wanted" in args else None
-        decision = recovery.choose_version(self._facts(), wanted=wanted)
+        decision = version_choice.choose_version(self._facts(), wanted=wanted)
         chosen = decision.value
         if isinstance(chosen, Awaited):
             what = f"{chosen.version or 'whatever there is'}{', which is durable' if chosen.durable else ''}"
@@ -530,10 +542,10 @@ class Archive(Parts):
 
     def do_fetch(self, args: Args) -> Lines:
         facts = self._facts()
-        choice = recovery.choose_version(facts).value
+        choice = version_choice.choose_version(facts).value
         lines = []
         for rank in numbers(args["ranks"]):
-            for fetch in recovery.fetches(choice, rank, facts) if isinstance(choice, Choice) else ():
+            for fetch in version_choice.fetches(choice, rank, facts) if isinstance(choice, Choice) else ():
                 names = {
                     Source.SLOT: "own slot",
                     Source.NODE: "own node",

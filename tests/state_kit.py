@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from holdfast.checkpoint.entries.types import Group, LoadRecord, SavedTensor
+from holdfast.checkpoint.state.training_state import State
 from holdfast.core.model import Shard
-from holdfast.tiers import values as codec
-from holdfast.train.live import Group, LoadRecord, SavedTensor
-from holdfast.train.state import State
+from holdfast.tiers.format import values as codec
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from doors_kit import SOURCE, launching
-from holdfast.testing.contracts.door import Workshop
+from holdfast.testing.contracts.adapter import Workshop
 
 
 def drawn(matrix: Mapping[str, str], number: int) -> list[Any]:

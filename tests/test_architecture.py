@@ -13,6 +13,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +24,11 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "holdfast"
 
 # From the ground up. A file may import its own room and the rooms before it, nothing else of ours.
-ROOMS = ("base", "core", "tiers", "node", "train", "adapters", "testing", "tools")
-WITHOUT_TORCH = ("base", "core", "tiers", "node", "tools")
-# What is below it in the order and yet not for it: tools start these as programs, so that looking stays quick.
-NOT_FOR_TOOLS = ("train", "adapters", "testing")
+ROOMS = ("base", "core", "tiers", "keeper", "checkpoint", "elastic", "adapters", "testing", "cli")
+WITHOUT_TORCH = ("base", "core", "tiers", "keeper", "cli")
+# What is below it in the order and yet not for it: commands start these as programs, so that looking stays quick.
+NOT_FOR_CLI = ("checkpoint", "elastic", "adapters", "testing")
+MAX_FILES_IN_A_FOLDER = 14
 
 PUBLIC_NAMES = [
     "Checkpointer",
@@ -45,10 +47,10 @@ MEDIAN_FUNCTION_LINES = 10
 MAX_PARAMETERS = 7
 # The public constructor takes what the user owns by keyword, one name each; a record would be more to type there.
 # Of a command every option is a parameter.
-MANY_PARAMETERS = {"train/checkpointer.py: Checkpointer.__init__", "tools/cli.py: plan"}
+MANY_PARAMETERS = {"checkpoint/checkpointer/checkpointer.py: Checkpointer.__init__", "cli/cli.py: plan"}
 
 # What only tests give: a clock of theirs, in the place of a device's.
-FOR_TESTS_ALONE = {"train/clock.py: DeviceClock.__init__ event"}
+FOR_TESTS_ALONE = {"checkpoint/pipeline/timers.py: DeviceClock.__init__ event"}
 
 FORBIDDEN_IN_CORE = {
     "asyncio", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "queue", "random", "secrets", "select",
@@ -60,8 +62,8 @@ EXECUTES_BYTES = {"cloudpickle", "code", "dill", "marshal", "pickle", "shelve", 
 # rehearsal.py tells each of its ranks which one it is, as a launcher would.
 # The agent makes what a worker finds, the stage puts it there for every run of the script, the runner for a function.
 MAY_TOUCH_ENVIRONMENT = {
-    "base/config.py", "train/elastic.py", "train/agree.py", "train/rehearsal.py", "node/start.py",
-    "train/agent.py", "train/assignment.py", "train/stage.py", "train/runner.py",
+    "base/config.py", "elastic/launch/run_command.py", "checkpoint/job/collectives.py", "checkpoint/dry_run.py", "keeper/rpc/spawn.py",
+    "elastic/launch/agent.py", "elastic/launch/worker_assignment.py", "elastic/worker/script_sandbox.py", "elastic/worker/worker_main.py",
 }  # fmt: skip
 
 
@@ -177,7 +179,7 @@ def test_imports_point_down_only() -> None:
         here = room(path)
         if not here:
             continue  # the public door names what is above it; it loads nothing, see test_public_names_are_loaded_lazily
-        allowed = set(ROOMS[: ROOMS.index(here) + 1]) - (set(NOT_FOR_TOOLS) if here == "tools" else set())
+        allowed = set(ROOMS[: ROOMS.index(here) + 1]) - (set(NOT_FOR_CLI) if here == "cli" else set())
         for found in imports(path):
             parts = found.target.split(".")
             if is_ours(found.target) and len(parts) > 1 and parts[1] not in allowed:
@@ -192,12 +194,36 @@ def test_no_import_cycle_even_inside_functions() -> None:
         for path in files()
         if module_name(path) in others
     }
+    assert not _in_cycles(edges), f"these import each other: {_in_cycles(edges)}"
+
+
+def test_no_two_folders_import_each_other() -> None:
+    """A folder of a room is one box, and so is each file that stands in a room itself."""
+    edges: dict[str, set[str]] = {}
+    for path in filter(room, files()):
+        inner = {_box(i.target) for i in imports(path) if is_ours(i.target)}
+        edges.setdefault(_box(module_name(path)), set()).update(inner - {""})
+    assert not _in_cycles(edges), f"these import each other: {_in_cycles(edges)}"
+
+
+def test_no_folder_holds_more_than_one_can_look_over() -> None:
+    held = Counter(label(path.parent) for path in files())
+    assert not {folder: count for folder, count in held.items() if count > MAX_FILES_IN_A_FOLDER}
+
+
+def _box(module: str) -> str:
+    """The folder of a module in its room, such as `tiers.format.image`; a file that stands in the room itself is its own."""
+    return ".".join(module.split(".")[1:3])
+
+
+def _in_cycles(edges: dict[str, set[str]]) -> list[str]:
+    """What is part of a cycle or leads into one."""
+    edges = {name: targets - {name} for name, targets in edges.items()}
     while True:  # whatever imports nothing that is left cannot be part of a cycle
         free = {name for name, targets in edges.items() if not targets & set(edges)}
         if not free:
-            break
+            return sorted(edges)
         edges = {name: targets for name, targets in edges.items() if name not in free}
-    assert not edges, f"these import each other: {sorted(edges)}"
 
 
 def test_no_own_import_inside_a_function() -> None:
@@ -239,7 +265,9 @@ def test_what_a_rule_can_be_told_is_told_by_the_product() -> None:
     told = {(called, word) for path in files() if room(path) != "testing" for called, word in _words(path)}
     wrong = []
     for path in files():
-        for name, function in functions(path) if room(path) in {"core", "tiers", "node", "train"} else ():
+        for name, function in (
+            functions(path) if room(path) in {"core", "tiers", "keeper", "checkpoint", "elastic"} else ()
+        ):
             called = name.split(".")[-2 if name.endswith("__init__") else -1]
             for place, parameter in _optional(function):
                 where = f"{label(path)}: {name} {parameter}"
@@ -307,7 +335,7 @@ def test_no_print_outside_the_commands() -> None:
     wrong = [
         f"{label(path)}:{call.lineno}"
         for path in files()
-        if room(path) != "tools"
+        if room(path) != "cli"
         for name, call in calls(path)
         if name == "print"
     ]
@@ -420,7 +448,7 @@ def test_the_package_asks_for_what_it_says_and_its_tests_for_no_less() -> None:
     assert project["requires-python"] == ">=3.10"
     only_for_tests = re.compile(r"(prometheus|psutil|rich|pytest|hypothesis)")
     assert not [needed for needed in project["dependencies"] if only_for_tests.match(needed)]
-    assert project["scripts"] == {"holdfast": "holdfast.tools.cli:main"}
+    assert project["scripts"] == {"holdfast": "holdfast.cli.cli:main"}
     assert "ext-modules" not in tools["setuptools"], "pure Python"
     assert re.search(r"^torch==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert tools["mypy"]["strict"] is True

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.train.state import State
+from holdfast.checkpoint.state.training_state import State
 from state_kit import Saved, restore, same_bits, save
 
 # Fresh objects, and a function that trains one step with them and returns the loss.

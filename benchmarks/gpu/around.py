@@ -12,7 +12,7 @@ from benchmarks.gpu.card import MIB, Card, Figure, host_seconds
 from benchmarks.gpu.state import Training
 from benchmarks.gpu.training import _environment
 
-from holdfast.train import devices
+from holdfast.checkpoint.device import accelerator
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,7 +22,7 @@ def card_itself(card: Card) -> list[Figure]:
     before = card.free_bytes()
     torch.ones(1, device=card.device).add_(1)
     card.synchronize()
-    passed, failed = _tests(card, "test_state.py", "test_capture.py")
+    passed, failed = _tests(card, "test_training_state.py", "test_copy_plan.py")
     return [
         Figure("first_kernel_bytes", (before - card.free_bytes()) / MIB, "MiB"),
         Figure("gpu_tests_passed", passed, "tests", ">= 4"),
@@ -36,7 +36,7 @@ def _tests(card: Card, *files: str) -> tuple[float, float]:
     settings = ["-oaddopts=--import-mode=importlib", "-ofilterwarnings=default", "-pno:timeout", "-pno:xdist"]
     command = [sys.executable, "-m", "pytest", "-q", *settings, "-pno:cacheprovider", "-m", "gpu", "--card", card.kind]
     done = subprocess.run(
-        [*command, *(f"tests/train/{file}" for file in files)],
+        [*command, *(f"tests/checkpoint/{file}" for file in files)],
         cwd=ROOT, capture_output=True, text=True, timeout=150, check=False, env=_environment(card.directory),
     )  # fmt: skip
     counted = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
@@ -72,7 +72,7 @@ def graphs(card: Card) -> list[Figure]:
 
 def pace(card: Card) -> list[Figure]:
     """Copies inside the waits of a pipeline: the test that needs a card for it."""
-    passed, failed = _tests(card, "test_device_pace.py")
+    passed, failed = _tests(card, "test_paced_copy.py")
     return [
         Figure("pace_tests_passed", passed, "tests", ">= 1"),
         Figure("pace_tests_failed", failed, "tests", "<= 0"),
@@ -90,7 +90,7 @@ print(time.perf_counter() - began)
 
 def compiled(card: Card) -> list[Figure]:
     """Compiled code comes back from the archive. Nobody compiles kernels for the simulated device: there it is the host's."""
-    from holdfast.train.compile_cache import CompileCache  # noqa: PLC0415
+    from holdfast.elastic.launch.compile_cache import CompileCache  # noqa: PLC0415
 
     def seconds(place: str) -> float:
         environ = _environment(card.directory)
@@ -115,7 +115,7 @@ import sys, torch
 if sys.argv[1] == "sim":
     from holdfast.testing import device
     device.load()
-from holdfast.train import devices
+from holdfast.checkpoint.device import accelerator
 x = torch.zeros(4, device=sys.argv[1])
 assert devices.healthy(20.0)
 try:
@@ -129,7 +129,7 @@ sys.exit(0 if not devices.healthy(20.0) else 3)
 
 def fault(card: Card) -> list[Figure]:
     """A device whose fault stays is told from a healthy one, so that its process is replaced."""
-    healthy = devices.healthy(20.0)
+    healthy = accelerator.healthy(20.0)
     command = [sys.executable, "-c", FAULT, card.kind]
     code: list[int] = []
     seconds = host_seconds(

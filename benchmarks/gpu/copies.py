@@ -10,7 +10,9 @@ import torch
 from benchmarks.gpu.card import GIB, MIB, Card, Figure, NotHere, host_seconds
 from benchmarks.gpu.state import Training
 
-from holdfast.train import alive, copies, devices
+from holdfast.checkpoint.capture import side_stream_copy
+from holdfast.checkpoint.device import accelerator
+from holdfast.checkpoint.liveness import open_checkpointers
 
 REPEATS = 3
 
@@ -25,10 +27,10 @@ def void(card: Card) -> list[Figure]:
         parameter.grad.fill_(float("nan"))  # what it left unreduced
     training.step()
     handle = training.save()
-    alive.void()
+    open_checkpointers.void()
     card.synchronize()
     believed = not handle.given_up
-    alive.begin()
+    open_checkpointers.begin()
     training.checkpointer.interrupted()
     step = training.checkpointer.restore()
     wrong = sum(not bool(torch.isfinite(tensor).all()) for tensor in training.state())
@@ -42,7 +44,7 @@ def void(card: Card) -> list[Figure]:
 
 def register(card: Card) -> list[Figure]:
     """Host memory is made known to the driver; a second time fails softly, and no launch of the user's raises."""
-    device, figures = devices.device_of(card.kind), []
+    device, figures = accelerator.device_of(card.kind), []
     for gib in (1, 8, 32) if not card.small else (1 / 256,):
         size = int(gib * GIB)
         memory = mmap.mmap(-1, size)
@@ -71,7 +73,7 @@ def rates(card: Card) -> list[Figure]:
     memory = mmap.mmap(-1, size)
     slot = torch.frombuffer(memory, dtype=torch.uint8)
     slot.zero_()
-    device = devices.device_of(card.kind)
+    device = accelerator.device_of(card.kind)
     if not device.register(card.device, slot.data_ptr(), size):
         raise NotHere("this driver registers no host memory")
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -133,12 +135,12 @@ def torn(card: Card) -> list[Figure]:
     if card.is_simulated:
         card.simulated.set_copy_rate(10e6)  # a tenth of a second: the host steps in it, also on a busy machine
     honest = wrong("honest", card.size(200, 3))
-    own = copies.DeviceCopy.hold_current_streams
-    copies.DeviceCopy.hold_current_streams = lambda _: None  # type: ignore[method-assign]
+    own = side_stream_copy.DeviceCopy.hold_current_streams
+    side_stream_copy.DeviceCopy.hold_current_streams = lambda _: None  # type: ignore[method-assign]
     try:
         planted = wrong("planted", card.size(20, 5))
     finally:
-        copies.DeviceCopy.hold_current_streams = own  # type: ignore[method-assign]
+        side_stream_copy.DeviceCopy.hold_current_streams = own  # type: ignore[method-assign]
     return [
         Figure("torn_versions", float(honest), "versions", "<= 0"),
         Figure("torn_versions_without_the_wait", float(planted), "versions"),

@@ -78,7 +78,13 @@ def _job(
     card: Card, directory: Path, *words: object, ranks: int = 0, timeout_s: float = 120.0
 ) -> tuple[dict[str, Any], float]:
     """What the job's first rank says at its end, and how long it took. With `ranks` under the launcher."""
-    launcher = ["-m", "holdfast.train.elastic", f"--nproc-per-node={ranks}", "--max-restarts=3", "--watchdog=quick"]
+    launcher = [
+        "-m",
+        "holdfast.elastic.launch.run_command",
+        f"--nproc-per-node={ranks}",
+        "--max-restarts=3",
+        "--watchdog=quick",
+    ]
     command = [sys.executable, *(launcher if ranks else []), str(JOB), card.kind, str(directory), *map(str, words)]
     began = time.perf_counter()
     done = subprocess.run(

@@ -10,27 +10,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.adapters.door import Checkpointer
+    from holdfast.adapters.checkpointer import Checkpointer
     from holdfast.base.config import Config
     from holdfast.base.errors import HoldfastError
+    from holdfast.checkpoint.restore.restorer import RestoreReport
+    from holdfast.checkpoint.save.save_handle import SaveHandle
     from holdfast.core.model import Level, Version
-    from holdfast.train.handle import SaveHandle
-    from holdfast.train.restore import RestoreReport
-    from holdfast.train.resume import resumable
+    from holdfast.elastic.worker.resumable import resumable
 
 __version__ = "0.2.0.dev0"
 
 __all__ = ["Checkpointer", "Config", "HoldfastError", "Level", "RestoreReport", "SaveHandle", "Version", "resumable"]
 
 _HOMES = {
-    "Checkpointer": "holdfast.adapters.door",
+    "Checkpointer": "holdfast.adapters.checkpointer",
     "Config": "holdfast.base.config",
     "HoldfastError": "holdfast.base.errors",
     "Level": "holdfast.core.model",
-    "RestoreReport": "holdfast.train.restore",
-    "SaveHandle": "holdfast.train.handle",
+    "RestoreReport": "holdfast.checkpoint.restore.restorer",
+    "SaveHandle": "holdfast.checkpoint.save.save_handle",
     "Version": "holdfast.core.model",
-    "resumable": "holdfast.train.resume",
+    "resumable": "holdfast.elastic.worker.resumable",
 }
 
 

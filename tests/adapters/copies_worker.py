@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from holdfast.adapters.mindspore.rank_files import RankCheckpoints
 from holdfast.base.errors import HoldfastError
-from holdfast.train.state import State
+from holdfast.checkpoint.state.training_state import State
 
 WORLD = 4
 WHOLE, HALF = [Replicate(), Replicate()], [Replicate(), Shard(0)]

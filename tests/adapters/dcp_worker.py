@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.adapters.dcp import AsyncStager, StorageReader, StorageWriter
-from holdfast.testing.contracts import telling
+from holdfast.testing.contracts import adapter_output
 
 warnings.filterwarnings("ignore")
 
@@ -81,9 +81,9 @@ def train(options: argparse.Namespace) -> None:
         planner = dcp.DefaultLoadPlanner(allow_partial_load=False)
         dcp.load({"app": state}, storage_reader=reader, planner=planner)
     start = state.step + 1
-    telling.start(rank, start)
+    adapter_output.start(rank, start)
     whole = [parameter.detach() for parameter in model.parameters()]
-    telling.whole(rank, start, whole)
+    adapter_output.whole(rank, start, whole)
     future = None
     beside = dist.new_group() if options.stage else None  # DCP plans in its thread while training uses the other one
     for step in range(start, options.steps):
@@ -102,10 +102,10 @@ def train(options: argparse.Namespace) -> None:
         else:
             dcp.save({"app": state}, checkpoint_id=f"{options.root}/step-{step}", storage_writer=writer)
         moments = [tensor for entry in optimizer.state.values() for tensor in entry.values()]
-        telling.step(rank, step, [loss, *model.parameters(), *moments])
+        adapter_output.step(rank, step, [loss, *model.parameters(), *moments])
     if future is not None:
         future.result()
-    telling.whole(rank, options.steps, whole)
+    adapter_output.whole(rank, options.steps, whole)
     writer.close()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import holdfast.adapters.deepspeed as hf
-from holdfast.testing.contracts import telling
+from holdfast.testing.contracts import adapter_output
 
 
 def main() -> None:
@@ -44,8 +44,8 @@ def main() -> None:
     weights = [parameter.detach() for parameter in engine.module.parameters()] if options.stage == 0 else []
     torch.manual_seed(7 + rank)  # of the dropout
     engine.load_checkpoint(options.root, tag=options.tag)
-    telling.start(rank, engine.global_steps)
-    telling.whole(rank, engine.global_steps, weights)
+    adapter_output.start(rank, engine.global_steps)
+    adapter_output.whole(rank, engine.global_steps, weights)
     while engine.global_steps < options.steps:
         step = engine.global_steps
         source = torch.Generator().manual_seed(1000 * step + rank)
@@ -55,9 +55,9 @@ def main() -> None:
         engine.step()
         if not options.native:
             engine.save_checkpoint(options.root)
-        telling.step(rank, step, [loss.detach(), *state(engine)])
-    telling.whole(rank, engine.global_steps, weights)
-    print(f"state {rank} {telling.digest(state(engine))}", flush=True)
+        adapter_output.step(rank, step, [loss.detach(), *state(engine)])
+    adapter_output.whole(rank, engine.global_steps, weights)
+    print(f"state {rank} {adapter_output.digest(state(engine))}", flush=True)
     engine.destroy()
     torch.distributed.destroy_process_group()
 

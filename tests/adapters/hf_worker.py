@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from holdfast.adapters.huggingface import keep, wrap
-from holdfast.testing.contracts import telling
+from holdfast.testing.contracts import adapter_output
 
 warnings.filterwarnings("ignore")
 LENGTH = 32
@@ -74,10 +74,12 @@ class Tell(TrainerCallback):
         self.rank = rank
 
     def on_train_begin(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
-        telling.start(self.rank, state.global_step)
+        adapter_output.start(self.rank, state.global_step)
 
     def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):  # type: ignore[no-untyped-def]
-        telling.step(self.rank, state.global_step - 1, tensors(model, getattr(optimizer, "optimizer", optimizer)))
+        adapter_output.step(
+            self.rank, state.global_step - 1, tensors(model, getattr(optimizer, "optimizer", optimizer))
+        )
 
 
 def with_trainer(options: argparse.Namespace, rank: int) -> None:
@@ -123,8 +125,8 @@ def with_accelerate(options: argparse.Namespace, *, fsdp: bool) -> None:
     torch.manual_seed(100 + rank)
     checkpointer = wrap(accelerator, options.root)
     start = checkpointer.restore()
-    telling.start(rank, start)
-    telling.whole(rank, start, list(model.parameters()))
+    adapter_output.start(rank, start)
+    adapter_output.whole(rank, start, list(model.parameters()))
     for step in range(start, options.steps):
         rows = [data[(step * accelerator.num_processes + rank) * 2 + i]["input_ids"] for i in range(2)]
         batch = torch.stack(rows)
@@ -134,8 +136,8 @@ def with_accelerate(options: argparse.Namespace, *, fsdp: bool) -> None:
         scheduler.step()
         optimizer.zero_grad()
         checkpointer.step(step)
-        telling.step(rank, step, [loss, *tensors(model, optimizer.optimizer)])
-    telling.whole(rank, options.steps, list(model.parameters()))
+        adapter_output.step(rank, step, [loss, *tensors(model, optimizer.optimizer)])
+    adapter_output.whole(rank, options.steps, list(model.parameters()))
     checkpointer.close()
     accelerator.end_training()
 

@@ -23,8 +23,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.adapters.lightning import keeper
-from holdfast.adapters.lightning_io import checkpoint_io
-from holdfast.testing.contracts import telling
+from holdfast.adapters.lightning.checkpoint_io import checkpoint_io
+from holdfast.testing.contracts import adapter_output
 
 warnings.filterwarnings("ignore")
 LENGTH, ROWS = 32, 56
@@ -96,17 +96,17 @@ class Draws(Callback):
 
 class Tell(Callback):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        telling.start(trainer.global_rank, trainer.global_step)
-        telling.whole(trainer.global_rank, trainer.global_step, list(module.parameters()))
+        adapter_output.start(trainer.global_rank, trainer.global_step)
+        adapter_output.whole(trainer.global_rank, trainer.global_step, list(module.parameters()))
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         state = trainer.optimizers[0].state
         mine = [state.get(p, {}) for p in module.parameters()]  # FSDPStrategy leaves some to other ranks
         moments = [of_one[key] for of_one in mine for key in sorted(of_one)]
-        telling.step(trainer.global_rank, trainer.global_step - 1, [module.loss, *module.parameters(), *moments])
+        adapter_output.step(trainer.global_rank, trainer.global_step - 1, [module.loss, *module.parameters(), *moments])
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        telling.whole(trainer.global_rank, trainer.global_step, list(module.parameters()))
+        adapter_output.whole(trainer.global_rank, trainer.global_step, list(module.parameters()))
 
 
 def main() -> None:

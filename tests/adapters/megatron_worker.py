@@ -47,7 +47,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from torch.distributed.nn.functional import all_gather  # noqa: E402
 
 import holdfast.adapters.megatron as hf  # noqa: E402
-from holdfast.testing.contracts import telling  # noqa: E402
+from holdfast.testing.contracts import adapter_output  # noqa: E402
 
 vars(moe_utils).setdefault("te_general_gemm", None)  # 0.16.1 names it only with Transformer Engine
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -126,7 +126,7 @@ def main() -> None:
             optimizer.load_state_dict(loaded["optimizer"])
         count_on(optimizer, start)
         print(f"from {rank} {json.dumps(getattr(load_strategy, 'loaded_from', ''))}", flush=True)
-    telling.start(rank, start)
+    adapter_output.start(rank, start)
     for step in range(start, options.steps):
         source = torch.Generator().manual_seed(100 * step + parallel_state.get_data_parallel_rank())
         tokens = torch.randint(0, 64, (2, 16), generator=source)
@@ -157,8 +157,8 @@ def main() -> None:
             temporary.write_text(str(step + 1))
             os.replace(temporary, tracker)
         dist.barrier()
-        telling.step(rank, step, [loss.detach(), *tensors(gpt, optimizer)])
-    print(f"state {rank} {telling.digest(tensors(gpt, optimizer))}", flush=True)
+        adapter_output.step(rank, step, [loss.detach(), *tensors(gpt, optimizer)])
+    print(f"state {rank} {adapter_output.digest(tensors(gpt, optimizer))}", flush=True)
     queue.close()
     if hasattr(save_strategy, "close"):
         save_strategy.close()

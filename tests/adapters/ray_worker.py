@@ -26,7 +26,7 @@ import torch
 from ray.train.torch import TorchTrainer
 
 from holdfast.adapters.ray import keep
-from holdfast.testing.contracts import telling
+from holdfast.testing.contracts import adapter_output
 
 warnings.filterwarnings("ignore")
 LENGTH = 32
@@ -54,8 +54,8 @@ def train(config: dict[str, Any]) -> None:
     options = {"durable_every": config["durable_every"]} if config["durable_every"] else {}
     checkpointer = keep(config["root"] or None, model=model, optimizer=optimizer, look_every=1, **options)
     start = checkpointer.restore()
-    telling.start(rank, start)
-    telling.whole(rank, start, list(model.parameters()))
+    adapter_output.start(rank, start)
+    adapter_output.whole(rank, start, list(model.parameters()))
     step, warned = start, 0
     while step < config["steps"] or (config["drain"] >= 0 and warned < 2):
         at = (step % 100 * workers + rank) * LENGTH
@@ -67,14 +67,14 @@ def train(config: dict[str, Any]) -> None:
         checkpointer.step(step, {"step": step, "loss": loss.item()})
         warned += checkpointer.notice is not None
         moments = [optimizer.state[p][key] for p in model.parameters() for key in sorted(optimizer.state[p])]
-        telling.step(rank, step, [loss.detach(), *model.parameters(), *moments])
+        adapter_output.step(rank, step, [loss.detach(), *model.parameters(), *moments])
         if rank == 1 and step == config["kill"] and not Path(config["marker"]).exists():
             Path(config["marker"]).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0 and step == config["drain"]:
             drain()
         step += 1
-    telling.whole(rank, step, list(model.parameters()))
+    adapter_output.whole(rank, step, list(model.parameters()))
     checkpointer.close()
     sys.stdout.flush()
 

@@ -14,16 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.adapters.mindspore.aiturbo import CheckpointShmManager, Ckpt, Front
+from holdfast.adapters.aiturbo.engine import CheckpointShmManager, Ckpt, Front
 from holdfast.base.errors import MismatchError, StorageError
 from holdfast.base.events import Events
-from holdfast.testing.contracts.door import CHECKS, Door, Task, Workshop
-from holdfast.tiers.storage import open_storage
+from holdfast.testing.contracts.adapter import CHECKS, Door, Task, Workshop
+from holdfast.tiers.storage.version_store import open_storage
 
 WORKER = Path(__file__).with_name("aiturbo_worker.py")
 RANK = Path(__file__).with_name("aiturbo_rank.py")
 SOURCE = Path(__file__).parents[2] / "src"
-FRONT = SOURCE / "holdfast/adapters/mindspore/front"
+FRONT = SOURCE / "holdfast/adapters/aiturbo/front"
 
 
 def door() -> Door:

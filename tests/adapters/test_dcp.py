@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from holdfast.adapters.dcp import AsyncStager, StorageReader, StorageWriter, ite
 from holdfast.adapters.dcp.job import patterns
 from holdfast.base.config import load
 from holdfast.base.errors import LevelNotReached, UsageError, VersionNotFound
+from holdfast.checkpoint.liveness import open_checkpointers
+from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
 from holdfast.core.model import Level, Version
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage")
@@ -84,6 +87,29 @@ def test_what_is_saved_is_loaded_bit_for_bit_with_its_plain_values(writer: Stora
         assert reader.loaded == Version(1, 3)
 
 
+def test_a_wish_of_the_operator_is_what_is_found_and_loaded_once(
+    tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--from-version`: of one start, asked for as often as that likes; the same command started again goes on."""
+    monkeypatch.setattr(open_checkpointers.wish, "version", NO_WISH)
+
+    def start(wish: str, saves: Sequence[int]) -> int | None:
+        open_checkpointers.wish.version = wish
+        with contextlib.closing(StorageWriter(tmp_path / "root")) as writer:
+            reader = StorageReader(writer)
+            found, state = reader.find(), {"x": torch.zeros(4)}
+            if found is not None:
+                dcp.load(state, storage_reader=reader)
+                assert state["x"][0] == found
+            for step in saves:
+                dcp.save({"x": torch.full((4,), float(step))}, checkpoint_id=str(step), storage_writer=writer)
+        return found
+
+    assert start(NO_WISH, (1, 2, 3)) is None  # of which the last two stay
+    assert start("i000001-s0000000002", (3, 4)) == 2
+    assert start("i000001-s0000000002", ()) == 4
+
+
 @pytest.mark.slow
 def test_a_checkpointer_and_the_commands_read_it(writer: StorageWriter, tmp_path: Path) -> None:
     job = Job()
@@ -91,7 +117,7 @@ def test_a_checkpointer_and_the_commands_read_it(writer: StorageWriter, tmp_path
     dcp.save(job.state(), storage_writer=writer)
     writer.close()
     shown = subprocess.run(
-        [sys.executable, "-m", "holdfast.tools.cli", "verify", str(tmp_path / "root")], capture_output=True, text=True
+        [sys.executable, "-m", "holdfast.cli.cli", "verify", str(tmp_path / "root")], capture_output=True, text=True
     )
     assert shown.returncode == 0, shown.stdout
     other = Job(seed=2)

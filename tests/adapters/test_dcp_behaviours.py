@@ -21,7 +21,7 @@ from doors_kit import SOURCE
 from holdfast.adapters.dcp import StorageReader, StorageWriter
 from holdfast.adapters.dcp.items import Note, Notes
 from holdfast.base.errors import UsageError
-from holdfast.train.live import Group
+from holdfast.checkpoint.entries.types import Group
 
 WORKER = Path(__file__).with_name("dcp_behaviours_worker.py")
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from doors_kit import starter, warm, workshops
-from holdfast.testing.contracts.door import CHECKS, Check, Door, Task, Workshop
+from holdfast.testing.contracts.adapter import CHECKS, Check, Door, Task, Workshop
 
 WORKER = Path(__file__).with_name("dcp_worker.py")
 
 
 def way(*words: str) -> Callable[[Task], list[str]]:
-    return starter(WORKER, *words, launcher="holdfast.train.elastic")
+    return starter(WORKER, *words, launcher="holdfast.elastic.launch.run_command")
 
 
 WRONG = "Size mismatch|size mismatch|MismatchError"

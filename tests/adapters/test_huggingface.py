@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from doors_kit import starter, untouched, workshops
-from holdfast.testing.contracts.door import CHECKS, Check, Door, Task, Workshop
+from holdfast.testing.contracts.adapter import CHECKS, Check, Door, Task, Workshop
 
 WORKER = Path(__file__).with_name("hf_worker.py")
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from doors_kit import starter, untouched, workshops
-from holdfast.adapters.lightning_io import checkpoint_io
+from holdfast.adapters.lightning.checkpoint_io import checkpoint_io
 from holdfast.base.config import Config
 from holdfast.base.errors import VersionNotFound
 from holdfast.base.events import Events
-from holdfast.testing.contracts.door import CHECKS, Check, Door, Task, Workshop
-from holdfast.tiers.storage import open_storage
+from holdfast.testing.contracts.adapter import CHECKS, Check, Door, Task, Workshop
+from holdfast.tiers.storage.version_store import open_storage
 
 WORKER = Path(__file__).with_name("lightning_worker.py")
 

@@ -14,8 +14,8 @@ import torch
 
 from doors_kit import SOURCE, starter
 from holdfast.base.events import Events
-from holdfast.testing.contracts.door import CHECKS, Door, Task, Workshop
-from holdfast.tiers.storage import open_storage
+from holdfast.testing.contracts.adapter import CHECKS, Door, Task, Workshop
+from holdfast.tiers.storage.version_store import open_storage
 
 WORKER = Path(__file__).with_name("megatron_worker.py")
 

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from adapters.mindspore_kit import SAMPLES
 from holdfast.adapters.mindspore import (
     HostTensor,
-    ckpt,
     convert_checkpoint,
     from_numpy,
     load_checkpoint,
     save_checkpoint,
     to_numpy,
 )
-from holdfast.adapters.mindspore.safe import decode_safetensors, encode_safetensors
-from holdfast.adapters.mindspore.tensors import MINDSPORE_NAMES
+from holdfast.adapters.mindspore.formats import ckpt
+from holdfast.adapters.mindspore.formats.safetensors import decode_safetensors, encode_safetensors
+from holdfast.adapters.mindspore.formats.tensors import MINDSPORE_NAMES
 from holdfast.base.errors import CorruptError, UsageError
 from holdfast.core.model import DTYPE_BYTES
 

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters.mindspore_kit import SAMPLES
-from holdfast.adapters.mindspore import ckpt, get_parameter_redundancy, read_group_info
+from holdfast.adapters.mindspore import get_parameter_redundancy, read_group_info
+from holdfast.adapters.mindspore.formats import ckpt
+from holdfast.adapters.mindspore.formats.protobuf import prefix, varint
+from holdfast.adapters.mindspore.formats.safetensors import decode_safetensors
 from holdfast.adapters.mindspore.groups import MAX_BYTES, decode_group_info
-from holdfast.adapters.mindspore.proto import prefix, varint
-from holdfast.adapters.mindspore.safe import decode_safetensors
 from holdfast.adapters.mindspore.strategy import decode_json_strategy, decode_strategy
 from holdfast.base.errors import CorruptError, UsageError
 

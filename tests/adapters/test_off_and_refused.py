@@ -11,12 +11,12 @@ import torch
 
 import holdfast
 from holdfast.adapters import deepspeed, huggingface
-from holdfast.adapters.run import Unasked
+from holdfast.adapters.zero.launcher import Unasked
 from holdfast.adapters.zero.script import HOOK
 from holdfast.base.errors import UsageError
+from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.core.model import Level
-from holdfast.train import alive
-from holdfast.train.control import Order
+from holdfast.elastic.worker.agent_channel import Order
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ print("hook", {HOOK!r} in globals())
 
 
 def run_unasked(tmp_path: Path) -> None:
-    alive.abandon_all()  # what earlier tests left open is not the script's
+    open_checkpointers.abandon_all()  # what earlier tests left open is not the script's
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     Unasked(str(tmp_path / "root"))(Order(1, arguments=(str(script),)))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import forked
-from holdfast.tiers import format as image_format
+from holdfast.tiers.format import image as image_format
 
 HERE = Path(__file__).resolve().parent
 WORLD = 4

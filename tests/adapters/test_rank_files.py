@@ -1,6 +1,6 @@
 """Which file of a rank is believed: its proof must say the step of its name and the slices that are wanted.
 
-One rank in this process; what eight ranks make of lost and damaged files is tests/train/test_strategies.py.
+One rank in this process; what eight ranks make of lost and damaged files is tests/checkpoint/test_strategies.py.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from doors_kit import SOURCE, workshops
 from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
 from holdfast.core.model import Version
-from holdfast.testing.contracts.door import CHECKS, Check, Door, Task, Workshop
-from holdfast.tiers.storage import open_storage
+from holdfast.testing.contracts.adapter import CHECKS, Check, Door, Task, Workshop
+from holdfast.tiers.storage.version_store import open_storage
 
 WORKER = str(Path(__file__).with_name("ray_worker.py"))
 

@@ -9,7 +9,7 @@ import prometheus_client
 import pytest
 
 from holdfast.adapters import singletons
-from holdfast.core.rerun import why_not
+from holdfast.core.elastic.rerun import why_not
 
 SET_UP = {
     "accelerate.state": {"PartialState": SimpleNamespace(_shared_state={"backend": "gloo"})},

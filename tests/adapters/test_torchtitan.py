@@ -11,8 +11,8 @@ import pytest
 from doors_kit import SOURCE, starter, workshops
 from holdfast.base.errors import UsageError
 from holdfast.base.events import Events
-from holdfast.testing.contracts.door import CHECKS, Check, Door, Task, Workshop
-from holdfast.tiers.storage import open_storage
+from holdfast.testing.contracts.adapter import CHECKS, Check, Door, Task, Workshop
+from holdfast.tiers.storage.version_store import open_storage
 
 WORKER = Path(__file__).with_name("torchtitan_worker.py")
 

@@ -16,17 +16,19 @@ import torch
 
 import forked
 from doors_kit import untouched
-from holdfast.adapters.run import Unasked
 from holdfast.adapters.zero.frameworks import Finder
+from holdfast.adapters.zero.launcher import Unasked
 from holdfast.adapters.zero.loop import KeptLoop, Names
 from holdfast.adapters.zero.objects import Kept, sort_out
+from holdfast.adapters.zero.reach import Reach
 from holdfast.adapters.zero.script import Loop, find
 from holdfast.base.events import Events
-from holdfast.testing.contracts.door import CHECKS, Check, Door, Task, Workshop
-from holdfast.testing.contracts.workshop import keepers_under
-from holdfast.tiers.storage import open_storage
-from holdfast.train import agree, alive
-from holdfast.train.control import Order
+from holdfast.checkpoint.job import collectives
+from holdfast.checkpoint.liveness import open_checkpointers
+from holdfast.elastic.worker.agent_channel import Order
+from holdfast.testing.contracts.adapter import CHECKS, Check, Door, Task, Workshop
+from holdfast.testing.contracts.processes import keepers_under
+from holdfast.tiers.storage.version_store import open_storage
 from ranks_kit import on_all
 
 SCRIPT = str(Path(__file__).with_name("zero_script.py"))
@@ -112,6 +114,43 @@ def test_what_nobody_can_be_sure_of_keeps_the_script_from_being_touched(scope: C
     assert isinstance(sort_out(names, (), names), str)
 
 
+class Counting:
+    """An object of the script with a state; `state_dict` is its own business."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.named, self._other, self.extra = torch.zeros(2), torch.zeros(3), [torch.zeros(1)]
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"named": self.named, "values": [self._other]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError(state)
+
+
+def test_an_object_is_asked_for_its_state_only_where_it_has_something_new() -> None:
+    """A `state_dict` may cost, count, or wait for other ranks: it is not called at every step to look at attributes."""
+    thing = Counting()
+    reach = Reach(sets=(), used=("thing",), kept=[thing])
+
+    def looked() -> set[str]:
+        return {path for path in reach.look({"thing": thing}, []).fixed if path.startswith("thing.")}
+
+    assert looked() == looked() == {"thing.extra[0]", "the length of thing.extra"} & looked()
+    assert thing.asked == 1
+    thing.named = torch.ones(2)
+    looked()
+    assert thing.asked == 1, "it is handed out under its name"
+    thing._other = torch.ones(3)
+    assert "thing._other" not in looked()
+    assert thing.asked == 2, "other memory may be in nobody's state"
+    thing.late = torch.ones(1)  # type: ignore[attr-defined]
+    assert "thing.late" in looked()
+    looked()
+    assert thing.asked == 3
+
+
 def test_a_carried_tensor_is_not_sure() -> None:
     names = named(ema=torch.ones(2))
     assert "ema" in str(sort_out(names, ("ema",), names))
@@ -121,9 +160,9 @@ def test_a_carried_tensor_is_not_sure() -> None:
 @pytest.fixture
 def nothing_open() -> Iterator[None]:
     """As in a process that has just been started: whatever earlier tests left open is not the script's."""
-    alive.abandon_all()
+    open_checkpointers.abandon_all()
     yield
-    alive.abandon_all()
+    open_checkpointers.abandon_all()
 
 
 @pytest.mark.usefixtures("nothing_open")
@@ -133,9 +172,9 @@ def test_what_one_rank_is_not_sure_of_keeps_all_ranks_from_being_touched(
     loop = find(PLAIN)
     assert isinstance(loop, Loop)
     mine = threading.local()
-    monkeypatch.setattr(agree, "ranks", lambda: mine.rank)
+    monkeypatch.setattr(collectives, "ranks", lambda: mine.rank)
 
-    def begin(rank: agree.Ranks) -> object:
+    def begin(rank: collectives.Ranks) -> object:
         mine.rank = rank
         names = named(data=torch.ones(2) if rank.rank == 0 else iter([1]))
         return KeptLoop(loop, str(tmp_path / "root"))._begin(range(10), Names(names))
@@ -171,7 +210,7 @@ def test_there_is_a_version_only_behind_a_step_of_the_optimizer_and_behind_the_l
     kept(Order(1, arguments=(str(script),)))
     assert "through" in capfd.readouterr().out
     assert [version.step for version in open_storage(tmp_path / "root", Events()).versions()] == [1, 3]
-    alive.abandon_all()
+    open_checkpointers.abandon_all()
     kept(Order(2, arguments=(str(script),)))
     told = capfd.readouterr()
     assert "all 4 steps are made" in told.err
@@ -224,7 +263,15 @@ def start(task: Task) -> list[str]:
     ranks = ["--standalone", "--nproc-per-node", str(task.ranks)]
     if task.plain:
         return [sys.executable, "-m", "torch.distributed.run", *ranks, *script]
-    return [sys.executable, "-m", "holdfast.adapters.run", "--checkpoint-dir", str(task.checkpoints), *ranks, *script]
+    return [
+        sys.executable,
+        "-m",
+        "holdfast.adapters.zero.launcher",
+        "--checkpoint-dir",
+        str(task.checkpoints),
+        *ranks,
+        *script,
+    ]
 
 
 def popen(*args: object, **options: object) -> forked.Popen:
@@ -276,10 +323,28 @@ dist.destroy_process_group()
 """
 
 
-def test_what_one_rank_must_not_take_is_loaded_by_none(tmp_path: Path, runtime_dir: Path) -> None:
+# A tensor that is kept by its name gets another shape, on all ranks: the version has another layout than the script.
+ALL_RANKS_ARE_UNSURE = (
+    ONE_RANK_IS_UNSURE.replace("args.factor", "factor")
+    .replace("args = argparse.Namespace(factor=torch.ones(2))", "factor = torch.ones(2)")
+    .replace("    if rank == 1 and step == 6:\n        factor.mul_(2)", "    factor.resize_(step + 3).fill_(2)")
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "doubt"),
+    [
+        (ONE_RANK_IS_UNSURE, "'args.factor' changes in the loop"),
+        pytest.param(ALL_RANKS_ARE_UNSURE, "'the shape of factor' changes in the loop", marks=pytest.mark.slow),
+    ],
+    ids=["one rank", "another shape on all ranks"],
+)
+def test_what_one_rank_must_not_take_is_loaded_by_none(
+    source: str, doubt: str, tmp_path: Path, runtime_dir: Path
+) -> None:
     """The ranks that would take it go on with what their script made, optimizer state included."""
     script = tmp_path / "train.py"
-    script.write_text(ONE_RANK_IS_UNSURE)
+    script.write_text(source)
 
     def ends(mark: Path, module: list[str]) -> tuple[list[str], str]:
         environment = {**os.environ, "MARK": str(mark), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -294,13 +359,15 @@ def test_what_one_rank_must_not_take_is_loaded_by_none(tmp_path: Path, runtime_d
     undisturbed, _ = ends(tmp_path / "never", ["torch.distributed.run"])
     assert len(undisturbed) == 2
     try:
-        told, said = ends(tmp_path / "once", ["holdfast.adapters.run", "--checkpoint-dir", str(tmp_path / "root")])
+        told, said = ends(
+            tmp_path / "once", ["holdfast.adapters.zero.launcher", "--checkpoint-dir", str(tmp_path / "root")]
+        )
     finally:
         for keeper in keepers_under(runtime_dir):  # it holds what was saved, for a while
             keeper.kill()
             keeper.wait(20)
         shutil.rmtree(runtime_dir)
-    assert "rank 1: this script is not kept any more, 'args.factor' changes in the loop" in said
+    assert f"rank 1: this script is not kept any more, {doubt}" in said
     assert "the run that saved was not sure of it" in said
     assert told == undisturbed
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import forked
-from holdfast.train.usage import sandbox
+from holdfast.checkpoint.usage import sandbox
 
 LIFE = str(Path(__file__).with_name("zero_life.py"))
 pytestmark = pytest.mark.skipif(not sandbox.available(), reason="a process can be shut in on Linux and x86-64 only")

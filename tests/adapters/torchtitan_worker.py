@@ -44,7 +44,7 @@ from torchtitan.protocols.model_spec import ModelSpec  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 from holdfast.adapters.torchtitan import keep  # noqa: E402
-from holdfast.testing.contracts import telling  # noqa: E402
+from holdfast.testing.contracts import adapter_output  # noqa: E402
 
 warnings.filterwarnings("ignore")
 LENGTH, VOCABULARY = 32, 256
@@ -121,8 +121,8 @@ class Told(Trainer):
         rank, parameters = torch.distributed.get_rank(), [p for part in self.model_parts for p in part.parameters()]
         if not hasattr(self, "told"):
             self.told = True
-            telling.start(rank, self.step - 1)
-            telling.whole(rank, self.step - 1, [p.detach() for p in parameters])
+            adapter_output.start(rank, self.step - 1)
+            adapter_output.whole(rank, self.step - 1, [p.detach() for p in parameters])
         super().train_step(data)
 
 
@@ -138,9 +138,9 @@ class Saved:
         states = [each.state[p] for each in self.trainer.optimizers.optimizers for p in parameters if p in each.state]
         moments = [state[key] for state in states for key in sorted(state)]
         rank = torch.distributed.get_rank()
-        telling.step(rank, step - 1, [*parameters, *moments])
+        adapter_output.step(rank, step - 1, [*parameters, *moments])
         if last_step:
-            telling.whole(rank, step, [p.detach() for p in parameters])
+            adapter_output.whole(rank, step, [p.detach() for p in parameters])
         return done
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from holdfast.adapters.run import Unasked
 from holdfast.adapters.zero import loop
-from holdfast.train.control import Order
-from holdfast.train.runner import run_script
-from holdfast.train.state import State
+from holdfast.adapters.zero.launcher import Unasked
+from holdfast.checkpoint.state.training_state import State
+from holdfast.elastic.worker.agent_channel import Order
+from holdfast.elastic.worker.worker_main import run_script
 from state_kit import restore, save
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,16 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.base.config import CONFIG_FILE_VARIABLE, ENVIRONMENT, Config, load, overridden
+from holdfast.base.config import (
+    CONFIG_FILE_VARIABLE,
+    ENVIRONMENT,
+    PATHS,
+    Config,
+    hand_on,
+    is_relative,
+    load,
+    overridden,
+)
 from holdfast.base.errors import ConfigError
 
 
@@ -116,3 +126,38 @@ def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             load(environ={CONFIG_FILE_VARIABLE: str(tmp_path / "s.toml")})
         assert caught.value.where == str(tmp_path / "s.toml")
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_path_means_the_file_it_named_when_the_settings_were_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "settings.toml"
+    for text, meant in (("~/x", tmp_path / "home" / "x"), ("x", tmp_path / "x"), ("/y/x", Path("/y/x"))):
+        file.write_text(f"{name} = {json.dumps(text)}\n")
+        found = [
+            Config(**{name: text}),
+            load({name: text}, environ={}),
+            load(environ={CONFIG_FILE_VARIABLE: "settings.toml"}),
+        ]  # type: ignore[arg-type]
+        assert {getattr(config, name) for config in found} == {str(meant)}
+    for text in ("", "!print-key") if name == "encryption_key" else ("", "fd:3"):
+        assert getattr(Config(**{name: text}), name) == text  # type: ignore[arg-type]
+
+
+def test_workers_that_change_directory_read_the_paths_of_their_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    Path("settings.toml").write_text('stop_file = "stop.json"\n')
+    for given, relative in (("settings.toml", True), (str(tmp_path / "settings.toml"), True), ("", False)):
+        assert is_relative(environ={CONFIG_FILE_VARIABLE: given}) is relative
+    variable, file = hand_on({"trace_dir": "traces"}, environ={CONFIG_FILE_VARIABLE: "settings.toml"})
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    found = load(environ={variable: file})
+    assert (found.stop_file, found.trace_dir) == (str(tmp_path / "stop.json"), str(tmp_path / "traces"))
+    assert not is_relative(environ={variable: file})
+    os.close(int(Path(file).name))

@@ -11,12 +11,12 @@ import pytest
 from holdfast.base import private
 from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError, HoldfastError
-from holdfast.node import notice
-from holdfast.node.places import place_of
-from holdfast.tools import report, status
-from holdfast.train import journal
-from holdfast.train.compile_cache import CompileCache
-from holdfast.train.watchdog import Watchdog
+from holdfast.cli import report, status
+from holdfast.elastic.launch.compile_cache import CompileCache
+from holdfast.elastic.watchdog import run_journal
+from holdfast.elastic.watchdog.watchdog import Watchdog
+from holdfast.keeper.observe import degraded_notice
+from holdfast.keeper.rpc.paths import place_of
 
 NOBODY = 65534
 
@@ -53,7 +53,7 @@ def files_in(path: Path) -> list[Path]:
 
 
 def test_the_journal_writes_nothing_there(unfit: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journal.Journal(unfit / "run-default-n").restored(3)
+    run_journal.Journal(unfit / "run-default-n").restored(3)
     assert files_in(unfit) == []
     assert "the journal of this run ends here" in caplog.text
 
@@ -82,7 +82,7 @@ def test_nothing_compiled_is_fetched_kept_or_believed(
 
 def test_no_keeper_lives_there_and_no_note(unfit: Path, tmp_path: Path) -> None:
     place = place_of(str(tmp_path / "job"), Config(runtime_dir=str(unfit)))
-    for act in (place.make, lambda: notice.post(place, root="r", reason="why")):
+    for act in (place.make, lambda: degraded_notice.post(place, root="r", reason="why")):
         with pytest.raises(ConfigError, match="not ours alone"):
             act()
     assert files_in(unfit) == []
@@ -105,7 +105,7 @@ def test_a_file_that_leads_elsewhere_is_left_alone(tmp_path: Path, planted: str)
     directory, victim = tmp_path / "run", tmp_path / "victim"
     directory.mkdir(mode=0o700)
     victim.write_text("precious")
-    target = directory / journal.NAME
+    target = directory / run_journal.NAME
     if planted == "link":
         target.symlink_to(victim)
     elif planted == "hard link":
@@ -113,7 +113,7 @@ def test_a_file_that_leads_elsewhere_is_left_alone(tmp_path: Path, planted: str)
     else:
         os.mkfifo(target)
     with pytest.raises((HoldfastError, OSError)):
-        os.close(private.open_in(directory, journal.NAME, os.O_WRONLY | os.O_APPEND))
+        os.close(private.open_in(directory, run_journal.NAME, os.O_WRONLY | os.O_APPEND))
     assert victim.read_text() == "precious"
 
 

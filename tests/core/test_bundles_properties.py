@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from holdfast.core import backups, bundles, recovery, retention
-from holdfast.core.bundles import MIN_CUT_BYTES
-from holdfast.core.lineage import Lineage
+from holdfast.core.layout import bundles, replica_placement
+from holdfast.core.layout.bundles import MIN_CUT_BYTES
 from holdfast.core.model import (
     DTYPE_BYTES,
     Bundle,
@@ -24,7 +23,10 @@ from holdfast.core.model import (
     Topology,
     Version,
 )
-from holdfast.core.recovery import Awaited, Choice, Facts, MemoryCopy, Quarantine, Stored, Unreachable
+from holdfast.core.recovery import version_choice
+from holdfast.core.recovery.version_choice import Awaited, Choice, Facts, MemoryCopy, Quarantine, Stored, Unreachable
+from holdfast.core.versions import retention
+from holdfast.core.versions.lineage import Lineage
 
 # The same cases in every run; a failure is kept as a test of its own, not in a database.
 CASES = settings(
@@ -199,7 +201,7 @@ def test_all_members_of_a_group_plan_the_same(job: Job) -> None:
 @given(jobs())
 def test_a_replica_is_kept_of_what_lives_in_one_node_only(job: Job) -> None:
     table = {ref.bundle_id: ref for layout in job.layouts.values() for ref in layout.bundles}
-    placed = backups.place(table.values(), job.topology)
+    placed = replica_placement.place(table.values(), job.topology)
     for rank in job.shards:
         for ref in job.layouts[rank].bundles:
             homes = {job.topology.node_of[member] for member in ref.ranks}
@@ -327,7 +329,7 @@ def situations(draw: st.DrawFn) -> Facts:
 @CASES
 @given(situations())
 def test_what_is_chosen_can_be_loaded_by_every_rank(facts: Facts) -> None:
-    decision = recovery.choose_version(facts)
+    decision = version_choice.choose_version(facts)
     assert decision.reason
     choice = decision.value
     if choice is None:
@@ -337,7 +339,7 @@ def test_what_is_chosen_can_be_loaded_by_every_rank(facts: Facts) -> None:
     assert choice.version not in facts.suspects | set(facts.quarantine.versions)
     assert {ref.bundle_id for ref in choice.bundles} == set(choice.seals) == set(choice.holders)
     for rank in range(facts.topology.world_size):
-        fetches = recovery.fetches(choice, rank, facts)
+        fetches = version_choice.fetches(choice, rank, facts)
         assert {fetch.ref for fetch in fetches} == {ref for ref in choice.bundles if rank in ref.ranks}
         for fetch in fetches:
             at = (choice.version, fetch.ref.bundle_id, fetch.node)
@@ -348,7 +350,7 @@ def test_what_is_chosen_can_be_loaded_by_every_rank(facts: Facts) -> None:
             else:
                 held = {(copy.node, copy.seal) for copy in facts.memory if copy.version == choice.version}
                 assert (fetch.node, fetch.seal) in held
-            assert (fetch.node == facts.topology.node_of[rank]) == (fetch.source <= recovery.Source.NODE)
+            assert (fetch.node == facts.topology.node_of[rank]) == (fetch.source <= version_choice.Source.NODE)
 
 
 @CASES
@@ -360,7 +362,7 @@ def test_the_newest_usable_version_is_chosen(facts: Facts) -> None:
     for version in candidates:
         if choice is not None and version <= choice.version:
             continue
-        usable = recovery.choose_version(facts, wanted=version).value is not None
+        usable = version_choice.choose_version(facts, wanted=version).value is not None
         assert not usable or not facts.lineage.is_live(version)
 
 
@@ -382,7 +384,7 @@ def test_the_plan_does_not_depend_on_the_order_of_answers(facts: Facts, dice: ob
 def test_what_cannot_be_reached_delays_the_choice_and_never_changes_it(facts: Facts, data: st.DataObject) -> None:
     """Whatever of the same job does not answer: the same version is chosen, or it is waited for."""
     facts = replace(facts, memory=[replace(copy, seal=replace(copy.seal, digest="good")) for copy in facts.memory])
-    everything = recovery.choose_version(facts).value
+    everything = version_choice.choose_version(facts).value
     unread = data.draw(st.sets(st.sampled_from(sorted(facts.stored)))) if facts.stored else set()
     known = {(copy.version, copy.seal.bundle_id, copy.node) for copy in facts.memory}
     known |= {(version, name, None) for version, stored in facts.stored.items() for name in stored.seals}
@@ -398,7 +400,7 @@ def test_what_cannot_be_reached_delays_the_choice_and_never_changes_it(facts: Fa
             tuple(facts.topology.nodes[node] for node in sorted(silent)),
         ),
     )
-    found = recovery.choose_version(partial).value
+    found = version_choice.choose_version(partial).value
     if isinstance(found, Awaited):
         assert unread or away or silent
         assert not found.durable or found.version in facts.stored
@@ -408,7 +410,7 @@ def test_what_cannot_be_reached_delays_the_choice_and_never_changes_it(facts: Fa
 
 
 def chosen(facts: Facts) -> Choice | None:
-    found = recovery.choose_version(facts).value
+    found = version_choice.choose_version(facts).value
     assert not isinstance(found, Awaited), "everything answers"
     return found
 
@@ -443,6 +445,12 @@ def test_retention_never_removes_what_must_stay(
             assert not set(gone) & {version for at, version in enumerate(line) if buckets[at] not in buckets[:at]}
     left = [version for version in durable if version not in gone]
     assert retention.to_retire(left, **kept, protected=pinned, lineage=lineage) == ()
+    firm = retention.rests_on(gone, durable, **kept, lineage=lineage)
+    assert not firm & set(gone)
+    others = sorted(set(left) - firm)
+    missing = data.draw(st.lists(st.sampled_from(others), unique=True)) if others else []
+    there = [version for version in durable if version not in missing]
+    assert retention.to_retire(there, **kept, protected=pinned, lineage=lineage) == gone, "whatever else is not there"
 
 
 def test_a_fingerprint_tells_everything_apart_that_a_tensor_is() -> None:

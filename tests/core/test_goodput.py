@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.goodput import goodput
-from holdfast.core.incident import WIDTH, box, from_facts
+from holdfast.core.elastic.goodput import goodput
+from holdfast.core.elastic.incident import WIDTH, box, from_facts
 
 
 def sample(t: float, step: int, **spent: float) -> dict[str, Any]:

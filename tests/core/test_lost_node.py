@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.core.lost_node import LEAST_SILENCE_S, MOST_SILENCE_S, Signs, lost, patience_s
+from holdfast.core.elastic.lost_node import LEAST_SILENCE_S, MOST_SILENCE_S, Signs, lost, patience_s
 
 GONE = "its launcher has ended"
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from holdfast.core import slots
-from holdfast.core.commit import Board
-from holdfast.core.ledger import NodeLedger
-from holdfast.core.lineage import Lineage
 from holdfast.core.model import Decision, Version
-from holdfast.core.slots import Knowledge, SlotView
-from holdfast.testing import model_copies, model_world
-from holdfast.testing.model_check import Result, check
-from holdfast.testing.model_state import Bounds
+from holdfast.core.versions import slot_guard
+from holdfast.core.versions.coordinator_board import Board
+from holdfast.core.versions.lineage import Lineage
+from holdfast.core.versions.node_ledger import NodeLedger
+from holdfast.core.versions.slot_guard import Knowledge, SlotView
+from holdfast.testing.model_check import check, replicas, world
+from holdfast.testing.model_check.check import Result
+from holdfast.testing.model_check.state import Bounds
 
 Patch = pytest.MonkeyPatch
 
@@ -101,13 +101,13 @@ def test_no_order_of_events_breaks_a_promise_in_deep(name: str) -> None:
 
 
 def overwrite_the_oldest(patch: Patch) -> None:
-    patch.setattr(slots, "reusable", lambda slot, _: Decision(not slot.pins, "overwrite the oldest"))
+    patch.setattr(slot_guard, "reusable", lambda slot, _: Decision(not slot.pins, "overwrite the oldest"))
 
 
 def abandoned_stays(patch: Patch) -> None:
-    original = slots.reusable
+    original = slot_guard.reusable
     forgetful = lambda slot, known: original(slot, Knowledge(known.captured, frozenset(), known.lineage))  # noqa: E731
-    patch.setattr(slots, "reusable", forgetful)
+    patch.setattr(slot_guard, "reusable", forgetful)
 
 
 def slot_by_counting(patch: Patch) -> None:
@@ -126,8 +126,8 @@ def lineage_ignored(patch: Patch) -> None:
 
 
 def pins_ignored(patch: Patch) -> None:
-    original = slots.reusable
-    patch.setattr(slots, "reusable", lambda slot, known: original(replace(slot, pins=0), known))
+    original = slot_guard.reusable
+    patch.setattr(slot_guard, "reusable", lambda slot, known: original(replace(slot, pins=0), known))
 
 
 def skips_not_noticed(patch: Patch) -> None:
@@ -168,7 +168,7 @@ def adopted_slots_stay_untold(patch: Patch) -> None:
 
 def ranks_do_not_tell_what_they_resumed_from(patch: Patch) -> None:
     """A keeper's slots are of the incarnation before, and nobody tells it which bundles make up their version."""
-    patch.setattr(model_world, "told_by_ranks", lambda _: frozenset())
+    patch.setattr(world, "told_by_ranks", lambda _: frozenset())
 
 
 def copies_go_without_a_word(patch: Patch) -> None:
@@ -187,12 +187,12 @@ def replicas_that_count_go(patch: Patch) -> None:
 
 
 def what_stands_is_pulled_again(patch: Patch) -> None:
-    patch.setattr(model_copies, "stands", lambda *_: False)
+    patch.setattr(replicas, "stands", lambda *_: False)
 
 
 def found_and_not_pinned(patch: Patch) -> None:
     """An order waits before its replica has come: it is pinned only if what is found when its turn comes is."""
-    patch.setattr(model_copies, "pins_when_its_turn_comes", lambda: False)
+    patch.setattr(replicas, "pins_when_its_turn_comes", lambda: False)
 
 
 def dropped_copies_still_count(patch: Patch) -> None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.core import fence
-from holdfast.testing import model_device
-from holdfast.testing.model_device import check
+from holdfast.core.versions import fence_rules
+from holdfast.testing.model_check import device
+from holdfast.testing.model_check.device import check
 
 Patch = pytest.MonkeyPatch
 
@@ -24,30 +24,30 @@ def test_no_order_of_events_believes_what_a_device_had_not_finished(offloaded: b
 
 def nothing_is_void(patch: Patch) -> None:
     """As it was: a copy behind an aborted collective is told as complete."""
-    patch.setattr(fence, "counts", lambda **_: True)
+    patch.setattr(fence_rules, "counts", lambda **_: True)
 
 
 def cut_first(patch: Patch) -> None:
-    patch.setattr(fence, "LEAVING", ("cut", "void", "abort"))
+    patch.setattr(fence_rules, "LEAVING", ("cut", "void", "abort"))
 
 
 def abort_first(patch: Patch) -> None:
-    patch.setattr(fence, "LEAVING", ("abort", "void", "cut"))
+    patch.setattr(fence_rules, "LEAVING", ("abort", "void", "cut"))
 
 
 def a_good_end_is_a_result(patch: Patch) -> None:
-    patch.setattr(fence, "is_result", lambda **_: True)
+    patch.setattr(fence_rules, "is_result", lambda **_: True)
 
 
 def what_is_passed_later_counts(patch: Patch) -> None:
     """Void looks at nothing: the device is asked when the copy, or the note, is used."""
-    left = model_device._left
-    patch.setattr(model_device, "_left", lambda world: replace(left(world), voided=None))
+    left = device._left
+    patch.setattr(device, "_left", lambda world: replace(left(world), voided=None))
 
 
 def a_collective_ends_when_its_peer_has_gone(patch: Patch) -> None:
     """A library of which nothing here may be believed."""
-    patch.setattr(model_device, "ends_by_itself", lambda: True)
+    patch.setattr(device, "ends_by_itself", lambda: True)
 
 
 PLANTED: list[tuple[Callable[[Patch], None], bool]] = [

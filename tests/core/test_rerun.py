@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from holdfast.core.rerun import BURST_S, EARLY_S, Burst, Left, cannot_run_twice, why_not
+from holdfast.core.elastic.rerun import BURST_S, EARLY_S, Burst, Left, cannot_run_twice, why_not
 
 
 def test_nothing_left_is_no_reason_and_many_things_are_named_shortly() -> None:

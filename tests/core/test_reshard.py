@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core import reshard
-from holdfast.core.bundles import plan_bundles, rank_layout
+from holdfast.core.layout import reshard
+from holdfast.core.layout.bundles import plan_bundles, rank_layout
 from holdfast.core.model import Extent, Shard, Topology
 
 Shape = tuple[int, ...]

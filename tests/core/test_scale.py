@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from holdfast.core import bundles
-from holdfast.core.commit import Announcement, Board, Kind, RankReport
-from holdfast.core.ledger import NodeLedger
-from holdfast.core.lineage import Lineage
+from holdfast.core.layout import bundles
 from holdfast.core.model import BundleRef, Extent, RankLayout, Seal, Shard, Topology, Version
+from holdfast.core.versions.coordinator_board import Announcement, Board, Kind, RankReport
+from holdfast.core.versions.lineage import Lineage
+from holdfast.core.versions.node_ledger import NodeLedger
 
 PER_NODE = 8
 

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from holdfast.core.watch_mode import CAREFUL, MODES, QUICK
+from holdfast.core.elastic.watch_mode import CAREFUL, MODES, QUICK
 from oddities import HEALTHY, SICK
 from oddities_kit import Case, found_s, kills
 

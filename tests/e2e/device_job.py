@@ -26,8 +26,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
+from holdfast.checkpoint.device import chunk_staging
+from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.testing import device
-from holdfast.train import alive, staging
 
 STEPS, AT = int(os.environ.get("DEVICE_JOB_STEPS", "24")), int(os.environ.get("DEVICE_JOB_AT", "12"))
 DIRECTORY, KIND, WHERE = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -298,7 +299,7 @@ def evaluate(job: Job, step: int) -> None:
 
 def main() -> None:
     if "no-void" in sys.argv[4:]:
-        alive.void = lambda: None
+        open_checkpointers.void = lambda: None
     torch.set_num_threads(1)
     device.load()
     torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
@@ -306,7 +307,7 @@ def main() -> None:
     dist.init_process_group(KINDS[KIND].backends.format(device.name()))
     hurt(AT, "start")
     job = KINDS[KIND](place)
-    staging.TAKE_S = 5.0
+    chunk_staging.TAKE_S = 5.0
     # On a busy machine a script that begins again needs more than seconds to come to the keeper that has its state.
     config = holdfast.Config(linger_s=60.0)
     checkpointer = holdfast.Checkpointer(

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from holdfast.core import watch_mode
-from holdfast.core.sight import Phase
+from holdfast.core.elastic import watch_mode
+from holdfast.core.elastic.worker_facts import Phase
 
 LONG_S = 60.0
 quick = watch_mode.MODES["quick"]
@@ -18,7 +18,7 @@ floors = dict.fromkeys(phases, (LONG_S, LONG_S))
 floors |= {phase: (low, LONG_S) for phase, (low, _) in quick.floors_s.items() if phase not in phases}
 watch_mode.MODES = {**watch_mode.MODES, "short": replace(quick, name="short", floors_s=floors)}
 
-from holdfast.train import elastic  # noqa: E402 - it reads the modes
+from holdfast.elastic.launch import run_command  # noqa: E402 - it reads the modes
 
 if __name__ == "__main__":
-    sys.exit(elastic.main())
+    sys.exit(run_command.main())

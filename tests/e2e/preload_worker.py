@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.base.config import load
-from holdfast.node.client import KeeperClient
-from holdfast.node.places import place_of
+from holdfast.keeper.rpc.client import KeeperClient
+from holdfast.keeper.rpc.paths import place_of
 
 
 def preloaded(root: str) -> dict:

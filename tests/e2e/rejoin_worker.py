@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from holdfast.train import agree
+from holdfast.checkpoint.job import collectives
 
 STEPS, KILL_AT = 8, 4
 OUT = Path(sys.argv[1])
@@ -45,7 +45,7 @@ class Net(torch.nn.Module):
         return self.two(torch.nn.functional.dropout(self.one(x).relu(), 0.1, self.training))
 
 
-class Spoilt(agree.Group):
+class Spoilt(collectives.Group):
     """The ranks of a job in which what one sends to another arrives with a bit of it changed."""
 
     def send(self, data: torch.Tensor, to: int) -> None:

@@ -4,8 +4,8 @@ Each test makes a checkpoint directory with a good version in it (or none), does
 and the commands. What must hold each time: the class and code of the error, the place that it names, a remedy, that it
 came at once, and that what was good before is restored afterwards.
 
-Garbage on the keeper's socket: tests/node/test_start.py. Hostile images, manifests and values one by one, in time and
-memory: tests/tiers/test_format.py, test_manifest.py, test_values.py. Failing system calls: tests/tiers/*_faults.py.
+Garbage on the keeper's socket: tests/keeper/test_spawn.py. Hostile images, manifests and values one by one, in time and
+memory: tests/tiers/test_image.py, test_manifest.py, test_values.py. Failing system calls: tests/tiers/*_faults.py.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from holdfast.base.errors import (
     UsageError,
 )
 from holdfast.base.events import Events
+from holdfast.cli.stored import versions
 from holdfast.core.model import Version
-from holdfast.tiers import format as image_format
-from holdfast.tiers.manifest import Manifest
-from holdfast.tiers.registry import make_stamp
-from holdfast.tiers.storage import Storage, open_storage
-from holdfast.tools import look
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.storage.incarnations import make_stamp
+from holdfast.tiers.storage.manifest import Manifest
+from holdfast.tiers.storage.version_store import Storage, open_storage
 from tiers.faults import damage, mounted
-from tiers.test_format import HOSTILE
+from tiers.test_image import HOSTILE
 
 # "Within a second", and as much again for a machine that does other things.
 SOON_S = 6.0  # within a second on a quiet machine
@@ -204,7 +204,7 @@ def test_a_directory_that_may_not_be_written(make: Make, tmp_path: Path, job: Pa
         for place in (empty, empty / "deeper", job):
             with refused(StorageError, code="HF200", place=place, remedy="writ"):
                 make(place).restore()
-        assert look.verify_versions(str(job), None, as_json=False) == 0, "looking needs no right to write"
+        assert versions.verify_versions(str(job), None, as_json=False) == 0, "looking needs no right to write"
     checkpointer = make(job)
     assert checkpointer.restore() == BAD.step + 1
 
@@ -219,7 +219,11 @@ def test_a_directory_of_someone_elses_files(make: Make, tmp_path: Path, names: l
     with refused(ForeignDirectory, code="HF202", place=root, remedy="empty or a new directory") as problem:
         make(root).restore()
     assert names[0].split("/")[0] in str(problem.error)
-    for command in (look.list_versions, partial_version(look.inspect_version), partial_version(look.verify_versions)):
+    for command in (
+        versions.list_versions,
+        partial_version(versions.inspect_version),
+        partial_version(versions.verify_versions),
+    ):
         with refused(ForeignDirectory, code="HF202", place=root, remedy="empty or a new directory"):
             command(str(root), as_json=True)
     assert tree(root) == before
@@ -255,7 +259,7 @@ def test_a_full_disk_costs_the_durable_level_until_there_is_space_again(make: Ma
         assert "free space" in alarm["text"]
         assert str(handle.version) in alarm["text"]
         assert open_storage(disk / "job", Events()).versions() == [GOOD], "nothing half visible"
-        assert look.verify_versions(str(disk / "job"), None, as_json=False) == 0, "the good version is still good"
+        assert versions.verify_versions(str(disk / "job"), None, as_json=False) == 0, "the good version is still good"
         late = checkpointer.save(2, level="durable")
         assert late.wait("captured", 10) >= holdfast.Level.CAPTURED, "memory levels go on"
         with pytest.raises(LevelNotReached, match="no space is left"):
@@ -270,7 +274,7 @@ def test_a_full_disk_costs_the_durable_level_until_there_is_space_again(make: Ma
         checkpointer.close()
         storage = open_storage(disk / "job", Events())
         assert storage.versions()[-2:] == [Version(1, 2), Version(1, 3)]
-        assert look.verify_versions(str(disk / "job"), None, as_json=False) == 0
+        assert versions.verify_versions(str(disk / "job"), None, as_json=False) == 0
         assert list((disk / "job" / ".tmp").iterdir()) == []
         other = network(width=512)
         assert make(disk / "job", other).restore() == 4
@@ -445,17 +449,17 @@ def test_a_damaged_version_is_named_and_the_one_before_it_is_used(
     place = str(file.parent)
 
     started = time.monotonic()
-    assert look.verify_versions(str(job), None, as_json=True) == 1
+    assert versions.verify_versions(str(job), None, as_json=True) == 1
     found = json.loads(capsys.readouterr().out)
     assert [v["version"] for v in found["versions"] if v["state"] == "damaged"] == [str(BAD)]
     (problem,) = [problem for v in found["versions"] for problem in v["problems"]]
     assert problem["code"] == "HF300"
     assert problem["where"].startswith(place)
     assert problem["remedy"]
-    assert look.list_versions(str(job), as_json=True) == (1 if which.startswith("manifest") else 0)
+    assert versions.list_versions(str(job), as_json=True) == (1 if which.startswith("manifest") else 0)
     capsys.readouterr()
     with suppress(CorruptError):  # it looks at headers, which may still be right
-        look.inspect_version(str(job), None, as_json=True)
+        versions.inspect_version(str(job), None, as_json=True)
     assert time.monotonic() - started < SOON_S
 
     model = network()
@@ -501,9 +505,9 @@ def test_a_hostile_file_with_a_right_digest_is_refused_all_the_same(
 ) -> None:
     version = write_hostile(job, HOSTILE[case])
     with refused(CorruptError, code="HF300", place=version, remedy="holdfast verify", soon=2 * SOON_S):
-        look.inspect_version(str(job), None, as_json=True)
+        versions.inspect_version(str(job), None, as_json=True)
     started = time.monotonic()
-    assert look.verify_versions(str(job), str(version), as_json=True) == 1
+    assert versions.verify_versions(str(job), str(version), as_json=True) == 1
     assert time.monotonic() - started < 2 * SOON_S
     (problem,) = json.loads(capsys.readouterr().out)["versions"][0]["problems"]
     assert str(version) in problem["where"]
@@ -536,7 +540,7 @@ def rewrite(file: Path, old: str, new: str) -> None:
 def test_a_hostile_manifest_is_refused(make: Make, job: Path, old: str, new: str) -> None:
     rewrite(job / str(BAD) / "manifest.json", old, new)
     with refused(CorruptError, code="HF300", place=BAD, remedy=""):
-        look.inspect_version(str(job), str(BAD), as_json=True)
+        versions.inspect_version(str(job), str(BAD), as_json=True)
     checkpointer = make(job)
     assert checkpointer.restore() == GOOD.step + 1
 
@@ -549,9 +553,9 @@ def test_a_newer_format_is_named_as_such(make: Make, job: Path, capsys: Any) -> 
         make(job).restore()
     assert "format 3" in str(problem.error)
     with refused(NewerFormat, code="HF301", place=BAD, remedy="upgrade holdfast"):
-        look.inspect_version(str(job), None, as_json=True)
-    assert look.list_versions(str(job), as_json=True) == 1
-    assert look.verify_versions(str(job), None, as_json=True) == 1
+        versions.inspect_version(str(job), None, as_json=True)
+    assert versions.list_versions(str(job), as_json=True) == 1
+    assert versions.verify_versions(str(job), None, as_json=True) == 1
     assert capsys.readouterr().out.count('"HF301"') == 4
     after = tree(job)
     assert {name: after[name] for name in before if "run.lock" not in name} == {

@@ -17,7 +17,7 @@ SRC = str(Path(__file__).parents[2] / "src")
 
 def demo(*arguments: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": SRC}
-    command = [sys.executable, "-m", "holdfast.testing.demo", *arguments]
+    command = [sys.executable, "-m", "holdfast.testing.demo.demo", *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -69,6 +69,6 @@ def test_an_interrupted_demo_cleans_up(tmp_path: Path) -> None:
 
 def _runs(pid: int) -> bool:
     try:
-        return "holdfast.testing.demo_train" in Path(f"/proc/{pid}/cmdline").read_text()
+        return "holdfast.testing.demo.train" in Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return False

@@ -32,7 +32,7 @@ def trained(directory: Path, *words: str, kill_at: int = -1) -> tuple[dict[str, 
     command = [
         sys.executable,
         "-m",
-        "holdfast.tools.cli",
+        "holdfast.cli.cli",
         "run",
         "--nproc-per-node=2",
         "--max-restarts=2",

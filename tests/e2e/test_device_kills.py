@@ -50,7 +50,7 @@ def run(
     what it holds: a job of which nothing is durable then rightly begins at its first step.
     """
     ranks = ranks or RANKS[kind]
-    program = [LAUNCHER] if watchdog == "short" else ["-m", "holdfast.train.elastic"]
+    program = [LAUNCHER] if watchdog == "short" else ["-m", "holdfast.elastic.launch.run_command"]
     launcher = [sys.executable, *program, f"--nproc-per-node={ranks}", "--max-restarts=3", f"--watchdog={watchdog}"]
     command = [*launcher, JOB, str(directory / "checkpoints"), kind, *words]
     answer = forked.run(

@@ -116,7 +116,7 @@ def script(directory: Path, kept: Sequence[str]) -> Path:
 def run(directory: Path, kept: Sequence[str] = KEPT, kills: Sequence[int] = ()) -> tuple[str, str]:
     """The last line of one run under the launcher, and what it said."""
     directory.mkdir()
-    launcher = [sys.executable, "-m", "holdfast.train.elastic", "--standalone", "--nproc-per-node", "1"]
+    launcher = [sys.executable, "-m", "holdfast.elastic.launch.run_command", "--standalone", "--nproc-per-node", "1"]
     told = [str(directory / "ckpts"), str(directory), ",".join(map(str, kills))]
     command = [*launcher, "--max-restarts", "9", str(script(directory, kept)), *told]
     result = forked.run(command, capture_output=True, text=True, timeout=120, env=dict(os.environ), warm_children=True)
@@ -181,7 +181,14 @@ def test_values_of_a_rank_that_is_gone_keep_nobody_from_coming_back(tmp_path: Pa
     path.write_text(LAYOUT)
     began = []
     for ranks in (2, 1):
-        launcher = [sys.executable, "-m", "holdfast.train.elastic", "--standalone", "--nproc-per-node", str(ranks)]
+        launcher = [
+            sys.executable,
+            "-m",
+            "holdfast.elastic.launch.run_command",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+        ]
         command = [*launcher, str(path), str(tmp_path / "ckpts")]
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         result = forked.run(command, capture_output=True, text=True, timeout=120, env=environment, warm_children=True)

@@ -23,7 +23,7 @@ import forked
 from e2e import layout_worker
 from holdfast.base.events import Events
 from holdfast.core.model import Version
-from holdfast.tiers.storage import open_storage
+from holdfast.tiers.storage.version_store import open_storage
 from keepers_kit import end_keepers
 
 WORKER = Path(__file__).with_name("layout_worker.py")
@@ -118,7 +118,7 @@ def loads_merged(jobs: Jobs, rows: Facts) -> None:
     """One file made of the newest version loads in this process, which knows no layout, and has what all ranks had."""
     whole_file = jobs.home / "whole.pt"
     export = subprocess.run(
-        [sys.executable, "-m", "holdfast.tools.cli", "export", str(jobs.root), str(whole_file), "--to", "torch"],
+        [sys.executable, "-m", "holdfast.cli.cli", "export", str(jobs.root), str(whole_file), "--to", "torch"],
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert export.returncode == 0, export.stderr

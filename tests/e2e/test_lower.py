@@ -14,7 +14,7 @@ import pytest
 
 import forked
 from holdfast.base.events import Events
-from holdfast.tiers.storage import open_storage
+from holdfast.tiers.storage.version_store import open_storage
 from keepers_kit import end_keepers
 
 WORKER = Path(__file__).with_name("lower_worker.py")

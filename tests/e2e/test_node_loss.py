@@ -22,8 +22,8 @@ import pytest
 import forked
 from e2e import hsdp_worker
 from holdfast.base.events import Events
-from holdfast.testing.contracts.workshop import keepers_under
-from holdfast.tiers.storage import open_storage
+from holdfast.testing.contracts.processes import keepers_under
+from holdfast.tiers.storage.version_store import open_storage
 from keepers_kit import end_keepers
 
 WORKER = Path(__file__).with_name("hsdp_worker.py")

@@ -17,7 +17,7 @@ WORKER = Path(__file__).with_name("preload_worker.py")
 @pytest.mark.slow
 def test_a_job_that_starts_again_finds_its_state_in_memory_before_it_asks(tmp_path: Path, runtime_dir: Path) -> None:
     root = tmp_path / "ck"
-    command = [sys.executable, "-m", "holdfast.train.elastic", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "holdfast.elastic.launch.run_command", "--standalone", "--nproc-per-node=2"]
     command += [f"--checkpoint-dir={root}", str(WORKER), str(root), str(tmp_path)]
     for _ in range(2):
         done = forked.run(command, capture_output=True, text=True, timeout=90, warm_children=True)

@@ -16,7 +16,7 @@ STEPS = 8
 
 
 def run(out: Path, *cells: str, ranks: int = 2) -> None:
-    command = [sys.executable, "-m", "holdfast.train.elastic", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, "-m", "holdfast.elastic.launch.run_command", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["--max-restarts=200", str(WORKER), str(out), *cells]
     done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
@@ -137,7 +137,7 @@ def test_a_step_that_always_fails_gets_an_older_version_once_and_then_stops_the_
     command = [
         sys.executable,
         "-m",
-        "holdfast.train.elastic",
+        "holdfast.elastic.launch.run_command",
         "--standalone",
         "--nproc-per-node=2",
         "--max-restarts=50",

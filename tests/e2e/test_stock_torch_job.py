@@ -81,7 +81,7 @@ WORKER = Path(__file__).with_name("stock_worker.py")
 
 def test_stock_pytorch_reads_what_two_sharded_ranks_saved(tmp_path: Path, runtime_dir: Path) -> None:
     root, expected = tmp_path / "job", tmp_path / "expected.json"
-    launcher = [sys.executable, "-m", "holdfast.train.elastic", "--standalone", "--nproc-per-node", "2"]
+    launcher = [sys.executable, "-m", "holdfast.elastic.launch.run_command", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     job = forked.run(
         [*launcher, str(WORKER), str(root), str(expected)],

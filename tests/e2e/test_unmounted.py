@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.base.events import Events
 from holdfast.core.model import Version
-from holdfast.tiers.storage import open_storage
+from holdfast.tiers.storage.version_store import open_storage
 from launch_kit import Job, wait_for
 
 ZERO = str(Path(__file__).parents[1] / "adapters" / "zero_script.py")
@@ -87,7 +87,16 @@ def test_a_script_of_zero_lines_expects_its_checkpoint_too(job: Job) -> None:
     root = job.directory / "ck"
     root.mkdir()
     flags = ("--standalone", "--nproc-per-node=2", "--spares=0", "--max-restarts=0", f"--checkpoint-dir={root}")
-    command = [sys.executable, "-m", "holdfast.adapters.run", *flags, "--expect-checkpoint", ZERO, "--steps", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "holdfast.adapters.zero.launcher",
+        *flags,
+        "--expect-checkpoint",
+        ZERO,
+        "--steps",
+        "2",
+    ]
     told = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert told.returncode != 0
     assert told.stderr.count("VersionNotFound: ") >= 2, told.stderr

@@ -16,8 +16,8 @@ import yaml
 
 import holdfast
 from holdfast.base.config import ENVIRONMENT, Config
-from holdfast.node.start import ensure_keeper
-from holdfast.train.elastic import build_parser
+from holdfast.elastic.launch.run_command import build_parser
+from holdfast.keeper.rpc.spawn import ensure_keeper
 
 RECIPES = Path(__file__).resolve().parents[2] / "examples" / "clusters"
 # Per kind: the paths that its controller requires.

@@ -26,7 +26,7 @@ def run(name: str, checkpoints: Path, ranks: int = 0, steps: int = STEPS) -> dic
     if RANKS.get(name) == 1:
         command = [sys.executable, *arguments]
     else:
-        launcher = ["-m", "holdfast.train.elastic", "--standalone", "--nproc-per-node", str(ranks)]
+        launcher = ["-m", "holdfast.elastic.launch.run_command", "--standalone", "--nproc-per-node", str(ranks)]
         command = [sys.executable, *launcher, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOLDFAST_DURABLE_EVERY": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTHONPATH"] = str(EXAMPLES.parent / "src")
@@ -53,7 +53,7 @@ def test_the_example_of_other_layouts_goes_on_with_another_number_of_ranks(tmp_p
 
 
 def test_every_example_is_tested() -> None:
-    # What rank_files.py shows with the launcher below is tested by default in tests/train/test_strategies.py.
+    # What rank_files.py shows with the launcher below is tested by default in tests/checkpoint/test_strategies.py.
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(RANKS) | {"rank_files", "other_layout"}
 
 
@@ -61,7 +61,14 @@ def test_every_example_is_tested() -> None:
 @pytest.mark.timeout(400)
 def test_a_lost_ranks_files_come_back_from_its_twin(tmp_path: Path, runtime_dir: Path) -> None:
     def start(what: str) -> dict[tuple[int, int], str]:
-        launcher = [sys.executable, "-m", "holdfast.train.elastic", "--standalone", "--nproc-per-node", "8"]
+        launcher = [
+            sys.executable,
+            "-m",
+            "holdfast.elastic.launch.run_command",
+            "--standalone",
+            "--nproc-per-node",
+            "8",
+        ]
         command = [*launcher, str(EXAMPLES / "rank_files.py"), what, "--checkpoints", str(tmp_path)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)

@@ -24,8 +24,10 @@ import xxhash
 
 from fuzz import forms
 from fuzz.forms import Form
-from holdfast.adapters import lightning_io
-from holdfast.adapters.mindspore import aiturbo, ckpt, groups, rank_proofs, safe, strategy
+from holdfast.adapters.aiturbo import engine
+from holdfast.adapters.lightning import checkpoint_io
+from holdfast.adapters.mindspore import groups, rank_proofs, strategy
+from holdfast.adapters.mindspore.formats import ckpt, safetensors
 from holdfast.base import config
 from holdfast.base.errors import (
     ConfigError,
@@ -37,15 +39,23 @@ from holdfast.base.errors import (
     StorageError,
     UsageError,
 )
+from holdfast.checkpoint.checkpointer import stop_signal
+from holdfast.checkpoint.liveness import heartbeat_page
+from holdfast.checkpoint.survivors import step_snapshot
+from holdfast.cli import trace
+from holdfast.cli.planning import job_file
 from holdfast.core.model import BundleRef, Version
-from holdfast.node import journal as node_journal
-from holdfast.node import messages, metrics
-from holdfast.node import notice as node_notice
-from holdfast.tiers import budget, cipher, leaselock, manifest, registry, runlock, tls, values, wire
-from holdfast.tiers import format as image_format
-from holdfast.tiers.bundle_files import Trailer
-from holdfast.tools import description, trace
-from holdfast.train import compile_cache, notes, page, signals
+from holdfast.elastic.launch import compile_cache
+from holdfast.keeper.observe import degraded_notice as node_notice
+from holdfast.keeper.observe import metrics
+from holdfast.keeper.observe import run_summary as node_journal
+from holdfast.keeper.rpc import messages
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.format import values
+from holdfast.tiers.memory import memory_budget
+from holdfast.tiers.storage import bucket_lease, encryption, incarnations, manifest, run_lock
+from holdfast.tiers.storage.bundle_files import Trailer
+from holdfast.tiers.wire import frames, tls
 from tiers import samples
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -150,17 +160,17 @@ class _Properties:
 
 
 def _registry(data: bytes) -> Any:
-    return registry.read_job(_OneFile(data))  # type: ignore[arg-type]
+    return incarnations.read_job(_OneFile(data))  # type: ignore[arg-type]
 
 
 def _lineage(data: bytes) -> Any:
-    return registry.decode_record(data, registry._Resumed, "f")
+    return incarnations.decode_record(data, incarnations._Resumed, "f")
 
 
-_RECORDS = [registry.encode_record(registry._Job(job_id="ab" * 8))]
+_RECORDS = [incarnations.encode_record(incarnations._Job(job_id="ab" * 8))]
 _RESUMED = [
-    registry.encode_record(registry._Resumed(incarnation=2, resumed_from="1-7")),
-    registry.encode_record(registry._Resumed(incarnation=1, resumed_from=None)),
+    incarnations.encode_record(incarnations._Resumed(incarnation=2, resumed_from="1-7")),
+    incarnations.encode_record(incarnations._Resumed(incarnation=1, resumed_from=None)),
 ]
 _TRAILER = Trailer("1" * 16, 9 << 20, (b"t" * 16, b"u" * 16), b"d" * 16)
 
@@ -187,7 +197,7 @@ def _stays(data: bytes, found: list[tuple[str, bytes, bool]]) -> None:
 
 def _frame(data: bytes) -> Any:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    channel = wire.Channel(ours, where="test")
+    channel = frames.Channel(ours, where="test")
     try:
         theirs.setblocking(False)
         theirs.send(data[: 64 << 10])
@@ -293,14 +303,17 @@ def _notice(path: Path) -> Any:
 
 
 def _asks(path: Path) -> bool:
-    return signals.StopSignal(str(path)).wanted
+    return stop_signal.StopSignal(str(path)).wanted
 
 
 def _pages() -> list[bytes]:
-    return [bytes(page.PAGE_BYTES), page._HEAD.pack(page.MAGIC, 7, 10, 1, 0, 1, *([3] * _NUMBERS), b"all", 8)]
+    return [
+        bytes(heartbeat_page.PAGE_BYTES),
+        heartbeat_page._HEAD.pack(heartbeat_page.MAGIC, 7, 10, 1, 0, 1, *([3] * _NUMBERS), b"all", 8),
+    ]
 
 
-_NUMBERS = len(page._HEAD.unpack(bytes(page._HEAD.size))) - 8
+_NUMBERS = len(heartbeat_page._HEAD.unpack(bytes(heartbeat_page._HEAD.size))) - 8
 
 
 def _noted() -> list[bytes]:
@@ -314,11 +327,11 @@ def _note(data: bytes) -> Any:
     """A page that holds this note twice, with a digest that fits."""
     descriptor = os.memfd_create("fuzz")
     try:
-        head = notes._HEAD.pack(notes.MAGIC, 1, 2, len(data), xxhash.xxh3_128_digest(data))
+        head = step_snapshot._HEAD.pack(step_snapshot.MAGIC, 1, 2, len(data), xxhash.xxh3_128_digest(data))
         half = -(-(len(head) + len(data)) // 4096) * 4096
         os.ftruncate(descriptor, 2 * half)
         os.pwrite(descriptor, head + data, half)
-        found = notes.Page(descriptor).read()
+        found = step_snapshot.Page(descriptor).read()
     finally:
         os.close(descriptor)
     for note in found.values():
@@ -376,8 +389,8 @@ def _tensors(tensors: dict[str, Any]) -> list[tuple[str, str, Any, bytes]]:
 
 
 def _safe_again(data: bytes, value: Any) -> None:
-    again = b"".join(safe.encode_safetensors(value[0], crc_check=False, remove_redundancy=None))
-    assert _tensors(safe.decode_safetensors(again, "again", crc_check=False)[0]) == _tensors(value[0])
+    again = b"".join(safetensors.encode_safetensors(value[0], crc_check=False, remove_redundancy=None))
+    assert _tensors(safetensors.decode_safetensors(again, "again", crc_check=False)[0]) == _tensors(value[0])
 
 
 def _ckpt_again(data: bytes, value: Any) -> None:
@@ -415,7 +428,7 @@ PARSERS = {
             lambda d: manifest.decode_part(d, "f"), _BROKEN, _same(manifest.encode_part),
         ),
         Parser("job", forms.RECORD, lambda: _RECORDS, _registry, (CorruptError, ForeignDirectory)),
-        Parser("resumed", forms.RECORD, lambda: _RESUMED, _lineage, _BROKEN, _same(registry.encode_record)),
+        Parser("resumed", forms.RECORD, lambda: _RESUMED, _lineage, _BROKEN, _same(incarnations.encode_record)),
         Parser("values", forms.JSON, _valued, values.decode, _BROKEN, _same_value),
         Parser("image", forms.IMAGE, _images, lambda d: image_format.read_image(d, "f"), _BROKEN, _fits),
         Parser(
@@ -444,26 +457,26 @@ PARSERS = {
             (CorruptError, UsageError), _ckpt_again,
         ),
         Parser("safetensors", forms.SAFETENSORS, _files("ckpt/*.safetensors"),
-            lambda d: safe.decode_safetensors(d, "f", crc_check=True), _BROKEN, _safe_again,
+            lambda d: safetensors.decode_safetensors(d, "f", crc_check=True), _BROKEN, _safe_again,
         ),
         Parser("slices-proof", forms.JSON, _proofs, _as_file("p" + rank_proofs.PROOF, _proof), _BROKEN),
-        Parser("aiturbo-name", forms.JSON, lambda: [b'{"holdfast": "1-7"}\n'], _as_file("name", aiturbo._read_name), (StorageError,)),
+        Parser("aiturbo-name", forms.JSON, lambda: [b'{"holdfast": "1-7"}\n'], _as_file("name", engine._read_name), (StorageError,)),
         Parser("lightning-pointer", forms.JSON, lambda: [b'{"holdfast": "/x", "versions": ["1-7"]}'],
-            _as_file("pointer", lambda path: lightning_io._pointed(str(path))), (),
+            _as_file("pointer", lambda path: checkpoint_io._pointed(str(path))), (),
         ),
         Parser("settings", forms.TEXT, lambda: _SETTINGS, _as_file("settings.toml", _settings), (ConfigError,)),
-        Parser("key", forms.BARE, lambda: [b"ab" * 32 + b"\n", b"k" * 32], _as_file("key", lambda p: cipher.load_key(str(p))), (ConfigError,)),
+        Parser("key", forms.BARE, lambda: [b"ab" * 32 + b"\n", b"k" * 32], _as_file("key", lambda p: encryption.load_key(str(p))), (ConfigError,)),
         Parser("secret", forms.BARE, lambda: [b"ab" * 32 + b"\n"], _as_file("secret", lambda p: tls.read_secret(str(p))), (ConfigError,)),
-        Parser("description", forms.TEXT, lambda: [_DESCRIPTION], _as_file("job.toml", description.load), (UsageError,)),
+        Parser("description", forms.TEXT, lambda: [_DESCRIPTION], _as_file("job.toml", job_file.load), (UsageError,)),
         Parser("description-json", forms.JSON,
             lambda: [b'{"mesh":{"dp":2},"tensors":[{"name":"w","dtype":"F32","shape":[4],"place":{"dp":"shard(0)"}}]}'],
-            _as_file("job.json", description.load), (UsageError,),
+            _as_file("job.json", job_file.load), (UsageError,),
         ),
-        Parser("run-lock", forms.JSON, lambda: [b'{"pid": 7, "host": "a", "run_id": "r"}\n'], runlock._describe, ()),
-        Parser("lease", forms.JSON, lambda: [leaselock._encode(leaselock._words("r"))],
-            lambda d: (leaselock._describe(leaselock._decode(d)), leaselock._is_dead(leaselock._decode(d))), (),
+        Parser("run-lock", forms.JSON, lambda: [b'{"pid": 7, "host": "a", "run_id": "r"}\n'], run_lock._describe, ()),
+        Parser("lease", forms.JSON, lambda: [bucket_lease._encode(bucket_lease._words("r"))],
+            lambda d: (bucket_lease._describe(bucket_lease._decode(d)), bucket_lease._is_dead(bucket_lease._decode(d))), (),
         ),
-        Parser("budget", forms.JSON, lambda: [f'{{"a:{os.getpid()}:1": 5}}'.encode()], budget._parse, (MemoryRefused,)),
+        Parser("budget", forms.JSON, lambda: [f'{{"a:{os.getpid()}:1": 5}}'.encode()], memory_budget._parse, (MemoryRefused,)),
         Parser("notice", forms.JSON,
             lambda: [json.dumps({"pid": os.getpid(), "since": None, "root": "/x", "reason": "r", "durable": ""}).encode()],
             _as_file("runtime/j/n/durable-only.json", _notice), (),
@@ -472,7 +485,7 @@ PARSERS = {
         Parser("journal", forms.LINES, lambda: [forms.LINES.close(_JOURNAL)], _as_file("journal.jsonl", _journal), ()),
         Parser("track", forms.LINES, lambda: [forms.LINES.close(_TRACK)], _as_file(f"t/rank-0{trace.SUFFIX}", _trace), (CorruptError, UsageError)),
         Parser("traced-journal", forms.LINES, lambda: [forms.LINES.close(_JOURNAL)], _as_file("j/journal.jsonl", _trace), ()),
-        Parser("page", forms.BARE, _pages, lambda d: page.Reading(d[: page.PAGE_BYTES].ljust(page.PAGE_BYTES, b"\0")), ()),
+        Parser("page", forms.BARE, _pages, lambda d: heartbeat_page.Reading(d[: heartbeat_page.PAGE_BYTES].ljust(heartbeat_page.PAGE_BYTES, b"\0")), ()),
         Parser("note", forms.MSGPACK, _noted, _note, _BROKEN),
     )
 }  # fmt: skip

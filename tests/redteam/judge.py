@@ -20,8 +20,8 @@ import forked
 import holdfast
 from holdfast.base.errors import HoldfastError
 from holdfast.base.events import Events
-from holdfast.tiers.cipher import KeySource
-from holdfast.tiers.storage import open_storage
+from holdfast.tiers.storage.encryption import KeySource
+from holdfast.tiers.storage.version_store import open_storage
 from redteam.case import Case
 
 HERE = Path(__file__).resolve().parent.parent

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.testing.drill.planted import always, put
-from holdfast.train.checks import CopyCheck
-from holdfast.train.ending import Ending
-from holdfast.train.fence import Fence
-from holdfast.train.handed import Handed
-from holdfast.train.steps import Steps
-from holdfast.train.twins import Shared
+from holdfast.checkpoint.capture.late_copy_check import CopyCheck
+from holdfast.checkpoint.capture.optimizer_fence import Fence
+from holdfast.checkpoint.capture.twin_comparison import Shared
+from holdfast.checkpoint.save.save_completion import Ending
+from holdfast.checkpoint.state.optimizer_extras import Handed
+from holdfast.checkpoint.state.step_observer import Steps
+from holdfast.testing.drill.planted.bugs import always, put
 from redteam.case import Case
 
 

@@ -24,8 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import holdfast
 from holdfast.base.errors import HoldfastError, LevelNotReached
+from holdfast.checkpoint.capture import copy_plan
 from holdfast.core.model import Level
-from holdfast.train import capture
 from redteam import planted
 from redteam.case import Case
 from zoo_calls import CALLS, Run, call
@@ -124,7 +124,7 @@ class _Seen:
 def hold(case: Case) -> Callable[[], None]:
     """Late copies are held, or torn, until the call is over; returns what lets them go."""
     go, left = threading.Event(), [3 if case.copies == "torn" else 0]
-    real = capture.copy
+    real = copy_plan.copy
     if case.copies == "free":
         go.set()
 
@@ -136,7 +136,7 @@ def hold(case: Case) -> Callable[[], None]:
                 go.set()
         real(targets, sources)
 
-    capture.copy = held
+    copy_plan.copy = held
     return go.set
 
 
@@ -290,7 +290,7 @@ def main() -> None:
     case = Case(**json.loads((root / "case.json").read_text()))
     rank = int(os.environ["RANK"])
     planted.apply(os.environ.get("REDTEAM_PLANT", ""))
-    capture.BATCH_BYTES = 2048 if case.state != "big" else 256 << 10
+    copy_plan.BATCH_BYTES = 2048 if case.state != "big" else 256 << 10
     if case.world > 1:
         dist.init_process_group("gloo", init_method=f"file://{root}/meet-{life}", rank=rank, world_size=case.world)
     seeded(10 * life + (0 if case.shared else rank))

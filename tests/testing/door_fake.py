@@ -15,12 +15,12 @@ from pathlib import Path
 from holdfast.base import config
 from holdfast.base.errors import HoldfastError, MismatchError
 from holdfast.base.events import Events
-from holdfast.core.bundles import fingerprint, plan_bundles
+from holdfast.core.layout.bundles import fingerprint, plan_bundles
 from holdfast.core.model import BundleRef, Extent, Shard, Topology, Version
-from holdfast.tiers import format as image_format
-from holdfast.tiers.manifest import Manifest
-from holdfast.tiers.registry import make_stamp
-from holdfast.tiers.storage import Storage, open_storage
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.storage.incarnations import make_stamp
+from holdfast.tiers.storage.manifest import Manifest
+from holdfast.tiers.storage.version_store import Storage, open_storage
 
 LENGTH = 64
 

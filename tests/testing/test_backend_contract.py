@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.base.errors import Fenced, HoldfastError, StorageError, VersionNotFound
 from holdfast.testing.contracts.backend import CHECKS, PlannedError, Violation, violations
-from holdfast.tiers.backend import TEMPORARY, Chunks, Properties, check_segment, split_name
+from holdfast.tiers.backends.interface import TEMPORARY, Chunks, Properties, check_segment, split_name
 
 
 class Fake:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from holdfast.testing.demo_cluster import DemoFailure, wait_until
-from holdfast.testing.demo_facts import Facts, compare
+from holdfast.testing.demo.cluster import DemoFailure, wait_until
+from holdfast.testing.demo.facts import Facts, compare
 
 
 def run(directory: Path, losses: list[tuple[int, float]], weight: np.ndarray) -> Facts:

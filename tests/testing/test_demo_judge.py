@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from holdfast.testing import demo
-from holdfast.testing.demo import OTHER_NODE, OWN_MEMORY, QUICK, STORAGE, Demo, Outcome, Promise
-from holdfast.testing.demo_cluster import DemoFailure
-from holdfast.testing.demo_facts import Comparison
-from holdfast.train import urging
+from holdfast.elastic.launch import worker_eviction
+from holdfast.testing.demo import demo
+from holdfast.testing.demo.cluster import DemoFailure
+from holdfast.testing.demo.demo import OTHER_NODE, OWN_MEMORY, QUICK, STORAGE, Demo, Outcome, Promise
+from holdfast.testing.demo.facts import Comparison
 
 Bytes = dict[str, int]
 BEFORE, NEWEST = "i000001-s0000000011", "i000001-s0000000017"
@@ -79,7 +79,7 @@ def test_a_survivor_that_gloo_does_not_wake_is_told_and_nothing_else_excuses_one
     came_back(story.cluster.home, [{"slot": 100}] * 3 + [{"peer": 100}], pids=(41, 42, 0, 44))
     logs = story.cluster.home / "logs"
     logs.mkdir()
-    (logs / "node-a.log").write_text(f"process 1 {urging.STANDS}, not even cut connections\n")
+    (logs / "node-a.log").write_text(f"process 1 {worker_eviction.STANDS}, not even cut connections\n")
     outcome = recovered(story, OTHER_NODE, 3)
     assert (outcome.kept, outcome.unwakeable) == ((2,), (0,))
     story.must_have_kept(outcome, 0, 2)

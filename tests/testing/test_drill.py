@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.testing import evidence
-from holdfast.testing.drill import command, planted
+from holdfast.testing.checks import evidence
+from holdfast.testing.drill import command
 from holdfast.testing.drill.command import Lanes, Progress, drill, main, open_lanes, run, track_down
 from holdfast.testing.drill.outcome import Outcome
 from holdfast.testing.drill.plan import CELLS, LAST_LIFE, PAIR, PHASES, STRIKES, Aim, LifePlan, Trial, full_starts, plan
-from holdfast.testing.drill.planted import script
-from holdfast.tiers.memory import Slot
+from holdfast.testing.drill.planted import bugs
+from holdfast.testing.drill.planted.bugs import script
+from holdfast.tiers.memory.slots import Slot
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +81,10 @@ def test_slots_whose_images_all_failed_are_free_again(lanes: Lanes) -> None:
 
 @pytest.mark.timeout(300)
 def test_every_planted_bug_is_found(lanes: Lanes) -> None:
-    names = tuple(planted.BUGS)
+    names = tuple(bugs.BUGS)
     assert len(names) >= 12
     quarries = track_down(lanes, names, 1, Progress(len(names), "bugs", quiet=True))
-    missed = [f"{quarry.name}: {planted.BUGS[quarry.name].what}" for quarry in quarries if quarry.found_by is None]
+    missed = [f"{quarry.name}: {bugs.BUGS[quarry.name].what}" for quarry in quarries if quarry.found_by is None]
     assert not missed, "\n".join(missed)
 
 

@@ -17,11 +17,12 @@ from fuzz.child import LIMIT_S, NOW_BYTES, fuzz, inputs, judged
 from fuzz.parsers import PARSERS
 from holdfast.base import config
 from holdfast.base.errors import ConfigError, CorruptError, UsageError
-from holdfast.core.incident import from_facts
-from holdfast.node import journal
-from holdfast.tiers import budget
-from holdfast.tools import description, trace
-from holdfast.train import notes
+from holdfast.checkpoint.survivors import step_snapshot
+from holdfast.cli import trace
+from holdfast.cli.planning import job_file
+from holdfast.core.elastic.incident import from_facts
+from holdfast.keeper.observe import run_summary
+from holdfast.tiers.memory import memory_budget
 
 DEEP = b"[" * 100_000
 
@@ -109,15 +110,15 @@ def test_a_description_with_an_endless_number_is_a_clear_error(tmp_path: Path) -
     file = tmp_path / "job.toml"
     file.write_bytes(b"ranks_per_node = " + b"9" * 5000)
     with pytest.raises(UsageError, match="describes no job"):
-        description.load(file)
+        job_file.load(file)
 
 
 def test_a_journal_of_odd_lines_tells_what_it_can(tmp_path: Path) -> None:
     good = b'{"event": "progress", "t": 1.0, "step": 1}\n{"event": "progress", "t": 9.0, "step": 5}\n'
     odd = [DEEP, b'{"event": "progress"}', b'{"t": 1e400}', b'{"event": "progress", "t": 2, "spent": {"STEP": "x"}}']
-    file = tmp_path / journal.NAME
+    file = tmp_path / run_summary.NAME
     file.write_bytes(good + b"\n".join(odd))
-    found = journal.RunFacts(file)()
+    found = run_summary.RunFacts(file)()
     assert found is not None
     assert found["wall_s"] == 8.0
 
@@ -134,12 +135,12 @@ def test_an_incident_of_odd_nodes_is_told() -> None:
 
 
 def test_a_ledger_of_odd_names_is_read_as_empty() -> None:
-    assert budget._parse(DEEP) == {}
-    assert budget._parse('{"a:\u00b2:1": 5}'.encode()) == {}
-    assert budget._parse(b'{"a:%s:1": 5}' % (b"9" * 5000)) == {}
+    assert memory_budget._parse(DEEP) == {}
+    assert memory_budget._parse('{"a:\u00b2:1": 5}'.encode()) == {}
+    assert memory_budget._parse(b'{"a:%s:1": 5}' % (b"9" * 5000)) == {}
 
 
 def test_a_note_of_odd_rows_is_damaged() -> None:
-    note = notes.Note("j", 0, 1, msgspec.Raw(b"\x91\x01"), [], {})
+    note = step_snapshot.Note("j", 0, 1, msgspec.Raw(b"\x91\x01"), [], {})
     with pytest.raises(CorruptError):
         note.tensors()

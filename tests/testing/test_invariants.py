@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from holdfast.core.model import Level, Version
-from holdfast.testing import write_order
-from holdfast.testing.invariants import (
+from holdfast.testing.checks import write_order
+from holdfast.testing.checks.invariants import (
     Ack,
     Course,
     Life,
@@ -20,7 +20,7 @@ from holdfast.testing.invariants import (
     StoredVersion,
     judge,
 )
-from holdfast.testing.write_order import FileOp, NamedDurable
+from holdfast.testing.checks.write_order import FileOp, NamedDurable
 
 A, B, C = Version(1, 3), Version(1, 5), Version(2, 4)
 

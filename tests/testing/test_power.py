@@ -6,10 +6,11 @@ import os
 
 import pytest
 
-from holdfast.testing.drill import planted, power
+from holdfast.testing.checks.power_cut_disk import JOURNAL_LOST, JOURNAL_WRITTEN, KINDS, why_not
 from holdfast.testing.drill.command import Progress, open_lanes, run
-from holdfast.testing.drill.disk import JOURNAL_LOST, JOURNAL_WRITTEN, KINDS, why_not
 from holdfast.testing.drill.plan import Trial
+from holdfast.testing.drill.planted import bugs
+from holdfast.testing.power import power
 
 CUTS = 200
 FOUND = {("ext4", large): [("persist", 1, 0), ("persist", 1, 1), ("commit", 1, 3)] for large in power.SIZES}
@@ -87,5 +88,5 @@ def test_every_planted_bug_is_found() -> None:
     with open_lanes(3) as lanes:
         trials = power.plan({(kind, False): power.boundaries(lanes, kind, False, 1) for kind in KINDS}, 1)
         quarries = power.hunt(lanes, tuple(power.BUGS), trials, 1, quiet(len(power.BUGS)))
-    missed = [f"{quarry.name}: {planted.BUGS[quarry.name].what}" for quarry in quarries if quarry.found_by is None]
+    missed = [f"{quarry.name}: {bugs.BUGS[quarry.name].what}" for quarry in quarries if quarry.found_by is None]
     assert not missed, "\n".join(missed)

@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 
 import forked
-from holdfast.core.commit import Announcement, Kind
 from holdfast.core.model import Version
+from holdfast.core.versions.coordinator_board import Announcement, Kind
 from holdfast.testing.simulator.__main__ import hunt, simulate
 from holdfast.testing.simulator.clock import Clock, Violation
 from holdfast.testing.simulator.network import Storage
@@ -101,6 +101,6 @@ def test_a_failure_is_told_again_from_its_seed() -> None:
     told = subprocess.run([*command, "--only", "7"], capture_output=True, text=True, timeout=60)
     assert told.returncode == 0, told.stderr
     assert told.stdout.splitlines()[-1].endswith(run(7).digest)
-    drill = [sys.executable, "-m", "holdfast.testing.drill", "sim", "--seeds", "2", "--processes", "1", "--json"]
+    drill = [sys.executable, "-m", "holdfast.testing", "sim", "--seeds", "2", "--processes", "1", "--json"]
     summed = forked.run(drill, capture_output=True, text=True, timeout=60)
     assert json.loads(summed.stdout)["violations"] == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.testing.drill.soak import KINDS, Soak, SoakFailure, main, soak, too_fat
+from holdfast.testing.soak.soak import KINDS, Soak, SoakFailure, main, soak, too_fat
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast.base.errors import StorageError
-from holdfast.testing.drill.disk import JOURNAL_LOST, cut_power
+from holdfast.testing.checks.power_cut_disk import JOURNAL_LOST, cut_power
 
 CALLS = ("open", "mkdir", "pwrite", "ftruncate", "fsync", "rename", "link", "close")
 

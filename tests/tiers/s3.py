@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from holdfast.tiers.object_store import ObjectStoreBackend, open_bucket
+from holdfast.tiers.backends.object_store import ObjectStoreBackend, open_bucket
 
 BUCKET = "holdfast-test"
 _HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "date", "server"}

@@ -9,13 +9,14 @@ from math import prod
 from pathlib import Path
 
 from holdfast.base.events import Events
-from holdfast.core.bundles import fingerprint
+from holdfast.core.layout.bundles import fingerprint
 from holdfast.core.model import DTYPE_BYTES, Bundle, BundleRef, Extent, Piece, Shard, Version
-from holdfast.tiers import format as image_format
-from holdfast.tiers import manifest, values
-from holdfast.tiers.local import LocalBackend
-from holdfast.tiers.registry import make_stamp
-from holdfast.tiers.storage import Storage, open_storage
+from holdfast.tiers.backends.local import LocalBackend
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.format import values
+from holdfast.tiers.storage import manifest
+from holdfast.tiers.storage.incarnations import make_stamp
+from holdfast.tiers.storage.version_store import Storage, open_storage
 
 JOB_LAYOUT = "0123456789abcdef"
 

@@ -18,12 +18,12 @@ import pytest
 from holdfast.base.errors import CorruptError, HoldfastError, StorageError, VersionNotFound
 from holdfast.base.events import Events
 from holdfast.core.model import Version
-from holdfast.tiers import format as image_format
-from holdfast.tiers import manifest as manifests
-from holdfast.tiers import memory
-from holdfast.tiers.bundle_files import Trailer
-from holdfast.tiers.memory import ImagePlace, Slot, SlotHeader
-from holdfast.tiers.storage import Storage, open_storage
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.memory import slots
+from holdfast.tiers.memory.slots import ImagePlace, Slot, SlotHeader
+from holdfast.tiers.storage import manifest as manifests
+from holdfast.tiers.storage.bundle_files import Trailer
+from holdfast.tiers.storage.version_store import Storage, open_storage
 from tiers.samples import new_store, random_image, ref_of, sample_bundle, save, verify
 
 OLD, NEW = Version(1, 10), Version(1, 20)
@@ -125,9 +125,9 @@ def test_every_damage_to_a_slot_is_found(trials: int) -> None:
         seals = [image_format.seal(b.bundle_id, image) for image in images]
         place = ImagePlace(ref_of(b), 0, seals[1])
         slot.view[: len(images[1])] = images[1]
-        memory.write_header(slot, SlotHeader("job", 0, NEW, "layout", False, (place,), False))
+        slots.write_header(slot, SlotHeader("job", 0, NEW, "layout", False, (place,), False))
         good = bytes(slot.view[: len(images[1])])
-        header = memory.read_header(slot)
+        header = slots.read_header(slot)
         assert header is not None
         found = 0
         for kind, bad in changes(good, bytes(images[0]), source, trials):

@@ -13,20 +13,20 @@ import xxhash
 
 from holdfast.base.errors import ConfigError, CorruptError, NewerFormat, VersionNotFound
 from holdfast.base.events import Events
-from holdfast.core.lineage import Lineage
 from holdfast.core.model import Level, Version
-from holdfast.core.recovery import Facts, Stored, choose_version, fetches
-from holdfast.tiers import format as image_format
-from holdfast.tiers import manifest as manifests
-from holdfast.tiers import strict
-from holdfast.tiers.bundle_files import MAGIC, BundleFiles, Trailer
-from holdfast.tiers.cipher import Key, KeySource, Name, load_key
-from holdfast.tiers.format import CHUNK_BYTES
-from holdfast.tiers.local import LocalBackend
-from holdfast.tiers.manifest import BundleFile, Manifest
-from holdfast.tiers.registry import make_stamp
-from holdfast.tiers.storage import Storage, open_storage
-from node.rig import reached, rig_in, save_all
+from holdfast.core.recovery.version_choice import Facts, Stored, choose_version, fetches
+from holdfast.core.versions.lineage import Lineage
+from holdfast.tiers.backends.local import LocalBackend
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.format import strict_json
+from holdfast.tiers.format.image import CHUNK_BYTES
+from holdfast.tiers.storage import manifest as manifests
+from holdfast.tiers.storage.bundle_files import MAGIC, BundleFiles, Trailer
+from holdfast.tiers.storage.encryption import Key, KeySource, Name, load_key
+from holdfast.tiers.storage.incarnations import make_stamp
+from holdfast.tiers.storage.manifest import BundleFile, Manifest
+from holdfast.tiers.storage.version_store import Storage, open_storage
+from keeper.rig import reached, rig_in, save_all
 from tiers.samples import JOB_LAYOUT, bundle, piece, random_image, ref_of, save, verify
 
 V1, V2 = Version(1, 10), Version(1, 20)
@@ -276,8 +276,8 @@ def test_commands_take_the_key_from_the_settings_file(tmp_path: Path, store: Sto
     save(store, V1)
     settings = tmp_path / "settings.toml"
     settings.write_text(f'encryption_key = "{key_file}"\n')
-    command = [sys.executable, "-m", "holdfast.tools.cli", "inspect", store.where]
-    run = f"import sys; from holdfast.tools.cli import app; app({command[3:]!r})"
+    command = [sys.executable, "-m", "holdfast.cli.cli", "inspect", store.where]
+    run = f"import sys; from holdfast.cli.cli import app; app({command[3:]!r})"
     with_key = subprocess.run(
         [sys.executable, "-c", run], env={"HOLDFAST_CONFIG": str(settings), "PATH": ""}, capture_output=True, text=True
     )
@@ -358,4 +358,4 @@ def test_a_root_of_a_newer_format_is_told_by_older_readers() -> None:
     )
     assert b'"format_version":2' in proved
     with pytest.raises(NewerFormat):
-        strict.decode_record(proved, manifests._Root, "as a reader that knows format 1")
+        strict_json.decode_record(proved, manifests._Root, "as a reader that knows format 1")

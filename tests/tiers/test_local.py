@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.base.errors import Fenced, StorageError, UsageError, VersionNotFound
-from holdfast.tiers.local import LocalBackend
+from holdfast.tiers.backends.local import LocalBackend
 from tiers.faults import Calls
 from tiers.samples import STAMP, local_backend, page_memory, put
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.base.errors import Fenced, StorageError, StorageFull, StorageUnfit
-from holdfast.tiers import files
-from holdfast.tiers.local import LocalBackend
+from holdfast.tiers.backends import posix_io
+from holdfast.tiers.backends.local import LocalBackend
 from tiers.faults import CALLS, every_failure, ext4, mounted
 from tiers.samples import STAMP, local_backend, page_memory, put
 
@@ -162,7 +162,7 @@ def test_without_both_the_path_is_refused(
         raise OSError(errno.EOPNOTSUPP, "no links here")
 
     monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr(files.ctypes, "CDLL", lambda *_, **__: NoRename(code))
+    monkeypatch.setattr(posix_io.ctypes, "CDLL", lambda *_, **__: NoRename(code))
     with pytest.raises(StorageUnfit, match="exactly once"):
         backend.create("v/file", b"one", stamp=STAMP)
     assert backend.listing("v") == backend.listing(".tmp") == []
@@ -253,7 +253,7 @@ def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path) -> None:
 import resource, sys
 from pathlib import Path
 from holdfast.base.errors import StorageError
-from holdfast.tiers.local import LocalBackend
+from holdfast.tiers.backends.local import LocalBackend
 backend = LocalBackend(Path(sys.argv[1]))
 backend.prepare()
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))

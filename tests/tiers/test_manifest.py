@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from holdfast.base.errors import CorruptError, NewerFormat
 from holdfast.core.model import BundleRef, Version
-from holdfast.core.ranks import runs_of
-from holdfast.tiers import format as image_format
-from holdfast.tiers import manifest as manifests
-from holdfast.tiers.manifest import BundleFile, Manifest
+from holdfast.core.rank_runs import runs_of
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.storage import manifest as manifests
+from holdfast.tiers.storage.manifest import BundleFile, Manifest
 
 VERSION = Version(2, 120)
 

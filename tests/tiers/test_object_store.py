@@ -26,18 +26,20 @@ from holdfast.base.errors import (
     VersionNotFound,
 )
 from holdfast.base.events import Events
-from holdfast.core.model import Level, Version
+from holdfast.cli import doctor
+from holdfast.core.model import Level, Topology, Version
+from holdfast.keeper.rpc.messages import Assembly
+from holdfast.keeper.storage.retention import Retirement
 from holdfast.testing.contracts.backend import CHECKS
-from holdfast.tiers import object_store
-from holdfast.tiers.backend import Backend
-from holdfast.tiers.leaselock import LOCKS, LeaseLock
-from holdfast.tiers.limited import Limited
-from holdfast.tiers.local import LocalBackend
-from holdfast.tiers.object_store import INSTALLED, PART_BYTES, ObjectStoreBackend
-from holdfast.tiers.retrying import Policy, Retrying
-from holdfast.tiers.storage import Storage, open_storage
-from holdfast.tools import doctor
-from node.rig import reached, rig_in, save_all
+from holdfast.tiers.backends import object_store
+from holdfast.tiers.backends.concurrency_limit import Limited
+from holdfast.tiers.backends.interface import Backend
+from holdfast.tiers.backends.local import LocalBackend
+from holdfast.tiers.backends.object_store import INSTALLED, PART_BYTES, ObjectStoreBackend
+from holdfast.tiers.backends.retry import Policy, Retrying
+from holdfast.tiers.storage.bucket_lease import LOCKS, LeaseLock
+from holdfast.tiers.storage.version_store import Storage, open_storage
+from keeper.rig import reached, rig_in, save_all
 from tiers.s3 import BUCKET, Request, Server, bucket, s3_server, times
 from tiers.samples import STAMP, save, verify
 
@@ -351,7 +353,7 @@ def test_a_second_job_on_a_prefix_is_refused_and_told_by_whom(server: Server, pr
 
 def test_the_lock_of_a_dead_process_of_this_machine_is_taken_over(server: Server, prefix: str) -> None:
     code = (
-        "import sys; from holdfast.base.events import Events; from holdfast.tiers.storage import open_storage\n"
+        "import sys; from holdfast.base.events import Events; from holdfast.tiers.storage.version_store import open_storage\n"
         "store = open_storage(sys.argv[1], Events()); store.claim(); store.occupy('dead'); import os; os._exit(1)"
     )
     url = f"s3://{BUCKET}/{prefix}"
@@ -371,7 +373,7 @@ def test_a_holder_elsewhere_is_dead_when_its_beat_stands_still(
     backend = proved(prefix)
     away = LeaseLock(backend, renew_s=0.05)
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr("holdfast.tiers.leaselock.machine_id", lambda: "another")
+        elsewhere.setattr("holdfast.tiers.storage.bucket_lease.machine_id", lambda: "another")
         away.take("away", timeout_s=1)
     here = LeaseLock(backend, renew_s=0.05, lease_s=1.0)
     with pytest.raises(InUse, match="away"):
@@ -512,7 +514,7 @@ def test_keepers_persist_to_a_bucket_and_commands_look_at_it_without_torch(
         version = save_all(trainers, 7, durable=True)
         reached(trainers, version, Level.DURABLE)
     code = (
-        "import sys; from holdfast.tools.cli import app\n"
+        "import sys; from holdfast.cli.cli import app\n"
         "for words in (['ls'], ['inspect'], ['verify'], ['doctor']):\n"
         "    app([*words, sys.argv[1], '--json'], standalone_mode=False)\n"
         "assert not {'torch', 'numpy'} & set(sys.modules)"
@@ -559,7 +561,7 @@ def test_addresses_with_secrets_or_without_a_bucket_are_refused(url: str) -> Non
 
 def test_without_obstore_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert INSTALLED
-    monkeypatch.setattr("holdfast.tiers.object_store.INSTALLED", False)
+    monkeypatch.setattr("holdfast.tiers.backends.object_store.INSTALLED", False)
     with pytest.raises(ConfigError, match=r"holdfast\[cloud\]"):
         open_storage("s3://bucket/prefix", Events())
 
@@ -590,3 +592,28 @@ def test_a_signature_never_reaches_a_message() -> None:
     words = object_store._words(ValueError("PUT https://a.blob.core.windows.net/c/x?sig=SECRET&se=1 in 3ms"))
     assert "SECRET" not in words
     assert "3ms" in words
+
+
+def requests_of_a_durable_version(server: Server, prefix: str, kept: int) -> list[Request]:
+    """What is asked of the bucket for one more version, retention included, where `kept` are kept for good beside the newest."""
+    store = claimed(prefix)
+    retirement, assembly = (
+        Retirement(Events()),
+        Assembly(1, "x", store.job_id(), Topology(("n",), (0,)), (), keep_every=1),
+    )
+    for step in range(1, kept + 1):
+        save(store, Version(1, step))
+    with server.planned(lambda _: "") as seen:
+        for step in (kept + 1, kept + 2):  # the first after a start looks at all of them
+            seen.clear()
+            save(store, Version(1, step))
+            retirement.after(store, Version(1, step), assembly, None)
+        asked = list(seen)
+    assert len(store.versions()) == kept + 2
+    return asked
+
+
+def test_a_durable_version_costs_as_many_requests_however_many_are_kept(server: Server) -> None:
+    few, many = (requests_of_a_durable_version(server, f"kept-{kept}", kept) for kept in (2, 14))
+    assert len(many) == len(few), [f"{request.method} {request.path}" for request in many]
+    assert sum("list-type" in request.path for request in many) <= 16

@@ -12,14 +12,14 @@ import pytest
 from holdfast.base.errors import StorageError
 from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Seal, Version
-from holdfast.node.vault import Vault
-from holdfast.tiers import format as image_format
-from holdfast.tiers import manifest as manifests
-from holdfast.tiers import storage as storage_module
-from holdfast.tiers.local import LocalBackend
-from holdfast.tiers.manifest import BundleFile, Manifest
-from holdfast.tiers.registry import make_stamp
-from holdfast.tiers.storage import Storage, open_storage
+from holdfast.keeper.storage.lazy_storage import Vault
+from holdfast.tiers.backends.local import LocalBackend
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.storage import manifest as manifests
+from holdfast.tiers.storage import version_store as storage_module
+from holdfast.tiers.storage.incarnations import make_stamp
+from holdfast.tiers.storage.manifest import BundleFile, Manifest
+from holdfast.tiers.storage.version_store import Storage, open_storage
 
 V = Version(1, 3)
 NUM_PARTS = 64

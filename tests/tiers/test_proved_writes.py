@@ -11,12 +11,12 @@ import pytest
 from holdfast.base.errors import CorruptError
 from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Seal, Version
-from holdfast.tiers import format as image_format
-from holdfast.tiers.backend import Chunks
-from holdfast.tiers.cipher import KeySource
-from holdfast.tiers.format import CHUNK_BYTES
-from holdfast.tiers.manifest import BundleFile
-from holdfast.tiers.storage import Storage, open_storage
+from holdfast.tiers.backends.interface import Chunks
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.format.image import CHUNK_BYTES
+from holdfast.tiers.storage.encryption import KeySource
+from holdfast.tiers.storage.manifest import BundleFile
+from holdfast.tiers.storage.version_store import Storage, open_storage
 from tiers.s3 import BUCKET, Server, s3_server
 from tiers.samples import STAMP, bundle, page_memory, piece, random_image, ref_of
 

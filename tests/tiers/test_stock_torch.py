@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from holdfast.core.model import Extent, Piece, Shard, Version
-from holdfast.tiers import format as image_format
-from holdfast.tiers import manifest as manifests
-from holdfast.tiers.manifest import Manifest
-from holdfast.tiers.registry import make_stamp
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.storage import manifest as manifests
+from holdfast.tiers.storage.incarnations import make_stamp
+from holdfast.tiers.storage.manifest import Manifest
 from tiers.samples import JOB_LAYOUT, build, bundle, new_store, ref_of
 
 DTYPES = {

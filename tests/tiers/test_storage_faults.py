@@ -26,10 +26,11 @@ from holdfast.base.errors import (
 )
 from holdfast.base.events import Events
 from holdfast.core.model import Version
-from holdfast.tiers import bundle_files, files
-from holdfast.tiers import format as image_format
-from holdfast.tiers.registry import make_stamp
-from holdfast.tiers.storage import Storage, open_storage
+from holdfast.tiers.backends import posix_io as files
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.storage import bundle_files
+from holdfast.tiers.storage.incarnations import make_stamp
+from holdfast.tiers.storage.version_store import Storage, open_storage
 from tiers.faults import damage, every_failure, ext4, mounted, power_cut
 from tiers.samples import new_store, random_image, ref_of, sample_bundle, save, tree, verify
 

@@ -20,8 +20,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.base.errors import CorruptError, UsageError
-from holdfast.tiers import values
-from holdfast.tiers.values import NUMPY_TYPES, TensorRef, decode, encode
+from holdfast.tiers.format import values
+from holdfast.tiers.format.values import NUMPY_TYPES, TensorRef, decode, encode
 
 FLOATS = st.floats() | st.binary(min_size=8, max_size=8).map(lambda b: struct.unpack("<d", b)[0])
 TEXT = st.text(st.characters(), max_size=8)  # lone surrogates included

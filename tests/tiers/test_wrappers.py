@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from holdfast.base.errors import StorageBusy, StorageError
-from holdfast.tiers.backend import Backend, Properties
-from holdfast.tiers.limited import Limited
-from holdfast.tiers.retrying import Policy, Retrying
+from holdfast.tiers.backends.concurrency_limit import Limited
+from holdfast.tiers.backends.interface import Backend, Properties
+from holdfast.tiers.backends.retry import Policy, Retrying
 
 
 class Store:
@@ -48,7 +48,7 @@ def test_pauses_double_up_to_a_bound_and_scatter() -> None:
 
 def test_after_so_much_time_no_attempt_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("holdfast.tiers.retrying.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("holdfast.tiers.backends.retry.time.monotonic", lambda: now[0])
 
     def slow() -> bytes:
         now[0] += 25.0

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from holdfast.train.randomness import ProcessRandomness
+from holdfast.checkpoint.entries.rng import ProcessRandomness
 
 logger = logging.getLogger(__name__)
 

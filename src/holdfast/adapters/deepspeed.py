@@ -29,13 +29,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from holdfast.adapters.door import SaveOnly
+from holdfast.adapters.checkpointer import SaveOnly
 from holdfast.adapters.native_tree import Classes, Native, NativeWriter, copied, live, plain
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import UsageError
+from holdfast.checkpoint.job import collectives
 from holdfast.core.model import Version
-from holdfast.train import agree
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class CheckpointEngine:
         self._default: Any = engine.checkpoint_engine
         self._save_dir = save_dir
         self._durable_every = durable_every
-        self._group = agree.ranks()
+        self._group = collectives.ranks()
         self._writes = engine.save_non_zero_checkpoint  # DeepSpeed's own choice of who writes the module
         self._files = _Files(_shared(engine), tuple(range(self._group.world_size)), _classes())
         self._timeout_s = (config or settings.load()).close_timeout_s
@@ -129,7 +129,7 @@ class CheckpointEngine:
         self._shown: list[str] = []  # while a version is loaded that memory holds
         if native:
             mine = [Path(name).name for name in self._names(Path("d"), "t") if name.parts[-2:-1] == ("t",)]
-            self._all_names = sorted({n for names in agree.gather_json(self._group, mine) for n in names})
+            self._all_names = sorted({n for names in collectives.gather_json(self._group, mine) for n in names})
         # Every rank holds what it needs to go on; DeepSpeed would have one rank save the module for all.
         engine.save_non_zero_checkpoint = True
         self._save, self._load = engine.save_checkpoint, engine.load_checkpoint

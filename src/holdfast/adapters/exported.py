@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from holdfast.adapters.mindspore.checkpoint import save_checkpoint
-from holdfast.adapters.mindspore.tensors import HostTensor
+from holdfast.adapters.mindspore.formats.tensors import HostTensor
 from holdfast.base.errors import HoldfastError, StorageError, UsageError
-from holdfast.tiers import values as value_codec
-from holdfast.tiers.values import TensorRef
-from holdfast.train.live import torch_dtype
+from holdfast.checkpoint.entries.types import torch_dtype
+from holdfast.tiers.format import values as value_codec
+from holdfast.tiers.format.values import TensorRef
 
 _ARRAY_KEY = "holdfast.ndarray"
 

@@ -30,15 +30,15 @@ from typing import Any
 import torch
 
 from holdfast.adapters.accelerate_loaders import Loaders
+from holdfast.adapters.checkpointer import Checkpointer
 from holdfast.adapters.dcp.peek import newest
-from holdfast.adapters.door import Checkpointer
 from holdfast.adapters.options import checked
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError, UsageError
+from holdfast.checkpoint.entries.rng import ProcessRandomness
+from holdfast.checkpoint.job import collectives
 from holdfast.core.model import Version
-from holdfast.train import agree
-from holdfast.train.randomness import ProcessRandomness
 
 logger = logging.getLogger(__name__)
 
@@ -159,9 +159,9 @@ class _Keeping:
         self._version = None
         if not place:
             return place
-        ranks = agree.ranks()
+        ranks = collectives.ranks()
         path = _last_of(self._trainer.args.output_dir) if place is True else place
-        told = int.from_bytes(agree.share(ranks, lambda: _step_of(path).to_bytes(8, "big")), "big")
+        told = int.from_bytes(collectives.share(ranks, lambda: _step_of(path).to_bytes(8, "big")), "big")
         try:
             found = newest(
                 self.root, self._config, lambda values, rank: (rank_values(values, rank), _run_of(values, rank))

@@ -30,13 +30,13 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistSaveShardedStrategy,
 )
 
-from holdfast.adapters.door import SaveOnly
+from holdfast.adapters.checkpointer import SaveOnly
 from holdfast.adapters.native_tree import live, plain
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import UsageError
+from holdfast.checkpoint.job import collectives
 from holdfast.core.model import Version
-from holdfast.train import agree
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Own:
 
     def __init__(self, root: Path, config: Config | None) -> None:
         self._shards = _Shards()
-        self._group = agree.ranks()
+        self._group = collectives.ranks()
         self._checkpointer = SaveOnly(root / OWN, config=config, megatron=self._shards)
         self._started = False
         self._known: list[str] = []
@@ -108,8 +108,8 @@ class Own:
         shards.tensors = {name: part.data for name, part in parts.items() if isinstance(part, ShardedTensor)}
         shards.objects = {name: part.data for name, part in parts.items() if isinstance(part, ShardedObject)}
         names = list(shards.tensors)
-        if not agree.unanimous(self._group, names == self._known):
-            shards.groups, self._known = _groups(agree.gather_json(self._group, names)), names
+        if not collectives.unanimous(self._group, names == self._known):
+            shards.groups, self._known = _groups(collectives.gather_json(self._group, names)), names
         self._checkpointer.save(iteration, "durable")
         shards.tensors, shards.objects = {}, {}
 
@@ -121,7 +121,7 @@ class Own:
         shards.iteration = -1
         self._checkpointer.restore()
         self._started = True
-        if not agree.unanimous(self._group, shards.iteration == iteration):
+        if not collectives.unanimous(self._group, shards.iteration == iteration):
             version = self._version_of(iteration)
             if version is None:
                 return False
@@ -129,7 +129,7 @@ class Own:
         misfit = [name for name, part in parts.items() if not self._has(name, part)]
         if misfit:
             logger.warning("%d parts are not held in this layout, the first is %s", len(misfit), misfit[0])
-        return agree.unanimous(self._group, not misfit)
+        return collectives.unanimous(self._group, not misfit)
 
     def _has(self, name: str, part: Any) -> bool:
         shards = self._shards

@@ -11,9 +11,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.adapters.door import Checkpointer
+from holdfast.adapters.checkpointer import Checkpointer
 from holdfast.base.errors import UsageError
-from holdfast.train.schedule import parse_cadence
+from holdfast.checkpoint.save.save_schedule import parse_cadence
 
 
 def checked(root: object, options: Mapping[str, Any]) -> None:

@@ -32,11 +32,11 @@ from typing import Any
 import pyarrow.fs
 import ray.train
 
-from holdfast.adapters.door import Checkpointer
+from holdfast.adapters.checkpointer import Checkpointer
 from holdfast.base.errors import HoldfastError, UsageError
+from holdfast.checkpoint.save.durable_tracker import OnDurable
+from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.core.model import Level, Version
-from holdfast.train.durables import OnDurable
-from holdfast.train.handle import SaveHandle
 
 logger = logging.getLogger(__name__)
 

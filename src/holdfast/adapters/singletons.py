@@ -1,9 +1,9 @@
 """Things of which known libraries have one per process, and which a second run of a script would meet as the first left them.
 
 A library that is loaded is asked whether it was set up; none is imported. Whoever was set up keeps groups, handlers or
-definitions of the run that is over, so the script does not run again in that process (`core.rerun`).
+definitions of the run that is over, so the script does not run again in that process (`core.elastic.rerun`).
 
-Used by `adapters.run`, which hands it to the workers.
+Used by `adapters.zero.launcher`, which hands it to the workers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from holdfast.core.rerun import Left
+from holdfast.core.elastic.rerun import Left
 
 
 def _any_group(module: Any) -> bool:

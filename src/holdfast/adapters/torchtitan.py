@@ -33,7 +33,7 @@ from torchtitan.components.checkpointer import (
     CheckpointManager,
 )
 
-from holdfast.adapters.door import Checkpointer
+from holdfast.adapters.checkpointer import Checkpointer
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import UsageError

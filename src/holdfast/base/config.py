@@ -43,11 +43,14 @@ DISABLE_VARIABLE = "HOLDFAST_DISABLE"
 # Not ours: MindSpore's jobs name here where each rank writes who holds the same slices; ours write it too.
 GROUP_INFO_VARIABLE = "GROUP_INFO_FILE"
 # Nor are these: scripts that start MindSpore's dynamic cluster set them for each process; `holdfast run` takes them as
-# defaults of its flags (train/aliases.py).
+# defaults of its flags (elastic/launch/mindspore_env.py).
 ALIASES = (
     "MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_ENABLE_RECOVERY", "MS_RECOVERY_PATH",
     "MS_COMPILER_CACHE_ENABLE", "MS_COMPILER_CACHE_PATH",
 )  # fmt: skip
+
+# Fields that name a file or a directory.
+PATHS = ("runtime_dir", "secret_file", "encryption_key", "stop_file", "trace_dir")
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -58,7 +61,7 @@ _TIME_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The settings of one job on one node.
+    """The settings of one job on one node. A path is absolute from here on: a script may change its directory later.
 
     Attributes:
         every: captured cadence: steps (`"10"`) or seconds (`"30s"`); both may stand, steps win (`"10,30s"`). Default
@@ -142,6 +145,8 @@ class Config:
     log_level: str = "INFO"
 
     def __post_init__(self) -> None:
+        for name in PATHS:
+            object.__setattr__(self, name, absolute(getattr(self, name)))
         _require(2 <= self.num_slots <= 3, "num_slots", self.num_slots, "2 or 3")
         _require(self.keep_last >= 2, "keep_last", self.keep_last, "at least 2")
         _require(self.ranks_per_reader >= 1, "ranks_per_reader", self.ranks_per_reader, "at least 1")
@@ -181,6 +186,14 @@ def _is_ours(directory: str) -> bool:
     except OSError:
         return False
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022 and os.access(directory, os.W_OK)
+
+
+def absolute(path: str) -> str:
+    """Return a path as every process of the job must name it: absolute, `~` as the user's home.
+
+    What is none stays as it is: `""`, `fd:3` (a descriptor that is inherited), `!command` (which prints a key).
+    """
+    return path if not path or path.startswith(("fd:", "!")) else os.path.abspath(os.path.expanduser(path))
 
 
 def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] | None = None) -> Config:
@@ -267,16 +280,30 @@ def hand_on(overrides: Mapping[str, str], *, environ: Mapping[str, str] | None =
     environ = os.environ if environ is None else environ
     file = environ.get(CONFIG_FILE_VARIABLE, "")
     values = over(_read_file(Path(file)) if file else {}, overrides)
-    if values.get("secret_file"):
-        values["secret_file"] = _lasting(str(values["secret_file"]))
+    values |= {name: absolute(str(values[name])) for name in PATHS if name in values}
+    if values.get("secret_file", "").startswith("fd:"):
+        values["secret_file"] = _lasting(values["secret_file"])
     lines = [f"{name} = {json.dumps(value)}\n" for name, value in values.items()]
     return CONFIG_FILE_VARIABLE, _in_memory("".join(lines).encode())
 
 
+def is_relative(*, environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether the settings file, or a path in it, means something else in another directory.
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    file = (os.environ if environ is None else environ).get(CONFIG_FILE_VARIABLE, "")
+    if not file:
+        return False
+    values = _read_file(Path(file))
+    return not os.path.isabs(file) or any(
+        absolute(str(values[name])) != values[name] for name in PATHS if name in values
+    )
+
+
 def _lasting(secret_file: str) -> str:
-    """A name of the secret file that children understand: a descriptor of ours is none of theirs."""
-    if not secret_file.startswith("fd:"):
-        return os.path.abspath(secret_file)
+    """A name of a secret that children understand: a descriptor of ours is none of theirs."""
     try:
         return _in_memory(os.read(int(secret_file[3:]), 1024))
     except (OSError, ValueError) as error:

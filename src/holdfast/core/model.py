@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Generic, TypeVar
 
-from holdfast.core.ranks import Runs, is_in, runs_of, spread
+from holdfast.core.rank_runs import Runs, is_in, runs_of, spread
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}\Z")
 _VERSION_PATTERN = re.compile(r"i(\d{6,10})-s(\d{10,16})\Z")
@@ -146,7 +146,7 @@ class BundleRef:
     """A bundle as everyone but its writer needs it: identity and group, not content.
 
     Attributes:
-        runs: the ranks of the group, as messages carry them (`core.ranks`).
+        runs: the ranks of the group, as messages carry them (`core.rank_runs`).
         fingerprint: digest of names, dtypes, shapes and extents; twins' fingerprints are equal.
     """
 

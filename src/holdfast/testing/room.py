@@ -34,7 +34,7 @@ class Room:
 
 
 class Rank:
-    """One rank; `train.agree.Ranks`."""
+    """One rank; `checkpoint.job.collectives.Ranks`."""
 
     def __init__(self, room: Room, rank: int) -> None:
         self.rank, self.world_size, self._room = rank, room.world_size, room

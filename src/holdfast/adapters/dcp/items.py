@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from holdfast.base.errors import UsageError
+from holdfast.checkpoint.entries.pytree import flatten
+from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, dtype_name
 from holdfast.core.model import Extent, Shard
-from holdfast.tiers.values import TensorRef
-from holdfast.train.flatten import flatten
-from holdfast.train.live import Gathered, Group, LiveTensor, dtype_name
+from holdfast.tiers.format.values import TensorRef
 
 # Values of ours beside the user's; under the rank that wrote them.
 MAPPING = "dcp.mapping"
@@ -144,7 +144,7 @@ def bare(note: Note) -> Note:
 
 
 class Contents:
-    """Holds what one rank saves, made anew for each save; `train.saver` asks it as it asks the state of a Checkpointer.
+    """Holds what one rank saves, made anew for each save; `checkpoint.save.memory_saver` asks it as it asks the state of a Checkpointer.
 
     Attributes:
         optimizers: none: everything is copied at the call, whatever is trained beside it.

@@ -16,15 +16,16 @@ from holdfast.adapters.dcp.items import Contents
 from holdfast.base.config import Config
 from holdfast.base.errors import LevelNotReached, UsageError
 from holdfast.base.events import Events
+from holdfast.checkpoint.job import collectives
+from holdfast.checkpoint.job.bootstrap import Asked, Job, assemble
+from holdfast.checkpoint.job.keeper_link import Link, Origin
+from holdfast.checkpoint.liveness import heartbeat, open_checkpointers
+from holdfast.checkpoint.save.memory_saver import Saver
+from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.core.model import BundleRef, Level, Version
-from holdfast.node.places import absolute_root
-from holdfast.tiers.cipher import KeySource
-from holdfast.tiers.storage import open_storage
-from holdfast.train import agree, beats
-from holdfast.train.assembly import Asked, Job, assemble
-from holdfast.train.handle import SaveHandle
-from holdfast.train.link import Link, Origin
-from holdfast.train.saver import Saver
+from holdfast.keeper.rpc.paths import absolute_root
+from holdfast.tiers.storage.encryption import KeySource
+from holdfast.tiers.storage.version_store import open_storage
 
 _NUMBER = re.compile(r"(\d+)\Z")
 
@@ -44,15 +45,15 @@ class DcpJob:
         self.config = dataclasses.replace(config, require_memory=True)  # DCP's calls have no way around the keepers
         self.events = Events()
         self.storage = open_storage(root, self.events, encryption=KeySource.of(config))
-        self.group = agree.ranks()
+        self.group = collectives.ranks()
         self.contents = Contents()
         self.loaded: Version | None = None
         self._table: tuple[BundleRef, ...] = ()
         self.link = Link(root, config, rank=self.group.rank, events=self.events, on_appointment=lambda _: None)
         try:
-            asked = Asked(required=config.expect_checkpoint)
+            asked = Asked(required=config.expect_checkpoint, wish=open_checkpointers.wish.take_version())
             self.job: Job = assemble(self.group, root, self.config, storage=self.storage, link=self.link, asked=asked)
-            newest = json.loads(agree.share(self.group, self._newest_step))
+            newest = json.loads(collectives.share(self.group, self._newest_step))
         except BaseException:
             self._leave(finished=False)
             raise
@@ -90,9 +91,14 @@ class DcpJob:
         self._last_step = step
         return self.job.version(step)
 
+    def wished(self) -> Version | None:
+        """Returns the version that the operator wants to be loaded first; None from then on."""
+        return self.job.wish.version if self.loaded is None and not self._resumed else None
+
     def record(self) -> None:
         """Before the first save of the job: what this incarnation resumed from. On the coordinator."""
         if not self._resumed and self.group.rank == 0:
+            self.job.wish.record(self.storage, self.job.incarnation, self.loaded)
             self.storage.record_resumed(self.job.incarnation, self.loaded, self.job.lineage.resumed)
 
     def save(self, version: Version, level: Level) -> SaveHandle:
@@ -112,7 +118,7 @@ class DcpJob:
         )
         self._newest = version
         self.saver.save(handle, durable=level is Level.DURABLE)
-        beats.at_step(version.step)
+        heartbeat.at_step(version.step)
         return handle
 
     def came_from(self, version: Version, table: tuple[BundleRef, ...]) -> None:
@@ -127,7 +133,7 @@ class DcpJob:
             self.saver.settle()
             self.job = assemble(self.group, self.root, self.config, storage=self.storage, link=self.link)
             self._resumed, self._newest = False, None
-            agree.together(self.group, self.saver.reserve)  # the keepers hear anew who has what
+            collectives.together(self.group, self.saver.reserve)  # the keepers hear anew who has what
 
     def step_of(self, checkpoint_id: object) -> int | None:
         """The number at the end of a checkpoint's name; None for the root itself, or a name without."""

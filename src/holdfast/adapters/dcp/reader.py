@@ -43,10 +43,10 @@ from holdfast.adapters.dcp.writer import StorageWriter, stock_place
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import MismatchError, UsageError, VersionNotFound
+from holdfast.checkpoint.entries.pytree import references, unflatten
+from holdfast.checkpoint.entries.types import LiveTensor, dtype_name, torch_dtype
+from holdfast.checkpoint.restore.catalog import Catalogue, Place
 from holdfast.core.model import Extent, Shard, Version
-from holdfast.train.catalogue import Catalogue, Place
-from holdfast.train.flatten import references, unflatten
-from holdfast.train.live import LiveTensor, dtype_name, torch_dtype
 
 logger = logging.getLogger(__name__)
 

@@ -16,21 +16,19 @@ from holdfast.adapters.dcp.job import DcpJob
 from holdfast.base.config import Config
 from holdfast.base.errors import CorruptError, VersionNotFound
 from holdfast.base.events import Events
-from holdfast.core import reshard
+from holdfast.checkpoint.entries.types import LiveTensor, torch_dtype
+from holdfast.checkpoint.job.bootstrap import Asked
+from holdfast.checkpoint.restore.catalog import Catalogue, Head, Place
+from holdfast.checkpoint.restore.restorer import Restorer
+from holdfast.checkpoint.state.training_state import State
+from holdfast.core.layout import reshard
 from holdfast.core.model import Extent, Version
-from holdfast.core.recovery import Choice
-from holdfast.tiers import values as value_codec
-from holdfast.tiers.cipher import KeySource
-from holdfast.tiers.manifest import BundleFile
-from holdfast.tiers.storage import open_storage
-from holdfast.tiers.values import TensorRef
-from holdfast.train import alive
-from holdfast.train.assembly import Asked
-from holdfast.train.catalogue import Catalogue, Head, Place
-from holdfast.train.handle import as_version
-from holdfast.train.live import LiveTensor, torch_dtype
-from holdfast.train.restore import Restorer
-from holdfast.train.state import State
+from holdfast.core.recovery.version_choice import Choice
+from holdfast.tiers.format import values as value_codec
+from holdfast.tiers.format.values import TensorRef
+from holdfast.tiers.storage.encryption import KeySource
+from holdfast.tiers.storage.manifest import BundleFile
+from holdfast.tiers.storage.version_store import open_storage
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +135,7 @@ class Together:
         self._restorer.decisions.look_again()
         wanted = given
         if wanted is None and step is None:
-            wanted = as_version(alive.wish.take_version())
+            wanted = self._job.wished()
         if wanted is None and step is not None:
             found = self._restorer.decisions.versions_of(step)
             if not found:

@@ -36,9 +36,9 @@ from holdfast.adapters.dcp.job import DcpJob, patterns, require
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import UsageError
+from holdfast.checkpoint.liveness import open_checkpointers
+from holdfast.checkpoint.save.save_handle import SaveHandle, as_level
 from holdfast.core.model import Level, Version
-from holdfast.train import alive
-from holdfast.train.handle import SaveHandle, as_level
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class StorageWriter(TorchWriter):
             self._stock = FileSystemWriter(stock_place(self._root))
             return
         self._job = DcpJob(self._root, settings.load() if config is None else config)
-        alive.register(self._job)
+        open_checkpointers.register(self._job)
 
     @property
     def job(self) -> DcpJob:

@@ -28,6 +28,7 @@ from holdfast.adapters.mindspore.extents import (
     slices_of,
     strategy_from_extents,
 )
+from holdfast.adapters.mindspore.formats.tensors import HostTensor, from_numpy, to_numpy
 from holdfast.adapters.mindspore.groups import (
     GroupInfo,
     group_name,
@@ -54,7 +55,6 @@ from holdfast.adapters.mindspore.strategy import (
     read_strategy,
     write_strategy,
 )
-from holdfast.adapters.mindspore.tensors import HostTensor, from_numpy, to_numpy
 from holdfast.adapters.mindspore.transform import rank_list_for_transform
 
 __all__ = [

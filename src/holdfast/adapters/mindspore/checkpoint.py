@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
-from holdfast.adapters.mindspore.ckpt import decode_ckpt, encode_ckpt
-from holdfast.adapters.mindspore.files import READ_ONLY, PathLike, read_file, replace_file
-from holdfast.adapters.mindspore.safe import decode_safetensors, encode_safetensors
-from holdfast.adapters.mindspore.tensors import Entry, EntryLike, HostTensor, as_entry
+from holdfast.adapters.mindspore.formats.ckpt import decode_ckpt, encode_ckpt
+from holdfast.adapters.mindspore.formats.files import READ_ONLY, PathLike, read_file, replace_file
+from holdfast.adapters.mindspore.formats.safetensors import decode_safetensors, encode_safetensors
+from holdfast.adapters.mindspore.formats.tensors import Entry, EntryLike, HostTensor, as_entry
 from holdfast.base.errors import UsageError
 
 _SAFETENSORS = ".safetensors"

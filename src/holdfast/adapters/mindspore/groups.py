@@ -11,8 +11,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.adapters.mindspore.files import PathLike, read_file, replace_file
-from holdfast.adapters.mindspore.proto import Field, Message, Source, decode, encode, numbers
+from holdfast.adapters.mindspore.formats.files import PathLike, read_file, replace_file
+from holdfast.adapters.mindspore.formats.protobuf import Field, Message, Source, decode, encode, numbers
 from holdfast.base.errors import UsageError
 
 # A file of 16,384 ranks that are in a hundred groups of all ranks is 5 MB.

@@ -1,6 +1,6 @@
 """k copies of every slice among the ranks' files: which of its slices a rank saves, and whose files hold what it lacks.
 
-`core.copies` deals the slices; all ranks tell theirs once, when the object is made, so that no save waits for anybody.
+`core.layout.k_copies` deals the slices; all ranks tell theirs once, when the object is made, so that no save waits for anybody.
 A slice that was not known then (an optimizer nobody can predict) is saved by every rank that holds it. Numbers
 (learning rates) are a few hundred bytes and in every rank's file.
 
@@ -18,13 +18,13 @@ from typing import Any, TypeAlias
 
 from holdfast.adapters.mindspore.rank_proofs import SUFFIX, Found, Parts, names_in, read_good, read_proof
 from holdfast.base.errors import CorruptError, HoldfastError, UsageError, VersionNotFound
-from holdfast.core.copies import share_table
+from holdfast.checkpoint.job import collectives
+from holdfast.checkpoint.job.collectives import Ranks
+from holdfast.core.layout.k_copies import share_table
 from holdfast.core.model import Extent, Shard
-from holdfast.tiers import format as image_format
-from holdfast.tiers import values as value_codec
-from holdfast.tiers.format import Entry
-from holdfast.train import agree
-from holdfast.train.agree import Ranks
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.format import values as value_codec
+from holdfast.tiers.format.image import Entry
 
 # Epoch, step, and which of the runs that saved it.
 Key: TypeAlias = tuple[int, int, int]
@@ -49,7 +49,7 @@ class Copies:
         self.rank = group.rank
         # One rank of each group tells, so that the table is as long as the job has slices.
         mine = [_row(shard) for shard in shards if shard.ranks[0] == group.rank]
-        told = agree.gather_json(group, [copies, mine])
+        told = collectives.gather_json(group, [copies, mine])
         if any(number != copies for number, _ in told):
             numbers = [number for number, _ in told]
             raise UsageError(f"ranks want different numbers of copies: {numbers}", remedy="pass the same to all ranks")

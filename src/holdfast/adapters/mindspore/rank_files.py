@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 import torch
 
-from holdfast.adapters.mindspore.files import READ_ONLY, replace_file
+from holdfast.adapters.mindspore.formats.files import READ_ONLY, replace_file
 from holdfast.adapters.mindspore.groups import write_group_info
 from holdfast.adapters.mindspore.rank_copies import Copies, Wanted, encode_numbers, nothing_whole
 from holdfast.adapters.mindspore.rank_proofs import (
@@ -48,13 +48,13 @@ from holdfast.adapters.mindspore.rank_proofs import (
 from holdfast.adapters.mindspore.redundancy import group_info_of_shards
 from holdfast.base import config
 from holdfast.base.errors import CorruptError, HoldfastError, VersionNotFound
+from holdfast.checkpoint.entries.types import Gathered, SavedTensor, torch_dtype
+from holdfast.checkpoint.job import collectives
+from holdfast.checkpoint.state.training_state import State
 from holdfast.core.model import Extent, Shard
-from holdfast.tiers import format as image_format
-from holdfast.tiers import values as value_codec
-from holdfast.tiers.format import Entry
-from holdfast.train import agree
-from holdfast.train.live import Gathered, SavedTensor, torch_dtype
-from holdfast.train.state import State
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.format import values as value_codec
+from holdfast.tiers.format.image import Entry
 
 _OWNED = re.compile(r"rank\d+/")
 
@@ -96,15 +96,15 @@ class RankCheckpoints:
         copies: int | None = None,
     ) -> None:
         self._directory = Path(directory)
-        self._group = agree.ranks()
+        self._group = collectives.ranks()
         rank, size = self._group.rank, self._group.world_size
         self._state = State(objects, rank=rank, world_size=size, replicated=replicated)
         info = group_info_of_shards(self._state.trained(), rank, size)
         self.interchangeable = tuple(info.restore_ranks)
         self._stem = prefix
         path = (config.group_info_file() or str(self._home(rank) / "group_info.pb")).replace("{rank}", str(rank))
-        agree.together(self._group, lambda: write_group_info(path, info))
-        self._prefix = max(agree.gather_json(self._group, free_prefix(self._home(rank), prefix)), key=_number)
+        collectives.together(self._group, lambda: write_group_info(path, info))
+        self._prefix = max(collectives.gather_json(self._group, free_prefix(self._home(rank), prefix)), key=_number)
         self._copies = None if copies is None else Copies(self._group, self._shards(), copies)
 
     def save(self, epoch: int, step: int) -> Path:
@@ -151,14 +151,14 @@ class RankCheckpoints:
             return self._recover_shares(self._copies)
         faults: list[str] = []
         found = self._candidates(faults)
-        steps = [{tuple(one) for one in told} for told in agree.gather_json(self._group, sorted(found))]
+        steps = [{tuple(one) for one in told} for told in collectives.gather_json(self._group, sorted(found))]
         for epoch, step in sorted(set.intersection(*steps), reverse=True):
             data = _first_good(found[epoch, step], faults)
-            if agree.unanimous(self._group, data is not None):
+            if collectives.unanimous(self._group, data is not None):
                 assert data is not None  # everybody has one
-                agree.together(self._group, partial(self._fill, data))
+                collectives.together(self._group, partial(self._fill, data))
                 return epoch, step
-        told = agree.gather_json(self._group, [len(found), faults])
+        told = collectives.gather_json(self._group, [len(found), faults])
         if not any(count or problems for count, problems in told):
             return None
         raise _nothing_common(told)
@@ -168,21 +168,21 @@ class RankCheckpoints:
         faults: list[str] = []
         shards = self._shards()
         wanted = Wanted(copies, shards, _numbers(self._state.gather()))
-        digests = agree.gather_json(self._group, slices_digest(shards))
+        digests = collectives.gather_json(self._group, slices_digest(shards))
         files = wanted.find(self._directory, self._stem, digests, faults)
         whole = [key for key in files if not wanted.lacking(files[key])]
-        told = agree.gather_json(self._group, [sorted(files), whole, bool(faults)])
+        told = collectives.gather_json(self._group, [sorted(files), whole, bool(faults)])
         for key in sorted(set.intersection(*({tuple(one) for one in keys} for _, keys, _ in told)), reverse=True):
             parts = wanted.collect(files[key], faults)
-            if agree.unanimous(self._group, parts is not None):
+            if collectives.unanimous(self._group, parts is not None):
                 assert parts is not None  # everybody has them
-                agree.together(self._group, partial(self._load, parts))
+                collectives.together(self._group, partial(self._load, parts))
                 return key[0], key[1]
         if not any(keys or problems for keys, _, problems in told):
             return None
         newest = max((tuple(key) for keys, _, _ in told for key in keys), default=(0, 0, 0))
         lacks = wanted.lacking(files.get(newest, {}))
-        raise nothing_whole(newest, agree.gather_json(self._group, [lacks, faults]))
+        raise nothing_whole(newest, collectives.gather_json(self._group, [lacks, faults]))
 
     def _home(self, rank: int) -> Path:
         return self._directory / f"rank_{rank}"

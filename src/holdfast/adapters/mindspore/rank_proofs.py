@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from holdfast.base.errors import CorruptError
-from holdfast.core.bundles import fingerprint
+from holdfast.core.layout.bundles import fingerprint
 from holdfast.core.model import Bundle, Piece, Seal, Shard
-from holdfast.tiers import format as image_format
-from holdfast.tiers.format import Entry
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.format.image import Entry
 
 SUFFIX, PROOF = ".safetensors", ".proof"
 MAX_PROOF_BYTES = 64 << 20

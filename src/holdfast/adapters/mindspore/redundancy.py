@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from holdfast.adapters.mindspore.files import PathLike
+from holdfast.adapters.mindspore.formats.files import PathLike
 from holdfast.adapters.mindspore.groups import GroupInfo, named_groups, write_group_info
 from holdfast.adapters.mindspore.layout import Layout
 from holdfast.adapters.mindspore.strategy import Strategy, read_strategy, stage_layouts

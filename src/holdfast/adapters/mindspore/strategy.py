@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.adapters.mindspore import strategy_json
-from holdfast.adapters.mindspore.files import PathLike, read_file, replace_file
+from holdfast.adapters.mindspore.formats.files import PathLike, read_file, replace_file
+from holdfast.adapters.mindspore.formats.protobuf import Field, Message, Source, decode, encode, numbers
 from holdfast.adapters.mindspore.layout import Layout
-from holdfast.adapters.mindspore.proto import Field, Message, Source, decode, encode, numbers
 from holdfast.base.errors import CorruptError, UsageError
 
 # A parameter takes about 300 bytes; the number of fields is what bounds the time.

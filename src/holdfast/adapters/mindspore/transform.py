@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate, product
 from math import prod
 
-from holdfast.adapters.mindspore.files import PathLike
+from holdfast.adapters.mindspore.formats.files import PathLike
 from holdfast.adapters.mindspore.layout import FULLY, Layout
 from holdfast.adapters.mindspore.strategy import Strategy, read_strategy, stage_layouts
 

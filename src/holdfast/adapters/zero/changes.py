@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.adapters.zero.reach import ANOTHER, Look, has_set
 from holdfast.base.errors import HoldfastError
-from holdfast.tiers import values as value_codec
+from holdfast.tiers.format import values as value_codec
 
 # So many values are compared with those of an earlier start, in so many characters; larger numbers are times of a clock.
 MAX_BEGAN, MAX_TEXT, CLOCK = 500, 200, 1e9

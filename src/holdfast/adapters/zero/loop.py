@@ -20,17 +20,18 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from holdfast.adapters.door import Checkpointer
+from holdfast.adapters.checkpointer import Checkpointer
 from holdfast.adapters.zero.changes import Changed, Changes
 from holdfast.adapters.zero.objects import Kept, sort_out
 from holdfast.adapters.zero.reach import MAX_ELEMENTS, Look, Reach, has_set, is_plain
 from holdfast.adapters.zero.script import Loop
 from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
-from holdfast.train import agree, alive
-from holdfast.train.layout_of import local_of
-from holdfast.train.state import State
-from holdfast.train.usage.frames import own
-from holdfast.train.usage.selfcheck import SelfCheck, why_not
+from holdfast.checkpoint.entries.sharding import local_of
+from holdfast.checkpoint.job import collectives
+from holdfast.checkpoint.liveness import open_checkpointers
+from holdfast.checkpoint.state.training_state import State
+from holdfast.checkpoint.usage.replay_check import SelfCheck, why_not
+from holdfast.checkpoint.usage.user_frames import own
 
 logger = logging.getLogger(__name__)
 
@@ -106,12 +107,12 @@ class KeptLoop:
     def _begin(self, steps: range, names: Names) -> tuple[Checkpointer, _Carried, SelfCheck] | None:
         """Returns a Checkpointer of what is there; None, and a reason told, if anything is unsure on any rank."""
         try:
-            group = agree.ranks()
+            group = collectives.ranks()
         except UsageError as error:
             say(str(error.what))
             return None
         found = sort_out(self._loop.used, self._loop.carried, names.all())
-        if any(isinstance(thing, Checkpointer) for thing in alive.opened()):
+        if any(isinstance(thing, Checkpointer) for thing in open_checkpointers.opened()):
             found = "the script has a Checkpointer of its own"
         changes = None
         if isinstance(found, Kept):
@@ -125,7 +126,7 @@ class KeptLoop:
         if changes is not None and changes.before.unknown and isinstance(found, Kept):
             reason = why_not(found.objects) if len(steps) >= MIN_STEPS else "the loop is short"
             found = _unknown(changes, reason) if reason else found
-        told = agree.gather_json(group, found if isinstance(found, str) else "")
+        told = collectives.gather_json(group, found if isinstance(found, str) else "")
         reasons = [f"rank {rank}: {reason}" if len(told) > 1 else reason for rank, reason in enumerate(told) if reason]
         if isinstance(found, str) or changes is None or reasons:
             if group.rank == 0:
@@ -193,13 +194,13 @@ class KeptLoop:
 
     def _restored(self, checkpointer: Checkpointer, carried: _Carried, check: SelfCheck) -> bool:
         """Tell whether what was saved is here, if there is anything; False, and the reason told, if it is not of this loop."""
-        group = agree.ranks()
+        group = collectives.ranks()
         try:
             checkpointer.restore()
             if carried.value is not None:
                 check.end()  # the run that saved made it
         except MismatchError:
-            told = [reason for reason in agree.gather_json(group, carried.refused) if reason]
+            told = [reason for reason in collectives.gather_json(group, carried.refused) if reason]
             if not told:
                 raise
             checkpointer.abandon()
@@ -329,7 +330,7 @@ class _Carried:
         objects: what is saved, by name.
     """
 
-    def __init__(self, loop: Loop, steps: range, names: Names, changes: Changes, group: agree.Ranks) -> None:
+    def __init__(self, loop: Loop, steps: range, names: Names, changes: Changes, group: collectives.Ranks) -> None:
         self._loop, self._steps, self._names, self._changes = loop, steps, names, changes
         self._rank = group.rank
         self.alone = group.world_size == 1

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from holdfast.adapters.zero.reach import STANDING, is_plain
-from holdfast.train.objects import Stateful
-from holdfast.train.randomness import random_state
+from holdfast.checkpoint.entries.rng import random_state
+from holdfast.checkpoint.state.stateful import Stateful
 
 _CONSTANT = (type(None), bool, int, float, complex, str, bytes, *STANDING)
 _CONTAINERS = (list, dict, set, deque)

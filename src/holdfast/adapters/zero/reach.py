@@ -51,9 +51,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from holdfast.base.errors import HoldfastError
 from holdfast.base.installed import is_installed
-from holdfast.tiers import values as value_codec
-from holdfast.train.layout_of import local_of
-from holdfast.train.randomness import random_state
+from holdfast.checkpoint.entries.rng import random_state
+from holdfast.checkpoint.entries.sharding import local_of
+from holdfast.tiers.format import values as value_codec
 
 # The token of what was reached before, by the path that follows.
 ANOTHER = "another name of"
@@ -175,6 +175,7 @@ class Reach:
         self._used = frozenset(used)
         self._kept = list(kept)
         self._users: dict[str, bool] = {}
+        self._told: dict[int, _Told] = {}
 
     def look(self, main: dict[str, Any], frames: Sequence[tuple[str, Mapping[str, Any]]]) -> Look:
         """Returns what is there now.
@@ -184,7 +185,7 @@ class Reach:
             frames: name and local names of the functions that are running, the innermost, with the loop, first.
         """
         local = {name: value for _, scope in frames[:1] for name, value in scope.items() if name in self._sets}
-        walk = _Walk(self._is_users, frozenset() if frames else self._sets, self._kept, local)
+        walk = _Walk(self._is_users, frozenset() if frames else self._sets, self._kept, local, self._told)
         walk.found.owners[""] = Owner(main.__setitem__, main.pop)
         scopes = [scope for _, scope in frames] + [main]
         names = {id(value): name for scope in scopes for name, value in scope.items() if name not in self._sets}
@@ -224,6 +225,26 @@ class Reach:
         return self._users[module]
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """The last answer of an object's `state_dict`.
+
+    Attributes:
+        thing: the object, which is kept, or another could get its number.
+        names, memory: keys of what it handed out, and where the tensors in it lie.
+        places: attributes that were there and are not named -> where the tensors in them lay.
+    """
+
+    thing: Any
+    names: frozenset[str]
+    memory: set[int]
+    places: dict[str, set[int]]
+
+    def named(self, held: Iterable[str]) -> set[str]:
+        """Returns those of these attributes that are handed out under their name."""
+        return {key for key in held if key in self.names or key.lstrip("_") in self.names}
+
+
 class _Walk:
     """One walk."""
 
@@ -233,7 +254,9 @@ class _Walk:
         hidden: frozenset[str],
         kept: Iterable[Any],
         local: Mapping[str, Any],
+        told: dict[int, _Told],
     ) -> None:
+        self._told = told
         self.found = Look()
         self.hidden = hidden
         self._local = local
@@ -341,13 +364,29 @@ class _Walk:
         """Looks at the attributes of an object that hands out its state: it may forget one."""
         if not hasattr(thing, "__dict__"):
             return
-        names, memory = _handed_out(thing) if self._is_users_object(thing) else (set(), set())
-        shown = {}
-        for key, value in vars(thing).items():
-            known = type(value) not in _ATOMS and (key in names or key.lstrip("_") in names or _memory(value) & memory)
-            if key not in without and not known:
-                shown[key] = value
+        known = self._handed_out(thing) if self._is_users_object(thing) else set()
+        shown = {key: value for key, value in vars(thing).items() if key not in without and key not in known}
         self.keys(path, shown, _attributes(thing), asks=NO_PLACE)
+
+    def _handed_out(self, thing: Any) -> set[str]:
+        """Returns the attributes that an object of the user's hands out.
+
+        Its `state_dict` may cost, count, or wait for other ranks. So it is asked again only where there is something else than
+        before that the last answer does not name.
+        """
+        held = {key: value for key, value in vars(thing).items() if type(value) not in _ATOMS}
+        told = self._told.get(id(thing))
+        named = told.named(held) if told is not None else set()
+        places = {key: _memory(value) for key, value in held.items() if key not in named}
+        if told is None or any(told.places.get(key) != place for key, place in places.items()):
+            state = thing.state_dict()
+            told = _Told(
+                thing, frozenset(map(str, state)) if isinstance(state, dict) else frozenset(), _memory(state), {}
+            )
+            named = told.named(held)
+            told.places.update({key: _memory(value) for key, value in held.items() if key not in named})
+            self._told[id(thing)] = told
+        return named | {key for key, place in places.items() if place & told.memory}
 
     def _hooks(self, path: str, thing: Any, names: Iterable[str] = ()) -> None:
         """Looks at the functions of the user's that somebody else calls."""
@@ -669,12 +708,6 @@ def _names_of_wrappers(kind: type) -> frozenset[str]:
             codes = (value.__code__ for value in vars(part).values() if isinstance(value, types.FunctionType))
             found.update(*map(_global_names, codes))
     return frozenset(found)
-
-
-def _handed_out(thing: Any) -> tuple[set[str], set[int]]:
-    """Returns the keys of what an object hands out, and the memory of the tensors in it."""
-    state = thing.state_dict()
-    return (set(map(str, state)) if isinstance(state, dict) else set()), _memory(state)
 
 
 def _memory(value: Any, depth: int = 0) -> set[int]:

@@ -21,7 +21,7 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast.train.usage.names import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
+from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
 
 HOOK = "__holdfast_kept__"
 # Why a script that calls us by itself is left alone.

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from holdfast.base.errors import Fenced, HoldfastError, StorageError, UsageError, VersionNotFound
-from holdfast.tiers.backend import TEMPORARY, Backend, Chunks
+from holdfast.tiers.backends.interface import TEMPORARY, Backend, Chunks
 
 STAMP = "i000001-t000000-h000000000000-p1"
 # More than what any backend moves in one piece.

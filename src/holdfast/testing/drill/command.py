@@ -1,6 +1,6 @@
 """The crash drill: processes of real jobs are killed at random instants, and what is left is judged.
 
-    python -m holdfast.testing.drill crash [--trials N] [--seed S] [--plant NAME|all] [--full-starts N] [--json]
+    python -m holdfast.testing crash [--trials N] [--seed S] [--plant NAME|all] [--full-starts N] [--json]
 
 The plan is drawn first (plan.py); lanes (lane.py), warm processes that fork trainers
 and keepers, work it off; the table says per phase and victim what was acknowledged and whether anything of it was
@@ -29,9 +29,9 @@ from selectors import EVENT_READ, DefaultSelector
 import msgspec
 
 import holdfast
-from holdfast.testing.drill import planted
 from holdfast.testing.drill.outcome import Outcome
 from holdfast.testing.drill.plan import PHASES, Trial, full_starts, plan
+from holdfast.testing.drill.planted import bugs
 
 # One more than processors: a lane waits now and then.
 NUM_LANES = (os.cpu_count() or 1) + 1
@@ -196,7 +196,7 @@ def track_down(lanes: Lanes, names: Sequence[str], seed: int, progress: Progress
     Raises:
         DrillError: a trial without a fault was not clean.
     """
-    quarries = {name: Quarry(name, planted.BUGS[name].invariants) for name in names}
+    quarries = {name: Quarry(name, bugs.BUGS[name].invariants) for name in names}
     outcomes: list[Outcome] = []
     sick = [outcome for outcome in lanes.warm_up if outcome.violations]
     if sick:  # then anything would be found
@@ -217,7 +217,7 @@ class DrillError(RuntimeError):
 
 
 def _until_found(quarries: dict[str, Quarry], seed: int) -> Iterator[Trial]:
-    waiting = {name: iter(planted.trials(name, seed)) for name in quarries}
+    waiting = {name: iter(bugs.trials(name, seed)) for name in quarries}
     given: Counter[str] = Counter()
     while waiting:
         # The one with the fewest trials that nobody has answered yet, so that slow ones do not occupy every lane.
@@ -312,7 +312,7 @@ def plant_table(quarries: Sequence[Quarry]) -> list[str]:
     """The result of a hunt: one line for each planted bug."""
     rows: list[tuple[str, ...]] = [("planted bug", "breaks", "found as", "trials", "seconds", "evidence")]
     for quarry in quarries:
-        found, what = quarry.found_by or ("MISSED", planted.BUGS[quarry.name].what)
+        found, what = quarry.found_by or ("MISSED", bugs.BUGS[quarry.name].what)
         breaks = ",".join(quarry.invariants)
         rows.append((quarry.name, breaks, found, str(quarry.trials), f"{quarry.seconds:.1f}", what[:90]))
     return _aligned(rows, num_left=6)
@@ -380,7 +380,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     began = time.monotonic()
     if options.plant:
-        names = tuple(planted.BUGS) if options.plant == "all" else (options.plant,)
+        names = tuple(bugs.BUGS) if options.plant == "all" else (options.plant,)
         progress = Progress(len(names), "planted bugs found", quiet=options.json)
         try:
             quarries = hunt(names, options.seed, num_lanes=options.lanes, progress=progress)
@@ -418,7 +418,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="only the job of trial N of the seed, up to that trial, with its journal and logs",
     )
     parser.add_argument("--full-starts", type=int, default=0, metavar="N", help="also N trials of fresh interpreters")
-    parser.add_argument("--plant", choices=["all", *planted.BUGS], metavar="NAME|all", help="plant a bug and find it")
+    parser.add_argument("--plant", choices=["all", *bugs.BUGS], metavar="NAME|all", help="plant a bug and find it")
     parser.add_argument("--lanes", type=int, default=NUM_LANES, help="trials at a time (default: processors + 1)")
     parser.add_argument("--evidence", type=Path, metavar="FILE", help="write journal and logs of violations there")
     parser.add_argument("--json", action="store_true", help="one JSON object per trial instead of the table")

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from holdfast.testing.drill.disk import cut_power
+from holdfast.testing.checks.power_cut_disk import cut_power
 
 MEASURE, RECORD = "measure", "record"
 # What a record may need at most to be written in one piece (POSIX).
@@ -101,7 +101,7 @@ class Probe:
         journal: where facts go.
         field: who else there is, and which life runs.
         root: the checkpoint directory.
-        mode: MEASURE journals how long phases last, RECORD every file operation (for testing/write_order.py).
+        mode: MEASURE journals how long phases last, RECORD every file operation (for testing/checks/write_order.py).
     """
 
     def __init__(self, who: str, journal: Journal, field: Field, *, root: str, mode: str) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from argparse import Namespace
 
-from holdfast.node import process
-from holdfast.node.seal import Sealer
-from holdfast.testing.drill import planted
-from holdfast.testing.drill.ground import Ground, Setup, enter
-from holdfast.tiers import memory
-from holdfast.tiers.storage import Storage
+from holdfast.keeper.service import keeper_main
+from holdfast.keeper.slots.sealer import Sealer
+from holdfast.testing.drill.planted import bugs
+from holdfast.testing.drill.shared import Ground, Setup, enter
+from holdfast.tiers.memory import slots
+from holdfast.tiers.storage.version_store import Storage
 
 PHASES = {
     "seal": ((Sealer, "_seal"),),
@@ -18,18 +18,18 @@ PHASES = {
     "commit": ((Storage, "commit"),),
     "retention": ((Storage, "retire"),),
 }
-POINTS = ((memory, "invalidate"), (memory, "write_header"))
+POINTS = ((slots, "invalidate"), (slots, "write_header"))
 
 
 def keeper(setup: Setup, ground: Ground, ready: int) -> int:
     """A keeper's whole life; tells through `ready` that it listens. Returns the exit code."""
     name = f"k{setup.rank}"
     enter(setup.sandbox, name, setup.life)
-    planted.apply(setup.trial.plant)
+    bugs.apply(setup.trial.plant)
     ground.probe(name, setup).watch(PHASES, POINTS)
     # The drill has its own log, which outlives the keeper's directory.
-    planted.put(process, "_log_to", planted.always(None))
-    return process.run(options_of(setup, ready))
+    bugs.put(keeper_main, "_log_to", bugs.always(None))
+    return keeper_main.run(options_of(setup, ready))
 
 
 def options_of(setup: Setup, ready: int) -> Namespace:
@@ -44,4 +44,4 @@ def options_of(setup: Setup, ready: int) -> Namespace:
 
 @functools.cache
 def _defaults() -> dict[str, object]:
-    return vars(process.parse(["--root", "", "--run-id", "", "--node", "", "--runtime-dir", ""]))
+    return vars(keeper_main.parse(["--root", "", "--run-id", "", "--node", "", "--runtime-dir", ""]))

@@ -24,15 +24,15 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.testing import invariants, write_order
-from holdfast.testing.drill import warm
-from holdfast.testing.drill.cast import Cast, NurseryLine, start_nursery
-from holdfast.testing.drill.disk import Disk, make_template
-from holdfast.testing.drill.ground import Ground, multiply
+from holdfast.testing.checks import invariants, write_order
+from holdfast.testing.checks.power_cut_disk import Disk, make_template
+from holdfast.testing.drill import warmup
 from holdfast.testing.drill.outcome import Outcome
 from holdfast.testing.drill.plan import Trial, dry_runs
+from holdfast.testing.drill.processes import Cast, NurseryLine, start_nursery
 from holdfast.testing.drill.record import Measured
-from holdfast.testing.drill.stage import Stage
+from holdfast.testing.drill.shared import Ground, multiply
+from holdfast.testing.drill.trial import Stage
 
 MAX_LOG_LINES = 80
 COLLECT_EVERY = 40
@@ -51,13 +51,13 @@ class Lane:
     def warm_up(self) -> list[Outcome]:
         """Is the keeper while the nursery warms up, and measures the phases by trials without a strike."""
         sandbox = self._nursery.sandbox
-        with warm.unseen():
-            for setup in warm.setups(sandbox):
+        with warmup.unseen():
+            for setup in warmup.setups(sandbox):
                 self._nursery.await_ready()
-                warm.keep(setup)
+                warmup.keep(setup)
         self._nursery.await_ready()
         shutil.rmtree(sandbox, ignore_errors=True)
-        warm.settle()
+        warmup.settle()
         outcomes = []
         for trial in dry_runs():
             outcomes += self.run(trial)

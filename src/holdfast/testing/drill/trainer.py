@@ -21,19 +21,19 @@ from torch import distributed as dist
 
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError, LevelNotReached
+from holdfast.checkpoint.capture import copy_plan
+from holdfast.checkpoint.capture.copy_plan import SlotView
+from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
+from holdfast.checkpoint.save.memory_saver import Saver
 from holdfast.core.model import Version
-from holdfast.node import start
-from holdfast.node.client import KeeperClient
-from holdfast.node.places import Place
-from holdfast.testing.drill import planted_trainer
+from holdfast.keeper.rpc import spawn as start
+from holdfast.keeper.rpc.client import KeeperClient
+from holdfast.keeper.rpc.paths import Place
+from holdfast.testing.checks.evidence import state_digest
 from holdfast.testing.drill.crash_points import Journal
-from holdfast.testing.drill.ground import FAILED, REFUSED, Ground, Setup, enter
 from holdfast.testing.drill.plan import SHAPES, TWINS, Save
-from holdfast.testing.evidence import state_digest
-from holdfast.train import capture
-from holdfast.train.capture import SlotView
-from holdfast.train.checkpointer import Checkpointer
-from holdfast.train.saver import Saver
+from holdfast.testing.drill.planted import trainer_bugs
+from holdfast.testing.drill.shared import FAILED, REFUSED, Ground, Setup, enter
 
 # Small; now and then large enough that files are written past the page cache.
 WIDTH, LARGE_WIDTH = 64, 128
@@ -43,7 +43,7 @@ PHASES = {
     "restore": ((Checkpointer, "restore"),),
 }
 _CALLS = ("assemble", "begin", "copied", "inventory", "obtain", "prepare", "register", "resume")
-POINTS = ((capture, "copy"), (SlotView, "write_frames"), *((KeeperClient, name) for name in _CALLS))
+POINTS = ((copy_plan, "copy"), (SlotView, "write_frames"), *((KeeperClient, name) for name in _CALLS))
 
 
 def forked_trainer(setup: Setup, ground: Ground) -> int:
@@ -51,7 +51,7 @@ def forked_trainer(setup: Setup, ground: Ground) -> int:
     name = f"t{setup.rank}"
     enter(setup.sandbox, name, setup.life)
     journal = ground.journal(name, setup.life)
-    planted_trainer.apply(setup.trial.plant)
+    trainer_bugs.apply(setup.trial.plant)
     _ask_the_lane(ground.answers[setup.rank][0], journal)
     ground.probe(name, setup).watch(PHASES, POINTS)
     return trainer(setup, journal)

@@ -2,8 +2,8 @@
 
 begin: three versions are durable, one more is in two nodes. strike: four saves while something is wrong. heal: nothing
 is wrong any more, who was stopped says what it has to say. come back: all ranks are new processes to the keepers, decide
-as those of a training do (`train.deciding`, in threads), load, are refused as members of the past, and save once more,
-which has to reach every level (V1, V3). What is observed goes to `testing.invariants.judge`; storage is read past holdfast.
+as those of a training do (`checkpoint.restore.version_decision`, in threads), load, are refused as members of the past, and save once more,
+which has to reach every level (V1, V3). What is observed goes to `testing.checks.invariants.judge`; storage is read past holdfast.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from functools import partial
 from pathlib import Path
 
 from holdfast.base.errors import CorruptError, Fenced, HoldfastError
-from holdfast.core import recovery
+from holdfast.checkpoint.job import bootstrap as assembled
+from holdfast.checkpoint.job import collectives
+from holdfast.checkpoint.restore.fetcher import Fault, Fetcher
+from holdfast.checkpoint.restore.version_decision import Decisions
 from holdfast.core.model import Level, Version
-from holdfast.core.recovery import Choice, Facts
-from holdfast.node import messages
-from holdfast.node.client import Assembly
-from holdfast.node.transfer import PeerReader
-from holdfast.testing import evidence
-from holdfast.testing.faults import strikes
+from holdfast.core.recovery import version_choice
+from holdfast.core.recovery.version_choice import Choice, Facts
+from holdfast.keeper.replication.image_transfer import PeerReader
+from holdfast.keeper.rpc import messages
+from holdfast.keeper.rpc.client import Assembly
+from holdfast.testing.checks import evidence
+from holdfast.testing.checks.invariants import Ack, Course, Life, Resumed, StorageView, Violation, judge
+from holdfast.testing.faults import injections
 from holdfast.testing.faults.cells import Cell
 from holdfast.testing.faults.rank import RankProcess
 from holdfast.testing.faults.ranks import Apart, Here, Rank
 from holdfast.testing.faults.rig import Rig, Trainer, image_of, reached, save_all
-from holdfast.testing.invariants import Ack, Course, Life, Resumed, StorageView, Violation, judge
 from holdfast.testing.room import Room
-from holdfast.tiers import format as image_format
-from holdfast.tiers.procs import start_time
-from holdfast.train import agree
-from holdfast.train import assembly as assembled
-from holdfast.train.deciding import Decisions
-from holdfast.train.fetched import Fault, Fetcher
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.memory.processes import start_time
 
 # Durable versions before the fault, the one that is only replicated, and those that are saved while something is wrong:
 # the first and the last of these are due for storage.
@@ -159,11 +159,11 @@ class Job:
     def strike(self, cell: Cell) -> None:
         """The fault, and saves that go on as well as they can."""
         if cell.where != "obtain":
-            self._undo = strikes.arm(cell, self.rig, self.pids, self.ranks)
+            self._undo = injections.arm(cell, self.rig, self.pids, self.ranks)
         for step in range(FIRST, LAST + 1):
             self._save(step, durable=step in (FIRST, LAST) and not cell.lost, cell=cell)
             if cell.where == "socket":
-                self.life.faults += strikes.meanwhile(cell, self.rig)
+                self.life.faults += injections.meanwhile(cell, self.rig)
             if cell.finished and step == FIRST:  # the next save's bytes may take the place of what nobody wrote yet
                 self._until(partial(self._ended, Version(1, FIRST), Level.DURABLE), PATIENCE_S)
             self._until(partial(self._ended, Version(1, step), Level.CAPTURED), 0.4)
@@ -178,7 +178,7 @@ class Job:
     def heal(self, cell: Cell) -> None:
         """Nothing is wrong any more; then what lies at rest is damaged, if that is the cell."""
         self._undo()
-        strikes.heal(self.rig, self.pids)
+        injections.heal(self.rig, self.pids)
         for rank in self.ranks:
             rank.wake()
         done = self._until(partial(self._ended, Version(1, LAST), Level.DURABLE), REACH_S if cell.caught_up else 0.5)
@@ -195,9 +195,9 @@ class Job:
             for node in range(len(self.pids)):
                 self._lose(node)
         if cell.what == "refuses":
-            self._relent = strikes.refuse(cell, Path(self.rig.root))
-        elif cell.where in strikes.AT_REST:
-            spoiled = strikes.at_rest(cell, Path(self.rig.root), self.pids)
+            self._relent = injections.refuse(cell, Path(self.rig.root))
+        elif cell.where in injections.AT_REST:
+            spoiled = injections.at_rest(cell, Path(self.rig.root), self.pids)
             self._spoiled = frozenset([spoiled]) if spoiled and cell.where != "memory" else frozenset()
 
     def come_back(self, cell: Cell) -> None:
@@ -210,7 +210,7 @@ class Job:
             self.rig.hurt(cell.node, f"{cell.what}@obtain")
             with contextlib.suppress(HoldfastError, AssertionError):
                 self._load(timeout_s=1.0)
-            strikes.heal(self.rig, self.pids)
+            injections.heal(self.rig, self.pids)
         with self.promised("V2"):
             trainers, self.resumed = self._load(timeout_s=10.0)
             life.resumed, self.back = self.resumed, self.resumed[0].version
@@ -247,7 +247,9 @@ class Job:
 
     def _save(self, step: int, *, durable: bool, cell: Cell | None = None) -> None:
         for rank in self.ranks:
-            mine, strike, salt = strikes.saves(cell, rank.rank, step, first=FIRST, last=LAST) if cell else (step, "", 0)
+            mine, strike, salt = (
+                injections.saves(cell, rank.rank, step, first=FIRST, last=LAST) if cell else (step, "", 0)
+            )
             if mine is None:
                 continue
             self.life.states[Version(1, mine), rank.rank] = self._digest(rank.rank, mine, salt)
@@ -330,7 +332,7 @@ class Job:
             if found.choice is None:
                 raise AssertionError(f"nothing to come back from: {found.reason}")
             self.why = found.reason
-            images, faults = agree.together(
+            images, faults = collectives.together(
                 job.group, partial(self._read, found.choice, decisions.facts, fetcher, trainer.rank)
             )
             if decisions.vote(found.choice, faults):
@@ -339,7 +341,7 @@ class Job:
 
     def _read(self, choice: Choice, facts: Facts, fetcher: Fetcher, rank: int) -> tuple[dict[str, bytes], list[Fault]]:
         """What the rank gets of its bundles, and the copies that cannot be used."""
-        plan = {fetch.ref.bundle_id: fetch for fetch in recovery.fetches(choice, rank, facts)}
+        plan = {fetch.ref.bundle_id: fetch for fetch in version_choice.fetches(choice, rank, facts)}
         images: dict[str, bytes] = {}
         faults: list[Fault] = []
         for item in fetcher.obtain(choice.version, plan.values(), faults):

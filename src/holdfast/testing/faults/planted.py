@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.base.errors import StorageError
-from holdfast.core import recovery
-from holdfast.core.recovery import Facts
-from holdfast.testing.drill.planted import always
+from holdfast.core.recovery import version_choice
+from holdfast.core.recovery.version_choice import Facts
+from holdfast.testing.drill.planted.bugs import always
 from holdfast.testing.faults import planted_keeper
-from holdfast.tiers import format as image_format
+from holdfast.tiers.format import image as image_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def _oldest_first(real: Any) -> Any:
 
 
 _IN_RANKS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
-    "oldest-first": (recovery, "choose_version", _oldest_first),
+    "oldest-first": (version_choice, "choose_version", _oldest_first),
     "own-slot-unchecked": (image_format, "verify", lambda _: always(None)),
     "refusal-is-damage": (StorageError, "condemns", lambda _: True),
 }

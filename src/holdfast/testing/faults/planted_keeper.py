@@ -6,28 +6,31 @@ Which cell finds which, and by which invariants: planted.py. They are others tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from holdfast.base.errors import StorageError
-from holdfast.core import retention
-from holdfast.core.commit import Action, Announcement, Board, Kind
 from holdfast.core.model import Decision, Version
-from holdfast.core.slots import SlotView
-from holdfast.core.takeover import Order, Watch
-from holdfast.node import operations, persist, replicate, retire
-from holdfast.node.coordinate import Coordinator
-from holdfast.node.peers import PeerDesk
-from holdfast.node.persist import Persister
-from holdfast.node.replicate import Replicator
-from holdfast.node.saving import Saving
-from holdfast.node.state import NodeState
-from holdfast.node.succession import WRITING_PIN, Succession, Writing
-from holdfast.node.transfer import PeerReader
-from holdfast.testing.drill.planted import always, put, unproved_writes
-from holdfast.tiers import format as image_format
-from holdfast.tiers.storage import Storage
+from holdfast.core.versions import retention
+from holdfast.core.versions.coordinator_board import Action, Announcement, Board, Kind
+from holdfast.core.versions.slot_guard import SlotView
+from holdfast.core.versions.writer_failover import Order, Watch
+from holdfast.keeper.coordination.coordinator import Coordinator
+from holdfast.keeper.replication import replicator
+from holdfast.keeper.replication.image_transfer import PeerReader
+from holdfast.keeper.replication.replicator import Replicator
+from holdfast.keeper.service import dispatch
+from holdfast.keeper.service.peer_requests import PeerDesk
+from holdfast.keeper.service.save_requests import Saving
+from holdfast.keeper.slots.keeper_state import NodeState
+from holdfast.keeper.storage import retention as retire
+from holdfast.keeper.storage import writer
+from holdfast.keeper.storage.writer import Persister
+from holdfast.keeper.storage.writer_failover import WRITING_PIN, Succession, Writing
+from holdfast.testing.drill.planted.bugs import always, put, unproved_writes
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.storage.version_store import Storage
 
 # --- replication ----------------------------------------------------------------------------------------------------
 
@@ -67,11 +70,11 @@ def _last_seal(real: Callable[[Any], str]) -> Callable[[Any], str]:
 def _safest_replica_overwritten() -> None:
     def newest(views: Sequence[SlotView], *_: Any) -> Decision[int | None]:
         sealed = [view for view in views if view.version is not None]
-        if len(views) < replicate.NUM_REPLICA_SLOTS or not sealed:
+        if len(views) < replicator.NUM_REPLICA_SLOTS or not sealed:
             return Decision(None, "fewer than two")
         return Decision(max(sealed, key=lambda view: view.version or Version(0, 0)).index, "the newest")
 
-    put(replicate, "choose_slot", newest)
+    put(replicator, "choose_slot", newest)
 
 
 def _no_replicas() -> None:
@@ -124,7 +127,7 @@ _WRITERS: list[int] = []
 
 
 def _signs_for_ever() -> None:
-    put(persist, "SILENCE_S", 1e9)
+    put(writer, "SILENCE_S", 1e9)
 
 
 def _pins_of_another_order() -> None:
@@ -177,7 +180,7 @@ def _suspect_is_captured() -> None:
 
 
 def _nothing_is_retried() -> None:
-    put(persist._Again, "due", always(()))
+    put(writer._Again, "due", always(()))
 
 
 # --- retention ------------------------------------------------------------------------------------------------------
@@ -192,13 +195,13 @@ def _unfinished_counts() -> None:
         all_ = {*durable, *_STORAGES[-1].unfinished()}
         return tuple(v for v in retention.to_retire(all_, **more) if v in durable)
 
-    versions = Storage.versions
+    look = Storage.look
 
-    def remember(self: Storage) -> list[Version]:
+    def remember(self: Storage, known: Collection[Version] = ()) -> tuple[list[Version], list[Version]]:
         _STORAGES[:] = [self]
-        return versions(self)
+        return look(self, known)
 
-    put(Storage, "versions", remember)
+    put(Storage, "look", remember)
     put(retire, "to_retire", with_unfinished)
 
 
@@ -245,14 +248,14 @@ def _past_is_served() -> None:
 
 
 def _everybody_may_say_everything() -> None:
-    real = operations.Operations.__init__
+    real = dispatch.Operations.__init__
 
-    def init(self: operations.Operations, parts: operations.Parts) -> None:
+    def init(self: dispatch.Operations, parts: dispatch.Parts) -> None:
         real(self, parts)
         everything = {message: what for table in self._table.values() for message, what in table.items()}
         self._table = dict.fromkeys(self._table, everything)
 
-    put(operations.Operations, "__init__", init)
+    put(dispatch.Operations, "__init__", init)
 
 
 BUGS: dict[str, Callable[[], None]] = {

@@ -20,7 +20,7 @@ from typing import Any
 
 from holdfast.base.errors import HoldfastError
 from holdfast.core.model import Level, Version
-from holdfast.testing.drill.ground import die_with
+from holdfast.testing.drill.shared import die_with
 from holdfast.testing.faults.rig import Rig, Trainer
 
 ANSWER_S = 1.0

@@ -22,15 +22,15 @@ from typing import Any
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError, LevelNotReached
 from holdfast.base.events import Events
-from holdfast.core.bundles import plan_bundles, rank_layout
+from holdfast.core.layout.bundles import plan_bundles, rank_layout
 from holdfast.core.model import Bundle, Extent, Level, RankLayout, Shard, Topology, Version
-from holdfast.node.client import Assembly, ImageSpan, KeeperClient, Slot
-from holdfast.node.places import Place, place_of
-from holdfast.node.start import ensure_keeper
-from holdfast.tiers import format as image_format
-from holdfast.tiers.procs import start_time
-from holdfast.tiers.storage import open_storage
-from holdfast.train.vitals import state
+from holdfast.elastic.watchdog.proc_stats import state
+from holdfast.keeper.rpc.client import Assembly, ImageSpan, KeeperClient, Slot
+from holdfast.keeper.rpc.paths import Place, place_of
+from holdfast.keeper.rpc.spawn import ensure_keeper
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.memory.processes import start_time
+from holdfast.tiers.storage.version_store import open_storage
 
 TIMEOUT_S = 10.0
 
@@ -41,7 +41,7 @@ def start_hurtable(root: str, config: Config, control: Path, *, plant: str = "")
     place.make()
     ready, theirs = os.pipe()
     command = [
-        sys.executable, "-m", "holdfast.testing.faults.hurt", str(control), plant,
+        sys.executable, "-m", "holdfast.testing.faults.inject", str(control), plant,
         "--root", root, "--run-id", config.run_id, "--node", place.node, "--runtime-dir", str(place.runtime),
         "--memory-budget", config.memory_budget, "--linger-s", str(config.linger_s), "--ready-fd", str(theirs),
     ]  # fmt: skip

@@ -11,16 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from holdfast.core import bundles, recovery
-from holdfast.core.commit import OF_WRITING, Announcement, Board, CommitOrder, Kind
-from holdfast.core.ledger import Reports
-from holdfast.core.lineage import Lineage
+from holdfast.core.layout import bundles
 from holdfast.core.model import BundleRef, RankLayout, Topology, Version
-from holdfast.core.recovery import Awaited, Choice, Quarantine
-from holdfast.core.slots import SlotState, SlotView
-from holdfast.testing.simulator import choosing, persisting
-from holdfast.testing.simulator.climbing import Climb
+from holdfast.core.recovery import version_choice
+from holdfast.core.recovery.version_choice import Awaited, Choice, Quarantine
+from holdfast.core.versions.coordinator_board import OF_WRITING, Announcement, Board, CommitOrder, Kind
+from holdfast.core.versions.lineage import Lineage
+from holdfast.core.versions.node_ledger import Reports
+from holdfast.core.versions.slot_guard import SlotState, SlotView
+from holdfast.testing.simulator import persisting
+from holdfast.testing.simulator import version_choice as choosing
 from holdfast.testing.simulator.clock import Clock, Violation
+from holdfast.testing.simulator.escalation import Climb
 from holdfast.testing.simulator.keeper import Desk, Held, Keeper, as_seals
 from holdfast.testing.simulator.network import Network, Storage
 from holdfast.testing.simulator.observer import Observer
@@ -414,7 +416,7 @@ class Job:
         nodes = range(len(self.keepers))
         there = all(keeper.alive for keeper in self.keepers) and not self.storage.down
         there = there and all(self.network.both_ways(a, b) for a in nodes for b in nodes)
-        chosen = recovery.choose_version(choosing.facts(self, quarantine)).value if there else None
+        chosen = version_choice.choose_version(choosing.facts(self, quarantine)).value if there else None
         if not there or isinstance(chosen, Awaited):
             if self.clock.now_s - since_s > 120:
                 raise Violation("V2", "a recovery found no end")

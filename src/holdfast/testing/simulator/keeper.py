@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from holdfast.core import slots
-from holdfast.core.commit import Announcement, Board, Kind
-from holdfast.core.ledger import NodeLedger, Reports
 from holdfast.core.model import BundleRef, Level, Seal, Topology, Version
-from holdfast.core.patience import Patience
-from holdfast.core.slots import SlotState, SlotView
-from holdfast.core.takeover import Watch as Line
+from holdfast.core.versions import slot_guard
+from holdfast.core.versions.coordinator_board import Announcement, Board, Kind
+from holdfast.core.versions.node_ledger import NodeLedger, Reports
+from holdfast.core.versions.replication_lag import Patience
+from holdfast.core.versions.slot_guard import SlotState, SlotView
+from holdfast.core.versions.writer_failover import Watch as Line
 
 if TYPE_CHECKING:
-    from holdfast.core.lineage import Lineage
+    from holdfast.core.versions.lineage import Lineage
 
 
 @dataclass(slots=True)
@@ -153,7 +153,7 @@ class Keeper:
         awaited, knowledge = self._awaited(list(self.replicas), now_s), self.ledger.knowledge
         for version in list(self.replicas):
             pins = int(version in awaited) + sum(held.view.pins for _, held in self.replicas[version].values())
-            if slots.reusable(SlotView(0, SlotState.SEALED, version, pins), knowledge).value:
+            if slot_guard.reusable(SlotView(0, SlotState.SEALED, version, pins), knowledge).value:
                 del self.replicas[version]
 
     def take(self, news: Announcement, table: tuple[BundleRef, ...], now_s: float) -> bool:

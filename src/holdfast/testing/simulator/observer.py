@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from holdfast.core.commit import Announcement, Kind
-from holdfast.core.lineage import Lineage
 from holdfast.core.model import BundleRef, Level, Version
+from holdfast.core.versions.coordinator_board import Announcement, Kind
+from holdfast.core.versions.lineage import Lineage
 from holdfast.testing.simulator.clock import Violation
 from holdfast.testing.simulator.keeper import Keeper
 from holdfast.testing.simulator.network import Storage

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from holdfast.core.commit import Action, Announcement, CommitOrder, Kind, PartReport, WriteFailure
-from holdfast.core.ledger import Reports
-from holdfast.core.lineage import Lineage
 from holdfast.core.model import Version
-from holdfast.core.retention import to_retire
-from holdfast.core.slots import SlotState
-from holdfast.core.takeover import Order, Part
+from holdfast.core.versions.coordinator_board import Action, Announcement, CommitOrder, Kind, PartReport, WriteFailure
+from holdfast.core.versions.lineage import Lineage
+from holdfast.core.versions.node_ledger import Reports
+from holdfast.core.versions.retention import to_retire
+from holdfast.core.versions.slot_guard import SlotState
+from holdfast.core.versions.writer_failover import Order, Part
 from holdfast.testing.simulator.clock import Clock
 from holdfast.testing.simulator.keeper import Held, Keeper
 from holdfast.testing.simulator.network import Storage

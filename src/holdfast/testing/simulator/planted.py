@@ -10,16 +10,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from holdfast.core import faults, ladder, livefill, recovery, slots
-from holdfast.core.commit import Announcement, Board, Kind
-from holdfast.core.faults import Watch
-from holdfast.core.ladder import Answer, Ladder, Rung
-from holdfast.core.ledger import NodeLedger
-from holdfast.core.lineage import Lineage
-from holdfast.core.livefill import Offer
+from holdfast.core.elastic import escalation, failure_detector
+from holdfast.core.elastic.escalation import Answer, Ladder, Rung
+from holdfast.core.elastic.failure_detector import Watch
 from holdfast.core.model import Decision, Version
-from holdfast.core.recovery import Quarantine
-from holdfast.core.slots import Knowledge, SlotView
+from holdfast.core.recovery import survivor_vote, version_choice
+from holdfast.core.recovery.survivor_vote import Offer
+from holdfast.core.recovery.version_choice import Quarantine
+from holdfast.core.versions import slot_guard
+from holdfast.core.versions.coordinator_board import Announcement, Board, Kind
+from holdfast.core.versions.lineage import Lineage
+from holdfast.core.versions.node_ledger import NodeLedger
+from holdfast.core.versions.slot_guard import Knowledge, SlotView
 from holdfast.testing.simulator import persisting
 from holdfast.testing.simulator.rejoining import Memory
 
@@ -129,7 +131,7 @@ def _always_quiet(_: Any) -> Any:
 def _heartbeats_believed(original: Any) -> Any:
     def judge_nodes(self: Any, now_s: float, nodes: Any) -> Any:
         found = original(self, now_s, nodes)
-        return [replace(verdict, kind=faults.Kind.REPLACE_NODE) for verdict in found]
+        return [replace(verdict, kind=failure_detector.Kind.REPLACE_NODE) for verdict in found]
 
     return judge_nodes
 
@@ -155,9 +157,9 @@ def _no_reports(_: Any) -> Any:
 
 
 BUGS: dict[str, Bug] = {
-    "overwrite-the-oldest": Bug(slots, "reusable", _overwrite_the_oldest, ("S6", "S1")),
-    "abandoned-stays": Bug(slots, "reusable", _abandoned_stays, ("V1",)),
-    "pins-ignored": Bug(slots, "reusable", _pins_ignored, ("S5", "S1")),
+    "overwrite-the-oldest": Bug(slot_guard, "reusable", _overwrite_the_oldest, ("S6", "S1")),
+    "abandoned-stays": Bug(slot_guard, "reusable", _abandoned_stays, ("V1",)),
+    "pins-ignored": Bug(slot_guard, "reusable", _pins_ignored, ("S5", "S1")),
     "slot-by-counting": Bug(NodeLedger, "begin", _slot_by_counting, ("S6", "S5", "S1")),
     "lineage-ignored": Bug(Lineage, "is_live", lambda _: lambda *_args: True, ("S4", "V1", "S11")),
     "all-but-one-is-enough": Bug(Board, "_try_captured", _all_but_one_is_enough, ("S13",)),
@@ -165,9 +167,9 @@ BUGS: dict[str, Bug] = {
     "parts-not-awaited": Bug(Board, "_try_commit", _parts_not_awaited, ("S2", "S13")),
     "twins-not-compared": Bug(Board, "_compare_twins", _nothing, ("S16",)),
     "adopted-slots-untold": Bug(NodeLedger, "adopt", _no_reports, ("V1", "S1")),
-    "quarantine-ignored": Bug(recovery, "_complete", _quarantine_ignored, ("V2", "S5")),
-    "unreachable-is-damaged": Bug(recovery, "_awaited", _unreachable_is_damaged, ("S1",)),
-    "notes-not-awaited": Bug(livefill, "agree", _notes_not_awaited, ("S3",)),
+    "quarantine-ignored": Bug(version_choice, "_complete", _quarantine_ignored, ("V2", "S5")),
+    "unreachable-is-damaged": Bug(version_choice, "_awaited", _unreachable_is_damaged, ("S1",)),
+    "notes-not-awaited": Bug(survivor_vote, "agree", _notes_not_awaited, ("S3",)),
     "window-not-seen": Bug(Memory, "offer", _window_not_seen, ("S12",)),
     "device-believed": Bug(Memory, "void", _device_believed, ("S20",)),
     "retention-keeps-one": Bug(persisting, "to_retire", _retention_keeps_one, ("S11",)),
@@ -175,7 +177,7 @@ BUGS: dict[str, Bug] = {
     "always-quiet": Bug(Watch, "_is_quiet", _always_quiet, ("V4",)),
     "never-quiet": Bug(Watch, "_is_quiet", _never_quiet, ("V4",)),
     "progress-forgotten": Bug(Ladder, "progressed", lambda _: lambda _self: None, ("V4",)),
-    "older-never-tried": Bug(ladder, "_same_place", _never_the_same_place, ("V2",)),
+    "older-never-tried": Bug(escalation, "_same_place", _never_the_same_place, ("V2",)),
     "never-stops": Bug(Ladder, "_answer", _always_once_more, ("V2",)),
     "heartbeats-believed": Bug(Watch, "_judge_nodes", _heartbeats_believed, ("V4",)),
 }

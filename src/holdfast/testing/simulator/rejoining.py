@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.core import livefill
-from holdfast.core.lineage import Lineage
-from holdfast.core.livefill import Offer
 from holdfast.core.model import BundleRef, Version
+from holdfast.core.recovery import survivor_vote
+from holdfast.core.recovery.survivor_vote import Offer
+from holdfast.core.versions.lineage import Lineage
 from holdfast.testing.simulator.clock import Clock, Violation
 
 # How far a device is behind its host.
@@ -92,13 +92,13 @@ class Memories:
     def agreed(self, newest: Version | None, lineage: Lineage) -> Version | None:
         """The step that all go on from without what was saved, or None."""
         offers = [self.of[rank].offer() for rank in sorted(self.of)]
-        version = livefill.agree(offers, newest=newest, lineage=lineage).value
+        version = survivor_vote.agree(offers, newest=newest, lineage=lineage).value
         if version is None:
             return None
         live = {rank for rank, offer in enumerate(offers) if offer.live == version}
         for ref in self._table:
             for rank in ref.ranks if len(ref.ranks) > 1 else ():
-                giver = rank if rank in live else livefill.giver(ref.ranks, live, rank)
+                giver = rank if rank in live else survivor_vote.giver(ref.ranks, live, rank)
                 if giver is None:
                     return None  # the vote
                 self._prove(giver, version)

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast.core.faults import LOST_S
-from holdfast.core.ladder import Fault
-from holdfast.core.slots import SlotState
+from holdfast.core.elastic.escalation import Fault
+from holdfast.core.elastic.failure_detector import LOST_S
+from holdfast.core.versions.slot_guard import SlotState
 from holdfast.testing.simulator import watching
-from holdfast.testing.simulator.climbing import Curse
 from holdfast.testing.simulator.clock import Clock, Violation
+from holdfast.testing.simulator.escalation import Curse
 from holdfast.testing.simulator.job import Job
 
 MIN_FAULTS, MAX_FAULTS = 10, 16

@@ -10,10 +10,10 @@ import random
 from collections.abc import Mapping
 from dataclasses import replace
 
-from holdfast.core.faults import LATE_S, LOST_S, Kind, Verdict, Watch
+from holdfast.core.elastic.failure_detector import LATE_S, LOST_S, Kind, Verdict, Watch
+from holdfast.core.elastic.watch_mode import CAREFUL, QUICK, Mode
+from holdfast.core.elastic.worker_facts import Beat, Phase, Sight
 from holdfast.core.model import Topology
-from holdfast.core.sight import Beat, Phase, Sight
-from holdfast.core.watch_mode import CAREFUL, QUICK, Mode
 from holdfast.testing.simulator.clock import Violation
 
 LOOK_S = 0.2

@@ -1,1 +1,1 @@
-"""The folder that goes on PYTHONPATH for a MindSpore script with AITURBO=1: holds a package named `aiturbo`."""
+"""Deprecated: the name of `adapters.aiturbo.front` before 0.2; it goes with 0.3."""

@@ -1,0 +1,1 @@
+"""The package that MindSpore calls when AITURBO=1."""

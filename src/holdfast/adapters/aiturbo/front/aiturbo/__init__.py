@@ -1,0 +1,1 @@
+"""Answers where MindSpore looks for `aiturbo`; see holdfast.adapters.aiturbo.engine."""

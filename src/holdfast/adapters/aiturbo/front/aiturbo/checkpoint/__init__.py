@@ -1,0 +1,1 @@
+"""Answers where MindSpore looks; see holdfast.adapters.aiturbo.engine."""

@@ -1,1 +1,0 @@
-"""Answers where MindSpore looks for `aiturbo`; see holdfast.adapters.mindspore.aiturbo."""

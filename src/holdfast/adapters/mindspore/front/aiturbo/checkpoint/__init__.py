@@ -1,1 +1,0 @@
-"""Answers where MindSpore looks; see holdfast.adapters.mindspore.aiturbo."""

@@ -1,0 +1,75 @@
+"""`holdfast run` with scripts that are kept without a line: the launcher of `elastic.launch.run_command`, and what workers run.
+
+Called as `python -m holdfast.adapters.zero.launcher`, by the command and by tests. Without `--checkpoint-dir` no script is touched,
+for there is no place to keep it. The workers are forked from this process, so they have what is set up here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.adapters import singletons
+from holdfast.adapters.zero.frameworks import Finder
+from holdfast.adapters.zero.loop import UNKEPT, KeptLoop, say
+from holdfast.adapters.zero.script import HOOK, ITSELF, NO_LOOP, find
+from holdfast.base import config
+from holdfast.elastic.launch import run_command
+from holdfast.elastic.worker import main_module
+from holdfast.elastic.worker.agent_channel import Order
+from holdfast.elastic.worker.worker_main import run_script
+
+
+class Unasked:
+    """Runs a script, kept if that is safe.
+
+    Args:
+        root: directory or URL of the checkpoints.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+
+    def __call__(self, order: Order) -> None:
+        """Runs the order's script as `__main__`."""
+        if order.is_module or config.disabled():
+            run_script(order)
+            return
+        path = order.arguments[0]
+        try:
+            found = find(Path(path).read_text(encoding="utf-8"))
+        except (OSError, SyntaxError, UnicodeDecodeError, RecursionError):
+            found = ""  # Python tells what is wrong with it
+        says = order.environment.get("RANK", "0") == "0"
+        if isinstance(found, str) and says and found:
+            say(_said(found))
+        finder = Finder(self._root, says=says)
+        if found != ITSELF:
+            finder.install()
+        try:
+            if isinstance(found, str):
+                run_script(order)
+            else:  # with the lines that nobody wrote
+                main_module.run_path(path, tree=found.tree, names={HOOK: KeptLoop(found, self._root)})
+        finally:
+            finder.remove()
+
+
+def _said(reason: str) -> str:
+    """Returns what a script is told that has no loop to keep, for this reason."""
+    if reason == NO_LOOP:
+        return "this script has no training loop of its own; a Trainer of transformers or Lightning is kept when it is built"
+    if reason == ITSELF:
+        return f"nothing of this script is kept without a line: {reason}"
+    return f"no loop of this script is kept: {reason}; {UNKEPT}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the job; returns the exit code."""
+    root = run_command.checkpoint_dir(argv)
+    return run_command.main(argv, script=Unasked(root) if root else run_script, looks=[singletons.left])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,336 @@
+"""One rank's state into one slot: what is copied where, worked out once per structure, copied in few calls per save.
+
+A save must cost little more than the copy itself, so everything that depends only on names, shapes and groups is
+planned once: the bundles this rank captures, their images, and for every slot the tensors that view it. Per save the
+sources are looked up and copied in one call that does not hold the interpreter's lock; headers and values follow.
+
+Invariants: every byte is copied at most once; nothing is written outside the images of the plan; a plan fits exactly
+one structure of the state and one size of each group's values. Called by `checkpoint.checkpointer.checkpointer`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from holdfast.base.errors import UsageError
+from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, torch_dtype
+from holdfast.core.layout import bundles as cutting
+from holdfast.core.model import Bundle, BundleRef, Piece, RankLayout, Shard, Topology
+from holdfast.keeper.rpc.client import ImageSpan
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.format import values as value_codec
+from holdfast.tiers.format.image import ImagePlan
+from holdfast.tiers.memory.slots import Slot
+
+# A background copy stops, and takes the interpreter's lock, between batches of this size: at 10 GB/s every 3 ms.
+BATCH_BYTES = 32 << 20
+# What is copied in the call is shared out over threads from so many bytes on, in so many parts for each.
+SHARED_BYTES, SHARES = 32 << 20, 4
+# Where copies keep to the waits of a pipeline, a batch is what a mispredicted wait can cost: 0.2 ms at 10 GB/s.
+PACED_BATCH_BYTES = 2 << 20
+# So many sources that objects made anew (states of random generators) are looked up among all; more are listed anew.
+MAX_REPLACED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One piece of a live tensor and its place in the slot.
+
+    Attributes:
+        name: entry name.
+        piece: which rows.
+        start: first byte, counted from the start of the slot's payload.
+    """
+
+    name: str
+    piece: Piece
+    start: int
+
+    def of(self, live: LiveTensor) -> torch.Tensor:
+        """The rows of the live tensor that belong to this part; shares its memory."""
+        return rows_of(live, self.piece)
+
+    def view_in(self, base: torch.Tensor, begin: int = 0) -> torch.Tensor:
+        """Its place in memory that holds the payload from byte `begin` on."""
+        flat = base.narrow(0, self.start - begin, self.piece.num_bytes).view(torch_dtype(self.piece.shard.dtype))
+        return flat.view(self.piece.extent.lengths)
+
+
+def rows_of(live: LiveTensor, piece: Piece) -> torch.Tensor:
+    """Returns the rows of a live tensor that a piece of it has; shares its memory."""
+    local = live.local
+    if not local.dim() or piece.num_rows == local.shape[0]:
+        return local
+    return local.narrow(0, piece.start_row, piece.num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """An image and where it begins in the slot's payload."""
+
+    ref: BundleRef
+    plan: ImagePlan
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that this rank copies at a save: images, one after the other, and the parts in them."""
+
+    images: tuple[PlacedImage, ...]
+    parts: tuple[Part, ...]
+    num_bytes: int
+
+    @property
+    def spans(self) -> tuple[ImageSpan, ...]:
+        """The images as the keeper is told them."""
+        return tuple(ImageSpan(image.ref, image.start, image.plan.length) for image in self.images)
+
+
+class Structure:
+    """Tells what the state is made of, as far as saving is concerned; holds until the state's structure changes.
+
+    Args:
+        shards: every shard of this rank.
+        value_groups: the groups that carry values.
+
+    Attributes:
+        layout: this rank's bundles, for the keeper.
+        value_groups: groups whose values this rank writes, with the bundle that carries them.
+        pieces: what this rank copies, as (entry name, rows), in the order of the parts of every plan.
+    """
+
+    def __init__(
+        self, shards: Iterable[Shard], value_groups: Iterable[Group], *, rank: int, topology: Topology
+    ) -> None:
+        self._shards = {shard.name: shard for shard in shards}
+        self._groups = frozenset(value_groups)
+        planned = cutting.plan_bundles(self._shards.values(), values_of=self._groups, topology=topology)
+        self.layout: RankLayout = cutting.rank_layout(planned, rank, topology)
+        mine = set(self.layout.captures)
+        self._bundles = tuple(bundle for bundle in planned if bundle.bundle_id in mine)
+        self._refs = {ref.bundle_id: ref for ref in self.layout.bundles}
+        self.value_groups = {bundle.ranks: bundle.bundle_id for bundle in self._bundles if bundle.has_values}
+        self.pieces = tuple((p.shard.name, p) for bundle in self._bundles for p in bundle.pieces if p.num_bytes)
+        self._plans: dict[tuple[int, ...], Plan] = {}
+
+    def fits(self, gathered: Gathered) -> bool:
+        """Return whether this is the structure of that state."""
+        return self._groups == gathered.values.keys() and self._shards == {
+            name: live.shard for name, live in gathered.tensors.items()
+        }
+
+    def encode(self, gathered: Gathered) -> dict[str, bytes]:
+        """The values of every group that this rank writes, by bundle id, padded so that their size rarely changes.
+
+        Raises:
+            UsageError: a value of a type that cannot be saved; names it.
+        """
+        return {
+            bundle_id: image_format.pad_values(value_codec.encode(dict(gathered.values[group])))
+            for group, bundle_id in self.value_groups.items()
+        }
+
+    def plan(self, values: Mapping[str, bytes]) -> Plan:
+        """The plan for values of these sizes."""
+        key = tuple(len(values.get(bundle.bundle_id, b"")) for bundle in self._bundles)
+        if key not in self._plans:
+            self._plans = {key: _place(self._bundles, self._refs, dict(zip(self._ids, key, strict=True)))}
+        return self._plans[key]
+
+    @property
+    def _ids(self) -> tuple[str, ...]:
+        return tuple(bundle.bundle_id for bundle in self._bundles)
+
+
+def _place(bundles: Sequence[Bundle], refs: Mapping[str, BundleRef], value_bytes: Mapping[str, int]) -> Plan:
+    images: list[PlacedImage] = []
+    parts: list[Part] = []
+    end = 0
+    for bundle in bundles:
+        plan = image_format.plan_image(bundle, value_bytes[bundle.bundle_id])
+        images.append(PlacedImage(refs[bundle.bundle_id], plan, end))
+        for piece in bundle.pieces:
+            first, num_bytes = plan.spans[piece.shard.name]
+            if num_bytes:
+                parts.append(Part(piece.shard.name, piece, end + first))
+        end += -(-plan.length // image_format.ALIGN) * image_format.ALIGN
+    return Plan(tuple(images), tuple(parts), end)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Tells which parts of a plan, by index, are copied in the call, and which may be copied until the fence."""
+
+    now: tuple[int, ...]
+    late: tuple[int, ...]
+
+
+class SlotView:
+    """A slot seen as tensors, one per part of a plan; made once per slot and plan.
+
+    Attributes:
+        targets: where each part goes.
+        sources: where each part comes from; set by `assign`.
+    """
+
+    def __init__(self, slot: Slot, plan: Plan) -> None:
+        if plan.num_bytes > slot.num_bytes:
+            raise UsageError(f"the slot has {slot.num_bytes} bytes, the images need {plan.num_bytes}")
+        self.slot = slot
+        self.plan = plan
+        base = torch.frombuffer(slot.view, dtype=torch.uint8) if slot.num_bytes else torch.empty(0, dtype=torch.uint8)
+        self.targets = [part.view_in(base) for part in plan.parts]
+        self.sources: list[torch.Tensor] = []
+        self._names = [part.name for part in plan.parts]
+        self._live: list[LiveTensor] = []
+        self._copies: tuple[Split, Copies, Copies] | None = None
+
+    def assign(self, tensors: Mapping[str, LiveTensor], split: Split) -> tuple[Copies, Copies]:
+        """Return what is copied now and what late. Of tensors that are the same objects as last time nothing is looked
+        at.
+        """
+        live = [tensors[name] for name in self._names]
+        if not self._live:
+            self.sources = [part.of(tensor) for part, tensor in zip(self.plan.parts, live, strict=True)]
+        fresh = [i for i, (new, old) in enumerate(zip(live, self._live, strict=False)) if new is not old]
+        self._live = live
+        for index in fresh:
+            self.sources[index] = self.plan.parts[index].of(live[index])
+        copies = self._copies
+        if copies is None or copies[0] is not split or not self._replace(fresh):
+            now, late = (Copies.of(self.targets, self.sources, chosen) for chosen in (split.now, split.late))
+            copies = self._copies = (split, now, late)
+        return copies[1], copies[2]
+
+    def _replace(self, fresh: Sequence[int]) -> bool:
+        """Puts the new sources of these parts where the old ones stand; False if there are too many to look for."""
+        assert self._copies is not None
+        _, now, late = self._copies
+        if len(fresh) > MAX_REPLACED:
+            return False
+        return all(
+            now.replace(self.targets[i], self.sources[i]) or late.replace(self.targets[i], self.sources[i])
+            for i in fresh
+        )
+
+    def write_frames(self, values: Mapping[str, bytes]) -> None:
+        """Headers and values of all images: everything that is not a tensor."""
+        memory = self.slot.view
+        for image in self.plan.images:
+            header = image.plan.header
+            memory[image.start : image.start + len(header)] = header
+            if image.plan.values_span is not None:
+                first, num_bytes = image.plan.values_span
+                start = image.start + first
+                memory[start : start + num_bytes] = values[image.ref.bundle_id]
+
+
+@dataclass(slots=True)
+class Batch:
+    """Tensors to copy in one call."""
+
+    targets: list[torch.Tensor] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Copies:
+    """Targets in a slot with their sources, in host memory and on devices."""
+
+    targets: list[torch.Tensor] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
+    device_targets: list[torch.Tensor] = field(default_factory=list)
+    device_sources: list[torch.Tensor] = field(default_factory=list)
+
+    def replace(self, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Puts `source` beside `target`, if that is one of these."""
+        targets, sources = (
+            (self.targets, self.sources) if source.device.type == "cpu" else (self.device_targets, self.device_sources)
+        )
+        for index in range(len(targets) - 1, -1, -1):
+            if targets[index] is target:
+                sources[index] = source
+                return True
+        return False
+
+    @classmethod
+    def of(cls, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], chosen: Sequence[int]) -> Copies:
+        """The chosen ones."""
+        copies = cls()
+        for index in chosen:
+            if sources[index].device.type == "cpu":
+                copies.targets.append(targets[index])
+                copies.sources.append(sources[index])
+            else:
+                copies.device_targets.append(targets[index])
+                copies.device_sources.append(sources[index])
+        return copies
+
+
+def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copies in one call without the interpreter's lock; returns when host memory holds the bytes."""
+    if targets:
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)
+
+
+def copy_at_once(targets: list[torch.Tensor], sources: list[torch.Tensor], num_threads: int) -> None:
+    """Copy as `copy` does, by so many threads if it is much: one core does not fill a memory's bandwidth."""
+    total = sum(target.nbytes for target in targets)
+    if num_threads < 2 or total < SHARED_BYTES:
+        copy(targets, sources)
+        return
+    todo = deque(batches(targets, sources, most=-(-total // (SHARES * num_threads))))
+
+    def work() -> None:
+        while todo:
+            try:
+                batch = todo.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            copy(batch.targets, batch.sources)
+
+    with ThreadPoolExecutor(num_threads - 1, thread_name_prefix="holdfast-copy") as pool:
+        helpers = [pool.submit(work) for _ in range(num_threads - 1)]
+        work()
+    for helper in helpers:
+        helper.result()
+
+
+def batches(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, most: int = BATCH_BYTES
+) -> list[Batch]:
+    """The same copies in calls of at most so many bytes; a tensor that is larger is cut."""
+    result: list[Batch] = []
+    batch = Batch()
+    for target, source in zip(targets, sources, strict=True):
+        pieces = ((target, source),) if target.nbytes <= most else cut(target, source, most)
+        for piece, origin in pieces:
+            if batch.num_bytes and batch.num_bytes + piece.nbytes > most:
+                result.append(batch)
+                batch = Batch()
+            batch.targets.append(piece)
+            batch.sources.append(origin)
+            batch.num_bytes += piece.nbytes
+    return [*result, batch] if batch.targets else result
+
+
+def cut(target: torch.Tensor, source: torch.Tensor, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Cuts two tensors of one shape into pieces of at most so many bytes; where memory is not in order, along rows."""
+    if target.nbytes <= most:
+        yield target, source
+    elif source.is_contiguous() and target.is_contiguous():
+        step = max(1, most // target.element_size())
+        yield from zip(torch.split(target.view(-1), step), torch.split(source.view(-1), step), strict=True)
+    elif rows := most * len(target) // target.nbytes:
+        yield from zip(torch.split(target, rows), torch.split(source, rows), strict=True)
+    else:
+        for mine, theirs in zip(target.unbind(), source.unbind(), strict=True):
+            yield from cut(mine, theirs, most)

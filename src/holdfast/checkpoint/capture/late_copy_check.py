@@ -1,0 +1,184 @@
+"""Checks of late copies, for ever: that what lies in the slot is the state at the call, whoever writes in between.
+
+Of every tensor that is copied late some elements are remembered at the call (`checkpoint.capture.spot_check`), with torch's count of
+writes to it, and of one tensor after the other a whole stretch of memory. When the copy is complete, before anybody is
+told, the slot must hold the same elements and the same stretch, and the live tensors must not have been written yet.
+Else the version is given up, and the tensors that changed are copied at the call from then on. At the fence the live
+tensors are looked at again: that finds a writer before its writes and a copy meet.
+
+What is found: every write through torch that is counted, every tear by a write that begins or ends at an end of a tensor,
+nearly every write of most of a tensor. What may be missed: a write past torch's counts (`.data`, another library) of a few
+elements, until the stretch comes by. `verify_capture` compares everything.
+
+Tensors on devices are not looked at here. Used by `checkpoint.save.memory_saver` and `checkpoint.save.save_completion`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.capture.copy_plan import SlotView, Structure, rows_of
+from holdfast.checkpoint.capture.mutation_check import same_bits
+from holdfast.checkpoint.capture.spot_check import Moved, Spots, has_spots
+from holdfast.checkpoint.entries.types import LiveTensor
+from holdfast.core.model import Piece
+
+# The stretch: this share of the bytes that are copied late, within bounds, and at most so many tensors.
+STRETCH_SHARE = 1 / 1024
+MIN_STRETCH_BYTES, MAX_STRETCH_BYTES = 4 << 10, 4 << 20
+MAX_STRETCH_TENSORS = 8
+# At one in so many fences the live tensors are looked at: who writes them outside of a step is seen within a few saves.
+FENCES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Elements of one part at the call: where they stand in the part, flattened, and what they were."""
+
+    part: int
+    start: int
+    kept: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCheck:
+    """Holds what was seen of one version's late parts at the call.
+
+    Attributes:
+        turn: which spots were read.
+    """
+
+    _parts: _Parts
+    turn: int
+    _spots: tuple[Any, ...]
+    _writes: list[int]
+    _stretches: tuple[_Stretch, ...]
+
+    def torn(self, view: SlotView) -> set[str]:
+        """Names of entries that are not in the slot as they were at the call, or were written before the copy ended."""
+        parts, targets = self._parts, view.targets
+        moved = self.moved()  # asked first: what is moved away is not read
+        wrong = set(parts.spots.differing(self._spots, parts.spots_in(view).read(self.turn))) | self._written()
+        wrong |= {
+            s.part
+            for s in self._stretches
+            if not same_bits(s.kept, targets[parts.indices[s.part]].view(-1)[s.start : s.start + s.kept.numel()])
+        }
+        return {parts.names[number] for number in wrong} | moved
+
+    @property
+    def looks(self) -> bool:
+        """Return whether the live tensors are looked at when a step passes the fence."""
+        return self.turn % FENCES == 0
+
+    def moved(self) -> set[str]:
+        """Names of entries whose live tensors are not those of the call any more."""
+        parts = self._parts
+        try:
+            changed = parts.spots.differing(self._spots, parts.spots.read(self.turn))
+        except Moved as error:
+            changed = error.numbers
+        return {parts.names[number] for number in changed}
+
+    def _written(self) -> set[int]:
+        now = self._parts.writes()
+        return {number for number, (then, count) in enumerate(zip(self._writes, now, strict=True)) if then != count}
+
+
+class _Parts:
+    """The late parts of one structure, as long as their memory stays.
+
+    Args:
+        indices: which parts of the plan they are.
+        pieces: of which entries, and which rows of them.
+        tensors: the live entries, by name.
+    """
+
+    def __init__(
+        self, indices: Sequence[int], pieces: Sequence[tuple[str, Piece]], tensors: Mapping[str, LiveTensor]
+    ) -> None:
+        sources = [(index, pieces[index][0], rows_of(tensors[pieces[index][0]], pieces[index][1])) for index in indices]
+        sources = [row for row in sources if has_spots(row[2])]
+        self.indices = [index for index, _, _ in sources]
+        self.names = [name for _, name, _ in sources]
+        self.spots = Spots([source for _, _, source in sources], self.names)
+        self._counted = [tensors[name].local for name in self.names]
+        num_bytes = sum(source.nbytes for _, _, source in sources)
+        self._most = int(min(max(num_bytes * STRETCH_SHARE, MIN_STRETCH_BYTES), MAX_STRETCH_BYTES))
+        self._stretches = [
+            (part, start, piece)
+            for part, (_, _, source) in enumerate(sources)
+            for start, piece in _stretches(source, self._most)
+        ]
+        self._next = 0
+        self._kept = torch.empty(self._most + 64 * MAX_STRETCH_TENSORS, dtype=torch.uint8)  # faulted in once
+        # Weak: a slot is unmapped as soon as its view is gone, and these tensors lie in it.
+        self._copies: weakref.WeakKeyDictionary[SlotView, Spots] = weakref.WeakKeyDictionary()
+
+    def spots_in(self, view: SlotView) -> Spots:
+        """The same spots in a slot; worked out once per slot."""
+        spots = self._copies.get(view)
+        if spots is None:
+            spots = self._copies[view] = Spots([view.targets[index] for index in self.indices], self.names)
+        return spots
+
+    def writes(self) -> list[int]:
+        """The counts of writes that torch keeps of each entry; they do not see every write."""
+        return [tensor._version for tensor in self._counted]
+
+    def look(self, turn: int) -> CopyCheck:
+        """What they are now."""
+        return CopyCheck(self, turn, self.spots.read(turn), self.writes(), tuple(self._take()))
+
+    def _take(self) -> list[_Stretch]:
+        """The next stretch of memory, copied."""
+        taken: list[_Stretch] = []
+        at = 0
+        while at < self._most and len(taken) < min(MAX_STRETCH_TENSORS, len(self._stretches)):
+            part, start, piece = self._stretches[self._next % len(self._stretches)]
+            if taken and at + piece.nbytes > self._most:
+                break
+            self._next += 1
+            memory = self._kept[at : at + piece.nbytes] if at + piece.nbytes <= len(self._kept) else None
+            kept = torch.empty(piece.shape, dtype=piece.dtype) if memory is None else memory.view(piece.dtype)
+            taken.append(_Stretch(part, start, kept.view(piece.shape).copy_(piece).view(-1)))
+            at += -(-piece.nbytes // 64) * 64
+        return taken
+
+
+def _stretches(tensor: torch.Tensor, most: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Cuts a tensor into flat stretches of `most` bytes; one that is large and whose memory is not in order has none."""
+    if tensor.is_contiguous():
+        flat, step = tensor.view(-1), max(1, most // tensor.element_size())
+        yield from ((start, flat[start : start + step]) for start in range(0, flat.numel(), step))
+    elif tensor.nbytes <= MAX_STRETCH_BYTES:
+        yield 0, tensor
+
+
+class Checks:
+    """Makes the checks of one rank's saves."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._parts: _Parts | None = None
+
+    def look(
+        self, key: object, structure: Structure, late: Sequence[int], tensors: Mapping[str, LiveTensor], *, turn: int
+    ) -> CopyCheck | None:
+        """Remembers what the late parts are now; None if there are none in host memory.
+
+        Args:
+            key: changes whenever the structure, the late parts, or the memory of their tensors does.
+            structure: what is saved.
+            late: which of its pieces are copied late.
+            tensors: the state.
+            turn: which spots are looked at; the step that is saved.
+        """
+        if key != self._key:
+            self._key, self._parts = key, _Parts(late, structure.pieces, tensors)
+        return self._parts.look(turn) if self._parts is not None and self._parts.indices else None

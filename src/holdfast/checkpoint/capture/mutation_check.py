@@ -1,0 +1,134 @@
+"""Decides which tensors may be copied late: those of which three saves proved that nothing but the optimizer's step
+changes them.
+
+Parameters and optimizer state should not change between a save and the next step, but hooks, weight norms or averages
+may write to them, and version counters do not see every write. So a tensor that an optimizer owns is first copied at
+once, and compared with its copy at the fence, three saves long. One difference, then or later (`checkpoint.capture.late_copy_check` goes on
+looking), and it is copied at once for ever.
+
+With `verify_capture` a digest of everything, taken at the call, is compared with the copy when that is complete. Called
+by `checkpoint.save.memory_saver` and `checkpoint.save.save_completion`; knows nothing of slots or keepers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import xxhash
+
+from holdfast.checkpoint.capture.copy_plan import cut
+from holdfast.checkpoint.entries.types import LiveTensor
+
+logger = logging.getLogger(__name__)
+
+# Saves that a tensor is watched before it is trusted. One could be luck with a hook that runs every other step.
+NUM_PROOFS = 3
+
+# A tensor on a device is compared in blocks of about this size, which the device needs twice.
+BLOCK_BYTES = 16 << 20
+
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_libc.memcmp.restype = ctypes.c_int
+
+
+class Trust:
+    """Holds what is known of each tensor of one structure; forgotten when the structure changes.
+
+    Args:
+        overlap: whether anything may be copied late at all.
+
+    Attributes:
+        generation: rises whenever `late` or `watched` may answer differently.
+    """
+
+    def __init__(self, *, overlap: bool) -> None:
+        self._overlap = overlap
+        self._proofs: dict[str, int] = {}
+        self._refused: set[str] = set()
+        self.generation = 0
+
+    def stop(self, reason: str) -> None:
+        """Nothing is copied late any more, for `reason`; said once."""
+        if self._overlap:
+            logger.warning("everything is copied in the call from now on: %s", reason)
+            self._overlap = False
+            self.generation += 1
+
+    def forget(self) -> None:
+        """The structure changed: every tensor has to prove itself again; refusals stay."""
+        self._proofs.clear()
+        self.generation += 1
+
+    def late(self, tensors: Mapping[str, LiveTensor]) -> set[str]:
+        """Names that may be copied after the call."""
+        return {name for name in self._candidates(tensors) if self._proofs.get(name, 0) >= NUM_PROOFS}
+
+    def watched(self, tensors: Mapping[str, LiveTensor]) -> set[str]:
+        """Names that are copied at once now and compared at the fence."""
+        return {name for name in self._candidates(tensors) if self._proofs.get(name, 0) < NUM_PROOFS}
+
+    def judge(self, unchanged: Iterable[str], changed: Iterable[str]) -> None:
+        """Judge by what the fence saw: bytes equal, or different, since the call."""
+        for name in unchanged:
+            self._proofs[name] = self._proofs.get(name, 0) + 1
+            self.generation += 1
+        fresh = sorted(set(changed) - self._refused)
+        self._refused.update(fresh)
+        self.generation += len(fresh)
+        if fresh:
+            logger.warning(
+                "copied in the call from now on, because something other than an optimizer's step changes it: %s. Whoever "
+                "swaps weights for a while calls settle() of the Checkpointer before, and keeps fast saves",
+                named(fresh),
+            )
+
+    def _candidates(self, tensors: Mapping[str, LiveTensor]) -> Iterable[str]:
+        if not self._overlap:
+            return ()
+        return (name for name, live in tensors.items() if live.late and name not in self._refused)
+
+
+def named(names: Sequence[str]) -> str:
+    """Lists names for a message: the first twenty, and how many more there are."""
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+
+
+def same_bits(live: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Return whether a live tensor on any device equals its copy in host memory bit for bit (NaN equals itself)."""
+    if live.numel() and not live.data_ptr():  # its memory was taken away
+        return False
+    if live.device.type == "cpu" and live.is_contiguous():
+        return not live.nbytes or _libc.memcmp(live.data_ptr(), copy.data_ptr(), live.nbytes) == 0
+    if live.device.type == "cpu" or not live.dim() or not live.numel():
+        return torch.equal(_bits(live.contiguous()), _bits(copy.to(live.device)))
+    # Before a step a device may have no memory left for a whole tensor: block by block.
+    return all(
+        torch.equal(_bits(mine.contiguous()), _bits(theirs.to(live.device)))
+        for mine, theirs in cut(live, copy, BLOCK_BYTES)
+    )
+
+
+def differing(pairs: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> set[str]:
+    """Names whose (name, live, copy) differ in at least one piece."""
+    return {name for name, live, copy in pairs if not same_bits(live, copy)}
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """Fingerprint of a contiguous tensor in host memory; releases the interpreter's lock."""
+    if not tensor.nbytes:
+        return 0
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return xxhash.xxh3_64_intdigest(memoryview(memory))
+
+
+def can_digest(tensor: torch.Tensor) -> bool:
+    """Return whether `digest` reads it where it is."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,468 @@
+"""The copy behind the next forward and backward, and the fence that the optimizer's step waits at.
+
+One thread of ours copies a job batch by batch. The fence stands before every optimizer step that may write the state
+(`checkpoint.state.step_observer`): the step waits until the job is done, but never longer than the copy should take plus a bound; then the
+job is told to stop, its version is given up and the step goes on. The job's end is reported by the thread itself, after
+its last write to the slot, so that no slot is given away that is still written to.
+
+Any thread may wait for the job (`settle`); none of them opens the fence by that. The job stays in the fence until a step
+has passed it, or the thread that saved puts the next one in its place.
+
+A job may have to be opened first: asking the keeper for a slot is a round trip to another process, and not the step's.
+
+In a pipeline the copy keeps to the waits of the schedule (`Pace`): batches that fit into none are copied at once, each
+other one when it is given a turn, and what is left at the fence without waiting for turns.
+
+Copies from a device are queued on a side stream, at the call or in the waits of a pipeline (`checkpoint.capture.paced_copy`); there
+the fence makes the current stream wait for them, and the host does not wait at all. Where the host has to (what was copied
+is compared), it waits in two parts: until the device has come as far as the copy, which is the device's time and not
+ours, and then for the copy itself, as above.
+
+When the job breaks off, what a device had not copied by then is void (`void`): behind a collective that was aborted
+everything that is queued runs on, on gradients that nobody reduced. Called by `checkpoint.checkpointer.checkpointer`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+import torch
+
+from holdfast.base.errors import HoldfastError, LevelNotReached
+from holdfast.base.events import Events
+from holdfast.checkpoint.capture import copy_plan
+from holdfast.checkpoint.capture.copy_plan import Batch
+from holdfast.checkpoint.capture.paced_copy import PacedCopy
+from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, Span
+from holdfast.checkpoint.device import accelerator
+from holdfast.checkpoint.liveness import open_checkpointers
+from holdfast.checkpoint.state.step_observer import Steps
+from holdfast.core.versions.fence_rules import Who, counts, is_void, opens
+
+logger = logging.getLogger(__name__)
+
+# What a copy is expected to reach before one was measured: half of what one core of an old machine does.
+FIRST_RATE_BYTES_PER_S = 2e9
+# How long a job of a pipeline may lie without a wait having begun.
+UNTOLD_S = 1.0
+# What asking a keeper for a slot is expected to take before it was measured.
+FIRST_OPENING_S = 1e-3
+# How far a device may be behind its host, by default.
+BEHIND_S = 600.0
+# How often it is looked whether a device has come as far as a copy that is waited for.
+LOOK_S = 0.02
+STEPPED = "an optimizer stepped in another thread while the state was looked at"
+# How long `close` waits for the thread to end; it stops between two batches.
+JOIN_TIMEOUT_S = 30.0
+
+
+class Pace(Protocol):
+    """Tells the copying thread when to go on."""
+
+    @property
+    def has_waits(self) -> bool:
+        """Return whether a step has waits at all."""
+
+    @property
+    def device_rate(self) -> float:
+        """Bytes per second that the device of this rank copies."""
+
+    @property
+    def patience_s(self) -> float:
+        """Return how long nobody coming by with a turn means that nobody will."""
+
+    def beside(self, batch_seconds: Sequence[float]) -> int:
+        """Return how many of these batches are copied at once, beside the work: they fit into no wait."""
+
+    def turn(self, seconds: float) -> bool:
+        """Blocks until a batch of so many seconds may be copied; True if that is inside a wait."""
+
+    def begin(self) -> None:
+        """A version's copies begin: from now on turns are given in waits."""
+
+    def hurry(self) -> None:
+        """The step waits for the copy: turns are given at once."""
+
+    def copied(self, started_s: float, seconds: float, *, inside: bool) -> None:
+        """A batch was copied: when (`perf_counter`), how long, and whether it had a turn inside a wait."""
+
+    def queued(self, spans: Sequence[Span], num_bytes: int, inside: bool) -> None:
+        """A batch was queued on a device, inside a wait or not; called in the trainer's thread."""
+
+
+# What opening a job's slot gives: its host copies, and what is called at their end as `Job.finish` is.
+Opened: TypeAlias = tuple[list[Batch], Callable[[str], None]]
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class Job:
+    """One version's late copies.
+
+    Attributes:
+        batches: host copies, in order.
+        device: copies on side streams, queued or yet to be, or None.
+        finish: called once, in the copying thread, with the reason why the copy is incomplete, or "" if it is complete;
+            in the latter case no step goes on before it has returned, within the fence's bound. Must not raise.
+        at_fence: called once the copy is done, in the thread that is about to step, or that saves again without a step
+            in between; told which of the two it is.
+        opening: makes the batches and the end of the job, in the copying thread; None: they are there.
+        steps: how many optimizer steps had begun when the state was looked at; None: no state was.
+    """
+
+    batches: list[Batch]
+    device: DeviceCopy | PacedCopy | None
+    finish: Callable[[str], None]
+    at_fence: Callable[[bool], None] | None = None
+    opening: Callable[[], Opened] | None = None
+    steps: int | None = None
+    copied_bytes: int = 0
+    stop_reason: str = ""
+    done: threading.Event = field(default_factory=threading.Event)
+    _complete: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the host copies."""
+        return sum(batch.num_bytes for batch in self.batches)
+
+    def stop(self, reason: str) -> bool:
+        """Ends the copy before its next batch; False if it is complete already."""
+        with self._lock:
+            self.stop_reason = self.stop_reason or ("" if self._complete else reason)
+            return not self._complete
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether the copy is to end before its next batch."""
+        return bool(self.stop_reason)
+
+    def complete(self) -> bool:
+        """Notes that the last byte is copied, so that nothing stops the job any more; False if it was stopped."""
+        with self._lock:
+            self._complete = not self.stop_reason
+            return self._complete
+
+
+class Fence:
+    """Owns the copying thread and the hooks.
+
+    Args:
+        timeout_s: how long a step may wait beyond the expected time of the copy.
+        behind_s: how far a device may be behind its host when the host has to wait for a copy from it; a device that is
+            further behind hangs, and the version is given up.
+    """
+
+    def __init__(self, *, timeout_s: float, events: Events, behind_s: float = BEHIND_S) -> None:
+        self._timeout_s = timeout_s
+        self._behind_s = behind_s
+        self._events = events
+        self._rate = self._device_rate = FIRST_RATE_BYTES_PER_S
+        self._steps = Steps(())
+        # One step after the other: the second must not write what the first compares. A signal's handler may save while
+        # its thread waits here.
+        self._passing = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Condition()
+        self._queue: Job | None = None
+        self._closed = False
+        self._opening_s = FIRST_OPENING_S
+        self._last_bytes = 0
+        self.pace: Pace | None = None
+        self._open: Job | None = None  # no step has passed it yet
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps that have begun, of all that may write the state."""
+        return self._steps.begun
+
+    @property
+    def captured(self) -> bool:
+        """Return whether a step was recorded into a graph of a device: what that replays passes no fence."""
+        return self._steps.captured
+
+    def under_way(self) -> set[int]:
+        """Returns the identifiers of the threads that are within a step that may write the state."""
+        return self._steps.under_way()
+
+    def is_void(self, steps: int, *, others_within: bool = False) -> bool:
+        """Returns whether a state that was looked at when so many steps had begun may be a mixture."""
+        return is_void(others_within=others_within, steps_before=steps, steps_now=self._steps.begun)
+
+    def guard(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Puts the fence before every step that may write a parameter of these optimizers."""
+        self._steps.close()
+        self._steps = Steps(optimizers, before=self._before_step, recorded=self._recorded, warn=True)
+
+    def begin(self) -> None:
+        """A version is about to be copied."""
+        if self.pace is not None:
+            self.pace.begin()
+
+    def start(self, job: Job) -> None:
+        """Copies `job` in the background. The one before must have passed `release`, and this one `begin`."""
+        assert self._open is None, "the former copy was not released"
+        self._open = job
+        if job.steps is not None and self.is_void(job.steps):  # whoever begins from now on waits
+            job.stop(STEPPED)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="holdfast-capture", daemon=True)
+            self._thread.start()
+        with self._wake:
+            # The host was not stopped yet, and the device runs on something else by now.
+            if not counts(broke_off=bool(open_checkpointers.broken.reason), passed_by_then=False):
+                job.stop(open_checkpointers.broken.reason)
+            self._queue = job
+            # Woken now, the thread would take processor and interpreter from a step that is about to begin.
+            if self.pace is None or not self.pace.has_waits:
+                self._wake.notify()
+
+    def run(self, call: Callable[[], object], timeout_s: float) -> bool:
+        """Runs `call` in the copying thread, and waits for it for so long; whether it has ended. Copies wait behind it.
+
+        Raises:
+            LevelNotReached: it failed, and why.
+        """
+
+        def opened() -> Opened:
+            call()
+            return [], _nothing
+
+        job = Job([], None, _nothing, opening=opened)
+        self.start(job)
+        self._hurry()
+        ended = job.done.wait(timeout_s)
+        self._open = None
+        if ended and job.stop_reason:
+            raise LevelNotReached(job.stop_reason)
+        return ended
+
+    def nudge(self, expected_s: float | None) -> None:
+        """A wait begins that should last so long: the thread may look for work. Called by the pace, in the trainer's thread."""
+        if self._open is not None and self._open.device is not None:
+            self._open.device.feed(expected_s)
+        if self._queue is not None:
+            with self._wake:
+                self._wake.notify_all()
+
+    def watch(self, at_fence: Callable[[bool], None]) -> None:
+        """Nothing is left to copy, but something to compare at the fence."""
+        assert self._open is None, "the former copy was not released"
+        self._open = Job([], None, _nothing, at_fence)
+        self._open.done.set()
+
+    def settle(self, timeout_s: float = BEHIND_S) -> None:
+        """Waits for the copy, at most as long as a step would. Any thread may call it, as often as it likes.
+
+        Args:
+            timeout_s: a device that is further behind is not waited for; its copy goes on.
+        """
+        job = self._open
+        if job is not None:
+            self._wait(job, timeout_s, ends=timeout_s >= self._behind_s)
+            if opens(Who.WAIT, ended=True):
+                self._open = None
+
+    def release(self, *, expected: bool = False, behind_s: float = BEHIND_S) -> None:
+        """Waits for the copy and ends its watch; for the thread that saves.
+
+        Args:
+            expected: what is compared at a fence is about to change, and somebody said so: nothing is compared.
+            behind_s: a device that is further behind than this, too, is not waited for.
+        """
+        self._pass(Who.SETTLE if expected else Who.SAVE, compare=not expected, behind_s=behind_s)
+
+    def void(self) -> None:
+        """No copy counts any more that a device has not passed by now: the job broke off, or an error may have spoiled it.
+
+        From any thread; does not wait.
+        """
+        reason = open_checkpointers.broken.reason or "an error ended the run before the device had finished it"
+        with self._wake:
+            jobs = {id(job): job for job in (self._queue, self._open) if job is not None}
+        for job in jobs.values():
+            device = job.device
+            if device is not None and not counts(broke_off=True, passed_by_then=device.passed()) and job.stop(reason):
+                device.stop()
+
+    def idle(self, timeout_s: float, *, behind_s: float = BEHIND_S) -> bool:
+        """Waits until nothing is written to any slot any more, given-up copies included.
+
+        Args:
+            timeout_s: so long, and beyond it what a device should take for its copies once it has begun them: its streams
+                wait for them as well, so a host that is ahead holds nothing up.
+            behind_s: a device that is further behind than this is not waited for.
+        """
+        job = self._queue
+        if job is not None:
+            self._await_device(job, behind_s)
+            if job.device is not None and behind_s and job.device.begun():
+                timeout_s += job.device.num_bytes / self._device_rate
+        with self._wake:
+            return self._wake.wait_for(lambda: self._queue is None, timeout_s)
+
+    def close(self) -> None:
+        """Removes the hooks, stops the thread between two batches and joins it."""
+        self._steps.close()
+        if self.pace is not None:
+            self.pace.hurry()
+        with self._wake:
+            self._closed = True
+            if self._queue is not None:
+                self._queue.stop("the checkpointer was closed")
+                if self._queue.device is not None:
+                    self._queue.device.stop()
+            self._wake.notify_all()
+        if self._thread is not None:
+            self._thread.join(JOIN_TIMEOUT_S)
+            self._thread = None
+
+    def _before_step(self) -> None:
+        if self._open is not None:
+            self._pass(Who.STEP, compare=True)
+
+    def _recorded(self) -> None:
+        """A graph records the step; when it is replayed no fence is passed. Nothing is waited for, or the capture fails."""
+        job = self._open
+        if job is not None and job.stop("an optimizer's step is recorded into a graph, which passes no fence"):
+            logger.info("a late copy is given up: %s", job.stop_reason)
+
+    def _pass(self, who: Who, *, compare: bool, behind_s: float = BEHIND_S) -> None:
+        with self._passing:
+            while (job := self._open) is not None:
+                self._wait(job, behind_s)
+                if self._open is not job:  # a signal's handler passed it meanwhile, and saved again
+                    continue
+                if not opens(who, ended=True):
+                    return
+                self._open = None
+                if compare and job.done.is_set() and not job.stop_reason and job.at_fence is not None:
+                    self._compare(job, job.at_fence, who, min(behind_s, self._behind_s))
+
+    @staticmethod
+    def _compare(job: Job, at_fence: Callable[[bool], None], who: Who, behind_s: float) -> None:
+        """What is compared is read behind all that is queued, and a device may hang there: then it is not compared."""
+        if accelerator.caught_up(job.device.sources if job.device is not None else (), behind_s):
+            at_fence(who is Who.STEP)
+
+    def _wait(self, job: Job, behind_s: float = BEHIND_S, *, ends: bool = True) -> None:
+        """Waits for the job; `ends`: it is given up where the device has not begun it in time."""
+        if job.done.is_set() or job.stop_reason:
+            return
+        if job.device is not None:
+            try:
+                job.device.hold_current_streams()
+            except RuntimeError as error:  # the script is told by its own next call
+                job.stop(f"a device failed before it had copied: {error}")
+                return
+        if not job.batches and job.at_fence is None and job.opening is None:
+            return
+        self._hurry()
+        started = time.monotonic()
+        if not self._await_device(job, behind_s) and not ends:
+            return
+        left_bytes = (job.num_bytes or self._last_bytes) - job.copied_bytes
+        expected_s = left_bytes / self._rate + (self._opening_s if job.opening is not None else 0.0)
+        expected_s += job.device.num_bytes / self._device_rate if job.device is not None else 0.0
+        if not job.done.wait(max(0.0, expected_s) + self._timeout_s) and not job.stop(
+            f"the copy took longer than expected and {self._timeout_s:g} s more; the step goes on"
+        ):
+            job.done.wait(self._timeout_s)  # it is being checked, against tensors that the step would write
+        waited = time.monotonic() - started
+        self._events.count("fence_wait_seconds", waited)
+        self._events.emit("fence", seconds=waited, stopped=job.stop_reason)
+
+    def _await_device(self, job: Job, behind_s: float) -> bool:
+        """Waits until the device has come as far as the job's copies, or the job needs nobody to wait any more.
+
+        Returns whether it has come so far in time.
+        """
+        until = time.monotonic() + min(behind_s, self._behind_s)
+        while job.device is not None and not job.stopped and not job.device.begun():
+            if time.monotonic() >= until:
+                return False
+            if job.done.wait(LOOK_S):
+                break
+        return True
+
+    def _hurry(self) -> None:
+        """Somebody waits for the copying thread: it waits for no turn any more."""
+        if self.pace is not None:
+            self.pace.hurry()
+            with self._wake:
+                self._wake.notify_all()
+
+    def _run(self) -> None:
+        accelerator.leave_captures_alone()
+        while True:
+            with self._wake:
+                # A job that no wait woke us for is begun all the same: perhaps the loop has none for a while.
+                untold_s = UNTOLD_S if self.pace is not None else None
+                self._wake.wait_for(lambda: self._queue is not None or self._closed, untold_s)
+                job = self._queue
+            if job is None:
+                if self._closed:
+                    return
+                continue
+            try:
+                self._copy(job)
+            except HoldfastError as error:  # no slot
+                job.stop(str(error))
+            except Exception as error:  # the top of the thread: the version is given up, training goes on
+                logger.exception("the background copy failed")
+                job.stop(f"the background copy failed: {error}")
+            job.finish("" if job.complete() else job.stop_reason)
+            job.done.set()
+            with self._wake:
+                self._queue = None
+                self._wake.notify_all()
+
+    def _open_slot(self, job: Job) -> None:
+        """Makes the batches, in a turn of its own: most of it waits for another process, the rest is ours."""
+        if job.opening is None:
+            return
+        if self.pace is not None and self.pace.has_waits:
+            self.pace.turn(self._opening_s)
+        if job.stop_reason:
+            return
+        began = time.perf_counter()
+        batches, job.finish = job.opening()
+        self._opening_s = (self._opening_s + time.perf_counter() - began) / 2
+        job.batches, job.opening = batches, None
+        self._last_bytes = job.num_bytes
+
+    def _copy(self, job: Job) -> None:
+        self._open_slot(job)
+        pace, rate = self.pace, self._rate
+        seconds_of = [batch.num_bytes / rate for batch in job.batches]
+        beside = pace.beside(seconds_of) if pace and seconds_of else len(seconds_of)
+        started, spent = time.perf_counter(), 0.0
+        for index, batch in enumerate(job.batches):
+            inside = index >= beside and pace is not None and pace.turn(batch.num_bytes / rate)
+            if job.stop_reason:
+                return
+            began = time.perf_counter()
+            copy_plan.copy(batch.targets, batch.sources)
+            seconds = time.perf_counter() - began
+            spent += seconds
+            job.copied_bytes += batch.num_bytes
+            if pace is not None:
+                pace.copied(began, seconds, inside=inside)
+        if job.batches:
+            # The newest measurement counts as much as all before: a machine that became busy is believed at once.
+            self._rate = (self._rate + job.num_bytes / max(spent, 1e-6)) / 2
+            if pace is None:
+                self._events.emit("copied", seconds=time.perf_counter() - started, size_bytes=job.num_bytes)
+        if job.device is not None and job.device.wait(lambda: job.stopped):
+            seconds = job.device.seconds()
+            if job.device.num_bytes and seconds:
+                self._device_rate = (self._device_rate + job.device.num_bytes / seconds) / 2
+
+
+def _nothing(reason: str) -> None:
+    """The end of a job without copies."""

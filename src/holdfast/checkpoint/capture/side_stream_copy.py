@@ -1,0 +1,219 @@
+"""Copies from accelerators: registered slots, one side stream per device, events instead of waits.
+
+A copy into memory that the driver does not know makes the host wait and runs at a third of the speed, so slots are
+registered when they are mapped, and let go of before they are unmapped. What no driver registers is copied in the call
+(`checkpoint.capture.bounce_buffers`). A side stream first waits for the work already
+queued on the current stream, so it sees the state as the program order has it at the call.
+
+What is read is held until the device has passed the copy, so no allocator gives its memory to others before. Nothing here
+waits for a device without an end: who waits looks at events, and may be told to stop. After that, memory that a device
+may still write to is neither unregistered nor given away (`drain`).
+
+Called by `checkpoint.save.memory_saver`, `checkpoint.capture.optimizer_fence` and `checkpoint.capture.paced_copy`. Nothing here is reached when no tensor lives on a device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from holdfast.base.errors import LevelNotReached
+from holdfast.checkpoint.capture import copy_plan
+from holdfast.checkpoint.capture.bounce_buffers import Bounce
+from holdfast.checkpoint.device import accelerator
+from holdfast.checkpoint.device.accelerator import device_of
+from holdfast.tiers.memory.slots import Slot
+
+logger = logging.getLogger(__name__)
+
+# Events with times, before and behind a copy on its side stream.
+Span: TypeAlias = tuple[torch.Event, torch.Event]
+
+# A device puts what does not lie in memory as it is saved in order before it sends it, which takes that much of its memory.
+ORDERED_BYTES = 16 << 20
+# How far a device may be behind its host, by default.
+BEHIND_S = 600.0
+# How often events are looked at that the copying thread waits for: at first, and at most.
+FIRST_POLL_S, MOST_POLL_S = 5e-4, 5e-3
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCopy:
+    """Copies that are queued, all of them: `feed` and `stop` are those of `checkpoint.capture.paced_copy`.
+
+    Attributes:
+        spans: events before and behind what was queued in one call, per device.
+        sources: what is read; held as long as this lives.
+        num_bytes: of all of them.
+    """
+
+    spans: tuple[Span, ...] = ()
+    sources: tuple[torch.Tensor, ...] = ()
+    num_bytes: int = 0
+
+    def __add__(self, other: DeviceCopy) -> DeviceCopy:
+        """Returns both."""
+        return DeviceCopy(self.spans + other.spans, self.sources + other.sources, self.num_bytes + other.num_bytes)
+
+    def feed(self, expected_s: float | None) -> None:
+        """Nothing is left to queue."""
+
+    def stop(self) -> None:
+        """Nothing is left to queue."""
+
+    def hold_current_streams(self) -> None:
+        """Let what is queued on the current streams from here on wait for the copies; the host does not."""
+        for _, ended in self.spans:
+            device_of(ended.device.type).current_stream(ended.device).wait_event(ended)
+
+    def begun(self) -> bool:
+        """Returns whether the devices have come as far as the copies. Does not wait."""
+        return all(accelerator.passed(began) for began, _ in self.spans)
+
+    def passed(self) -> bool:
+        """Returns whether the bytes are in host memory. Does not wait."""
+        return all(accelerator.passed(ended) for _, ended in self.spans)
+
+    def wait(self, stopped: Callable[[], bool]) -> bool:
+        """Returns True when the bytes are in host memory, False as soon as `stopped` says so.
+
+        Raises:
+            LevelNotReached: a device failed.
+        """
+        pause_s = FIRST_POLL_S
+        while not self._queried():
+            if stopped():
+                return False
+            time.sleep(pause_s)
+            pause_s = min(MOST_POLL_S, 1.5 * pause_s)
+        return True
+
+    def seconds(self) -> float:
+        """Returns how long the devices copied, once all have passed: the longest of them."""
+        by_device: dict[torch.device, float] = {}
+        for began, ended in self.spans:
+            spent = began.elapsed_time(ended) / 1e3
+            by_device[ended.device] = by_device.get(ended.device, 0.0) + spent
+        return max(by_device.values(), default=0.0)
+
+    def _queried(self) -> bool:
+        try:
+            return all(ended.query() for _, ended in self.spans)
+        except RuntimeError as error:
+            raise LevelNotReached(f"a device failed before it had copied: {error}") from error
+
+
+class SideStreams:
+    """The side streams of the devices in use and the slots that are registered for them.
+
+    Args:
+        behind_s: how far a device may be behind its host where a copy cannot be queued and the host waits for it.
+    """
+
+    def __init__(self, *, behind_s: float = BEHIND_S) -> None:
+        self._behind_s = behind_s
+        self._bounces: dict[torch.device, Bounce] = {}
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._registered: dict[int, tuple[int, torch.device]] = {}
+        self._unfinished: deque[torch.Event] = deque()
+
+    def pin(self, slot: Slot, device: torch.device) -> None:
+        """Makes a slot's payload known to the driver of a device; once per slot. Without it copies work, in the call."""
+        address = _address(slot)
+        known = self._registered.get(address)
+        if not slot.num_bytes or (known is not None and known[0] == slot.num_bytes):
+            return
+        self._unpin(address)
+        if device_of(device.type).register(device, address, slot.num_bytes):
+            self._registered[address] = slot.num_bytes, device
+        else:
+            logger.warning(
+                "%s does not register a slot of %d bytes; saves wait for their copies", device, slot.num_bytes
+            )
+
+    def queue(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> DeviceCopy:
+        """Queues the copies behind everything that the current streams hold now. Into memory that no driver knows they are
+        made before it returns (`checkpoint.capture.bounce_buffers`).
+
+        Raises:
+            LevelNotReached: those, and a device hangs or failed, or the job broke off.
+        """
+        by_device: dict[torch.device, list[int]] = {}
+        for index, source in enumerate(sources):
+            by_device.setdefault(source.device, []).append(index)
+        spans = []
+        for device, members in by_device.items():
+            interface, stream = device_of(device.type), self._stream(device)
+            stream.wait_stream(interface.current_stream(device))
+            pairs = [pair for i in members for pair in _in_order(targets[i], sources[i])]
+            with stream, torch.no_grad():
+                began = interface.record(stream)
+                if self._is_registered(targets[members[0]]):
+                    torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=True)
+                else:
+                    self._bounce(device).copy(stream, pairs)
+                ended = interface.record(stream)
+            spans.append((began, ended))
+        while self._unfinished and accelerator.passed(self._unfinished[0]):
+            self._unfinished.popleft()
+        self._unfinished.extend(ended for _, ended in spans)
+        return DeviceCopy(tuple(spans), tuple(sources), sum(source.nbytes for source in sources))
+
+    def follow(self, sources: Sequence[torch.Tensor]) -> None:
+        """Queue what comes here from now on, by whatever thread, behind all that the current streams hold now."""
+        for device in {source.device for source in sources}:
+            self._stream(device).wait_stream(device_of(device.type).current_stream(device))
+
+    def drain(self, timeout_s: float) -> bool:
+        """Returns whether nothing that was queued here writes to a slot any more, after so many seconds at most."""
+        return accelerator.wait(tuple(self._unfinished), timeout_s)
+
+    def unpin(self, timeout_s: float) -> bool:
+        """Lets go of all slots, once nothing is copied into them; returns whether that was so within so many seconds.
+
+        MUST be True before a slot is unmapped, or given to somebody else.
+        """
+        if not self.drain(timeout_s):
+            return False
+        for address in tuple(self._registered):
+            self._unpin(address)
+        return True
+
+    def _stream(self, device: torch.device) -> torch.Stream:
+        if device not in self._streams:
+            self._streams[device] = device_of(device.type).new_stream(device)
+        return self._streams[device]
+
+    def _bounce(self, device: torch.device) -> Bounce:
+        if device not in self._bounces:
+            self._bounces[device] = Bounce(device, behind_s=self._behind_s)
+        return self._bounces[device]
+
+    def _is_registered(self, target: torch.Tensor) -> bool:
+        """Whether a copy there may be queued: memory that the driver does not know is written before the call returns."""
+        at = target.data_ptr()
+        return target.is_pinned() or any(
+            address <= at < address + length for address, (length, _) in self._registered.items()
+        )
+
+    def _unpin(self, address: int) -> None:
+        known = self._registered.pop(address, None)
+        if known is not None:
+            device_of(known[1].type).unregister(known[1], address)
+
+
+def _in_order(target: torch.Tensor, source: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    if source.nbytes <= ORDERED_BYTES or source.is_contiguous():
+        return ((target, source),)
+    return copy_plan.cut(target, source, ORDERED_BYTES)
+
+
+def _address(slot: Slot) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(slot.view)) if slot.num_bytes else 0

@@ -1,0 +1,1 @@
+"""The public Checkpointer and the session that it runs in a training process."""

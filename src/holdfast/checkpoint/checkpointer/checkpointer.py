@@ -1,0 +1,736 @@
+"""The one object in a training loop: restore, step, save, close.
+
+    checkpointer = holdfast.Checkpointer("ckpts/run1", model=model, optimizer=optimizer, loader=loader)
+    start = checkpointer.restore()
+    for step in range(start, steps):
+        train_one_step(...)
+        checkpointer.step(step)
+    checkpointer.close()
+
+This file holds the order of things and nothing else: restore in `assembly` and `restore`, saves in `saver`, cadence and
+stop in `schedule`. Rules: nothing is saved before `restore` returned; a fault of the memory level never raises into the
+training loop; `close` says what is missing or the last save is durable; after an exception nothing is saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from holdfast.base import config as settings
+from holdfast.base.config import Config
+from holdfast.base.errors import KeeperLost, LevelNotReached, UsageError
+from holdfast.base.events import Events
+from holdfast.checkpoint.checkpointer.save_mode import AnySaver, holder_of, reserved, schedule_of, settled
+from holdfast.checkpoint.checkpointer.session import Run
+from holdfast.checkpoint.checkpointer.stop_signal import StopSignal
+from holdfast.checkpoint.checkpointer.storage_fallback import Lower
+from holdfast.checkpoint.job import collectives, redundancy_warning
+from holdfast.checkpoint.job.bootstrap import Asked, Job, assemble
+from holdfast.checkpoint.job.keeper_link import Link, Origin
+from holdfast.checkpoint.liveness import heartbeat, open_checkpointers
+from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
+from holdfast.checkpoint.pipeline import schedule_discovery
+from holdfast.checkpoint.pipeline.bubbles import Bubbles
+from holdfast.checkpoint.pipeline.step_trace import Recorder
+from holdfast.checkpoint.restore.restorer import Restorer, RestoreReport
+from holdfast.checkpoint.save.durable_tracker import Durables, OnDurable
+from holdfast.checkpoint.save.extra_places import FurtherPlaces
+from holdfast.checkpoint.save.save_handle import SaveHandle, as_level, as_version, never
+from holdfast.checkpoint.save.save_schedule import parse_cadence
+from holdfast.checkpoint.save.storage_saver import DirectSaver
+from holdfast.checkpoint.state.stateful import Keys
+from holdfast.checkpoint.state.training_state import State
+from holdfast.checkpoint.survivors.survivor_state import Survivor
+from holdfast.checkpoint.usage.loop_observer import Observer
+from holdfast.checkpoint.usage.loop_snapshot import early_iterators
+from holdfast.checkpoint.usage.self_check import Proof
+from holdfast.core.elastic.worker_facts import Phase
+from holdfast.core.model import Level, Shard, Version
+from holdfast.core.scheduling.step_agreement import Appointment, Proposal
+from holdfast.core.versions import step_numbers
+from holdfast.keeper.rpc.paths import absolute_root
+from holdfast.tiers.storage.encryption import KeySource
+from holdfast.tiers.storage.version_store import Storage, open_storage
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# How long a restore that has loaded waits for memory for the first saves. That of most jobs is there long before; where it
+# takes minutes training does not wait for it.
+SLOTS_S = 5.0
+# How long `close` waits for copies to further places, however long the last save took.
+MIN_COPY_S = 10.0
+
+
+class Checkpointer:
+    """Keeps the training state of this rank alive. Every rank builds one, with the same arguments.
+
+    Args:
+        path: directory of the checkpoints, the same on every rank; a path or `file://` URL.
+        model, optimizer: one, a list or a dict of them.
+        schedule: of a pipeline (`torch.distributed.pipelining`), for copies in its waits. Default: what `restore` finds.
+        scheduler, scaler, loader: anything with `state_dict` and `load_state_dict`.
+        replicated: glob patterns of names whose plain tensors all ranks hold alike (what DDP or a DTensor says is known).
+        exclude: glob patterns of names of parameters and buffers that are not saved (`model.base`), alike on all ranks. They
+            stay as the script makes them, so no optimizer may step them; `last_restore.left_out` names them.
+        every, durable_every: cadence of saves in memory and to storage, `10` (steps) or `"30s"`; default: the settings.
+        overlap: copy behind the next forward and backward, once it is proven safe; see `settle`.
+        verify_capture: prove every byte of a late copy with a digest taken at the call.
+        on_durable: called in a thread as `on_durable(version, error)`, once for every save at the durable level: with None
+            when it is durable, with an error when it was given up or `close_timeout_s` passed.
+        prove: make the first steps a second time, in a child that nobody sees, as a restart would make them; `step` raises if
+            anything that a version holds, or that lives on in names of the loop, differs. Of one rank on a CPU with one thread of
+            computation; elsewhere, and where the steps write files, the log says that nothing was proven.
+        config: the settings; default: file and environment.
+        objects: more objects with `state_dict` and `load_state_dict`, by name (at a restore their tensors take memory twice).
+
+    Attributes:
+        last_restore: what the last `restore` did; None before.
+        events: what happens here, for observers and tests.
+        bubbles: what is known of the waits of the pipeline; None where there is none.
+    """
+
+    def __init__(  # noqa: PLR0913 - the public door: every argument is optional and named
+        self,
+        path: str | os.PathLike[str],
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        schedule: Any = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        loader: Any = None,
+        replicated: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        every: int | str | None = None,
+        durable_every: int | str | None = None,
+        overlap: bool | None = None,
+        verify_capture: bool | None = None,
+        on_durable: OnDurable | None = None,
+        prove: bool = False,
+        config: Config | None = None,
+        **objects: Any,
+    ) -> None:
+        self._root = absolute_root(os.fspath(path))  # now: the script may go to another directory before it restores
+        overrides = {
+            "every": every, "durable_every": durable_every, "overlap": overlap, "verify_capture": verify_capture
+        }  # fmt: skip
+        self._config = settings.overridden(config, overrides)
+        encryption = KeySource.of(self._config)
+        for name in ("every", "durable_every", "keep_every"):
+            parse_cadence(name, getattr(self._config, name))
+        known = {
+            "model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "loader": loader, **objects
+        }  # fmt: skip
+        self._objects = {name: value for name, value in known.items() if value is not None}
+        self._replicated, self._exclude = tuple(replicated), tuple(exclude)
+        self._on_durable = on_durable
+        self._signal = StopSignal(self._config.stop_file)
+        self._pid = os.getpid()
+        self._ranks = collectives.ranks  # all of the process group; one door is a job of one rank
+        self._run: Run | None = None
+        self._closed = False
+        self._saving = 0  # the thread that saves now
+        self._began: dict[str, Keys] = {}  # of dicts, at the first restore
+        self._early: Sequence[object] = ()
+        self._prove = prove
+        self._proof: Proof | None = None
+        self.events = Events()
+        self.last_restore: RestoreReport | None = None
+        self.bubbles = Bubbles(schedule, self.events, named=True) if schedule is not None else None
+        self._recorder: Recorder | None = None
+        self._storage = open_storage(self._root, self.events, encryption=encryption)
+        open_checkpointers.register(self)
+
+    @heartbeat.phase(Phase.LOADING)
+    def restore(
+        self,
+        version: Version | str | None = None,
+        *,
+        fresh: bool = False,
+        strict: bool | None = None,
+        required: bool | None = None,
+    ) -> int:
+        """Loads the newest version that is complete everywhere into the objects; returns the step to go on with.
+
+        Collective: every rank calls it, after the process group exists. 0 on a fresh start. Call it before training,
+        and again to go back to a version in the middle of it.
+
+        Args:
+            version: only this one, as `ls` names it.
+            fresh: start a new lineage although versions exist; the newest of them stay until they are removed by hand.
+            strict: False loads what fits and reports the rest in `last_restore`; None: the setting.
+            required: there is something to go on from, so an empty path is an error and no fresh start (it may not be
+                mounted); None: the setting `expect_checkpoint`.
+
+        Raises:
+            VersionNotFound, CorruptError: versions exist, and none can be used; or one was required, and there is none.
+            MismatchError: other objects.
+            MemoryRefused, KeeperNotStarted: the memory level cannot be had, and `require_memory` is set. InUse: another
+            job works on the path, or another process is this rank. StorageError: the path refuses, or a durable version
+            cannot be read and an older one would have to be taken. On every rank the same class, and no rank has begun to
+            train.
+        """
+        self._require_own()
+        if self._run is None:
+            self._early = early_iterators(sys._getframe(1), self._objects)
+            self._begin_proof()
+            if self._again is not None:
+                start = self._again.resume()
+                self.last_restore = RestoreReport(Version(1, start - 1), "the first steps are made again")
+                return start
+        asked = self._asked(as_version(version), fresh=fresh, strict=strict, required=required)
+        group = self._ranks()
+        run = self._run
+        if run is not None:
+            run.lower.close()
+            run.survivor.moved()
+            run.state.carried.begin()
+            run.saver.settle(release=True)
+            run.link.wait_mended(self._config.close_timeout_s)
+        collectives.same(group, "exclude", list(self._exclude))
+        state = run.state if run else collectives.together(group, lambda: self._gatherer(group))
+        link = run.link if run else self._new_link(group)
+        job, saver, restorer, report = self._come_back(run, state, link, asked)
+        link.resumed = Origin(job.incarnation, restorer.recorded, restorer.table)
+        settled(saver, SLOTS_S)
+        saver.restart(restorer.recorded)
+        self.bubbles = self.bubbles or schedule_discovery.bubbles_of(state.modules, self.events)
+        schedule = schedule_of(
+            saver, self._config, group, missed=self._missed, events=self.events, bubbles=self.bubbles, link=link
+        )
+        recorder = self._recorder = self._recorder or Recorder(self._config.trace_dir, group.rank, self.events)
+        report.tell(self.events)  # behind the recorder, which draws it
+        durables = run.durables if run else self._new_durables(job)
+        durables.restarted(job.incarnation)
+        rank, num_ranks = group.rank, group.world_size
+        survivor = run.survivor if run else Survivor(state, job=job.assembly.job_id, rank=rank, world_size=num_ranks)
+        lower = Lower(job, state=state, link=link, storage=self._storage, config=self._config, events=self.events)
+        steps = saver.fence.num_steps
+        start = 0 if report.version is None else report.version.step + 1
+        run = Run(
+            state, link, saver, job, schedule, recorder, durables, survivor, lower, start=start, optimizer_steps=steps
+        )
+        run.observer = self._observer(run, says=rank == 0)
+        self._run = run
+        self._signal.install()
+        recorder.watch(self.bubbles)
+        schedule_discovery.keep_to_waits(self.bubbles, saver.fence, link)
+        self.last_restore = dataclasses.replace(report, info=state.info.restored)
+        open_checkpointers.wish.restored(last := -1 if report.version is None else report.version.step, report.source)
+        heartbeat.at_step(last)  # shown when it is told, not before
+        return self._begin(run, report.version, restorer.recorded)
+
+    def carry(self, name: str, value: T) -> T:
+        """Returns what a value of the loop was at the step that was restored; `value` on a fresh start. Behind `restore`.
+
+        For what lives from one step to the next in names of the script: a batch that was fetched already, a best loss.
+
+            batch = checkpointer.carry("batch", next(batches))
+            for step in range(start, steps):
+                ...
+                checkpointer.step(step, batch=batch)
+
+        Args:
+            name: as which `step` is given it.
+            value: what it is on a fresh start: numbers, strings, tensors, and lists, tuples and dicts of these. Tensors come
+                back on the devices of its own.
+
+        Raises:
+            UsageError: before `restore`, the name was asked for already, or a value that cannot be saved.
+        """
+        carried = self._again.carried if self._again is not None else self._running().state.carried
+        taken: T = carried.take(name, value)
+        return taken
+
+    def step(self, step: int, **carry: Any) -> SaveHandle | None:
+        """`step` is finished: saves if a cadence says so; stops with exit code 0 if SIGTERM was agreed on.
+
+        Args:
+            step: its number; the first one is what `restore` returned.
+            carry: the values that `carry` was asked for, as the next step will find them; each rank its own.
+
+        Raises:
+            UsageError: before `restore`, not later than the step before, or before the one that `restore` returned; other
+            values than those that `carry` was asked for; `prove` found what differs after a restart. SystemExit: after a SIGTERM, once the last save is durable.
+        """
+        if self._again is not None:
+            self._again.again(step, carry, sys._getframe(1))
+            return None
+        run = self._running()
+        one_more = run.observer.at(step, sys._getframe(1)) if run.observer is not None else False
+        reason = step_numbers.why_not(step, newest=run.step, start=run.start, one_more=one_more)
+        if reason is not None:
+            raise UsageError(reason.what, remedy=reason.remedy)
+        run.state.carried.give(step, carry)
+        if self._proof is not None:
+            self._proof.made(step, sys._getframe(1))
+        run.step = step
+        run.lower.before(run, step)
+        run.recorder.step(step)
+        run.at(step)
+        heartbeat.at_step(step)
+        due = run.schedule.after(step, stop_wanted=self._signal.wanted)
+        self._propose(run, due.propose)
+        for missed in due.missed:
+            self._missed(missed)
+        handle = None
+        if due.save:
+            handle = self._save(run, step, Level.DURABLE if due.durable else Level.CAPTURED)
+        if due.stop and handle is not None:
+            self._stop(handle)
+        return handle
+
+    def save(
+        self,
+        step: int,
+        level: Level | str = "captured",
+        *,
+        also_to: Sequence[str] = (),
+        info: Mapping[str, Any] | None = None,
+    ) -> SaveHandle:
+        """Saves the state as it is now as the state after `step`. Every rank calls it, at the same step.
+
+        Returns when everything that may change is copied; `handle.wait()` blocks until `level` is reached.
+
+        Args:
+            step: the step that is finished; restore() of this version returns the one after it.
+            level: `"captured"`, `"replicated"` or `"durable"`; durable makes the version due for storage.
+            also_to: more places, paths or URLs, that it is copied to once it is durable, which this makes the level.
+                Rank 0 copies, each place in a thread of its own, and its `flush` and `on_durable` speak of all places.
+                Retention leaves the version alone until then. At most 8 versions wait for a place; the oldest gives way.
+            info: values of the caller's own to keep beside the state (numbers, strings, bytes, lists, tuples, dicts), as they
+                are at the call, each rank its own; `holdfast inspect` shows them, `last_restore.info` has them. No tensors.
+
+        Raises:
+            UsageError: before `restore`, an unknown level, a step before the last one saved, that one again after an
+                optimizer's step, info that cannot be kept, or values are carried and `step` was not told them before.
+        """
+        if self._again is not None:
+            return never(step, as_level(level), "the first steps are made again")
+        run = self._running()
+        run.state.carried.require(step)
+        wanted = Level.DURABLE if also_to else as_level(level)
+        if run.last is not None and step < run.last.version.step:
+            raise UsageError(f"step {step} cannot be saved after step {run.last.version.step}")
+        if run.last is not None and step == run.last.version.step and run.saver.fence.num_steps != run.saved_steps:
+            raise UsageError(
+                f"step {step} is saved already, and an optimizer made a step since",
+                remedy="number saves by a count that grows with every optimizer step, not by epochs",
+            )
+        run.at(step)
+        with run.state.info.beside(info, saved=run.last is not None and run.last.version.step == step):
+            return self._save(run, step, wanted, also_to)
+
+    @heartbeat.phase(Phase.SAVING)
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Waits until everything that was saved at the durable level is durable, at all places. Training may go on.
+
+        Args:
+            timeout_s: seconds; the setting `close_timeout_s` by default.
+
+        Raises:
+            LevelNotReached: names every version that is not, since the last call, with the reason.
+        """
+        if self._again is not None:
+            return
+        run, began = self._running(), time.monotonic()
+        timeout_s = self._config.close_timeout_s if timeout_s is None else timeout_s
+        run.saver.settle(timeout_s)
+        run.durables.flush(max(0.0, timeout_s - (time.monotonic() - began)))
+
+    def settle(self) -> None:
+        """Waits until the copy of the last save is complete, or given up; after that parameters may be written at will.
+
+        A save may be copied behind the next forward and backward, for only an optimizer's step changes what it copies.
+        Code that writes parameters or optimizer state in another way (averaged weights that are swapped in for an
+        evaluation, a codebook that is reset) calls this before. Waits no longer than a step would. Any thread may call
+        it; where nothing is being copied it returns at once.
+        """
+        if self._run is not None and not self._is_forked:
+            self._run.saver.settle(release=True)
+            self._run.survivor.moved()  # the state is about to be written
+
+    def pin(self, version: Version | str) -> None:
+        """Keeps a version from ever being removed by retention; it may become durable later. Any rank may call it.
+
+        Raises:
+            UsageError: no such name. StorageError: the path refuses.
+        """
+        named = as_version(version)
+        assert named is not None
+        self._storage.pin(named)
+
+    def unpin(self, version: Version | str) -> None:
+        """Takes a pin away; the next commit may remove the version."""
+        named = as_version(version)
+        assert named is not None
+        self._storage.unpin(named)
+
+    def keeper_status(self) -> dict[str, Any]:
+        """Return what the keeper of this node says about itself, as `holdfast status --json` shows it.
+
+        Raises:
+            KeeperLost: there is none now. UsageError: before `restore`.
+        """
+        return self._running().link.require().status()
+
+    @heartbeat.phase(Phase.SAVING)
+    def close(self) -> None:
+        """Makes the last step durable and leaves. Every rank calls it. Calling it again does nothing.
+
+        If an optimizer made a step after the last one that was reported, or somebody wrote other weights, its state is not
+        here any more. Then the newest version that was saved is made durable, and the log says at level ERROR what that leaves out.
+
+        Copies to further places (`also_to`) are waited for until `close_timeout_s` is over (10 s after a SIGTERM or a stop file),
+        and the log says how far they are.
+        What does not arrive is told to the log and to `on_durable`; nothing is raised, for the version is durable at its own place.
+
+        Raises:
+            LevelNotReached: that is not durable, or nothing was saved; says which level it has, and why. The keeper then
+            stays and keeps what it holds.
+        """
+        if self._closed or self._is_forked:
+            return
+        finished, began = False, time.monotonic()
+        try:
+            if self._run is not None:
+                self._finish(self._run)
+            finished = True
+        finally:
+            copy_s = 0.0
+            if finished:  # who was told to stop may be killed soon
+                left_s = 0.0 if self._signal.wanted else self._config.close_timeout_s - (time.monotonic() - began)
+                copy_s = max(MIN_COPY_S, left_s)
+            self._leave(finished=finished, copy_s=copy_s)
+
+    def void(self) -> None:
+        """The job broke off: what a device has not finished by now counts neither as saved nor as live. From any thread."""
+        run = self._run
+        if run is not None:
+            run.survivor.void()
+            run.saver.void()
+
+    def abandon(self) -> None:
+        """Leaves without saving, so that another one of this process can take the rank. Calling it again does nothing."""
+        if not self._closed and not self._is_forked:
+            if self._run is not None:
+                self._run.survivor.leave()
+            self._leave(finished=False)
+
+    def interrupted(self) -> None:
+        """The job broke off and this process stays: what was saved counts, the next call is `restore`."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.survivor.leave()
+            run.lower.close()
+            quiet = run.saver.close()
+            run.durables.close(join_s=1.0)
+            run.recorder.watch(None)
+            if quiet:  # else the keeper must not give our slots away before this process has ended
+                run.link.close(finished=False)
+            self._storage.leave()
+        self.bubbles = schedule_discovery.let_go(self.bubbles)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Closes. After an exception nothing is copied, for the objects may hold half a step; but the last version that
+        was saved, which is whole, is sent to storage, and the keeper stays to finish that. In a forked child, which
+        leaves the block as well, nothing is done.
+        """
+        if self._is_forked:
+            return
+        if kind is None:
+            self.close()
+            return
+        run = None if self._closed else self._run
+        if run is not None:
+            if isinstance(error, RuntimeError):  # of a collective or a device, which may run on behind it
+                run.saver.void()
+            run.saver.settle()
+            if (whole := run.whole) is not None:
+                self._raise_level(run, whole, Level.DURABLE)
+        self.abandon()
+
+    # Inside.
+
+    def _asked(self, version: Version | None, *, fresh: bool, strict: bool | None, required: bool | None) -> Asked:
+        """What the caller, the settings and the operator want of a restore, the stronger first."""
+        if fresh and required:
+            raise UsageError("a fresh start is asked for, and a checkpoint is required", remedy="leave one of them out")
+        wish = open_checkpointers.wish.take_version()
+        if (version is not None or fresh) and wish not in ("", NO_WISH):
+            logger.warning("--from-version %s is not obeyed: the script names what it restores itself", wish)
+        strict = self._config.strict if strict is None else strict
+        required = self._config.expect_checkpoint if required is None else required
+        return Asked(version, fresh, strict, required, "" if version is not None or fresh else wish)
+
+    def _come_back(
+        self, run: Run | None, state: State, link: Link, asked: Asked
+    ) -> tuple[Job, AnySaver, Restorer, RestoreReport]:
+        """The job comes together and loads; whatever fails, nothing is saved of what the objects hold then.
+
+        If a keeper dies meanwhile, and this process has saved before, it begins anew: the next keeper gets the slots, so what
+        was captured is found again.
+        """
+        older = asked.version is None and not asked.fresh and open_checkpointers.wish.take_older()
+        try:
+            try:
+                return self._load(run, state, link, asked, older=older, live=not older)
+            except KeeperLost as error:
+                if run is None:
+                    raise
+                logger.warning("the restore begins anew, with the next keeper: %s", error)
+                return self._load(run, state, link, asked, older=older, live=False)
+        except BaseException:
+            # The objects may hold a mixture now; nothing of it must ever be saved.
+            if run is not None:
+                run.survivor.close()
+                run.durables.close()
+                run.saver.close()
+            link.close(finished=False)
+            self._storage.leave()
+            self._run = None
+            raise
+
+    def _load(
+        self, run: Run | None, state: State, link: Link, asked: Asked, *, older: bool, live: bool
+    ) -> tuple[Job, AnySaver, Restorer, RestoreReport]:
+        """One attempt. Collective: what fails, fails on all ranks."""
+        group, before = self._ranks(), run.saver if run else None
+        saver = before
+        try:
+            job = assemble(group, self._root, self._config, storage=self._storage, link=link, asked=asked)
+            saver = reserved(
+                saver, state=state, link=link, job=job, storage=self._storage, config=self._config, events=self.events
+            )
+            self._laid_out(job, collectives.together(group, state.trained))
+            holder = holder_of(saver, link, job, self._storage)
+            timeout_s = self._config.close_timeout_s
+            restorer = Restorer(job, holder, state=state, storage=self._storage, asked=asked, timeout_s=timeout_s)
+            if older and job.wish.version is None:
+                restorer.decisions.pass_over_newest()
+            return job, saver, restorer, restorer.run(live=live)
+        except BaseException:
+            if saver is not None and saver is not before:
+                saver.close()
+            raise
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this process was forked from the trainer: what the checkpointer has is its parent's."""
+        return os.getpid() != self._pid
+
+    def _require_own(self) -> None:
+        if self._is_forked:
+            raise UsageError(
+                "this process was forked from the one that the checkpointer belongs to",
+                remedy="save in the parent; a child reads what it needs by a Checkpointer or a reader of its own",
+            )
+        if self._closed:
+            raise UsageError("the checkpointer is closed", remedy="build a new one")
+
+    def _running(self) -> Run:
+        self._require_own()
+        if self._run is None:
+            raise UsageError("restore() has not been called", remedy="call it once before training, also on a new run")
+        return self._run
+
+    def _gatherer(self, group: collectives.Ranks) -> State:
+        rank, size = group.rank, group.world_size
+        state = State(
+            self._objects,
+            rank=rank,
+            world_size=size,
+            replicated=self._replicated,
+            exclude=self._exclude,
+            began=self._began,
+        )
+        self._began = state.began
+        return state
+
+    def _new_link(self, group: collectives.Ranks) -> Link:
+        return Link(self._root, self._config, rank=group.rank, events=self.events, on_appointment=self._appointed)
+
+    def _begin(self, run: Run, version: Version | None, saved: Version | None) -> int:
+        """The step to go on with, after `version`."""
+        if version is None:
+            return 0
+        if version == saved:
+            run.survivor.note(run.job.version(version.step))
+        else:  # live state that nobody has saved, and the next failure may take the last twin
+            run.at(version.step)
+            self._save(run, version.step, Level.DURABLE)
+        return version.step + 1
+
+    @property
+    def _again(self) -> Proof | None:
+        """The proof, in the child that makes the first steps again."""
+        return self._proof if self._proof is not None and self._proof.is_child else None
+
+    def _begin_proof(self) -> None:
+        """The first steps are made twice from here on, if that was asked for."""
+        if self._prove and self._proof is None:
+            group = self._ranks()
+            gathered = functools.partial(self._gatherer, group)
+            state = lambda: self._run.state if self._run is not None else gathered()  # noqa: E731
+            self._proof = Proof(self._objects, state, says=group.rank == 0)
+
+    def _observer(self, run: Run, *, says: bool) -> Observer:
+        """Who looks at the names of the script's loop."""
+        fence, carried = run.saver.fence, run.state.carried
+        early, self._early = self._early, ()
+        return Observer(self._objects, carried, start=run.start, count=lambda: fence.num_steps, early=early, says=says)
+
+    def _new_durables(self, job: Job) -> Durables:
+        """Rank 0 copies to further places; the others only wait for what they saved."""
+
+        def open_place(place: str) -> Storage:
+            return open_storage(place, self.events, encryption=KeySource.of(self._config))
+
+        further = FurtherPlaces(self._storage, open_place, job.incarnation) if job.group.rank == 0 else None
+        return Durables(self._on_durable, further, timeout_s=self._config.close_timeout_s)
+
+    def _laid_out(self, job: Job, shards: Sequence[Shard]) -> None:
+        """Who holds the same is known; `shards` are what this rank will train. Collective. The public door does more here."""
+        redundancy_warning.warn(job.group, job.topology, shards, self.events)
+
+    @heartbeat.phase(Phase.SAVING)
+    def _save(self, run: Run, step: int, level: Level, also_to: Sequence[str] = ()) -> SaveHandle:
+        durable = level is Level.DURABLE
+        nested = self._saving == threading.get_ident()
+        if not nested and run.last is not None and run.last.version.step == step:
+            return self._raise_level(run, run.last, level, also_to)
+        handle = SaveHandle(
+            run.job.version(step),
+            level,
+            client=lambda: run.link.client,
+            last_client=lambda: run.link.last_client,
+            settle=run.saver.settle,
+            num_nodes=len(run.job.topology.nodes),
+            timeout_s=self._config.close_timeout_s,
+        )
+        if nested:  # a signal's handler, or state_dict() of an object: whatever the first save holds, it holds still
+            handle.give_up("it was asked for in the middle of another save, by the same thread")
+            logger.warning("%s is given up: %s", handle.version, handle.given_up)
+            if run.last is None or run.last.version != handle.version:
+                run.link.skip(handle.version)
+            return handle
+        if durable or not isinstance(run.saver, DirectSaver):  # which refuses all else
+            run.last, run.saved_steps = handle, run.saver.fence.num_steps
+            run.recent.append(handle)
+        before, self._saving = self._saving, threading.get_ident()
+        try:
+            run.saver.save(handle, durable=durable)
+        finally:
+            self._saving = before
+        if durable:
+            run.durables.add(handle, also_to)
+        run.schedule.saved(step, durable=durable)
+        return handle
+
+    def _raise_level(self, run: Run, handle: SaveHandle, level: Level, also_to: Sequence[str] = ()) -> SaveHandle:
+        """The version exists already: it is not copied twice, only made due for storage if that is new."""
+        if level is Level.DURABLE and handle.level is not Level.DURABLE and not handle.given_up:
+            run.saver.settle()  # the keeper must have heard of it
+            try:
+                run.link.require().persist(handle.version)
+            except KeeperLost as error:
+                logger.warning("%s cannot be made durable now: %s", handle.version, error)
+            run.schedule.saved(handle.version.step, durable=True)
+            run.durables.add(handle, also_to)
+        elif also_to:
+            run.durables.add(handle, also_to)
+        handle.level = max(handle.level, level)
+        return handle
+
+    def _stop(self, handle: SaveHandle) -> None:
+        """All ranks saved this step, or they go on together and agree on another one."""
+        try:
+            handle.wait(Level.CAPTURED)
+        except LevelNotReached as error:
+            logger.warning("not stopping after step %d: %s", handle.version.step, error)
+            return
+        logger.info("stopping after step %d, as SIGTERM asked for", handle.version.step)
+        self.close()
+        raise SystemExit(0)
+
+    def _finish(self, run: Run) -> None:
+        """The last step is durable; if its state is not here any more, the newest version that was saved, aloud."""
+        run.saver.settle()
+        run.link.wait_mended(self._config.close_timeout_s)
+        direct, last, changed = isinstance(run.saver, DirectSaver), run.last, run.changed
+        if last is not None and last.given_up and not changed and (direct or run.link.unskip(last.version)):
+            run.last = last = None
+        settled(run.saver, self._config.close_timeout_s)
+        given_up = last.given_up if last is not None else ""
+        if run.state_step > (last.version.step if last is not None else -1) and not changed:
+            last = self._save(run, run.state_step, Level.DURABLE)
+        elif (whole := run.whole) is not None:
+            last = self._raise_level(run, whole, Level.DURABLE)
+        if not changed and run.lower.closing(run):
+            last = self._save(run, run.state_step, Level.DURABLE)
+        if last is not None:
+            last.wait(Level.DURABLE)
+        elif run.state_step >= 0:
+            raise LevelNotReached(
+                f"nothing of this run is durable: step {run.state_step} was not due, and {changed} after it was reported",
+                remedy="report a step behind the last optimizer step, and close before other weights are loaded",
+            )
+        if last is not None and last.version.step < run.state_step:
+            remedy = "report a step behind the last optimizer step, and close before other weights are loaded"
+            why = f"{changed} after it was reported; {remedy}" if changed else given_up
+            logger.error("what is durable is step %d; step %d is not saved: %s", last.version.step, run.state_step, why)
+
+    def _leave(self, *, finished: bool, copy_s: float = 0.0) -> None:
+        self._closed = True
+        if self._proof is not None:
+            self._proof.end()
+        self._signal.remove()
+        if self.bubbles is not None:
+            self.bubbles.detach()
+        if self._run is not None:
+            self._run.survivor.close()
+            self._run.lower.close()
+            quiet = self._run.saver.close()
+            self._run.durables.close(copy_s)
+            if quiet:  # else the keeper must not give our slots away before this process has ended
+                self._run.link.close(finished=finished)
+            self._run.recorder.close()
+        self._storage.leave()
+
+    def _propose(self, run: Run, proposals: Sequence[Proposal]) -> None:
+        try:
+            for proposal in proposals:
+                run.link.require().propose(proposal)
+        except KeeperLost as error:
+            logger.info("nothing was proposed, and is again later: %s", error)
+
+    def _appointed(self, appointment: Appointment) -> None:
+        """The coordinator named a step; called in the keeper's reader thread."""
+        if self._run is not None:
+            self._run.schedule.take(appointment)
+
+    def _missed(self, step: int) -> None:
+        """The others save `step`, this rank is past it: they must not wait."""
+        run = self._run
+        if run is None or (run.last is not None and run.last.version.step == step):
+            return
+        version = run.job.version(step)
+        try:
+            run.link.require().abandon(version, "this rank was past the step when it was appointed")
+        except KeeperLost:
+            run.link.skip(version)

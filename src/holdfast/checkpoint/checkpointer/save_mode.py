@@ -1,0 +1,123 @@
+"""Decides how a job saves: with memory of its own, or, where that cannot be had and need not be, straight to storage.
+
+Decided once per restore, by all ranks together, because a version is made of what all of them save. Called by
+`checkpoint.checkpointer.checkpointer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from holdfast.base.config import Config
+from holdfast.base.errors import KeeperLost, MemoryRefused
+from holdfast.base.events import Events
+from holdfast.checkpoint.job import collectives
+from holdfast.checkpoint.job.bootstrap import Job
+from holdfast.checkpoint.job.collectives import Ranks
+from holdfast.checkpoint.job.keeper_link import Link
+from holdfast.checkpoint.pipeline.bubbles import Bubbles
+from holdfast.checkpoint.restore.fetcher import Holder
+from holdfast.checkpoint.restore.storage_source import Stored
+from holdfast.checkpoint.save.memory_saver import Saver
+from holdfast.checkpoint.save.overhead_budget import Budget
+from holdfast.checkpoint.save.save_schedule import Schedule
+from holdfast.checkpoint.save.storage_only_schedule import MeetingSchedule
+from holdfast.checkpoint.save.storage_saver import DirectSaver
+from holdfast.checkpoint.state.training_state import State
+from holdfast.keeper.rpc.client import Inventory
+from holdfast.tiers.storage.version_store import Storage
+
+AnySaver: TypeAlias = Saver | DirectSaver
+
+
+def reserved(
+    saver: AnySaver | None, *, state: State, link: Link, job: Job, storage: Storage, config: Config, events: Events
+) -> AnySaver:
+    """Return what saves from now on; `saver` is what did so before. Collective.
+
+    Raises:
+        MemoryRefused: memory is required. UsageError: a value that cannot be saved; names it.
+    """
+    if isinstance(saver, DirectSaver):
+        saver.close()  # memory may be had again
+        saver = None
+    group, reason = job.group, job.no_keeper
+    if not reason:
+        before = saver
+        kept = saver = before or Saver(state, link, job.topology, rank=group.rank, config=config, events=events)
+        try:
+            collectives.together(group, lambda: _reserve(kept, wait=config.require_memory))
+        except MemoryRefused as error:
+            saver.close()
+            if config.require_memory:
+                raise
+            reason = str(error)
+        except BaseException as error:
+            if saver is not before or not isinstance(error, KeeperLost):  # else the slots go to the next keeper
+                saver.close()
+            raise
+        else:
+            return saver
+    direct = DirectSaver(state, link, job, storage, reason=reason, config=config, events=events)
+    try:
+        collectives.together(group, direct.begin)
+    except BaseException:
+        direct.close()
+        raise
+    return direct
+
+
+def _reserve(saver: Saver, *, wait: bool) -> None:
+    """Reserves; with `wait` every page is there when it returns, for nobody goes on with storage alone later.
+
+    Raises:
+        MemoryRefused: the budget does not allow it, or the kernel has no room.
+    """
+    saver.reserve()
+    if wait and not saver.await_slots(None):
+        raise MemoryRefused(saver.refused or "the memory of this rank is not made in time")
+
+
+def settled(saver: AnySaver, timeout_s: float) -> None:
+    """Waits so long for the memory that `saver` was granted; the rest comes behind training."""
+    if isinstance(saver, Saver):
+        saver.await_slots(timeout_s)
+
+
+def holder_of(saver: AnySaver, link: Link, job: Job, storage: Storage) -> Holder:
+    """Return where copies are had from: the keepers, or storage alone if there are none, or if they hold nothing and
+    have too little memory to bring anything. Collective.
+    """
+    if job.no_keeper:
+        return Stored(storage)
+    client = link.require()
+    if isinstance(saver, DirectSaver):
+        held = collectives.share(job.group, lambda: b"copies" if _may_hold(client.inventory()) else b"")
+        if not held:
+            return Stored(storage)
+    return client
+
+
+def _may_hold(inventory: Inventory) -> bool:
+    """Whether keepers have copies, or some that do not answer may have."""
+    return bool(inventory.copies or inventory.unheard)
+
+
+def schedule_of(
+    saver: AnySaver,
+    config: Config,
+    group: Ranks,
+    *,
+    missed: Callable[[int], None],
+    events: Events,
+    bubbles: Bubbles | None,
+    link: Link,
+) -> Schedule | MeetingSchedule:
+    """Return when `saver` saves."""
+    if isinstance(saver, DirectSaver):
+        return MeetingSchedule(config, group)
+    budget = None
+    if config.overhead:
+        budget = Budget(config.overhead, group=group, events=events, bubbles=bubbles, tell=link.note_cadence)
+    return Schedule(config, rank=group.rank, world_size=group.world_size, missed=missed, budget=budget)

@@ -1,0 +1,74 @@
+"""Holds what a checkpointer has between `restore` and `close`. Used by `checkpoint.checkpointer.checkpointer` only."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from holdfast.checkpoint.checkpointer.save_mode import AnySaver
+from holdfast.checkpoint.job.bootstrap import Job
+from holdfast.checkpoint.job.keeper_link import Link
+from holdfast.checkpoint.pipeline.step_trace import Recorder
+from holdfast.checkpoint.save.durable_tracker import Durables
+from holdfast.checkpoint.save.save_handle import SaveHandle
+from holdfast.checkpoint.save.save_schedule import Schedule
+from holdfast.checkpoint.save.storage_only_schedule import MeetingSchedule
+from holdfast.checkpoint.state.training_state import State
+from holdfast.checkpoint.survivors.survivor_state import Survivor
+from holdfast.checkpoint.usage.loop_observer import Observer
+
+
+class Levels(Protocol):
+    """Goes down to storage alone where memory cannot be had, and up again (`checkpoint.checkpointer.storage_fallback`)."""
+
+    def before(self, run: Run, step: int) -> None:
+        """`step` is finished, and nothing is due yet."""
+
+    def closing(self, run: Run) -> bool:
+        """Return whether the last save has to be made again before it is waited for."""
+
+    def close(self) -> None:
+        """Lets go of what waits."""
+
+
+@dataclass(slots=True)
+class Run:
+    """Holds what exists between `restore` and `close`."""
+
+    state: State
+    link: Link
+    saver: AnySaver
+    job: Job
+    schedule: Schedule | MeetingSchedule
+    recorder: Recorder
+    durables: Durables
+    survivor: Survivor
+    lower: Levels
+    start: int = 0  # what `restore` returned
+    step: int = -1  # the newest that was reported
+    state_step: int = -1  # the newest step whose state we were given, by `step` or `save`
+    optimizer_steps: int = 0  # made until then
+    last: SaveHandle | None = None
+    saved_steps: int = 0  # optimizer steps made until `last`
+    observer: Observer | None = None
+    recent: deque[SaveHandle] = field(default_factory=lambda: deque(maxlen=4))  # saves, given up or not
+
+    @property
+    def whole(self) -> SaveHandle | None:
+        """The newest save that this rank has not given up."""
+        return next((handle for handle in reversed(self.recent) if not handle.given_up), None)
+
+    @property
+    def changed(self) -> str:
+        """Return why the objects do not hold the state of the last reported step any more; empty if they do, as far as
+        is seen.
+        """
+        if self.saver.fence.num_steps != self.optimizer_steps:
+            return "an optimizer made a step"
+        return self.survivor.why_changed() or self.state.carried.why_changed()
+
+    def at(self, step: int) -> None:
+        """The objects hold the state after `step` now."""
+        self.state_step, self.optimizer_steps = step, self.saver.fence.num_steps
+        self.survivor.note(self.job.version(step))

@@ -1,0 +1,72 @@
+"""SIGTERM, or a file, as a wish: finish the step, save, leave with exit code 0.
+
+The handler only sets a flag; the next `step` acts on it. A forked child (a data loader's worker) inherits the handler,
+but not the wish: there the signal does what it did before. Only the main thread may install handlers; elsewhere the
+launcher's signal keeps its effect.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from holdfast.tiers.format.strict_json import parse_loose
+
+# Any of these keys with a true value in the stop file; the second is MindSpore's.
+STOP_KEYS = ("stop", "GracefulExit")
+MAX_FILE_BYTES = 64 << 10
+
+
+class StopSignal:
+    """Tells whether SIGTERM arrived in this process since `install`, or the stop file asks for the same.
+
+    Args:
+        file: JSON, an object with `"stop": true`; looked at when `wanted` is asked. Empty for none.
+    """
+
+    def __init__(self, file: str = "") -> None:
+        self.arrived = False
+        self._file = Path(file) if file else None
+        self._owner = os.getpid()
+        self._before: Any = None
+        self._installed = False
+
+    @property
+    def wanted(self) -> bool:
+        """Return whether the job is to stop."""
+        return self.arrived or (self._file is not None and self._asks(self._file))
+
+    def _asks(self, file: Path) -> bool:
+        """A file that is half written, or says something else, asks for nothing."""
+        try:
+            with file.open("rb") as stream:
+                said = parse_loose(stream.read(MAX_FILE_BYTES))
+        except (OSError, ValueError):
+            return False
+        return isinstance(said, dict) and any(said.get(key) in (True, 1) for key in STOP_KEYS)
+
+    def install(self) -> None:
+        """Takes over SIGTERM, once."""
+        if self._installed or threading.current_thread() is not threading.main_thread():
+            return
+        self._before = signal.signal(signal.SIGTERM, self._handle)
+        self._installed = True
+
+    def remove(self) -> None:
+        """Gives SIGTERM back to whoever had it."""
+        if self._installed and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
+            self._installed = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._owner:
+            self.arrived = True
+        elif callable(self._before):
+            self._before(number, frame)
+        elif self._before != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

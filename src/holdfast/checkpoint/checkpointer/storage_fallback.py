@@ -1,0 +1,234 @@
+"""Down to storage alone and up again, in the middle of training: what becomes of saves when memory cannot be had.
+
+A keeper that nobody can start again, or a state that grew beyond the memory allowed, would cost every save until the
+next restore, for a version is made of what all ranks save. So the ranks go on as a job does that never had memory
+(`checkpoint.save.storage_saver`, with the meetings of `checkpoint.save.storage_only_schedule`), together and at one step (`core.scheduling.storage_fallback`); and come back when
+every rank could have its slots again, which they tell each other at those meetings.
+
+A healthy job pays nothing: only who cannot save, or sees no version captured for a while, looks at the board, which is
+torch's store. Nothing raises into the training loop. Called by `checkpoint.checkpointer.checkpointer` with every finished step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from torch import distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from holdfast.base.config import Config
+from holdfast.base.errors import HoldfastError
+from holdfast.base.events import Events
+from holdfast.checkpoint.checkpointer.session import Run
+from holdfast.checkpoint.job import collectives
+from holdfast.checkpoint.job.bootstrap import Job
+from holdfast.checkpoint.job.keeper_link import Link
+from holdfast.checkpoint.save.memory_saver import Saver
+from holdfast.checkpoint.save.save_handle import SaveHandle
+from holdfast.checkpoint.save.save_schedule import Schedule
+from holdfast.checkpoint.save.storage_only_schedule import MeetingSchedule
+from holdfast.checkpoint.save.storage_saver import DirectSaver
+from holdfast.checkpoint.state.training_state import State
+from holdfast.core.model import Level
+from holdfast.core.scheduling.storage_fallback import Board, Descent, Move
+from holdfast.tiers.storage.version_store import Storage
+
+logger = logging.getLogger(__name__)
+
+# No version captured for so long, although some were saved: somebody may be in trouble.
+UNSURE_S = 2.0
+# How long a rank waits at the step of the meeting for the others. All but pipelines are a moment apart.
+ARRIVAL_S = 1.0
+LOOK_EVERY_S = 0.005
+CLOSING_EVERY_S = 0.05
+# Saves of which any may still become captured.
+RECENT = 8
+
+
+class StoreBoard:
+    """The board of a job: keys in the store of its process group."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def get(self, key: str) -> str | None:
+        """Return what stands there."""
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def put(self, key: str, text: str) -> None:
+        """Writes it."""
+        self._store.set(key, text)
+
+    def add(self, key: str) -> int:
+        """Counts one more; returns how many."""
+        return int(self._store.add(key, 1))
+
+    def first(self, key: str, text: str) -> str:
+        """Writes it unless something stands there already; returns what stands there now."""
+        return self._store.compare_set(key, "", text).decode()
+
+
+def board_of(group: collectives.Ranks, incarnation: int) -> Callable[[int], Board] | None:
+    """The boards of this incarnation, by number; None for one rank, which needs none."""
+    if group.world_size == 1 or not dist.is_initialized():
+        return None
+    store: Store = dist.distributed_c10d._get_default_store()
+    return lambda number: StoreBoard(PrefixStore(f"holdfast/lower/{incarnation}/{number}", store))
+
+
+class Lower:
+    """The levels of one rank, between two restores."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        state: State,
+        link: Link,
+        storage: Storage,
+        config: Config,
+        events: Events,
+    ) -> None:
+        self._job = job
+        self._boards = board_of(job.group, job.incarnation)
+        self._state = state
+        self._link = link
+        self._storage = storage
+        self._config = config
+        self._events = events
+        self._memory: tuple[Saver, Schedule] | None = None  # what waits while storage alone is saved to
+        self._recent: deque[SaveHandle] = deque(maxlen=RECENT)
+        self._since_s = 0.0
+        self._number = 0
+        self._descent = self._new_descent()
+
+    def before(self, run: Run, step: int) -> None:
+        """`step` is finished, and nothing is due yet: goes down or up if all do so here. Collective only then."""
+        try:
+            if self._memory is not None:
+                if isinstance(run.schedule, MeetingSchedule) and run.schedule.back:
+                    self._up(run)
+            elif isinstance(run.saver, Saver):
+                trouble = self._trouble(run.saver)
+                if (trouble or self._is_unsure(run)) and self._all_go(step, trouble):
+                    self._down(run, trouble)
+        except HoldfastError as error:
+            logger.warning("the level of saving stays as it is: %s", error)
+        except RuntimeError as error:  # of torch's store
+            logger.warning("who else can save is not known: %s", error)
+
+    def closing(self, run: Run) -> bool:
+        """Before the last save is waited for: whether it has to be made again, straight to storage, by all ranks."""
+        saver, last = run.saver, run.last
+        if not isinstance(saver, Saver) or last is None or saver.fence.num_steps != run.optimizer_steps:
+            return False
+        deadline = time.monotonic() + self._config.close_timeout_s
+        try:
+            while last.reached < Level.CAPTURED and time.monotonic() < deadline:
+                trouble = self._trouble(saver)
+                if self._boards is None:
+                    return bool(trouble) and self._down(run, trouble)
+                last_one = Descent(self._boards(0), rank=self._job.group.rank, world_size=self._job.group.world_size)
+                if last_one.meets_at_the_end(trouble):
+                    return self._arrived(last_one, deadline) and self._down(run, trouble or last_one.reason)
+                time.sleep(CLOSING_EVERY_S)
+        except (HoldfastError, RuntimeError) as error:
+            logger.warning("the last save stays in memory: %s", error)
+        return False
+
+    def close(self) -> None:
+        """Lets go of what waits."""
+        if self._memory is not None:
+            self._memory[0].close()
+            self._memory = None
+
+    # Whether.
+
+    def _trouble(self, saver: Saver) -> str:
+        """Why this rank cannot save to memory; empty if it can, or may soon."""
+        return saver.refused or self._link.trouble
+
+    def _is_unsure(self, run: Run) -> bool:
+        """Whether versions are saved and none becomes captured."""
+        recent, last = self._recent, run.last
+        if last is not None and (not recent or recent[-1] is not last):
+            self._since_s = self._since_s if recent else time.monotonic()
+            recent.append(last)
+        captured = [number for number, handle in enumerate(recent) if handle.reached >= Level.CAPTURED]
+        if captured:
+            for _ in range(captured[-1] + 1):
+                recent.popleft()
+            self._since_s = time.monotonic()
+        return bool(recent) and time.monotonic() - self._since_s > UNSURE_S
+
+    def _all_go(self, step: int, trouble: str) -> bool:
+        if self._descent is None:
+            return bool(trouble)
+        move = self._descent.after(step, trouble)
+        if move is Move.WAIT:
+            return self._arrived(self._descent, time.monotonic() + ARRIVAL_S)
+        return move is Move.GO
+
+    def _arrived(self, descent: Descent, deadline: float) -> bool:
+        while (move := descent.outcome()) is Move.WAIT:
+            if time.monotonic() > deadline:
+                move = descent.give_up()
+                break
+            time.sleep(LOOK_EVERY_S)
+        return move is Move.GO
+
+    def _new_descent(self) -> Descent | None:
+        self._number += 1
+        if self._boards is None:
+            return None
+        group = self._job.group
+        return Descent(self._boards(self._number), rank=group.rank, world_size=group.world_size)
+
+    # Down and up. Collective.
+
+    def _down(self, run: Run, trouble: str) -> bool:
+        saver, schedule = run.saver, run.schedule
+        assert isinstance(saver, Saver)
+        assert isinstance(schedule, Schedule)
+        saver.settle()
+        reason = trouble or (self._descent.reason if self._descent is not None else "")
+        direct = DirectSaver(
+            self._state, self._link, self._job, self._storage, reason=reason, config=self._config, events=self._events
+        )
+        try:
+            collectives.together(self._job.group, direct.begin)
+        except HoldfastError:
+            direct.close()
+            raise
+        self._withdraw(run, saver)
+        direct.keeps_link = True
+        direct.restart(self._link.resumed.version if self._link.resumed is not None else None)
+        self._memory = saver, schedule
+        run.saver, run.last, run.optimizer_steps = direct, None, direct.fence.num_steps
+        run.schedule = MeetingSchedule(self._config, self._job.group, could=lambda: self._could(saver))
+        self._recent.clear()
+        return True
+
+    def _withdraw(self, run: Run, saver: Saver) -> None:
+        """Keepers wait no longer for versions that cannot become complete: their slots, and they themselves, are free."""
+        for handle in (*self._recent, run.last):
+            if handle is not None and not handle.given_up and handle.reached < Level.CAPTURED:
+                saver.give_up(handle, "the ranks go on with storage alone")
+
+    def _could(self, saver: Saver) -> bool:
+        """Whether this rank could save to memory again."""
+        if self._link.client is None:
+            self._link.mend()
+            return False
+        return not self._link.silent and saver.fits()
+
+    def _up(self, run: Run) -> None:
+        assert self._memory is not None
+        run.saver.close()
+        (run.saver, run.schedule), self._memory = self._memory, None
+        self._descent = self._new_descent()
+        logger.warning("the memory level is back: all ranks have their slots again")
+        self._events.emit("memory_level_back", rank=self._job.group.rank)

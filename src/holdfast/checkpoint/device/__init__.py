@@ -1,0 +1,1 @@
+"""Accelerators behind one interface, and chunks on their way to them."""

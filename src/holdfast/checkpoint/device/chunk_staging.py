@@ -1,0 +1,118 @@
+"""Chunks on their way to devices: through memory that the driver knows, without waiting, one event each.
+
+What is restored lies in memory of keepers, which no driver has registered, so a copy from there would wait for the device,
+piece by piece. Each thread that fills copies a chunk into a buffer of its own instead, proves it there, queues the pieces
+on a stream of its own, and goes on with its other buffer. A buffer is used again when the device has passed the event
+behind its pieces; `close` waits for the last.
+
+A device that has no such memory for us is filled from an ordinary buffer, which blocks. Used by `checkpoint.restore.tensor_fill`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+
+from holdfast.base.errors import LevelNotReached
+from holdfast.checkpoint.device import accelerator
+from holdfast.checkpoint.device.accelerator import device_of
+
+logger = logging.getLogger(__name__)
+
+NUM_BUFFERS = 2
+# A device that does not take a chunk for so long hangs; the restore fails, as it would with storage that is silent.
+TAKE_S = 600.0
+
+
+class Starts:
+    """Events behind all that was queued for the tensors until now: nobody may fill them before. Made in the caller's thread."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        found = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+        self.events = {d: device_of(d.type).record(device_of(d.type).current_stream(d)) for d in found}
+
+
+class Staging:
+    """The buffers and streams of one thread.
+
+    Args:
+        num_bytes: of the largest chunk.
+    """
+
+    def __init__(self, starts: Starts, num_bytes: int) -> None:
+        self._starts = starts
+        self._num_bytes = num_bytes
+        self._is_pinned = True
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._buffers: deque[tuple[torch.Tensor, tuple[torch.Event, ...]]] = deque()
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Returns a buffer of so many bytes that no device reads any more.
+
+        Raises:
+            LevelNotReached: a device took nothing for long.
+        """
+        if len(self._buffers) < NUM_BUFFERS:
+            return self._new()[:num_bytes]
+        buffer, events = self._buffers.popleft()
+        _await(events)
+        return buffer[:num_bytes]
+
+    def send(self, buffer: torch.Tensor, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Queues the copies from `buffer`, which `take` gave, to the targets."""
+        by_device: dict[torch.device, list[int]] = {}
+        for index, target in enumerate(targets):
+            by_device.setdefault(target.device, []).append(index)
+        events = []
+        with torch.no_grad():
+            for index in by_device.pop(torch.device("cpu"), ()):
+                targets[index].copy_(sources[index])
+            for device, members in by_device.items():
+                stream = self._stream(device)
+                if not self._is_pinned:  # a copy that blocks has no limit: not before the device has come to it
+                    _await((device_of(device.type).record(stream),))
+                with stream:
+                    for index in members:
+                        targets[index].copy_(sources[index], non_blocking=self._is_pinned)
+                    events.append(device_of(device.type).record(stream))
+        whole = buffer.new_empty(0).set_(buffer.untyped_storage())
+        self._buffers.append((whole, tuple(events)))
+
+    def close(self) -> None:
+        """Waits until the devices have all that was sent.
+
+        Raises:
+            LevelNotReached: a device took nothing for long.
+        """
+        while self._buffers:
+            _await(self._buffers.popleft()[1])
+
+    def _stream(self, device: torch.device) -> torch.Stream:
+        if device not in self._streams:
+            stream = self._streams[device] = device_of(device.type).new_stream(device)
+            stream.wait_event(self._starts.events[device])
+        return self._streams[device]
+
+    def _new(self) -> torch.Tensor:
+        try:
+            return torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            logger.info("devices are filled from ordinary memory: %s", error)
+            self._is_pinned = False
+            return torch.empty(self._num_bytes, dtype=torch.uint8)
+
+
+def _await(events: tuple[torch.Event, ...]) -> None:
+    if not accelerator.wait(events, TAKE_S):
+        raise LevelNotReached("a device does not take what is restored to it")
+
+
+def placed(source: torch.Tensor, address: int, buffer: torch.Tensor) -> torch.Tensor:
+    """Returns what `source` is of memory at `address`, seen in a buffer with the same bytes."""
+    at = source.data_ptr() - address
+    flat = buffer[at:] if at % source.element_size() == 0 else buffer[at:].clone()
+    whole = flat[: len(flat) // source.element_size() * source.element_size()].view(source.dtype)
+    return whole.as_strided(source.shape, source.stride(), whole.storage_offset())

@@ -1,0 +1,1 @@
+"""The words that state is told in: entries, trees, shards, random generators."""

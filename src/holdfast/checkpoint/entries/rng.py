@@ -1,0 +1,134 @@
+"""States of random number generators as objects with `state_dict` and `load_state_dict`.
+
+`ProcessRandomness` is everything a training step may draw from: Python, NumPy (if the process has imported it), torch
+on the CPU and on the process's current device (if it uses one; a save must not be what starts it). A rank that comes back
+on another device of its node goes on with the same sequence there. Reading a generator's state waits for no device: seed
+and offset live in host memory.
+"""
+
+from __future__ import annotations
+
+import array
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.device import accelerator
+
+
+class ProcessRandomness:
+    """The process-wide generators."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All states; words of Python's and NumPy's generators as tensors, they are long."""
+        version, words, gauss = random.getstate()
+        python = {
+            "version": version,
+            "gauss": gauss,
+            "words": torch.frombuffer(array.array("q", words), dtype=torch.int64),
+        }
+        state: dict[str, Any] = {"python": python, "torch": torch.get_rng_state()}
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            state["numpy"] = numpy.random.get_state(legacy=False)
+        device = accelerator.in_use()
+        words = device.random_state() if device is not None else None
+        if device is not None and words is not None:
+            state["device"] = {"kind": device.kind, "words": words}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues every sequence. A device that is not here is skipped: nothing can be drawn from it."""
+        python = state["python"]
+        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+        torch.set_rng_state(state["torch"])
+        if "numpy" in state:
+            import numpy  # noqa: ICN001, PLC0415 - only a process that drew from it has such a state
+
+            numpy.random.set_state(state["numpy"])  # noqa: NPY002 - the generator behind numpy.random.*
+        self._load_device(state)
+
+    def _load_device(self, state: dict[str, Any]) -> None:
+        device = accelerator.in_use()
+        if device is None:
+            return
+        saved = state.get("device")
+        if saved is not None and saved["kind"] == device.kind:
+            device.set_random_state(saved["words"])
+        for index, words in state.get("cuda", {}).items() if device.kind == "cuda" else ():
+            if int(index) < device.count():  # as versions before saved it: every device by its number
+                device.set_random_state(words, int(index))
+
+
+class GeneratorState:
+    """One `torch.Generator` that the user owns, for example a sampler's."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generator's state."""
+        return {"state": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues the sequence."""
+        self._generator.set_state(state["state"])
+
+
+class OwnRandomness:
+    """One generator of Python's or NumPy's that the user owns: `random.Random`, `numpy.random.Generator`, `RandomState`.
+
+    Args:
+        read, write: how its place is read and set, as `random_state` tells.
+    """
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+        self._read, self._write = read, write
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generator's state, of plain values."""
+        return {"state": self._read()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues the sequence."""
+        self._write(state["state"])
+
+
+def random_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
+    """Returns how the place of a generator of random numbers is read and set; None for anything else."""
+    if isinstance(value, torch.Generator):
+        return lambda: value.get_state().numpy().tobytes(), lambda state: _set_torch(value, state)
+    if isinstance(value, random.Random):
+        if type(value) is not random.Random:
+            return None
+        return value.getstate, value.setstate
+    numpy = sys.modules.get("numpy")
+    if numpy is None or "random" not in vars(numpy):
+        return None
+    if isinstance(value, numpy.random.Generator):
+        bits = value.bit_generator
+        return lambda: _lists(bits.state), lambda state: setattr(bits, "state", _arrays(state))
+    if isinstance(value, numpy.random.RandomState):
+        return lambda: _lists(value.get_state(legacy=False)), lambda state: value.set_state(_arrays(state))
+    return None
+
+
+def _set_torch(generator: torch.Generator, state: bytes) -> None:
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _lists(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _lists(part) for key, part in tree.items()}
+    return {"array": tree.tolist(), "dtype": str(tree.dtype)} if hasattr(tree, "tolist") and tree.ndim else tree
+
+
+def _arrays(tree: Any) -> Any:
+    if isinstance(tree, dict) and tree.keys() == {"array", "dtype"}:
+        import numpy  # noqa: ICN001, PLC0415 - only a process that has such a generator comes here
+
+        return numpy.array(tree["array"], dtype=tree["dtype"])
+    return {key: _arrays(part) for key, part in tree.items()} if isinstance(tree, dict) else tree

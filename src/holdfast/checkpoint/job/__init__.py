@@ -1,0 +1,1 @@
+"""The job around a training process: its ranks, its keeper, its slots and its storage."""

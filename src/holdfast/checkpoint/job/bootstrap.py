@@ -1,0 +1,344 @@
+"""The job comes together: who runs where, one incarnation, one keeper per node, all told the same.
+
+Rank 0 claims the root, keeps other jobs out and registers the incarnation; the first rank of each node starts its keeper or finds it; then
+every rank connects and tells its keeper about the job. A fault on one rank is raised by all. Called by
+`checkpoint.checkpointer.checkpointer` at every restore; a second restore in the same process is a new incarnation over the same keepers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from holdfast.base.config import Config
+from holdfast.base.errors import CorruptError, KeeperNotStarted, StorageFull, UsageError, VersionNotFound
+from holdfast.checkpoint.job import collectives, wait_for_storage
+from holdfast.checkpoint.job.collectives import Ranks
+from holdfast.checkpoint.job.keeper_link import Link
+from holdfast.checkpoint.job.wait_for_storage import Patience
+from holdfast.checkpoint.liveness import open_checkpointers
+from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
+from holdfast.core.model import Topology, Version
+from holdfast.core.recovery.broadcast_tree import RANKS_PER_READER
+from holdfast.core.scheduling.cadence import Cadence
+from holdfast.core.versions.lineage import Lineage
+from holdfast.keeper.rpc.client import Assembly
+from holdfast.keeper.rpc.paths import absolute_root, place_of
+from holdfast.tiers.storage.version_store import Storage
+
+logger = logging.getLogger(__name__)
+
+FIRST_START = (
+    "mount it, or correct the path; a first start goes without `required=True`, `--expect-checkpoint` and the setting "
+    "expect_checkpoint"
+)
+
+# Incarnation -> what it resumed from.
+Resumed = dict[int, Version | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """An operator's wish (`--from-version`), as it counts at this start.
+
+    Attributes:
+        version: the version to go back to; None: the newest.
+        ends: the operator's last wish is over, for this start has none: the same one counts again.
+    """
+
+    version: Version | None = None
+    ends: bool = False
+
+    def record(self, storage: Storage, incarnation: int, resumed: Version | None) -> None:
+        """Records that it was fulfilled, if it was. Rank 0, right before what was resumed from is recorded."""
+        if self.ends or (self.version is not None and self.version == resumed):
+            storage.record_wished(incarnation, self.version)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The job of one incarnation, as every rank knows it.
+
+    Attributes:
+        no_keeper: why no rank has a keeper; empty if all have.
+        wish: what the operator's wish comes to.
+    """
+
+    group: Ranks
+    assembly: Assembly
+    ranks_per_reader: int = RANKS_PER_READER
+    no_keeper: str = ""
+    wish: Wish = Wish()
+
+    @property
+    def incarnation(self) -> int:
+        """Its number."""
+        return self.assembly.incarnation
+
+    @property
+    def topology(self) -> Topology:
+        """Return who runs where."""
+        return self.assembly.topology
+
+    @property
+    def lineage(self) -> Lineage:
+        """Return what the incarnations before this one resumed from."""
+        return Lineage(dict(self.assembly.lineage))
+
+    def version(self, step: int) -> Version:
+        """`step` of this incarnation."""
+        return Version(self.incarnation, step)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Says what a restore was asked for.
+
+    Attributes:
+        version: only this one.
+        fresh: the job is begun anew, whatever was there.
+        strict: objects that do not fit are refused.
+        required: there is something to go on from.
+        wish: what the operator named; see `open_checkpointers.Wish.version`.
+    """
+
+    version: Version | None = None
+    fresh: bool = False
+    strict: bool = True
+    required: bool = False
+    wish: str = ""
+
+
+def assemble(
+    group: Ranks,
+    root: str,
+    config: Config,
+    *,
+    storage: Storage,
+    link: Link,
+    asked: Asked = Asked(),  # frozen
+) -> Job:
+    """Brings the job together. Collective.
+
+    Raises:
+        HoldfastError: what any rank met, on every rank.
+    """
+    topology = _meet(group, root, config)
+    known = _known(group, absolute_root(root), asked)
+    # In the middle of a run a path that refuses may come back; at its first start the operator wants to know at once.
+    patience = Patience(config.close_timeout_s if known else 0.0)
+    required = asked.required and not known
+    occupy = partial(_occupy, storage, config.run_id, known=known, required=required)
+    job_id, trouble = json.loads(wait_for_storage.share(group, occupy, patience))
+    open_checkpointers.wish.works_on(absolute_root(root), job_id)
+    first = topology.ranks_on(topology.node_of[group.rank])[0] == group.rank
+    no_keeper = _connect(group, link, first=first, required=config.require_memory)
+    addresses = () if no_keeper else _addresses(group, topology, link)
+    seen = _seen(group, job_id, link)
+    registered = json.loads(
+        wait_for_storage.share(group, lambda: _register(storage, seen, trouble, asked.wish), patience)
+    )
+    kept = Cadence.parse(config.keep_every)
+    assembly = Assembly(
+        incarnation=registered["incarnation"],
+        root=absolute_root(root),
+        job_id=job_id,
+        topology=topology,
+        addresses=addresses,
+        keep_last=config.keep_last,
+        keep_every=kept.steps or 0,
+        keep_every_s=kept.seconds or 0.0,
+        lineage=tuple((number, Version.parse(text) if text else None) for number, text in registered["lineage"]),
+    )
+    if not no_keeper:
+        collectives.together(group, lambda: link.assemble(assembly))
+    link.assembled(assembly)
+    wish = Wish(Version.parse(registered["back"]), registered["ends"])
+    return Job(group, assembly, config.ranks_per_reader, no_keeper, wish)
+
+
+def _connect(group: Ranks, link: Link, *, first: bool, required: bool) -> str:
+    """All ranks find their keeper, or none uses one: then why.
+
+    The first rank of a node starts the keeper while the others wait, instead of all starting one.
+
+    Raises:
+        KeeperNotStarted: on some node, and the level in memory is `required`.
+    """
+    try:
+        collectives.together(group, lambda: link.open() if first and link.client is None else None)
+        collectives.together(group, lambda: link.open() if link.client is None else None)
+    except KeeperNotStarted as error:
+        if required:
+            raise
+        link.forgo(finished=False)
+        return str(error)
+    link.recollect()
+    return ""
+
+
+def _known(group: Ranks, root: str, asked: Asked) -> str:
+    """The id of the job that the path belonged to earlier in this run, as any rank's launcher knows; empty: to none.
+
+    An empty path is then no beginning: it was unmounted, or removed.
+    """
+    mine = "" if asked.fresh else open_checkpointers.wish.jobs.get(root, "")
+    return next((job for job in collectives.gather_json(group, mine) if job), "")
+
+
+def _meet(group: Ranks, root: str, config: Config) -> Topology:
+    """Who runs where."""
+    place = place_of(root, config)
+    rows = collectives.gather_json(
+        group, [absolute_root(root), config.run_id, place.node, config.rack_label, config.backup_node]
+    )
+    different = sorted({(row[0], row[1]) for row in rows})
+    if len(different) > 1:
+        raise UsageError(
+            f"the ranks name different jobs: {' and '.join(f'{path} (run {run})' for path, run in different)}",
+            remedy="give every rank the same path and run id",
+        )
+    nodes = tuple(dict.fromkeys(row[2] for row in rows))
+    firsts = [next(row for row in rows if row[2] == node) for node in nodes]
+    racks = tuple(row[3] for row in firsts)
+    return Topology(
+        nodes,
+        tuple(nodes.index(row[2]) for row in rows),
+        racks if any(racks) else (),
+        _named_backups(nodes, [row[4] for row in firsts]),
+    )
+
+
+def _named_backups(nodes: tuple[str, ...], names: list[str]) -> tuple[int, ...]:
+    """The nodes that were named as backups, by index.
+
+    Raises:
+        UsageError: a name that no node of the job bears, or a node's own.
+    """
+    for node, name in zip(nodes, names, strict=True):
+        if name and (name not in nodes or name == node):
+            raise UsageError(
+                f"node {node} names {name!r} as its backup", remedy=f"name another node of the job: {', '.join(nodes)}"
+            )
+    return tuple(nodes.index(name) if name else -1 for name in names) if any(names) else ()
+
+
+def _addresses(group: Ranks, topology: Topology, link: Link) -> tuple[str, ...]:
+    """Where the keepers find each other; each knows its own address, its port being the kernel's choice."""
+    rows = collectives.gather_json(group, [link.require().address, machine()])
+    firsts = [rows[topology.ranks_on(node)[0]] for node in range(len(topology.nodes))]
+    deaf = [node for node, (address, _) in enumerate(firsts) if not address.startswith("tcp:")]
+    if group.rank == 0 and deaf and len({machine for _, machine in firsts}) > 1:
+        logger.warning(
+            "the nodes stand on different machines, but the keeper of %s listens on none of its addresses: no replica "
+            "reaches or leaves it; give --listen and --secret-file",
+            topology.nodes[deaf[0]],
+        )
+    return tuple(address for address, _ in firsts)
+
+
+def machine() -> str:
+    """Return what no two machines share; containers of one machine do."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _occupy(storage: Storage, run_id: str, *, known: str, required: bool) -> bytes:
+    """Rank 0: the root is ours, and nobody else works on it. Before any keeper is asked: it may be another job's.
+
+    Returns:
+        the job's id, and why the lock could not be written, if it could not.
+
+    Raises:
+        VersionNotFound: a checkpoint is required, and the path is empty. StorageError: it was not empty earlier in this run.
+    """
+    if known:
+        storage.require_job(known)
+    elif required:
+        try:
+            storage.job_id()
+        except VersionNotFound as error:
+            what = "a checkpoint was expected, and nothing was ever saved here"
+            raise VersionNotFound(what, where=storage.where, remedy=FIRST_START) from error
+    job_id = storage.claim()
+    try:
+        storage.occupy(run_id)
+    except StorageFull as error:
+        return json.dumps([job_id, str(error)]).encode()
+    return json.dumps([job_id, ""]).encode()
+
+
+def _seen(group: Ranks, job_id: str, link: Link) -> tuple[int, Resumed]:
+    """The highest incarnation that any keeper has seen, and what they know of the lineage."""
+    own, known = link.client.seen(job_id) if link.client is not None else (0, ())
+    last = link.assembly
+    if last is not None and last.job_id == job_id:  # a second restore in this process
+        own = max(own, last.incarnation)
+    rows = collectives.gather_json(group, [own, [[number, str(version or "")] for number, version in known]])
+    lineage = {number: Version.parse(text) for _, records in rows for number, text in records}
+    return max(number for number, _ in rows), lineage
+
+
+def _register(storage: Storage, seen: tuple[int, Resumed], trouble: str, wish: str) -> bytes:
+    """Rank 0: this incarnation has a number, and what the operator wishes is known.
+
+    Higher than all that keepers have seen: an incarnation that began while nothing could be written is known to them
+    alone. If nothing can be written now and there is something in memory to come back to, that is what this one does:
+    it is registered before anything of it is committed (`tiers.storage.incarnations.enlist`).
+    """
+    highest, known = seen
+    lineage = {**known, **storage.lineage()}
+    back, ends = _wish(storage, wish)
+    try:
+        if trouble:
+            raise StorageFull(trouble, where=storage.where, remedy="free space")
+        number = storage.register_incarnation(above=highest)
+    except StorageFull as error:
+        if not highest:
+            raise
+        number = max(highest, storage.highest_incarnation()) + 1
+        logger.warning(
+            "incarnation %d cannot be registered yet (%s): the job comes back from memory, and nothing becomes durable "
+            "until there is space",
+            number,
+            error,
+        )
+    facts: dict[str, Any] = {
+        "incarnation": number,
+        "lineage": [[n, str(version) if version else ""] for n, version in sorted(lineage.items()) if n < number],
+        "back": back,
+        "ends": ends,
+    }
+    return json.dumps(facts).encode()
+
+
+def _wish(storage: Storage, text: str) -> tuple[str, bool]:
+    """Returns the version to go back to (empty: none), and whether the wish that stands is over.
+
+    A job that its scheduler starts again has the same command: its wish was fulfilled by the first start.
+    """
+    if not text:
+        return "", False
+    if text == NO_WISH:
+        try:
+            return "", storage.fulfilled() is not None
+        except CorruptError:
+            return "", True
+    done = storage.fulfilled()
+    if done is None or str(done[1]) != text:
+        return text, False
+    logger.warning(
+        "--from-version %s was fulfilled by incarnation %d: this start goes on from the newest version. To go back there once "
+        "more, start the job once without --from-version, or call restore(version=%r)",
+        text,
+        done[0],
+        text,
+    )
+    return "", False

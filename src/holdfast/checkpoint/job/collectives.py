@@ -1,0 +1,199 @@
+"""Ranks agree before they train: bytes gathered from all, one vote, and an error that everybody raises or nobody.
+
+Uses the default process group when there is one, with `all_gather` of byte tensors: nothing is pickled. One rank alone
+needs no group. Only restore and construction call this; a save needs no collective (decision 10).
+
+A group without a backend for the host agrees through its device. An aborted collective leaves there what happens to be in
+memory, and zeros would say that no rank failed. So what was read counts only if the job had not broken off by then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import distributed as dist
+
+from holdfast.base.errors import HoldfastError, Interrupted, UsageError, kind_of
+from holdfast.checkpoint.device.accelerator import device_of
+from holdfast.checkpoint.liveness import open_checkpointers
+from holdfast.core.versions.fence_rules import counts
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """All ranks of the job. Every rank MUST make the same calls in the same order."""
+
+    rank: int
+    world_size: int
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return what every rank gave, by rank."""
+
+    def send(self, data: torch.Tensor, to: int) -> None:
+        """Bytes in host memory to one other rank, which MUST receive as many."""
+
+    def receive(self, num_bytes: int, origin: int) -> torch.Tensor:
+        """Bytes from one other rank, in host memory."""
+
+
+class Alone:
+    """A job of one rank."""
+
+    rank = 0
+    world_size = 1
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Only ours."""
+        return [data]
+
+    def send(self, data: torch.Tensor, to: int) -> None:  # noqa: ARG002 - there is nobody
+        """Nobody is there."""
+        raise AssertionError("a job of one rank has nobody to send to")
+
+    def receive(self, num_bytes: int, origin: int) -> torch.Tensor:  # noqa: ARG002 - there is nobody
+        """Nobody is there."""
+        raise AssertionError("a job of one rank has nobody to receive from")
+
+
+class Group:
+    """The ranks of the default process group."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._device = _device()
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Two collectives: lengths, then bytes padded to the longest."""
+        mine = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
+        lengths = [torch.zeros_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(lengths, mine)
+        sizes = _read(torch.cat(lengths)).tolist()
+        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+        if data:
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        padded = padded.to(self._device)
+        rows = [torch.zeros_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(rows, padded)
+        return [_read(row[:size]).numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+    def send(self, data: torch.Tensor, to: int) -> None:
+        """Send by way of the device of the group."""
+        dist.send(data.to(self._device), to)
+
+    def receive(self, num_bytes: int, origin: int) -> torch.Tensor:
+        """Receive by way of the device of the group."""
+        data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        dist.recv(data, origin)
+        return _read(data)
+
+
+def _read(received: torch.Tensor) -> torch.Tensor:
+    """Return what a collective left, in host memory.
+
+    Raises:
+        Interrupted: the job broke off before it was read.
+    """
+    data = received.cpu()
+    if not counts(broke_off=bool(open_checkpointers.broken.reason), passed_by_then=False):
+        raise Interrupted(open_checkpointers.broken.reason)
+    return data
+
+
+def ranks() -> Ranks:
+    """The ranks of this job.
+
+    Raises:
+        UsageError: the launcher started several ranks, but there is no process group yet.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return Group() if dist.get_world_size() > 1 else Alone()
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > 1:
+        raise UsageError(
+            f"the launcher started {launched} ranks, but there is no process group",
+            remedy="call torch.distributed.init_process_group() before restore()",
+        )
+    return Alone()
+
+
+def together(group: Ranks, work: Callable[[], T]) -> T:
+    """Does `work` on every rank; if it fails on one, every rank raises that class of error.
+
+    Every rank learns of the fault before anybody waits in a later collective for the one that has it.
+
+    Raises:
+        HoldfastError: of the class that the lowest failing rank met; anything else that was raised becomes UsageError.
+    """
+    result, fault = _attempt(work)
+    told = group.gather(b"" if fault is None else _describe(fault))
+    failed = [rank for rank, text in enumerate(told) if text]
+    if not failed:
+        return result  # type: ignore[return-value]  # no fault, so there is a result
+    first = failed[0]
+    if fault is not None and (first == group.rank or group.world_size == 1):
+        raise fault
+    raise _retell(told[first], first, len(failed)) from fault
+
+
+def gather_json(group: Ranks, value: Any) -> list[Any]:
+    """A plain JSON value of every rank."""
+    return [json.loads(data) for data in group.gather(json.dumps(value).encode())]
+
+
+def share(group: Ranks, make: Callable[[], bytes]) -> bytes:
+    """Rank 0 makes bytes, all ranks get them; a fault of rank 0 is raised by all."""
+    made = together(group, lambda: make() if group.rank == 0 else b"")
+    return group.gather(made)[0]
+
+
+def same(group: Ranks, what: str, value: Any) -> None:
+    """All ranks give the same plain value.
+
+    Raises:
+        UsageError: they do not; on every rank.
+    """
+    told = gather_json(group, value)
+    if told.count(told[0]) != len(told):
+        different = next(rank for rank, other in enumerate(told) if other != told[0])
+        raise UsageError(
+            f"rank 0 has {what}={told[0]}, rank {different} has {told[different]}", remedy="give it alike on all ranks"
+        )
+
+
+def unanimous(group: Ranks, vote: bool) -> bool:
+    """Return whether every rank votes yes."""
+    return all(data == b"1" for data in group.gather(b"1" if vote else b"0"))
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, HoldfastError | None]:
+    try:
+        return work(), None
+    except HoldfastError as error:
+        return None, error
+    except Exception as error:  # noqa: BLE001 - the other ranks must hear of any fault, else they wait for ever
+        fault = UsageError(f"{type(error).__name__}: {error}")
+        fault.__cause__ = error
+        return None, fault
+
+
+def _describe(fault: HoldfastError) -> bytes:
+    row = (type(fault).__name__, fault.what, fault.where, fault.remedy)
+    return json.dumps([text[:4000] for text in row]).encode()
+
+
+def _retell(text: bytes, rank: int, count: int) -> HoldfastError:
+    name, what, where, remedy = json.loads(text)
+    more = f" (and {count - 1} more ranks)" if count > 1 else ""
+    return kind_of(name)(f"rank {rank}{more}: {what}", where=where, remedy=remedy)
+
+
+def _device() -> torch.device:
+    """Where collectives of the default group can be run: on the host, or on the current device of the group's kind."""
+    kinds = [part.partition(":")[0] for part in str(dist.get_backend_config()).split(",")]
+    return torch.device("cpu") if "cpu" in kinds else device_of(kinds[0]).current()

@@ -1,0 +1,76 @@
+"""Waiting together for what cannot be reached: a path that refuses for a while is no reason to decide without it.
+
+Rank 0 asks; while the answer is an error that may pass by itself, all ranks pause and it asks again. So no rank stands in a
+collective for longer than a pause and one attempt. Called by `checkpoint.job.bootstrap` and `checkpoint.restore.version_decision`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from holdfast.base.errors import HoldfastError
+from holdfast.checkpoint.job import collectives
+from holdfast.checkpoint.job.collectives import Ranks
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.25
+MAX_PAUSE_S = 5.0
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(tuple[float, bytes])
+
+
+class Patience:
+    """Knows how long something is waited for, from the first time that it is missed.
+
+    Args:
+        limit_s: seconds.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._since_s: float | None = None
+        self._pause_s = FIRST_PAUSE_S
+
+    def __str__(self) -> str:
+        waited_s = 0.0 if self._since_s is None else time.monotonic() - self._since_s
+        return f"waited {waited_s:.0f} s of {self.limit_s:g} s"
+
+    def pause(self) -> float:
+        """Returns the seconds to wait before it is asked for again; 0 if the time is over."""
+        now = time.monotonic()
+        self._since_s = now if self._since_s is None else self._since_s
+        left_s = self._since_s + self.limit_s - now
+        pause_s, self._pause_s = min(self._pause_s, left_s), min(2 * self._pause_s, MAX_PAUSE_S)
+        return max(0.0, pause_s)
+
+
+def share(group: Ranks, make: Callable[[], bytes], patience: Patience) -> bytes:
+    """Returns what rank 0 makes, on all ranks; an error that may pass by itself is waited out. Collective.
+
+    Raises:
+        HoldfastError: of rank 0, raised by all: it cannot pass, or it lasted.
+    """
+    while True:
+        pause_s, made = _decoder.decode(
+            collectives.share(group, lambda: b"" if group.rank else _attempt(make, patience))
+        )
+        if not pause_s:
+            return made
+        time.sleep(pause_s)
+
+
+def _attempt(make: Callable[[], bytes], patience: Patience) -> bytes:
+    try:
+        return _encoder.encode((0.0, make()))
+    except HoldfastError as error:
+        pause_s = patience.pause() if error.retryable and not error.condemns else 0.0
+        if not pause_s:
+            raise
+        logger.warning("waiting: %s; %s", error, patience)
+        return _encoder.encode((pause_s, b""))

@@ -1,0 +1,1 @@
+"""Signs of life of a training process, and what of ours is open in it."""

@@ -1,0 +1,1 @@
+"""Copies inside the bubbles of pipeline schedules."""

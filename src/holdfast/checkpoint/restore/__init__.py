@@ -1,0 +1,1 @@
+"""Chooses a version together with all ranks and fills the live state from the nearest copy."""

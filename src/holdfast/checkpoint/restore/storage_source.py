@@ -1,0 +1,86 @@
+"""Restore without a keeper: what storage has, read by every rank for itself.
+
+Stands in for the keeper's client where there is none. A bundle, or chunks of it, is read into a file without a name and
+mapped, so that a state larger than the memory that is left can be restored. Nothing is handed on between ranks: twins
+each read what they need. Called by `checkpoint.restore.restorer` and `checkpoint.restore.fetcher`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+import time
+from collections.abc import Sequence
+
+from holdfast.base.errors import CorruptError, VersionNotFound
+from holdfast.core.model import BundleRef, Version
+from holdfast.core.recovery.version_choice import Fetch, Source
+from holdfast.keeper.rpc.client import Inventory, Located
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.storage.manifest import BundleFile
+from holdfast.tiers.storage.version_store import Storage
+
+
+class Stored:
+    """The only source of a rank that has no keeper."""
+
+    alive = True
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._files: dict[Version, dict[str, BundleFile]] = {}
+
+    def answers(self, timeout_s: float) -> bool:  # noqa: ARG002
+        """Nobody has to."""
+        return True
+
+    def inventory(self) -> Inventory:
+        """Nothing is in memory."""
+        return Inventory((), (), (), (), ())
+
+    def obtain(self, version: Version, fetches: Sequence[Fetch], *, timeout_s: float) -> tuple[Located, ...]:  # noqa: ARG002
+        """Whole bundles, or the runs of chunks that were asked for; chunks are proved, whole images by the caller.
+
+        Raises:
+            CorruptError: damaged. VersionNotFound: the manifest lists no such bundle. StorageError: the path refuses.
+        """
+        found: list[Located] = []
+        for fetch in fetches:
+            file = self._file(version, fetch)
+            for run in fetch.chunks or (None,):
+                started = time.perf_counter()
+                view = self._read(version, file, run)
+                seconds = time.perf_counter() - started
+                found.append(Located(fetch.ref, file.seal, view, Source.STORAGE, seconds, run))
+        return tuple(found)
+
+    def release(self) -> None:
+        """Do nothing: what was read goes when nobody refers to it any more."""
+
+    def quarantine(self, version: Version, bundle_id: str, *, node: int | None, reason: str) -> None:
+        """There is nobody else to warn."""
+
+    def resume(self, incarnation: int, version: Version | None, table: Sequence[BundleRef] = ()) -> None:
+        """No keeper has to know."""
+
+    def _file(self, version: Version, fetch: Fetch) -> BundleFile:
+        if version not in self._files:
+            self._files[version] = {file.ref.bundle_id: file for file in self._storage.manifest(version).bundles}
+        file = self._files[version].get(fetch.ref.bundle_id)
+        if file is None:
+            raise VersionNotFound(f"the manifest of {version} does not list bundle {fetch.ref.bundle_id}")
+        if file.digest != fetch.seal.digest:
+            raise CorruptError("the manifest's copy is not the one that was agreed on", where=f"{version}/{file.file}")
+        return file
+
+    def _read(self, version: Version, file: BundleFile, run: tuple[int, int] | None) -> memoryview:
+        first, last = (0, -(-file.length // image_format.CHUNK_BYTES)) if run is None else run
+        begin, end = first * image_format.CHUNK_BYTES, min(file.length, last * image_format.CHUNK_BYTES)
+        with tempfile.TemporaryFile(prefix="holdfast-") as scratch:
+            scratch.truncate(end - begin)
+            view = memoryview(mmap.mmap(scratch.fileno(), end - begin))
+        if run is None:
+            self._storage.read_bundle_into(version, file, view)
+        else:
+            self._storage.read_chunks_into(version, file, first, view)
+        return view.toreadonly()

@@ -1,0 +1,322 @@
+"""Verified bytes into live tensors: copied and hashed in one pass over the images, on two or more threads.
+
+Digests cost more than half a copy when they are a pass of their own, and almost nothing in one pass: each thread takes
+a chunk and goes through it in steps that fit into the cache, copies a step and hashes it. The chunk's digest is
+compared with the seal when its last step is hashed, so bytes of a bad chunk may lie in tensors by then. They go no
+further: every chunk of every image is compared, `fill` names the images that failed, and unless it names none the ranks
+refuse the attempt together. No step of this may be left out, whatever is copied.
+
+In the layout that was saved every entry goes whole to its tensor; in another a copy takes a box of an entry, and of an
+image only those chunks need be here that hold such a box. Tensors are filled in place, on whatever device they are. Host
+memory takes bytes as they are, without a call into torch per piece; both hashing and copying release the interpreter's
+lock. What goes to a device is copied into a buffer first, hashed there, and queued (`checkpoint.device.chunk_staging`). Called by
+`checkpoint.restore.restorer`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch.autograd.graph import increment_version
+
+from holdfast.base.errors import CorruptError
+from holdfast.checkpoint.device.chunk_staging import Staging, Starts, placed
+from holdfast.checkpoint.entries.types import LiveTensor, torch_dtype
+from holdfast.core.layout import reshard
+from holdfast.core.model import Extent
+from holdfast.keeper.rpc.client import Located
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.format.image import CHUNK_BYTES, Entry, Image
+
+# More threads than memory channels do not copy faster.
+MAX_THREADS = 4
+# What is copied and then hashed before the next: small enough for a core's own cache, large enough for few calls.
+STEP_BYTES = 512 << 10
+
+# Bytes to host memory: target address, source address, length.
+_Move: TypeAlias = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An image to load from.
+
+    Attributes:
+        located: where it lies; of an image in pieces one of them.
+        image: what its header says.
+        chunks: number and bytes of the chunks that are here, ascending.
+        whole: they are all of it.
+    """
+
+    located: Located
+    image: Image
+    chunks: tuple[tuple[int, memoryview], ...]
+    whole: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The elements of `box` (in the whole tensor), which `entry` holds, go to their place in `live`."""
+
+    entry: Entry
+    box: Extent
+    live: LiveTensor
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """One chunk of image number `image`: what is copied after each step of it, and what once it is proven."""
+
+    image: int
+    index: int
+    view: memoryview
+    address: int
+    steps: list[list[_Move]]
+    targets: list[torch.Tensor] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def goes_to_device(self) -> bool:
+        """Whether a part of it goes to memory that is not the host's."""
+        return any(not target.is_cpu for target in self.targets)
+
+
+def read_sources(located: Sequence[Located]) -> list[Source]:
+    """The headers of whole images. Structure only; `fill` proves content.
+
+    Raises:
+        CorruptError: not an image.
+    """
+    return [
+        Source(
+            item,
+            image_format.read_image(item.view, item.ref.bundle_id),
+            tuple(enumerate(image_format.chunks(item.view))),
+        )
+        for item in located
+    ]
+
+
+def fill(
+    sources: Sequence[Source], tensors: Mapping[str, LiveTensor], progress: Callable[[int], None] = lambda _: None
+) -> dict[str, str]:
+    """Copies every entry into the tensor of its name; else as `fill_with`."""
+    copies = [
+        [
+            Copy(entry, common, live)
+            for entry in source.image.entries
+            if (live := tensors.get(entry.name)) is not None
+            and (common := reshard.overlap(Extent(entry.offsets, entry.shape), live.shard.extent)) is not None
+        ]
+        for source in sources
+    ]
+    return fill_with(sources, copies, progress)
+
+
+def fill_with(
+    sources: Sequence[Source], copies: Sequence[Sequence[Copy]], progress: Callable[[int], None] = lambda _: None
+) -> dict[str, str]:
+    """Makes the copies of every source; returns bundle id -> what is wrong with its image.
+
+    Args:
+        sources: their chunks are proved, all of them, whatever is copied.
+        copies: for each source, in order of the entries' places.
+        progress: called with the bytes of each chunk, from several threads.
+
+    After a fault the tensors hold a mixture; the caller fills them again from other copies or raises.
+    """
+    starts = Starts(copy.live.local for rows in copies for copy in rows)
+    work = _Work(sources, progress, starts)
+    num_threads = min(MAX_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="holdfast-restore") as pool:
+        helpers = [pool.submit(work.run) for _ in range(num_threads - 1)]
+        try:
+            for number, source in enumerate(sources):
+                # All of an image at once: a thread that plans holds the lock that those who copy ask for at every step.
+                for chunk in list(_chunks(number, source, copies[number])):
+                    work.todo.put(chunk)
+        finally:
+            for _ in range(num_threads):
+                work.todo.put(None)
+        work.run()
+        for helper in helpers:
+            helper.result()
+    # autograd has not seen who wrote by address
+    increment_version([copy.live.local for rows in copies for copy in rows])
+    return work.faults()
+
+
+class _Work:
+    """The chunks that are planned, and what was found in those that are done."""
+
+    def __init__(self, sources: Sequence[Source], progress: Callable[[int], None], starts: Starts) -> None:
+        self._sources = sources
+        self._progress = progress
+        self._starts = starts
+        self._digests: list[dict[int, str]] = [{} for _ in sources]
+        self._faults: dict[str, str] = {}
+        self.todo: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Copies, hashes, compares, until the end of the queue; then what devices were sent is there."""
+        staging = Staging(self._starts, CHUNK_BYTES)
+        try:
+            self._run(staging)
+        finally:
+            staging.close()
+
+    def _run(self, staging: Staging) -> None:
+        while (chunk := self.todo.get()) is not None:
+            located = self._sources[chunk.image].located
+            buffer = staging.take(len(chunk.view)) if chunk.goes_to_device else None
+            digest = _copy_and_hash(chunk, buffer)
+            self._digests[chunk.image][chunk.index] = digest
+            self._progress(len(chunk.view))
+            try:
+                image_format.check_chunk(chunk.index, digest, located.seal, located.ref.bundle_id)
+            except CorruptError as error:
+                self._faults.setdefault(located.seal.bundle_id, error.what)
+                continue
+            if buffer is not None:
+                found = [placed(source, chunk.address, buffer) for source in chunk.sources]
+                staging.send(buffer, chunk.targets, found)
+                continue
+            with torch.no_grad():
+                for target, source in zip(chunk.targets, chunk.sources, strict=True):
+                    target.copy_(source)
+
+    def faults(self) -> dict[str, str]:
+        """Bundle id -> what is wrong, once all chunks are done."""
+        for source, found in zip(self._sources, self._digests, strict=True):
+            if source.whole and source.located.seal.bundle_id not in self._faults:
+                _check_whole(source, tuple(found[index] for index in sorted(found)), self._faults)
+        return self._faults
+
+
+def _copy_and_hash(chunk: _Chunk, buffer: torch.Tensor | None) -> str:
+    """The digest of the chunk, whose bytes are where they go then; or in the buffer, if there is one."""
+    digest = image_format.start_digest()
+    read = chunk.view if buffer is None else buffer.numpy().data
+    at = 0
+    for moves in chunk.steps:
+        for move in moves:
+            ctypes.memmove(*move)
+        if buffer is not None:
+            ctypes.memmove(buffer.data_ptr() + at, chunk.address + at, min(STEP_BYTES, len(chunk.view) - at))
+        digest.update(read[at : at + STEP_BYTES])
+        at += STEP_BYTES
+    return digest.hexdigest()
+
+
+def _check_whole(source: Source, digests: tuple[str, ...], faults: dict[str, str]) -> None:
+    seal = source.located.seal
+    try:
+        image_format.check_length(len(source.located.view), seal, seal.bundle_id)
+        image_format.check_digest(digests, seal, seal.bundle_id)
+    except CorruptError as error:
+        faults[seal.bundle_id] = error.what
+
+
+def _chunks(number: int, source: Source, copies: Sequence[Copy]) -> Iterator[_Chunk]:
+    """The chunks of one image in order, each as soon as nothing more can be copied from it: entries lie in order."""
+    chunks = {
+        index: _Chunk(number, index, view, as_tensor(view).data_ptr(), [[] for _ in range(0, len(view), STEP_BYTES)])
+        for index, view in source.chunks
+    }
+    order = list(chunks)
+    done = 0
+    for copy in copies:
+        first = copy.entry.start // CHUNK_BYTES
+        while done < len(order) and order[done] < first:
+            yield chunks[order[done]]
+            done += 1
+        if copy.box.num_elements:
+            _plan(chunks, copy)
+    for index in order[done:]:
+        yield chunks[index]
+
+
+def _plan(chunks: Mapping[int, _Chunk], copy: Copy) -> None:
+    """One copy, cut where chunks end."""
+    entry, box = copy.entry, copy.box
+    target = _narrow(copy.live.local, copy.live.shard.extent, box)
+    by_address = box.lengths == entry.shape and _is_plain(target)
+    planned = 0
+    for index in range(entry.start // CHUNK_BYTES, (entry.end - 1) // CHUNK_BYTES + 1):
+        chunk = chunks.get(index)
+        if chunk is None:
+            continue  # no byte of the box lies there, or the count below is short
+        begin = index * CHUNK_BYTES
+        first, last = max(entry.start, begin), min(entry.end, begin + len(chunk.view))
+        if by_address:
+            _plan_moves(chunk, first - begin, target.data_ptr() + first - entry.start, last - first)
+            planned += (last - first) // target.element_size()
+        else:
+            planned += _plan_boxes(chunk, copy, target, (first, last))
+    assert planned == box.num_elements, f"{entry.name}: {planned} of {box.num_elements} elements have a source"
+
+
+def _is_plain(target: torch.Tensor) -> bool:
+    """Whether the tensor is its bytes, one after the other, in host memory."""
+    return target.is_cpu and target.is_contiguous() and not target.is_conj() and not target.is_neg()
+
+
+def _plan_moves(chunk: _Chunk, at: int, place: int, length: int) -> None:
+    """Bytes of a chunk to the address `place`, cut where steps end."""
+    end = at + length
+    while at < end:
+        until = min(end, at - at % STEP_BYTES + STEP_BYTES)
+        chunk.steps[at // STEP_BYTES].append((place, chunk.address + at, until - at))
+        place += until - at
+        at = until
+
+
+def _plan_boxes(chunk: _Chunk, copy: Copy, target: torch.Tensor, span: tuple[int, int]) -> int:
+    """What the box has of bytes `span` of the image, by torch, once the chunk is proven; returns the elements."""
+    entry, dtype = copy.entry, torch_dtype(copy.entry.dtype)
+    begin = chunk.index * CHUNK_BYTES
+    first, last = ((at - entry.start) // dtype.itemsize for at in span)
+    planned = 0
+    for number, block in reshard.blocks(entry.shape, first, last):
+        there = Extent(tuple(a + b for a, b in zip(entry.offsets, block.offsets, strict=True)), block.lengths)
+        common = reshard.overlap(there, copy.box)
+        if common is None:
+            continue
+        at = entry.start + number * dtype.itemsize - begin
+        view = chunk.view[at : at + block.num_elements * dtype.itemsize]
+        source = as_tensor(view).view(dtype).view(block.lengths)
+        chunk.targets.append(_narrow(target, copy.box, common))
+        chunk.sources.append(_narrow(source, there, common))
+        planned += common.num_elements
+    return planned
+
+
+def _narrow(tensor: torch.Tensor, extent: Extent, box: Extent) -> torch.Tensor:
+    """The part of a tensor, which holds `extent`, that holds `box`."""
+    for dim, (start, length, first, count) in enumerate(
+        zip(extent.offsets, extent.lengths, box.offsets, box.lengths, strict=True)
+    ):
+        if count != length:
+            tensor = tensor.narrow(dim, first - start, count)
+    return tensor
+
+
+def as_tensor(view: memoryview) -> torch.Tensor:
+    """The bytes as a tensor that nobody may write to; it keeps the memory alive.
+
+    torch has no read-only tensors and warns about read-only buffers, so the buffer is named by its address.
+    """
+    array = np.frombuffer(view, dtype=np.uint8)
+    if not len(array):
+        return torch.empty(0, dtype=torch.uint8)
+    memory = (ctypes.c_char * len(array)).from_address(array.ctypes.data)
+    memory.keep = array  # type: ignore[attr-defined]  # ctypes objects take attributes; this one holds the mapping
+    return torch.frombuffer(memory, dtype=torch.uint8)

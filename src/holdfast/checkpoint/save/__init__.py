@@ -1,0 +1,1 @@
+"""Saves to memory and to storage, and follows each save to its levels."""

@@ -1,0 +1,623 @@
+"""One save of this rank: slot, copy, fence, and word to the keeper; whatever fails, training goes on.
+
+Order of a save: settle the copy before it, gather, plan (cached), ask for a slot, copy what must be copied now, queue
+the rest, tell the keeper when the last byte is in the slot. The snapshot is the state at the call, or there is none:
+every way out that is not complete gives the version up, aloud. A step that another thread makes during the call is such
+a way out; of a save within a step nothing is copied late.
+
+Once what must be copied now is small, it is set aside and the call ends there: planning, the question for a slot (a
+round trip to another process) and all copies are the copying thread's, behind the next forward and backward.
+
+Owns the fence, the side streams and the views of slots. Called by `checkpoint.checkpointer.checkpointer` in the trainer's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from holdfast.base.config import Config
+from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached, MemoryRefused
+from holdfast.base.events import Events
+from holdfast.checkpoint.capture import copy_plan, paced_copy
+from holdfast.checkpoint.capture.copy_plan import Batch, Copies, Plan, SlotView, Split, Structure
+from holdfast.checkpoint.capture.late_copy_check import Checks, CopyCheck
+from holdfast.checkpoint.capture.mutation_check import Trust, can_digest, differing, digest, named
+from holdfast.checkpoint.capture.optimizer_fence import BEHIND_S, STEPPED, Fence, Job, Opened, Pace
+from holdfast.checkpoint.capture.paced_copy import PacedCopy
+from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, SideStreams
+from holdfast.checkpoint.capture.twin_comparison import Shared
+from holdfast.checkpoint.device import accelerator
+from holdfast.checkpoint.entries.types import Gathered
+from holdfast.checkpoint.job.keeper_link import Link
+from holdfast.checkpoint.job.slot_reservation import Reservation
+from holdfast.checkpoint.liveness import open_checkpointers
+from holdfast.checkpoint.restore.tensor_fill import MAX_THREADS
+from holdfast.checkpoint.save.save_completion import Ending, Pledged, Watched
+from holdfast.checkpoint.save.save_handle import SaveHandle
+from holdfast.core.model import Shard, Topology, Version
+from holdfast.core.versions.fence_rules import counts, may_be_late
+from holdfast.keeper.rpc.client import CALL_TIMEOUT_S, KeeperClient, Slot
+from holdfast.tiers.memory.slots import SPARE_BYTES, patience_s
+
+logger = logging.getLogger(__name__)
+
+# What must be copied in the call is set aside in memory of ours up to this size: random states, counters, buffers.
+ASIDE_BYTES = 1 << 20
+# How long the end waits for a device that still copies; after a collective was aborted that is a moment.
+DRAIN_S = 3.0
+BEHIND = "its device does not come to the end of what is queued"
+# Of a late copy so many tensors are looked at if no step was seen behind it.
+NUM_SMALLEST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """The state at the call of one save: of what may change, copies, if it was set aside.
+
+    Attributes:
+        split: what is copied in the call, and what late.
+        check: what the late part was; None if nothing late is in host memory.
+        spots: of what ranks of this node share.
+        steps: how many optimizer steps had begun.
+    """
+
+    handle: SaveHandle
+    client: KeeperClient
+    gathered: Gathered
+    structure: Structure
+    split: Split
+    check: CopyCheck | None
+    spots: bytes
+    steps: int
+    durable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """A late copy from a device: how many steps had been seen, and the smallest tensors with their copies."""
+
+    handle: SaveHandle
+    num_steps: int
+    smallest: list[tuple[str, torch.Tensor, torch.Tensor]]
+
+
+class _NoSlotYet(LevelNotReached):
+    """The memory of this rank is still being made. The keeper is not told: at the end the step may be saved after all."""
+
+
+class Contents(Protocol):
+    """Is what is saved: the objects of a Checkpointer (`checkpoint.state.training_state.State`), or what another door was handed."""
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those whose step is the fence of a late copy; without any, everything is copied at the call."""
+
+    def gather(self) -> Gathered:
+        """The state now."""
+
+    def predict(self) -> dict[str, Shard] | None:
+        """Shards of the state as it will be after the first optimizer step, or None if that is not known."""
+
+
+class Saver:
+    """Saves to memory on one rank.
+
+    Args:
+        topology: who runs where.
+    """
+
+    def __init__(
+        self, state: Contents, link: Link, topology: Topology, *, rank: int, config: Config, events: Events
+    ) -> None:
+        self._state = state
+        self._link = link
+        self._topology = topology
+        self._config = config
+        self._events = events
+        self._rank = rank
+        # Ranks of one node save at the same moment and share its cores.
+        here = topology.ranks_on(topology.node_of[rank])
+        self._num_threads = min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // len(here)))
+        self._shared = Shared(set(here) - {rank})
+        optimizers = state.optimizers
+        self._trust = Trust(overlap=config.overlap and bool(optimizers))
+        self.fence = Fence(timeout_s=config.fence_timeout_s, behind_s=config.close_timeout_s, events=events)
+        self.fence.guard(optimizers)
+        self._streams = SideStreams(behind_s=config.close_timeout_s)
+        self._structure: Structure | None = None
+        self._structure_key = self._storages = -1  # of the last save
+        self._views: dict[int, SlotView] = {}
+        self._reserved = 0
+        self._reservation: Reservation | None = None
+        self._growing = False  # the copying thread asks for larger slots
+        self.refused = ""  # the words of the keeper that has too little memory
+        self._split_key: object = None
+        self._split: Split | None = None
+        self._watched: tuple[int, ...] = ()
+        self._pledged: tuple[int, ...] = ()
+        self._checks = Checks()
+        self._last_late: _Late | None = None
+        self._owed: list[tuple[SaveHandle, str]] = []
+        self._aside_key: object = None
+        self._aside: tuple[str, ...] | None = None
+
+    def reserve(self) -> None:
+        """Before training: memory for saves of this state, optimizer state to come included, and all that is planned.
+
+        So the first save costs what a later one does. The memory is granted here and made in the background (`await_slots`).
+        Called again after a new incarnation, it only repeats what the keeper has to know.
+
+        Raises:
+            MemoryRefused: it does not fit; with numbers. UsageError: a value that cannot be saved; names it.
+        """
+        client = self._link.require()
+        # A save that was given up may still wait for its slot; what is planned here is planned there too.
+        self.fence.idle(2 * self._config.begin_timeout_s)
+        self._structure_key = -1
+        if self._structure is None:
+            gathered = self._state.gather()
+            shards = self._state.predict()
+            self._structure = self._plan(gathered, shards.values() if shards is not None else None)
+            plan = self._structure.plan(self._structure.encode(gathered))
+            self._ask_for_slots(client, plan, plan.num_bytes + SPARE_BYTES, gathered)
+            self._register(client, self._structure)
+        else:
+            self._register(client, self._structure)
+            self._link.hand_over(client)  # the keeper may have died between the last save and now
+            self._ask_again(client)
+
+    def await_slots(self, timeout_s: float | None) -> bool:
+        """Waits until all slots are there or will not be, at most so long; None: as long as so much memory may need.
+
+        Returns whether they are there. What is not there in time comes behind training; saves before the first are given up.
+        """
+        reservation = self._reservation
+        if reservation is None:
+            return True
+        if timeout_s is None:
+            timeout_s = patience_s(reservation.num_bytes * self._config.num_slots)
+        there = reservation.wait_all(timeout_s)
+        if reservation.fault is not None and not there:
+            self._note_fault(reservation)
+        return there
+
+    def _ask_for_slots(self, client: KeeperClient, plan: Plan, num_bytes: int, gathered: Gathered) -> None:
+        """All that is planned, from the budget now, and in the background from the kernel."""
+        on = _device_in(gathered)
+
+        def came(slot: Slot) -> None:
+            if on is not None:
+                self._streams.pin(slot, on)
+            self._views[id(slot)] = SlotView(slot, plan)
+
+        client.prepare(num_bytes, self._config.num_slots, num_ready=0)
+        self._reserved = num_bytes
+        self._reservation = Reservation(client, num_bytes, self._config.num_slots, came)
+        self._link.behind(self._reservation.run, "holdfast slots")
+
+    def _ask_again(self, client: KeeperClient) -> None:
+        """The keeper that made slots for us died before all were there: the next one makes the rest."""
+        reservation = self._reservation
+        if reservation is None or not reservation.is_dead or reservation.client is client:
+            return
+        try:
+            client.prepare(
+                reservation.num_bytes, self._config.num_slots, num_ready=0, timeout_s=self._config.begin_timeout_s
+            )
+        except MemoryRefused as error:
+            self.refused = str(error)
+            raise
+        self._reservation = reservation.again(client)
+        self._link.behind(self._reservation.run, "holdfast slots")
+
+    def _need_slot(self, client: KeeperClient) -> None:
+        """Waits for the first slot as long as a save may wait for one.
+
+        Raises:
+            LevelNotReached: it is not there yet, or will not be.
+        """
+        self._ask_again(client)
+        reservation = self._reservation
+        if reservation is None or reservation.wait(1, self._config.begin_timeout_s):
+            return
+        if reservation.fault is not None:
+            self._note_fault(reservation)
+            raise LevelNotReached(f"there is no memory for it: {reservation.fault}")
+        size = reservation.num_bytes
+        raise _NoSlotYet(f"its memory is still being made: {size} bytes, for {reservation.seconds:.0f} s by now")
+
+    def _note_fault(self, reservation: Reservation) -> None:
+        """Memory that was granted is not to be had: the ranks go on with storage alone (`checkpoint.checkpointer.storage_fallback`).
+
+        If its keeper is lost the next one is asked.
+        """
+        if reservation.client.alive:
+            self.refused = str(reservation.fault)
+
+    def fits(self) -> bool:
+        """Return whether the keeper has slots for the state as it is now; reserves them."""
+        try:
+            client, gathered = self._link.require(), self._state.gather()
+            structure = self._structure_of(gathered, client)
+            plan = structure.plan(structure.encode(gathered))
+            reservation = self._reservation
+            if plan.num_bytes > self._reserved:
+                self._grow(client, plan.num_bytes + SPARE_BYTES, gathered)
+            elif reservation is not None and not reservation.is_complete:
+                if reservation.is_dead:
+                    self._ask_for_slots(client, plan, self._reserved, gathered)
+                return False
+        except HoldfastError as error:
+            logger.info("no level in memory yet: %s", error)
+            return False
+        self.refused = ""
+        return True
+
+    def restart(self, _: Version | None) -> None:
+        """The tensors were written by a restore: whatever was proven before is forgotten."""
+        self._trust.forget()
+        self.fence.release(expected=True)
+
+    def save(self, handle: SaveHandle, *, durable: bool) -> None:
+        """Saves the state as it is now as `handle.version`; if that fails, the handle says why."""
+        started = time.perf_counter()
+        try:
+            self._save(handle, durable=durable)
+        except _NoSlotYet as error:
+            logger.warning("%s is given up: %s", handle.version, error)
+            handle.give_up(str(error))
+            self._link.skip(handle.version)
+        except KeeperLost as error:
+            self.give_up(handle, f"the keeper is lost: {error.what}")
+        except HoldfastError as error:
+            self.give_up(handle, str(error))
+        except Exception as error:  # a fault of ours or of the device must not end the training
+            logger.exception("saving %s failed", handle.version)
+            self.give_up(handle, f"{type(error).__name__}: {error}")
+        except BaseException:
+            self.give_up(handle, "the save was interrupted")
+            raise
+        seconds = time.perf_counter() - started
+        self._events.count("save_seconds", seconds)
+        self._events.emit("saved", version=str(handle.version), seconds=seconds, given_up=handle.given_up)
+
+    def settle(self, timeout_s: float = BEHIND_S, *, release: bool = False) -> None:
+        """Waits until the copy of the last save is complete or given up; with `release`, the tensors may then be written.
+
+        A device that is further behind than `timeout_s` is not waited for; with `release` that ends its copy.
+        """
+        if release:
+            self.fence.release(expected=True, behind_s=timeout_s)
+        else:
+            self.fence.settle(timeout_s)
+
+    def void(self) -> None:
+        """The job broke off: what a device has not copied by now is given up. From any thread; does not wait."""
+        self.fence.void()
+
+    def close(self) -> bool:
+        """Ends the copying thread, removes the hooks, lets go of the slots; returns whether nothing writes to them any more."""
+        self.fence.release(behind_s=DRAIN_S)
+        self.fence.idle(DRAIN_S, behind_s=0.0)
+        self.fence.close()
+        if self._reservation is not None:
+            self._reservation.close(DRAIN_S)
+        quiet = self._streams.unpin(DRAIN_S)
+        if not quiet:
+            open_checkpointers.broken.stuck = "a device does not finish what it writes to the memory of a save"
+            logger.error("%s; this process must end before that memory is used again", open_checkpointers.broken.stuck)
+        self._last_late = None
+        self._views.clear()
+        return quiet
+
+    def _save(self, handle: SaveHandle, *, durable: bool) -> None:
+        self.fence.release()
+        client = self._link.client
+        if client is None:
+            self._link.mend()
+            raise KeeperLost("a new one is being started")
+        if self._link.silent:
+            raise LevelNotReached("the keeper of this node does not answer")
+        if not self.fence.idle(0.0 if self._growing else self._config.begin_timeout_s):
+            what = "larger slots are still being made" if self._growing else "the copy of an earlier version runs"
+            raise LevelNotReached(what)
+        self._growing = False
+        self._need_slot(client)
+        self._pay()
+        self._look_for_graphs()
+        steps = self.fence.num_steps
+        within = self.fence.under_way()
+        if self.fence.is_void(steps, others_within=bool(within - {threading.get_ident()})):
+            raise LevelNotReached(STEPPED)
+        gathered = self._state.gather()
+        self.fence.begin()
+        structure = self._structure_of(gathered, client)
+        spots = self._shared.words(handle.version.step)
+        if not may_be_late(within_step=bool(within)):  # all is copied before the step goes on
+            everything = Split(tuple(range(len(structure.pieces))), ())
+            taken = _Taken(handle, client, gathered, structure, everything, None, spots, steps, durable)
+            self._copy(taken, self._open(taken, self._grow), watch=False)
+            return
+        split = self._split_of(structure, gathered)
+        key = (self._structure_key, self._storages, self._trust.generation)
+        check = self._checks.look(key, structure, split.late, gathered.tensors, turn=handle.version.step)
+        taken = _Taken(handle, client, gathered, structure, split, check, spots, steps, durable)
+        aside = self._set_aside(gathered)
+        if aside is None:
+            self._copy(taken, self._open(taken, self._grow))
+        else:
+            self._copy_late(replace(taken, gathered=aside))
+
+    def _look_for_graphs(self) -> None:
+        """Nothing may be copied late if steps are made that pass no fence: those that a graph of a device replays.
+
+        That one records a step is seen. One that was recorded before is found by what it does: the smallest tensors of a
+        late copy (counts of steps, for one) changed, and no step was seen. That version may be torn.
+        """
+        last = self._last_late
+        if self.fence.captured:  # and what was copied then was given up, or complete
+            self._last_late = None
+            self._trust.stop("an optimizer's step is replayed by a graph, which passes no fence")
+            return
+        if last is None or last.num_steps != self.fence.num_steps or last.handle.given_up:
+            self._last_late = None
+            return
+        if not accelerator.caught_up([live for _, live, _ in last.smallest], self._config.close_timeout_s):
+            raise LevelNotReached(BEHIND)
+        self._last_late = None
+        changed = differing(last.smallest)
+        if changed:
+            self._trust.stop(f"{named(sorted(changed))} changed, and no step of an optimizer was seen")
+            self.give_up(last.handle, "steps were made that passed no fence while it was copied")
+
+    def _open(self, taken: _Taken, grow: Callable[[KeeperClient, int, Gathered], object]) -> SlotView:
+        """A slot for the version, with everything in it that is not a tensor; `grow` gets larger slots if need be."""
+        client, structure = taken.client, taken.structure
+        values = structure.encode(taken.gathered)
+        plan = structure.plan(values)
+        if plan.num_bytes > self._reserved:
+            grow(client, plan.num_bytes + SPARE_BYTES, taken.gathered)
+        self._link.announce_skipped(client)
+        version, timeout_s = taken.handle.version, self._config.begin_timeout_s
+        try:
+            slot = client.begin(version, plan.num_bytes, durable=taken.durable, timeout_s=timeout_s)
+        except KeeperLost:
+            self._link.heard_nothing(client)
+            raise
+        view = self._view(slot, plan)
+        view.write_frames(values)
+        return view
+
+    def _set_aside(self, gathered: Gathered) -> Gathered | None:
+        """The state with copies of all that may change at any time; None if that is too much, or not in host memory."""
+        key = (self._structure_key, self._trust.generation)
+        if key != self._aside_key:
+            self._aside_key, self._aside = key, self._small(gathered)
+        if self._aside is None:
+            return None
+        tensors = dict(gathered.tensors)
+        for name in self._aside:
+            live = tensors[name]
+            tensors[name] = replace(live, local=live.local.detach().clone())
+        return replace(gathered, tensors=tensors)
+
+    def _small(self, gathered: Gathered) -> tuple[str, ...] | None:
+        """Names of what is copied in the call, if it is small and nothing has to be compared."""
+        tensors = gathered.tensors
+        late = self._trust.late(tensors)
+        rest = tuple(name for name in tensors if name not in late)
+        proven = late and not self._trust.watched(tensors) and not self._config.verify_capture
+        on_host = all(live.local.device.type == "cpu" for live in tensors.values())
+        is_small = sum(tensors[name].local.nbytes for name in rest) <= ASIDE_BYTES
+        return rest if proven and on_host and is_small else None
+
+    def _copy_late(self, taken: _Taken) -> None:
+        """Everything but the state itself is left to the copying thread."""
+        handle = taken.handle
+
+        def opened() -> Opened:
+            try:
+                view = self._open(taken, self._prepare)
+            except KeeperLost as error:
+                raise LevelNotReached(f"the keeper is lost: {error.what}") from error
+            now, late = view.assign(taken.gathered.tensors, taken.split)
+            copy_plan.copy(now.targets, now.sources)
+            self._events.count("late_copied_bytes", sum(target.nbytes for target in late.targets))
+            ending = self._ending(taken, view)
+            job.at_fence = ending.at_fence
+            return self._batches(late), ending.copied
+
+        job = Job([], None, lambda reason: self.give_up(handle, reason), opening=opened, steps=taken.steps)
+        self.fence.start(job)
+
+    def _copy(self, taken: _Taken, view: SlotView, *, watch: bool = True) -> None:
+        """Copies in the call what may change, and what has to be compared, which `watch` asks for; queues the rest."""
+        now, late = view.assign(taken.gathered.tensors, taken.split)
+        parts, sources, targets = view.plan.parts, view.sources, view.targets
+        pledged = [Pledged(parts[i].name, digest(sources[i]), targets[i]) for i in self._pledged if watch]
+        device = self._queue(now, late) if now.device_targets or late.device_targets else None
+        copy_plan.copy_at_once(now.targets, now.sources, self._num_threads)
+        watched = [Watched(parts[i].name, sources[i], targets[i]) for i in self._watched if watch]
+        ending = replace(self._ending(taken, view), watched=watched, pledged=pledged)
+        at_fence = ending.at_fence if ending.needs_fence else None
+        if late.targets or device is not None:
+            job = Job(self._batches(late), device, ending.copied, at_fence, steps=taken.steps)
+            self._events.count("late_copied_bytes", job.num_bytes)
+            if late.device_targets:
+                names = [parts[i].name for i in taken.split.late if sources[i].device.type != "cpu"]
+                rows = zip(names, late.device_sources, late.device_targets, strict=True)
+                smallest = sorted(rows, key=lambda row: row[1].nbytes)[:NUM_SMALLEST]
+                self._last_late = _Late(taken.handle, self.fence.num_steps, smallest)
+            self.fence.start(job)
+            return
+        ending.copied(self._why_void(taken.steps))
+        if at_fence is not None:
+            self.fence.watch(at_fence)
+
+    def _why_void(self, steps: int) -> str:
+        """Returns why what was copied in the call may not be a state; empty if it is one. Asked when the last byte was read.
+
+        What a device had spoiled may lie in host memory by now, whose copies no event of a device is behind.
+        """
+        if not counts(broke_off=bool(open_checkpointers.broken.reason), passed_by_then=False):
+            return open_checkpointers.broken.reason
+        return STEPPED if self.fence.is_void(steps) else ""
+
+    def _ending(self, taken: _Taken, view: SlotView) -> Ending:
+        handle, client = taken.handle, taken.client
+        return Ending(handle, client, view, self._trust, self.give_up, check=taken.check, spots=taken.spots)
+
+    def _batches(self, late: Copies) -> list[Batch]:
+        most = copy_plan.PACED_BATCH_BYTES if self.fence.pace else copy_plan.BATCH_BYTES
+        return copy_plan.batches(late.targets, late.sources, most=most)
+
+    def _queue(self, now: Copies, late: Copies) -> DeviceCopy | PacedCopy | None:
+        """Copies from devices. The current streams wait for what may change at any time; for the rest only the fence."""
+        first = self._streams.queue(now.device_targets, now.device_sources)
+        first.hold_current_streams()
+        pace = self.fence.pace
+        if pace is not None and pace.has_waits and self._config.overlap:
+            return self._paced(first, late, pace)
+        both = first + self._streams.queue(late.device_targets, late.device_sources)
+        if self._config.overlap:
+            return both
+        until = time.monotonic() + self._config.close_timeout_s
+        if not both.wait(
+            lambda: bool(open_checkpointers.broken.reason) or (time.monotonic() > until and not both.begun())
+        ):
+            raise LevelNotReached(open_checkpointers.broken.reason or BEHIND)
+        return None
+
+    def _paced(self, first: DeviceCopy, late: Copies, pace: Pace) -> PacedCopy:
+        """The same in the waits of a pipeline."""
+        self._streams.follow(late.device_sources)
+        rate = pace.device_rate
+        batches = copy_plan.batches(late.device_targets, late.device_sources, most=paced_copy.BATCH_BYTES)
+        beside = pace.beside([batch.num_bytes / rate for batch in batches])
+        patience_s, told = pace.patience_s, pace.queued
+        return PacedCopy(self._streams, first, batches, rate=rate, beside=beside, patience_s=patience_s, told=told)
+
+    def _structure_of(self, gathered: Gathered, client: KeeperClient) -> Structure:
+        if gathered.storages != self._storages:
+            self._storages = gathered.storages
+            self._trust.forget()
+        self._shared.look_at((gathered.structure, gathered.storages), gathered.tensors)
+        structure = self._structure
+        renamed = self._link.shared != self._shared.names
+        if structure is None or renamed or gathered.structure != self._structure_key:
+            if structure is None or not structure.fits(gathered):
+                structure = self._structure = self._plan(gathered, None)
+            self._register(client, structure, timeout_s=self._config.begin_timeout_s)
+            self._structure_key = gathered.structure
+            self._split_key = None
+        return structure
+
+    def _register(self, client: KeeperClient, structure: Structure, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        if (self._link.layout, self._link.shared) != (structure.layout, self._shared.names):
+            client.register(structure.layout, self._shared.names, timeout_s=timeout_s)
+            self._link.layout, self._link.shared = structure.layout, self._shared.names
+
+    def _plan(self, gathered: Gathered, shards: Iterable[Shard] | None) -> Structure:
+        """The structure of this state, or of the `shards` that it will have."""
+        if shards is None:
+            shards = [live.shard for live in gathered.tensors.values()]
+        return Structure(shards, gathered.values, rank=self._rank, topology=self._topology)
+
+    def _split_of(self, structure: Structure, gathered: Gathered) -> Split:
+        """The cached split of every plan of the structure; made anew when structure or trust changed."""
+        key = (self._structure_key, self._trust.generation)
+        if self._split is None or key != self._split_key:
+            late, watched = self._trust.late(gathered.tensors), self._trust.watched(gathered.tensors)
+            on_host = {name for name in late if gathered.tensors[name].local.device.type == "cpu"}
+            if on_host != late and sum(gathered.tensors[name].local.nbytes for name in on_host) <= ASIDE_BYTES:
+                late -= on_host  # counts of steps: a host that waits for them at the fence waits for the device as well
+            if self._config.verify_capture:
+                # What cannot be digested where it lies is copied at once, and so cannot go wrong.
+                late = {name for name in late if can_digest(gathered.tensors[name].local)}
+            names = [name for name, _ in structure.pieces]
+            self._split = Split(
+                tuple(i for i, name in enumerate(names) if name not in late),
+                tuple(i for i, name in enumerate(names) if name in late),
+            )
+            self._watched = tuple(i for i, name in enumerate(names) if name in watched)
+            self._pledged = self._split.late if self._config.verify_capture else ()
+            self._split_key = key
+        return self._split
+
+    def _view(self, slot: Slot, plan: Plan) -> SlotView:
+        view = self._views.get(id(slot))
+        if view is None or view.slot is not slot or view.plan is not plan:
+            view = self._views[id(slot)] = SlotView(slot, plan)
+        return view
+
+    def _grow(self, client: KeeperClient, num_bytes: int, gathered: Gathered) -> None:
+        """Larger slots in the middle of training: a keeper that takes long, or is frozen, holds a step up for a moment.
+
+        Raises:
+            LevelNotReached: they are not there yet; the copying thread goes on asking for them. Or they are refused.
+        """
+        self.fence.release()
+        timeout_s = self._config.begin_timeout_s
+        if not self.fence.run(lambda: self._prepare(client, num_bytes, gathered), timeout_s):
+            self._growing = True
+            raise LevelNotReached(f"the state outgrew its slots, and larger ones take longer than {timeout_s:g} s")
+
+    def _prepare(self, client: KeeperClient, num_bytes: int, gathered: Gathered) -> tuple[Slot, ...]:
+        self._last_late = None
+        if self._reservation is not None:
+            self._reservation.close(DRAIN_S)
+            self._reservation = None
+        self._views.clear()
+        if not self._streams.unpin(DRAIN_S):
+            raise LevelNotReached("a device does not finish what it writes to the former slots")
+        try:
+            slots = client.prepare(num_bytes, self._config.num_slots)
+        except MemoryRefused as error:
+            self.refused = str(error)
+            raise
+        self.refused = ""
+        self._reserved = min(slot.num_bytes for slot in slots)
+        on = _device_in(gathered)
+        if on is not None:
+            for slot in slots:
+                self._streams.pin(slot, on)
+        return slots
+
+    def give_up(self, handle: SaveHandle, reason: str) -> None:
+        """The version is not complete and never will be: said in the log, to the handle, and to the keeper."""
+        logger.warning("%s is given up: %s", handle.version, reason)
+        handle.give_up(reason)
+        if not self._streams.drain(self._config.fence_timeout_s):
+            # The keeper gives the slot away as soon as it hears, and a device may still write to it.
+            self._owed.append((handle, reason))
+            return
+        self._abandon(handle, reason)
+
+    def _pay(self) -> None:
+        """Tells the keeper of versions that were given up while a device still wrote to their slots."""
+        while self._owed and self._streams.drain(0.0):
+            self._abandon(*self._owed.pop(0))
+
+    def _abandon(self, handle: SaveHandle, reason: str) -> None:
+        client = self._link.client
+        try:
+            if client is None or self._link.silent:
+                self._link.skip(handle.version)
+            else:
+                client.abandon(handle.version, reason)
+        except KeeperLost:
+            self._link.skip(handle.version)
+
+
+def _device_in(gathered: Gathered) -> torch.device | None:
+    """A device that holds some of the state; None if all is in host memory."""
+    return next((live.local.device for live in gathered.tensors.values() if live.local.device.type != "cpu"), None)

@@ -1,0 +1,196 @@
+"""Defines what `save` returns: the version, the level it has reached, and a wait for the one that is wanted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from holdfast.base.errors import HoldfastError, LevelNotReached, UsageError
+from holdfast.checkpoint.liveness import heartbeat
+from holdfast.core.elastic.worker_facts import Phase
+from holdfast.core.model import Level, Version
+from holdfast.keeper.rpc.client import KeeperClient
+from holdfast.keeper.slots.progress import WRITING
+
+logger = logging.getLogger(__name__)
+
+# Waits longer than this say that they wait, and on what.
+PROGRESS_S = 2.0
+ASK_TIMEOUT_S = 2.0
+MAX_ALARMS = 3
+
+
+class SaveHandle:
+    """One save of this rank. Safe to drop: the save goes on without it.
+
+    Attributes:
+        version: what was saved.
+        level: the level that was asked for; `wait` without an argument waits for it.
+    """
+
+    def __init__(
+        self,
+        version: Version,
+        level: Level,
+        *,
+        client: Callable[[], KeeperClient | None],
+        last_client: Callable[[], KeeperClient | None],
+        settle: Callable[[float], None],
+        num_nodes: int,
+        timeout_s: float,
+    ) -> None:
+        self.version = version
+        self.level = level
+        self._client = client
+        self._last_client = last_client
+        self._settle = settle
+        self._num_nodes = num_nodes
+        self._timeout_s = timeout_s
+        self._given_up = ""
+        self._is_committed = False
+        self._pid = os.getpid()
+
+    def __repr__(self) -> str:
+        return f"SaveHandle({self.version}, {self._given_up or self.reached.name.lower()})"
+
+    @property
+    def given_up(self) -> str:
+        """Return why this rank gave the version up; empty if it did not."""
+        return self._given_up
+
+    @property
+    def reached(self) -> Level:
+        """The level announced so far; does not wait."""
+        if self._is_durable():
+            return Level.DURABLE
+        client = self._client()
+        return client.level(self.version)[0] if client is not None else Level.NONE
+
+    @property
+    def durable(self) -> tuple[bool, str]:
+        """(whether it is decided, why it is not durable); does not wait."""
+        if self._is_durable():
+            return True, ""
+        client = self._client()
+        known = client.known(self.version) if client is not None else None
+        if self._given_up or (known is not None and known.abandoned):
+            return True, self._given_up or (known.reason if known is not None else "")
+        return False, known.reason if known is not None else "nothing was announced yet"
+
+    def _is_durable(self) -> bool:
+        """Tells whether it is durable, by what was said last: storage keeps it when the connection to the keeper has ended."""
+        client = self._last_client()
+        known = client.known(self.version) if client is not None else None
+        return self._is_committed or (known is not None and Level.DURABLE in known.reached)
+
+    def give_up(self, reason: str) -> None:
+        """This rank will not complete the version."""
+        self._given_up = self._given_up or reason
+
+    def committed(self) -> None:
+        """All ranks wrote the version straight to storage, and it is committed."""
+        self._is_committed = True
+
+    @heartbeat.phase(Phase.SAVING)
+    def wait(self, level: Level | str | None = None, timeout_s: float | None = None) -> Level:
+        """Blocks until the version is at `level` or above on all ranks; returns the level it has then.
+
+        Every rank has to save the version, so waiting while others still train may take as long as they need.
+
+        Args:
+            level: `"captured"`, `"replicated"`, `"durable"` or a Level; the one asked for at the save by default.
+            timeout_s: seconds; the setting `close_timeout_s` by default.
+
+        Raises:
+            LevelNotReached: it was given up by some rank, time is over, or the keeper is lost. Says which and why.
+            UsageError: in a forked child of the process that saved.
+        """
+        if os.getpid() != self._pid:
+            raise UsageError("a forked child cannot wait for a save of its parent", remedy="wait in the parent")
+        wanted = self.level if level is None else as_level(level)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        self._settle(timeout_s)
+        if wanted is Level.REPLICATED and self._num_nodes < 2:
+            raise LevelNotReached(
+                f"{self.version} cannot be replicated: the job has one node",
+                remedy='ask for "durable", or run on two nodes',
+            )
+        if self._is_durable() and wanted is not Level.REPLICATED:
+            return Level.DURABLE
+        started = time.monotonic()
+        while True:
+            client = self._client()
+            if self._given_up or client is None:
+                raise LevelNotReached(
+                    f"{self.version} did not reach {wanted.name.lower()}: {self._given_up or 'the keeper is lost'}",
+                    remedy="training may go on; the next save tries again",
+                )
+            until = min(deadline, time.monotonic() + PROGRESS_S)
+            try:
+                return client.wait(self.version, wanted, max(0.0, until - time.monotonic()))
+            except LevelNotReached as error:
+                # Earlier than the end of this slice: the answer is final. So it is when all time is over.
+                if time.monotonic() < until or until >= deadline:
+                    alarms = _alarms(client)
+                    raise LevelNotReached(error.what + alarms, where=error.where, remedy=error.remedy) from error
+            reached, reason = client.level(self.version)
+            working = client.working(WRITING, self.version)
+            logger.info(
+                "waiting for %s to be %s: %.0f s, now %s, %s%s%s",
+                self.version, wanted.name.lower(), time.monotonic() - started, reached.name.lower(), reason,
+                f"; writing {working}" if working else "", _alarms(client),
+            )  # fmt: skip
+
+
+def _alarms(client: KeeperClient) -> str:
+    """What the keeper warns of now; it is most likely the reason."""
+    try:
+        return "".join(f"; {alarm['text']}" for alarm in client.status(timeout_s=ASK_TIMEOUT_S)["alarms"][:MAX_ALARMS])
+    except HoldfastError:
+        return ""
+
+
+def as_level(level: Level | str) -> Level:
+    """The level that a caller names.
+
+    Raises:
+        UsageError: no such level.
+    """
+    if isinstance(level, Level):
+        return level
+    names = {member.name.lower(): member for member in Level if member is not Level.NONE}
+    if level not in names:
+        raise UsageError(f"{level!r} is no level; there are {', '.join(names)}")
+    return names[level]
+
+
+def as_version(version: Version | str | None) -> Version | None:
+    """The version that a caller names.
+
+    Raises:
+        UsageError: no such name.
+    """
+    if version is None or isinstance(version, Version):
+        return version
+    parsed = Version.parse(version)
+    if parsed is None:
+        raise UsageError(f"{version!r} is not a version", remedy="name it as `holdfast ls` does: i000001-s0000000120")
+    return parsed
+
+
+def never(step: int, level: Level, reason: str) -> SaveHandle:
+    """Returns the handle of a save that is not made, and is given up for a reason."""
+    handle = SaveHandle(
+        Version(1, step),
+        level,
+        client=lambda: None,
+        last_client=lambda: None,
+        settle=lambda _: None,
+        num_nodes=1,
+        timeout_s=0.0,
+    )
+    handle.give_up(reason)
+    return handle

@@ -1,0 +1,139 @@
+"""Decides when this rank saves, at which level, and when the job stops: cadences, appointments and SIGTERM put
+together.
+
+Cadences in steps need no talk. A cadence in seconds is rank 0's: it proposes, and the coordinator's keeper appoints a
+step for all ranks (core.appointments). A stop is agreed in the same way, whoever got the signal. Whether a version is
+due for storage needs no agreement: one rank that says so is enough.
+
+An appointment may arrive when this rank is past its step. That is reported at once, from the thread that heard it and
+not at the next step, because ranks that keep the appointment of a stop wait there and may keep us from ever finishing
+our next step. Called by `checkpoint.checkpointer.checkpointer` once per step; `take` by the keeper's reader thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast.base.config import Config
+from holdfast.base.errors import ConfigError
+from holdfast.checkpoint.save.overhead_budget import Budget
+from holdfast.core.scheduling.cadence import Cadence
+from holdfast.core.scheduling.step_agreement import Appointment, Calendar, Proposal, Purpose
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """Says what is to be done after a step.
+
+    Attributes:
+        save: capture this step.
+        durable: and it is due for storage.
+        stop: this is the last step, if all ranks can save it.
+        missed: steps that the others save and this rank is past.
+        propose: proposals for the coordinator.
+    """
+
+    save: bool = False
+    durable: bool = False
+    stop: bool = False
+    missed: tuple[int, ...] = ()
+    propose: tuple[Proposal, ...] = ()
+
+
+def parse_cadence(name: str, text: str) -> Cadence:
+    """The cadence of a setting.
+
+    Raises:
+        ConfigError: not a cadence; names the setting.
+    """
+    try:
+        return Cadence.parse(text)
+    except ValueError as error:
+        raise ConfigError(str(error), where=name, remedy='write "10", "30s", "10,30s" or "0" for never') from error
+
+
+class Schedule:
+    """The clockwork of one rank.
+
+    Args:
+        missed: called with a step that the others save and this rank is past.
+        clock: monotonic seconds.
+        budget: finds the captured cadence, instead of the setting, once it has measured; None: the setting stands.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        rank: int,
+        world_size: int,
+        missed: Callable[[int], None],
+        clock: Callable[[], float] = time.monotonic,
+        budget: Budget | None = None,
+    ) -> None:
+        self._budget = budget
+        self._capture = parse_cadence("every", config.every)
+        self._durable = parse_cadence("durable_every", config.durable_every)
+        self._clocked = _by_clock(self._capture, self._durable)
+        self._rank = rank
+        self._alone = world_size == 1
+        self._missed = missed
+        self._calendar = Calendar(rank)
+        self._lock = threading.Lock()
+        self._finished = -1
+        self._saved_step: int | None = None
+        self._clock = clock
+        self._capture_s = self._durable_s = clock()
+
+    def after(self, step: int, *, stop_wanted: bool) -> Due:
+        """Return what is due now that `step` is finished. Call it exactly once per step."""
+        now = self._clock()
+        found = self._budget.after_step() if self._budget is not None else None
+        if found is not None:
+            self._capture = Cadence(steps=found)
+            self._clocked = _by_clock(self._capture, self._durable)
+        durable = self._is_due(self._durable, step, now, self._durable_s)
+        by_steps = self._capture.steps is not None and self._is_due(self._capture, step, now, self._capture_s)
+        save = by_steps or (durable and self._durable.steps is not None)
+        by_clock = self._clocked is not None and self._is_due(self._clocked, step, now, self._capture_s)
+        if self._alone:
+            self._finished = step
+            return Due(save or by_clock or stop_wanted, durable or stop_wanted, stop_wanted)
+        with self._lock:
+            if by_clock and self._rank == 0:
+                self._calendar.want(Purpose.SAVE)
+            if stop_wanted:
+                self._calendar.want(Purpose.STOP)
+            due = self._calendar.finished(step)
+            self._finished = step
+        return Due(save or due.save or due.stop, durable or due.stop, due.stop, due.missed, due.propose)
+
+    def take(self, appointment: Appointment) -> None:
+        """The coordinator's word, in whatever thread it arrives."""
+        with self._lock:
+            self._calendar.take(appointment)
+            late = appointment.step <= self._finished
+        if late:
+            self._missed(appointment.step)
+
+    def saved(self, step: int, *, durable: bool) -> None:
+        """`step` was saved, for whatever reason."""
+        now = self._clock()
+        self._saved_step, self._capture_s = step, now
+        if self._budget is not None:
+            self._budget.saved()
+        if durable:
+            self._durable_s = now
+
+    def _is_due(self, cadence: Cadence, step: int, now: float, last_s: float) -> bool:
+        return cadence.due(step=step, last_step=self._saved_step, now_s=now, last_s=last_s).value
+
+
+def _by_clock(capture: Cadence, durable: Cadence) -> Cadence | None:
+    """The cadence in seconds that decides when to save: of captures, or of storage if there are no captures."""
+    if capture.needs_agreement:
+        return capture
+    return durable if not capture.steps and durable.needs_agreement else None

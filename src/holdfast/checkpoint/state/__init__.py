@@ -1,0 +1,1 @@
+"""The training state as users hand it over: models, optimizers, loaders and loop values."""

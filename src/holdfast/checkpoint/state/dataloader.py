@@ -1,0 +1,251 @@
+"""The place in the data of a plain `torch.utils.data.DataLoader`, which says nothing of it: `Checkpointer(..., loader=loader)`.
+
+What its iterators hand out is counted, and what they began with is kept: the generators of random numbers of the process and of the sampler.
+After a restart the first iterator begins with these again and goes on at its place: of a map-style dataset the sampler's order is
+replayed and nothing is loaded that was had already; of an iterable one as many batches are loaded and dropped. Then the generators are as
+they were before. That the order is the same is proven by a digest of the indices, or it is said.
+
+What workers draw themselves begins anew in them. Of several iterators at one time the place is that of the newest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import xxhash
+from torch.utils.data import DataLoader, IterableDataset
+
+from holdfast.checkpoint.entries.rng import ProcessRandomness
+
+logger = logging.getLogger(__name__)
+
+# Under which attribute a loader keeps what knows its place.
+_PLACE = "_holdfast_place"
+
+
+def is_plain(value: Any) -> bool:
+    """Tell whether a value is a loader that hands out no state of its own, and makes iterators as torch's does."""
+    return (
+        isinstance(value, DataLoader)
+        and not hasattr(value, "state_dict")
+        and type(value).__iter__ is DataLoader.__iter__
+        and hasattr(value, "_get_iterator")
+    )
+
+
+def place_of(loader: DataLoader[Any]) -> LoaderPlace:
+    """Returns what knows the place of a loader; from the first call on its iterators are counted."""
+    known = vars(loader).get(_PLACE)
+    if known is None:
+        known = vars(loader)[_PLACE] = LoaderPlace(loader)
+    assert isinstance(known, LoaderPlace)
+    return known
+
+
+class LoaderPlace:
+    """The place in the newest iterator of one loader, as an object with a state.
+
+    Args:
+        loader: the loader; its iterators are made by us from now on.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self._make = loader._get_iterator
+        vars(loader)["_get_iterator"] = self._iterator
+        self._newest: _Counted | None = None
+        self._had, self._order, self._began = 0, "", dict[str, Any]()
+        self._saved: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Batches that were had of the newest iterator, what it began with, and the generators of the sampler now.
+
+        No iterator, or one that has ended: nothing was had.
+        """
+        if self._saved:  # restored, and no iterator was made since
+            return self._saved
+        return {"had": self._had, "order": self._order, "began": self._began, "own": self._own()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next iterator goes on at this place."""
+        self._newest = None
+        vars(self._loader)["_iterator"] = None  # of workers that stay
+        self._had, self._order, self._began, self._saved = 0, "", {}, {}
+        self._set_own(state["own"])
+        if state["had"]:
+            self._saved = state
+
+    def handed(self, counted: _Counted, indices: object) -> None:
+        """One more batch was handed out."""
+        if counted is self._newest:
+            self._had += 1
+            self._order = xxhash.xxh3_64_hexdigest(f"{self._order}{indices!r}".encode())
+
+    def ended(self, counted: _Counted) -> None:
+        """The iterator has no more."""
+        if counted is self._newest:
+            self._had, self._order, self._began = 0, "", {}
+
+    def begun(self, counted: _Counted) -> None:
+        """An iterator begins, and draws its first numbers behind this."""
+        self._newest = counted
+        self._had, self._order = 0, ""
+        self._began = {"process": ProcessRandomness().state_dict(), "own": self._own()}
+
+    def _iterator(self) -> Iterator[Any]:
+        saved, self._saved = self._saved, {}
+        counted = _Counted(self)
+        if not saved:
+            self.begun(counted)
+            counted.begin(self._made(counted, 0))
+            return counted
+        process = ProcessRandomness()
+        now = process.state_dict()
+        process.load_state_dict(saved["began"]["process"])
+        self._set_own(saved["began"]["own"])
+        self.begun(counted)
+        had = saved["had"]
+        is_iterable = isinstance(self._loader.dataset, IterableDataset)
+        counted.begin(self._made(counted, 0 if is_iterable else had))
+        if is_iterable:
+            logger.warning("the loader's dataset is iterable: %d batches are loaded again and dropped", had)
+            for _ in range(had):
+                next(counted, None)
+        else:
+            counted.skip()
+        if self._had != had or self._order != saved["order"]:
+            logger.warning(
+                "the loader goes on after %d batches, but not with the order of the run that saved: the sampler, its seed or "
+                "epoch, or the dataset is another",
+                had,
+            )
+        elif self._loader.num_workers and not is_iterable:
+            logger.info("random numbers that the loader's workers draw begin anew in them")
+        process.load_state_dict(now)
+        self._set_own(saved["own"])
+        return counted
+
+    def _made(self, counted: _Counted, skipped: int) -> Iterator[Any]:
+        """Returns an iterator of torch's whose sampler tells what it hands out."""
+        name = "batch_sampler" if self._loader._auto_collation else "sampler"
+        sampler = vars(self._loader)[name]
+        vars(self._loader)[name] = _Told(sampler, counted, skipped)
+        try:
+            made: Iterator[Any] = self._make()
+        finally:
+            vars(self._loader)[name] = sampler
+        return made
+
+    def _generators(self) -> list[torch.Generator]:
+        loader = self._loader
+        parts = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+        found = [getattr(part, "generator", None) for part in parts]
+        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+    def _own(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators()]
+
+    def _set_own(self, states: list[torch.Tensor]) -> None:
+        for generator, state in zip(self._generators(), states, strict=False):
+            generator.set_state(state)
+
+
+class _Counted:
+    """An iterator whose batches are counted.
+
+    Args:
+        place: who counts.
+    """
+
+    def __init__(self, place: LoaderPlace) -> None:
+        self._place = place
+        self._inner: Any = None
+        self._sampler: _Skipping | None = None
+        self._indices: deque[object] = deque()
+
+    def begin(self, inner: Iterator[Any]) -> None:
+        """Hands out what `inner` has."""
+        self._inner = inner
+
+    def told(self, indices: object) -> None:
+        """The sampler handed out the indices of one more batch."""
+        self._indices.append(indices)
+
+    def samples(self, sampler: _Skipping) -> None:
+        """What asks the sampler of this iterator."""
+        self._sampler = sampler
+
+    def skip(self) -> None:
+        """Skips now what was to be skipped; a loader with workers has done so."""
+        if self._sampler is not None:
+            self._sampler.skip()
+
+    def had(self, indices: object) -> None:
+        """A batch of these indices was had before."""
+        self._place.handed(self, indices)
+
+    def __iter__(self) -> _Counted:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._inner)
+        except StopIteration:
+            self._place.ended(self)
+            raise
+        self._place.handed(self, self._indices.popleft() if self._indices else None)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """A loader whose workers stay begins anew with the same iterator."""
+        self._indices.clear()
+        self._place.begun(self)
+        self._inner._reset(loader, first_iter)
+
+
+class _Told:
+    """A sampler that tells what it hands out, and leaves out the first batches of the first iterator that is used."""
+
+    def __init__(self, sampler: Any, counted: _Counted, skipped: int) -> None:
+        self._sampler, self._counted, self._skipped = sampler, counted, skipped
+
+    def __iter__(self) -> Iterator[Any]:
+        return _Skipping(iter(self._sampler), self._counted, self)
+
+    def take(self) -> int:
+        """Returns how many batches are left out, once: a loader with workers asks for two iterators, and uses the second."""
+        skipped, self._skipped = self._skipped, 0
+        return skipped
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+class _Skipping:
+    """One iterator of a sampler. It skips with its first batch or before: numbers are drawn in the order of the first time."""
+
+    def __init__(self, inner: Iterator[Any], counted: _Counted, told: _Told) -> None:
+        self._inner, self._counted, self._told = inner, counted, told
+        counted.samples(self)
+
+    def skip(self) -> None:
+        """Asks for what is left out."""
+        for indices in itertools.islice(self._inner, self._told.take()):
+            self._counted.had(indices)
+
+    def __iter__(self) -> _Skipping:
+        return self
+
+    def __next__(self) -> Any:
+        self.skip()
+        indices = next(self._inner)
+        self._counted.told(indices)
+        return indices

@@ -1,0 +1,194 @@
+"""Sees every optimizer step that may write the training state, by whichever optimizer and in whichever thread.
+
+torch calls global hooks before and after the step of every optimizer of the process, so a second optimizer over the
+same parameters, or one that took the place of the given one, is seen too. Steps of optimizers that write nothing of the
+state are left alone.
+
+What a graph of a device replays no hook sees. That a step is recorded into one is seen (`captured`): nothing runs then, and
+nothing may be waited for, but from then on steps come by without a word. What code writes past `torch.optim` no hook sees
+either: `checkpoint.capture.late_copy_check` finds that afterwards.
+
+An exception of ours never leaves the user's `step()`; one that a signal's handler raises while we wait does. In a
+forked child nothing is done: the state that the hooks guard is its parent's. Used by `checkpoint.capture.optimizer_fence` and `checkpoint.survivors.update_window`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterable
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from holdfast.checkpoint.device import accelerator
+
+logger = logging.getLogger(__name__)
+
+# The file of the function that torch puts around every `step`.
+_AROUND_STEPS = Optimizer.profile_hook_step.__code__.co_filename
+
+
+class Steps:
+    """Calls back at every step of an optimizer that steps a parameter of the given ones.
+
+    Args:
+        optimizers: those whose state is saved. Their parameters are what a step is judged by.
+        before: called before such a step, in the thread that steps.
+        after: called behind it, unless it raised.
+        recorded: called instead of both when the step is recorded into a graph, in the thread that records.
+        warn: whether another optimizer over the same parameters is named in the log, once.
+
+    Attributes:
+        begun: steps that have begun, ever.
+        captured: a step was recorded into a graph: from then on steps may be made that nobody sees here.
+    """
+
+    def __init__(
+        self,
+        optimizers: Iterable[Optimizer],
+        *,
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
+        recorded: Callable[[], None] = lambda: None,
+        warn: bool = False,
+    ) -> None:
+        self.begun, self.captured = 0, False
+        self._before, self._after, self._recorded, self._warn = before, after, recorded, warn
+        self._given = list(optimizers)
+        self._pid = os.getpid()
+        self._hooks: list[Any] = []
+        self._others: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self._inside: dict[int, int] = {}  # thread -> steps within steps; one that raised is never counted down
+        if self._given:
+            self._hooks.append(register_optimizer_step_pre_hook(_Hook(self._begin)))
+            self._hooks.append(register_optimizer_step_post_hook(_Hook(self._end)))
+
+    def under_way(self) -> set[int]:
+        """Returns the identifiers of the threads that are within a step now; one that raised has ended."""
+        if not self._inside:
+            return set()
+        frames = sys._current_frames()
+        within = {thread for thread in self._inside.copy() if _steps(frames.get(thread))}
+        for thread in self._inside.keys() - within:
+            self._inside.pop(thread, None)
+        return within
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        if not self._concerns(optimizer):
+            return
+        if accelerator.capturing():
+            self.captured = True
+            self._recorded()
+            return
+        thread = threading.get_ident()
+        self._inside[thread] = self._inside.get(thread, 0) + 1  # before it counts: no moment is left out
+        self.begun += 1
+        self._before()
+
+    def _end(self, optimizer: Optimizer) -> None:
+        if self._concerns(optimizer) and not accelerator.capturing():
+            thread = threading.get_ident()
+            left = self._inside.pop(thread, 1) - 1
+            if left:
+                self._inside[thread] = left
+            self._after()
+
+    def _concerns(self, optimizer: Optimizer) -> bool:
+        if os.getpid() != self._pid:
+            return False
+        if any(optimizer is given for given in self._given):
+            return True
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._others.get(optimizer)
+        if known is None or known[0] != size:
+            known = self._others[optimizer] = (size, self._shares(optimizer))
+        return known[1]
+
+    def _shares(self, optimizer: Optimizer) -> bool:
+        """Whether a stranger steps a parameter of ours, or memory of one."""
+        ours = {key for given in self._given for key in _memory(given)}
+        shared = not ours.isdisjoint(_memory(optimizer))
+        if shared and self._warn and not any(optimizer in _inner(given) for given in self._given):
+            logger.warning(
+                "%s steps parameters of the checkpointer's state and was not given to it: what it keeps is not saved. "
+                "Give it to the Checkpointer (optimizer=[...]), or build a new Checkpointer if it replaces another one",
+                type(optimizer).__name__,
+            )
+        return shared
+
+
+def _steps(frame: FrameType | None) -> bool:
+    """Whether a stack has a frame of torch's own around a step, compiled or not."""
+    while frame is not None and frame.f_code.co_filename != _AROUND_STEPS:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _memory(optimizer: Optimizer) -> set[int]:
+    """Keys of the parameters of an optimizer: their ids, and the addresses of those that have memory."""
+    found: set[int] = set()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found.add(id(parameter))
+            if isinstance(parameter, torch.Tensor) and type(parameter) in (torch.Tensor, torch.nn.Parameter):
+                address = parameter.data_ptr()
+                found |= {-address} if address else set()
+    return found
+
+
+def _inner(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that one of torch's wrappers, such as ZeroRedundancyOptimizer, steps in its own step."""
+    return [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+
+
+def _of_a_handler(error: BaseException) -> bool:
+    """Whether a signal's handler of the user's raised it, while the hook waited."""
+    handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return not handlers.isdisjoint(frames)
+
+
+def _code(handler: Any) -> CodeType | None:
+    """The code that a handler runs, if it is written in Python: of a function, a method, a partial, an object's call."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    handler = getattr(handler, "__func__", handler)
+    if callable(handler) and not hasattr(handler, "__code__"):
+        handler = type(handler).__call__
+    return getattr(handler, "__code__", None)
+
+
+class _Hook:
+    """A hook that raises nothing into the step, and that torch.compile leaves alone where it compiles one."""
+
+    def __init__(self, call: Callable[[Optimizer], None]) -> None:
+        self._call = call
+        self._uncompiled = False
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        if (
+            not self._uncompiled and "torch._dynamo" in sys.modules
+        ):  # else nothing is compiled, and it is slow to import
+            self._call, self._uncompiled = torch.compiler.disable(self._call), True  # type: ignore[no-untyped-call]
+        try:
+            self._call(optimizer)
+        except Exception as error:  # the step is the user's, and what failed is ours
+            if _of_a_handler(error):
+                raise
+            logger.exception("a hook of ours failed at an optimizer's step; the step goes on")

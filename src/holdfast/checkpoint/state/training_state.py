@@ -1,0 +1,412 @@
+"""The training state of one rank: live objects in, named entries and values out, and back.
+
+How it is used, by `checkpoint.checkpointer.checkpointer` and its neighbours:
+
+    state = State({"model": model, "optimizer": optimizer, ...}, rank=0, world_size=4, replicated=["ema.*"])
+    shards = state.predict()              # shards to reserve memory for, with the optimizer state to come, or None
+    gathered = state.gather()             # at every save, outside a step; see Gathered for what may be reused
+    targets = state.targets(saved, values, strict=True)    # saved: name -> SavedTensor, values: as in Gathered
+    ...                                   # fill targets[name].local in place with the bytes of `shard.extent`
+    record = state.apply(values, targets)  # only when every target holds verified bytes
+
+Tensors are never copied here: `local` shares memory with training. A part whose objects are unchanged is not looked at
+again; see `watch.py` for what counts as a change. `gather` calls no collective and waits for no device. `targets`
+changes nothing when it raises; when it returns, optimizer state that was missing may exist with undefined content, so a
+restore must go on to `apply` or start again. Own methods of optimizers and modules, and hooks on loading, are called in `apply`.
+
+The parts: `modules.py`, `optimizers.py`, `objects.py`, `randomness.py`; where a tensor belongs: `layout_of.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from holdfast.base.errors import UsageError
+from holdfast.checkpoint.entries.entries import EXCLUDED, MEMORY_ORDER, Collector, Loading, Part, mismatch, twice
+from holdfast.checkpoint.entries.rng import GeneratorState, OwnRandomness, ProcessRandomness, random_state
+from holdfast.checkpoint.entries.sharding import Layouts
+from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, LoadRecord, SavedTensor
+from holdfast.checkpoint.state import dataloader
+from holdfast.checkpoint.state.change_detection import Tensors
+from holdfast.checkpoint.state.loop_values import CarriedPart
+from holdfast.checkpoint.state.model import ModelPart
+from holdfast.checkpoint.state.optimizer import OptimizerPart
+from holdfast.checkpoint.state.stateful import DictPart, InfoPart, Keys, ScalerState, Stateful, StatefulPart
+from holdfast.checkpoint.state.unsaved_state import Overlooked
+from holdfast.core.model import Shard
+
+__all__ = ["Gathered", "Group", "LiveTensor", "LoadRecord", "SavedTensor", "State"]
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_RNG = "rng"
+_INFO = "info"
+_CARRIED = "carried"
+_RESERVED = (_RNG, _INFO, _CARRIED, EXCLUDED, MEMORY_ORDER)
+
+
+class State:
+    """All objects whose state makes training go on where it was.
+
+    Args:
+        objects: name -> module, optimizer, object with `state_dict` and `load_state_dict`, generator of random
+            numbers (torch's, NumPy's, Python's), `DataLoader`, dict of tensors; a list, tuple or dict of such objects gives `name.0`, `name.key`. None is left out.
+        rank: this rank.
+        world_size: number of ranks of the job.
+        replicated: glob patterns of names (`model.pos_table`, `scheduler`, `ema.*`) that all ranks hold alike although
+            nothing shows it.
+        exclude: glob patterns of names of parameters and buffers (`model.base`) that are not saved; none of them may be
+            an optimizer's. A pattern also covers everything below the name it matches.
+        allocated: False takes tensors without memory (meta, fake) too: for a plan, not for a save.
+        began: what `began` of an earlier state of the same objects was.
+
+    Attributes:
+        info: what a caller writes beside a save.
+        carried: values of the loop that live from step to step.
+        excluded: what the version says of entries that were left out of it.
+
+    Raises:
+        UsageError: an object of another kind, or a name that cannot be used.
+    """
+
+    def __init__(
+        self,
+        objects: Mapping[str, Any],
+        *,
+        rank: int,
+        world_size: int,
+        replicated: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        allocated: bool = True,
+        began: Mapping[str, Keys] | None = None,
+    ) -> None:
+        self._layouts = Layouts(rank, world_size, replicated, exclude=exclude, allocated=allocated)
+        self._parts = sorted(_with_inner(list(_parts(objects, began or {}))), key=_order)
+        self.info = InfoPart(_INFO)
+        self.excluded = InfoPart(EXCLUDED)
+        self.excluded.value = {"patterns": list(exclude)} if exclude else {}
+        self._order = InfoPart(MEMORY_ORDER)
+        self.carried = CarriedPart(_CARRIED)
+        self._parts += [self.info, self.excluded, self._order, self.carried, StatefulPart(_RNG, ProcessRandomness())]
+        self._lasting = Collector(self._layouts)
+        self._overlooked = Overlooked(self._in_no_version)
+        self._watch: Tensors | None = None
+        self._loading: Loading | None = None
+        self._structure = 0
+        self._storages = 0
+        self._described: Any = None
+        self._glanced: list[int] = []
+        self._shape: Any = None
+
+    @property
+    def layouts(self) -> Layouts:
+        """Return what this rank's tensors are called and who else holds them."""
+        return self._layouts
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Other names of tensors that are kept under one, as of the last look."""
+        return self._lasting.tied
+
+    @property
+    def stateful(self) -> dict[str, bool]:
+        """Objects that hand out their own state, by name; True: it is random numbers, which belong to one rank."""
+        return {part.name: part.random for part in self._parts if isinstance(part, StatefulPart)}
+
+    @property
+    def began(self) -> dict[str, Keys]:
+        """The keys that dicts had when the script began, by name: others came later, and may go when it goes back."""
+        return {part.name: part.began for part in self._parts if isinstance(part, DictPart)}
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Lists all optimizers that make steps, in the order in which they were given; not their wrappers, but those inside."""
+        found = (each for part in self._stepping for each in part.steppers)
+        return list({id(each): each for each in found}.values())
+
+    @property
+    def _stepping(self) -> list[OptimizerPart]:
+        return [part for part in self._parts if isinstance(part, OptimizerPart)]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All models, in the order in which they were given."""
+        return [part.module for part in self._parts if isinstance(part, ModelPart)]
+
+    @torch.no_grad()
+    def gather(self) -> Gathered:
+        """The state now. Fast while nothing but bytes and numbers changed since the last call.
+
+        Raises:
+            UsageError: a tensor that cannot be saved, an optimizer of a tensor that no object holds; names it.
+        """
+        for each in self._stepping:
+            each.ask()
+        if not self._unchanged():
+            self._build()
+        passing = Collector(self._layouts)
+        for part in self._parts:
+            part.report(passing)
+        self._add_orders(passing)
+        tensors = {**self._lasting.tensors, **passing.tensors}
+        if len(tensors) != len(self._lasting.tensors) + len(passing.tensors):
+            raise twice(next(iter(self._lasting.tensors.keys() & passing.tensors.keys())))
+        described = (
+            self._storages,
+            [(live.shard, live.local.device) for live in passing.tensors.values()],
+            sorted(passing.values),
+        )
+        if described != self._described:
+            self._note_structure(tensors, passing)
+            self._described = described
+        if self._layouts.allocated:
+            self._overlooked.look(live.local for live in self._lasting.tensors.values() if live.late)
+        return Gathered(tensors, passing.values, self._structure, self._storages)
+
+    @torch.no_grad()
+    def glance(self) -> Gathered:
+        """Gather as `gather` does, but look at what lasts only when an optimizer's state has grown: a hundredth of the
+        time.
+
+        For whoever asks `still` before the result is used.
+        """
+        if self._is_grown():
+            self._glanced = self._sizes()
+            return self.gather()
+        passing = Collector(self._layouts)
+        for part in self._parts:
+            part.report(passing)
+        self._add_orders(passing)
+        return Gathered({**self._lasting.tensors, **passing.tensors}, passing.values, self._structure, self._storages)
+
+    def storages(self) -> int:
+        """Returns `Gathered.storages`, looked at again when an optimizer's state has grown; for every step."""
+        if self._is_grown():
+            self.glance()
+        return self._storages
+
+    def owned(self) -> dict[str, torch.Tensor]:
+        """Returns what optimizers own by entry name, as of the last look."""
+        return {name: live.local for name, live in self._lasting.tensors.items() if live.late}
+
+    def _sizes(self) -> list[int]:
+        return [len(optimizer.state) for optimizer in self.optimizers]
+
+    def _is_grown(self) -> bool:
+        """Whether nothing was looked at yet, or an optimizer's state has another size than at the last glance."""
+        return self._described is None or self._sizes() != self._glanced
+
+    def still(self) -> bool:
+        """Return whether what optimizers own is the same memory as at the last look; also in the middle of a forward
+        pass, where FSDP has put other parameters into the modules.
+        """
+        return self._watch is not None and all(part.unchanged() for part in self._stepping) and self._watch.unchanged()
+
+    @torch.no_grad()
+    def predict(self) -> dict[str, Shard] | None:
+        """Shards of the state as it will be after the first optimizer step, or None if that is not known."""
+        shards = {name: live.shard for name, live in self.gather().tensors.items()}
+        for part in self._parts:
+            if isinstance(part, OptimizerPart):
+                predicted = part.predict(self._layouts)
+                if predicted is None:
+                    return None
+                shards.update((live.shard.name, live.shard) for live in predicted)
+        return shards
+
+    @torch.no_grad()
+    def trained(self) -> tuple[Shard, ...]:
+        """Return what optimizers own, state to come included; all that lasts where there is no optimizer. What
+        redundancy is about: random numbers and positions in the data are each rank's own by nature.
+        """
+        self.gather()
+        lasting = self._lasting.tensors
+        found = {name: live.shard for name, live in lasting.items() if live.late or not self.optimizers}
+        for part in self._parts:
+            if isinstance(part, OptimizerPart):
+                found.update((live.shard.name, live.shard) for live in part.predict(self._layouts) or ())
+        return tuple(found.values())
+
+    @torch.no_grad()
+    def targets(
+        self,
+        saved: Mapping[str, SavedTensor],
+        values: Mapping[Group, Mapping[str, Any]],
+        *,
+        strict: bool = True,
+    ) -> dict[str, LiveTensor]:
+        """Return where the entries of a checkpoint go.
+
+        Args:
+            saved: the entries of all groups that this rank belongs to.
+            values: their values, decoded.
+            strict: refuse unless everything fits.
+
+        Returns:
+            Name -> the live tensor to fill in place; the boxes of the entry make up exactly its extent.
+
+        Raises:
+            MismatchError: with all names that are missing, unexpected or different; nothing was changed.
+        """
+        return self.create(self.fitting(saved, values, strict=strict))
+
+    @torch.no_grad()
+    def fitting(
+        self,
+        saved: Mapping[str, SavedTensor],
+        values: Mapping[Group, Mapping[str, Any]],
+        *,
+        strict: bool = True,
+    ) -> Loading:
+        """Looks whether a checkpoint fits, and changes nothing: the first half of `targets`, with the same arguments.
+
+        For ranks that have to know of each other before one of them changes anything.
+
+        Returns:
+            What `create` takes.
+
+        Raises:
+            MismatchError: with all names that are missing, unexpected or different.
+        """
+        offered = {str(path): v for group in values.values() for path, v in group.items()}
+        loading = Loading(self._layouts, saved, offered, strict=strict)
+        self.plan(loading)
+        problem = mismatch(loading.record()) if strict else None
+        if problem is not None:
+            raise problem
+        return loading
+
+    @torch.no_grad()
+    def plan(self, loading: Loading) -> None:
+        """Every part claims what it wants; as `fitting`, for who judges by himself what is missing."""
+        for each in self._stepping:
+            each.ask()
+        if not self._unchanged():
+            self._build()
+        for part in self._parts:
+            part.plan(loading)
+
+    @torch.no_grad()
+    def create(self, loading: Loading) -> dict[str, LiveTensor]:
+        """Makes state that was claimed and does not exist yet; the second half of `targets`."""
+        for part in self._parts:
+            part.create(loading)
+        self._loading = loading
+        return dict(loading.targets)
+
+    @torch.no_grad()
+    def apply(self, values: Mapping[Group, Mapping[str, Any]], tensors: Mapping[str, LiveTensor]) -> LoadRecord:
+        """Takes over values: learning rates, schedulers, scaler, loader, objects, random numbers last.
+
+        Args:
+            values: those that `targets` was given.
+            tensors: what `targets` returned, filled with verified bytes.
+
+        Returns:
+            What was left out, empty if `targets` was strict.
+
+        Raises:
+            UsageError: without `targets` before, or with other arguments.
+        """
+        loading, self._loading = self._loading, None
+        if loading is None or loading.targets.keys() != tensors.keys():
+            raise UsageError("the tensors are not those that were asked for last", remedy="call targets() before")
+        if loading.values.keys() != {str(path) for group in values.values() for path in group}:
+            raise UsageError("the values are not those that were planned with", remedy="pass the same to both calls")
+        loading.fill_repeated()
+        for part in self._parts:
+            part.apply(loading)
+        return loading.record()
+
+    def _in_no_version(self) -> Iterator[tuple[str, object]]:
+        for part in self._parts:
+            if isinstance(part, OptimizerPart | ModelPart):
+                yield from part.in_no_version()
+
+    def _add_orders(self, passing: Collector) -> None:
+        if self._lasting.orders or passing.orders:
+            passing.value(MEMORY_ORDER, {**self._lasting.orders, **passing.orders})
+
+    def _unchanged(self) -> bool:
+        return self._watch is not None and all(part.unchanged() for part in self._parts) and self._watch.unchanged()
+
+    def _build(self) -> None:
+        self._watch = None
+        owned = (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
+        self._lasting = Collector(self._layouts, late=frozenset(map(id, owned)))
+        for part in self._parts:
+            part.build(self._lasting)
+        self._watch = Tensors(self._lasting.sources if self._layouts.allocated else ())
+        self._storages += 1
+
+    def _note_structure(self, tensors: Mapping[str, LiveTensor], passing: Collector) -> None:
+        shape = ({n: (live.shard, live.local.device, live.late) for n, live in tensors.items()}, sorted(passing.values))
+        if shape != self._shape:
+            self._structure += 1
+            self._shape = shape
+
+
+def _with_inner(parts: Sequence[Part]) -> Iterator[Part]:
+    """Yields the parts, and after an optimizer parts for those inside it that were not given themselves."""
+    known = {id(each) for part in parts if isinstance(part, OptimizerPart) for each in part.chain}
+    for part in parts:
+        yield part
+        for inner in part.apart() if isinstance(part, OptimizerPart) else ():
+            if id(inner.optimizer) not in known:
+                known.add(id(inner.optimizer))
+                yield inner
+
+
+def _order(part: Part) -> int:
+    """Those that hold tensors before the optimizers that step them; the rest as given."""
+    return {ModelPart: 0, DictPart: 0, OptimizerPart: 1}.get(type(part), 2)
+
+
+def _parts(objects: Mapping[str, Any], began: Mapping[str, Keys]) -> Iterator[Part]:
+    for name, value in objects.items():
+        if not _NAME.match(name) or name in _RESERVED:
+            remedy = f"choose an identifier other than {', '.join(map(repr, _RESERVED))}"
+            raise UsageError(f"an object cannot be called {name!r}", remedy=remedy)
+        yield from _parts_of(name, value, began)
+
+
+def _parts_of(name: str, value: Any, began: Mapping[str, Keys]) -> Iterator[Part]:
+    if value is None:
+        return
+    part = _part(name, value)
+    if part is not None:
+        yield part
+    elif isinstance(value, dict) and not any(_part(name, item) for item in value.values()):
+        yield DictPart(name, value, began.get(name))
+    elif isinstance(value, list | tuple | dict):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from _parts_of(f"{name}.{key}", item, began)
+    else:
+        raise UsageError(
+            f"nothing is known about saving {type(value).__module__}.{type(value).__qualname__}",
+            where=name,
+            remedy="give an object with state_dict() and load_state_dict(), or a dict of tensors",
+        )
+
+
+def _part(name: str, value: Any) -> Part | None:
+    if isinstance(value, nn.Module):
+        return ModelPart(name, value)
+    if isinstance(value, Optimizer):
+        return OptimizerPart(name, value)
+    if isinstance(value, GradScaler):
+        return StatefulPart(name, ScalerState(value))
+    if isinstance(value, torch.Generator):
+        return StatefulPart(name, GeneratorState(value))
+    if dataloader.is_plain(value):
+        return StatefulPart(name, dataloader.place_of(value))
+    if (found := random_state(value)) is not None:
+        return StatefulPart(name, OwnRandomness(*found))
+    return StatefulPart(name, value) if isinstance(value, Stateful) and not isinstance(value, type) else None

@@ -1,0 +1,174 @@
+"""Holds what this process keeps of the state when the job breaks off, so that nothing need be lost: the live state of
+one step.
+
+At every step the rank's own small state is noted (`checkpoint.survivors.step_snapshot`). When the job is interrupted, no optimizer step has
+begun since (`checkpoint.survivors.update_window`), and nobody else has written parameters or optimizer state (`checkpoint.survivors.unchanged_state`), this process still
+holds those of that step: they are copied to host memory, until the next restore has used or refused them. For that long
+the state lies in memory twice.
+
+On a device the host's order says little: the device may be steps behind, and when the job breaks off what is queued runs on
+behind collectives that were aborted. So every note records an event, and a state is live only if the device had passed it
+by then (`void`).
+
+Must never: call a state live of which a part may have moved. A write past torch's counts of part of a tensor may not be seen. Used by `checkpoint.checkpointer.checkpointer` and `checkpoint.survivors.peer_restore`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from holdfast.checkpoint.device import accelerator
+from holdfast.checkpoint.device.accelerator import device_of
+from holdfast.checkpoint.state.training_state import State
+from holdfast.checkpoint.survivors import step_snapshot
+from holdfast.checkpoint.survivors.step_snapshot import Note, Noter
+from holdfast.checkpoint.survivors.unchanged_state import Still
+from holdfast.checkpoint.survivors.update_window import Window
+from holdfast.core.model import Version
+from holdfast.core.recovery.survivor_vote import Offer
+from holdfast.core.versions.fence_rules import counts
+
+logger = logging.getLogger(__name__)
+
+# How long a device may take to come to the end of what is queued, so that its memory can be read. The process ends without
+# that: `runner.PROBE_S`.
+CATCH_UP_S = 3.0
+
+
+@dataclass(slots=True)
+class Remains:
+    """Holds the remains of one process, from an interruption to the next restore.
+
+    Attributes:
+        job: whose state it is; empty: there is none.
+        version: the step.
+        late: what optimizers own, by entry name; copies on the host.
+        why: why nothing is live.
+    """
+
+    job: str = ""
+    version: Version | None = None
+    late: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    why: str = ""
+
+    def forget(self) -> None:
+        """Lets go of the memory."""
+        self.job, self.version, self.late, self.why = "", None, {}, ""
+
+    def offer(self, job: str, found: Mapping[Version, Note]) -> Offer:
+        """Return what this rank can offer to `job`, of which it `found` these notes."""
+        if self.job != job:
+            return Offer(None, tuple(sorted(found)), "its process is new")
+        return Offer(self.version, tuple(sorted(found)), self.why)
+
+
+remains = Remains()
+
+
+def notes_of(job: str, rank: int, world_size: int) -> dict[Version, Note]:
+    """The notes that this seat has of this rank of the job."""
+    page = step_snapshot.page()
+    found = page.read() if page is not None else {}
+    return {v: note for v, note in found.items() if (note.job, note.rank, note.world_size) == (job, rank, world_size)}
+
+
+class Survivor:
+    """Notes every step and knows at any moment whether the process still holds the state of the last one.
+
+    Args:
+        state: of the rank.
+        job: the job's id.
+    """
+
+    def __init__(self, state: State, *, job: str, rank: int, world_size: int) -> None:
+        self._state = state
+        self._job = job
+        page = step_snapshot.page()
+        self._window = Window(state.optimizers if page is not None else ())
+        self._noter = Noter(page, job=job, rank=rank, world_size=world_size) if page is not None else None
+        # The newest note, and events behind all that makes up its state; one value, as `void` comes from another thread.
+        self._noted: tuple[Version | None, tuple[torch.Event, ...]] = (None, ())
+        self._is_void = False
+        self._passed: Version | None = None  # what the devices had finished when the job broke off
+        self._begun = -1
+        self._unseen = False  # between the last two notes no optimizer made a step, as far as anybody saw
+        self._still = Still(state)
+
+    def note(self, version: Version) -> None:
+        """The state is that of `version` now. Outside of an optimizer's step."""
+        self._still.note(version.step)
+        noter = self._noter
+        if noter is None or self._is_void or not noter.affordable():
+            return
+        gathered = self._state.glance()
+        if not noter.write(version, gathered):
+            logger.info("a failed rank cannot be filled from a twin's live state: %s", noter.refused)
+            return
+        before = self._noted[0]
+        # Also graphs that were captured before anybody could see it: a step was finished, and no optimizer made one.
+        self._unseen = before is not None and before.step < version.step and self._begun == self._window.begun
+        self._noted, self._begun = (version, self._events()), self._window.begun
+
+    def why_changed(self) -> str:
+        """Returns why the state is not that of the last step that was noted; empty if it is, as far as can be seen."""
+        return self._still.why_not()
+
+    def moved(self) -> None:
+        """The tensors are about to be written by a restore: nothing is live until the next note."""
+        self._noted = (None, ())
+
+    def void(self) -> None:
+        """The job broke off: what the devices have not passed by now is no step's state. From any thread; does not wait."""
+        version, events = self._noted
+        if not self._is_void:
+            self._passed = version if all(map(accelerator.passed, events)) else None
+            self._is_void = True
+
+    def leave(self) -> None:
+        """The job broke off: what is live is copied.
+
+        The memory itself is not safe until the restore: whoever wraps the model before it (DDP sends its first rank's
+        parameters to all) writes into it.
+        """
+        if self._noter is None:
+            return
+        why, late = self._why_not(), {}
+        if not why and not accelerator.caught_up(self._still.owned.values(), CATCH_UP_S):
+            why = f"its device does not come to the end of what is queued within {CATCH_UP_S:g} s"
+        if not why:
+            try:
+                late = {name: live.detach().to("cpu", copy=True) for name, live in self._still.owned.items()}
+            except RuntimeError as error:  # a device that failed, or no memory
+                why = f"the state cannot be copied: {error}"
+        remains.job, remains.version = self._job, None if why else self._noted[0]
+        remains.late, remains.why = {} if why else late, why
+        self.close()
+
+    def close(self) -> None:
+        """Removes the hooks and lets go of the tensors."""
+        self._window.close()
+        self._still.forget()
+
+    def _why_not(self) -> str:
+        version = self._noted[0]
+        if version is None:
+            return self._noter.refused if self._noter and self._noter.refused else "no step was noted"
+        if not counts(broke_off=self._is_void, passed_by_then=version == self._passed):
+            return f"the device had not finished {version} when the job broke off"
+        if self._window.captured or self._unseen:
+            return f"optimizer steps may have been made after {version} that nobody saw: a graph replays them"
+        if self._window.open:
+            return f"interrupted inside the optimizer step after {version}"
+        if self._window.begun != self._begun:
+            return f"the optimizer went on after {version}"
+        why = self._still.why_not()
+        return f"{why}, after {version}" if why else ""
+
+    def _events(self) -> tuple[torch.Event, ...]:
+        """Behind all that is queued now, one for each device that has a part of the state."""
+        found = {tensor.device for tensor in self._still.owned.values() if tensor.device.type not in ("cpu", "meta")}
+        return tuple(device_of(d.type).record(device_of(d.type).current_stream(d)) for d in found)

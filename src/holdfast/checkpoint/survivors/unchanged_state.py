@@ -1,0 +1,72 @@
+"""Tells whether what optimizers own is still what it was when a step was reported.
+
+A step may be noted long before anybody asks for its state: at a failure, or at the end of a script that loads other
+weights for a last evaluation. What is noted costs some ten microseconds for hundreds of tensors: torch's counts of writes,
+and spots (`checkpoint.capture.spot_check`). A write past torch's counts of a part of a tensor may be missed.
+
+Used by `checkpoint.survivors.survivor_state`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.capture.spot_check import Moved, Spots, has_spots
+from holdfast.checkpoint.state.training_state import State
+
+
+class Still:
+    """Notes the parameters and the optimizer state of one moment, and compares.
+
+    Attributes:
+        owned: what was looked at last, by entry name; on any device.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._storages = -1
+        self.owned: dict[str, torch.Tensor] = {}
+        self._spots = Spots((), ())
+        self._seen: tuple[list[int], tuple[Any, ...]] | None = None
+        self._turn = 0
+
+    def note(self, turn: int) -> None:
+        """They are as they should be now.
+
+        Args:
+            turn: which spots are looked at.
+        """
+        storages = self._state.storages()
+        if storages != self._storages:
+            self._storages, self.owned = storages, self._state.owned()
+            seen = {name: tensor for name, tensor in self.owned.items() if has_spots(tensor)}
+            self._spots = Spots(list(seen.values()), list(seen))
+        self._turn = turn
+        try:
+            self._seen = self._look()
+        except Moved:
+            self._seen = None
+
+    def why_not(self) -> str:
+        """Returns why they are not any more what was noted; empty if they are."""
+        if self._seen is None:
+            return "it was not looked at"
+        # A save may have looked at other memory since, which is the same by now; what was noted is not of it.
+        if self._state.storages() != self._storages or not self._state.still():
+            return "parameters or optimizer state are other tensors by now"
+        try:
+            writes, spots = self._look()
+        except Moved as error:
+            return error.what
+        if writes != self._seen[0] or self._spots.differing(spots, self._seen[1]):
+            return "parameters or optimizer state were written outside of an optimizer step"
+        return ""
+
+    def forget(self) -> None:
+        """Lets go of the tensors."""
+        self._seen, self._storages, self.owned, self._spots = None, -1, {}, Spots((), ())
+
+    def _look(self) -> tuple[list[int], tuple[Any, ...]]:
+        return [tensor._version for tensor in self.owned.values()], self._spots.read(self._turn)

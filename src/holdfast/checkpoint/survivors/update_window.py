@@ -1,0 +1,44 @@
+"""The update window: whether parameters and optimizer state are those of a step, or something between two.
+
+The window opens before the step of an optimizer and closes behind it. A process that is interrupted while it is open, or
+after it was open, does not hold the state of the step that it noted last. A failure inside `step()` leaves the window open
+for ever, which is right: the update may be half done. Used by `checkpoint.survivors.survivor_state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from holdfast.checkpoint.state.step_observer import Steps
+
+
+class Window:
+    """The window of one set of optimizers, and of whoever else steps their parameters."""
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self._ended = 0
+        self._steps = Steps(optimizers, after=self._end)
+
+    @property
+    def begun(self) -> int:
+        """Optimizer steps that have begun, ever."""
+        return self._steps.begun
+
+    @property
+    def captured(self) -> bool:
+        """Return whether a step was recorded into a graph: what that replays is not seen."""
+        return self._steps.captured
+
+    @property
+    def open(self) -> bool:
+        """Return whether an update is under way, or was left in the middle."""
+        return self.begun != self._ended
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        self._steps.close()
+
+    def _end(self) -> None:
+        self._ended += 1

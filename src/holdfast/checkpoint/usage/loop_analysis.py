@@ -1,0 +1,261 @@
+"""Tells, of the text around one call of `step()`, what lives from one step to the next, and where its number comes from.
+
+Pure: text and a line in, names and lines out. A name lives on if a step may read it before it has set it, and sets it. Of what
+the text leaves open rather one name too few is told: inner loops count as run once, times of a clock count as nothing, and what
+is made of the number that `restore()` returned is there again after a restart.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from holdfast.checkpoint.usage.name_flow import CLOCKS, Function, Functions, Reader, Scope, loaded, own, stored
+
+Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
+# The method that tells a finished step, and what the number of the first one is asked for with.
+DRAWS = {"next", "zip", "enumerate", "islice", "iter", "map", "tqdm"}
+STEP, RESTORE = "step", ("restore", "last_restore")
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """The loops of one function around one line.
+
+    Attributes:
+        line: the line of the outermost loop.
+        caller: what `step` is called of, as written.
+        told: what it is told, as written: the number, and what is passed besides.
+        lives: name -> line that sets it, of each name that lives from one step to the next and is not passed to `step`.
+        reads: names that the loops read, those included that functions of the file read which they call.
+        drawn: names and attributes that the file takes the next of, or goes over.
+        goes_over: line -> names, of each thing that one of the loops goes over.
+        one_more: whether the first number is certainly one more than `restore()` returned.
+    """
+
+    line: int
+    caller: str = ""
+    told: tuple[str, ...] = ()
+    lives: Mapping[str, int] = field(default_factory=dict)
+    reads: frozenset[str] = frozenset()
+    drawn: frozenset[str] = frozenset()
+    goes_over: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    one_more: bool = False
+
+
+def around(source: str, line: int, *, told: bool = True) -> Around | None:
+    """Returns what the loops around a line have; None where there is no loop, or no call of `step`.
+
+    Args:
+        source: the text of a file.
+        line: a line of it that runs.
+        told: whether a call of `step` has to stand there.
+
+    Raises:
+        SyntaxError: it is no Python.
+    """
+    tree = ast.parse(source)
+    scope = _scope(tree, line)
+    loops = sorted((n for n in own(scope) if isinstance(n, Loop) and _is_around(n, line)), key=lambda n: n.lineno)
+    call = _call(scope, line)
+    if not loops or (told and call is None):
+        return None
+    functions = Functions(tree if scope is tree else ast.Module(list(scope.body), []))
+    lines: dict[str, int] = {}
+    for loop in loops:
+        for name in _carried(loop, functions):
+            lines.setdefault(name, _line(loop, name))
+    read = {name for loop in loops for name in loaded([loop])}
+    number = _number(call)
+    outside = list(_assignments(scope, without=loops[0]))
+    origin = {*loaded([number] if number is not None else []), *_origin(number, outside, loops)}
+    known = _derived(origin, outside) | _clocks(scope)
+    passed = loaded([word.value for word in call.keywords]) if call is not None else set()
+    return Around(
+        loops[0].lineno,
+        ast.unparse(call.func.value) if call is not None and isinstance(call.func, ast.Attribute) else "",
+        tuple(map(ast.unparse, (*call.args, *call.keywords))) if call is not None else (),
+        {name: at for name, at in sorted(lines.items(), key=lambda item: item[1]) if name not in known | passed},
+        frozenset(read | Functions(tree).reads(read)),
+        frozenset(_drawn(tree)),
+        {loop.lineno: tuple(sorted(loaded([loop.iter]))) for loop in loops if isinstance(loop, ast.For)},
+        _is_one_more(number, outside, loops, line),
+    )
+
+
+def _scope(tree: ast.Module, line: int) -> Scope:
+    """Returns the innermost function around a line, or the file."""
+    found: Scope = tree
+    for node in ast.walk(tree):  # from the outside in
+        if isinstance(node, Function) and node.body[0].lineno <= line <= (node.end_lineno or 0):
+            found = node
+    return found
+
+
+def _is_around(loop: Loop, line: int) -> bool:
+    return loop.body[0].lineno <= line <= (loop.body[-1].end_lineno or 0)
+
+
+def _call(scope: Scope, line: int) -> ast.Call | None:
+    """Returns the call of `step` with a number that stands at a line."""
+    for node in own(scope):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == STEP
+            and node.lineno <= line <= (node.end_lineno or 0)
+            and _number(node) is not None
+        ):
+            return node
+    return None
+
+
+def _number(call: ast.Call | None) -> ast.expr | None:
+    if call is None:
+        return None
+    if call.args:
+        return call.args[0]
+    return next((word.value for word in call.keywords if word.arg == STEP), None)
+
+
+def _carried(loop: Loop, functions: Functions) -> set[str]:
+    targets: set[str] = set()
+    body: list[ast.stmt] = list(loop.body)
+    if isinstance(loop, ast.While):
+        body.insert(0, ast.Expr(loop.test))
+    else:
+        targets = stored([loop.target])
+    reader = Reader(targets, functions, runs=True)
+    reader.run(body)
+    return reader.early & (stored(body) - targets)
+
+
+def _drawn(tree: ast.Module) -> Iterator[str]:
+    """Yields the last names of what is handed to `next`, `zip` and their like, and of what loops go over."""
+    for node in ast.walk(tree):
+        values: list[ast.expr] = []
+        if isinstance(node, ast.For | ast.comprehension):
+            values = [node.iter]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in DRAWS:
+            values = node.args
+        yield from (
+            v.id if isinstance(v, ast.Name) else v.attr for v in values if isinstance(v, ast.Name | ast.Attribute)
+        )
+
+
+def _line(loop: ast.AST, name: str) -> int:
+    """Returns the first line of a loop that sets a name."""
+    lines = [
+        node.lineno
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load)
+    ]
+    return min(lines, default=getattr(loop, "lineno", 0))
+
+
+def _assignments(scope: Scope, without: ast.AST | None = None) -> Iterator[tuple[set[str], ast.expr]]:
+    """Yields (names, value) of everything that a scope sets, but not in `without`."""
+    left_out = {id(node) for node in ast.walk(without)} if without is not None else set()
+    for node in own(scope):
+        if id(node) in left_out:
+            continue
+        if isinstance(node, ast.Assign):
+            yield stored(node.targets), node.value
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+            yield stored([node.target]), node.value
+        elif isinstance(node, ast.For | ast.comprehension):
+            yield stored([node.target]), node.iter
+
+
+def _origin(number: ast.expr | None, outside: Iterable[tuple[set[str], ast.expr]], loops: Sequence[Loop]) -> set[str]:
+    """Returns the names that the number of the first step is made of."""
+    waiting = loaded([number]) if number is not None else set()
+    values = [*outside, *((stored([loop.target]), _first(loop.iter)) for loop in loops if isinstance(loop, ast.For))]
+    found: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for names, value in values:
+            if name in names and isinstance(value, ast.Name | ast.BinOp):
+                waiting |= loaded([value])
+    return found
+
+
+def _first(value: ast.expr) -> ast.expr:
+    """Returns what a `range` or an `enumerate` begins with; anything else as it is."""
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and not value.keywords:
+        if value.func.id == "range" and len(value.args) > 1:
+            return value.args[0]
+        if value.func.id == "enumerate" and len(value.args) > 1:
+            return value.args[1]
+    return value
+
+
+def _derived(known: set[str], outside: Iterable[tuple[set[str], ast.expr]]) -> set[str]:
+    """Returns the names that are made of these, or of what `restore()` returned, before the loop."""
+    found, before, values = set(known), -1, list(outside)
+    while len(found) != before:
+        before = len(found)
+        for names, value in values:
+            if found & loaded([value]) or any(_is_restored(node) for node in ast.walk(value)):
+                found |= names
+    return found
+
+
+def _is_restored(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr in RESTORE
+
+
+def _clocks(scope: Scope) -> set[str]:
+    """Returns the names that are made of times."""
+    found: set[str] = set()
+    before, values = -1, list(_assignments(scope))
+    while len(found) != before:
+        before = len(found)
+        for names, value in values:
+            words = {n.attr if isinstance(n, ast.Attribute) else getattr(n, "id", "") for n in ast.walk(value)}
+            if words & (CLOCKS | found):
+                found |= names
+    return found
+
+
+def _is_one_more(
+    number: ast.expr | None, outside: Iterable[tuple[set[str], ast.expr]], loops: Sequence[Loop], line: int
+) -> bool:
+    """Tell whether the number is one more than that of the step that was made.
+
+    `for step in range(start, n)` with `step + 1`, or a `while` that counts before it tells; `start` from `restore()` itself.
+    """
+    values = list(outside)
+
+    def restored(value: ast.expr) -> bool:
+        if isinstance(value, ast.Name):
+            given = [found for names, found in values if value.id in names]
+            return len(given) == 1 and restored(given[0]) and not isinstance(value.ctx, ast.Store)
+        return isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == RESTORE[0]
+
+    if isinstance(number, ast.BinOp) and isinstance(number.op, ast.Add) and _is_one(number.right):
+        name = number.left.id if isinstance(number.left, ast.Name) else ""
+        return any(
+            isinstance(loop, ast.For)
+            and isinstance(loop.target, ast.Name)
+            and loop.target.id == name
+            and _first(loop.iter) is not loop.iter
+            and restored(_first(loop.iter))
+            and name not in stored(loop.body)
+            for loop in loops
+        )
+    if isinstance(number, ast.Name) and restored(number) and isinstance(loops[-1], ast.While):
+        inside = [node for node in ast.walk(loops[0]) if isinstance(node, ast.Name) and node.id == number.id]
+        sets = [node for node in inside if isinstance(node.ctx, ast.Store)]
+        counts = [s for s in loops[-1].body if isinstance(s, ast.AugAssign) and s.target in sets and _is_one(s.value)]
+        return len(sets) == len(counts) == 1 and isinstance(counts[0].op, ast.Add) and counts[0].lineno < line
+    return False
+
+
+def _is_one(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value == 1

@@ -1,0 +1,143 @@
+"""Looks at the names of the user's loop at some of its first steps, and tells once what changes there and is in no version.
+
+What is told: tensors, numbers and containers of these that live from one step to the next; iterators, and loaders that a loop goes
+over; generators of random numbers, optimizers, schedulers, scalers and modules that were not given. Each with its place and the lines
+that keep it. Only what has changed between two steps is told, so one that is told is certain to begin anew after a restart; what
+changes seldom, on a device or out of reach of these names need not be found. Nothing is raised, nothing kept alive, nothing written.
+
+Asked by `checkpoint.checkpointer.checkpointer` at every step; after the first ones it looks at powers of two.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+from holdfast.checkpoint.state.loop_values import CarriedPart
+from holdfast.checkpoint.usage import user_frames
+from holdfast.checkpoint.usage.given_objects import Given
+from holdfast.checkpoint.usage.loop_analysis import Around, around
+from holdfast.checkpoint.usage.loop_snapshot import Finding, look
+from holdfast.core.versions import step_numbers
+
+logger = logging.getLogger(__name__)
+
+# The first steps that are looked at, all of them; behind them only powers of two.
+FIRST_LOOKS = 6
+# Places of the script that call `step`, of which more is not looked at.
+MAX_PLACES = 4
+
+
+class Observer:
+    """Looks at one run.
+
+    Args:
+        objects: what was given to the Checkpointer, by name.
+        carried: the values that steps are given besides.
+        start: what `restore()` returned.
+        count: steps that optimizers have made.
+        early: iterators that were there before `restore()`.
+        says: whether this rank speaks for the job.
+    """
+
+    def __init__(
+        self,
+        objects: Mapping[str, Any],
+        carried: CarriedPart,
+        *,
+        start: int,
+        count: Callable[[], int],
+        early: Sequence[object],
+        says: bool,
+    ) -> None:
+        self._given, self._carried, self._says = Given(objects), carried, says
+        self._start, self._count = start, count
+        self._early: Sequence[object] = early
+        self._calls, self._off = 0, False
+        self._places: dict[tuple[str, int], Around | None] = {}
+        self._before: dict[str, object] = {}
+        self._told: set[str] = set()
+        self._numbers: list[tuple[int, int]] = []
+        self._steps = count()
+
+    def at(self, step: int, frame: FrameType) -> bool:
+        """Looks, if it is time to; `step` is told by `frame`, or by a method of ours that it called.
+
+        Returns:
+            Whether the text of the script says that this number is one more than that of the step that was made.
+        """
+        self._calls += 1
+        self._number(step)
+        if self._off or (self._calls > FIRST_LOOKS and self._calls & (self._calls - 1)):
+            return False
+        try:
+            return self._at(user_frames.users(frame))
+        except Exception as error:  # noqa: BLE001 - it is other people's code and objects, and training must go on
+            logger.info("the script's loop is not looked at: %s: %s", type(error).__name__, error)
+            self._off = True
+            return False
+
+    def _at(self, frame: FrameType | None) -> bool:
+        place = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
+        if frame is not None and place not in self._places and len(self._places) < MAX_PLACES:
+            self._places[place] = around(user_frames.text(frame), frame.f_lineno)
+            self._before = {}
+        found = self._places.get(place)
+        if frame is None or found is None:
+            self._off = frame is None
+            return False
+        if self._says:
+            self._tell(found, os.path.basename(place[0]), self._look(found, user_frames.names(frame)))
+        return found.one_more
+
+    def _look(self, found: Around, names: Mapping[str, Any]) -> list[Finding]:
+        self._given.look()
+        findings = list(look(found, names, self._given, self._early))
+        now = {finding.name: finding.token for finding in findings}
+        before, self._before = self._before, now
+        self._early = ()  # an iterator must not live longer for our sake
+        return [
+            finding
+            for finding in findings
+            if finding.name not in self._told
+            and (finding.token is True or before.get(finding.name, finding.token) != finding.token)
+        ]
+
+    def _tell(self, found: Around, file: str, findings: Sequence[Finding]) -> None:
+        if self._calls == 1 and self._carried.forgotten:
+            logger.warning("was kept by step() and is asked for by nobody: %s", ", ".join(self._carried.forgotten))
+        if not findings:
+            return
+        self._told.update(finding.name for finding in findings)
+        lines = [f"{finding.name}: {finding.what}" for finding in findings]
+        lives = [finding.name for finding in findings if finding.carried]
+        if lives:
+            taken = ", ".join(f'{found.caller}.carry("{name}", {name})' for name in lives)
+            passed = ", ".join([*found.told, *(f"{name}={name}" for name in lives)])
+            lines.append(
+                f"what lives on is kept by two lines, behind restore() and in the loop:\n        {', '.join(lives)} = {taken}"
+            )
+            lines.append(f"    {found.caller}.step({passed})")
+        logger.warning(
+            "the loop of %s, line %d, changes what is in no version; after a restart that is what it was before the loop:\n    %s",
+            file,
+            found.line,
+            "\n    ".join(lines),
+        )
+
+    def _number(self, step: int) -> None:
+        """Says once, behind a restart, that the first number left a step out."""
+        if len(self._numbers) < 2:
+            count = self._count()
+            self._numbers.append((step, count - self._steps))
+            self._steps = count
+            if len(self._numbers) == 2 and step_numbers.is_one_off(self._start, *self._numbers) and self._says:
+                logger.warning(
+                    "restore() returned %d and the first step that was reported is %d: a step was left out at this restart. "
+                    "Report the number of the step that was made, not that of the next one",
+                    self._start,
+                    self._numbers[0][0],
+                )

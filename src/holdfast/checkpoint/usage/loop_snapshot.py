@@ -1,0 +1,171 @@
+"""Tells what one look at the names of a loop finds that may be in no version: each with a token that is equal as long
+as it is.
+
+Pure but for what it is asked to look at; what of it is told is the observer's.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType, GeneratorType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from holdfast.checkpoint.entries.rng import random_state
+from holdfast.checkpoint.entries.sharding import local_of
+from holdfast.checkpoint.state import unsaved_state
+from holdfast.checkpoint.state.stateful import Stateful
+from holdfast.checkpoint.usage import user_frames
+from holdfast.checkpoint.usage.given_objects import Given
+from holdfast.checkpoint.usage.loop_analysis import Around, around
+
+# Tensors by which it is seen that a module changes, or that an optimizer steps.
+MAX_WITNESSES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that may be in no version.
+
+    Attributes:
+        name: how the script calls it.
+        what: what it is, where, and the remedy if that is not `carry`.
+        token: equal as long as it is; True: there is no need to see it change.
+        carried: whether `carry` keeps it.
+    """
+
+    name: str
+    what: str
+    token: object
+    carried: bool = False
+
+
+def look(found: Around, names: Mapping[str, Any], given: Given, early: Sequence[object]) -> Iterator[Finding]:
+    """Yields everything that may be in no version.
+
+    Args:
+        found: the loops.
+        names: what names mean there.
+        given: what is saved.
+        early: iterators that were there before `restore()`.
+    """
+    for name, line in found.lives.items():
+        value = names.get(name)
+        kind = "" if name not in names or given.has(value) else kind_of(value)
+        if kind:
+            yield Finding(
+                name, f"{kind} that lives from one step to the next, set in line {line}", _token(value), carried=True
+            )
+    for name, value in _things(found, names):
+        token, what = _judge(value, given)
+        if hasattr(value, "__next__") and not isinstance(value, type | io.IOBase | Stateful) and not given.has(value):
+            token, what = _of_iterator(value, given, early) if name.rpartition(".")[2] in found.drawn else (None, "")
+        if token is not None:
+            yield Finding(name, what, token)
+    for line, over in found.goes_over.items():
+        for name in over:
+            value = names.get(name)
+            if isinstance(value, DataLoader) and not given.has(value):
+                yield Finding(
+                    name,
+                    f"the loader that line {line} goes over, which begins anew: Checkpointer(..., loader={name})",
+                    True,
+                )
+
+
+def early_iterators(frame: FrameType | None, objects: Mapping[str, Any]) -> list[object]:
+    """Returns the iterators that there are as `restore()` is called.
+
+    Args:
+        frame: the one that called it.
+        objects: what was given to the Checkpointer; torchdata's loaders keep the iterator that they made last.
+    """
+    user = user_frames.users(frame)
+    held = list(user_frames.names(user).values()) if user is not None else []
+    held += [getattr(value, "_iterator", None) for value in objects.values()]
+    return [value for value in held if hasattr(value, "__next__") and not isinstance(value, type | io.IOBase)]
+
+
+def kind_of(value: Any) -> str:
+    """Returns what a plain value is called; empty for all else."""
+    if isinstance(value, torch.Tensor):
+        return "a tensor"
+    if value is None or isinstance(value, bool | int | float | complex):
+        return "a number"
+    if isinstance(value, str | bytes):
+        return "a text"
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return f"a {type(value).__name__}" if parts and all(map(kind_of, parts)) else ""
+
+
+def _things(found: Around, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields path and value of what the loops read, and of what an object of the user's holds."""
+    for name in sorted(found.reads & names.keys()):
+        value = names[name]
+        yield name, value
+        if hasattr(value, "__dict__") and not isinstance(value, nn.Module | Optimizer | type | ModuleType):
+            yield from ((f"{name}.{key}", part) for key, part in vars(value).items())
+
+
+def _judge(value: Any, given: Given) -> tuple[object, str]:
+    """Returns token and text of a thing that has a state of its own and was not given; None for all else."""
+    token: object = None
+    if given.has(value):
+        return None, ""
+    if isinstance(value, Optimizer):
+        token = _of_tensors([p for group in value.param_groups for p in group["params"]], given)
+        return token, "an optimizer that steps and was not given: Checkpointer(..., optimizer=[...])"
+    if isinstance(value, nn.Module):
+        token = _of_tensors([*value.parameters(), *value.buffers()], given)
+        return token, "a module that changes and was not given: Checkpointer(..., model=[...])"
+    if isinstance(value, LRScheduler | GradScaler):
+        kind = "scaler" if isinstance(value, GradScaler) else "scheduler"
+        return repr(value.state_dict()), f"a {kind} that changes and was not given: Checkpointer(..., {kind}=...)"
+    state = random_state(value) if value is not torch.default_generator else None
+    token = repr(state[0]()) if state is not None else None
+    return token, "a generator of random numbers that was used and not given: Checkpointer(..., generator=...)"
+
+
+def _of_iterator(value: Any, given: Given, early: Sequence[object]) -> tuple[object, str]:
+    """Returns token and text of an iterator that the loop draws from; None for one whose place is known, or that has none."""
+    place = _place(value)
+    if place is not None and any(value is thing for thing in early):
+        return True, "an iterator that was made before restore(), and begins anew after a restart: make it behind"
+    if given.feeds(value):
+        return None, ""
+    return place, "an iterator, whose place is in no version: make it behind restore(), of a loader that is given"
+
+
+def _of_tensors(tensors: list[torch.Tensor], given: Given) -> object:
+    own = [tensor for tensor in tensors[:MAX_WITNESSES] if not given.saves(tensor)]
+    return repr([(tensor._version, unsaved_state.token(tensor)) for tensor in own]) if own else None
+
+
+def _token(value: Any) -> object:
+    if isinstance(value, torch.Tensor) and local_of(value).device.type != "cpu":
+        return id(value), value._version
+    return "none" if value is None else unsaved_state.token(value)
+
+
+def _place(value: Any) -> object:
+    """Returns the token of the place of an iterator; None if it keeps none: a generator that only draws random numbers."""
+    if isinstance(value, GeneratorType):
+        frame = value.gi_frame
+        if frame is None or not user_frames.is_users(frame):
+            return None
+        found = around(user_frames.text(frame), frame.f_lineno, told=False)
+        if found is None or found.goes_over:
+            return None if found is None else True
+        now = user_frames.own(frame)
+        return repr({name: unsaved_state.token(now.get(name)) for name in found.lives}) if found.lives else None
+    if type(value).__module__ in ("itertools", "builtins") or type(value).__module__.startswith("torch.utils.data"):
+        return True
+    return unsaved_state.token(vars(value)) if hasattr(value, "__dict__") else None

@@ -1,0 +1,1 @@
+"""The `plan` command and its inputs and reports."""

@@ -1,0 +1,96 @@
+"""`holdfast report`: where the time of a run went, and its incidents, from the journal of its launcher. Without torch.
+
+RUN is a directory with a journal (as `holdfast run` names it), a journal, or a run id under the runtime directory; without
+it the newest journal there is taken. A job of several nodes has one journal per node; each tells of its own ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from holdfast.base.errors import UsageError
+from holdfast.cli import status
+from holdfast.cli.console import GOOD, PROBLEM, print_json, print_table, say
+from holdfast.core.elastic.goodput import ORDER, Goodput
+from holdfast.core.elastic.incident import box
+from holdfast.keeper.observe.run_summary import NAME, newest_run
+
+
+def report(run: str | None, *, as_json: bool) -> int:
+    """Prints the sums of the newest run of a journal; returns the exit code."""
+    path, found = observed(run)
+    if as_json:
+        print_json({"journal": str(path), **_document(found)})
+    else:
+        _show(path, found)
+    return GOOD if found.finished or not found.incidents else PROBLEM
+
+
+def observed(run: str | None) -> tuple[Path, Goodput]:
+    """The journal of a run, and what its newest life sums to.
+
+    Raises:
+        UsageError: there is none, or it tells of no progress.
+    """
+    path = _journal(run)
+    found = newest_run(path)
+    if found is None:
+        raise UsageError(f"{path} tells of no progress", remedy="look again when the job has made a step")
+    return path, found
+
+
+def _journal(run: str | None) -> Path:
+    given = Path(run) if run else None
+    if given is not None and given.is_file():
+        return given
+    if given is not None and (given / NAME).is_file():
+        return given / NAME
+    root = status.runtime_path(None)
+    journals = sorted(root.glob(f"run-*/{NAME}"), key=lambda path: path.stat().st_mtime)
+    if run:
+        journals = [path for path in journals if path.parent.name.startswith((f"run-{run}-", run))]
+    if not journals:
+        raise UsageError(
+            f"no journal of {run or 'any run'}",
+            where=str(root),
+            remedy="`holdfast run` writes one, unless --watchdog=off",
+        )
+    return journals[-1]
+
+
+def _document(found: Goodput) -> Mapping[str, Any]:
+    return {
+        "wall_s": round(found.wall_s, 3),
+        "goodput": round(found.share, 4),
+        "seconds": {name: round(found.seconds.get(name, 0.0), 3) for name in ORDER},
+        "steps": found.steps,
+        "steps_made": found.made,
+        "steps_made_again": found.again,
+        "finished": found.finished,
+        "watchdog": found.watchdog,
+        "reports": list(found.reports),
+        "incidents": [{**asdict(incident), "total_s": incident.total_s} for incident in found.incidents],
+    }
+
+
+def _show(path: Path, found: Goodput) -> None:
+    for incident in found.incidents:
+        say(box(incident))
+    for reason in found.reports:
+        say(f"watchdog: {reason}")
+    rows = [
+        (name, round(seconds, 1), f"{100 * seconds / found.wall_s:.1f} %")
+        for name in ORDER
+        if (seconds := found.seconds.get(name, 0.0)) > 0
+    ]
+    print_table(("what", "seconds", "share"), rows)
+    state = "ended well" if found.finished else "goes on, or was ended"
+    before = f" after {found.steps - found.made} of runs before" if found.steps > found.made else ""
+    again = f", {found.again} of them again" if found.again else ""
+    steps = f"{found.made} steps{before}{again}"
+    say(f"{found.wall_s:.1f} s, {steps}, {len(found.incidents)} incidents; {state}")
+    watchdog = f", watchdog {found.watchdog}" if found.watchdog else ""
+    say(f"goodput {100 * found.share:.1f} %{watchdog}  ({path})")

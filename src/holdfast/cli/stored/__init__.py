@@ -1,0 +1,1 @@
+"""Commands on stored versions: list, verify, export, merge, remove."""

@@ -1,0 +1,1 @@
+"""Decisions about failures: who is lost, who runs again, when a watchdog acts."""

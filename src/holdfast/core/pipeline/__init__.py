@@ -1,0 +1,1 @@
+"""The model of pipeline schedules, their bubbles and what fits into them."""

@@ -1,0 +1,1 @@
+"""Decisions of a recovery: which version, from whom, in which order."""

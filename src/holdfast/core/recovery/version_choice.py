@@ -1,0 +1,320 @@
+"""Decides what to come back from: the newest version that is complete everywhere, and the cheapest copy of each bundle.
+
+Pure. Called at recovery with what every reachable keeper holds and what storage lists. Returns a plan or the reasons
+why nothing can be used; the same plan on every rank, because all are given the same facts. A copy that failed its
+digest is quarantined by the caller and the plan is made again: next source, else next older version. What cannot be
+reached for now is not damaged: while a version may be good nothing older is chosen, and the caller is told to wait.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from holdfast.core.model import BundleRef, Decision, Seal, Topology, Version
+from holdfast.core.recovery.broadcast_tree import RANKS_PER_READER, upstreams
+from holdfast.core.versions.lineage import Lineage
+
+# One copy: of a bundle of a version, on a node (None: in storage).
+Copy: TypeAlias = tuple[Version, str, int | None]
+
+
+class Source(enum.IntEnum):
+    """Names where a bundle comes from, cheapest first."""
+
+    SLOT = 0  # the rank's own slot
+    NODE = 1  # another slot on the rank's node
+    PRELOADED = 2  # what the rank's keeper fetched while the trainers started
+    PEER = 3  # a keeper on another node
+    STORAGE = 4  # the durable checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCopy:
+    """A sealed bundle in some node's memory. `rank`: whose slot holds it; None for a replica, or what was preloaded."""
+
+    version: Version
+    node: int
+    rank: int | None
+    seal: Seal
+    preloaded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A durable version as its manifest tells it."""
+
+    version: Version
+    world_size: int
+    table: tuple[BundleRef, ...]
+    seals: Mapping[str, Seal]
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Copies that were proven bad, and versions that are passed over, each with the reason."""
+
+    copies: frozenset[Copy] = frozenset()
+    versions: Mapping[Version, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Unreachable:
+    """Holds what cannot be read or asked for now. It says nothing of what is there, so it condemns nothing.
+
+    Attributes:
+        manifests: committed versions, with the reason why their manifest cannot be read.
+        copies: copies that could not be had, with the reason.
+        keepers: labels of nodes whose keepers do not answer; they may hold versions that nobody else knows.
+    """
+
+    manifests: Mapping[Version, str] = field(default_factory=dict)
+    copies: Mapping[Copy, str] = field(default_factory=dict)
+    keepers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that is known at a recovery.
+
+    Attributes:
+        memory: every sealed bundle of every reachable keeper.
+        tables: per version the complete list of the job's bundles, as some keeper knows it.
+        stored: durable versions.
+        suspects: versions whose twins differ.
+        unreachable: what may be there besides.
+        ranks_per_reader: see `core.recovery.broadcast_tree`.
+    """
+
+    memory: Sequence[MemoryCopy]
+    tables: Mapping[Version, tuple[BundleRef, ...]]
+    stored: Mapping[Version, Stored]
+    lineage: Lineage
+    topology: Topology
+    suspects: frozenset[Version] = frozenset()
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    unreachable: Unreachable = field(default_factory=Unreachable)
+    ranks_per_reader: int = RANKS_PER_READER
+
+    def is_out(self, copy: Copy) -> bool:
+        """Return whether a copy is not used now."""
+        return copy in self.quarantine.copies or copy in self.unreachable.copies
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The version that all ranks load.
+
+    Attributes:
+        bundles: every bundle of the job.
+        seals: the agreed seal per bundle; loaded bytes must match it.
+        holders: per bundle the memory copies with that seal.
+        in_storage: whether the durable checkpoint may serve as a source.
+        world_size: number of ranks that saved it.
+    """
+
+    version: Version
+    bundles: tuple[BundleRef, ...]
+    seals: Mapping[str, Seal]
+    holders: Mapping[str, tuple[MemoryCopy, ...]]
+    in_storage: bool
+    world_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """Nothing is chosen yet: what cannot be reached now may be newer than all that can.
+
+    Attributes:
+        version: what is waited for; None: whatever keepers hold that do not answer.
+        reason: why it cannot be had.
+        durable: whether its manifest stands. Then nothing older may ever take its place unless somebody says so; of
+            what is in memory only, a keeper that stays silent is as good as lost.
+    """
+
+    version: Version | None
+    reason: str
+    durable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """One bundle for one rank: which copy, from which kind of place.
+
+    Attributes:
+        node: whose memory; None for storage.
+        chunks: runs (first, end) of checksum chunks that are needed, ascending and apart; None is the whole image.
+        via: of storage: the node that hands the bytes on as it gets them; None is reading storage oneself.
+    """
+
+    ref: BundleRef
+    seal: Seal
+    source: Source
+    node: int | None
+    chunks: tuple[tuple[int, int], ...] | None = None
+    via: int | None = None
+
+
+# What is to be loaded, what is waited for, or neither; with the reason.
+Judged: TypeAlias = Decision[Choice | Awaited | None]
+
+
+def choose_version(facts: Facts, *, wanted: Version | None = None) -> Judged:
+    """Returns the newest usable version with the reason, what has to be waited for, or None and why each was refused.
+
+    Args:
+        facts: what is known.
+        wanted: only this version, because the user named it.
+    """
+    candidates = {copy.version for copy in facts.memory} | set(facts.stored) | set(facts.unreachable.manifests)
+    if wanted is not None:
+        candidates &= {wanted}
+    silent = ", ".join(facts.unreachable.keepers)
+    refused: list[str] = []
+    for version in sorted(candidates, reverse=True):
+        verdict = _judge(version, facts, explicit=wanted is not None)
+        if verdict.value is None:
+            refused.append(f"{version} refused: {verdict.reason}")
+            continue
+        why = "; ".join([f"{version}: {verdict.reason}", *refused])
+        if silent and wanted is None and isinstance(verdict.value, Choice):
+            return _awaited(None, f"{silent} may hold a newer version than {version}, and does not answer", why)
+        return Decision(verdict.value, why)
+    why = "; ".join(refused) or "no version in memory and none in storage"
+    if silent:
+        return _awaited(wanted, f"{silent} may hold a version, and does not answer", why)
+    return Decision(None, why)
+
+
+def _awaited(version: Version | None, reason: str, why: str, *, durable: bool = False) -> Judged:
+    return Decision(Awaited(version, reason, durable), f"{reason}; {why}" if why else reason)
+
+
+def fetches(choice: Choice, rank: int, facts: Facts) -> tuple[Fetch, ...]:
+    """The cheapest usable copy of every bundle that `rank` needs in the layout that was saved."""
+    found = [cheapest(ref, choice, rank, facts) for ref in choice.bundles if ref.has(rank)]
+    if all(fetch.source is not Source.STORAGE for fetch in found):
+        return tuple(found)
+    home, passed_on = facts.topology.node_of[rank], _upstreams(choice, facts)
+    return tuple(
+        replace(fetch, via=passed_on[fetch.ref.bundle_id][home]) if fetch.source is Source.STORAGE else fetch
+        for fetch in found
+    )
+
+
+def explain(ways: Mapping[str, str], num_bytes: Mapping[str, int]) -> str:
+    """Return where the bundles of a rank come from and why from there, in one sentence; both by bundle id."""
+    groups: dict[str, list[int]] = {}
+    for bundle_id, text in ways.items():
+        groups.setdefault(text, []).append(num_bytes.get(bundle_id, 0))
+    return "; ".join(
+        f"{len(sizes)} bundle{'s' * (len(sizes) > 1)} ({sum(sizes)} bytes) {text}" for text, sizes in groups.items()
+    )
+
+
+def way(fetch: Fetch, nodes: Sequence[str]) -> str:
+    """Return where one bundle comes from and why from there."""
+    if fetch.via is not None:
+        return f"handed on by {nodes[fetch.via]}, so that storage is read once"
+    if fetch.source is Source.PEER and fetch.node is not None:
+        return f"from the memory of {nodes[fetch.node]}, as none is on this node"
+    return _WAYS[fetch.source]
+
+
+_WAYS = {
+    Source.SLOT: "from the rank's own slot",
+    Source.NODE: "from another slot of this node",
+    Source.PRELOADED: "from the keeper of this node, which fetched them while the trainers started",
+    Source.STORAGE: "from storage, as no memory holds them and this node reads them for the others",
+}
+
+
+def _upstreams(choice: Choice, facts: Facts) -> Mapping[str, Mapping[int, int | None]]:
+    """For every bundle of the job that only storage holds."""
+    stored = [ref for ref in choice.bundles if not choice.holders[ref.bundle_id]]
+    return upstreams(stored, facts.topology.node_of, ranks_per_reader=facts.ranks_per_reader)
+
+
+def _judge(version: Version, facts: Facts, *, explicit: bool) -> Judged:
+    if version in facts.quarantine.versions:
+        return Decision(None, facts.quarantine.versions[version])
+    if not explicit and not facts.lineage.is_live(version):
+        cut = facts.lineage.cut
+        if cut is not None and version.incarnation < cut:
+            return Decision(None, f"nothing is recorded of incarnation {cut}, so it is not known to be an ancestor")
+        return Decision(None, "dead lineage: a later incarnation resumed from before it")
+    if version in facts.suspects:
+        return Decision(None, "suspect: twins sealed different bytes")
+    stored = facts.stored.get(version)
+    table = stored.table if stored else facts.tables.get(version, ())
+    if table:
+        verdict = _complete(version, table, facts)
+    else:
+        verdict = Decision(None, "no keeper knows all of its bundles and no manifest is committed")
+    unread = facts.unreachable.manifests.get(version)
+    if unread is not None and not isinstance(verdict.value, Choice):
+        return _awaited(version, f"its manifest cannot be read: {unread}", "", durable=True)
+    return verdict
+
+
+def _complete(version: Version, table: tuple[BundleRef, ...], facts: Facts) -> Judged:
+    """Whether every bundle has a copy that is not out, all with one seal per bundle."""
+    stored = facts.stored.get(version)
+    found = _copies_by_bundle(version, facts)
+    seals: dict[str, Seal] = {}
+    holders: dict[str, tuple[MemoryCopy, ...]] = {}
+    away = ""
+    for ref in table:
+        copies = found.get(ref.bundle_id, [])
+        durable = stored.seals.get(ref.bundle_id) if stored else None
+        digests = {copy.seal.digest for copy in copies}
+        if durable is None and len(digests) > 1:
+            return Decision(None, f"copies of bundle {ref.bundle_id} differ")
+        seal = durable or (copies[0].seal if copies else None)
+        agreeing = tuple(copy for copy in copies if seal and copy.seal.digest == seal.digest)
+        if seal is None or (not agreeing and (durable is None or facts.is_out((version, ref.bundle_id, None)))):
+            # There may be a copy later; but if another bundle has none for good, nobody need wait.
+            reasons = [why for copy, why in facts.unreachable.copies.items() if copy[:2] == (version, ref.bundle_id)]
+            if not reasons:
+                return Decision(None, f"no usable copy of bundle {ref.bundle_id} (ranks {_short(ref.ranks)})")
+            away = away or f"bundle {ref.bundle_id}: {' and '.join(dict.fromkeys(reasons))}"
+            continue
+        seals[ref.bundle_id], holders[ref.bundle_id] = seal, agreeing
+    if away:
+        return _awaited(version, away, "", durable=stored is not None)
+    where = "memory" if all(holders.values()) else "memory and storage" if any(holders.values()) else "storage"
+    world_size = stored.world_size if stored else 1 + max(ref.runs[-1][1] for ref in table)
+    return Decision(Choice(version, table, seals, holders, stored is not None, world_size), f"complete in {where}")
+
+
+def _copies_by_bundle(version: Version, facts: Facts) -> dict[str, list[MemoryCopy]]:
+    found: dict[str, list[MemoryCopy]] = {}
+    for copy in facts.memory:
+        if copy.version == version and not facts.is_out((version, copy.seal.bundle_id, copy.node)):
+            found.setdefault(copy.seal.bundle_id, []).append(copy)
+    return found
+
+
+def cheapest(ref: BundleRef, choice: Choice, rank: int, facts: Facts) -> Fetch:
+    """The cheapest usable copy of a bundle for `rank`."""
+    home = facts.topology.node_of[rank]
+    seal = choice.seals[ref.bundle_id]
+    options: list[tuple[Source, int, int | None]] = []
+    for copy in choice.holders[ref.bundle_id]:
+        if copy.node == home:
+            near = Source.PRELOADED if copy.preloaded else Source.NODE
+            options.append((Source.SLOT if copy.rank == rank else near, 0, copy.node))
+        else:
+            # Readers spread over the holders, so that no node serves everybody.
+            options.append((Source.PEER, (copy.node - home) % len(facts.topology.nodes), copy.node))
+    if choice.in_storage and not facts.is_out((choice.version, ref.bundle_id, None)):
+        options.append((Source.STORAGE, 0, None))
+    source, _, node = min(options, key=lambda option: option[:2])
+    return Fetch(ref, seal, source, node)
+
+
+def _short(ranks: Iterable[int]) -> str:
+    listed = [str(rank) for rank in ranks]
+    return ", ".join(listed) if len(listed) <= 4 else f"{', '.join(listed[:3])} and {len(listed) - 3} more"

@@ -1,0 +1,1 @@
+"""Decisions about when to save."""

@@ -1,0 +1,1 @@
+"""The launcher's side: processes, rendezvous, workers and the watchdog."""

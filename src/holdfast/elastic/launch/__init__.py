@@ -1,0 +1,1 @@
+"""The agent behind `holdfast run`."""

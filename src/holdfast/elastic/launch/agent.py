@@ -1,0 +1,743 @@
+"""The agent of one node: torchrun's, that replaces one failed worker while the others keep their processes.
+
+It forks workers from the nursery, tells them what to run, hears what they say and sees them end. A failure is judged by
+`core.elastic.escalation`; what is mended in place raises the incarnation (`elastic.launch.rendezvous.incarnation_rounds`), at which every agent gives its living
+workers the new order: they leave their broken groups and run the script again in the same process. `elastic.launch.worker_eviction` helps
+them, and ends those that cannot.
+
+A new or lost node is torchrun's business, a new rendezvous; living workers wait for it instead of being ended. The last
+rung, restarting all workers, is torchrun's own way. A worker that finished waits until all ranks of the job have: until
+then it may have to run again.
+
+Must never: publish an incarnation before the failed process is dead and reaped; close what is not its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.multiprocessing import ProcessFailure
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.utils.api import macros
+from torch.distributed.launcher.api import LaunchConfig
+
+from holdfast.checkpoint.device import accelerator
+from holdfast.checkpoint.liveness import heartbeat_page
+from holdfast.core.elastic.escalation import Answer, Failure, Fault, Rung
+from holdfast.core.elastic.failure_detector import Exit, Verdict, first_failure
+from holdfast.core.elastic.lost_node import Signs, lost
+from holdfast.core.elastic.rerun import cannot_run_twice
+from holdfast.core.versions.fence_rules import is_result
+from holdfast.elastic.launch import worker_assignment
+from holdfast.elastic.launch.agent_options import Program, Rules
+from holdfast.elastic.launch.incident_tracker import Cases, step_of
+from holdfast.elastic.launch.rendezvous.incarnation_rounds import Incarnation, Over, Round
+from holdfast.elastic.launch.rendezvous.store_failover import LOST, Moved
+from holdfast.elastic.launch.rendezvous_agent import MeetingAgent
+from holdfast.elastic.launch.worker_eviction import urge
+from holdfast.elastic.processes.forkserver import NotForked, readable
+from holdfast.elastic.processes.process_supply import Supply
+from holdfast.elastic.processes.worker_processes import Doing, Seat, Workers
+from holdfast.elastic.watchdog.watchdog import Watchdog
+from holdfast.elastic.worker.agent_channel import Order
+
+logger = logging.getLogger(__name__)
+
+# How long broken groups may stay unexplained before they are made again: a lost node is known by then.
+HOLD_S = 5.0
+HOLD_ALONE_S = 1.0
+# How long the death of a process that was killed is waited for, before its peers' broken groups are a failure of their own.
+DIES_S = 60.0
+SPARE_DELAY_S = 1.0
+# How long a rank may be without a process because none can be forked.
+VACANT_S = 600.0
+# How long a worker that has finished keeps its process and its groups. The others may wait for the end of just that process.
+RELEASE_S = 60.0
+# How often it is said which workers are awaited at the end of the job.
+SAY_S = 60.0
+# How often other launchers of a job that was told to end are asked for their ranks.
+ASK_S = 1.0
+HEARD = {"started": Doing.RUNS, "finished": Doing.FINISHED, "raised": Doing.HOLDS, "failed": Doing.ENDS}
+
+
+class Agent(MeetingAgent):
+    """Called by torchrun's loop: start workers, look at them every moment, stop them.
+
+    Args:
+        program: what workers run; None: a command that cannot be forked, and all is as with torchrun.
+        watch: the watchdog, if it is on; closed here.
+        rules: how long and how often.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        config: LaunchConfig,
+        *,
+        supply: Supply,
+        program: Program | None,
+        num_spares: int,
+        watch: Watchdog | None,
+        rules: Rules,
+    ) -> None:
+        super().__init__(spec, config, rules)
+        self._supply, self._program, self._num_spares = supply, program, num_spares
+        self._watch, self._rules = watch, rules
+        self._cases = Cases(rules.limits)
+        self._found: dict[int, Verdict] = {}
+        self._node = socket.gethostname()
+        self._interval_s = spec.monitor_interval
+        if program is not None:
+            spec.monitor_interval = 0.0  # the wait is ours: it ends when something happens
+        self._workers: Workers | None = None
+        self._round: Round | None = None
+        self._current = Incarnation(0, 0, 0)
+        self._recoveries = 0
+        self._serial = 0
+        self._failures: dict[int, ProcessFailure] = {}
+        self._version = rules.version
+        self._jobs: dict[str, str] = {}  # checkpoint path -> whose it is, as workers told
+        self._all_anew = False
+        self._unfit = ""  # why no process of this job runs its script again
+        self._mended_at = time.monotonic()
+        self._asked_at = 0.0
+
+    # What torchrun's loop calls.
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._program is None:
+            return dict(super()._start_workers(worker_group))
+        group: Any = worker_group  # torch's annotations say that its fields are None or never
+        self._round = Round(
+            group.store, rank=group.group_rank, size=group.group_world_size, address=group.master_addr,
+            keeper=self._rules.early.address(), ranks=[worker.global_rank for worker in group.workers],
+        )  # fmt: skip
+        self._round.version = self._version
+        self._current = self._round.open(self._recoveries, self._meeting.apart if self._meeting is not None else str)
+        self._rules.early.starts(group, self._round.keepers())
+        self._recoveries = self._current.recoveries
+        if self._workers is None:
+            self._workers = self._pcontext = self._new_workers(worker_group)
+            self._workers.start()  # otherwise those that live get a new order, and the dead are replaced
+        self._failures.clear()
+        self._order_all()
+        return self._workers.pids()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._program is None or self._workers is None or self._round is None:
+            return super()._monitor_workers(worker_group)
+        try:
+            if self._meeting is not None:
+                self._meeting.require()
+            return self._monitor(worker_group)
+        except LOST as error:
+            return self._store_lost(error, worker_group)
+
+    def _monitor(self, worker_group: WorkerGroup) -> RunResult:
+        assert self._workers is not None
+        assert self._round is not None
+        self._wait()
+        now = time.monotonic()
+        if self._identity is not None and not self._identity.holds(now):
+            return self._replaced()
+        for seat in self._workers.seats.values():
+            self._hear(seat)
+        silent = self._round.beat(now, stuck=self._watch is not None and self._watch.stuck)
+        lost = self._obey_watch(now, silent)
+        self._renew_unfit()
+        over = self._round.over() or lost or self._fill_vacant(now) or self._look() or self._look_at_groups(now, silent)
+        if over is not None:
+            return self._leave_round(over, worker_group)
+        newest = self._round.newest()
+        if newest is not None and newest.number > self._current.number:
+            self._go_on(newest)
+        self._push(now)
+        if self._all_finished():
+            return self._succeeded()
+        self._note_progress(now)
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        """A node came or went: living workers go on or wait, and get a new order after the rendezvous."""
+        self._recoveries += 1
+        if self._round is not None:
+            self._round.close()
+        if self._workers is None or self._all_anew:
+            self._all_anew = False
+            super()._restart_workers(worker_group)
+        else:
+            logger.warning("the nodes of the job have changed; workers go on when they have met")
+            self._initialize_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+        super()._stop_workers(worker_group, *args, **kwargs)
+        self._workers = None
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+        for seat in self._seats():
+            seat.line.send("end")  # those that finished wait for this word
+        try:
+            super()._shutdown(death_sig, *args, **kwargs)
+        finally:
+            if self.is_ending():
+                self._tell_that_ranks_are_gone()
+            if self._identity is not None:
+                self._identity.leave()  # last, for it asks the store, which may not answer
+
+    def exit_code_after(self, sigval: signal.Signals) -> int:
+        """0 if every worker ended well after the signal, else the shell's 128 + signal. Says what is safe."""
+        seats = self._seats()
+        if not seats:
+            return super().exit_code_after(sigval)
+        for seat in seats:
+            self._hear(seat)  # what it said last
+        well = sum(seat.proc.poll() == 0 for seat in seats)
+        logger.warning(
+            "the job was told to end (%s): %d of %d workers ended well; %s", sigval.name, well, len(seats), self.safe()
+        )
+        return 0 if all(seat.proc.poll() == 0 for seat in seats) else 128 + sigval
+
+    def safe(self) -> str:
+        """Returns what was saved, as far as workers told."""
+        step = self._cases.saved_step
+        if step < 0:
+            return "no worker told of state that is safe"
+        return f"the newest state that workers told to be safe is that after step {step}"
+
+    def _hang(self, now: float) -> str:
+        """Hear what workers say of their last saves. Who hangs the watchdog tells, once no rank elsewhere may save still."""
+        for seat in self._seats():
+            self._hear(seat)
+        living = [
+            worker.global_rank
+            for worker, seat in zip(self._worker_group.workers, self._seats(), strict=True)
+            if seat.proc.poll() is None
+        ]
+        why = self._watch.why_hopeless(now, living) if self._watch is not None else ""
+        return why if why and self._is_nowhere_awaited(now) else ""
+
+    def _is_nowhere_awaited(self, now: float) -> bool:
+        """Whether the ranks of all other launchers have ended or hang, as those launchers say, or are gone with them."""
+        if self._round is None or self._round.size == 1:
+            return True
+        if now - self._asked_at < ASK_S:
+            return False
+        self._asked_at = now
+        gone = self._meeting.links.gone() if self._meeting is not None else {}
+        try:
+            self._round.spend()
+            return self._round.all_spent(gone)
+        except (DistError, RuntimeError) as error:  # its host has left, and with it what others said
+            logger.info("what other launchers say of their ranks is not known: %s", error)
+            return self._round.size == 2 and bool(gone)
+
+    def _tell_that_ranks_are_gone(self) -> None:
+        """For the launchers whose ranks hang. The store may be gone with the job, or hang: then they wait."""
+        if self._round is None or self._round.size == 1:
+            return
+        try:
+            self._round.spend()
+        except (DistError, RuntimeError) as error:
+            logger.info("the others were not told that no rank is left here: %s", error)
+
+    # What is seen.
+
+    def _wait(self) -> None:
+        """Until something happens, or the monitor interval is over."""
+        lines = [seat.line.fileno for seat in self._seats() if not seat.silent]
+        nursery = self._supply.nursery
+        links = self._meeting.links if self._meeting is not None else None
+        ends = links.filenos() if links is not None else []
+        news = readable([*lines, *ends, *([] if nursery.lost else [nursery.fileno])], self._interval_s)
+        if links is not None and not set(ends).isdisjoint(news):
+            links.gone()  # else the next wait would end at once
+
+    def _hear(self, seat: Seat) -> None:
+        messages = [] if seat.silent else seat.line.receive(wait=False)
+        if messages is None:
+            seat.silent = True
+        for message in messages or ():
+            self._note_state(seat, message)
+            seat.began |= message["op"] == "started"  # also an order that was replaced: it needs help to leave that
+            if message["op"] == "failed":  # whatever was ordered meanwhile: it has not heard of it, and ends
+                seat.told = int(message["code"])
+                seat.now(Doing.ENDS)
+                if self._round is not None:
+                    self._round.ends(self._current.number)
+            if message["op"] == "unfit":  # of whatever run: it cannot run again
+                seat.now(Doing.UNFIT)
+                self._run_anew(message["why"], seat)
+            seat.again = bool(message.get("again", seat.again))
+            if message["number"] != seat.order or message["op"] not in HEARD:
+                continue  # of an incarnation before, or the greeting
+            seat.now(HEARD[message["op"]])
+            seat.departs = bool(message.get("departs"))
+            if self._watch is not None and seat.doing is not Doing.RUNS:  # it waits for a word of ours
+                self._watch.gone(self._worker_group.workers[seat.local_rank].global_rank)
+            seat.error = message.get("error", "")
+
+    def _note_state(self, seat: Seat, message: Mapping[str, Any]) -> None:
+        """What a worker tells of its job's state: whose it is, where it came back from, what is safe by now."""
+        if message["op"] == "works on":
+            self._jobs[message["root"]] = message["job"]
+        if message["op"] == "saved":
+            self._cases.saved(int(message["step"]))
+        if message["number"] == seat.order and message["op"] == "restored":
+            self._version = ""  # the job came back once as the operator wanted; from now on it goes on from there
+            if self._round is not None:
+                self._round.version = ""
+            self._cases.restored(self._worker_group.workers[seat.local_rank].global_rank, message)
+            if self._watch is not None and seat.local_rank == 0:
+                self._watch.restored(int(message["step"]) + 1)
+
+    def _look(self) -> Over | None:
+        """Workers that ended although they should not have."""
+        assert self._workers is not None
+        assert self._round is not None
+        dead = [seat for seat in self._seats() if self._died(seat)]
+        spent = [seat for seat in dead if self._cannot_run_twice(seat)]
+        for seat in spent:
+            self._run_anew(f"it ended with {self._why(seat.code)} before its first step: {seat.error}", seat)
+            self._replace(seat.local_rank, self._recoveries + 1)
+        dead = [seat for seat in dead if seat not in spent]
+        if not dead:
+            if spent:
+                self._round.propose(self._current.number + 1, f"scripts do not run again in this job: {self._unfit}")
+            return None
+        ends = [(seat.local_rank, Exit(seat.code, report=seat.error)) for seat in dead]
+        first = self._workers.seats[first_failure(ends)]
+        dead.sort(key=lambda seat: seat is not first)
+        readings = self._readings()
+        step = step_of(heartbeat_page.read(first.page))
+        for seat in dead:
+            self._note_death(seat)
+        code = self._failures[first.local_rank].exitcode
+        ranks = [self._worker_group.workers[seat.local_rank].global_rank for seat in dead]
+        found = self._found.pop(ranks[0], None)
+        error = found.reason if found else first.error or self._why(code)
+        by, after_s = ("; ".join(found.evidence), found.found_after_s) if found else (self._why(code), 0.0)
+        facts = {"ranks": ranks, "nodes": [self._node], "found_by": by, "found_s": after_s}
+        failed = Failure(Fault.PROCESS, ranks[0], step, error, self._node, said=not found and bool(first.error))
+        answer = self._cases.judge(failed, time.monotonic(), readings, facts)
+        if answer.rung is Rung.REPLACE:
+            for seat in dead:
+                self._replace(seat.local_rank, self._recoveries + 1)
+        return self._act(answer, f"rank {ranks[0]} ended with {self._why(code)}")
+
+    def _renew_unfit(self) -> None:
+        """Processes that cannot run the script again are replaced by forks, which get the order in force."""
+        assert self._workers is not None
+        for worker in self._worker_group.workers:
+            seat = self._workers.seats[worker.local_rank]
+            if seat.doing is Doing.UNFIT and seat.proc.poll() is not None:
+                self._replace(worker.local_rank, self._recoveries)
+                self._give_order(worker)
+                self._cases.renewed(worker.global_rank)
+
+    def _run_anew(self, why: str, seat: Seat) -> None:
+        """From now on no process of this job runs its script again: what holds for one holds for others."""
+        assert self._round is not None
+        rank = self._worker_group.workers[seat.local_rank].global_rank
+        if why and not self._unfit:
+            self._unfit = self._round.all_anew(f"rank {rank}: {why}"[:1000])
+            logger.warning(
+                "the script cannot run again in its process (%s). Processes that live are replaced from now on, which"
+                " counts as no failure; they go on from what was saved in memory",
+                self._unfit,
+            )
+
+    def _cannot_run_twice(self, seat: Seat) -> bool:
+        rank = self._worker_group.workers[seat.local_rank].global_rank
+        return cannot_run_twice(
+            again=seat.again,
+            num_steps=step_of(heartbeat_page.read(seat.page)),
+            ran_s=time.monotonic() - self._mended_at,
+            code=seat.code,
+            condemned=rank in self._found,
+        )
+
+    def _died(self, seat: Seat) -> bool:
+        code = seat.proc.poll()
+        if code is None or seat.doing is Doing.VACANT or (seat.doing is Doing.FINISHED and seat.order == self._serial):
+            return False
+        self._hear(seat)  # what it said last
+        if seat.departs and seat.doing is Doing.LEAVES:
+            seat.now(Doing.UNFIT)  # it had finished, and ended as its order came: another one is needed
+        if seat.doing is Doing.UNFIT:
+            return False
+        # Who has not begun its order ends a run that was broken off, whose results are void.
+        if code == 0 and seat.order == self._serial and is_result(left=seat.doing is Doing.LEAVES):
+            seat.now(Doing.FINISHED)  # the script left by a way of its own, and well
+            return False
+        return True
+
+    def _note_death(self, seat: Seat) -> None:
+        assert self._workers is not None
+        code = seat.code
+        rank = seat.local_rank
+        self._failures[rank] = ProcessFailure(
+            local_rank=rank, pid=seat.proc.pid, exitcode=code, error_file=self._workers.error_files[rank]
+        )
+        logger.error(
+            "failed (exitcode: %s) rank: %s local_rank: %s (pid: %s)",
+            code, self._worker_group.workers[rank].global_rank, rank, seat.proc.pid,
+        )  # fmt: skip
+        if self._watch is not None:
+            self._watch.gone(self._worker_group.workers[rank].global_rank)
+        seat.bury()
+
+    def _why(self, code: int) -> str:
+        return self._watch.why_it_ended(code) if self._watch is not None else _exit_text(code)
+
+    def _readings(self) -> list[heartbeat_page.Reading]:
+        return [heartbeat_page.read(seat.page) for seat in self._seats() if seat.page >= 0]
+
+    def _obey_watch(self, now: float, silent: Mapping[int, float]) -> Over | None:
+        """What is stuck gets SIGKILL, and goes the way of a dead process. A lost node is left; who all wait, meet anew."""
+        assert self._round is not None
+        if self._watch is None or any(seat.doing is Doing.LEAVES for seat in self._seats()):
+            return None
+        mine = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
+        nodes = {self._round.ranks_of(node): (node, seconds) for node, seconds in silent.items()}
+        silent_nodes = {node: (seconds, ranks) for ranks, (node, seconds) in nodes.items()}
+        size, elsewhere = self._worker_group.workers[0].world_size, self._round.stuck_elsewhere(now)
+        of_many: Verdict | None = None
+        may_replace = self._cases.may_fail()
+        for verdict in self._watch.poll(
+            now, silent_nodes, world_size=size, stuck_elsewhere=elsewhere, may_replace=may_replace
+        ):
+            for rank in verdict.ranks:
+                if verdict.kind in ("restart_rank", "replace_node") and rank in mine:
+                    self._found[rank] = verdict
+                    seat = self._workers_of()[mine[rank]]
+                    seat.killed_at = now
+                    seat.proc.send_signal(signal.SIGKILL)
+            if verdict.kind == "restart_all" or (verdict.ranks in nodes and verdict.kind == "replace_node"):
+                of_many = verdict
+        if of_many is None or self._round.wanted(self._current.number + 1):
+            return None
+        if of_many.ranks in nodes:
+            return self._node_lost(now, *nodes[of_many.ranks], of_many.reason)
+        by = "; ".join(of_many.evidence)
+        failure = Failure(Fault.GROUPS, first_error=f"{of_many.reason}: {by}", node=self._node)
+        facts = {"ranks": of_many.ranks, "nodes": [self._node], "found_by": by, "found_s": of_many.found_after_s}
+        return self._act(self._cases.judge(failure, now, self._readings(), facts), of_many.reason)
+
+    def _node_lost(self, now: float, node: int, silent_s: float, what: str) -> Over | None:
+        assert self._round is not None
+        failure = Failure(Fault.NODE, node=f"node of group rank {node}", first_error=what)
+        facts = {"ranks": self._round.ranks_of(node), "nodes": [failure.node], "found_by": what, "found_s": silent_s}
+        return self._act(self._cases.judge(failure, now, self._readings(), facts), what)
+
+    def _look_at_groups(self, now: float, silent: Mapping[int, float]) -> Over | None:
+        """Workers that hold an error of broken groups, and a node that is silent: two kinds of evidence."""
+        assert self._round is not None
+        holding = [seat for seat in self._seats() if seat.doing is Doing.HOLDS and seat.order == self._serial]
+        if not holding or self._round.wanted(self._current.number + 1):
+            return None
+        found = lost(self._signs(silent), broken=True)
+        if found.value >= 0:
+            return self._node_lost(now, found.value, silent.get(found.value, 0.0), found.reason)
+        if self._round.somebody_ends(self._current.number):
+            return None  # the cause is known, and is told as soon as that process is gone
+        if any(seat.killed_at and now - seat.killed_at < DIES_S and seat.proc.poll() is None for seat in self._seats()):
+            return None  # so is this one: the process that hung was killed, and a busy machine takes its time with it
+        first = min(holding, key=lambda seat: seat.since)
+        if now - first.since < (HOLD_S if self._round.size > 1 else HOLD_ALONE_S):
+            return None
+        if not self._unfit and self._cannot_run_twice(first):
+            self._run_anew(f"it failed before its first step: {first.error}", first)
+            self._round.propose(self._current.number + 1, f"scripts do not run again in this job: {self._unfit}")
+            return None
+        rank = self._worker_group.workers[first.local_rank].global_rank
+        failure = Failure(Fault.GROUPS, first_error=f"rank {rank}: {first.error}", node=self._node)
+        answer = self._cases.judge(failure, now, self._readings())
+        return self._act(answer, f"groups broke, and no process died: {first.error[:200]}")
+
+    def _signs(self, silent: Mapping[int, float]) -> dict[int, Signs]:
+        """Return what is known of the nodes that are silent or proven gone."""
+        assert self._round is not None
+        gone = self._meeting.links.gone() if self._meeting is not None else {}
+        return {
+            node: Signs(silent.get(node, 0.0), self._round.longest_silence_s(node), gone.get(node, ""))
+            for node in {*silent, *gone}
+        }
+
+    # What is done.
+
+    def _act(self, answer: Answer, fact: str) -> Over | None:
+        assert self._round is not None
+        reason = f"{fact}: {answer.rung.value} ({answer.reason})"
+        logger.warning("%s", reason)
+        if answer.rung in (Rung.REJOIN, Rung.REPLACE):
+            self._round.propose(self._current.number + 1, reason, older=answer.older)
+            return None
+        action = {Rung.REPLACE_NODE: "again", Rung.RESTART_ALL: "restart", Rung.STOP: "stop"}[answer.rung]
+        self._round.end(Over(action, self._cases.summary if answer.rung is Rung.STOP else reason))
+        return self._round.over()
+
+    def _leave_round(self, over: Over, worker_group: WorkerGroup) -> RunResult:
+        if over.action == "again":
+            self._restart_workers(worker_group)
+            return RunResult(state=WorkerState.HEALTHY)
+        if over.action == "restart":
+            logger.warning("all workers are restarted: %s", over.reason)
+            self._all_anew, self._remaining_restarts = True, max(1, self._remaining_restarts)
+            return RunResult(state=WorkerState.FAILED)
+        logger.error("the job stops: %s", over.reason)
+        self._tell(self._cases.ended(time.monotonic()))
+        if self._round is not None:
+            self._round.leave()
+        now = time.monotonic()
+        for seat in self._seats():
+            if seat.doing is Doing.HOLDS:  # its error stands; it prints it and ends
+                seat.line.send("fail")
+                seat.now(Doing.ENDS)
+                seat.told = seat.told or 1
+        for seat in self._seats():
+            if seat.doing is Doing.ENDS and seat.proc.poll() is None:
+                seat.await_end(self._rules.exit_grace_s + seat.since - now)
+                self._note_death(seat)
+        self._remaining_restarts = 0
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        failures = {ranks[local_rank]: failure for local_rank, failure in self._failures.items()}
+        return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _replaced(self) -> RunResult:
+        """Another launcher is this node by now: nothing of ours goes on."""
+        logger.error("another launcher took the place of this one, which was silent for too long; it ends")
+        for seat in self._seats():
+            seat.close(signal.SIGKILL)
+        self._remaining_restarts = 0
+        return RunResult(state=WorkerState.FAILED)
+
+    def _store_lost(self, error: Exception, worker_group: WorkerGroup) -> RunResult:
+        """The host of the rendezvous store is gone: workers go on as they can until all have met elsewhere."""
+        if self._meeting is None:
+            raise error
+        self._meeting.lost(error)
+        if not isinstance(error, Moved):
+            failure = Failure(Fault.NODE, node="the host of the rendezvous store", first_error="it does not answer")
+            answer = self._cases.judge(failure, time.monotonic(), self._readings(), {"nodes": [failure.node]})
+            if answer.rung is Rung.STOP:
+                return self._leave_round(Over("stop", self._cases.summary), worker_group)
+        self._restart_workers(worker_group)
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _go_on(self, newest: Incarnation) -> None:
+        logger.warning("incarnation %d: %s", newest.number, newest.reason)
+        self._current, self._recoveries = newest, newest.recoveries
+        self._order_all()
+
+    def _order_all(self) -> None:
+        """Every living worker gets the order of the incarnation in force; the dead are replaced."""
+        assert self._workers is not None
+        assert self._round is not None
+        before = {worker.id for worker in self._worker_group.workers}
+        self._unfit = self._round.all_anew(self._unfit)
+        self._serial += 1  # incarnations are counted anew in every round, orders are not
+        for worker in self._worker_group.workers:
+            seat = self._workers.seats[worker.local_rank]
+            if seat.proc.poll() is not None:
+                self._replace(worker.local_rank, self._recoveries)
+            self._give_order(worker)
+        self._mended_at = time.monotonic()
+        kept = [worker.global_rank for worker in self._worker_group.workers if worker.id in before]
+        self._cases.ordered(self._mended_at, kept)
+
+    def _replace(self, local_rank: int, incarnation: int) -> None:
+        """Another process takes the seat; if none can be had the seat is vacant for a while."""
+        assert self._workers is not None
+        try:
+            self._workers.replace(local_rank, incarnation)
+        except NotForked as error:
+            self._not_forked(error)
+        else:
+            self._supply.worked()
+
+    def _not_forked(self, error: NotForked) -> None:
+        self._supply.failed(error, time.monotonic())
+        if self._workers is not None:
+            self._workers.fork_from(self._supply.nursery)
+
+    def _fill_vacant(self, now: float) -> Over | None:
+        """Ranks without a process get one as soon as there is one; a job that gets none for long is over."""
+        assert self._workers is not None
+        assert self._round is not None
+        for worker in self._worker_group.workers:
+            seat = self._workers.seats[worker.local_rank]
+            if seat.doing is not Doing.VACANT:
+                continue
+            if now - seat.since > VACANT_S:
+                what = f"no process could be had for rank {worker.global_rank} for {VACANT_S:.0f} s"
+                self._round.end(Over("stop", what))
+                return self._round.over()
+            if self._supply.may_try(now) and not self._round.wanted(self._current.number + 1):
+                since = seat.since
+                self._replace(worker.local_rank, self._recoveries)
+                self._give_order(worker)
+                seat.since = since
+        return None
+
+    def _refill(self, now: float) -> None:
+        if self._workers is None or not self._supply.may_try(now):
+            return
+        try:
+            self._workers.refill()
+        except NotForked as error:
+            self._not_forked(error)
+
+    def _give_order(self, worker: Worker) -> None:
+        assert self._workers is not None
+        seat = self._workers.seats[worker.local_rank]
+        worker.id = seat.proc.pid
+        seat.order = self._serial
+        if seat.doing in (Doing.ENDS, Doing.UNFIT, Doing.VACANT):
+            return  # it hears nothing any more, and is replaced when it has ended
+        self._workers.forget_error(worker.local_rank)
+        seat.line.order(self._order(worker), self._workers.notes_of(worker.local_rank))
+        seat.now(Doing.LEAVES)
+        if self._watch is not None:
+            self._watch.started(worker.global_rank, seat.proc.pid, seat.page)
+
+    def _push(self, now: float) -> None:
+        """Workers that have not begun their order are helped, then ended. A spare is forked in a quiet moment."""
+        assert self._workers is not None
+        for seat in self._seats():
+            urge(seat, now, store_port=self._current.port, exit_grace_s=self._rules.exit_grace_s)
+            if seat.doing is Doing.FINISHED and not seat.departs and now - seat.since > RELEASE_S:
+                seat.departs = True
+                seat.line.send("end")
+        still = any(seat.doing is Doing.LEAVES for seat in self._seats())
+        if not still and now - self._mended_at > SPARE_DELAY_S:
+            self._refill(now)
+
+    def _note_progress(self, now: float) -> None:
+        all_run = all(seat.doing in (Doing.RUNS, Doing.FINISHED) for seat in self._seats())
+        ranks = [worker.global_rank for worker in self._worker_group.workers]
+        self._tell(self._cases.look(now, dict(zip(ranks, self._readings(), strict=False)), all_run=all_run))
+
+    def _tell(self, incident: dict[str, Any] | None) -> None:
+        if incident is not None and self._watch is not None:
+            self._watch.incident(incident)
+
+    def _all_finished(self) -> bool:
+        assert self._round is not None
+        if any(seat.doing is not Doing.FINISHED or seat.order != self._serial for seat in self._seats()):
+            return False
+        self._round.finish(self._current.number)
+        return self._round.all_finished(self._current.number)
+
+    def _succeeded(self) -> RunResult:
+        """All ranks have finished: workers end as plain Python does. Threads and exit handlers have all the time they take."""
+        assert self._workers is not None
+        self._tell(self._cases.ended(time.monotonic()))
+        self._workers.dismiss_spares()
+        for seat in self._seats():
+            seat.line.send("end")
+        self._await_ends()
+        ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
+        failed = [seat for seat in self._seats() if seat.proc.returncode and not seat.proc.guessed]
+        for seat in failed:
+            logger.error(
+                "rank %d finished its script and then ended with %s", ranks[seat.local_rank], _exit_text(seat.code)
+            )
+            self._note_death(seat)
+        if failed:
+            self._remaining_restarts = 0  # the work is done: what failed is what the script does at its end
+            failures = {ranks[local_rank]: failure for local_rank, failure in self._failures.items()}
+            self._exit_barrier()  # type: ignore[no-untyped-call]  # other nodes wait there for this one
+            return RunResult(state=WorkerState.FAILED, failures=failures)
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks.values()))
+
+    def _await_ends(self) -> None:
+        said = time.monotonic()
+        while lasting := [seat for seat in self._seats() if seat.proc.poll() is None]:
+            self._supply.nursery.await_news(self._interval_s or 1.0)
+            now = time.monotonic()
+            if self._identity is not None:
+                self._identity.holds(now)
+            if now - said > SAY_S:
+                said = now
+                pids = ", ".join(str(seat.proc.pid) for seat in lasting)
+                logger.warning("the script has finished, and its threads or exit handlers have not: processes %s", pids)
+
+    # Parts.
+
+    def _new_workers(self, worker_group: WorkerGroup) -> Workers:
+        spec = worker_group.spec
+        envs = {worker.local_rank: self._environment(worker) for worker in worker_group.workers}
+        self._setup_local_watchdog(envs=envs)
+        self._setup_healthcheck()
+        known = inspect.signature(SubprocessContext).parameters
+        names = ("duplicate_stdout_filters", "duplicate_stderr_filters")
+        return Workers(
+            self._supply.nursery,
+            self._logs_specs,
+            self._num_spares,
+            name=spec.role,
+            entrypoint=self._program.arguments[0] if self._program else "",
+            args=dict.fromkeys(envs, ()),
+            envs=envs,
+            log_line_prefixes=worker_assignment.prefixes(self._log_line_prefix_template, worker_group),
+            **{name: getattr(spec, name, None) for name in names if name in known},
+        )
+
+    def _environment(self, worker: Worker) -> dict[str, str]:
+        assert self._round is not None
+        env = worker_assignment.environment(
+            self._worker_group,
+            worker,
+            address=self._round.address,
+            port=self._current.port,
+            recoveries=self._recoveries,
+        )
+        if hasattr(self, "_set_local_rank_env"):
+            self._set_local_rank_env(env, worker.local_rank, self._worker_group.spec)  # type: ignore[arg-type]
+        return {"LOCAL_RANK": str(worker.local_rank), **env}
+
+    def _order(self, worker: Worker) -> Order:
+        assert self._workers is not None
+        assert self._program is not None
+        rank = worker.local_rank
+        logged = self._workers.envs[rank].get("TORCHELASTIC_ERROR_FILE")
+        environment = {**os.environ, **self._environment(worker)}
+        if self._watch is not None:  # without it a hang would be left to nobody
+            environment |= accelerator.presets(os.environ)  # what the user set stays; torchrun's own default does not
+        if logged is not None:
+            environment["TORCHELASTIC_ERROR_FILE"] = logged
+        arguments = macros.substitute(list(self._program.arguments), str(rank))
+        return Order(
+            self._serial,
+            environment,
+            tuple(arguments),
+            is_module=self._program.is_module,
+            stdout=self._workers.stdouts[rank] or "",
+            stderr=self._workers.stderrs[rank] or "",
+            older=self._current.older,
+            version=self._current.version,
+            jobs=dict(self._jobs),
+            anew=bool(self._unfit),
+        )
+
+    def _seats(self) -> list[Seat]:
+        return list(self._workers.seats.values()) if self._workers is not None else []
+
+    def _workers_of(self) -> dict[int, Seat]:
+        return self._workers.seats if self._workers is not None else {}
+
+    def _spared(self) -> set[int]:
+        return {seat.proc.pid for seat in self._seats() if seat.doing is Doing.FINISHED}
+
+
+def _exit_text(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,42 @@
+"""Holds what an agent is told by whoever starts it: what its workers run, how long and how often, and who its node is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
+from holdfast.core.elastic.escalation import Limits
+from holdfast.core.elastic.node_lease import GUARD_S
+from holdfast.elastic.launch.keeper_hints import Early
+
+# Exit handlers upload the report of a crash. torchrun waits for ever; other ranks wait meanwhile.
+EXIT_GRACE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Says what every worker runs: a script or module with its arguments."""
+
+    arguments: tuple[str, ...]
+    is_module: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Says how long workers may take to save when the job is told to end, what the ladder allows, and who this node is.
+
+    Attributes:
+        name: of the node; empty: several launchers may share it, and none is asked who it is.
+        guard_s: how long a silent launcher of the same name is waited for.
+        early: what tells the keeper that workers start.
+        version: which version the job comes back to at first; `NO_WISH`: the newest.
+        exit_grace_s: how long a worker may take to end after an error of its own.
+    """
+
+    grace_s: float
+    limits: Limits
+    name: str = ""
+    guard_s: float = GUARD_S
+    early: Early = field(default_factory=Early)
+    version: str = NO_WISH
+    exit_grace_s: float = EXIT_GRACE_S

@@ -1,0 +1,1 @@
+"""Rounds of launchers that meet, and what happens when their store is lost."""

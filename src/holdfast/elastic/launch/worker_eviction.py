@@ -1,0 +1,65 @@
+"""Getting a worker out of a run that is over, from its agent: its sockets are cut from outside, then it is ended.
+
+    at once     the order; the worker's own thread interrupts the script and cuts its groups' sockets (`elastic.worker.worker_main`)
+    0.5 s       the agent cuts them too, and again every 0.5 s: the worker may hold the interpreter's lock
+    5 s         SIGKILL, if its main thread was asleep or stopped at each of the last ten cuts
+    60 s        SIGKILL, whatever it does
+
+The third line is for a gap in gloo (as of torch 2.13): a pair whose connection ends tells the operations that wait for their
+turn, but not the one whose bytes are on their way (`Pair::signalException` in gloo/transport/tcp/pair.cc looks at
+neither `rx_` nor the unbound buffers in `tx_`). Whoever waits for that one is not woken by anything but its timeout,
+which is half an hour. Messages between pipeline stages are hit nearly always, small all-reduces now and then.
+
+A worker that is killed here counts as one more failed process and is replaced like one.
+
+A worker that told of an error of its own runs its exit handlers and waits for its threads, as plain Python does. The others
+wait for it: two processes of one rank would share a device, ports and files. It has `exit_grace_s` for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+
+from holdfast.elastic.processes.worker_processes import Doing, Seat
+from holdfast.elastic.watchdog import proc_stats, worker_interrupt
+
+logger = logging.getLogger(__name__)
+
+CUT_S = 0.5
+# A main thread that computes, or wants to and gets no processor, is not still; one that merely sleeps hears the signal
+# that the worker sends itself ten times a second.
+STILL_CUTS = 10
+STANDS = "stands in a wait that nothing ends"  # in the log, behind the process
+KILL_S = 60.0  # a starved machine may need some tens of seconds for what takes one otherwise
+START_S = 300.0
+
+
+def urge(seat: Seat, now: float, *, store_port: int, exit_grace_s: float) -> None:
+    """Does what is due now.
+
+    Args:
+        seat: of a worker; only one that has an order and does not begin it, or ends, is touched.
+        now: monotonic.
+        store_port: connections to it are the rendezvous store's, and are left alone.
+        exit_grace_s: how long a worker that told of its error may take to end.
+    """
+    if seat.doing is Doing.ENDS and now - seat.since > exit_grace_s and not seat.cut_short:
+        seat.cut_off()
+    if seat.doing is not Doing.LEAVES:
+        return
+    if now - seat.since > (KILL_S if seat.began else START_S):
+        logger.error("process %d did not begin its order within %.0f s", seat.proc.pid, now - seat.since)
+        seat.proc.send_signal(signal.SIGKILL)
+    elif seat.began and now - max(seat.since, seat.cut_at) >= CUT_S:
+        seat.num_still = seat.num_still + 1 if seat.cut_at > seat.since and is_still(seat.proc.pid) else 0
+        seat.cut_at = now
+        worker_interrupt.cut(seat.proc.pid, seat.proc.pidfd, spared_ports=(store_port,))
+        if seat.num_still == STILL_CUTS:
+            logger.error("process %d %s, not even cut connections", seat.proc.pid, STANDS)
+            seat.proc.send_signal(signal.SIGKILL)
+
+
+def is_still(pid: int) -> bool:
+    """Return whether the process's main thread sleeps or is stopped."""
+    return proc_stats.state(pid) in ("S", "T")

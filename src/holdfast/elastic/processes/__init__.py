@@ -1,0 +1,1 @@
+"""Forks, replaces and ends the worker processes of an agent."""

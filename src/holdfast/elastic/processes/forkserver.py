@@ -1,0 +1,397 @@
+"""The process that workers are forked from: torch is imported in it, and nothing else has happened there.
+
+The launcher has imported torch anyway. Before it makes its first thread it forks the nursery, and every worker is a
+fork of that: 10 ms instead of the 3 s of an import, at the start and at every replacement. The nursery has one thread,
+no group, no device, no state of the job. When it is idle it imports what most scripts import next (`WARM`).
+
+The launcher asks over a socket (`Nursery`, at its side); the nursery forks, waits for its children and tells how they
+ended. When the launcher is gone, however it ended, the nursery kills what it forked: no worker outlives its launcher.
+
+Must never: import the user's code, start a thread, initialise CUDA.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import math
+import os
+import pkgutil
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from holdfast.base.label import label_process
+from holdfast.elastic.worker.kill_descendants import kill_group
+
+logger = logging.getLogger(__name__)
+
+# Imported one by one while nobody asks; together they cost 2 to 3 s of processor time, once for each launcher.
+WARM = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.data",
+        "torch.distributed.checkpoint", "safetensors.torch", "holdfast.checkpoint.checkpointer.checkpointer")  # fmt: skip
+IDLE_S = 2.0
+ANSWER_TIMEOUT_S = 60.0
+CLOSE_S = 10.0
+_MAX_MESSAGE = 1 << 16
+
+# Torch's launcher handles these in any case, so the programs that it starts have the default.
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# Signals that end a process by default and mean nothing to this one: a scheduler may send any of them to all processes.
+ENDING = (
+    *HANDLED, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO,
+    signal.SIGPWR, *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
+)  # fmt: skip
+
+# What a forked worker does; returns its exit code.
+Work = Callable[[socket.socket, int], int]
+
+
+class NotForked(Exception):
+    """No worker could be forked now: there is no process, descriptor or memory for it. Later there may be."""
+
+
+class NurseryLost(NotForked):
+    """The nursery is gone: no worker can be forked, and nobody tells how those that live will end."""
+
+
+class Child:
+    """One forked worker, with what `subprocess.Popen` offers and torch's agent calls."""
+
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.guessed = False  # nobody was left who knew how it ended
+        self._nursery = nursery
+        try:
+            self.pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:  # it ended already; the nursery tells how
+            self.pidfd = -1
+
+    def poll(self) -> int | None:
+        """The exit code (negative: the signal), or None while it lives."""
+        if self.returncode is None:
+            self.returncode = self._nursery.exit_code(self.pid)
+            self.guessed = self.returncode is not None and self._nursery.guessed(self.pid)
+            if self.returncode is not None and self.pidfd >= 0:
+                os.close(self.pidfd)
+                self.pidfd = -1
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Blocks until it ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it lives after `timeout` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            left = 1.0 if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            self._nursery.await_news(min(left, 1.0))
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """A signal to this process and no other, even if its number was given away meanwhile."""
+        if self.poll() is None and self.pidfd >= 0:
+            try:
+                signal.pidfd_send_signal(self.pidfd, number)
+            except ProcessLookupError:
+                pass  # ended this moment
+
+
+class Nursery:
+    """The launcher's side. One thread uses it."""
+
+    def __init__(self, link: socket.socket, pid: int) -> None:
+        self._link = link
+        self.pid = pid
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unread = b""
+        self._forked: list[int] = []
+        self._exits: dict[int, int] = {}
+        self._refused: list[str] = []
+        self._guessed: set[int] = set()
+        self._ready = True
+        self.lost = False
+
+    @classmethod
+    def start(cls, work: Work) -> Nursery:
+        """Forks it. In the launcher this returns; in workers, much later, it raises SystemExit with their exit code.
+
+        Call it from the main thread, before any other thread exists, outside of any `try`.
+        """
+        ours, theirs = socket.socketpair()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        gc.freeze()  # what is shared stays shared: the collector of a child need not touch it
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            label_process("hf nursery")
+            raise SystemExit(_Keeper(theirs, work).serve())
+        theirs.close()
+        return cls(ours, pid)
+
+    @classmethod
+    def start_program(cls, program: Sequence[str]) -> Nursery:
+        """Start another one in place of a lost one: as a program, for this process has threads by now. Returns at once.
+
+        Args:
+            program: a command that calls `serve` with the descriptor that is appended to it.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen([*program, str(theirs.fileno())], pass_fds=(theirs.fileno(),))
+        made = cls(ours, process.pid)
+        made._ready, made._process = False, process
+        return made
+
+    @property
+    def fileno(self) -> int:
+        """Readable when there is news."""
+        return self._link.fileno()
+
+    @property
+    def ready(self) -> bool:
+        """Return whether it has imported what it needs."""
+        if not self._ready:
+            self.await_news(0.0)
+        return self._ready or self.lost
+
+    def fork(self, control: socket.socket, page: int) -> Child:
+        """A new worker with `control` as its line to us and `page` for its beats.
+
+        Raises:
+            NurseryLost: it is gone, or does not answer.
+            NotForked: it says why it could not.
+        """
+        if not self.ready:
+            raise NotForked("the process that workers are forked from is starting")
+        try:
+            socket.send_fds(self._link, [b"f"], [control.fileno(), page])
+        except OSError as error:
+            self.lost = True
+            raise NurseryLost(f"the process that workers are forked from is gone: {error}") from error
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while not self._forked and not self._refused:
+            if self.lost or time.monotonic() > deadline:
+                self.lost = True
+                raise NurseryLost("the process that workers are forked from does not answer")
+            self.await_news(1.0)
+        if self._refused:
+            raise NotForked(self._refused.pop())
+        return Child(self, self._forked.pop(0))
+
+    def guessed(self, pid: int) -> bool:
+        """Return whether `exit_code` does not know how the child ended, only that it did."""
+        return pid in self._guessed
+
+    def exit_code(self, pid: int) -> int | None:
+        """Return how the child ended, if it did."""
+        if pid not in self._exits:
+            self.await_news(0.0)
+        if self.lost and pid not in self._exits and not _lives(pid):
+            self._exits[pid] = -signal.SIGKILL  # nobody is left who knows better
+            self._guessed.add(pid)
+        return self._exits.get(pid)
+
+    def await_news(self, timeout_s: float) -> None:
+        """Waits for one message of the nursery, or until time is over."""
+        if self.lost:
+            time.sleep(min(timeout_s, 0.05))
+            return
+        if not readable([self._link.fileno()], timeout_s):
+            return
+        try:
+            part = self._link.recv(_MAX_MESSAGE)
+        except OSError:
+            part = b""
+        if not part:
+            self.lost = True
+            logger.error("the process that workers are forked from is gone; those that live go on")
+        *lines, self._unread = (self._unread + part).split(b"\n")
+        for line in lines:
+            told: dict[str, Any] = json.loads(line)
+            if "ready" in told:
+                self._ready = True
+            elif "no" in told:
+                self._refused.append(told["no"])
+            elif "code" in told:
+                self._exits[told["pid"]] = told["code"]
+            else:
+                self._forked.append(told["pid"])
+
+    def close(self) -> None:
+        """The nursery ends, and kills the workers that are left."""
+        self._link.close()
+        killed, deadline = False, time.monotonic() + CLOSE_S
+        try:
+            while os.waitpid(self.pid, os.WNOHANG)[0] == 0:
+                if killed and time.monotonic() > deadline:
+                    logger.error(
+                        "process %d, from which workers were forked, does not die: it is left behind", self.pid
+                    )
+                    break
+                if time.monotonic() > deadline:  # it is stopped, or has no processor
+                    os.kill(self.pid, signal.SIGKILL)
+                    killed, deadline = True, time.monotonic() + CLOSE_S
+                time.sleep(0.01)
+        except ChildProcessError:
+            pass  # somebody else asked
+        if self._process is not None:
+            self._process.returncode = 0  # it was waited for here
+
+
+def serve(link: int, work: Work) -> int:
+    """Be the nursery that `Nursery.start_program` started; returns as that does which is forked.
+
+    Args:
+        link: descriptor of the line to the launcher.
+        work: what workers do.
+    """
+    label_process("hf nursery")
+    keeper = _Keeper(socket.socket(fileno=link), work)
+    keeper.greet()
+    return keeper.serve()
+
+
+def readable(descriptors: Sequence[int], timeout_s: float | None) -> list[int]:
+    """Return those of the descriptors that have something to read, or whose other end is gone; any number may be given.
+
+    Args:
+        descriptors: of files, sockets or processes.
+        timeout_s: how long to wait for the first; None: for ever.
+    """
+    poll = select.poll()
+    for fd in descriptors:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))]
+
+
+class _Keeper:
+    """The nursery itself: forks on request, reaps, tells."""
+
+    def __init__(self, link: socket.socket, work: Work) -> None:
+        self._link = link
+        self._work = work
+        self._pidfds: dict[int, int] = {}  # pidfd -> pid
+        self._to_warm = list(WARM)
+        self._asked = False
+        self._before: dict[int, Any] = {}  # how signals were handled in the launcher when it forked
+
+    def greet(self) -> None:
+        """Tell the launcher that requests are answered from now on."""
+        self._tell({"ready": 1})
+
+    def serve(self) -> int:
+        """Until the launcher is gone. Returns the exit code in the nursery, and that of the work in each child."""
+        for number in ENDING:
+            self._before[number] = signal.signal(number, signal.SIG_IGN)  # the launcher decides; its end is ours
+        while True:
+            waiting = IDLE_S if self._asked and self._to_warm else None
+            link = self._link.fileno()
+            ready = readable([link, *self._pidfds], waiting)
+            for pidfd in ready:
+                if pidfd != link:
+                    self._reap(pidfd)
+            if link in ready:
+                given = self._receive()
+                if len(given) != 2:
+                    for fd in given:
+                        os.close(fd)
+                    self._tell({"no": "too few descriptors (ulimit -n) where workers are forked"})
+                    continue
+                control, page = given
+                try:
+                    pid = os.fork()
+                except OSError as error:
+                    self._refuse(control, page, error)
+                    continue
+                if pid == 0:
+                    return self._become_worker(control, page)
+                self._born(pid, control, page)
+            elif not ready:
+                _import_quietly(self._to_warm.pop(0))
+
+    def _receive(self) -> list[int]:
+        """For each worker that is wanted its line and its page."""
+        data, descriptors, _, _ = socket.recv_fds(self._link, _MAX_MESSAGE, 16)
+        if not data:
+            self._end()
+        self._asked = True
+        return list(descriptors)
+
+    def _born(self, pid: int, control: int, page: int) -> None:
+        try:
+            self._pidfds[os.pidfd_open(pid)] = pid
+        except OSError as error:  # nobody would hear of its end
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            self._refuse(control, page, error)
+            return
+        os.close(control)
+        os.close(page)
+        self._tell({"pid": pid})
+
+    def _refuse(self, control: int, page: int, error: OSError) -> None:
+        os.close(control)
+        os.close(page)
+        self._tell({"no": f"no process could be forked: {error.strerror}"})
+
+    def _become_worker(self, control: int, page: int) -> int:
+        os.setsid()  # a group of its own: what it starts can be ended with it
+        self._link.close()
+        for pidfd in self._pidfds:
+            os.close(pidfd)
+        for number, before in self._before.items():
+            keeps = before == signal.SIG_IGN and number not in HANDLED
+            signal.signal(number, signal.SIG_IGN if keeps else signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return self._work(socket.socket(fileno=control), page)
+
+    def _reap(self, pidfd: int) -> None:
+        pid = self._pidfds.pop(pidfd)
+        os.close(pidfd)
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        if ended is None or ended.si_code != os.CLD_EXITED or ended.si_status:
+            # Loaders of a worker that was killed would hold its device for some seconds more. Its number is not given away yet.
+            kill_group(pid)
+        _, status = os.waitpid(pid, 0)
+        self._tell({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        try:
+            self._link.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            self._end()
+
+    def _end(self) -> None:
+        for pid in self._pidfds.values():
+            kill_group(pid)
+        os._exit(0)
+
+
+def _import_quietly(name: str) -> None:
+    """What is missing or fails costs the next worker a moment, nothing else."""
+    try:
+        pkgutil.resolve_name(name)
+    except Exception as error:  # noqa: BLE001 - whatever an import may raise, the script will meet it by itself
+        logger.info("%s was not imported in advance: %s", name, error)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rsplit(b")", 1)[1].split()[0] not in (b"Z", b"X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,267 @@
+"""The local workers of one agent as torch's elastic code sees them: a context of subprocesses, forked by the nursery.
+
+`Workers` is torch's `SubprocessContext` with three differences: a worker is forked and told what to run later, a failed
+one is replaced while the others are not touched, and replacements write log files of their own
+(`attempt_<n>.<incarnation>`). Who decides is `elastic.launch.agent`.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SubprocessContext
+from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+
+from holdfast.checkpoint.liveness.heartbeat_page import make_page
+from holdfast.checkpoint.survivors import step_snapshot
+from holdfast.elastic.processes.forkserver import Child, NotForked, Nursery
+from holdfast.elastic.worker.agent_channel import Line, pair
+from holdfast.elastic.worker.kill_descendants import kill_group
+
+logger = logging.getLogger(__name__)
+
+EXIT_S = 30.0
+CLOSE_S = 5
+
+
+class Doing(enum.Enum):
+    """Says what a worker is doing, as far as it has told."""
+
+    WAITS = "waits for an order"
+    LEAVES = "has an order and has not begun it"
+    RUNS = "runs the script"
+    HOLDS = "met a broken group and waits for a word"
+    FINISHED = "finished the script"
+    ENDS = "told of an error of its own and ends"
+    VACANT = "is dead, and no process could be forked for the rank yet"
+    UNFIT = "cannot run the script again and ends"
+
+
+@dataclass(slots=True)
+class Seat:
+    """One local rank and the process that has it now.
+
+    Attributes:
+        page: descriptor of its beats; ours to close.
+        order: the number of the order that it was given.
+        since: when `doing` began, monotonic.
+        error: what it said when it met a broken group.
+        silent: its line has ended.
+        began: it has run the script at least once.
+        cut_at: when its sockets were last cut from outside, monotonic.
+        num_still: at how many such cuts in a row its main thread was asleep or stopped.
+        told: the exit code that it said it would end with, after an error of its own.
+        cut_short: it had its time to end after that, and was killed.
+        again: it runs the script for the second time or more.
+        killed_at: when it was killed as one that hangs, monotonic; 0 if it was not.
+        departs: it has finished the script, and its process ends without waiting for the others.
+    """
+
+    local_rank: int
+    proc: Child
+    line: Line
+    page: int
+    doing: Doing = Doing.WAITS
+    order: int = 0
+    since: float = 0.0
+    error: str = ""
+    silent: bool = False
+    cut_at: float = 0.0
+    num_still: int = 0
+    began: bool = False
+    told: int = 0
+    cut_short: bool = False
+    again: bool = False
+    killed_at: float = 0.0
+    departs: bool = False
+
+    @property
+    def code(self) -> int:
+        """The exit code (negative: the signal) of a process that ended; what it told, if it was killed after that."""
+        code = self.proc.returncode or 0
+        return self.told if self.cut_short and self.told and code == -signal.SIGKILL else code
+
+    def now(self, doing: Doing) -> None:
+        """It does something else from this moment."""
+        self.doing, self.since = doing, time.monotonic()
+        self.began = self.began or doing is Doing.RUNS
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        """Signals the worker and all it started; torch calls this."""
+        if death_sig == signal.SIGKILL:
+            kill_group(self.proc.pid)
+            return
+        try:
+            os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
+        except ProcessLookupError:
+            pass  # the group is gone
+
+    def await_end(self, grace_s: float) -> None:
+        """Gives a worker that told of an error its time to end."""
+        try:
+            self.proc.wait(max(0.0, grace_s))
+        except subprocess.TimeoutExpired:
+            self.cut_off()
+            try:
+                self.proc.wait(EXIT_S)
+            except subprocess.TimeoutExpired:
+                logger.error("process %d does not die, as it hangs in the kernel: it is left behind", self.proc.pid)
+
+    def cut_off(self) -> None:
+        """The worker had its time to end after an error, and is killed with all that it started."""
+        logger.error(
+            "process %d was told to end after its error and still runs exit handlers or threads: it is killed (--exit-grace)",
+            self.proc.pid,
+        )
+        self.cut_short = True
+        self.close(signal.SIGKILL)
+
+    def bury(self, *, well: bool = False) -> None:
+        """The process is dead: whatever it started dies too, and the line is closed.
+
+        Args:
+            well: the job is over, and what it left running is the script's own, as with plain Python.
+        """
+        if not well:
+            self.close(signal.SIGKILL)
+        self.line.close()
+        self.silent = True
+        if self.page >= 0:
+            os.close(self.page)
+            self.page = -1
+
+
+class Workers(SubprocessContext):
+    """All local workers; `subprocess_handlers` are seats."""
+
+    def __init__(self, nursery: Nursery, logs_specs: LogsSpecs, num_spares: int, **given: Any) -> None:
+        super().__init__(logs_specs=logs_specs, **given)
+        self._nursery = nursery
+        self._logs_specs = logs_specs
+        self._num_spares = num_spares
+        self._prefixes: dict[int, str] | None = given.get("log_line_prefixes")
+        self._spares: list[tuple[Child, Line, int]] = []
+        self._notes: dict[int, int] = {}
+
+    @property
+    def seats(self) -> dict[int, Seat]:
+        """Return the seats by local rank."""
+        return self.subprocess_handlers  # type: ignore[return-value]  # seats have what torch asks of its handlers
+
+    def notes_of(self, local_rank: int) -> int:
+        """Descriptor of the seat's page of notes; it outlives the processes that have the seat."""
+        return self._notes[local_rank]
+
+    def _start(self) -> None:
+        self._notes = {local_rank: step_snapshot.make_page() for local_rank in range(self.nprocs)}
+        for local_rank in range(self.nprocs):
+            self.seats[local_rank] = Seat(local_rank, *self._fork())
+
+    def _poll(self) -> RunProcsResult | None:
+        """Torch's way to end all when one fails; our agent decides and never asks."""
+        return None
+
+    def replace(self, local_rank: int, incarnation: int) -> Seat:
+        """Another process takes the seat: a spare if there is one, else a new fork.
+
+        Raises:
+            NotForked: there is none now; the seat is vacant until the next attempt.
+        """
+        self.seats[local_rank].bury()
+        self.seats[local_rank].now(Doing.VACANT)
+        while self._spares:
+            child, line, page = self._spares.pop(0)
+            if child.poll() is None:
+                break
+            line.close()
+            os.close(page)
+        else:
+            child, line, page = self._fork()
+        self._new_logs(local_rank, incarnation)
+        self.seats[local_rank] = Seat(local_rank, child, line, page)
+        return self.seats[local_rank]
+
+    def forget_error(self, local_rank: int) -> None:
+        """Forget what the seat's process wrote of an error in an earlier incarnation: it is no cause of a later one."""
+        path = self.envs[local_rank].get("TORCHELASTIC_ERROR_FILE") or self.error_files[local_rank]
+        for known in {path, self.error_files[local_rank]}:
+            if known:
+                Path(known).unlink(missing_ok=True)
+
+    def refill(self) -> None:
+        """Forks one spare if there are too few.
+
+        Raises:
+            NotForked: there is none now.
+        """
+        if len(self._spares) < self._num_spares:
+            self._spares.append(self._fork())
+
+    def dismiss_spares(self) -> None:
+        """Those that wait for nothing any more end."""
+        for child, _, _ in self._spares:
+            child.send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + CLOSE_S
+        for child, line, page in self._spares:
+            try:
+                child.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                logger.warning("process %d, a spare, does not die", child.pid)
+            line.close()
+            os.close(page)
+        self._spares = []
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        self.dismiss_spares()
+        super()._close(death_sig, min(timeout, CLOSE_S))  # the agent gave them their time, and killed them
+        for seat in self.seats.values():
+            # Of one that ended badly the nursery has killed the group; its number may be another one's by now.
+            seat.bury(well=seat.proc.returncode is not None and not seat.proc.guessed)
+        while self._notes:
+            os.close(self._notes.popitem()[1])
+
+    def fork_from(self, nursery: Nursery) -> None:
+        """Replacements come from this nursery from now on."""
+        self._nursery = nursery
+
+    def _fork(self) -> tuple[Child, Line, int]:
+        """Fork a process with its line and its page; the same refusal for both, as a cause that lasts is told once."""
+        line, page = None, -1
+        try:
+            line, theirs = pair()
+            with theirs:
+                page = make_page()
+                return self._nursery.fork(theirs, page), line, page
+        except (NotForked, OSError) as error:
+            if line is not None:
+                line.close()
+            if page >= 0:
+                os.close(page)
+            if isinstance(error, NotForked):
+                raise
+            raise NotForked(f"no line and page for a new process: {error.strerror}") from error
+
+    def _new_logs(self, local_rank: int, incarnation: int) -> None:
+        """Log files of a replacement, in a directory of their own; those of the dead one stay."""
+        if not self.stdouts[local_rank] and not self.stderrs[local_rank]:
+            return
+        envs = {rank: dict(env) for rank, env in self.envs.items()}
+        for env in envs.values():
+            env["TORCHELASTIC_RESTART_COUNT"] += f".{incarnation}"
+        made = self._logs_specs.reify(envs)
+        self.stdouts[local_rank], self.stderrs[local_rank] = made.stdouts[local_rank], made.stderrs[local_rank]
+        self.error_files[local_rank] = made.error_files[local_rank]
+        self.envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = envs[local_rank]["TORCHELASTIC_ERROR_FILE"]
+        for tail, files in zip(self._tail_logs[:2], (made.tee_stdouts, made.tee_stderrs), strict=False):
+            if local_rank in files:
+                follower = TailLog(self.name, {local_rank: files[local_rank]}, tail._dst, self._prefixes)
+                self._tail_logs.append(follower.start())

@@ -1,0 +1,1 @@
+"""Finds workers that hang, and proves it before it acts."""

@@ -1,0 +1,1 @@
+"""Runs the script of a user in a worker process, more than once."""

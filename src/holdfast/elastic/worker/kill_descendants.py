@@ -1,0 +1,85 @@
+"""Kills all that a worker started, but for what cleans up behind it.
+
+The resource tracker of `multiprocessing` and the shared-memory manager of torch wait for the end of those they serve, remove
+what these left in /dev/shm, and end. Killed with them they would leave it there for good, and a replacement that makes
+shared memory under the same name could not start. So they are given a moment first.
+
+Called by whoever ends workers: the launcher, the nursery, and a worker that ends itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+# How long those that clean up may take, and how often their end is looked for.
+CLEAN_S, POLL_S = 2.0, 0.01
+# A process may fork while its group is looked through.
+_PASSES = 5
+_CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
+
+
+def kill_group(group: int) -> None:
+    """Kill every process of a group; those that clean up end by themselves, or after `CLEAN_S` seconds.
+
+    Args:
+        group: the process id of its leader, which may be the caller: it is killed last.
+    """
+    me = os.getpid()
+    cleaners = {pid for pid in _members(group) if _cleans(pid)} - {me}
+    for _ in range(_PASSES if cleaners else 0):
+        others = [pid for pid in _members(group) if pid not in cleaners and pid != me]
+        if not others:
+            break
+        for pid in others:
+            _kill(pid, group)
+    if cleaners and os.getpgrp() == group:
+        _kill(me, group)  # they wait for this end too; the nursery sees to what is left
+    deadline = time.monotonic() + CLEAN_S
+    while cleaners & set(_members(group)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # all have ended
+
+
+def _members(group: int) -> list[int]:
+    """Return the processes of the group that live."""
+    numbers = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+    return [number for number in numbers if _group_of(number) == group]
+
+
+def _group_of(pid: int) -> int:
+    """Return the group of a process that lives; -1 if it does not."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, _, group, *_ = file.read().rpartition(b")")[2].split()
+    except (OSError, ValueError):
+        return -1
+    return -1 if state in (b"Z", b"X") else int(group)
+
+
+def _cleans(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            command = file.read()
+    except OSError:
+        return False
+    return any(word in command for word in _CLEANERS)
+
+
+def _kill(pid: int, group: int) -> None:
+    """Kill a process of the group and no other one, even if its number was given away meanwhile."""
+    try:
+        handle = os.pidfd_open(pid)
+    except OSError:
+        return  # it ended
+    try:
+        if _group_of(pid) == group:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # it ended
+    finally:
+        os.close(handle)

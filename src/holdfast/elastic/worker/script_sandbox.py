@@ -1,0 +1,349 @@
+"""Knows what a script finds when it starts, also for the second time in the same process, and what is cleared behind
+it.
+
+`enter` makes the process look like a new interpreter that was started for this script: environment, arguments, search
+path, working directory, signal handlers, standard files, seeds, torch's global switches. `clear` drops what a run left:
+timers, frames, the `__main__` module, the user's own modules, exit handlers, groups, and tells what it could not drop
+(`elastic.worker.run_leftovers`). What is expensive stays: imported libraries, device context, allocator.
+
+Used by `elastic.worker.worker_main` only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import faulthandler
+import gc
+import linecache
+import logging
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+import typing
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from holdfast.base.installed import is_of_package
+from holdfast.checkpoint.device import accelerator
+from holdfast.checkpoint.liveness import open_checkpointers
+from holdfast.core.elastic.rerun import Left
+from holdfast.elastic.worker import group_teardown, main_module
+from holdfast.elastic.worker.agent_channel import Order
+from holdfast.elastic.worker.run_leftovers import Look, Traces
+
+logger = logging.getLogger(__name__)
+
+# torch's own seed of a new process.
+DEFAULT_SEED = 67280421310721
+_TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+# What a thread does to itself.
+_OF_A_THREAD = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP}
+# Attributes of modules that scripts replace: a value for each as it was.
+_GLOBALS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (sys, ("excepthook", "displayhook", "unraisablehook", "stdin", "stdout", "stderr")),
+    (threading, ("excepthook",)),
+    (warnings, ("showwarning", "formatwarning")),
+)
+
+
+def _handlers() -> dict[int, Any]:
+    """Return how Python handles each signal; real-time signals, which are ours, are left out."""
+    known = {number: signal.getsignal(number) for number in signal.valid_signals() if number < signal.SIGRTMIN}
+    return {number: handler for number, handler in known.items() if handler is not None}
+
+
+def _globals() -> list[tuple[Any, str, Any]]:
+    return [(owner, name, getattr(owner, name)) for owner, names in _GLOBALS for name in names]
+
+
+def _loggers() -> dict[str, logging.Logger]:
+    found = {name: it for name, it in logging.root.manager.loggerDict.items() if isinstance(it, logging.Logger)}
+    return {"": logging.root, **found}
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _limits() -> dict[int, int]:
+    """Return the soft limits of the process by kind; not that of core files, which are off where a secret is held."""
+    kinds = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")} - {resource.RLIMIT_CORE}
+    return {kind: resource.getrlimit(kind)[0] for kind in kinds}
+
+
+def _reset_limits(limits: Mapping[int, int]) -> None:
+    for kind, soft in limits.items():
+        now, hard = resource.getrlimit(kind)
+        if now != soft:
+            with contextlib.suppress(ValueError, OSError):  # whoever lowered the hard one cannot raise it again
+                resource.setrlimit(kind, (soft, hard))
+
+
+@contextlib.contextmanager
+def deaf() -> Iterator[None]:
+    """Threads that begin in the block get no signal of the process: the script may block one everywhere, and wait for it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OF_A_THREAD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_logging_to_the_script() -> None:
+    """Takes the launcher's handlers off the root: with any, a script's `logging.basicConfig` would do nothing."""
+    if not logging.root.handlers:
+        return
+    ours = logging.StreamHandler()
+    ours.addFilter(lambda _: not logging.root.handlers)  # the script's own show what we log, once there are any
+    ours.setFormatter(logging.root.handlers[0].formatter)
+    logging.root.handlers.clear()
+    logging.getLogger("holdfast").addHandler(ours)
+
+
+@dataclass(slots=True)
+class Stage:
+    """Remembers how the process was before the script ran for the first time."""
+
+    path: list[str] = field(default_factory=lambda: _without_ours(sys.path))
+    directory: str = field(default_factory=os.getcwd)
+    handlers: dict[int, Any] = field(default_factory=_handlers)
+    mask: set[Any] = field(default_factory=lambda: set(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+    modules: set[str] = field(default_factory=lambda: set(sys.modules))
+    main: ModuleType = field(default_factory=lambda: sys.modules["__main__"])
+    globals: list[tuple[Any, str, Any]] = field(default_factory=_globals)
+    builtins: dict[str, Any] = field(default_factory=lambda: dict(vars(builtins)))
+    filters: list[Any] = field(default_factory=lambda: list(warnings.filters))
+    loggers: dict[str, tuple[list[logging.Handler], int, bool, bool]] = field(
+        default_factory=lambda: {
+            name: (list(it.handlers), it.level, it.propagate, it.disabled) for name, it in _loggers().items()
+        }
+    )
+    umask: int = field(default_factory=_umask)
+    limits: dict[int, int] = field(default_factory=_limits)
+    tracing: tuple[Any, Any] = field(default_factory=lambda: (sys.gettrace(), sys.getprofile()))
+    recursion: int = field(default_factory=sys.getrecursionlimit)
+    num_threads: int = field(default_factory=torch.get_num_threads)
+    precision: str = field(default_factory=torch.get_float32_matmul_precision)
+    flags: list[tuple[Any, str, Any]] = field(default_factory=lambda: list(_flags()))
+    home: str = ""  # of the script
+    traces: Traces | None = None  # what was there before its first line
+    at_exit: list[Callable[..., Any]] = field(default_factory=list)  # exit handlers that the script registered
+
+    def enter(self, order: Order) -> None:
+        """Everything is as a new interpreter would have it."""
+        os.environ.clear()
+        os.environ.update(order.environment)
+        os.chdir(self.directory)
+        sys.argv[:] = order.arguments
+        # As torchrun would start it: a script that starts itself anew is no launcher.
+        sys.orig_argv[:] = [sys.executable, "-u", *(["-m"] if order.is_module else []), *order.arguments]
+        first = self.directory if order.is_module else os.path.dirname(os.path.realpath(order.arguments[0]))
+        self.home = first
+        # As `python` would: the script's directory, then what the environment adds, then the rest.
+        added = [part for part in order.environment.get("PYTHONPATH", "").split(os.pathsep) if part]
+        sys.path[:] = list(dict.fromkeys([first, *added, *self.path]))
+        self._reset_python()
+        with deaf():  # torch begins a pool of threads
+            self._reset_torch(order)
+        if self.traces is None:
+            self.traces = Traces()
+            atexit.register = self._registering(atexit.register)
+
+    def _reset_python(self) -> None:
+        for number, handler in self.handlers.items():
+            if signal.getsignal(number) != handler and signal.getsignal(number) is not None:
+                signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
+        signal.set_wakeup_fd(-1)
+        for owner, name, value in self.globals:
+            if getattr(owner, name) is not value:
+                setattr(owner, name, value)
+        vars(builtins).update(self.builtins)
+        warnings.filters[:] = self.filters  # type: ignore[index]
+        sys.setrecursionlimit(self.recursion)
+        os.umask(self.umask)
+        _reset_limits(self.limits)
+        tempfile.tempdir = None
+        sys.settrace(self.tracing[0])
+        sys.setprofile(self.tracing[1])
+        gc.enable()
+        socket.setdefaulttimeout(None)
+        multiprocessing.set_start_method(None, force=True)
+
+    def _reset_torch(self, order: Order) -> None:
+        threads = order.environment.get("OMP_NUM_THREADS", "")
+        torch.set_num_threads(int(threads) if threads.isdigit() and int(threads) else self.num_threads)
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+        _reset_determinism()
+        self._reset_devices()
+        torch.manual_seed(DEFAULT_SEED)
+        random.seed()
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed()  # a fork would repeat the numbers of its siblings
+        tracker = sys.modules.get("torch.distributed.tensor._random")
+        if hasattr(tracker, "_rng_tracker"):
+            tracker._rng_tracker = None  # type: ignore[union-attr]  # of a mesh that is gone
+
+    def _reset_devices(self) -> None:
+        """What a script may have chosen for all that comes: where tensors are made, in which precision, by which kernels."""
+        torch.set_default_device(None)
+        device = accelerator.in_use()
+        for kind in ("cpu", *([device.kind] if device is not None else [])):
+            torch.set_autocast_enabled(kind, False)
+        torch.set_autocast_cache_enabled(True)
+        torch.clear_autocast_cache()
+        torch.autograd.set_detect_anomaly(False)
+        if torch.get_float32_matmul_precision() != self.precision:
+            torch.set_float32_matmul_precision(self.precision)
+        for owner, name, value in self.flags:
+            with contextlib.suppress(RuntimeError, AttributeError):  # torch refuses a mixture of its old and new names
+                if getattr(owner, name) != value:
+                    setattr(owner, name, value)
+        if device is not None:
+            try:
+                device.reset()
+            except RuntimeError as error:
+                logger.info("%s was not reset: %s", device.kind, error)
+
+    def clear(self, error: BaseException | None, *looks: Look) -> list[Left]:
+        """Free what the run left behind and return what cannot be freed. The error's frames hold its tensors, so they go first."""
+        for timer in _TIMERS:
+            signal.setitimer(timer, 0)
+        faulthandler.cancel_dump_traceback_later()
+        open_checkpointers.abandon_all()
+        seen: set[int] = set()
+        _clear_frames(error, seen)
+        self._reset_python()
+        torch.set_default_device(None)
+        self._drop_modules()
+        while self.at_exit:
+            atexit.unregister(self.at_exit.pop())
+        self._reset_loggers()
+        group_teardown.destroy_groups()
+        sys.last_value = sys.last_traceback = None
+        vars(sys).pop("last_exc", None)  # from Python 3.12 on
+        _forget_in_caches()
+        gc.collect()
+        device = accelerator.in_use()
+        if device is not None:
+            try:
+                device.release()
+            except RuntimeError as error:  # it has no such allocator, or it failed; `is_over` asked whether it is well
+                logger.info("%s keeps the memory of the former run: %s", device.kind, error)
+        return self.traces.left(*looks) if self.traces is not None else []
+
+    def _drop_modules(self) -> None:
+        """Drop the script and the modules that it brought. No local name may hold them when this returns."""
+        users = {name: module for name, module in tuple(sys.modules.items()) if self._is_users(name, module)}
+        main = sys.modules["__main__"]
+        if self.traces is not None:
+            self.traces.note({**users, **({"__main__": main} if main is not self.main else {})})
+        main_module.clear(self.main)
+        for name in users:
+            del sys.modules[name]
+
+    def _reset_loggers(self) -> None:
+        """Put back the handlers of the root and of loggers that the script made. Libraries set up their own once."""
+        for name, logger in _loggers().items():
+            known = self.loggers.get(name)
+            if known is None and name.partition(".")[0] not in (*sys.modules, "__main__"):
+                known = ([], logging.NOTSET, True, False)
+            if known is not None and name.partition(".")[0] not in ("torch", "holdfast"):
+                logger.handlers[:], logger.propagate, logger.disabled = known[0], known[2], known[3]
+                logger.setLevel(known[1])
+        logging.disable(logging.NOTSET)
+
+    def _registering(self, register: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `atexit.register`, which notes what the script registers: what libraries do stays, for they stay too."""
+
+        def noting(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals
+            name, module = caller.get("__name__", ""), sys.modules.get(caller.get("__name__", ""))
+            if name == "__main__" or (module is not None and self._is_users(name, module)):
+                self.at_exit.append(function)
+            return register(function, *args, **kwargs)
+
+        return noting
+
+    def _is_users(self, name: str, module: ModuleType) -> bool:
+        """Whether the script brought this module from its own directory: it is made anew, as its state may matter.
+
+        Libraries stay, wherever they were installed: some cannot be loaded twice in one process.
+        """
+        file = getattr(module, "__file__", None)
+        if name in self.modules or not file or name.partition(".")[0] in ("holdfast", "torch"):
+            return False
+        place = os.path.abspath(file)
+        return place.startswith(self.home + os.sep) and not is_of_package(place)
+
+
+def _reset_determinism() -> None:
+    """Put the switch back. Only if it was touched: torch imports its compiler for that, 2.5 s of a processor."""
+    compiler = sys.modules.get("torch._inductor.config")
+    if (
+        torch.are_deterministic_algorithms_enabled()
+        or torch.is_deterministic_algorithms_warn_only_enabled()
+        or getattr(compiler, "deterministic", False)
+    ):
+        torch.use_deterministic_algorithms(False)
+
+
+def _without_ours(path: list[str]) -> list[str]:
+    """Return the search path without the working directory, which `python -m` puts first for the launcher itself."""
+    return path[1:] if path and path[0] in ("", os.getcwd()) else list(path)
+
+
+def _forget_in_caches() -> None:
+    """Empty caches of Python and torch that hold classes of the script only because they saw them once."""
+    linecache.clearcache()
+    for clean in getattr(typing, "_cleanups", ()):
+        clean()
+    made = getattr(sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard"), "cls_to_fsdp_cls", {})
+    made.clear()
+
+
+def _flags() -> Iterator[tuple[Any, str, Any]]:
+    """Owner, name and value of torch's switches for kernels of devices; asking begins no device."""
+    backends: Any = torch.backends
+    for owner, names in (
+        (backends, ("fp32_precision",)),
+        (backends.cudnn, ("enabled", "benchmark", "benchmark_limit", "deterministic", "fp32_precision", "allow_tf32")),
+        (backends.cudnn.conv, ("fp32_precision",)),
+        (backends.cudnn.rnn, ("fp32_precision",)),
+        (backends.cuda.matmul, (
+            "fp32_precision", "allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction",
+            "allow_fp16_accumulation",
+        )),
+        (backends.mkldnn, ("enabled", "deterministic")),
+    ):  # fmt: skip
+        for name in names:
+            with contextlib.suppress(RuntimeError, AttributeError):
+                yield owner, name, getattr(owner, name)
+
+
+def _clear_frames(error: BaseException | None, seen: set[int]) -> None:
+    if error is None or id(error) in seen:
+        return
+    seen.add(id(error))
+    traceback.clear_frames(error.__traceback__)
+    _clear_frames(error.__cause__, seen)
+    _clear_frames(error.__context__, seen)
+    error.__traceback__ = None

@@ -1,0 +1,1 @@
+"""Fetches bundles from other nodes and from storage."""

@@ -1,0 +1,1 @@
+"""Tells what a keeper knows about itself: status, metrics, journal."""

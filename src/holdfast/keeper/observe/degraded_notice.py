@@ -1,0 +1,84 @@
+"""A note beside the keeper's socket, for who looks: the ranks of this node go on without the level in memory, and why.
+
+A keeper that is not there cannot say it. The note names the process that wrote it and means nothing without it. Written
+by the first rank of a node (`checkpoint.save.storage_saver`), read by `holdfast status`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.keeper.rpc.paths import Place
+from holdfast.tiers.format.strict_json import parse_loose
+from holdfast.tiers.memory.processes import has_ended, start_time
+
+MAX_BYTES = 16 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """The ranks of this node save to storage alone.
+
+    Attributes:
+        pid: the process that said so; it lives.
+        durable: the newest version that it made durable; empty if there is none yet.
+    """
+
+    place: Place
+    pid: int
+    root: str
+    reason: str
+    durable: str
+
+
+def post(place: Place, *, root: str, reason: str, durable: str = "") -> None:
+    """Writes the note, or writes it anew.
+
+    Raises:
+        ConfigError: the runtime directory is unfit. OSError: it cannot be written.
+    """
+    place.make()
+    pid = os.getpid()
+    text = json.dumps({"pid": pid, "since": start_time(pid), "root": root, "reason": reason, "durable": durable})
+    fresh = place.notice.with_suffix(f".{pid}")
+    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(text)
+    fresh.rename(place.notice)
+
+
+def withdraw(place: Place) -> None:
+    """Removes the note, and directories that nothing else is in."""
+    place.notice.unlink(missing_ok=True)
+    with suppress(OSError):  # a keeper, or another job, is there
+        for directory in (place.directory, place.directory.parent, place.runtime):
+            directory.rmdir()
+
+
+def posted(runtime: Path) -> Iterator[Notice]:
+    """The notes beneath a runtime directory whose writers live."""
+    for file in sorted(runtime.glob("*/*/durable-only.json")):
+        told = _read(Place(runtime, file.parent.parent.name, file.parent.name))
+        if told is not None:
+            yield told
+
+
+def sweep(place: Place) -> None:
+    """Removes the note of a process that was killed."""
+    if _read(place) is None:
+        place.notice.unlink(missing_ok=True)
+
+
+def _read(place: Place) -> Notice | None:
+    """The note, if whoever wrote it lives."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        with place.notice.open("rb") as stream:
+            said = parse_loose(stream.read(MAX_BYTES))
+        if not has_ended(int(said["pid"]), said["since"]):
+            return Notice(place, int(said["pid"]), str(said["root"]), str(said["reason"]), str(said["durable"]))
+    return None

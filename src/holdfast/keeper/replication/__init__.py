@@ -1,0 +1,1 @@
+"""Sends sealed slots to the nodes that keep the second copy."""

@@ -1,0 +1,534 @@
+"""The trainer's and the viewer's door to a keeper: the only way others talk to it.
+
+Every call has a deadline. When the keeper is gone `alive` turns False, the callbacks fire, waiting calls raise
+KeeperLost at once and so do later ones; the slots stay mapped and are handed to the next keeper with `adopt`. Levels
+arrive as pushes: `level` answers from memory, `wait` blocks until a push says so. A level is never named before the
+keeper announced it.
+
+Order of calls of a trainer: connect, assemble, register, prepare, [adopt], [inventory, obtain], resume, then per save
+begin, copied or abandon; goodbye and close at the end. Used by `checkpoint` (Slot, KeeperClient) and `cli` (viewers).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from holdfast.base.errors import KeeperError, KeeperLost, LevelNotReached
+from holdfast.base.progress import progress_text
+from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Version
+from holdfast.core.pipeline.idle_stats import Idle
+from holdfast.core.recovery.version_choice import Fetch, Source
+from holdfast.core.scheduling.step_agreement import Appointment, Proposal
+from holdfast.keeper.rpc import messages
+from holdfast.keeper.rpc.caller import Caller, dial
+from holdfast.keeper.rpc.messages import Assembly, ImageSpan, Inventory, Message
+from holdfast.tiers.memory import slots as memory
+from holdfast.tiers.memory.slots import Slot
+from holdfast.tiers.storage.encryption import KeySource
+from holdfast.tiers.wire import frames
+
+__all__ = ["Assembly", "ImageSpan", "Inventory", "KeeperClient", "Located", "Slot", "VersionLevel"]
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 10.0
+# What a keeper may need beyond the wait that was asked for.
+GRACE_S = 5.0
+# A save waits for it; a keeper that is frozen answers no sooner than one that is dead.
+BEGIN_GRACE_S = 0.5
+# Versions whose level is remembered; callers ask about recent ones only.
+MAX_LEVELS = 128
+MAX_ALARMS = 64
+
+R = TypeVar("R", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A bundle's image, mapped and readable here.
+
+    Attributes:
+        view: the image, read-only. Valid until `KeeperClient.release`, the next `begin`, or `close`.
+        source: where it was, cheapest first: own slot, another slot of this node, another node, storage.
+        seconds: what the keeper spent to make it present; 0 if it was.
+        chunks: `view` is only this run (first, end) of its chunks; None: the whole image.
+    """
+
+    ref: BundleRef
+    seal: Seal
+    view: memoryview
+    source: Source
+    seconds: float
+    chunks: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VersionLevel:
+    """Holds what is known of a version here: the levels it reached, one by one, and why it stands where it stands."""
+
+    reached: frozenset[Level]
+    reason: str
+    abandoned: bool = False
+
+    @property
+    def level(self) -> Level:
+        """The highest level reached."""
+        return max(self.reached, default=Level.NONE)
+
+
+class KeeperClient:
+    """One connection to the keeper of this node. Use `connect`; safe to call from several threads."""
+
+    _caller: Caller
+
+    def __init__(self, rank: int | None) -> None:
+        self.rank = rank
+        self._left = False
+        self._changed = threading.Condition()
+        self._levels: OrderedDict[Version, VersionLevel] = OrderedDict()
+        self._alarms: OrderedDict[str, str] = OrderedDict()
+        self._working: dict[str, messages.Working] = {}
+        self._slots: dict[int, Slot] = {}
+        self._mapped = threading.Condition()  # guards `_slots`; several threads map them
+        self._is_detached = False
+        self._preparing = threading.Lock()
+        self._lost_callbacks: list[Callable[[str], None]] = []
+        self._appointment_callbacks: list[Callable[[Appointment], None]] = []
+
+    @classmethod
+    def connect(
+        cls, socket_path: str | Path, *, job: str, rank: int | None = None, timeout_s: float = CALL_TIMEOUT_S
+    ) -> KeeperClient:
+        """Connects to the keeper that listens at `socket_path`.
+
+        Args:
+            socket_path: `Place.socket` of node.places, or `unix:<path>`.
+            job: `Place.job`; a keeper of another job refuses.
+            rank: the trainer's rank; None for a viewer, who may only look.
+            timeout_s: for connecting and being welcomed; a predecessor that is dying is waited for.
+
+        Raises:
+            KeeperLost: nobody listens. InUse: another living process is that rank. KeeperError: refused.
+        """
+        client = cls(rank)
+        role = messages.VIEWER if rank is None else messages.RANK
+        hello = messages.Hello(job=job, role=role, rank=-1 if rank is None else rank)
+        client._caller = dial(
+            str(socket_path), hello, timeout_s=timeout_s, on_push=client._pushed, on_lost=client._lost
+        )
+        return client
+
+    @property
+    def alive(self) -> bool:
+        """Return whether the keeper is there; False as soon as its end of the connection closed."""
+        return self._caller.alive
+
+    def answers(self, timeout_s: float) -> bool:
+        """Return whether the keeper answers at all within this time."""
+        try:
+            self.status(timeout_s=timeout_s)
+        except KeeperLost:
+            return False
+        return True
+
+    @property
+    def node(self) -> str:
+        """Label of the keeper's node."""
+        return self._caller.welcome.node
+
+    @property
+    def pid(self) -> int:
+        """Process id of the keeper."""
+        return self._caller.welcome.pid
+
+    @property
+    def address(self) -> str:
+        """Return where the keepers of other nodes find this one."""
+        return self._caller.welcome.address
+
+    def seen(self, job_id: str) -> tuple[int, tuple[tuple[int, Version | None], ...]]:
+        """The highest incarnation of this job that the keeper had seen when we connected, and its lineage."""
+        welcome = self._caller.welcome
+        return (welcome.incarnation, welcome.lineage) if welcome.job_id == job_id else (0, ())
+
+    @property
+    def incarnation(self) -> int:
+        """The highest incarnation that the keeper had seen when we connected; 0 if none."""
+        return self._caller.welcome.incarnation
+
+    @property
+    def alarms(self) -> tuple[str, ...]:
+        """Return what the keeper warned of since we connected, one line per subject, newest last."""
+        with self._changed:
+            return tuple(self._alarms.values())
+
+    def working(self, what: str, version: Version) -> str:
+        """Return how far the keeper is with `what` (of node.activity) of `version`, in words; empty if it did not say."""
+        with self._changed:
+            told = self._working.get(what)
+        if told is None or told.version != version:
+            return ""
+        return progress_text(told.done_bytes, told.total_bytes, told.seconds)
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        """Calls `callback(reason)` once, in the reader thread, when the keeper is lost."""
+        self._lost_callbacks.append(callback)
+
+    def on_appointment(self, callback: Callable[[Appointment], None]) -> None:
+        """Calls `callback(appointment)` in the reader thread when the coordinator named a step for all ranks."""
+        self._appointment_callbacks.append(callback)
+
+    # --- coming together
+
+    def assemble(self, assembly: Assembly, encryption: KeySource | None = None) -> None:
+        """Tells the keeper who belongs to the job, and with which key it writes. Idempotent; every local rank calls it.
+
+        Raises:
+            Fenced: a higher incarnation was assembled before. KeeperError: ranks of one incarnation disagree.
+        """
+        request = messages.Assemble(assembly=assembly)
+        if encryption is not None:
+            request = messages.Assemble(assembly=assembly, key=encryption.setting, key_required=encryption.required)
+        self._ask(request, messages.Ok)
+
+    def resume(self, incarnation: int, version: Version | None, table: Sequence[BundleRef] = ()) -> None:
+        """All ranks loaded `version` (None: a fresh start) and that is recorded; from here on `begin` is allowed.
+
+        `table`: every bundle of the job at `version`, where it is known.
+        """
+        self._ask(messages.Resume(incarnation=incarnation, version=version, table=tuple(table)), messages.Ok)
+
+    def register(self, layout: RankLayout, shared: Sequence[str] = (), *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """The rank's bundles, and the names of what it shares with ranks of its node; at every change of structure."""
+        self._ask(messages.Register(layout=layout, shared=tuple(shared)), messages.Ok, timeout_s)
+
+    def prepare(
+        self, num_bytes: int, num_slots: int, *, num_ready: int | None = None, timeout_s: float | None = None
+    ) -> tuple[Slot, ...]:
+        """Slots with room for `num_bytes` each, allocated by the keeper, populated here. Growth: call it again.
+
+        A trainer that was restarted gets the slots of its predecessor, with what they hold.
+
+        Args:
+            num_bytes: room needed for the images of one version.
+            num_slots: how many there will be; the budget is asked for all of them at once.
+            num_ready: returns as soon as so many are there; None: all of them. 0: at once, none.
+            timeout_s: seconds; None: as many as so much memory may need.
+
+        Raises:
+            MemoryRefused: names what is needed, what is allowed, and what to change. KeeperLost: the keeper is gone.
+        """
+        request = messages.Prepare(num_bytes=num_bytes, num_slots=num_slots, num_ready=num_ready)
+        limit_s = memory.patience_s(num_bytes * num_slots) if timeout_s is None else timeout_s
+        if num_ready == 0:
+            frames.close_fds(self._call(request, messages.Slots, limit_s)[1])
+            return ()
+        with self._preparing:
+            reply, fds = self._call(request, messages.Slots, limit_s)
+            self._map(reply.sent, fds)
+            slots = [self._slot(number, limit_s) for number in reply.slot_ids]
+            with self._mapped:
+                for number in set(self._slots) - set(reply.slot_ids):  # outgrown, and no longer needed
+                    self._slots.pop(number).close()
+        return tuple(slot for slot in slots if slot.num_bytes >= num_bytes)
+
+    def adopt(self, slots: Sequence[Slot]) -> None:
+        """Hands the slots of a dead keeper to this one, which verifies each before it counts it as sealed.
+
+        The slots stay valid and may be passed to `begin`'s result as before. Call after `assemble` and `register`.
+        """
+        fds = [slot.fd for slot in slots]
+        limit_s = memory.patience_s(sum(slot.total_bytes for slot in slots))
+        reply, got = self._call(messages.Adopt(num_slots=len(fds)), messages.Slots, limit_s, fds)
+        frames.close_fds(got)
+        if len(reply.slot_ids) != len(slots):
+            raise KeeperError("the keeper adopted another number of slots than it was given")
+        with self._mapped:
+            for slot, number in zip(slots, reply.slot_ids, strict=True):
+                slot.slot_id = number
+                self._slots[number] = slot
+
+    # --- saving
+
+    def begin(self, version: Version, num_bytes: int, *, durable: bool, timeout_s: float) -> Slot:
+        """A slot to write `version` into; its header is already invalid. The overwrite guard chooses.
+
+        Args:
+            version: of the incarnation that was assembled, later than the last one begun.
+            num_bytes: room needed for the images.
+            durable: whether this version is due for storage.
+            timeout_s: how long to wait for a slot to become free.
+
+        Raises:
+            LevelNotReached: no slot became free, with the reason; the version is then abandoned for this rank.
+            KeeperLost: the keeper is gone.
+        """
+        request = messages.Begin(version=version, num_bytes=num_bytes, durable=durable, timeout_s=timeout_s)
+        reply, fds = self._call(request, messages.Begun, timeout_s + BEGIN_GRACE_S)
+        self._map((reply.slot_id,) if fds else (), fds)
+        return self._slot(reply.slot_id, timeout_s + BEGIN_GRACE_S)
+
+    def copied(self, version: Version, images: Sequence[ImageSpan], spots: bytes = b"") -> None:
+        """All images lie in the slot. Returns at once; the keeper hashes, seals, replicates and persists.
+
+        Args:
+            version: which one.
+            images: where they lie.
+            spots: 8 bytes for each name that was registered as shared; the keeper compares those of its ranks.
+        """
+        self._caller.tell(messages.Copied(version=version, images=tuple(images), spots=spots))
+
+    def persist(self, version: Version) -> None:
+        """`version`, begun without `durable`, is due for storage after all. One rank that says so is enough."""
+        self._caller.tell(messages.Persist(version=version))
+
+    def abandon(self, version: Version, reason: str) -> None:
+        """This rank gives the version up. Final, and announced to all."""
+        self._caller.tell(messages.Abandon(version=version, reason=reason))
+
+    def propose(self, proposal: Proposal) -> None:
+        """Asks for a save or a stop that all ranks make at one step; the answer comes to `on_appointment`."""
+        self._caller.tell(messages.Propose(proposal=proposal))
+
+    def note_cadence(self, reason: str) -> None:
+        """Tell the keeper how often this rank saves, in words, for whoever asks it."""
+        self._caller.tell(messages.Cadence(reason=reason))
+
+    def note_idle(self, idle: Idle) -> None:
+        """Tell the keeper what this rank measured of its waits, for whoever asks it."""
+        self._caller.tell(messages.Cadence(idle=idle))
+
+    def show_waits(self, fds: tuple[int, ...]) -> None:
+        """Have what this rank saves hashed and sent in the waits that a page shows (its descriptors, of node.windows)."""
+        _, got = self._call(messages.ShowWaits(), messages.Ok, CALL_TIMEOUT_S, fds)
+        frames.close_fds(got)
+
+    def level(self, version: Version) -> tuple[Level, str]:
+        """The level that was announced for `version`, and the reason."""
+        with self._changed:
+            known = self._levels.get(version)
+        if known is None:
+            return Level.NONE, "nothing was announced yet" if self.alive else "the keeper is lost"
+        return known.level, known.reason
+
+    def known(self, version: Version) -> VersionLevel | None:
+        """All that was announced for `version`; None if nothing was."""
+        with self._changed:
+            return self._levels.get(version)
+
+    @property
+    def captured(self) -> Version | None:
+        """The newest version that was announced as captured, or more; None if none was."""
+        with self._changed:
+            return max((version for version, known in self._levels.items() if known.reached), default=None)
+
+    def wait(self, version: Version, level: Level, timeout_s: float) -> Level:
+        """Blocks until `version` reaches `level`; returns the level it has then.
+
+        Raises:
+            LevelNotReached: it was abandoned, time is over, or the keeper is lost. Names the level reached.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                known = self._levels.get(version, VersionLevel(frozenset(), "nothing was announced yet"))
+                # A durable version need not be replicated, so a higher level does not stand for that one.
+                if level in known.reached or (level is Level.CAPTURED and known.reached):
+                    return known.level
+                left = deadline - time.monotonic()
+                if known.abandoned or not self.alive or left <= 0:
+                    break
+                self._changed.wait(left)
+        lost = "" if self.alive else "; the keeper is lost"
+        late = f"; waited {timeout_s:g} s" if left <= 0 and not known.abandoned else ""
+        raise LevelNotReached(
+            f"{version} is {known.level.name.lower()}, not {level.name.lower()}: {known.reason}{lost}{late}",
+            remedy="see holdfast status for what holds it up; training may go on",
+        )
+
+    # --- coming back
+
+    def inventory(self, *, wide: bool = True, timeout_s: float = CALL_TIMEOUT_S) -> Inventory:
+        """Return what all reachable keepers hold (`wide=False`: only this one)."""
+        return self._ask(messages.TakeInventory(wide=wide), messages.InventoryReply, timeout_s).inventory
+
+    def obtain(self, version: Version, fetches: Sequence[Fetch], *, timeout_s: float) -> tuple[Located, ...]:
+        """Makes bundles present on this node and maps them, in the order of `fetches` (of core.recovery).
+
+        A fetch of chunks is answered by runs of chunks, or by the whole image if that is here.
+
+        Copies from peers and storage are checked against the seal when they arrive; the caller verifies what it
+        loads all the same.
+
+        Raises:
+            CorruptError: a copy is not what its seal says. VersionNotFound: the copy is gone.
+            KeeperLost, StorageError: the source does not answer. MemoryRefused: no room.
+        """
+        request = messages.Obtain(version=version, fetches=tuple(fetches), timeout_s=timeout_s)
+        reply, fds = self._call(request, messages.Obtained, timeout_s + GRACE_S)
+        try:
+            refs = {fetch.ref.bundle_id: fetch.ref for fetch in fetches}
+            told = dict.fromkeys(found.bundle_id for found in reply.found)
+            if list(told) != list(refs):
+                raise KeeperError("the keeper answered with other bundles than were asked for")
+            return tuple(self._locate(refs[found.bundle_id], found, fds) for found in reply.found)
+        finally:
+            frames.close_fds(fds)
+
+    def release(self) -> None:
+        """Let memory of what was obtained be used again: it is no longer read. `begin` implies it."""
+        self._caller.tell(messages.Release())
+
+    def quarantine(self, version: Version, bundle_id: str, *, node: int | None, reason: str) -> None:
+        """A copy failed its digest: the keeper of `node` (None: storage) does not offer it again."""
+        where = -1 if node is None else node
+        self._ask(messages.Condemn(version=version, bundle_id=bundle_id, node=where, reason=reason), messages.Ok)
+
+    # --- looking and leaving
+
+    def status(self, *, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+        """Return what the keeper says about itself; plain values only. Fields: docs/spec/keeper.md."""
+        reply = self._ask(messages.AskStatus(), messages.StatusReply, timeout_s)
+        return msgspec.msgpack.decode(reply.status, type=dict[str, Any])
+
+    def inside(self, *, timeout_s: float = CALL_TIMEOUT_S) -> msgspec.Raw:
+        """Return what the job is made of, as msgpack; fields: docs/spec/keeper.md."""
+        return self._ask(messages.AskInside(), messages.InsideReply, timeout_s).inside
+
+    def goodbye(self, *, finished: bool, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """This rank leaves; `finished`: it will not come back. When all local ranks finished the keeper ends."""
+        self._left = finished  # from here on the keeper may end, and that is no loss
+        self._ask(messages.Goodbye(finished=finished), messages.Ok, timeout_s)
+
+    def close(self) -> None:
+        """Ends the connection and unmaps the slots. The keeper keeps what they hold."""
+        for slot in self.detach():
+            slot.close()
+
+    def detach(self) -> tuple[Slot, ...]:
+        """Ends the connection, but keeps the slots mapped, to be handed to the next keeper by `adopt`."""
+        self._caller.close()
+        with self._mapped:
+            self._is_detached = True
+            slots, self._slots = tuple(self._slots.values()), {}
+            self._mapped.notify_all()
+        return slots
+
+    # --- inside
+
+    def _ask(self, request: Message, wanted: type[R], timeout_s: float = CALL_TIMEOUT_S) -> R:
+        reply, fds = self._call(request, wanted, timeout_s)
+        frames.close_fds(fds)
+        return reply
+
+    def _call(
+        self, request: Message, wanted: type[R], timeout_s: float, fds: Sequence[int] = ()
+    ) -> tuple[R, list[int]]:
+        reply, got = self._caller.call(request, timeout_s=timeout_s, fds=fds)
+        if not isinstance(reply, wanted):
+            frames.close_fds(got)
+            raise KeeperError(f"the keeper answered {type(request).__name__} with {type(reply).__name__}")
+        return reply, got
+
+    def _map(self, slot_ids: Sequence[int], fds: list[int]) -> None:
+        """Maps slots that are new here, outside of the lock: it takes 0.1 s per GiB. Takes the descriptors over."""
+        if len(slot_ids) != len(fds):
+            frames.close_fds(fds)
+            raise KeeperError(f"the keeper announced {len(slot_ids)} new slots and sent {len(fds)} descriptors")
+        try:
+            for number in slot_ids:
+                slot = Slot.adopt(fds.pop(0), slot_id=number)
+                with self._mapped:
+                    if self._is_detached:  # nobody looks after it any more
+                        slot.close()
+                        raise KeeperLost("the connection is closed")
+                    self._slots[number] = slot
+                    self._mapped.notify_all()
+        finally:
+            frames.close_fds(fds)
+
+    def _slot(self, number: int, timeout_s: float) -> Slot:
+        """A slot that is mapped here, or is being mapped by another thread of ours.
+
+        Raises:
+            LevelNotReached: it is not mapped in time. KeeperLost: the connection was closed meanwhile.
+        """
+        with self._mapped:
+            self._mapped.wait_for(lambda: number in self._slots or self._is_detached, timeout_s)
+            slot = self._slots.get(number)
+            if slot is not None:
+                return slot
+            if self._is_detached:
+                raise KeeperLost("the connection is closed")
+        raise LevelNotReached(f"slot {number} was not mapped within {timeout_s:g} s")
+
+    def _locate(self, ref: BundleRef, found: messages.Found, fds: list[int]) -> Located:
+        slot = self._slots.get(found.slot_id)
+        if slot is not None:  # mapped already; a second mapping would cost its page faults
+            view = slot.window(found.start, found.length).toreadonly()
+        elif 0 <= found.fd < len(fds):
+            view = memory.map_readonly(fds[found.fd], found.start, found.length)
+        elif found.fd < 0:  # another thread of ours maps it
+            limit_s = memory.patience_s(found.length)
+            view = self._slot(found.slot_id, limit_s).window(found.start, found.length).toreadonly()
+        else:
+            raise KeeperError("the keeper named a descriptor that it did not send")
+        return Located(ref, found.seal, view, found.source, found.seconds, found.chunks)
+
+    def _pushed(self, message: messages.AnyMessage) -> None:
+        if isinstance(message, messages.Progress):
+            self._progressed(
+                message.version, VersionLevel(frozenset(message.reached), message.reason, message.abandoned)
+            )
+        elif isinstance(message, messages.Alarm):
+            self._alarmed(message)
+        elif isinstance(message, messages.Working):
+            self._told_of_work(message)
+        elif isinstance(message, messages.Appointed):
+            for callback in tuple(self._appointment_callbacks):
+                callback(message.appointment)
+        else:
+            logger.warning("the keeper pushed %s, which means nothing here", type(message).__name__)
+
+    def _progressed(self, version: Version, news: VersionLevel) -> None:
+        with self._changed:
+            self._levels[version] = news
+            self._levels.move_to_end(version)
+            while len(self._levels) > MAX_LEVELS:
+                self._levels.popitem(last=False)
+            self._changed.notify_all()
+
+    def _told_of_work(self, message: messages.Working) -> None:
+        """Work for this rank is logged: it waits for it. What else is said is kept for whoever asks."""
+        if message.rank not in (-1, self.rank):
+            return
+        with self._changed:
+            self._working[message.what] = message
+        if message.rank == self.rank:
+            logger.info("%s %s: %s", message.what, message.version, self.working(message.what, message.version))
+
+    def _alarmed(self, message: messages.Alarm) -> None:
+        logger.warning("the keeper warns: %s", message.text)  # pushes may come before `connect` has returned
+        with self._changed:
+            self._alarms[message.key] = message.text
+            self._alarms.move_to_end(message.key)
+            while len(self._alarms) > MAX_ALARMS:
+                self._alarms.popitem(last=False)
+
+    def _lost(self, reason: str) -> None:
+        with self._changed:
+            self._changed.notify_all()
+        if self._left:
+            return
+        logger.warning("the keeper of this node is lost: %s; training goes on without the memory level", reason)
+        for callback in tuple(self._lost_callbacks):
+            callback(reason)

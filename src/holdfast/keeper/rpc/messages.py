@@ -1,0 +1,529 @@
+"""Defines what keepers and their clients say to each other: one tagged struct per message, msgpack on the wire.
+
+A request carries an `id` and is answered by a reply with the same one, or by a Refusal that names an error class. `id` 0
+is a statement that expects no reply. Unknown tags and wrong fields are refused. All messages: docs/spec/keeper.md.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from holdfast.base.errors import HoldfastError, KeeperError, kind_of
+from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
+from holdfast.core.pipeline.idle_stats import Idle
+from holdfast.core.recovery.version_choice import Fetch, MemoryCopy, Source
+from holdfast.core.scheduling.step_agreement import Appointment, Proposal
+from holdfast.core.versions.coordinator_board import Announcement
+from holdfast.core.versions.node_ledger import Reports
+
+PROTOCOL = 2
+
+RANK, VIEWER, KEEPER, OPERATOR = "rank", "viewer", "keeper", "operator"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """An image that the trainer finished in its slot: bytes [offset, offset + length) of the payload."""
+
+    ref: BundleRef
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Holds what every rank agreed on when the job (of one incarnation) came together.
+
+    Attributes:
+        incarnation: registered beside the manifests, or arbitrated above everything the keepers have seen.
+        root, job_id: checkpoint URL or absolute path; from the storage's claim.
+        topology: who runs where.
+        addresses: of the keepers, per node index (`unix:<path>` or `tcp:<host>:<port>`).
+        keep_last, keep_every, keep_every_s: durable versions kept; of so many steps, and seconds, one; 0 for none.
+        lineage: what is recorded of incarnations before this one: (incarnation, version it resumed from).
+    """
+
+    incarnation: int
+    root: str
+    job_id: str
+    topology: Topology
+    addresses: tuple[str, ...]
+    keep_last: int = 2
+    keep_every: int = 0
+    keep_every_s: float = 0.0
+    lineage: tuple[tuple[int, Version | None], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """Holds what the keepers hold; the facts of core.recovery.
+
+    Attributes:
+        copies: every sealed bundle, own slots and replicas.
+        tables: every bundle of the job per version, where a keeper knows it.
+        suspects: versions whose twins differ, with the reason.
+        levels: versions and their level, as far as a keeper knows.
+        reachable, silent: indices of the nodes whose keepers answered; (index, reason) of those that did not.
+        unheard: those of `silent` that may answer later, and hold anything. Of the others nobody listens, or said no.
+    """
+
+    copies: tuple[MemoryCopy, ...]
+    tables: tuple[tuple[Version, tuple[BundleRef, ...]], ...]
+    suspects: tuple[tuple[Version, str], ...]
+    levels: tuple[tuple[Version, Level], ...]
+    reachable: tuple[int, ...]
+    silent: tuple[tuple[int, str], ...] = ()
+    unheard: tuple[int, ...] = ()
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="is", kw_only=True):
+    """Base of all messages."""
+
+    id: int = 0
+
+
+# --- opening -----------------------------------------------------------------------------------------------------
+
+
+class Hello(Message, tag="hello", frozen=True, kw_only=True):
+    """First message of every connection, at most 1 KiB. `job_id`: what a keeper serves; empty for the others."""
+
+    job: str
+    role: str
+    protocol: int = PROTOCOL
+    rank: int = -1
+    node: int = -1
+    incarnation: int = 0
+    job_id: str = ""
+
+
+class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
+    """Accepted; who the keeper is, where other nodes find it, and what it was told of which job (if of any)."""
+
+    node: str
+    pid: int
+    incarnation: int
+    address: str = ""
+    job_id: str = ""
+    lineage: tuple[tuple[int, Version | None], ...] = ()
+
+
+class Ok(Message, tag="ok", frozen=True):
+    """Done."""
+
+
+class Refusal(Message, tag="refusal", frozen=True, kw_only=True):
+    """The request failed. `kind` is the name of a class in base.errors."""
+
+    kind: str
+    what: str
+    where: str = ""
+    remedy: str = ""
+
+
+# --- a trainer and its keeper ------------------------------------------------------------------------------------
+
+
+class Assemble(Message, tag="assemble", frozen=True, kw_only=True):
+    """Says who belongs to the job, in this incarnation, and where the key of its files comes from.
+
+    Attributes:
+        key, key_required: `tiers.storage.encryption.KeySource`: a keeper that served an earlier start of the job may have another one.
+            None: it keeps what it has.
+    """
+
+    assembly: Assembly
+    key: str | None = None
+    key_required: bool = True
+
+
+class Resume(Message, tag="resume", frozen=True, kw_only=True):
+    """All ranks loaded `version` (None: a fresh start) and recorded it.
+
+    Attributes:
+        table: every bundle of the job at `version`, where it is known. A keeper that came later has heard it of nobody.
+    """
+
+    incarnation: int
+    version: Version | None
+    table: tuple[BundleRef, ...] = ()
+
+
+class Prepare(Message, tag="prepare", frozen=True, kw_only=True):
+    """Reserve this many slots of this size for my rank.
+
+    Attributes:
+        num_ready: the answer comes when so many are there; None: all. 0: at once, without any, when the budget allows them.
+    """
+
+    num_bytes: int
+    num_slots: int
+    num_ready: int | None = None
+
+
+class Slots(Message, tag="slots", frozen=True, kw_only=True):
+    """Numbers of slots.
+
+    Attributes:
+        sent: those that the client does not have; their descriptors come along in this order.
+    """
+
+    slot_ids: tuple[int, ...]
+    sent: tuple[int, ...] = ()
+
+
+class Adopt(Message, tag="adopt", frozen=True, kw_only=True):
+    """Slots of a keeper that died; their descriptors come along."""
+
+    num_slots: int
+
+
+class Register(Message, tag="register", frozen=True, kw_only=True):
+    """The rank's bundles.
+
+    Attributes:
+        shared: `GROUP/TENSOR` of what it shares with other ranks of its node, in the order of their spots (core.twins).
+    """
+
+    layout: RankLayout
+    shared: tuple[str, ...] = ()
+
+
+class Begin(Message, tag="begin", frozen=True, kw_only=True):
+    """A slot for this version, please; wait up to `timeout_s` for one."""
+
+    version: Version
+    num_bytes: int
+    durable: bool
+    timeout_s: float
+
+
+class Begun(Message, tag="begun", frozen=True, kw_only=True):
+    """The slot is yours; its header is invalid. Its descriptor comes along if the client does not have it."""
+
+    slot_id: int
+    reason: str
+
+
+class Copied(Message, tag="copied", frozen=True, kw_only=True):
+    """The images of this version lie in the slot.
+
+    Attributes:
+        spots: of every tensor that was registered as shared, 8 bytes that follow from some of its elements at the save.
+    """
+
+    version: Version
+    images: tuple[ImageSpan, ...]
+    spots: bytes = b""
+
+
+class Persist(Message, tag="persist", frozen=True, kw_only=True):
+    """A version that was begun without `durable` is due for storage after all."""
+
+    version: Version
+
+
+class Abandon(Message, tag="abandon", frozen=True, kw_only=True):
+    """This rank gives the version up."""
+
+    version: Version
+    reason: str
+
+
+class TakeInventory(Message, tag="take-inventory", frozen=True, kw_only=True):
+    """`wide`: ask the other keepers as well."""
+
+    wide: bool
+
+
+class InventoryReply(Message, tag="inventory", frozen=True, kw_only=True):
+    """Says what the keepers hold."""
+
+    inventory: Inventory
+
+
+class Obtain(Message, tag="obtain", frozen=True, kw_only=True):
+    """Make these bundles present on this node."""
+
+    version: Version
+    fetches: tuple[Fetch, ...]
+    timeout_s: float
+
+
+class Found(Message, tag="found", frozen=True, kw_only=True):
+    """Says where one bundle lies now: bytes [start, start + length) of the whole slot `slot_id`, header included
+    (descriptor number `fd` of the frame, if the client has not mapped it), or this run (first, end) of its `chunks`,
+    one of several.
+    """
+
+    bundle_id: str
+    slot_id: int
+    fd: int
+    start: int
+    length: int
+    seal: Seal
+    source: Source
+    seconds: float
+    chunks: tuple[int, int] | None = None
+
+
+class Obtained(Message, tag="obtained", frozen=True, kw_only=True):
+    """Says where the bundles are that were obtained; descriptors come along."""
+
+    found: tuple[Found, ...]
+
+
+class Release(Message, tag="release", frozen=True):
+    """The client no longer reads what it obtained."""
+
+
+class Condemn(Message, tag="quarantine", frozen=True, kw_only=True):
+    """A copy failed its digest; `node` -1 is storage."""
+
+    version: Version
+    bundle_id: str
+    node: int
+    reason: str
+
+
+class AskStatus(Message, tag="ask-status", frozen=True):
+    """Asks a keeper for its status."""
+
+
+class StatusReply(Message, tag="status", frozen=True, kw_only=True):
+    """A map of plain values."""
+
+    status: msgspec.Raw
+
+
+class AskInside(Message, tag="ask-inside", frozen=True):
+    """Asks a keeper what the job is made of."""
+
+
+class InsideReply(Message, tag="inside", frozen=True, kw_only=True):
+    """A map of plain values."""
+
+    inside: msgspec.Raw
+
+
+class Preload(Message, tag="preload", frozen=True, kw_only=True):
+    """The trainers start: rank i on node `node_of[i]`, you are `node`. `addresses` of all keepers, or none of them."""
+
+    node: int
+    node_of: tuple[int, ...]
+    addresses: tuple[str, ...]
+    ranks_per_reader: int
+
+
+class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):
+    """This rank leaves; `finished`: for good."""
+
+    finished: bool
+
+
+class Progress(Message, tag="progress", frozen=True, kw_only=True):
+    """Push: what is known of a version now."""
+
+    version: Version
+    reached: tuple[Level, ...]
+    reason: str
+    abandoned: bool
+
+
+class Propose(Message, tag="propose", frozen=True, kw_only=True):
+    """A rank asks for a save or a stop; a keeper passes it on to the coordinator."""
+
+    proposal: Proposal
+
+
+class Cadence(Message, tag="cadence", frozen=True, kw_only=True):
+    """A rank found how often to save, or measured its waits; for the status."""
+
+    reason: str = ""
+    idle: Idle | None = None
+
+
+class ShowWaits(Message, tag="show-waits", frozen=True):
+    """The descriptors beside this are the page of the rank's waits and its bell (node.windows); they replace those before."""
+
+
+class Appointed(Message, tag="appointed", frozen=True, kw_only=True):
+    """Push: the step that the coordinator named for all ranks."""
+
+    incarnation: int
+    appointment: Appointment
+
+
+class Alarm(Message, tag="alarm", frozen=True, kw_only=True):
+    """Push: something an operator should know. `key` names the subject, so that repetitions replace each other."""
+
+    key: str
+    text: str
+
+
+class Working(Message, tag="working", frozen=True, kw_only=True):
+    """Push: how far something is that takes long. `rank`: for whom; -1 for all."""
+
+    what: str
+    version: Version
+    rank: int
+    done_bytes: int
+    total_bytes: int
+    seconds: float
+
+
+# --- keepers among themselves ------------------------------------------------------------------------------------
+
+
+class Report(Message, tag="report", frozen=True, kw_only=True):
+    """A node tells the coordinator; `whole` when it repeats everything it knows."""
+
+    node: int
+    incarnation: int
+    reports: Reports
+    whole: bool = False
+
+
+class News(Message, tag="news", frozen=True, kw_only=True):
+    """The coordinator tells a node; the table comes along when an announcement names a layout."""
+
+    incarnation: int
+    announcement: Announcement
+    table: tuple[BundleRef, ...] = ()
+
+
+class Ping(Message, tag="ping", frozen=True):
+    """Are you there? Answered with Ok."""
+
+
+class Pull(Message, tag="pull", frozen=True, kw_only=True):
+    """Send bytes [start, start + length) of a sealed image; the reply is Bulk and the bytes. `urgent`: without pacing."""
+
+    version: Version
+    bundle_id: str
+    start: int
+    length: int
+    urgent: bool = False
+
+
+class Bulk(Message, tag="bulk", frozen=True, kw_only=True):
+    """This many raw bytes follow."""
+
+    length: int
+
+
+class AskLanding(Message, tag="ask-landing", frozen=True, kw_only=True):
+    """Asks how far this bundle has come; answered when it has come beyond so many bytes, or after a moment."""
+
+    version: Version
+    bundle_id: str
+    beyond: int
+
+
+class Landed(Message, tag="landed", frozen=True, kw_only=True):
+    """So many bytes are here and proved; `moved`: of all bundles that land here. The seal comes with the first."""
+
+    ready: int
+    moved: int
+    seal: Seal | None = None
+
+
+class PullLanding(Message, tag="pull-landing", frozen=True, kw_only=True):
+    """Send bytes [start, start + length) of a bundle that may still be landing; the reply is Bulk and the bytes."""
+
+    version: Version
+    bundle_id: str
+    start: int
+    length: int
+
+
+class AskSeals(Message, tag="ask-seals", frozen=True, kw_only=True):
+    """Seals (with chunk digests) of these bundles, as far as this keeper holds them."""
+
+    version: Version
+    bundle_ids: tuple[str, ...]
+
+
+class Seals(Message, tag="seals", frozen=True, kw_only=True):
+    """The seals that were asked for; bundles that are not held are left out."""
+
+    seals: tuple[Seal, ...]
+
+
+AnyMessage = (
+    Hello | Welcome | Ok | Refusal | Assemble | Resume | Prepare | Slots | Adopt | Register | Begin | Begun | Copied | Persist | Abandon
+    | TakeInventory | InventoryReply | Obtain | Obtained | Release | Condemn | AskStatus | StatusReply | AskInside | InsideReply | Goodbye | Progress
+    | Propose | Cadence | ShowWaits | Appointed | Alarm | Working | Report | News | Ping | Pull | Bulk | AskSeals | Seals | AskLanding | Landed
+    | PullLanding | Preload
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_hello_decoder = msgspec.msgpack.Decoder(Hello)
+
+
+class _AnyHello(msgspec.Struct, frozen=True):
+    """What a greeting says in every protocol."""
+
+    protocol: int
+
+
+_any_hello_decoder = msgspec.msgpack.Decoder(_AnyHello)
+
+
+def encode(message: Message) -> bytes:
+    """The body of a frame."""
+    return _encoder.encode(message)
+
+
+def pack(value: Any) -> msgspec.Raw:
+    """A field of a message, encoded once for many: plain values, or what the field's type says."""
+    return msgspec.Raw(_encoder.encode(value))
+
+
+def decode(body: bytes) -> AnyMessage:
+    """The message in a frame.
+
+    Raises:
+        KeeperError: not a message of this protocol.
+    """
+    try:
+        return _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise KeeperError(f"not a message of this protocol: {error}") from error
+
+
+def decode_hello(body: bytes) -> Hello:
+    """The first message of a connection; only Hello is understood.
+
+    Raises:
+        KeeperError: something else, or a greeting in another protocol; says which.
+    """
+    try:
+        protocol = _any_hello_decoder.decode(body).protocol
+        if protocol != PROTOCOL:
+            raise KeeperError(
+                f"the keeper (process {os.getpid()}) and this process are of different versions of holdfast: it speaks "
+                f"protocol {PROTOCOL}, this process {protocol}",
+                remedy="use one version of holdfast on all nodes; a keeper that was left by an older job ends by itself "
+                f"after linger_s, or now with `kill {os.getpid()}` (what it holds in memory goes with it)",
+            )
+        return _hello_decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise KeeperError(f"not a greeting of this protocol: {error}") from error
+
+
+def refusal(request: int, error: HoldfastError) -> Refusal:
+    """`error` as a message."""
+    return Refusal(
+        id=request, kind=type(error).__name__, what=error.what[:4000], where=error.where[:1000], remedy=error.remedy
+    )
+
+
+def raise_refusal(message: Refusal) -> None:
+    """Raises the error that the other side named; an unknown name becomes KeeperError."""
+    raise kind_of(message.kind, KeeperError)(message.what, where=message.where, remedy=message.remedy)

@@ -1,0 +1,123 @@
+"""Tells where the keeper of one job on one node lives: `<runtime>/<job digest>/<node label>/`.
+
+The directory belongs to us alone (0700) or is refused. It holds the socket, the lock that elects the keeper, the lock
+that lets one of several starters spawn, and the log. The keeper removes all of it when it ends. Computing a Place
+touches nothing; `make` creates it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.base import private
+from holdfast.base.config import Config
+from holdfast.base.errors import ConfigError
+from holdfast.tiers.memory.processes import take_lock
+from holdfast.tiers.wire.frames import unix_path
+
+# How often a directory that vanishes is made anew before we give up.
+_ATTEMPTS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The runtime directory of one job on one node.
+
+    Attributes:
+        runtime: the directory that all jobs of this user share.
+        job: digest of checkpoint root and run id.
+        node: label of the node.
+    """
+
+    runtime: Path
+    job: str
+    node: str
+
+    @property
+    def directory(self) -> Path:
+        return self.runtime / self.job / self.node
+
+    @property
+    def socket(self) -> Path:
+        return self.directory / "s"
+
+    @property
+    def address(self) -> str:
+        """Return what other keepers connect to."""
+        return f"unix:{self.socket}"
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "keeper.log"
+
+    @property
+    def port(self) -> Path:
+        """The TCP port of the keeper, if it listens for other nodes."""
+        return self.directory / "port"
+
+    @property
+    def notice(self) -> Path:
+        """Return the path of the notice of ranks that go on without a keeper; see node.notice."""
+        return self.directory / "durable-only.json"
+
+    @property
+    def keeper_lock(self) -> Path:
+        return self.directory / "keeper.lock"
+
+    @property
+    def start_lock(self) -> Path:
+        return self.directory / "start.lock"
+
+    @property
+    def budget(self) -> Path:
+        """Shared by all keepers of this runtime directory."""
+        return self.runtime / "memory.json"
+
+    def lock(self, file: Path, *, blocking: bool) -> int | None:
+        """A lock in the directory, which is made if a keeper that ended removed it meanwhile.
+
+        Raises:
+            ConfigError: as `make`. OSError: the file cannot be created.
+        """
+        for _ in range(_ATTEMPTS):
+            self.make()
+            try:
+                return take_lock(file, blocking=blocking)
+            except FileNotFoundError:
+                continue
+        return None
+
+    def make(self) -> None:
+        """Creates the directory, or checks the existing one.
+
+        Raises:
+            ConfigError: the path is too long for a socket, not ours, open to others, or cannot be created.
+        """
+        unix_path(str(self.socket))
+        try:
+            private.make(self.directory, below=self.runtime)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot create the runtime directory: {error.strerror}",
+                where=str(self.directory),
+                remedy="set HOLDFAST_RUNTIME_DIR to a directory of your own on a local disk",
+            ) from error
+
+
+def place_of(root: str, config: Config) -> Place:
+    """The place of the job that saves to `root` under these settings. `root` is made absolute unless it is a URL."""
+    return Place(Path(os.path.abspath(config.runtime_path)), job_digest(root, config.run_id), config.node)
+
+
+def absolute_root(root: str) -> str:
+    """Return `root` as everyone must name it: a URL as it is, a path absolute, `~` as the user's home; empty names nothing."""
+    return root if "://" in root or not root else os.path.abspath(os.path.expanduser(root))
+
+
+def job_digest(root: str, run_id: str) -> str:
+    """Identity of the job: 16 hex digits of blake2b over the absolute root and the run id."""
+    text = f"{absolute_root(root)}\n{run_id}".encode()
+    return hashlib.blake2b(text, digest_size=8).hexdigest()

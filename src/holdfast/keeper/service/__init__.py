@@ -1,0 +1,1 @@
+"""The keeper process and its handlers."""

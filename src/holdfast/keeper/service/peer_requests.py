@@ -1,0 +1,328 @@
+"""Answers what the keeper of another node may ask of this one: seals and bytes of what it holds, and to be coordinated.
+
+Also the questions that anybody may ask: inventory and status. A slot that is being sent is pinned per connection; the
+pins go when its connection ends, when it stalls, or when a local save is starved of a slot: a
+slow peer never slows training.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from holdfast.base.errors import Fenced, HoldfastError, KeeperError, KeeperLost, VersionNotFound
+from holdfast.core.model import Seal
+from holdfast.keeper.coordination.coordinator import Coordinator
+from holdfast.keeper.replication.rate_limit import Pace
+from holdfast.keeper.rpc import messages
+from holdfast.keeper.rpc.caller import dial
+from holdfast.keeper.rpc.messages import AnyMessage, Bulk, Hello, Inventory, Ok, Seals
+from holdfast.keeper.rpc.server import Connection
+from holdfast.keeper.slots.idle_windows import Turns, Windows
+from holdfast.keeper.slots.keeper_state import NodeState, greeting
+from holdfast.keeper.slots.slot_pool import Held
+from holdfast.tiers.format.image import CHUNK_BYTES
+
+logger = logging.getLogger(__name__)
+
+PIN = "sending"
+SEND_BLOCK_TIMEOUT_S = 10.0
+# A peer that pinned a slot and takes nothing this long has its pins taken off. At 1 Mbit/s a block takes 2 s.
+STALL_S = 3.0
+ASK_PEER_TIMEOUT_S = 3.0
+MAX_AT_ONCE = 32
+
+
+@dataclass(slots=True)
+class _Sending:
+    """What one peer is being sent."""
+
+    held: list[Held] = field(default_factory=list)
+    moved_s: float = 0.0
+
+
+class PeerDesk:
+    """The requests of other keepers. Several threads.
+
+    Args:
+        state: the keeper's state.
+        coordinator: gives the coordinator while this node is it.
+        pace: of what is sent as replicas.
+        windows: the waits of local ranks, which replicas keep to.
+    """
+
+    def __init__(
+        self, state: NodeState, coordinator: Callable[[], Coordinator | None], pace: Pace, windows: Windows
+    ) -> None:
+        self.sent_bytes = 0
+        self._state = state
+        self._pace = pace
+        self._windows = windows
+        self._turns: dict[Connection, Turns] = {}  # a connection carries one version, so one transfer
+        self._coordinator = coordinator
+        self._sending: dict[Connection, _Sending] = {}
+        self._speaks: dict[int, int] = {}  # node -> the number of the connection on which it reports
+
+    def attach(self, connection: Connection, hello: Hello) -> None:
+        """A keeper greets.
+
+        Raises:
+            Fenced: it belongs to an incarnation that is over. KeeperError: it serves another job.
+        """
+        self._require_present(hello)
+        connection.hello = hello
+
+    def leave(self) -> None:
+        """The job is over: whoever is being sent its bytes is cut off. Under the state's lock."""
+        self._speaks.clear()
+        for connection in tuple(self._sending):
+            connection.channel.abort()
+            self._unpin(connection)
+
+    def _require_same_job(self, hello: Hello) -> None:
+        """Versions of another job may bear the same names; a keeper that served it may not have heard of its end."""
+        assembly = self._state.assembly
+        if assembly is not None and hello.job_id != assembly.job_id:
+            raise KeeperError(f"this keeper serves job {assembly.job_id}, the other one job {hello.job_id[:64]}")
+
+    def _require_present(self, hello: Hello) -> None:
+        """Whoever belongs to an incarnation that is over has no say, however late its bytes arrive (S7)."""
+        self._require_same_job(hello)
+        if hello.incarnation < self._state.incarnation:
+            raise Fenced(f"incarnation {hello.incarnation} is over; {self._state.incarnation} has begun")
+
+    def gone(self, connection: Connection) -> None:
+        """A keeper's connection ended."""
+        with self._state.lock:
+            self._unpin(connection)
+            self._turns.pop(connection, None)
+            coordinator = self._coordinator()
+            if coordinator is not None:
+                coordinator.leave(connection)
+
+    def report(self, connection: Connection, request: messages.Report) -> Ok:
+        """Facts for the coordinator."""
+        with self._state.lock:
+            self._require_same_job(connection.greeted)
+            if request.incarnation < self._state.incarnation:
+                raise Fenced(f"incarnation {request.incarnation} is over; {self._state.incarnation} has begun")
+            coordinator = self._coordinator()
+            if coordinator is None or request.incarnation > self._state.incarnation:
+                raise KeeperError("this keeper does not coordinate that incarnation (yet)")
+            # What a node sent before it gave a connection up may be read after what it said on the next one (we were
+            # frozen, it waits in the socket). The board takes later words for newer facts.
+            if connection.number < self._speaks.get(request.node, 0):
+                raise KeeperError(f"node {request.node} reports on a newer connection by now")
+            if request.whole:
+                self._speaks[request.node] = connection.number
+                coordinator.join(request.node, connection)
+            coordinator.report(request.node, request.incarnation, request.reports)
+        return Ok(id=request.id)
+
+    def propose(self, connection: Connection, request: messages.Propose) -> Ok:
+        """A rank of that node asks for an appointment."""
+        with self._state.lock:
+            self._require_same_job(connection.greeted)
+            coordinator = self._coordinator()
+            if coordinator is None:
+                raise KeeperError("this keeper does not coordinate")
+            coordinator.propose(request.proposal)
+        return Ok(id=request.id)
+
+    # --- bytes
+
+    def seals(self, connection: Connection, request: messages.AskSeals) -> Seals:
+        """Seals of what is held; its slots are pinned for the transfer that follows."""
+        found = []
+        with self._state.lock:
+            self._require_present(connection.greeted)
+            self._unpin(connection)
+            sending = self._sending.setdefault(connection, _Sending())
+            sending.moved_s = time.monotonic()
+            for bundle_id in request.bundle_ids:
+                copy = self._state.arena.find(request.version, bundle_id)
+                copies = [copy] if copy else self._state.arena.find_pieces(request.version, Seal(bundle_id, 0, ""))
+                found += [place.seal for _, place in copies[:1]]
+                for held, _ in copies:
+                    held.pins[PIN] += 1
+                    sending.held.append(held)
+        return Seals(id=request.id, seals=tuple(found))
+
+    def pull(self, connection: Connection, request: messages.Pull) -> None:
+        """Sends a piece of an image; the reply and the bytes leave from the reader's own thread.
+
+        Raises:
+            VersionNotFound: it is not held (any more). KeeperError: no such piece.
+        """
+        with self._state.lock:
+            self._require_present(connection.greeted)
+            held, at, length = self._part(request)
+            end = request.start + request.length
+            if not (0 <= request.start < end <= length) or request.length > CHUNK_BYTES:
+                raise KeeperError(f"bytes {request.start} to {end} are not a piece of bundle {request.bundle_id}")
+            held.pins[PIN] += 1
+            turns = None if request.urgent else self._turns.setdefault(connection, self._windows.turns())
+
+        def moves() -> None:
+            sending = self._sending.get(connection)
+            if sending is not None:
+                sending.moved_s = time.monotonic()
+
+        def before(num_bytes: int) -> None:
+            """A block leaves: the line moves, and pace and windows are kept."""
+            if turns is not None:
+                self._pace.wait(num_bytes)
+                turns.wait(held.rank, num_bytes, moves)
+            moves()
+
+        try:
+            connection.channel.send_bulk(
+                messages.encode(Bulk(id=request.id, length=request.length)),
+                held.slot.view[at : at + request.length],
+                timeout_s=SEND_BLOCK_TIMEOUT_S,
+                before=before,
+            )
+            self.sent_bytes += request.length
+        finally:
+            if turns is not None:
+                turns.done()
+            self._state.unpin(held, PIN)
+
+    def _part(self, request: messages.Pull) -> tuple[Held, int, int]:
+        """The slot, where in it the bytes begin, and the length of the image; a chunk may be here without the rest.
+
+        Raises:
+            VersionNotFound: it is not held (any more).
+        """
+        arena = self._state.arena
+        copy = arena.find(request.version, request.bundle_id)
+        if copy is not None:
+            return copy[0], copy[1].offset + request.start, copy[1].seal.length
+        for held, piece in arena.find_pieces(request.version, Seal(request.bundle_id, 0, "")):
+            begin = piece.first * CHUNK_BYTES
+            if begin <= request.start and request.start + request.length <= begin + piece.length:
+                return held, piece.offset + request.start - begin, piece.seal.length
+        raise VersionNotFound(f"bundle {request.bundle_id} of {request.version} is not held here (any more)")
+
+    def yield_slots(self, starved: Iterable[int]) -> None:
+        """Takes pins off transfers that stall, and off those from slots of ranks whose save waits too long."""
+        now, ranks = time.monotonic(), set(starved)
+        with self._state.lock:
+            for connection, sending in tuple(self._sending.items()):
+                needed = any(held.rank in ranks and not held.replica for held in sending.held)
+                if sending.held and (needed or now - sending.moved_s > STALL_S):
+                    logger.info("a transfer to node %d yields its slots", connection.greeted.node)
+                    connection.channel.abort()
+                    self._unpin(connection)
+
+    def _unpin(self, connection: Connection) -> None:
+        sending = self._sending.pop(connection, None)
+        for held in sending.held if sending else ():
+            self._state.unpin(held, PIN)
+
+    # --- questions
+
+    def inventory(self, *, wide: bool) -> Inventory:
+        """Return what this keeper holds; `wide`: and all that can be reached, asked side by side."""
+        assembly = self._state.assembly
+        return self.survey(assembly, self._state.node) if wide and assembly is not None else self._state.inventory()
+
+    def survey(self, assembly: messages.Assembly, node: int) -> Inventory:
+        """Return what this keeper, which is `node`, and all others of the job hold."""
+        own = self._state.inventory()
+        found: dict[int, Inventory | HoldfastError] = {}
+        others = [index for index in range(len(assembly.addresses)) if index != node]
+        for at in range(0, len(others), MAX_AT_ONCE):
+            threads = [
+                threading.Thread(target=self._ask, args=(index, assembly, found), daemon=True)
+                for index in others[at : at + MAX_AT_ONCE]
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(2 * ASK_PEER_TIMEOUT_S)
+        late = KeeperLost("did not answer in time")
+        return _merge(own, {index: found.get(index, late) for index in others})
+
+    def _ask(self, index: int, assembly: messages.Assembly, found: dict[int, Inventory | HoldfastError]) -> None:
+        try:
+            caller = dial(
+                assembly.addresses[index],
+                greeting(self._state, assembly),
+                timeout_s=ASK_PEER_TIMEOUT_S,
+                on_push=_ignore,
+                on_lost=_ignore,
+                security=self._state.security,
+            )
+            try:
+                reply, _ = caller.call(messages.TakeInventory(wide=False), timeout_s=ASK_PEER_TIMEOUT_S)
+            finally:
+                caller.close()
+        except HoldfastError as error:
+            found[index] = error
+            return
+        strange = KeeperError("answered something else")
+        found[index] = reply.inventory if isinstance(reply, messages.InventoryReply) else strange
+
+    def condemn(self, request: messages.Condemn) -> None:
+        """A copy failed its digest: it is not offered any more. Another node's is passed on to it."""
+        state, assembly = self._state, self._state.assembly
+        if request.node == -1:
+            state.quarantined(request.version, request.bundle_id, "storage", request.reason)
+        elif request.node == state.node:
+            state.condemn(request.version, request.bundle_id, request.reason)
+        elif assembly is not None and 0 <= request.node < len(assembly.addresses):
+            self._pass_on(request, assembly)
+        else:
+            raise KeeperError(f"node {request.node} is not part of the job")
+
+    def _pass_on(self, request: messages.Condemn, assembly: messages.Assembly) -> None:
+        hello, address = greeting(self._state, assembly), assembly.addresses[request.node]
+        caller = dial(
+            address,
+            hello,
+            timeout_s=ASK_PEER_TIMEOUT_S,
+            on_push=_ignore,
+            on_lost=_ignore,
+            security=self._state.security,
+        )
+        try:
+            caller.call(request, timeout_s=ASK_PEER_TIMEOUT_S)
+        finally:
+            caller.close()
+
+
+def _merge(own: Inventory, others: dict[int, Inventory | HoldfastError]) -> Inventory:
+    """One inventory of all that answered; a keeper's copies are named by the index it was asked under."""
+    copies = list(own.copies)
+    tables, suspects, levels = dict(own.tables), dict(own.suspects), dict(own.levels)
+    reachable, silent, unheard = list(own.reachable), [], []
+    for index, found in sorted(others.items()):
+        if isinstance(found, HoldfastError):
+            silent.append((index, found.what))
+            if found.retryable and not found.condemns:
+                unheard.append(index)
+            continue
+        reachable.append(index)
+        copies += [replace(copy, node=index) for copy in found.copies]
+        tables.update(found.tables)
+        suspects.update(found.suspects)
+        for version, level in found.levels:
+            levels[version] = max(level, levels.get(version, level))
+    return replace(
+        own,
+        copies=tuple(copies),
+        tables=tuple(tables.items()),
+        suspects=tuple(suspects.items()),
+        levels=tuple(levels.items()),
+        reachable=tuple(sorted(reachable)),
+        silent=tuple(silent),
+        unheard=tuple(unheard),
+    )
+
+
+def _ignore(_: AnyMessage | str) -> None:
+    """One question, one answer: pushes and the end of the line mean nothing."""

@@ -1,0 +1,170 @@
+"""Saving, seen from the keeper: a slot for a version, what was copied into it, what was given up.
+
+The overwrite guard chooses the slot. A save that must wait for one does not hold up its connection: it waits in a list
+that is looked at whenever something changed, and is refused, with the reason, when its time is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from holdfast.base.errors import Fenced, HoldfastError, LevelNotReached, UsageError
+from holdfast.core.model import Version
+from holdfast.keeper.rpc import messages
+from holdfast.keeper.rpc.messages import Begin, Begun, refusal
+from holdfast.keeper.rpc.server import Connection
+from holdfast.keeper.slots.keeper_state import NodeState
+from holdfast.keeper.slots.sealer import Sealer
+from holdfast.keeper.slots.sessions import Trainer, Trainers
+from holdfast.keeper.storage.writer_failover import Succession
+
+logger = logging.getLogger(__name__)
+
+MAX_BEGIN_WAIT_S = 600.0
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A save that waits for a slot."""
+
+    trainer: Trainer
+    request: Begin
+    since_s: float
+    reason: str = ""
+
+    @property
+    def deadline_s(self) -> float:
+        return self.since_s + min(self.request.timeout_s, MAX_BEGIN_WAIT_S)
+
+
+class Saving:
+    """Begins, takes over and abandons versions of local ranks."""
+
+    def __init__(self, state: NodeState, trainers: Trainers, sealer: Sealer, succession: Succession) -> None:
+        self._state = state
+        self._trainers = trainers
+        self._sealer = sealer
+        self._succession = succession
+        self._waiting: list[_Waiting] = []
+
+    def begin(self, connection: Connection, request: Begin) -> None:
+        """A slot for a version; the reply comes when there is one, or when time is over."""
+        with self._state.lock:
+            trainer, ledger = self._trainers.of(connection), self._state.need_ledger()
+            if request.version.incarnation != ledger.incarnation:
+                raise Fenced(f"{request.version} is not of incarnation {ledger.incarnation}")
+            if trainer.rank not in self._state.layouts:
+                raise UsageError(f"rank {trainer.rank} has not registered its layout")
+            self._skip(trainer.rank, request.version)
+            waiting = _Waiting(trainer, request, time.monotonic())
+            if not self._try(waiting):
+                self._waiting.append(waiting)
+                self._state.outlets.changed()
+
+    def _skip(self, rank: int, version: Version) -> None:
+        """A rank that goes on to `version` will never save the earlier ones that its neighbours wait with.
+
+        The coordinator concludes the same from reports, but a node reports a version only when all its ranks sealed.
+        """
+        own = {held.version for held in self._state.arena.of_rank(rank)}
+        for held in self._state.arena:
+            earlier = held.version
+            if held.replica or earlier is None or earlier.incarnation != version.incarnation or earlier in own:
+                continue
+            if earlier < version:
+                self._state.abandon(rank, earlier, f"it went on to {version} without it")
+
+    def _try(self, waiting: _Waiting) -> bool:
+        """Gives the slot if the guard allows; else notes why not."""
+        state, request, rank = self._state, waiting.request, waiting.trainer.rank
+        slots = [h for h in state.arena.of_rank(rank) if not h.outgrown and h.slot.num_bytes >= request.num_bytes]
+        decision = state.need_ledger().begin(rank, request.version, [self._state.view(held) for held in slots])
+        if decision.value is None and self._succession.yield_slots(rank):
+            decision = state.need_ledger().begin(rank, request.version, [self._state.view(held) for held in slots])
+        held = state.arena.get(decision.value) if decision.value is not None else None
+        if held is None:
+            kept = [str(slot.version) for slot in slots if state.awaits_replicas(slot)]
+            why = f"; nothing newer than {kept[0]} has a second copy yet" if kept else ""
+            waiting.reason = decision.reason + why
+            return False
+        held.start(request.version, layout=state.layouts[rank].fingerprint, durable=request.durable)
+        fds = () if held.slot.slot_id in waiting.trainer.known else (held.slot.fd,)
+        waiting.trainer.known.add(held.slot.slot_id)
+        begun = Begun(id=request.id, slot_id=held.slot.slot_id, reason=decision.reason)
+        waiting.trainer.connection.send(begun, fds)
+        return True
+
+    def retry(self) -> float:
+        """Looks at every save that waits; returns seconds until the next one's time is over."""
+        with self._state.lock:
+            now = time.monotonic()
+            # Giving up is a change too and leads back here: what is looked at now is not looked at twice.
+            looked_at, self._waiting = self._waiting, []
+            for waiting in looked_at:
+                if self._state.ledger is not None and self._try(waiting):
+                    continue
+                if now < waiting.deadline_s:
+                    self._waiting.append(waiting)
+                else:
+                    self._give_up(waiting)
+            return min((waiting.deadline_s - now for waiting in self._waiting), default=float("inf"))
+
+    def starved(self) -> list[int]:
+        """Ranks whose save has waited for half of its time; whoever is only sent bytes from their slots must yield."""
+        now = time.monotonic()
+        with self._state.lock:
+            return [w.trainer.rank for w in self._waiting if now - w.since_s >= w.request.timeout_s / 2]
+
+    def waits(self, rank: int) -> bool:
+        """Return whether a save of this rank waits for a slot."""
+        with self._state.lock:
+            return any(waiting.trainer.rank == rank for waiting in self._waiting)
+
+    def _give_up(self, waiting: _Waiting) -> None:
+        version, rank = waiting.request.version, waiting.trainer.rank
+        reason = f"no slot became free within {waiting.request.timeout_s:g} s: {waiting.reason}"
+        self._state.abandon(rank, version, reason)
+        remedy = "save less often, or reserve a third slot (num_slots = 3)"
+        error = LevelNotReached(f"{version} is abandoned: {reason}", where=f"rank {rank}", remedy=remedy)
+        waiting.trainer.connection.send(refusal(waiting.request.id, error))
+
+    def copied(self, connection: Connection, request: messages.Copied) -> None:
+        """The images lie in the slot."""
+        with self._state.lock:
+            rank, version = self._trainers.of(connection).rank, request.version
+            held = self._state.arena.writing(rank, version)
+            if held is None or held.copied:
+                logger.warning("rank %d copied %s, but is not writing it", rank, version)
+                return
+            differing = self._state.need_ledger().compare(rank, version, request.spots) if request.spots else ""
+            if differing:
+                held.clear()
+                self._state.alarm("ranks that should be equal", f"{version} is abandoned: {differing}")
+                self._state.abandon(rank, version, differing)
+                return
+            try:
+                self._sealer.put(held, version, request.images)
+            except HoldfastError as error:
+                held.clear()
+                self._state.alarm(f"images of rank {rank}", f"{version} is abandoned: {error}")
+                self._state.abandon(rank, version, error.what)
+
+    def persist(self, connection: Connection, request: messages.Persist) -> None:
+        """The rank asks for storage after the fact."""
+        with self._state.lock:
+            self._state.due(self._trainers.of(connection).rank, request.version)
+
+    def abandon(self, connection: Connection, request: messages.Abandon) -> None:
+        """The rank gives a version up. The bytes of one that is being hashed stay until that ends."""
+        with self._state.lock:
+            rank = self._trainers.of(connection).rank
+            held = self._state.arena.writing(rank, request.version)
+            if held is not None:
+                held.clear()
+            self._state.abandon(rank, request.version, request.reason[:1000])
+
+    def forget(self, trainer: Trainer) -> None:
+        """A trainer goes. Under the state's lock."""
+        self._waiting = [waiting for waiting in self._waiting if waiting.trainer is not trainer]

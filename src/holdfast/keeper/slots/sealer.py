@@ -1,0 +1,123 @@
+"""Sealing: hash what the trainer copied, write the header last, then say so. Off the trainer's time.
+
+One worker; xxh3 runs at the speed of memory and releases the GIL. The slot is pinned meanwhile. If the version was
+abandoned before the header was written, no header is written. Where the trainer shows its waits, chunks are hashed in
+them (`keeper.slots.idle_windows`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.base.errors import HoldfastError, KeeperError
+from holdfast.base.events import Events
+from holdfast.core.model import RankLayout, Version
+from holdfast.core.versions.slot_guard import SlotState
+from holdfast.keeper.rpc.messages import ImageSpan
+from holdfast.keeper.slots.idle_windows import Windows
+from holdfast.keeper.slots.job_queue import Worker
+from holdfast.keeper.slots.keeper_state import NodeState
+from holdfast.keeper.slots.slot_pool import Held
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.memory import slots
+from holdfast.tiers.memory.slots import ImagePlace
+
+logger = logging.getLogger(__name__)
+
+_PIN = "sealing"
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    held: Held
+    version: Version
+    images: tuple[ImageSpan, ...]
+
+
+class Sealer:
+    """Turns copied slots into sealed ones; in the waits that trainers show, if they do."""
+
+    def __init__(self, state: NodeState, events: Events, windows: Windows) -> None:
+        self._state = state
+        self._events = events
+        self._windows = windows
+        self._worker: Worker[_Job] = Worker(
+            "holdfast sealer",
+            self._seal,
+            lambda text: state.alarm("sealer", text),
+            on_idle=state.changed,
+            niceness=0,  # it takes milliseconds, and the next save may wait for the level
+        )
+
+    def put(self, held: Held, version: Version, images: Sequence[ImageSpan]) -> None:
+        """Takes a slot over from the trainer. Under the state's lock.
+
+        Raises:
+            KeeperError: an image lies outside the slot, overlaps another, or is not the rank's.
+        """
+        _check(held, self._state.layouts.get(held.rank), images)
+        held.copied = True
+        held.pins[_PIN] += 1
+        if not self._worker.put(_Job(held, version, tuple(images))):
+            held.unpin(_PIN)
+            raise KeeperError("too many slots wait to be sealed")
+
+    def leave(self) -> None:
+        """Drops what waits: the job it is for is over. Under the state's lock."""
+        for job in self._worker.clear():
+            self._state.unpin(job.held, _PIN)
+
+    def stop(self) -> None:
+        """Ends the worker."""
+        self._worker.stop()
+
+    @property
+    def idle(self) -> bool:
+        return self._worker.idle
+
+    def _seal(self, job: _Job) -> None:
+        held, state, turns = job.held, self._state, self._windows.turns()
+        started = time.perf_counter()
+        try:
+            places = {}
+            for span in job.images:
+                view = held.slot.view[span.offset : span.offset + span.length]
+                seal = image_format.seal(span.ref.bundle_id, view, before=lambda size: turns.wait(held.rank, size))
+                places[span.ref.bundle_id] = ImagePlace(span.ref, span.offset, seal)
+            turns.done()
+            with state.lock:
+                if held.state is SlotState.WRITING and held.version == job.version and held.copied:
+                    held.images = places
+                    slots.write_header(held.slot, held.header(state.place.job))
+                    state.sealed(held, job.version)
+        except HoldfastError as error:
+            with state.lock:
+                held.clear()
+                state.abandon(held.rank, job.version, error.what)
+        finally:
+            state.unpin(held, _PIN)
+        self._events.emit(
+            "node.sealed",
+            version=str(job.version),
+            rank=held.rank,
+            size_bytes=sum(span.length for span in job.images),
+            seconds=time.perf_counter() - started,
+        )
+
+
+def _check(held: Held, layout: RankLayout | None, images: Sequence[ImageSpan]) -> None:
+    known = {ref.bundle_id: ref for ref in layout.bundles} if layout else {}
+    end = 0
+    for span in sorted(images, key=lambda span: span.offset):
+        if known.get(span.ref.bundle_id) != span.ref:
+            raise KeeperError(f"bundle {span.ref.bundle_id} is not in the layout that rank {held.rank} registered")
+        if span.offset < end or span.length <= 0 or span.offset + span.length > held.slot.num_bytes:
+            raise KeeperError(f"the image of bundle {span.ref.bundle_id} overlaps another or lies outside the slot")
+        if span.offset % image_format.ALIGN:
+            raise KeeperError(f"the image of bundle {span.ref.bundle_id} is not aligned to {image_format.ALIGN} bytes")
+        end = span.offset + span.length
+    if len({span.ref.bundle_id for span in images}) != len(images):
+        raise KeeperError("a bundle appears twice in one slot")

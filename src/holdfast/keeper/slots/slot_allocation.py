@@ -1,0 +1,191 @@
+"""Memory for ranks: slots within the budget, and the slots that a dead keeper left with its trainers.
+
+Only the budget is asked under the state's lock, so that two ranks do not both count on the same free memory. The pages
+are made by the threads of the arena, for all ranks at once, the first slot of each rank before any second. A request is
+answered when as many slots are there as it waits for, so no connection is held up; a slot that is not complete is
+offered to nobody, neither to a save nor to a restore.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from functools import partial
+
+from holdfast.base.errors import HoldfastError, KeeperError, MemoryRefused, UsageError
+from holdfast.core.versions.slot_guard import SlotState
+from holdfast.keeper.rpc import messages
+from holdfast.keeper.rpc.messages import Slots, refusal
+from holdfast.keeper.rpc.server import Answer, Connection
+from holdfast.keeper.slots.keeper_state import NodeState
+from holdfast.keeper.slots.sessions import Trainer, Trainers
+from holdfast.keeper.slots.slot_pool import Held
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.memory import slots as memory
+from holdfast.tiers.memory.slots import Slot
+
+logger = logging.getLogger(__name__)
+
+MAX_SLOTS = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A request whose slots are being made."""
+
+    trainer: Trainer
+    request: messages.Prepare
+
+
+class Reserve:
+    """Prepares and adopts slots."""
+
+    def __init__(self, state: NodeState, trainers: Trainers) -> None:
+        self._state = state
+        self._trainers = trainers
+        self._waiting: list[_Waiting] = []
+        self._came = threading.Condition(state.lock)
+
+    def prepare(self, connection: Connection, request: messages.Prepare) -> Answer | None:
+        """Slots for the rank; the ones it has, if they are large enough. None: the answer comes later.
+
+        Raises:
+            MemoryRefused: they do not fit into the budget; with the numbers.
+        """
+        wanted = request.num_slots if request.num_ready is None else request.num_ready
+        if not (1 <= request.num_slots <= MAX_SLOTS and 0 <= wanted <= request.num_slots and request.num_bytes > 0):
+            raise UsageError(f"{request.num_slots} slots of {request.num_bytes} bytes cannot be reserved")
+        arena = self._state.arena
+        with self._state.lock:
+            trainer = self._trainers.of(connection)
+            missing = self._make_room(trainer.rank, request)
+            turn = len(arena.in_use(trainer.rank))
+            what = f"a slot of rank {trainer.rank}"
+            for held in arena.promise(trainer.rank, request.num_bytes, missing, what):
+                arena.populate(held, turn, partial(self._populated, held, time.monotonic()))
+                turn += 1
+            self._state.outlets.changed()
+            waiting = _Waiting(trainer, request)
+            reply = self._answer(waiting)
+            if reply is None:
+                self._waiting.append(waiting)
+            return reply
+
+    def await_slot(self, rank: int, num_bytes: int, deadline: float) -> None:
+        """Wait until a slot of the rank with so many bytes is there, while one is being made; at most until `deadline`.
+
+        The deadline is by `time.monotonic`.
+        """
+        with self._came:
+            while True:
+                own = [held for held in self._state.arena.in_use(rank) if held.slot.num_bytes >= num_bytes]
+                made = [held for held in own if held.state is SlotState.UNPOPULATED]
+                left = deadline - time.monotonic()
+                if not made or len(made) < len(own) or left <= 0:
+                    return
+                self._came.wait(left)
+
+    def _populated(self, held: Held, since_s: float, fault: MemoryRefused | None) -> None:
+        """The pages of a slot are there, or will never be. In a thread of the arena."""
+        state, size, seconds = self._state, held.slot.total_bytes, time.monotonic() - since_s
+        with self._came:
+            state.arena.populated(held, fault)
+            if fault is None:
+                logger.info("a slot of rank %d: %d bytes in %.2f s", held.rank, size, seconds)
+            else:
+                state.alarm(f"memory of rank {held.rank}", f"a slot of {size} bytes is not to be had: {fault}")
+            state.arena.collect(state.is_free)
+            for waiting in tuple(self._waiting):
+                if waiting.trainer.rank == held.rank:
+                    self._settle(waiting, fault)
+            self._came.notify_all()
+            state.outlets.changed()
+
+    def _settle(self, waiting: _Waiting, fault: MemoryRefused | None) -> None:
+        """Answers a request that waits, if it can be answered now. Under the lock."""
+        connection, reply = waiting.trainer.connection, None
+        if self._trainers.has(waiting.trainer):
+            reply = self._answer(waiting)
+            if reply is not None:
+                connection.send(reply.message, reply.fds)
+            elif fault is not None:
+                connection.send(refusal(waiting.request.id, fault))
+        if reply is not None or fault is not None or not self._trainers.has(waiting.trainer):
+            self._waiting.remove(waiting)
+
+    def _answer(self, waiting: _Waiting) -> Answer | None:
+        """The reply, once as many slots are there as it asks for. Under the lock."""
+        trainer, request = waiting.trainer, waiting.request
+        if request.num_ready == 0:
+            return Answer(Slots(id=request.id, slot_ids=()))
+        there = [held for held in self._state.arena.of_rank(trainer.rank) if held.state is not SlotState.UNPOPULATED]
+        fitting = [held for held in there if not held.outgrown and held.slot.num_bytes >= request.num_bytes]
+        if len(fitting) < (request.num_ready or request.num_slots):
+            return None
+        new = [held.slot for held in there if held.slot.slot_id not in trainer.known]
+        slot_ids = tuple(held.slot.slot_id for held in there)
+        trainer.known = set(slot_ids)
+        slots = Slots(id=request.id, slot_ids=slot_ids, sent=tuple(slot.slot_id for slot in new))
+        return Answer(slots, tuple(slot.fd for slot in new))
+
+    def _make_room(self, rank: int, request: messages.Prepare) -> int:
+        """Gives up slots that are too small, at once if empty, else later; returns how many must be made.
+
+        All or nothing: if the new ones do not fit into the budget the old ones stay as they are.
+        """
+        arena = self._state.arena
+        slots = arena.of_rank(rank)
+        small = [held for held in slots if held.slot.num_bytes < request.num_bytes and not held.outgrown]
+        missing = max(0, request.num_slots - sum(not held.outgrown and held not in small for held in slots))
+        free = sum(held.slot.total_bytes for held in small if held.state is SlotState.EMPTY and not held.pins)
+        needed = missing * memory.slot_bytes(request.num_bytes) - free
+        arena.with_room(lambda: arena.budget.check(needed, f"reserving {missing} slots for rank {rank}"))
+        for held in small:
+            held.outgrown = True
+        arena.collect(self._state.is_free)
+        return missing
+
+    def adopt(self, connection: Connection, request: messages.Adopt, fds: list[int]) -> Answer:
+        """Slots that a dead keeper left with its trainer; each is proved before it counts as sealed."""
+        if request.num_slots != len(fds):
+            raise KeeperError(f"{request.num_slots} slots were announced and {len(fds)} descriptors came")
+        rank = connection.greeted.rank
+        adopted: list[Held] = []
+        while fds:
+            slot = Slot.adopt(fds.pop(0))
+            try:
+                self._state.arena.budget.reserve(slot.total_bytes, f"adopting a slot of rank {rank}")
+            except BaseException:
+                slot.close()
+                raise
+            header = self._proved(slot, rank)
+            with self._state.lock:
+                held = self._state.arena.add(slot, rank)
+                if header is None:
+                    held.clear()
+                else:
+                    held.state, held.version = SlotState.SEALED, header.version
+                    held.durable, held.layout = header.durable, header.layout
+                    held.images = {image.ref.bundle_id: image for image in header.images}
+                adopted.append(held)
+        with self._state.lock:
+            trainer = self._trainers.of(connection)
+            trainer.known.update(held.slot.slot_id for held in adopted)
+            self._state.adopted()
+        return Answer(Slots(id=request.id, slot_ids=tuple(held.slot.slot_id for held in adopted)))
+
+    def _proved(self, slot: Slot, rank: int) -> memory.SlotHeader | None:
+        """The header of an adopted slot if it and every image stand."""
+        try:
+            header = memory.read_header(slot)
+            if header is None or header.job != self._state.place.job or header.rank != rank or header.replica:
+                return None
+            for image in header.images:
+                view = slot.view[image.offset : image.offset + image.seal.length]
+                image_format.verify(view, image.seal, f"slot of rank {rank}, {header.version}")
+        except HoldfastError as error:
+            self._state.alarm(f"adopted slot of rank {rank}", f"a slot was not adopted: {error}")
+            return None
+        return header

@@ -1,0 +1,106 @@
+"""Removes what goes from storage after a commit: old versions as retention says, and what dead incarnations left half
+done.
+
+Decided by `core.versions.retention`, removed by `tiers.storage.version_store`. Called by whoever committed: the coordinator's keeper, or rank 0
+of a job without keepers. A process may be paused between its decision and any removal, so whether it has a say is asked
+right before each. Which versions are committed is remembered from one commit to the next, for a bucket is asked once for each of them;
+those that a removal rests on are looked at anew before it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from holdfast.base.errors import Fenced, HoldfastError
+from holdfast.base.events import Events
+from holdfast.core.model import Version
+from holdfast.core.versions.lineage import Lineage
+from holdfast.core.versions.retention import rests_on, to_retire
+from holdfast.keeper.rpc.messages import Assembly
+from holdfast.tiers.storage.version_store import Storage
+
+
+class Retirement:
+    """Retention over the commits of one process."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._kept_s: float | None = None
+        self._known: set[Version] = set()  # committed, as of the last look
+        self._job_id = ""
+
+    def after(self, storage: Storage, version: Version, assembly: Assembly, resumed_from: Version | None) -> None:
+        """Applies retention when `version` was just committed.
+
+        Raises:
+            Fenced: a newer incarnation runs. It may have resumed from any version, so it alone says what goes.
+            HoldfastError: something old was not removed; that costs space, nothing else.
+        """
+
+        def permit() -> None:
+            storage.require_job(assembly.job_id)
+            if storage.highest_incarnation() > assembly.incarnation:
+                raise Fenced("a newer incarnation runs; this one removes nothing any more", where=storage.where)
+
+        permit()
+        storage.break_holds(assembly.incarnation)
+        marked = storage.pins() | set(storage.held())
+        protected = marked | self._keep_by_time(storage, version, assembly.keep_every_s)
+        old, unfinished = self._look(storage, version, assembly, protected, resumed_from)
+        halves = [half for half in unfinished if half.incarnation < assembly.incarnation]
+        self._known -= set(old)
+        faults: list[HoldfastError] = []
+        for remove, gone in ((storage.retire, old), (storage.discard, halves)):
+            for one in gone:
+                try:
+                    remove(one, permit=permit)
+                except Fenced:
+                    raise
+                except HoldfastError as error:  # a damaged one stays, and keeps no other
+                    faults.append(error)
+                else:
+                    self._events.emit("node.retired", version=str(one))
+        permit()
+        storage.sweep(assembly.incarnation)
+        if faults:
+            raise faults[0]
+
+    def _look(
+        self,
+        storage: Storage,
+        version: Version,
+        assembly: Assembly,
+        protected: set[Version],
+        resumed_from: Version | None,
+    ) -> tuple[tuple[Version, ...], list[Version]]:
+        """Returns the versions that may go, and those that are not whole."""
+        if assembly.job_id != self._job_id:
+            self._known, self._job_id = set(), assembly.job_id
+        kept: dict[str, Any] = {
+            "keep_last": assembly.keep_last,
+            "keep_every": assembly.keep_every,
+            "lineage": Lineage(dict(assembly.lineage)).with_(assembly.incarnation, resumed_from),
+        }
+        unseen = self._known - {version}  # this one was committed just now
+        while True:
+            committed, unfinished = storage.look(self._known | {version})
+            old = to_retire(committed, **kept, protected=protected)
+            doubted = rests_on(old, committed, **kept) & unseen
+            gone = {one for one in doubted if not storage.is_committed(one)}
+            unseen -= doubted
+            self._known = set(committed) - gone
+            if not gone:
+                return old, unfinished
+
+    def _keep_by_time(self, storage: Storage, version: Version, every_s: float) -> set[Version]:
+        """Marks the version that was just committed if it is the one to be kept of its minutes. The mark is a file, so
+        that it outlives us; time is only measured between two commits of one process, so that no clock is trusted.
+        """
+        if every_s <= 0:
+            return set()
+        now = time.monotonic()
+        if self._kept_s is None or now - self._kept_s >= every_s:
+            self._kept_s = now
+            storage.keep(version)
+        return storage.kept()

@@ -1,0 +1,1 @@
+"""Judges what a trial left: invariants, evidence, write order, damage."""

@@ -1,0 +1,1 @@
+"""The demonstration: two simulated nodes, three faults, equal to the undisturbed run."""

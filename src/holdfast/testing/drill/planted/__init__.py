@@ -1,0 +1,1 @@
+"""Bugs planted on purpose, which the crash drill has to find."""

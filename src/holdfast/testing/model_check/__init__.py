@@ -1,0 +1,1 @@
+"""Exhaustive model checks of the protocol."""

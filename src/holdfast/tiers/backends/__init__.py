@@ -1,0 +1,1 @@
+"""Places that files are kept in: local directories and object storage."""

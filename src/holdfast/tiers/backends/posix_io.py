@@ -1,0 +1,182 @@
+"""The system calls of a durable write, in the order that a power cut forgives.
+
+Large files are written with O_DIRECT straight from the caller's pages, which costs a sixth of the CPU of the page
+cache; where the file system or the memory does not allow that, through the page cache. No fsync is ever repeated on the
+same file: after an error the kernel forgets the dirty pages and the next call "succeeds"
+(https://wiki.postgresql.org/wiki/Fsync_Errors). Every function raises OSError as it comes; `local`, the only caller,
+translates it and removes what is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from holdfast.base.errors import StorageUnfit
+from holdfast.tiers.backends.interface import total_bytes
+
+PAGE = 4096
+# Kinds of file systems that other machines write to as well.
+REMOTE_KINDS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "fuse", "glusterfs", "9p")
+WRITE_BYTES = 8 << 20
+# Below this a direct write only adds latency.
+MIN_DIRECT_BYTES = 256 << 10
+
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_RENAME_NOREPLACE = 1
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
+
+
+class _DirectRefusedError(Exception):
+    """O_DIRECT is not possible for this file. Nothing is wrong with the storage."""
+
+
+def write(
+    place: int,
+    name: str,
+    chunks: Iterable[memoryview],
+    progress: Callable[[int], None] = lambda _: None,
+    *,
+    mode: int = 0o600,
+) -> None:
+    """Writes a new file and makes its bytes durable (its name is not yet)."""
+    total = total_bytes(chunks)
+    if total is None or total >= MIN_DIRECT_BYTES:
+        try:
+            _write_direct(place, name, chunks, progress, mode)
+            return
+        except _DirectRefusedError:
+            # A file that returned an error is never used again, so the bytes go into a new one. Some file systems
+            # refuse the flag before they make the file, some after.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=place)
+    with closing(os.open(name, _NEW_FILE, mode, dir_fd=place)) as descriptor:
+        at = 0
+        for chunk in chunks:
+            at = _write_all(descriptor, chunk, at, progress)
+        os.fsync(descriptor)
+
+
+def _write_direct(
+    place: int, name: str, chunks: Iterable[memoryview], progress: Callable[[int], None], mode: int
+) -> None:
+    """Writes whole pages from where they lie and the rest from a padded page, and cuts the padding off."""
+    with _refusal(), closing(os.open(name, _NEW_FILE | os.O_DIRECT, mode, dir_fd=place)) as descriptor:
+        at = 0
+        for chunk in chunks:
+            if at % PAGE:  # only the last chunk may end within a page
+                raise _DirectRefusedError
+            whole = len(chunk) - len(chunk) % PAGE
+            at = _write_all(descriptor, chunk[:whole], at, progress)
+            if whole < len(chunk):
+                page = mmap.mmap(-1, PAGE)  # memory that is aligned and zero
+                page[: len(chunk) - whole] = chunk[whole:]
+                at = _write_all(descriptor, memoryview(page), at, progress) - PAGE + len(chunk) - whole
+        os.ftruncate(descriptor, at)
+        os.fsync(descriptor)
+
+
+@contextlib.contextmanager
+def _refusal() -> Iterator[None]:
+    """EINVAL is how the file system, or memory that is not aligned, refuses O_DIRECT."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            raise _DirectRefusedError from error
+        raise
+
+
+def _write_all(descriptor: int, chunk: memoryview, at: int, progress: Callable[[int], None]) -> int:
+    """Writes all of `chunk` at `at`, in calls of at most WRITE_BYTES; returns where it ends."""
+    done = 0
+    while done < len(chunk):
+        written = os.pwrite(descriptor, chunk[done : done + WRITE_BYTES], at + done)
+        if written <= 0:
+            raise OSError(errno.EIO, "the file system wrote nothing and gave no reason")
+        done += written
+        progress(written)
+    return at + done
+
+
+def fill(descriptor: int, view: memoryview, offset: int) -> int:
+    """Reads into `view` from `offset` until it is full or the file ends; returns the bytes read."""
+    done = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done : done + WRITE_BYTES]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+@contextlib.contextmanager
+def closing(descriptor: int) -> Iterator[int]:
+    """Closes the descriptor; an error of close counts, for it may be the first word of a lost write (NFS)."""
+    try:
+        yield descriptor
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+        raise
+    os.close(descriptor)
+
+
+def link(place: int, temporary: str, target: int, leaf: str, *, where: str) -> bool:
+    """Gives a temporary file its final name if that is free; False if it is taken."""
+    try:
+        os.link(temporary, leaf, src_dir_fd=place, dst_dir_fd=target, follow_symlinks=False)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _rename_new(place, temporary, target, leaf, where=where)
+    return True
+
+
+def _rename_new(place: int, temporary: str, target: int, leaf: str, *, where: str) -> bool:
+    """The same where the file system has no links: renameat2 with RENAME_NOREPLACE."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is not None:
+        if rename(place, os.fsencode(temporary), target, os.fsencode(leaf), _RENAME_NOREPLACE) == 0:
+            return True
+        code = ctypes.get_errno()
+        if code == errno.EEXIST:
+            return False
+        if code not in _NO_LINKS:
+            raise OSError(code, os.strerror(code))
+    remedy = "choose a path on a file system with hard links or with RENAME_NOREPLACE"
+    raise StorageUnfit("a file cannot be created exactly once here", where=where, remedy=remedy)
+
+
+def sync(*directories: int) -> None:
+    """Makes names durable. A file system that cannot do that is refused."""
+    try:
+        for directory in directories:
+            os.fsync(directory)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            remedy = "choose a path on a file system whose directories can be synchronised"
+            raise StorageUnfit("names cannot be made durable here (fsync of a directory)", remedy=remedy) from error
+        raise
+
+
+def is_remote(path: Path) -> bool:
+    """Returns whether other machines may write below `path` too: unless the kernel's table of mounts denies it."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+        real = str(path.resolve())
+    except OSError:
+        return True
+    kind, longest = "", -1
+    for line in lines:
+        mount, words = line.split()[4], line.partition(" - ")[2].split()
+        if words and len(mount) > longest and (real == mount or real.startswith(f"{mount.rstrip('/')}/")):
+            kind, longest = words[0], len(mount)
+    return kind.startswith(REMOTE_KINDS)

@@ -1,0 +1,1 @@
+"""The byte formats of images, values and strict JSON."""

@@ -1,0 +1,1 @@
+"""Slots in shared memory and the budget that they share."""

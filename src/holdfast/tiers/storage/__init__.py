@@ -1,0 +1,1 @@
+"""Durable versions in storage: bundles, manifests, locks and keys."""

@@ -1,0 +1,368 @@
+"""Bundle files as they lie in storage: plain, or encrypted chunk by chunk with a trailer of tags behind.
+
+What is written is proved on the way: each chunk of the image is hashed after it was taken and compared with the seal
+before the file has a name. Memory that is given to something else changes once and for good, so a chunk that is right
+afterwards was right before.
+
+Offsets are those of the image in both cases: ciphertext has the length of its plain text, and chunk i lies where chunk i
+of the image would. Encrypting runs one chunk ahead of the disk, in two buffers, whatever the size of the bundle. What a
+reader gets is either authenticated or an error. The digests of what is read are checked above, by `storage`.
+
+Specification of the trailer: docs/spec/format.md, section 6. Used by `storage` alone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import queue
+import struct
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import xxhash
+
+from holdfast.base.errors import ConfigError, CorruptError, VersionNotFound
+from holdfast.core.model import Version
+from holdfast.tiers.backends.interface import Backend, Chunks
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.format.image import CHUNK_BYTES
+from holdfast.tiers.storage.encryption import TAG_BYTES, FileKey, Key, Name
+from holdfast.tiers.storage.manifest import ROOT_NAME, BundleFile
+
+T = TypeVar("T")
+
+MAGIC = b"holdfast-aesgcm1"
+_HEAD = struct.Struct(f"<{len(MAGIC)}s8sQQ")  # magic, key id, length of the image, number of chunks
+_DIGEST_BYTES = 16
+# A file that is listed has fewer chunks: a record cannot name so many digests. What is longer is a sparse file of others.
+MAX_TRAILER_BYTES = 16 << 20
+# Chunks that are read and decrypted side by side.
+READERS = 3
+# Attribute caches of NFS hold for three seconds at least; whoever waits longer had better read another version.
+LAG_PAUSES_S = (0.1, 0.3, 0.6, 1.0, 1.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Trailer:
+    """Holds what stands behind the ciphertext.
+
+    Attributes:
+        tags: of each chunk.
+        digest: XXH3-128 of the ciphertext chunks' digests: damage is found without the key.
+    """
+
+    key_id: str
+    length: int
+    tags: tuple[bytes, ...]
+    digest: bytes
+
+    def encode(self, name: str) -> bytes:
+        """Its bytes; they end in a checksum that covers the file's name too."""
+        head = _HEAD.pack(MAGIC, bytes.fromhex(self.key_id), self.length, len(self.tags))
+        body = head + b"".join(self.tags) + self.digest
+        return body + xxhash.xxh3_128_digest(name.encode() + body)
+
+    @classmethod
+    def decode(cls, data: bytes, name: str, where: str = "") -> Trailer:
+        """The trailer in `data`.
+
+        Raises:
+            CorruptError: it is none, or not of this file.
+        """
+        body, check = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+        if len(body) < _HEAD.size + _DIGEST_BYTES or xxhash.xxh3_128_digest(name.encode() + body) != check:
+            raise CorruptError("the trailer of the encrypted file is damaged, or of another file", where=where or name)
+        magic, key_id, length, count = _HEAD.unpack_from(body)
+        tags = body[_HEAD.size : -_DIGEST_BYTES]
+        if magic != MAGIC or count != _num_chunks(length) or len(tags) != count * TAG_BYTES:
+            raise CorruptError("the trailer of the encrypted file is not valid", where=where or name)
+        cut = tuple(tags[at : at + TAG_BYTES] for at in range(0, len(tags), TAG_BYTES))
+        return cls(key_id.hex(), length, cut, body[-_DIGEST_BYTES:])
+
+
+def stored_length(file: BundleFile) -> int:
+    """Bytes of the file in storage."""
+    return file.length + (_trailer_bytes(file.length) if file.key_id else 0)
+
+
+def _trailer_bytes(length: int) -> int:
+    return _HEAD.size + _num_chunks(length) * TAG_BYTES + 2 * _DIGEST_BYTES
+
+
+def _num_chunks(length: int) -> int:
+    return -(-length // CHUNK_BYTES)
+
+
+class BundleFiles:
+    """Reads and writes the files of one job's bundles.
+
+    Args:
+        backend: where they lie.
+        key: what new ones are encrypted with, and old ones opened; None writes plain files.
+        job_id: asks for the job, when a key is needed.
+    """
+
+    def __init__(self, backend: Backend, key: Key | None, job_id: Callable[[], str]) -> None:
+        self._backend = backend
+        self._key = key
+        self._job_id = job_id
+        self._last: tuple[str, Trailer] | None = None
+
+    @property
+    def key_id(self) -> str:
+        """Return the id of the key; empty if there is none."""
+        return self._key.id if self._key else ""
+
+    def chunks(self, version: Version, file: BundleFile, view: memoryview) -> Chunks:
+        """Returns what is to be put in storage for an image; it raises CorruptError if that is not what was sealed."""
+        where = f"memory, on its way to {self._where(f'{version}/{file.file}')}"
+        if not file.key_id:
+            return _Plain(view, file, where)
+        return _Encrypted(view, file, where, self._file_key(version, file))
+
+    def read_into(self, version: Version, file: BundleFile, view: memoryview, *, offset: int = 0) -> int:
+        """Fills `view` from `offset` of the image on; fewer bytes only at the end of the file.
+
+        Raises:
+            CorruptError: the file is missing, or an encrypted chunk does not open. ConfigError: the key is another.
+            VersionNotFound: the version was retired meanwhile.
+        """
+        name = f"{version}/{file.file}"
+        if not file.key_id:
+            return listed(self._backend, version, lambda: self._backend.read_into(name, view, offset=offset))
+        trailer, key = self._trailer(version, file), self._file_key(version, file)
+        view = view[: max(0, file.length - offset)]
+        first, last = offset // CHUNK_BYTES, -(-(offset + len(view)) // CHUNK_BYTES)
+        num_readers = max(1, min(READERS, last - first))
+        buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for _ in range(num_readers):
+            buffers.put(memoryview(mmap.mmap(-1, 2 * CHUNK_BYTES)))
+
+        def fetch(index: int) -> None:
+            buffer = buffers.get()
+            try:
+                begin = index * CHUNK_BYTES
+                stored = buffer[: min(CHUNK_BYTES, file.length - begin)]
+                count = listed(self._backend, version, lambda: self._backend.read_into(name, stored, offset=begin))
+                if count < len(stored):
+                    image_format.check_length(begin + count, file.seal, name)
+                at, end = max(offset, begin), min(offset + len(view), begin + len(stored))
+                whole = (at, end) == (begin, begin + len(stored))
+                plain = view[at - offset : end - offset] if whole else buffer[CHUNK_BYTES : CHUNK_BYTES + len(stored)]
+                key.decrypt(index, stored, trailer.tags[index], plain)
+                if not whole:
+                    view[at - offset : end - offset] = plain[at - begin : end - begin]
+            finally:
+                buffers.put(buffer)
+
+        with ThreadPoolExecutor(num_readers, "holdfast decrypting") as pool:
+            for _ in pool.map(fetch, range(first, last)):
+                pass
+        return len(view)
+
+    def read(self, version: Version, file: BundleFile, *, offset: int = 0, length: int) -> bytes:
+        """At most `length` bytes of the image from `offset` on; raises as `read_into`."""
+        if not file.key_id:
+            read = partial(self._backend.read, f"{version}/{file.file}", offset=offset, length=length)
+            return listed(self._backend, version, read)
+        buffer = bytearray(max(0, min(length, file.length - offset)))
+        self.read_into(version, file, memoryview(buffer), offset=offset)
+        return bytes(buffer)
+
+    def check_end(self, version: Version, file: BundleFile, count: int) -> None:
+        """Proves that the file ends where it should, after `count` bytes of the image were read.
+
+        Raises:
+            CorruptError: it is longer or shorter.
+        """
+        name, end = f"{version}/{file.file}", stored_length(file)
+        extra = listed(self._backend, version, lambda: self._backend.read(name, offset=end, length=1))
+        image_format.check_length(count + len(extra), file.seal, self._where(name))
+
+    def verify_stored(self, version: Version, file: BundleFile) -> None:
+        """Proves an encrypted file without its key: what lies there is what was written.
+
+        Raises:
+            CorruptError: damaged.
+        """
+        name, trailer = f"{version}/{file.file}", self._trailer(version, file)
+        buffer, digests = memoryview(bytearray(min(file.length, CHUNK_BYTES))), []
+        for at in range(0, file.length, CHUNK_BYTES):
+            chunk = buffer[: file.length - at]
+            count = listed(self._backend, version, partial(self._backend.read_into, name, chunk, offset=at))
+            digests.append(xxhash.xxh3_128_digest(chunk[:count]))
+        if xxhash.xxh3_128_digest(b"".join(digests)) != trailer.digest:
+            raise CorruptError("the encrypted file is damaged", where=self._where(name))
+        self.check_end(version, file, file.length)
+
+    def looks_ours(self, version: Version, name: str, size: int) -> bool:
+        """Return whether an encrypted file has a trailer of its own; its content may be anything."""
+        # The number of chunks follows from the size, and with it where the trailer begins.
+        count = -(-(size - _HEAD.size - 2 * _DIGEST_BYTES) // (CHUNK_BYTES + TAG_BYTES))
+        length = size - _HEAD.size - 2 * _DIGEST_BYTES - count * TAG_BYTES
+        if length < 0 or _num_chunks(length) != count or size - length > MAX_TRAILER_BYTES:
+            return False
+        try:
+            read = partial(self._backend.read, f"{version}/{name}", offset=length, length=size - length)
+            data = listed(self._backend, version, read)
+            return Trailer.decode(data, name, self._where(f"{version}/{name}")).length == length
+        except (CorruptError, VersionNotFound):
+            return False
+
+    def _where(self, name: str) -> str:
+        """A file as the operator finds it."""
+        return f"{self._backend.properties.where}/{name}"
+
+    def _trailer(self, version: Version, file: BundleFile) -> Trailer:
+        name = f"{version}/{file.file}"
+        last = self._last
+        if last is not None and last[0] == name:
+            return last[1]
+        size = _trailer_bytes(file.length)
+        data = listed(self._backend, version, lambda: self._backend.read(name, offset=file.length, length=size + 1))
+        trailer = Trailer.decode(data, file.file, self._where(name))
+        if (trailer.length, trailer.key_id) != (file.length, file.key_id):
+            raise CorruptError("the trailer is of another file", where=self._where(name))
+        self._last = (name, trailer)
+        return trailer
+
+    def _file_key(self, version: Version, file: BundleFile) -> FileKey:
+        if self._key is None or self._key.id != file.key_id:
+            has = f"the key given is {self._key.id}" if self._key else "no key is given"
+            raise ConfigError(
+                f"the version is encrypted with key {file.key_id}; {has}",
+                where=self._where(f"{version}/{file.file}"),
+                remedy="name the key's file as `encryption_key` in the settings (HOLDFAST_CONFIG, or the Checkpointer)",
+            )
+        return self._key.of_file(Name(self._job_id(), str(version), file.ref.bundle_id, file.length, file.digest))
+
+
+class _Proof:
+    """Compares the chunks of an image with its seal, in order.
+
+    Raises:
+        CorruptError: they differ; from either method.
+    """
+
+    def __init__(self, file: BundleFile, where: str) -> None:
+        self._seal = file.seal
+        self._where = where
+        self._digests: list[str] = []
+
+    def add(self, chunk: memoryview) -> None:
+        """Hashes the next chunk."""
+        self._digests.append(image_format.chunk_digest(chunk))
+        image_format.check_chunk(len(self._digests) - 1, self._digests[-1], self._seal, self._where)
+
+    def end(self) -> None:
+        """Takes the chunks that were added as all of the image."""
+        image_format.check_digest(tuple(self._digests), self._seal, self._where)
+
+
+class _Plain(Chunks):
+    """An image as it lies in memory. A chunk is hashed when it was taken, while the next one is written."""
+
+    def __init__(self, view: memoryview, file: BundleFile, where: str) -> None:
+        self.num_bytes = len(view)
+        self._view = view
+        self._file = file
+        self._where = where
+
+    def __iter__(self) -> Iterator[memoryview]:
+        proof = _Proof(self._file, self._where)
+        *first, last = image_format.chunks(self._view)
+        with ThreadPoolExecutor(1, "holdfast proving") as pool:  # no thread for what is one chunk
+            behind: list[Future[None]] = []
+            for chunk in first:
+                yield chunk
+                behind.append(pool.submit(proof.add, chunk))
+                if len(behind) > 1:
+                    behind.pop(0).result()
+            yield last
+        for done in behind:
+            done.result()
+        proof.add(last)
+        proof.end()
+
+
+class _Encrypted(Chunks):
+    """The stored form of an image, made while it is written."""
+
+    def __init__(self, view: memoryview, file: BundleFile, where: str, key: FileKey) -> None:
+        self.num_bytes = stored_length(file)
+        self._view = view
+        self._file = file
+        self._where = where
+        self._key = key
+
+    def __iter__(self) -> Iterator[memoryview]:
+        tags: list[bytes] = []
+        digests: list[bytes] = []
+        proof = _Proof(self._file, self._where)
+        parts = list(image_format.chunks(self._view))
+        # Page-aligned, for direct writes. One is written, one is filled.
+        buffers = [memoryview(mmap.mmap(-1, CHUNK_BYTES)) for _ in range(2)]
+
+        def encrypt(index: int) -> memoryview:
+            into = buffers[index % 2][: len(parts[index])]
+            tags.append(self._key.encrypt(index, parts[index], into))
+            proof.add(parts[index])
+            digests.append(xxhash.xxh3_128_digest(into))
+            return into
+
+        with ThreadPoolExecutor(1, "holdfast encrypting") as pool:
+            ahead: Future[memoryview] | None = pool.submit(encrypt, 0) if parts else None
+            for index in range(len(parts)):
+                assert ahead is not None
+                ready = ahead.result()
+                ahead = pool.submit(encrypt, index + 1) if index + 1 < len(parts) else None
+                if ahead is None:  # the trailer follows the last chunk, in one piece with it: only the end may be odd
+                    proof.end()
+                    yield from self._end(ready, tags, digests)
+                else:
+                    yield ready
+
+    def _end(self, last: memoryview, tags: list[bytes], digests: list[bytes]) -> Iterator[memoryview]:
+        digest = xxhash.xxh3_128_digest(b"".join(digests))
+        trailer = Trailer(self._file.key_id, self._file.length, tuple(tags), digest).encode(self._file.file)
+        whole = memoryview(mmap.mmap(-1, len(last) + len(trailer)))
+        whole[: len(last)] = last
+        whole[len(last) :] = trailer
+        yield whole
+
+
+def listed(
+    backend: Backend, version: Version, read: Callable[[], T], *, sleep: Callable[[float], None] = time.sleep
+) -> T:
+    """Reads a file that a version's commit record lists.
+
+    Where names show up late (NFS), it is looked for a few times more, for LAG_PAUSES_S altogether.
+
+    Raises:
+        CorruptError: it is missing, and the commit stands: the version is damaged.
+        VersionNotFound: the commit is gone too: retention removed the version meanwhile, or it was never committed.
+    """
+    for pause_s in (*(LAG_PAUSES_S if backend.properties.lags else ()), None):
+        try:
+            return read()
+        except VersionNotFound as error:
+            if pause_s is None:
+                _require_commit(backend, version)
+                raise CorruptError("a file of a committed version is missing", where=error.where) from error
+            sleep(pause_s)
+    raise AssertionError("unreachable")
+
+
+def _require_commit(backend: Backend, version: Version) -> None:
+    try:
+        backend.read(f"{version}/{ROOT_NAME}", length=1)
+    except VersionNotFound as error:
+        raise VersionNotFound(
+            f"{version} is not there (any more)",
+            where=f"{backend.properties.where}/{version}",
+            remedy="it was retired while it was read: take a newer one, or pin what has to stay",
+        ) from error

@@ -1,0 +1,52 @@
+"""A durable version at a second place: every file proved while it is read, the manifest last.
+
+The other place is a job of its own with the same bytes and the same lineage: it can be restored from, listed and verified
+like any. Doing it twice is doing it once. Memory: one bundle. The caller holds the version at the source meanwhile. Called
+by `checkpoint.save.extra_places` for `save(also_to=...)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from holdfast.core.model import Version
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.storage.incarnations import make_stamp
+from holdfast.tiers.storage.version_store import Storage
+
+
+def duplicate(source: Storage, target: Storage, version: Version, progress: Callable[[int, int], None]) -> None:
+    """Makes `version` of `source` durable at `target`.
+
+    Args:
+        source: where it is durable, and held.
+        target: the other place; an empty one becomes a job's.
+        version: which.
+        progress: called with (bytes done, bytes to do) while a file is read and when one is written, which is half of the
+            work each. What it raises ends the copy.
+
+    Raises:
+        CorruptError: a file of the source is damaged. VersionNotFound: the source has it no more.
+        StorageError, InUse, Fenced: the target refuses.
+    """
+    manifest, stamp = source.manifest(version), make_stamp(version.incarnation)
+    job_id, files, done, total = target.claim(), [], 0, sum(file.length for file in manifest.bundles)
+
+    def moved(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        progress(done // 2, total)
+
+    moved(0)
+    for file in manifest.bundles:
+        view = memoryview(bytearray(file.length))
+        source.read_bundle_into(version, file, view, moved)
+        image_format.verify(view, file.seal, f"{source.where}/{version}/{file.file}")
+        files.append(target.write_bundle(version, file.ref, file.seal, view, stamp=stamp))
+        moved(file.length)
+    # One part is enough here: one writer, one line.
+    name, length, digest = target.write_part(version, 0, files, stamp=stamp)
+    copied = dataclasses.replace(manifest, job_id=job_id, parts={name: (length, digest)}, bundles=())
+    # Incarnations of which no version was copied are links of the chain all the same.
+    target.commit(copied, stamp=stamp, lineage=source.lineage())

@@ -1,0 +1,947 @@
+"""What is tried on the simulated device, each in a process of its own: `device_cases.py CASE[,CASE...] [BUG]`.
+
+A case is a function that asserts. A bug is something of ours taken out before the case begins; the case must then fail.
+Called by test_on_device.py, which tells which bug is found by which case. Ends without the interpreter's clean-up: a
+device that hangs would hold it up.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.base.errors import LevelNotReached
+from holdfast.base.events import Events
+from holdfast.checkpoint.capture import bounce_buffers, mutation_check, side_stream_copy
+from holdfast.checkpoint.capture.copy_plan import batches
+from holdfast.checkpoint.capture.optimizer_fence import Fence, Job
+from holdfast.checkpoint.capture.paced_copy import PacedCopy
+from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, SideStreams
+from holdfast.checkpoint.device import accelerator, chunk_staging
+from holdfast.checkpoint.entries.rng import ProcessRandomness
+from holdfast.checkpoint.liveness import open_checkpointers
+from holdfast.checkpoint.pipeline import timers
+from holdfast.checkpoint.save import memory_saver
+from holdfast.checkpoint.state.training_state import State
+from holdfast.checkpoint.survivors import step_snapshot, survivor_state
+from holdfast.checkpoint.survivors.survivor_state import Survivor
+from holdfast.core.model import Version
+from holdfast.testing import device as simulated
+from holdfast.tiers.memory.slots import Slot
+
+MIB = 1 << 20
+CASES: dict[str, Callable[[], None]] = {}
+BUGS: dict[str, Callable[[], None]] = {}
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    """One of the cases, by its name."""
+    CASES[function.__name__] = function
+    return function
+
+
+def bug(function: Callable[[], None]) -> Callable[[], None]:
+    """One of the bugs, by its name."""
+    BUGS[function.__name__] = function
+    return function
+
+
+def place(index: int = 0) -> torch.device:
+    return torch.device(simulated.name(), index)
+
+
+@contextmanager
+def slot_of(num_bytes: int) -> Iterator[tuple[Slot, torch.Tensor]]:
+    """A slot, and its memory as float32."""
+    slot = Slot.create(num_bytes)
+    memory = torch.frombuffer(slot.view, dtype=torch.float32)[: num_bytes // 4]
+    yield slot, memory
+
+
+def never() -> bool:
+    return False
+
+
+# --- copies
+
+
+@case
+def a_copy_is_the_state_at_the_call_whatever_comes_behind_it() -> None:
+    simulated.set_copy_rate(400 * MIB)
+    streams, source = SideStreams(), torch.zeros(4 * MIB, device=place())
+    with slot_of(source.nbytes) as (slot, target):
+        streams.pin(slot, source.device)
+        for value in range(4):
+            source.fill_(value)
+            copy = streams.queue([target], [source])
+            copy.hold_current_streams()
+            source.fill_(-1)  # the next optimizer step
+            assert copy.wait(never)
+            assert bool((target == value).all()), "torn"
+        assert streams.unpin(20.0)
+
+
+@bug
+def streams_are_not_held() -> None:
+    DeviceCopy.hold_current_streams = lambda _: None  # type: ignore[method-assign]
+
+
+@bug
+def the_side_stream_does_not_wait_for_what_is_queued() -> None:
+    accelerator.Device.current_stream = lambda self, at: self.new_stream(at)  # type: ignore[method-assign]
+
+
+@case
+def work_before_the_call_is_in_the_copy() -> None:
+    streams, source = SideStreams(), torch.zeros(MIB, device=place())
+    with slot_of(source.nbytes) as (slot, target):
+        streams.pin(slot, source.device)
+        simulated.sleep(0.2)
+        source.fill_(7)  # the step that is saved; the device has not come to it
+        copy = streams.queue([target], [source])
+        copy.hold_current_streams()
+        assert copy.wait(never)
+        assert bool((target == 7).all()), "the state before the step was copied"
+        assert streams.unpin(20.0)
+
+
+@case
+def what_is_freed_while_it_is_copied_is_copied() -> None:
+    streams = SideStreams()
+    source = torch.full((4 * MIB,), 3.0, device=place())
+    torch.accelerator.synchronize()
+    simulated.set_copy_rate(100 * MIB)
+    with slot_of(source.nbytes) as (slot, target):
+        streams.pin(slot, source.device)
+        copy = streams.queue([target], [source])
+        del source
+        gc.collect()
+        other = torch.empty(4 * MIB, device=place()).fill_(-1)  # the allocator gives away what is free at once
+        assert copy.wait(never)
+        assert bool((target == 3).all()), "another tensor's memory was copied"
+        assert float(other[0]) == -1
+        assert streams.unpin(20.0)
+
+
+@bug
+def sources_are_not_held() -> None:
+    def without(spans: Any = (), sources: Any = (), num_bytes: int = 0) -> DeviceCopy:
+        return DeviceCopy(spans, (), num_bytes)
+
+    side_stream_copy.DeviceCopy = without  # type: ignore[assignment,misc]
+
+
+@case
+def the_call_does_not_wait_for_a_copy() -> None:
+    simulated.set_copy_rate(64 * MIB)
+    streams, source = SideStreams(), torch.ones(8 * MIB, device=place())
+    with slot_of(source.nbytes) as (slot, target):
+        streams.pin(slot, source.device)
+        torch.accelerator.synchronize()
+        began = time.perf_counter()
+        copy = streams.queue([target], [source])
+        seconds = time.perf_counter() - began
+        assert seconds < 0.25, f"the call took {seconds:.2f} s, the copy half a second"
+        assert copy.wait(never)
+        assert 0.4 < copy.seconds() < 5, copy.seconds()
+        assert streams.unpin(20.0)
+
+
+@bug
+def slots_are_not_registered() -> None:
+    accelerator.Device.register = lambda *_: False  # type: ignore[method-assign]
+
+
+@case
+def memory_that_is_not_registered_gets_the_right_bytes() -> None:
+    simulated.set_copy_rate(200 * MIB)
+    accelerator.Device.register = lambda *_: False  # type: ignore[method-assign]
+    streams, source = SideStreams(), torch.ones(2 * MIB, device=place())
+    with slot_of(source.nbytes) as (slot, target):
+        streams.pin(slot, source.device)
+        copy = streams.queue([target], [source])
+        copy.hold_current_streams()
+        source.fill_(-1)
+        assert copy.wait(never)
+        assert bool((target == 1).all())
+        assert streams.unpin(20.0)
+
+
+@case
+def what_no_driver_registers_goes_through_buffers() -> None:
+    simulated.set_copy_rate(200 * MIB)
+    through = bounce_buffers.Bounce(place(), behind_s=20.0, num_bytes=MIB)
+    values = torch.arange(5 * MIB, dtype=torch.int32, device=place())
+    sources = [values, values[:7].to(torch.uint8), values[: MIB // 2].view(512, -1).t(), values[:3].to(torch.bfloat16)]
+    targets = [torch.empty_like(source, device="cpu") for source in sources]
+    stream, before = accelerator.device_of(simulated.name()).new_stream(place()), simulated.counts()
+    stream.wait_stream(torch.accelerator.current_stream())
+    with stream:
+        through.copy(stream, list(zip(targets, sources, strict=True)))
+    after = simulated.counts()
+    assert after["blocking_copies"] == before["blocking_copies"]
+    assert all(torch.equal(target, source.cpu()) for target, source in zip(targets, sources, strict=True)), "torn"
+
+
+@bug
+def a_bounce_is_not_awaited() -> None:
+    bounce_buffers.Bounce._await = lambda *_: None  # type: ignore[method-assign]
+
+
+@case
+def a_copy_through_buffers_leaves_a_device_that_hangs() -> None:
+    through = bounce_buffers.Bounce(place(), behind_s=0.3, num_bytes=MIB)
+    source, target = torch.ones(4 * MIB, device=place()), torch.zeros(4 * MIB)
+    stream = torch.accelerator.current_stream()
+    simulated.hang(0)
+    with pytest.raises(LevelNotReached, match="does not come to the copy"):
+        through.copy(stream, [(target, source)])
+    simulated.free(0)
+    torch.accelerator.synchronize()
+    through.copy(stream, [(torch.zeros(4), source[:4] + 1)])
+    assert not target.any(), "a target was written after it was given away"
+
+
+@case
+def a_slot_that_is_registered_already_fails_softly() -> None:
+    streams, others = SideStreams(), SideStreams()
+    source = torch.ones(MIB, device=place())
+    with slot_of(source.nbytes) as (slot, target):
+        streams.pin(slot, source.device)
+        others.pin(slot, source.device)  # another checkpointer of this process
+        assert float((source + 1)[0]) == 2, "the user's next launch raises nothing"
+        assert others.queue([target], [source]).wait(never)
+        assert others.unpin(20.0)
+        assert simulated.counts()["registered"] >= 1, "it took away what it had not registered"
+        assert streams.unpin(20.0)
+
+
+@case
+def a_model_on_the_second_device_starts_nothing_on_the_first() -> None:
+    torch.accelerator.set_device_index(1)
+    source = torch.ones(MIB, device=place(1))
+    torch.accelerator.set_device_index(0)
+    assert not simulated.is_started(0)
+    streams = SideStreams()
+    with slot_of(source.nbytes) as (slot, target):
+        streams.pin(slot, source.device)
+        copy = streams.queue([target], [source])
+        copy.hold_current_streams()
+        assert copy.wait(never)
+        assert accelerator.device_of(simulated.name()).current() == place(0), "the current device is the user's"
+        assert bool((target == 1).all())
+        assert streams.unpin(20.0)
+    assert not simulated.is_started(0), "a context was made on a device that belongs to another rank"
+
+
+@bug
+def no_device_is_made_the_current_one() -> None:
+    @contextmanager
+    def nothing(*_: object) -> Iterator[None]:
+        yield
+
+    accelerator.Device.guard = nothing  # type: ignore[method-assign,assignment]
+
+
+@case
+def copies_go_in_the_waits_of_a_pipeline() -> None:
+    simulated.set_copy_rate(400 * MIB)
+    streams, source = SideStreams(), torch.ones(8 * MIB, device=place())
+    with slot_of(source.nbytes) as (slot, target):
+        streams.pin(slot, source.device)
+        for value in range(3):
+            source.fill_(value)
+            streams.follow([source])
+            told: list[bool] = []
+            copy = PacedCopy(
+                streams, streams.queue([], []), batches([target], [source], most=source.nbytes // 8), rate=1e9, beside=1,
+                patience_s=1.0, told=lambda _spans, _bytes, inside, told=told: told.append(inside),
+            )  # fmt: skip
+            copy.feed(None)
+            copy.hold_current_streams()
+            source.fill_(-1)
+            assert copy.wait(never)
+            assert copy.passed()
+            assert bool((target == value).all()), "torn"
+            assert told == [False, True, *[False] * 6]
+        assert streams.unpin(20.0)
+
+
+@bug
+def a_paced_copy_does_not_follow() -> None:
+    def rest(self: PacedCopy) -> None:
+        for copy in self._queued:
+            copy.hold_current_streams()
+
+    PacedCopy.hold_current_streams = rest  # type: ignore[method-assign]
+
+
+@case
+def moments_are_those_of_the_device() -> None:
+    simulated.sleep(0.3)  # the host is ahead
+    reader = timers.clock_of(place())
+    spans: list[float] = []
+    began = reader.mark()
+    simulated.sleep(0.2)
+    ended = reader.mark()
+    reader.tell(lambda first, last: spans.append(last - first), began, ended)
+    torch.accelerator.synchronize()
+    mark = reader.mark()
+    torch.accelerator.synchronize()
+    reader.tell(lambda *_: None, mark)
+    assert spans
+    assert 0.15 < spans[0] < 5.0, spans
+
+
+@bug
+def moments_are_those_of_the_host() -> None:
+    timers.clock_of = lambda _: timers.HostClock()
+
+
+# --- a checkpointer
+
+
+class Job1:
+    """One rank that trains on the device and saves at every step."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 8)).to(
+            place()
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, **options)
+        self.data = torch.randn(16, 256, generator=torch.Generator().manual_seed(5)).to(place())
+        self.sums: dict[int, float] = {}
+        self.events: list[str] = []
+        self.checkpointer = holdfast.Checkpointer(
+            directory, model=self.model, optimizer=self.optimizer, config=holdfast.Config(every="1", linger_s=1.0)
+        )
+        self.handles: list[Any] = []
+
+    def step(self, number: int, *, save: bool = True) -> None:
+        self.forward(number)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if save:
+            self.handles.append(self.checkpointer.step(number))
+
+    def forward(self, number: int) -> None:
+        self.model(self.data * (1 + number / 100)).square().mean().backward()
+
+    def sum(self) -> float:
+        return sum(float(parameter.detach().double().sum()) for parameter in self.model.parameters())
+
+    def given_up(self) -> list[str]:
+        return [handle.given_up for handle in self.handles if handle is not None and handle.given_up]
+
+
+@contextmanager
+def directory() -> Iterator[Path]:
+    yield Path(os.environ["CASE_DIRECTORY"])
+
+
+@case
+def a_state_comes_back_bit_for_bit_with_late_copies() -> None:
+    simulated.set_kernel_time(0.001)
+    simulated.set_copy_rate(200 * MIB)
+    with directory() as root:
+        job = Job1(root, foreach=True)
+        assert job.checkpointer.restore() == 0
+        for number in range(10):
+            job.step(number)
+        expected = job.sum()
+        job.checkpointer.close()
+        assert not job.given_up(), job.given_up()
+        again = Job1(root, foreach=True)
+        with torch.no_grad():
+            for parameter in again.model.parameters():
+                parameter.fill_(9)
+        assert again.checkpointer.restore() == 10
+        assert again.sum() == expected
+        for both in (job, again):
+            for number in range(10, 13):
+                both.step(number, save=False)
+        assert again.sum() == job.sum()
+        again.checkpointer.close()
+
+
+@case
+def a_device_far_behind_its_host_gives_no_version_up() -> None:
+    with directory() as root:
+        job = Job1(root, foreach=True)
+        job.checkpointer.restore()
+        for number in range(4):
+            simulated.sleep(1.5)  # the proofs wait for the device, which is behind by more than any bound of ours
+            job.step(number)
+        waits = job.checkpointer.events.counters()["fence_wait_seconds"]
+        for number in range(4, 9):
+            simulated.sleep(0.2)
+            job.step(number)
+        assert waits > 1.2
+        assert job.checkpointer.events.counters()["fence_wait_seconds"] - waits < 0.05, "what is trusted holds no host"
+        split = job.checkpointer._run.saver._split  # type: ignore[union-attr]
+        assert len(split.late) >= 4, "nothing was proven"
+        job.checkpointer.close()
+        assert not job.given_up(), job.given_up()
+
+
+@bug
+def a_device_is_given_no_time() -> None:
+    Fence._await_device = lambda *_: None  # type: ignore[method-assign]
+
+
+def a_host_ahead(seconds: float, kernel_s: float) -> None:
+    """A device so far behind its host gives no version up, is not held up itself, and what was proven stays so."""
+    simulated.set_kernel_time(kernel_s)
+    simulated.set_copy_rate(20 * MIB)  # 40 ms for a version
+    with directory() as root:
+        job = Job1(root, fused=True)
+        job.checkpointer.restore()
+        for number in range(4):
+            job.step(number)  # they are proven, and the host waits
+        job.checkpointer.settle()
+        stream = torch.accelerator.current_stream()
+
+        def steps(numbers: range, *, save: bool) -> tuple[torch.Event, torch.Event]:
+            began = accelerator.device_of(simulated.name()).record(stream)
+            for number in numbers:
+                job.step(number, save=save)
+            return began, accelerator.device_of(simulated.name()).record(stream)
+
+        waited = job.checkpointer.events.counters()["fence_wait_seconds"]
+        simulated.sleep(seconds)
+        began = time.perf_counter()
+        job.step(4)
+        job.forward(5)
+        job.optimizer.step()
+        host_s = time.perf_counter() - began
+        torch.accelerator.synchronize()
+        plain, saving = [], []
+        for first in range(6, 24, 6):  # the fastest of each, since other processes of the machine slow some
+            for number, save, found in ((first, False, plain), (first + 3, True, saving)):
+                spans = steps(range(number, number + 3), save=save)
+                torch.accelerator.synchronize()
+                found.append(spans[0].elapsed_time(spans[1]) / 1e3)
+        plain_s, saving_s = min(plain), min(saving)
+        split = job.checkpointer._run.saver._split  # type: ignore[union-attr]
+        job.checkpointer.close()
+        assert not job.given_up(), job.given_up()
+        assert host_s < 0.9 * seconds, f"a save and a step held the host for {host_s:.2f} s"
+        assert job.checkpointer.events.counters()["fence_wait_seconds"] - waited < 0.05, "the host waited at a fence"
+        assert len(split.late) >= 4, "what was proven is copied in the call again"
+        assert saving_s < 1.15 * plain_s + 0.02, f"saves make the device slower: {saving_s:.3f} s, not {plain_s:.3f} s"
+
+
+@case
+def a_host_ahead_of_its_device_is_not_held_up() -> None:
+    a_host_ahead(1.0, 0.005)
+
+
+@case
+def a_host_five_seconds_ahead_of_its_device_is_not_held_up() -> None:
+    a_host_ahead(5.0, 0.03)
+
+
+@bug
+def copies_are_not_late() -> None:
+    mutation_check.Trust.late = lambda *_: set()  # type: ignore[method-assign,assignment]
+
+
+@case
+def a_device_that_hangs_is_waited_for_no_longer_than_the_bounds() -> None:
+    memory_saver.DRAIN_S = 0.5
+    with directory() as root:
+        job = Job1(root, foreach=True)
+        job.checkpointer.restore()
+        for number in range(6):
+            job.step(number)
+        job.checkpointer.settle()
+        simulated.hang(0)
+        job.step(6)
+        began = time.monotonic()
+        job.checkpointer.abandon()
+        seconds = time.monotonic() - began
+        assert seconds < 10, f"abandon took {seconds:.1f} s"
+        assert open_checkpointers.broken.stuck, "this process must end, for a device may still write to its slots"
+        assert not accelerator.healthy(0.3)
+        simulated.free(0)
+
+
+@bug
+def a_slot_is_given_away_while_a_device_writes_to_it() -> None:
+    SideStreams.drain = lambda *_: True  # type: ignore[method-assign]
+
+
+@case
+def a_proof_takes_no_memory_of_the_device_to_speak_of() -> None:
+    source = torch.ones(16 * MIB, device=place())
+    copy = torch.ones(16 * MIB)
+    module: Any = torch.get_device_module(simulated.name())
+    torch.accelerator.synchronize()
+    module.reset_peak_memory_stats()
+    before = module.memory_allocated()
+    assert mutation_check.same_bits(source.view(1, -1), copy.view(1, -1))
+    copy[-1] = 2
+    assert not mutation_check.same_bits(source.view(1, -1), copy.view(1, -1))
+    more = module.max_memory_allocated() - before
+    assert more <= 40 * MIB, f"{more >> 20} MiB of a tensor of 64"
+
+
+@bug
+def a_proof_takes_the_tensor_whole() -> None:
+    mutation_check.BLOCK_BYTES = 1 << 40
+
+
+def memory_taken(work: Callable[[], object]) -> int:
+    """The most bytes of the device that were in tensors while `work` ran, beyond those that were before."""
+    module: Any = torch.get_device_module(simulated.name())
+    torch.accelerator.synchronize()
+    module.reset_peak_memory_stats()
+    before = module.memory_allocated()
+    work()
+    torch.accelerator.synchronize()
+    return int(module.max_memory_allocated() - before)
+
+
+def out_of_order() -> Iterator[torch.Tensor]:
+    """Tensors of 48 MiB that do not lie in memory as they are saved."""
+    values = torch.arange(12 * MIB, dtype=torch.float32, device=place())
+    yield values.view(1024, 64, 8, 24).permute(0, 3, 1, 2)  # channels last
+    yield values.view(3, 4 * MIB).t()
+    yield values.view(4 * MIB, 3).t()[None]  # rows that are large
+
+
+@case
+def what_is_not_in_order_is_copied_in_blocks() -> None:
+    """A device puts it in order first, which takes as much memory of it as is copied at a time."""
+    streams = SideStreams()
+    for source in out_of_order():
+        with slot_of(source.nbytes) as (slot, memory):
+            streams.pin(slot, source.device)
+            target = memory.view(source.shape)
+
+            def copied(target: torch.Tensor = target, source: torch.Tensor = source) -> None:
+                assert streams.queue([target], [source]).wait(never)
+
+            more = memory_taken(copied)
+            assert torch.equal(target, source.cpu())
+            assert more <= 20 * MIB, f"{more >> 20} MiB for a tensor of 48"
+            assert streams.unpin(20.0)
+            del target, copied, memory
+
+
+@bug
+def a_tensor_is_put_in_order_whole() -> None:
+    side_stream_copy.ORDERED_BYTES = 1 << 40
+
+
+@case
+def saves_take_no_memory_of_the_device_to_speak_of() -> None:
+    """From the proofs on; the training is one that takes no memory beyond its state."""
+    weight = torch.nn.Parameter(next(out_of_order()).contiguous(memory_format=torch.channels_last))
+    bias = torch.nn.Parameter(torch.zeros(4 * MIB, device=place()))
+    model = torch.nn.ParameterDict({"weight": weight, "bias": bias})
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for parameter in model.values():
+        parameter.grad = torch.ones_like(parameter)
+
+    with directory() as root:
+        checkpointer = holdfast.Checkpointer(
+            root, model=model, optimizer=optimizer, config=holdfast.Config(every="1", durable_every="0", linger_s=1.0)
+        )
+        optimizer.step()
+        checkpointer.restore()
+        plain = memory_taken(optimizer.step)
+
+        def saving() -> None:
+            for number in range(6):
+                optimizer.step()
+                checkpointer.step(number)
+
+        more = memory_taken(saving) - plain
+        split = checkpointer._run.saver._split  # type: ignore[union-attr]
+        assert len(split.late) >= 6, "nothing was proven"
+        assert more < 48 * MIB, f"{more >> 20} MiB for a state of {(48 + 16) * 3}"
+        checkpointer.abandon()
+
+
+# --- void before abort
+
+
+class Hung:
+    """A step whose collective hangs; what is queued behind it would run on garbage."""
+
+    def __init__(self) -> None:
+        self.source = torch.ones(MIB, device=place())
+
+    def break_off(self) -> None:
+        """The order of leaving a run."""
+        open_checkpointers.void()
+        simulated.free(0)  # the abort
+        torch.accelerator.synchronize()
+
+
+@case
+def what_is_queued_behind_a_hung_collective_is_void() -> None:
+    hung, reasons = Hung(), []
+    streams, gate = SideStreams(), Fence(timeout_s=5.0, events=Events())
+    open_checkpointers.register(thing := SimpleThing(gate.void))
+    with slot_of(hung.source.nbytes) as (slot, target):
+        streams.pin(slot, hung.source.device)
+        gate.start(first := Job([], streams.queue([target], [hung.source]), reasons.append))
+        assert first.done.wait(20)
+        gate.release()
+        simulated.hang(0)
+        hung.source.fill_(float("nan"))  # unreduced gradients, and the optimizer's step
+        gate.start(second := Job([], streams.queue([target], [hung.source]), reasons.append))
+        hung.break_off()
+        assert second.done.wait(20)
+        gate.release()
+        assert reasons[0] == ""
+        assert "broke off" in reasons[1], "a version of garbage is told as complete"
+        gate.start(third := Job([], streams.queue([target], [hung.source]), reasons.append))
+        assert third.done.wait(20)
+        assert reasons[2], "the host ran on after the abort, and saved"
+        gate.close()
+        assert streams.unpin(20.0)
+    assert thing is not None
+
+
+class SimpleThing:
+    """What is open in this process."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def void(self) -> None:
+        self._call()
+
+
+@case
+def what_the_host_copies_after_the_job_broke_off_is_void() -> None:
+    """State that is offloaded: no event of a device is behind its copies, but what a device left lies in it."""
+    with directory() as root:
+        torch.ones(1, device=place())
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.AdamW(model.parameters())
+        checkpointer = holdfast.Checkpointer(
+            root, model=model, optimizer=optimizer, config=holdfast.Config(every="1", linger_s=1.0)
+        )
+        checkpointer.restore()
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        checkpointer.step(0).wait("captured")
+        open_checkpointers.void()
+        model.weight.grad.fill_(float("nan"))  # they came from a collective that was aborted
+        optimizer.step()
+        handle = checkpointer.step(1)
+        checkpointer.settle()
+        assert "broke off" in handle.given_up, "what was left of an aborted collective is told as complete"
+        checkpointer.abandon()
+
+
+@bug
+def host_copies_are_not_asked() -> None:
+    memory_saver.Saver._why_void = lambda *_: ""  # type: ignore[method-assign]
+
+
+@bug
+def nothing_is_void() -> None:
+    open_checkpointers.void = lambda: None
+
+
+@bug
+def what_a_device_passes_later_counts() -> None:
+    Fence.void = lambda _: None  # type: ignore[method-assign]
+    Survivor.void = lambda _: None  # type: ignore[method-assign]
+
+
+@bug
+def what_is_queued_later_counts() -> None:
+    start = Fence.start
+
+    def begin(self: Fence, job: Job) -> None:
+        open_checkpointers.broken.reason = ""
+        start(self, job)
+
+    Fence.start = begin  # type: ignore[method-assign]
+
+
+@case
+def a_step_behind_a_hung_collective_is_not_live() -> None:
+    step_snapshot.attach(step_snapshot.make_page())
+    model = torch.nn.Linear(64, 64).to(place())
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    state = State({"model": model, "optimizer": optimizer}, rank=0, world_size=1)
+    survivor = Survivor(state, job="job", rank=0, world_size=1)
+    open_checkpointers.register(thing := SimpleThing(survivor.void))
+
+    def step(number: int) -> None:
+        model(torch.ones(1, 64, device=place())).sum().backward()
+        optimizer.step()
+        survivor.note(Version(1, number))
+
+    step(0)
+    step(1)
+    simulated.hang(0)
+    model.weight.grad.fill_(float("nan"))
+    optimizer.step()
+    survivor.note(Version(1, 2))
+    open_checkpointers.void()
+    simulated.free(0)
+    survivor.leave()
+    assert survivor_state.remains.version is None, "NaN is offered as the live state of a step"
+    assert "had not finished" in survivor_state.remains.why, survivor_state.remains.why
+    assert thing is not None
+
+
+@case
+def a_step_that_the_device_finished_is_live() -> None:
+    step_snapshot.attach(step_snapshot.make_page())
+    model = torch.nn.Linear(64, 64).to(place())
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    survivor = Survivor(
+        State({"model": model, "optimizer": optimizer}, rank=0, world_size=1), job="j", rank=0, world_size=1
+    )
+    open_checkpointers.register(thing := SimpleThing(survivor.void))
+    for number in range(2):
+        model(torch.ones(1, 64, device=place())).sum().backward()
+        optimizer.step()
+        survivor.note(Version(1, number))
+    torch.accelerator.synchronize()
+    expected = model.weight.detach().cpu().clone()
+    simulated.hang(0)
+    model(torch.ones(1, 64, device=place())).sum().backward()  # the next step's forward hangs in a collective
+    open_checkpointers.void()
+    simulated.free(0)
+    survivor.leave()
+    assert survivor_state.remains.version == Version(1, 1), survivor_state.remains.why
+    assert any(torch.equal(value, expected) for value in survivor_state.remains.late.values())
+    assert thing is not None
+
+
+# --- health
+
+
+@case
+def a_device_that_works_is_told_from_one_that_does_not() -> None:
+    torch.ones(1, device=place())
+    assert accelerator.healthy(20.0)
+    simulated.hang(0)
+    began = time.monotonic()
+    assert not accelerator.healthy(0.3)
+    assert time.monotonic() - began < 5
+    simulated.free(0)
+    assert accelerator.healthy(20.0)
+    second = torch.ones(1, device=place(1))
+    assert accelerator.healthy(20.0)
+    simulated.hang(1)
+    assert not accelerator.healthy(0.3), "a process that uses two devices needs both"
+    simulated.free(1)
+    assert accelerator.healthy(20.0)
+    del second
+    assert not simulated.is_started(2), "a device was begun to ask it"
+    simulated.fault(0, now=True)
+    assert not accelerator.healthy(20.0)
+
+
+@bug
+def nobody_asks_the_device() -> None:
+    accelerator.healthy = lambda _: True
+
+
+@case
+def a_faulted_device_gives_versions_up_and_raises_nothing_of_ours() -> None:
+    memory_saver.DRAIN_S = 0.5
+    with directory() as root:
+        job = Job1(root, foreach=True)
+        job.checkpointer.restore()
+        for number in range(2):
+            job.step(number)
+        job.checkpointer.settle()
+        simulated.fault(0, now=True)
+        handle = job.checkpointer.save(2)
+        assert handle.given_up
+        began = time.monotonic()
+        job.checkpointer.abandon()
+        assert time.monotonic() - began < 10
+
+
+# --- generators
+
+
+@case
+def a_rank_goes_on_with_its_sequence_on_another_device() -> None:
+    module: Any = torch.get_device_module(simulated.name())
+    torch.accelerator.set_device_index(1)
+    torch.ones(1, device=place(1))
+    module.manual_seed(77)
+    torch.rand(3, device=place(1))
+    saved = ProcessRandomness().state_dict()
+    expected = torch.rand(4, device=place(1)).cpu()
+    module.manual_seed(5)
+    torch.accelerator.set_device_index(0)
+    torch.ones(1, device=place(0))
+    module.manual_seed(6)
+    ProcessRandomness().load_state_dict(saved)
+    assert torch.equal(torch.rand(4, device=place(0)).cpu(), expected)
+
+
+@bug
+def generators_are_saved_by_the_number_of_their_device() -> None:
+    current = accelerator.Device.current
+    accelerator.Device.random_state = lambda self: self._module().get_rng_state(0)  # type: ignore[method-assign]
+    assert current is not None
+
+
+# --- graphs
+
+
+@case
+def a_step_in_a_graph_is_captured_and_never_copied_late() -> None:
+    with directory() as root:
+        job = Job1(root, foreach=True, capturable=True)
+        job.checkpointer.restore()
+        for number in range(5):
+            job.step(number)
+        job.checkpointer.settle()
+        torch.accelerator.empty_host_cache = lambda: None  # torch has none for a device of another backend
+        graph = torch.accelerator.Graph()
+        job.forward(5)
+        with graph:
+            job.optimizer.step()
+        simulated.set_copy_rate(20 * MIB)
+        sums = {}
+        for number in range(5, 9):
+            graph.replay()
+            job.handles.append(job.checkpointer.save(number))
+            sums[number] = job.sum()
+        graph.replay()
+        job.checkpointer.abandon()
+        assert len(job.given_up()) <= 1, job.given_up()  # the one that was being copied when the graph was captured
+        simulated.set_copy_rate(0)
+        again = Job1(root, foreach=True, capturable=True)
+        first = again.checkpointer.restore()
+        assert first in (8, 9), first
+        assert again.sum() == sums[first - 1], "torn by a replay"
+        again.checkpointer.close()
+
+
+@bug
+def nobody_looks_for_graphs() -> None:
+    accelerator.Device.capturing = lambda _: False  # type: ignore[method-assign]
+    memory_saver.Saver._look_for_graphs = lambda _: None  # type: ignore[method-assign]
+
+
+# --- restore
+
+
+@case
+def a_restore_queues_its_chunks_and_is_proven() -> None:
+    simulated.set_copy_rate(400 * MIB)
+    with directory() as root:
+        job = Job1(root, foreach=True)
+        job.checkpointer.restore()
+        job.step(0)
+        expected = job.sum()
+        job.checkpointer.close()
+        before = simulated.counts()
+        again = Job1(root, foreach=True)
+        blocking = simulated.counts()["blocking_copies"]
+        again.checkpointer.restore()
+        after = simulated.counts()
+        assert after["late_copies"] > before["late_copies"]
+        assert after["blocking_copies"] - blocking <= 4, "pieces were copied one by one, each waited for"
+        assert again.sum() == expected
+        again.checkpointer.close()
+
+
+@bug
+def a_restore_comes_from_ordinary_memory() -> None:
+    def ordinary(self: chunk_staging.Staging) -> torch.Tensor:
+        self._is_pinned = False
+        return torch.empty(self._num_bytes, dtype=torch.uint8)
+
+    chunk_staging.Staging._new = ordinary  # type: ignore[method-assign]
+
+
+@case
+def a_restore_waits_for_what_is_queued_for_its_tensors() -> None:
+    target = torch.zeros(MIB, device=place())
+    simulated.sleep(0.3)
+    target.fill_(9)  # the script's initialisation; the device has not come to it
+    sender = chunk_staging.Staging(chunk_staging.Starts([target]), target.nbytes)
+    for value in range(4):
+        buffer = sender.take(target.nbytes)
+        buffer.view(torch.float32).fill_(value)
+        sender.send(buffer, [target], [chunk_staging.placed(buffer, buffer.data_ptr(), buffer).view(torch.float32)])
+    sender.close()
+    torch.accelerator.synchronize()
+    assert bool((target.cpu() == 3).all()), "what was queued before came after the restore"
+
+
+@case
+def a_buffer_is_used_again_when_the_device_has_read_it() -> None:
+    simulated.set_copy_rate(50 * MIB)
+    targets = [torch.zeros(MIB // 2, device=place()) for _ in range(6)]
+    sender = chunk_staging.Staging(chunk_staging.Starts(targets), targets[0].nbytes)
+    for value, target in enumerate(targets):
+        buffer = sender.take(target.nbytes)
+        buffer.view(torch.float32).fill_(value)
+        sender.send(buffer, [target], [buffer.view(torch.float32)])
+    sender.close()
+    assert [float(target.cpu().unique()) for target in targets] == list(range(6)), "overwritten on its way"
+
+
+@bug
+def a_buffer_is_used_again_at_once() -> None:
+    chunk_staging._await = lambda _: None
+
+
+@bug
+def a_restore_does_not_wait_for_the_stream() -> None:
+    def stream(self: chunk_staging.Staging, at: torch.device) -> torch.Stream:
+        if at not in self._streams:
+            self._streams[at] = accelerator.device_of(at.type).new_stream(at)
+        return self._streams[at]
+
+    chunk_staging.Staging._stream = stream  # type: ignore[method-assign]
+
+
+def main(name: str, planted: str = "") -> int:
+    faulthandler.dump_traceback_later(100, exit=True)
+    simulated.load()
+    if planted:
+        BUGS[planted]()
+    for one in name.split(","):
+        simulated.set_copy_rate(0)
+        simulated.set_kernel_time(0)
+        torch.accelerator.set_device_index(0)
+        try:
+            CASES[one]()
+        except BaseException:  # noqa: BLE001 - whatever it is, the case failed
+            traceback.print_exc()
+            sys.stderr.write(f"{one} failed\n")
+            return 1
+    assert threading.main_thread() is threading.current_thread()
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

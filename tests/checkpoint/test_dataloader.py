@@ -1,0 +1,153 @@
+"""A plain DataLoader that was given goes on with the next batch, wherever the run before was killed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+
+from holdfast.checkpoint.state.training_state import State
+from state_kit import restore, save
+
+ROWS = torch.arange(20.0)
+
+
+class Loud(Dataset[torch.Tensor]):
+    """Rows that are counted as they are loaded, and blurred by random numbers of the process."""
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.loaded.append(index)
+        return ROWS[index] + torch.rand(())
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from ROWS[torch.randperm(len(ROWS))]
+
+
+class Unsteady(torch.utils.data.Sampler[int]):
+    """A sampler that is another in every process."""
+
+    seeds = iter(range(100))
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(20, generator=torch.Generator().manual_seed(next(self.seeds))).tolist()
+
+    def __len__(self) -> int:
+        return 20
+
+
+def own() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "in order": lambda: DataLoader(TensorDataset(ROWS), batch_size=3),
+    "shuffled": lambda: DataLoader(TensorDataset(ROWS), batch_size=3, shuffle=True, drop_last=True),
+    "random transforms": lambda: DataLoader(Loud(), batch_size=3, shuffle=True),
+    "a generator of its own": lambda: DataLoader(TensorDataset(ROWS), batch_size=3, shuffle=True, generator=own()),
+    "a sampler with replacement": lambda: DataLoader(
+        TensorDataset(ROWS), batch_size=3, sampler=RandomSampler(ROWS, replacement=True, num_samples=50, generator=own())
+    ),
+    "no batches": lambda: DataLoader(TensorDataset(ROWS), batch_size=None, shuffle=True),
+    "iterable": lambda: DataLoader(Stream(), batch_size=3),
+    "two workers": lambda: DataLoader(TensorDataset(ROWS), batch_size=3, shuffle=True, num_workers=2),
+    "a worker that stays": lambda: DataLoader(
+        TensorDataset(ROWS), batch_size=3, shuffle=True, num_workers=1, persistent_workers=True
+    ),
+}  # fmt: skip
+
+
+class Life:
+    """A loop over epochs of a loader that also draws random numbers of its own."""
+
+    def __init__(self, make: Callable[[], DataLoader[Any]]) -> None:
+        torch.manual_seed(5)
+        self.loader = make()
+        self.state = State({"loader": self.loader}, rank=0, world_size=1)
+        self.state.trained()
+
+    def steps(self) -> Iterator[list[float]]:
+        while True:
+            for batch in self.loader:
+                rows = batch[0] if isinstance(batch, list | tuple) else batch
+                yield [*rows.flatten().tolist(), torch.rand(()).item()]
+
+
+# Workers take a second or two to start.
+CASES = [(name, killed) for name in LOADERS for killed in ((4,) if "worker" in name else (1, 4, 7, 9))]
+
+
+@pytest.mark.parametrize(("name", "killed"), CASES)
+def test_it_goes_on_with_the_next_batch(name: str, killed: int) -> None:
+    first = Life(LOADERS[name])
+    steps = first.steps()
+    for _ in range(killed):
+        next(steps)
+    saved = save(first.state)
+    expected = [next(steps) for _ in range(12)]
+    second = Life(LOADERS[name])
+    restore(second.state, saved)
+    again = second.steps()
+    assert [next(again) for _ in range(12)] == expected
+
+
+def test_nothing_is_loaded_that_was_had(caplog: pytest.LogCaptureFixture) -> None:
+    first = Life(LOADERS["random transforms"])
+    steps = first.steps()
+    for _ in range(4):
+        next(steps)
+    saved = save(first.state)
+    second = Life(LOADERS["random transforms"])
+    restore(second.state, saved)
+    next(second.steps())
+    loaded = second.loader.dataset.loaded  # type: ignore[attr-defined]
+    assert len(loaded) == 3
+    assert not set(loaded) & set(first.loader.dataset.loaded)  # type: ignore[attr-defined]
+    assert not caplog.records
+
+
+def test_a_version_between_restore_and_the_first_batch_has_the_same_place() -> None:
+    first = Life(LOADERS["shuffled"])
+    steps = first.steps()
+    for _ in range(4):
+        next(steps)
+    saved = save(first.state)
+    expected = next(steps)
+    second = Life(LOADERS["shuffled"])
+    restore(second.state, saved)
+    saved = save(second.state)
+    third = Life(LOADERS["shuffled"])
+    restore(third.state, saved)
+    assert next(third.steps()) == expected
+
+
+def test_an_order_that_is_another_and_an_iterable_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    def unsteady() -> DataLoader[Any]:
+        return DataLoader(TensorDataset(ROWS), batch_size=3, sampler=Unsteady())
+
+    for make, said in (
+        (unsteady, "not with the order of the run that saved"),
+        (LOADERS["iterable"], "3 batches are loaded"),
+    ):
+        first = Life(make)
+        steps = first.steps()
+        for _ in range(3):
+            next(steps)
+        saved = save(first.state)
+        second = Life(make)
+        restore(second.state, saved)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            next(second.steps())
+        assert said in caplog.text

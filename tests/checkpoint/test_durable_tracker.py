@@ -1,0 +1,437 @@
+"""What a save reaches and when that is told: flush, callbacks, further places, pins, stops, a keeper that is frozen."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import holdfast
+from checkpoint.test_checkpointer import Make, Trainee, kill_keeper, leave, make, wait_gone  # noqa: F401 - the fixture
+from holdfast.base.errors import CorruptError, HoldfastError, LevelNotReached, StorageError, UsageError
+from holdfast.base.events import Events
+from holdfast.checkpoint.capture.copy_plan import Structure
+from holdfast.checkpoint.liveness import open_checkpointers
+from holdfast.checkpoint.restore.restorer import Restorer
+from holdfast.cli.stored import versions as look
+from holdfast.core.model import Level, Version
+from holdfast.core.versions.lineage import Lineage
+from holdfast.tiers.storage.version_store import open_storage
+from keeper.rig import eventually, start_hurtable
+
+DEADLINE_S = 20.0
+
+
+class Told:
+    """The calls of one `on_durable`."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Version, HoldfastError | None]] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, version: Version, error: HoldfastError | None) -> None:
+        with self._changed:
+            self.calls.append((version, error))
+            self._changed.notify_all()
+        raise ZeroDivisionError("a callback that fails costs nothing")
+
+    def wait(self, count: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.calls) >= count, DEADLINE_S)
+
+
+def versions(path: Path) -> list[Version]:
+    return open_storage(path, Events()).versions()
+
+
+def test_flush_callbacks_pins_and_further_places(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    trainee, told = Trainee(), Told()
+    checkpointer = make(trainee, on_durable=told)
+    checkpointer.restore()
+    checkpointer.pin("i000001-s0000000000")
+    trainee.train()
+    checkpointer.save(0, "durable")
+    checkpointer.flush(DEADLINE_S)
+    assert versions(tmp_path / "job") == [Version(1, 0)]
+    kept = trainee.fingerprint()
+
+    for step in (1, 2, 3):
+        trainee.train()
+        checkpointer.save(step, also_to=[str(tmp_path / "far")] if step == 1 else [])
+        if step > 1:
+            checkpointer.save(step, "durable")
+        checkpointer.flush(DEADLINE_S)
+
+    # What is no longer kept goes after the commit that flush waits for; the pinned one stays.
+    eventually(lambda: versions(tmp_path / "job") == [Version(1, 0), Version(1, 2), Version(1, 3)])
+    assert versions(tmp_path / "far") == [Version(1, 1)]
+    told.wait(4)
+    assert told.calls == [(Version(1, step), None) for step in range(4)]
+    checkpointer.unpin(Version(1, 0))
+    trainee.train()
+    checkpointer.save(4, "durable").wait()
+    # Retention runs after the word that the commit is durable.
+    eventually(lambda: Version(1, 0) not in versions(tmp_path / "job"))
+    leave(checkpointer)
+
+    far = open_storage(tmp_path / "far", Events())
+    for file in far.manifest(Version(1, 1)).bundles:
+        far.verify_bundle(Version(1, 1), file)
+    other = Trainee()
+    elsewhere = make(other, path=tmp_path / "far")
+    assert elsewhere.restore() == 2
+    assert other.fingerprint() != kept
+    leave(elsewhere)
+
+
+def test_what_does_not_become_durable_is_said_by_flush_and_by_the_callback(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    trainee, told = Trainee(), Told()
+    checkpointer = make(trainee, on_durable=told, close_timeout_s=1.0)
+    checkpointer.restore()
+    (tmp_path / "job" / ".tmp").rename(tmp_path / "elsewhere")
+    (tmp_path / "job" / ".tmp").write_text("in the way")
+    handle = checkpointer.save(0, "durable")
+    assert handle.wait("captured", DEADLINE_S) == Level.CAPTURED
+    with pytest.raises(LevelNotReached, match="captured, not durable"):
+        handle.wait(timeout_s=0.2)  # for the level that was asked for
+
+    with pytest.raises(LevelNotReached, match="i000001-s0000000000 is not durable"):
+        checkpointer.flush(DEADLINE_S)
+
+    told.wait(1)
+    ((version, error),) = told.calls
+    assert version == Version(1, 0)
+    assert isinstance(error, LevelNotReached)
+    checkpointer.flush(DEADLINE_S)  # it was said once
+    (tmp_path / "job" / ".tmp").unlink()
+    (tmp_path / "elsewhere").rename(tmp_path / "job" / ".tmp")
+    checkpointer.save(1, also_to=["/proc/no/such/place"])
+    with pytest.raises(LevelNotReached, match="i000001-s0000000001 is durable, but not at /proc/no/such/place"):
+        checkpointer.flush(DEADLINE_S)
+    assert Version(1, 1) in versions(tmp_path / "job")
+
+
+def test_after_an_exception_the_last_whole_version_goes_to_storage(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    trainee = Trainee()
+    checkpointer = make(trainee, every=1, linger_s=5.0)
+    checkpointer.restore()
+    trainee.train()
+    handle = checkpointer.step(0)
+    assert handle is not None
+    trainee.train()
+    checkpointer.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+
+    deadline = time.monotonic() + DEADLINE_S
+    while versions(tmp_path / "job") != [Version(1, 0)]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_stop_file_ends_the_job_after_the_step_with_its_state_in_storage(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    trainee, file = Trainee(), tmp_path / "stop.json"
+    checkpointer = make(trainee, every=1, stop_file=str(file))
+    checkpointer.restore()
+    for step, text in enumerate(["", "{", "[1]", '{"stop": false}', json.dumps({"GracefulExit": 1})]):
+        file.write_text(text)
+        trainee.train()
+        if step < 4:
+            checkpointer.step(step)
+    with pytest.raises(SystemExit) as ended:
+        checkpointer.step(4)
+    assert ended.value.code == 0
+    assert versions(tmp_path / "job")[-1] == Version(1, 4)
+
+
+def test_one_version_of_so_many_minutes_is_kept(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    trainee = Trainee()
+    checkpointer = make(trainee, keep_every="60m")
+    checkpointer.restore()
+    for step in range(5):
+        trainee.train()
+        checkpointer.save(step, "durable").wait()
+    kept = [Version(1, 0), Version(1, 3), Version(1, 4)]
+    eventually(lambda: versions(tmp_path / "job") == kept)  # retention runs after the commit that was waited for
+    leave(checkpointer)
+    assert versions(tmp_path / "job") == kept
+
+
+def test_a_frozen_keeper_holds_up_one_save_for_a_moment_and_no_other(make: Make) -> None:  # noqa: F811
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    seen: list[str] = []
+    checkpointer.events.subscribe(lambda event: seen.append(event.name))
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0).wait("captured", DEADLINE_S)
+    pid = checkpointer.keeper_status()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for step in (1, 2, 3):
+            trainee.train()
+            handle = checkpointer.save(step)
+            # The first one asks and waits for a moment; the others are told without asking.
+            said = "did not answer" if step == 1 else "the keeper of this node does not answer"
+            assert said in handle.given_up
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert seen.count("memory_level_lost") == 1
+
+    deadline = time.monotonic() + DEADLINE_S
+    while seen.count("memory_level_back") < 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    trainee.train()
+    checkpointer.save(4, "durable").wait(timeout_s=DEADLINE_S)
+    leave(checkpointer)
+
+
+def test_slow_storage_holds_up_no_save_and_gets_the_state_of_its_step(
+    make: Make,  # noqa: F811
+    tmp_path: Path,
+    runtime_dir: Path,
+) -> None:
+    """Storage takes nothing at all while four more saves are made. They are counted, not timed: none is given up."""
+    control, root = tmp_path / "control", str(tmp_path / "job")
+    keeper = start_hurtable(root, holdfast.Config(runtime_dir=str(runtime_dir), linger_s=60.0), control)
+    try:
+        trainee = Trainee(width=2_000)
+        checkpointer = make(trainee, num_slots=3, every=0)
+        checkpointer.restore()
+        control.write_text("stall@write")
+        trainee.train()
+        slow = checkpointer.save(0, "durable")
+        kept = trainee.fingerprint()
+        for step in range(1, 5):
+            trainee.train()
+            handle = checkpointer.save(step)
+            assert handle.wait("captured", DEADLINE_S) == Level.CAPTURED
+            assert not handle.given_up
+        assert not slow.durable[0], "four saves were taken while the first was being written"
+        control.write_text("")
+        slow.wait("durable", DEADLINE_S)
+        leave(checkpointer)
+    finally:
+        keeper.kill()
+        keeper.wait()
+    other = Trainee(width=2_000)
+    following = make(other)
+    assert following.restore("i000001-s0000000000") == 1
+    assert other.fingerprint() == kept
+    leave(following)
+
+
+def test_what_is_written_beside_a_save_is_shown_and_comes_back(
+    make: Make,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    checkpointer.pin(Version(1, 1))
+    info = {"tokens": 1 << 60, "best": float("inf"), "note": "warmed up", "epochs": [1, (2, 3)], 7: b"raw"}
+    checkpointer.save(0, info=info).wait()
+    checkpointer.save(1, "durable", info=info).wait()
+    trainee.train()
+    checkpointer.save(2, "durable").wait()
+    for wrong in ({"tensor": torch.zeros(1)}, {"thing": object()}):
+        with pytest.raises(UsageError, match="info"):
+            checkpointer.save(3, info=wrong)
+    with pytest.raises(UsageError, match="saved already"):
+        checkpointer.save(2, info=info)
+    checkpointer.save(3, "durable").wait()  # nothing of the refused ones is left
+    look.inspect_version(str(tmp_path / "job"), "i000001-s0000000001", as_json=False)
+    assert "warmed up" in capsys.readouterr().out
+
+    for step, expected in ((1, info), (3, {})):
+        checkpointer.restore(Version(1, step))
+        assert checkpointer.last_restore is not None
+        assert checkpointer.last_restore.info == expected
+    leave(checkpointer)
+
+
+def test_info_is_what_it_was_at_the_call_whatever_its_containers_become(
+    make: Make,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Late copies are trusted after a few saves; then the copying thread is held until the containers have changed."""
+    trainee, changed = Trainee(), threading.Event()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    for step in range(5):
+        trainee.train()
+        checkpointer.save(step).wait("captured", DEADLINE_S)
+    info: dict[str, Any] = {"log": [1], "deep": {"steps": 7}}
+    trainee.train()
+    encode = Structure.encode
+
+    def held(self: Structure, gathered: Any) -> dict[str, bytes]:
+        if threading.current_thread() is not threading.main_thread():
+            assert changed.wait(DEADLINE_S)
+        return encode(self, gathered)
+
+    monkeypatch.setattr(Structure, "encode", held)
+    handle = checkpointer.save(5, info=info)
+    info["log"].append("later")
+    info["deep"]["steps"] = 999
+    changed.set()
+    handle.wait("captured", DEADLINE_S)
+    checkpointer.restore()
+    assert checkpointer.last_restore is not None
+    assert checkpointer.last_restore.info == {"log": [1], "deep": {"steps": 7}}
+    leave(checkpointer)
+
+
+@pytest.mark.parametrize("call", ["scandir", "open"], ids=["the list of versions", "the newest manifest"])
+def test_storage_that_cannot_be_read_is_no_fresh_start_and_is_left_as_it_is(
+    make: Make,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+) -> None:
+    """A device that gives errors at the recovery, and later reads again."""
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.save(0, "durable").wait()
+    kept = trainee.fingerprint()
+    keeper = psutil.Process(checkpointer.keeper_status()["pid"])
+    checkpointer.close()
+    wait_gone(keeper)
+    before = files_of(tmp_path / "job")
+    another = Trainee()
+    another.train()
+    untouched = another.fingerprint()
+
+    following = make(another, close_timeout_s=1.0)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, call, failing(getattr(os, call), "scandir" if call == "scandir" else "manifest.json"))
+        with pytest.raises(StorageError, match="Input/output error") as caught:
+            following.restore()
+
+    assert str(tmp_path / "job") in caught.value.where
+    assert "check the device" in caught.value.remedy
+    assert another.fingerprint() == untouched
+    assert {name: data for name, data in files_of(tmp_path / "job").items() if name in before} == before
+    with pytest.raises(UsageError, match="restore"):
+        following.save(1)
+    leave(following)
+    again = make(another)
+    assert again.restore() == 1
+    assert another.fingerprint() == kept
+
+
+def failing(real: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A system call that gives EIO for a list of files, or for the file of this name."""
+
+    def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if name == "scandir" or path == name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *args, **kwargs)
+
+    return call
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_an_older_version_is_taken_once_and_no_live_state_instead_of_it(
+    make: Make,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the launcher wishes for when the newest version leads to the same failure again and again."""
+    live: list[bool] = []
+    run = Restorer.run
+
+    def noted(self: Restorer, *args: Any, **kwargs: Any) -> Any:
+        live.append(kwargs["live"])
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(Restorer, "run", noted)
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    for step in range(2):
+        trainee.train()
+        checkpointer.save(step, "captured").wait(timeout_s=DEADLINE_S)
+    monkeypatch.setattr(open_checkpointers.wish, "older", True)
+    assert checkpointer.restore() == 1, "the version of step 0, so the loop goes on with step 1"
+    assert checkpointer.restore() == 1, "and from there on the newest of what is left"
+    assert live == [True, False, True]
+
+
+def test_memory_for_what_the_first_step_will_make_is_taken_before_it(make: Make) -> None:  # noqa: F811
+    """Moments do not exist yet at the restore; too little memory for them is no surprise of the first save."""
+    trainee = Trainee(width=1 << 16)
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    saver = checkpointer._run.saver
+    before = saver._reserved
+    trainee.train()
+    checkpointer.save(0).wait("captured", timeout_s=DEADLINE_S)
+    assert saver._reserved == before
+    parameters = sum(p.nbytes for p in trainee.model.parameters())
+    assert before > 2 * parameters, "moments count"
+
+
+def test_another_place_knows_the_incarnations_between(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    """Of which no version was copied there: what came before them is an ancestor all the same."""
+    place = tmp_path / "far"
+    for number in range(3):
+        checkpointer = make(Trainee())
+        step = checkpointer.restore()
+        for each in (step, step + 1):
+            checkpointer.save(each, also_to=[str(place)] if number != 1 else [], level="durable")
+            checkpointer.flush(DEADLINE_S)
+        checkpointer.close()
+    far = open_storage(place, Events())
+    assert far.lineage() == open_storage(tmp_path / "job", Events()).lineage()
+    lines = Lineage(far.lineage()).lines(far.versions())
+    assert {line.first for line in lines} == {1}, "one run, not one that a fresh start ended and another"
+
+
+def test_a_place_with_a_cut_chain_says_so_and_the_next_copy_mends_it(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    """As an older holdfast left it: the record of the incarnation between is missing there."""
+    place, job = tmp_path / "far", tmp_path / "job"
+    for number in range(3):
+        checkpointer = make(Trainee())
+        step = checkpointer.restore()
+        checkpointer.save(step, also_to=[str(place)] if number != 1 else [], level="durable")
+        checkpointer.close()
+    missing = Path("incarnations", "000002.resumed.json")
+    (place / missing).unlink()
+    broken = tmp_path / "broken"
+    shutil.copytree(place, broken)
+    (bundle,) = (broken / str(Version(3, 2))).glob("*.safetensors")
+    data = bytearray(bundle.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    bundle.write_bytes(data)
+    with pytest.raises(
+        CorruptError, match="i000001-s0000000000 refused: nothing is recorded of incarnation 2"
+    ) as caught:
+        make(Trainee(), path=broken).restore()
+    assert "writes what is missing of incarnation 2" in caught.value.remedy
+    named = make(Trainee(), path=broken)
+    assert named.restore("i000001-s0000000000") == 1
+    leave(named)
+
+    checkpointer = make(Trainee())
+    checkpointer.save(checkpointer.restore(), also_to=[str(place)])
+    checkpointer.close()
+    assert (place / missing).read_bytes() == (job / missing).read_bytes()
+    far = open_storage(place, Events())
+    assert far.lineage() == open_storage(job, Events()).lineage()
+    assert Lineage(far.lineage()).cut is None

@@ -1,0 +1,248 @@
+"""What `close` makes durable, and what it says where that is not the last step; and who may end a checkpointer at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from checkpoint.test_checkpointer import Make, Trainee, kill_keeper, make  # noqa: F401 - the fixture
+from checkpoint.test_late_copies import Held, fill, held, trusted  # noqa: F401 - the fixture
+from holdfast.base.errors import LevelNotReached, UsageError
+from holdfast.base.events import Events
+from holdfast.checkpoint.capture.optimizer_fence import Fence, Job
+from holdfast.core.model import Version
+from holdfast.tiers.storage.version_store import open_storage
+
+
+def stored(tmp_path: Path) -> list[Version]:
+    return open_storage(tmp_path / "job", Events()).versions()
+
+
+def load_best(trainee: Trainee) -> None:
+    """Other weights for the last test, as early stopping has it."""
+    trainee.model.load_state_dict({name: tensor * 0.5 for name, tensor in trainee.model.state_dict().items()})
+
+
+def halve(trainee: Trainee) -> None:
+    trainee.model.half()
+
+
+def step_again(trainee: Trainee) -> None:
+    """What an accumulation left over, behind the loop."""
+    trainee.train()
+
+
+CHANGES = [load_best, fill, halve, step_again]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_came_after_the_last_step_is_not_saved_as_its_state(
+    make: Make,  # noqa: F811
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[[Trainee], None],
+) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee, every="2", durable_every="0")
+    checkpointer.restore()
+    states = {}
+    for step in range(3):
+        trainee.train()
+        states[step] = trainee.fingerprint()
+        checkpointer.step(step)
+    last = checkpointer._run.last.version.step
+    assert last < 2, "the last step was not due"
+    change(trainee)
+    checkpointer.close()
+
+    assert stored(tmp_path)[-1].step == last, "the newest that was saved"
+    assert f"step 2 is not saved: {'an optimizer made a step' if change is step_again else 'parameters'}" in caplog.text
+    again = Trainee()
+    following = make(again)
+    assert following.restore() == last + 1
+    assert again.fingerprint() == states[last]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_where_nothing_can_be_made_durable_close_says_so(
+    make: Make,  # noqa: F811
+    tmp_path: Path,
+    change: Callable[[Trainee], None],
+) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee, every="60s", durable_every="0")
+    checkpointer.restore()
+    for step in range(3):
+        trainee.train()
+        checkpointer.step(step)
+    change(trainee)
+    with pytest.raises(LevelNotReached, match="nothing of this run is durable: step 2 was not due"):
+        checkpointer.close()
+    assert stored(tmp_path) == []
+
+
+def test_the_last_step_is_saved_at_the_end_where_nothing_came_after_it(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    trainee = Trainee()
+    checkpointer = make(trainee, every="60s", durable_every="0")
+    checkpointer.restore()
+    for step in range(3):
+        trainee.train()
+        checkpointer.step(step)
+    trainee.model.eval()
+    with torch.no_grad():
+        trainee.model(torch.randn(4, 16))
+    expected = trainee.fingerprint()
+    checkpointer.close()
+    assert [version.step for version in stored(tmp_path)] == [2]
+    again = Trainee()
+    assert make(again).restore() == 3
+    assert again.fingerprint() == expected
+
+
+def test_a_keeper_that_died_at_the_last_save_costs_that_one_and_no_more(
+    make: Make,  # noqa: F811
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee, every="0")
+    checkpointer.restore()
+    for step in range(2):
+        trainee.train()
+        checkpointer.save(step).wait("captured", 10)
+    expected = trainee.fingerprint()
+    kill_keeper(checkpointer)
+    trainee.train()
+    assert checkpointer.save(2).given_up
+    trainee.train()  # and the loop ends before this step is reported
+    checkpointer.close()
+    assert stored(tmp_path)[-1].step == 1
+    assert "step 2 is not saved" in caplog.text
+    again = Trainee()
+    assert make(again).restore() == 2
+    assert again.fingerprint() == expected
+
+
+def test_after_an_exception_the_last_whole_version_is_stored_if_the_last_was_given_up(
+    make: Make,  # noqa: F811
+    held: Held,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    trainee = Trainee()
+    checkpointer = trusted(make, trainee)
+    whole = checkpointer.save(10)
+    whole.wait("captured", 10)
+    trainee.train()
+    keeper = psutil.Process(checkpointer.keeper_status()["pid"])
+    held.gate.clear()
+    torn = checkpointer.save(11)
+    fill(trainee)
+    held.gate.set()
+    checkpointer._run.saver.fence.idle(20.0)
+    assert torn.given_up
+    failed = RuntimeError("the evaluation failed")
+    checkpointer.__exit__(type(failed), failed, None)
+    assert not psutil.wait_procs([keeper], timeout=20)[1], "it ends when all that was asked for is in storage"
+    assert [version.step for version in stored(tmp_path)] == [10]
+
+
+def test_a_step_number_is_saved_once(make: Make) -> None:  # noqa: F811
+    """Epochs as step numbers: the second state would not be saved, though it was said to be."""
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    first = checkpointer.save(0)
+    assert checkpointer.save(0, level="durable").version == first.version, "the same state again is no error"
+    trainee.train()
+    with pytest.raises(UsageError, match="step 0 is saved already, and an optimizer made a step since"):
+        checkpointer.save(0)
+    assert checkpointer.save(1).wait("captured", 10)
+
+
+CHILD_ENDS: dict[str, Callable[[Any, Any], None]] = {
+    "leaves the block": lambda checkpointer, _: checkpointer.__exit__(None, None, None),
+    "fails in the block": lambda checkpointer, _: checkpointer.__exit__(RuntimeError, RuntimeError("x"), None),
+    "closes": lambda checkpointer, _: checkpointer.close(),
+    "abandons": lambda checkpointer, _: checkpointer.abandon(),
+    "settles": lambda checkpointer, _: checkpointer.settle(),
+}
+CHILD_VERBS: dict[str, Callable[[Any, Any], object]] = {
+    "saves": lambda checkpointer, _: checkpointer.save(99),
+    "steps": lambda checkpointer, _: checkpointer.step(99),
+    "flushes": lambda checkpointer, _: checkpointer.flush(),
+    "waits": lambda _, handle: handle.wait("captured", 5),
+    "asks": lambda checkpointer, _: checkpointer.keeper_status(),
+    "restores": lambda checkpointer, _: checkpointer.restore(),
+}
+
+
+@pytest.mark.parametrize("what", [*CHILD_ENDS, *CHILD_VERBS])
+def test_a_forked_child_ends_nothing_of_its_parent(make: Make, what: str) -> None:  # noqa: F811
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    handle = checkpointer.save(0)
+    handle.wait("captured", 10)
+    keeper = checkpointer.keeper_status()["pid"]
+
+    child = os.fork()
+    if child == 0:
+        code = 9
+        try:
+            if what in CHILD_ENDS:
+                CHILD_ENDS[what](checkpointer, handle)
+                code = 0
+            else:
+                CHILD_VERBS[what](checkpointer, handle)
+        except UsageError as error:
+            code = 0 if "forked" in str(error) else 8
+        finally:
+            os._exit(code)
+    assert psutil.Process(child).wait(timeout=20) == 0
+    trainee.train()
+    assert checkpointer.save(1, level="durable").wait(timeout_s=20)
+    assert checkpointer.keeper_status()["pid"] == keeper
+
+
+class Alarm(Exception):
+    """The user's own guard against steps that hang."""
+
+
+def test_what_a_signals_handler_raises_at_the_fence_reaches_the_script() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    fence = Fence(timeout_s=30.0, events=Events())
+    fence.guard([optimizer])
+
+    class Guard:
+        def __call__(self, *_: object) -> None:
+            raise Alarm
+
+    release = threading.Event()
+    before = signal.signal(signal.SIGALRM, Guard())
+
+    def opening() -> Any:
+        os.kill(os.getpid(), signal.SIGALRM)  # while the step waits for this
+        release.wait(30.0)
+        return [], lambda _: None
+
+    try:
+        fence.start(Job([], None, lambda _: None, opening=opening))
+        with pytest.raises(Alarm):
+            optimizer.step()
+        assert bool((parameter.detach() == 1).all()), "the step was not made"
+    finally:
+        release.set()
+        fence.close()
+        signal.signal(signal.SIGALRM, before)

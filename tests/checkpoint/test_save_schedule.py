@@ -1,0 +1,88 @@
+"""Cadence, appointments and the stop of all ranks after one step."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from holdfast.base.config import Config
+from holdfast.base.errors import ConfigError
+from holdfast.checkpoint.save.save_schedule import Schedule, parse_cadence
+from holdfast.core.scheduling.step_agreement import Appointment, Purpose
+
+
+def schedule(rank: int = 0, world_size: int = 1, **settings: str) -> tuple[Schedule, list[int]]:
+    """A schedule whose clock goes on by a second at every look, and the steps that it reported as missed."""
+    missed: list[int] = []
+    config = Config(**settings)  # type: ignore[arg-type]
+    ticks = itertools.count()
+    clock = Schedule(config, rank=rank, world_size=world_size, missed=missed.append, clock=lambda: float(next(ticks)))
+    return clock, missed
+
+
+def saves(clock: Schedule, steps: range) -> list[tuple[int, bool]]:
+    """(step, durable) of the saves that were due."""
+    found = []
+    for step in steps:
+        due = clock.after(step, stop_wanted=False)
+        if due.save:
+            clock.saved(step, durable=due.durable)
+            found.append((step, due.durable))
+    return found
+
+
+def test_cadences_in_steps_are_the_same_on_every_rank_and_durable_ones_save_too() -> None:
+    expected = [(1, False), (3, True), (5, False), (7, True)]
+    for rank in (0, 1):
+        assert saves(schedule(rank, 2, every="2", durable_every="4")[0], range(9)) == expected
+    assert saves(schedule(every="0", durable_every="3")[0], range(7)) == [(2, True), (5, True)]
+    assert saves(schedule(every="0", durable_every="0")[0], range(7)) == []
+
+
+def test_seconds_are_decided_by_rank_0_and_steps_win_over_them() -> None:
+    alone, _ = schedule(every="2s", durable_every="0")
+    assert saves(alone, range(9)) == [(1, False), (3, False), (5, False), (7, False)]
+    both, _ = schedule(every="2,1s", durable_every="0")
+    assert saves(both, range(4)) == [(1, False), (3, False)]
+
+    first, _ = schedule(0, 2, every="2s", durable_every="0")
+    other, _ = schedule(1, 2, every="2s", durable_every="0")
+    assert [other.after(step, stop_wanted=False).propose for step in (0, 1)] == [(), ()]
+    assert first.after(0, stop_wanted=False).propose == ()
+    due = first.after(1, stop_wanted=False)
+    assert not due.save
+    assert [(p.purpose, p.step) for p in due.propose] == [(Purpose.SAVE, 1)]
+    for clock in (first, other):
+        clock.take(Appointment(Purpose.SAVE, 3))
+        assert [clock.after(step, stop_wanted=False).save for step in (2, 3, 4)] == [False, True, False]
+
+
+def test_a_rank_past_the_appointed_step_says_so_at_once_and_a_stop_is_proposed_again() -> None:
+    late, missed = schedule(1, 2, every="0", durable_every="0")
+    due = late.after(5, stop_wanted=True)
+    assert [(p.purpose, p.step) for p in due.propose] == [(Purpose.STOP, 5)]
+    late.after(6, stop_wanted=True)
+    late.after(7, stop_wanted=True)
+    late.take(Appointment(Purpose.STOP, 7))
+    assert missed == [7], "the others wait at step 7; they must hear before our next step ends"
+    due = late.after(8, stop_wanted=True)
+    assert not due.stop
+    assert [p.purpose for p in due.propose] == [Purpose.STOP]
+    late.take(Appointment(Purpose.STOP, 10))
+    assert [late.after(step, stop_wanted=True).stop for step in (9, 10)] == [False, True]
+
+
+def test_a_stop_alone_is_immediate_and_durable() -> None:
+    clock, _ = schedule(every="0", durable_every="0")
+    assert not clock.after(0, stop_wanted=False).stop
+    due = clock.after(1, stop_wanted=True)
+    assert (due.stop, due.save, due.durable) == (True, True, True)
+
+
+@pytest.mark.parametrize("text", ["", "often", "10,20", "-3", "0s"])
+def test_a_wrong_cadence_names_the_setting(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_cadence("durable_every", text)
+    assert caught.value.where == "durable_every"
+    assert "30s" in caught.value.remedy

@@ -1,0 +1,134 @@
+"""Memory that takes long: neither a restore nor training waits for it, and the last step is saved all the same."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from checkpoint.test_checkpointer import Make, Trainee, make  # noqa: F401 - the fixture
+from holdfast.base.events import Events
+from holdfast.checkpoint.checkpointer import checkpointer as door
+from holdfast.core.model import Level, Version
+from holdfast.testing.faults.rig import start_hurtable
+from holdfast.tiers.storage.version_store import open_storage
+from keeper.rig import eventually
+
+BOUND_S = 0.2
+
+
+class Memory:
+    """A keeper whose pages come when the test says so."""
+
+    def __init__(self, base: Path, runtime: Path) -> None:
+        self._control = base / "hurt"
+        self._control.write_text("stall@pages")
+        config = holdfast.Config(runtime_dir=str(runtime), linger_s=60.0)
+        self.keeper: subprocess.Popen[bytes] = start_hurtable(str(base / "job"), config, self._control)
+
+    def give(self) -> None:
+        self._control.write_text("")
+
+    def refuse(self) -> None:
+        self._control.write_text("ENOMEM@pages")
+
+
+@pytest.fixture
+def memory(tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
+    monkeypatch.setattr(door, "SLOTS_S", BOUND_S)
+    hurt = Memory(tmp_path, runtime_dir)
+    yield hurt
+    hurt.give()
+    hurt.keeper.terminate()  # it removes what it made
+    hurt.keeper.wait(10)
+
+
+def versions(base: Path) -> list[Version]:
+    return open_storage(base / "job", Events()).versions()
+
+
+def test_training_begins_before_its_memory_is_made(make: Make, memory: Memory) -> None:  # noqa: F811
+    checkpointer = make(Trainee(), begin_timeout_s=0.1)
+    began = time.monotonic()
+    assert checkpointer.restore() == 0
+    assert time.monotonic() - began < 20, "300 s passed, and then the job failed"
+
+    early = checkpointer.save(0)
+    assert "still being made" in early.given_up
+    memory.give()
+    assert checkpointer._run is not None
+    assert checkpointer._run.saver.await_slots(10)
+
+    assert checkpointer.save(1).wait("captured", 10) >= Level.CAPTURED
+
+
+def test_the_last_step_is_saved_although_its_memory_came_after_it(
+    make: Make,  # noqa: F811
+    memory: Memory,
+    tmp_path: Path,
+) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee, begin_timeout_s=0.1)
+    checkpointer.restore()
+    trainee.train()
+    early = checkpointer.save(0, "durable")
+    assert "still being made" in early.given_up
+    memory.give()
+
+    checkpointer.close()
+
+    assert versions(tmp_path) == [Version(1, 0)]
+
+
+def test_memory_that_is_refused_after_it_was_granted_leaves_storage(
+    make: Make,  # noqa: F811
+    memory: Memory,
+    tmp_path: Path,
+) -> None:
+    trainee, names = Trainee(), []
+    checkpointer = make(trainee)
+    checkpointer.events.subscribe(lambda event: names.append(event.name))
+    memory.refuse()
+    checkpointer.restore()
+    trainee.train()
+    early = checkpointer.save(0)
+    assert "no room for" in early.given_up
+
+    assert checkpointer.step(1) is None
+    trainee.train()
+    late = checkpointer.save(2, "durable")
+
+    assert late.reached is Level.DURABLE
+    assert "durable_only" in names
+    assert versions(tmp_path) == [Version(1, 2)]
+
+
+def test_a_job_that_needs_memory_waits_for_all_of_it_and_is_refused_otherwise(
+    make: Make,  # noqa: F811
+    memory: Memory,
+) -> None:
+    memory.refuse()
+    with pytest.raises(holdfast.HoldfastError, match="no room for"):
+        make(Trainee(), require_memory=True).restore()
+
+
+def test_a_keeper_that_dies_before_all_slots_are_there_is_replaced_by_one_that_makes_them(
+    make: Make,  # noqa: F811
+    memory: Memory,
+) -> None:
+    checkpointer = make(Trainee(), begin_timeout_s=5.0)
+    checkpointer.restore()
+    assert checkpointer._run is not None
+    lost = checkpointer._run.link.client
+    assert lost is not None
+    memory.keeper.kill()
+    memory.keeper.wait()
+    eventually(lambda: not lost.alive)
+    assert checkpointer._run.link.wait_mended(20)
+
+    assert checkpointer.save(1).wait("captured", 10) >= Level.CAPTURED
+    assert len(checkpointer.keeper_status()["ranks"]["0"]["slots"]) == 2

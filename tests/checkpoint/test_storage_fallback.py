@@ -1,0 +1,144 @@
+"""Memory that is lost in mid-run: saves go to storage alone, all ranks at one step, and come back up."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint.test_checkpointer import Make, Trainee, kill_keeper, make  # noqa: F401 - the fixture
+from holdfast.base.events import Events
+from holdfast.core.model import Level, Version
+from holdfast.core.scheduling import storage_only_steps
+from holdfast.keeper.rpc import spawn
+from holdfast.tiers.storage.version_store import open_storage
+
+
+class Growing:
+    """State whose size changes in mid-run."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.data = torch.arange(num_bytes, dtype=torch.uint8)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"data": self.data}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.data = state["data"].clone()
+
+
+def versions(path: Path) -> list[Version]:
+    return open_storage(path / "job", Events()).versions()
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether memory can be had is looked at after every step, not every five seconds."""
+    monkeypatch.setattr(storage_only_steps, "MAX_GAP_S", 0.0)
+
+
+def test_a_state_that_grew_is_saved_to_storage_until_it_fits_again(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    growing, names = Growing(100_000), []
+    checkpointer = make(growing=growing, durable_every=1, memory_budget="4MB", keep_every="1")
+    checkpointer.events.subscribe(lambda event: names.append(event.name))
+    checkpointer.restore()
+    first = checkpointer.step(0)
+    assert first is not None
+    first.wait("captured", 10)
+
+    growing.data = torch.arange(3_000_000).to(torch.uint8)
+    lost = checkpointer.step(1)
+    assert lost is not None
+    assert "of 4000000 allowed" in lost.given_up
+    lower = checkpointer.step(2)
+    assert lower is not None
+    assert lower.reached is Level.DURABLE
+    assert "durable_only" in names
+    assert Version(1, 2) in versions(tmp_path)
+
+    growing.data = torch.arange(100_000).to(torch.uint8)
+    checkpointer.step(3)  # memory could be had again: known now, and so from the next step on
+    again = checkpointer.step(4)
+    assert again is not None
+    assert again.wait("captured", 10) >= Level.CAPTURED
+    assert "memory_level_back" in names
+    checkpointer.close()
+    assert versions(tmp_path)[-1] == Version(1, 4)
+
+
+@pytest.fixture
+def no_keeper(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Keepers end while they start, or again they do not."""
+    real = spawn.sys
+
+    def switch(off: bool) -> None:
+        monkeypatch.setattr(spawn, "sys", SimpleNamespace(executable="/bin/false") if off else real)
+
+    return switch
+
+
+def test_a_keeper_that_is_gone_for_good_costs_one_save_and_memory_returns_with_the_next(
+    make: Make,  # noqa: F811
+    tmp_path: Path,
+    no_keeper: Callable[[bool], None],
+) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee, durable_every=1)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.step(0)
+    checkpointer.flush(10)
+    link = checkpointer._run.link  # type: ignore[union-attr]
+    no_keeper(True)
+    kill_keeper(checkpointer)
+    trainee.train()
+    lost = checkpointer.step(1)
+    assert lost is not None
+    assert "keeper" in lost.given_up
+    assert not link.wait_mended(20)
+
+    trainee.train()
+    kept = trainee.fingerprint()
+    lower = checkpointer.step(2)
+    assert lower is not None
+    assert lower.reached is Level.DURABLE
+    assert "no keeper can be started" in checkpointer._run.saver._reason  # type: ignore[union-attr]
+
+    no_keeper(False)
+    assert link.wait_mended(20) or link.wait_mended(20), "an attempt that began before may end as it had to"
+    trainee.train()
+    checkpointer.step(3)
+    again = checkpointer.step(4)
+    assert again is not None
+    assert again.wait("captured", 10) >= Level.CAPTURED
+    assert checkpointer.restore("i000001-s0000000002") == 3
+    assert trainee.fingerprint() == kept
+
+
+def test_the_last_save_is_durable_without_a_keeper(
+    make: Make,  # noqa: F811
+    tmp_path: Path,
+    runtime_dir: Path,
+    no_keeper: Callable[[bool], None],
+) -> None:
+    trainee = Trainee()
+    checkpointer = make(trainee)
+    checkpointer.restore()
+    trainee.train()
+    checkpointer.step(0)
+    no_keeper(True)
+    kill_keeper(checkpointer)
+    checkpointer.close()
+    assert versions(tmp_path) == [Version(1, 0)]
+    shutil.rmtree(runtime_dir)  # of the keeper that was killed and has no successor
+
+
+def test_memory_returns_only_where_every_rank_could_have_it() -> None:
+    words = [storage_only_steps.Word(stop=False, memory=True), storage_only_steps.Word(stop=False, memory=False)]
+    assert not storage_only_steps.outcome(words).memory
+    assert storage_only_steps.outcome(words[:1] * 2).memory

@@ -1,0 +1,144 @@
+"""`holdfast doctor` sees what is there, says what is wrong, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import Run
+from holdfast.cli import doctor
+
+
+def states(answer: str) -> dict[str, str]:
+    return {check["name"]: check["state"] for check in json.loads(answer)["checks"]}
+
+
+def test_a_sound_machine_and_path(holdfast: Run, tmp_path: Path, runtime_dir: Path) -> None:
+    root = tmp_path / "new" / "run1"
+    answer = holdfast("doctor", root, "--json")
+    found = states(answer.stdout)
+    assert answer.returncode == 0, answer.stdout
+    assert found["create once"] == found["write and fsync"] == found["snapshot memory"] == "good"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_directory_stays_as_it_was(holdfast: Run, checkpoint: Path, runtime_dir: Path) -> None:
+    before = sorted(checkpoint.rglob("*"))
+    assert holdfast("doctor", checkpoint).returncode == 0
+    assert sorted(checkpoint.rglob("*")) == before
+
+
+def test_foreign_files_are_a_problem(holdfast: Run, tmp_path: Path, runtime_dir: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    answer = holdfast("doctor", tmp_path, "--json")
+    assert answer.returncode == 1
+    assert states(answer.stdout)["path"] == "problem"
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_fresh_file_system_is_as_good_as_empty(tmp_path: Path) -> None:
+    """As the job sees it, which would take it (tiers.registry)."""
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / ".tmp").mkdir()
+    assert (doctor.ownership(tmp_path).state, doctor.ownership(tmp_path).detail) == (
+        doctor.GOOD,
+        f"{tmp_path} is empty",
+    )
+    (tmp_path / "home").mkdir()
+    assert "home/" in doctor.ownership(tmp_path).detail
+
+
+def test_a_path_that_may_not_be_looked_at_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exists = Path.exists
+
+    def refused(self: Path) -> bool:
+        if self.parent == tmp_path / "locked":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return exists(self)
+
+    monkeypatch.setattr(Path, "exists", refused)  # as for anybody but root
+    (found,) = doctor.storage_checks(tmp_path / "locked" / "job")
+    assert (found.state, found.remedy) == (doctor.PROBLEM, "give this user the right to look there")
+    assert "Permission denied" in found.detail
+
+
+def test_a_runtime_directory_open_to_others_is_a_problem(
+    holdfast: Run, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime_dir.chmod(0o755)
+    answer = holdfast("doctor", "--json")
+    assert answer.returncode == 1
+    assert states(answer.stdout)["runtime directory"] == "problem"
+
+
+def test_a_socket_path_that_is_too_long_is_a_problem(holdfast: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", "/tmp/" + "x" * 100)
+    answer = holdfast("doctor", "--json")
+    assert answer.returncode == 1
+    assert states(answer.stdout)["runtime directory"] == "problem"
+
+
+def test_a_file_system_that_lets_two_commits_through_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Careless:
+        def __init__(self, root: Path) -> None:
+            self.root = root
+
+        def create(self, name: str, data: bytes, *, stamp: str) -> bool:
+            (self.root / name).write_bytes(data)
+            return True
+
+    monkeypatch.setattr(doctor, "LocalBackend", Careless)
+    assert doctor.create_once(tmp_path).state == doctor.PROBLEM
+
+
+@pytest.mark.parametrize("policy", ["always", "within_size", "advise", "force"])
+def test_huge_pages_for_shared_memory_are_good(policy: str) -> None:
+    assert doctor.huge_pages(policy).state == doctor.GOOD
+
+
+@pytest.mark.parametrize("policy", ["never", "deny"])
+def test_a_kernel_without_huge_pages_for_slots_is_told_with_the_setting_and_its_gain(policy: str) -> None:
+    check = doctor.huge_pages(policy)
+    assert check.state == doctor.NOTE
+    assert policy in check.detail
+    assert "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" in check.remedy
+    assert "2 MiB" in check.remedy
+
+
+def test_a_kernel_without_the_setting_is_told_nothing_to_do() -> None:
+    assert doctor.huge_pages("").remedy == ""
+
+
+def test_the_budget_says_what_it_allows(holdfast: Run, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_MEMORY_BUDGET", "1GiB")
+    rows = {check["name"]: check["detail"] for check in json.loads(holdfast("doctor", "--json").stdout)["checks"]}
+    assert "room for 512.0 MiB of state" in rows["memory budget"]
+    assert "or 256.0 MiB beside replicas" in rows["memory budget"]
+
+
+def test_too_large_a_budget_is_a_problem(holdfast: Run, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_MEMORY_BUDGET", "900TiB")
+    answer = holdfast("doctor", "--json")
+    assert answer.returncode == 1
+    assert states(answer.stdout)["memory budget"] == "problem"
+
+
+def test_the_network_is_tried_and_a_missing_secret_is_a_problem(
+    holdfast: Run, tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, secret = tmp_path / "settings.toml", tmp_path / "secret"
+    monkeypatch.setenv("HOLDFAST_CONFIG", str(settings))
+    settings.write_text('listen = "127.0.0.1"\n')
+    assert states(holdfast("doctor", "--json").stdout)["network"] == "problem"
+    secret.touch(0o600)
+    secret.write_text("0f" * 32)
+    settings.write_text(f'listen = "127.0.0.1"\nsecret_file = "{secret}"\n')
+    answer = holdfast("doctor", "--json").stdout
+    assert states(answer)["network"] == "note"  # only this machine can reach it
+    assert "mutual TLS" in answer
+    secret.chmod(0o644)
+    assert states(holdfast("doctor", "--json").stdout)["network"] == "problem"

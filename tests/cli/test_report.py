@@ -1,0 +1,35 @@
+"""`holdfast report` reads journals, also those of runs that were cut off."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from cli.conftest import Run
+
+LINES = [
+    {"event": "run", "t": 100.0},
+    {"event": "progress", "t": 104.0, "step": 1, "spent": {"START": 3.0}},
+    {"event": "progress", "t": 110.0, "step": 9, "spent": {"START": 3.0, "STEP": 5.0, "SAVING": 1.0}},
+    {"event": "incident", "t": 112.0, "ranks": [1], "found_s": 0.5, "seconds": {"T1": 1.0}, "first_error": "boom"},
+]
+
+
+def test_report_of_a_run_id_a_directory_and_the_newest(holdfast: Run, runtime_dir: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run-a-n0"
+    directory.mkdir()
+    journal = directory / "journal.jsonl"
+    old = json.dumps({"event": "run", "t": 1.0}) + "\n"
+    journal.write_text(old + "".join(json.dumps(line) + "\n" for line in LINES) + '{"event": "prog')
+    answer = holdfast("report", str(directory), "--json")
+    document = json.loads(answer.stdout)
+    assert answer.returncode == 1  # an incident, and no good end
+    assert document["seconds"]["detection"] == 0.5
+    assert [(row["total_s"], row["seconds"]) for row in document["incidents"]] == [(1.0, {"T1": 1.0})]
+    assert abs(sum(document["seconds"].values()) - document["wall_s"]) < 0.01
+    journal.write_text(journal.read_text() + "\n" + json.dumps({"event": "end", "t": 113.0, "code": 0}) + "\n")
+    answer = holdfast("report", str(journal))
+    assert answer.returncode == 0
+    assert "boom" in answer.stdout
+    assert "goodput" in answer.stdout
+    assert holdfast("report", "no-such-run").returncode == 2

@@ -1,0 +1,42 @@
+"""How long saves wait for replicas."""
+
+from __future__ import annotations
+
+from holdfast.core.versions.replication_lag import FACTOR, FIRST_PATIENCE_S, LEAST_PATIENCE_S, Patience
+
+
+def test_there_is_patience_while_nothing_is_outstanding() -> None:
+    assert Patience().lasts(1e9)
+
+
+def test_it_counts_from_the_first_version_that_waits() -> None:
+    patience = Patience()
+    patience.captured(100.0)
+    patience.captured(105.0)
+    assert patience.lasts(100.0 + FIRST_PATIENCE_S)
+    assert not patience.lasts(100.1 + FIRST_PATIENCE_S)
+
+
+def test_it_learns_how_long_replication_takes() -> None:
+    patience = Patience()
+    patience.captured(0.0)
+    patience.replicated(8.0, newest=True)
+    patience.captured(20.0)
+    assert patience.lasts(20.0 + 8.0 * FACTOR)
+    assert not patience.lasts(20.1 + 8.0 * FACTOR)
+
+
+def test_it_never_falls_below_the_least() -> None:
+    patience = Patience()
+    patience.captured(0.0)
+    patience.replicated(0.01, newest=True)
+    patience.captured(1.0)
+    assert patience.lasts(1.0 + LEAST_PATIENCE_S)
+
+
+def test_success_with_a_newer_version_outstanding_starts_anew() -> None:
+    patience = Patience()
+    patience.captured(0.0)
+    patience.replicated(9.0, newest=False)
+    assert patience.lasts(9.0 + LEAST_PATIENCE_S)
+    assert not patience.lasts(9.1 + 9.0 * FACTOR)

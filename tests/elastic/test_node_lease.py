@@ -1,0 +1,136 @@
+"""A node's name in a real store: one launcher has it, and who was silent for too long has lost it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server.api import WorkerState
+
+from holdfast.base.errors import InUse
+from holdfast.elastic.launch.agent import Agent
+from holdfast.elastic.launch.base_agent import PlainAgent
+from holdfast.elastic.launch.rendezvous.node_lease import BEAT_S, Identity
+from holdfast.elastic.launch.rendezvous_agent import MeetingAgent
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def claimed(store: TCPStore, *, guard_s: float = 30.0) -> Identity:
+    one = Identity(store, "node1", guard_s=guard_s)
+    one.claim()
+    return one
+
+
+def test_a_second_launcher_is_refused_while_the_first_lives(store: TCPStore) -> None:
+    first, stop = claimed(store), threading.Event()
+
+    def live() -> None:
+        while not stop.wait(0.05):
+            first._beat_at = 0.0
+            assert first.holds(time.monotonic())
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        with pytest.raises(InUse, match="has the name and lives"):
+            claimed(store)
+    finally:
+        stop.set()
+        thread.join()
+    assert first.holds(time.monotonic() + 10)
+
+
+def test_a_silent_one_is_waited_for_and_then_replaced_for_good(store: TCPStore) -> None:
+    first, began = claimed(store), time.monotonic()
+    second = claimed(store, guard_s=0.6)
+    assert time.monotonic() - began >= 0.6
+    assert not first.holds(time.monotonic() + 10)
+    with pytest.raises(InUse, match="took its place"):
+        first.claim()
+    first.leave()
+    assert second.holds(time.monotonic() + 10)
+
+
+def test_who_left_or_is_proven_gone_is_not_waited_for(store: TCPStore) -> None:
+    first, began = claimed(store), time.monotonic()
+    first.leave()
+    second = claimed(store)
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    dead = replace(second._mine, nonce="of another", pid=ended.pid)
+    store.set("holdfast.nodes/node1", json.dumps(asdict(dead)))
+    claimed(store)
+    assert time.monotonic() - began < 5
+
+
+def test_a_launcher_that_was_replaced_ends_its_workers_and_does_not_begin_again() -> None:
+    signals: list[int] = []
+    agent: Any = object.__new__(Agent)
+    agent._program, agent._round, agent._meeting, agent._remaining_restarts = object(), object(), None, 5
+    agent._wait = lambda: None
+    agent._workers = SimpleNamespace(seats={0: SimpleNamespace(close=signals.append)})
+    agent._identity = SimpleNamespace(holds=lambda _: False)
+    assert agent._monitor_workers(None).state is WorkerState.FAILED
+    assert (signals, agent._remaining_restarts) == ([signal.SIGKILL], 0)
+
+
+def left_behind(store: TCPStore, **facts: object) -> None:
+    """Somebody else's claim stands under the name, and nobody renews it."""
+    mine = Identity(store, "node1", guard_s=30.0)._mine
+    store.set("holdfast.nodes/node1", json.dumps(asdict(replace(mine, nonce="of another", **facts))))
+
+
+def test_a_process_number_that_was_given_away_is_another_process(store: TCPStore) -> None:
+    left_behind(store, pid=os.getpid(), started=1)
+    began = time.monotonic()
+    claimed(store)
+    assert time.monotonic() - began < 5
+
+
+def test_what_runs_on_another_machine_is_not_proven_gone_here(store: TCPStore) -> None:
+    """A process that has its number there may live; here that number is nobody's."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    left_behind(store, pid=ended.pid, machine="another one")
+    began = time.monotonic()
+    claimed(store, guard_s=0.6)
+    assert time.monotonic() - began >= 0.6
+
+
+def test_a_launcher_that_waits_in_a_meeting_keeps_its_name(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replacement of another node may take minutes to come, and nobody monitors workers meanwhile."""
+    over, agent = threading.Event(), cast(MeetingAgent, object.__new__(MeetingAgent))
+    agent._meeting, agent._identity = None, Identity(store, "node1", guard_s=30.0)
+
+    def meet(self: MeetingAgent, _: object) -> None:
+        assert self._identity is not None
+        self._identity.claim()
+        over.wait(30)
+
+    monkeypatch.setattr(PlainAgent, "_initialize_workers", meet)
+    waiting = threading.Thread(target=agent._initialize_workers, args=(None,))
+    waiting.start()
+    try:
+        while not store.check(["holdfast.nodes/node1"]):
+            time.sleep(0.01)
+        with pytest.raises(InUse, match="has the name and lives"):
+            claimed(store, guard_s=4 * BEAT_S)
+    finally:
+        over.set()
+        waiting.join()
+    assert agent._identity.holds(time.monotonic() + 10)
+    assert not [thread for thread in threading.enumerate() if thread.name == "holdfast claim"]

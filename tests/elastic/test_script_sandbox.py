@@ -1,0 +1,114 @@
+"""What a script finds when it is run again in the same process: nothing that the run before chose for all that comes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.checkpoint.device import accelerator
+from holdfast.elastic.worker import script_sandbox as stages
+from holdfast.elastic.worker.agent_channel import Order
+from holdfast.elastic.worker.script_sandbox import Stage
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Stage]:
+    before, path, argv, seed = dict(os.environ), list(sys.path), list(sys.argv), torch.get_rng_state()
+    yield Stage()
+    os.environ.clear()
+    os.environ.update(before)
+    sys.path[:], sys.argv[:] = path, argv
+    torch.set_rng_state(seed)
+
+
+def again(stage: Stage) -> None:
+    stage.enter(Order(2, dict(os.environ), ("script.py",)))
+
+
+def test_where_and_how_tensors_are_made_is_as_in_a_new_process(stage: Stage) -> None:
+    torch.set_default_device("meta")
+    torch.set_autocast_enabled("cpu", True)
+    torch.set_autocast_cache_enabled(False)
+    torch.autograd.set_detect_anomaly(True)
+    again(stage)
+    assert torch.empty(1).device.type == "cpu"
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_autocast_cache_enabled()
+    assert not torch.is_anomaly_enabled()
+
+
+def test_kernels_are_chosen_as_in_a_new_process(stage: Stage) -> None:
+    backends = torch.backends
+    backends.cudnn.benchmark = backends.cudnn.deterministic = True
+    backends.cudnn.enabled = False
+    backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    again(stage)
+    assert (backends.cudnn.benchmark, backends.cudnn.deterministic, backends.cudnn.enabled) == (False, False, True)
+    assert backends.cuda.matmul.allow_bf16_reduced_precision_reduction is True
+
+
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_algorithms_are_chosen_as_in_a_new_process(stage: Stage, *, warn_only: bool) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    again(stage)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not sys.modules["torch._inductor.config"].deterministic
+
+
+def test_a_script_begins_without_the_import_of_torchs_compiler() -> None:
+    """It takes seconds, which every new process of a job lost before its script's first line."""
+    begins = (
+        "import os, sys; from holdfast.elastic.worker.agent_channel import Order; from holdfast.elastic.worker.script_sandbox import Stage;"
+        " Stage().enter(Order(1, dict(os.environ), ('script.py',)));"
+        " sys.exit(str([name for name in ('torch._dynamo', 'torch._inductor') if name in sys.modules]))"
+    )
+    ended = subprocess.run([sys.executable, "-c", begins], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.stderr.strip().endswith("[]"), ended.stderr
+
+
+def test_precision_of_matrix_products_is_as_in_a_new_process(stage: Stage) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        again(stage)
+        assert torch.get_float32_matmul_precision() == before
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_the_device_of_the_process_is_reset_too(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Device:
+        kind = "cpu"
+
+        def reset(self) -> None:
+            said.append("reset")
+
+    monkeypatch.setattr(accelerator, "in_use", Device)
+    again(stage)
+    assert said == ["reset"]
+
+
+def test_a_script_that_sets_up_logging_is_heard_and_ours_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher has a handler of its own, and workers are its forks."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.getLogger("holdfast"), "handlers", [])
+    monkeypatch.setattr(logging.root, "level", logging.WARNING)
+    logging.basicConfig(format="ours %(message)s", level=logging.WARNING)
+    stages.leave_logging_to_the_script()
+    logging.getLogger("holdfast.elastic").warning("one")
+    logging.basicConfig(format="theirs %(message)s", level=logging.INFO)
+    logging.getLogger("script").info("two")
+    logging.getLogger("holdfast.elastic").warning("three")
+    assert capsys.readouterr().err.splitlines() == ["ours one", "theirs two", "theirs three"]

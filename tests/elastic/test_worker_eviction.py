@@ -1,0 +1,123 @@
+"""A worker that does not begin its order is ended, sooner if nothing can wake it. Real processes, a clock of the test's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.elastic.launch import worker_eviction
+from holdfast.elastic.processes.worker_processes import Doing, Seat
+from holdfast.elastic.worker.agent_channel import Line
+from launch_kit import Job, wait_for
+
+SLEEPS = "import time; print(flush=True); time.sleep(1000)"
+COMPUTES = "print(flush=True)\nwhile True: pass"
+
+
+class Child(subprocess.Popen[bytes]):
+    """Like the nursery's; a SIGKILL is noted instead of sent."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        self.pidfd = os.pidfd_open(self.pid)
+        self.killed = False
+        assert self.stdout is not None
+        self.stdout.readline()
+
+    def send_signal(self, number: int) -> None:
+        self.killed |= number == signal.SIGKILL
+
+
+@pytest.fixture
+def seat_of() -> Iterator[Callable[[str], Seat]]:
+    made: list[tuple[Seat, socket.socket]] = []
+
+    def make(code: str) -> Seat:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        seat = Seat(0, Child(code), Line(ours), -1, doing=Doing.LEAVES, since=1000.0, began=True)  # type: ignore[arg-type]
+        made.append((seat, theirs))
+        return seat
+
+    yield make
+    for seat, theirs in made:
+        os.kill(seat.proc.pid, signal.SIGKILL)
+        with seat.proc:  # type: ignore[attr-defined]
+            pass
+        os.close(seat.proc.pidfd)
+        seat.line.close()
+        theirs.close()
+
+
+def look(seat: Seat, first: float, last: float) -> float | None:
+    """Looks at it every tenth of a second of that part of its order; when it was killed, in seconds."""
+    for tenth in range(round(first * 10), round(last * 10)):
+        worker_eviction.urge(seat, seat.since + tenth / 10, store_port=1, exit_grace_s=60.0)
+        if seat.proc.killed:  # type: ignore[attr-defined]
+            return tenth / 10
+    return None
+
+
+def make(seat: Seat, number: int, *, still: bool) -> None:
+    os.kill(seat.proc.pid, number)
+    wait_for(lambda: worker_eviction.is_still(seat.proc.pid) is still, "the signal's effect", str)
+
+
+@pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGSTOP])
+def test_what_nothing_wakes_is_ended_after_ten_cuts(seat_of: Callable[[str], Seat], number: int) -> None:
+    seat = seat_of(SLEEPS)
+    make(seat, number, still=True)
+    killed = look(seat, 0, 70)
+    assert killed is not None
+    assert (
+        worker_eviction.CUT_S * worker_eviction.STILL_CUTS
+        < killed
+        < worker_eviction.CUT_S * (worker_eviction.STILL_CUTS + 5)
+    )
+
+
+def test_what_computes_has_its_time(seat_of: Callable[[str], Seat]) -> None:
+    killed = look(seat_of(COMPUTES), 0, 70)
+    assert killed is not None
+    assert worker_eviction.KILL_S <= killed < worker_eviction.KILL_S + 1
+
+
+def test_only_cuts_in_a_row_count(seat_of: Callable[[str], Seat]) -> None:
+    seat = seat_of(COMPUTES)
+    make(seat, signal.SIGSTOP, still=True)
+    assert look(seat, 0, 4.5) is None
+    make(seat, signal.SIGCONT, still=False)
+    assert look(seat, 4.5, 5.5) is None
+    make(seat, signal.SIGSTOP, still=True)
+    assert look(seat, 5.5, 9.5) is None
+    seat.since += 9.5  # another order
+    assert look(seat, 0, 4.5) is None
+    assert look(seat, 4.5, 7) is not None
+
+
+def test_a_process_that_never_began_may_import_for_long(seat_of: Callable[[str], Seat]) -> None:
+    seat = seat_of(SLEEPS)
+    seat.began = False
+    assert look(seat, 0, worker_eviction.START_S) is None
+    assert look(seat, worker_eviction.START_S, worker_eviction.START_S + 1) is not None
+
+
+@pytest.mark.slow
+def test_a_peer_that_dies_in_the_middle_of_a_message_costs_seconds(tmp_path: Path, runtime_dir: Path) -> None:
+    """Gloo tells nobody who waits for a message of which a part has come: that process is replaced too."""
+    job = Job(tmp_path, script=str(Path(__file__).with_name("message_worker.py")))
+    try:
+        launcher = job.launch("--standalone", "--nproc-per-node=2", "--max-restarts=5")
+        wait_for((tmp_path / "killed").exists, "the end of the sender", job.logs)
+        job.recovered(2, 1)
+        job.stop()
+        assert launcher.wait(60) == 0, job.logs()
+        assert "stands in a wait that nothing ends" in (tmp_path / "launcher0.log").read_text()
+    finally:
+        job.end()

@@ -1,0 +1,185 @@
+"""What goes from storage after a commit, and what must not: versions that somebody still writes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from holdfast.base.errors import CorruptError, Fenced, InUse, UsageError
+from holdfast.base.events import Events
+from holdfast.core.model import Topology, Version
+from holdfast.keeper.rpc.messages import Assembly
+from holdfast.keeper.storage.retention import Retirement
+from holdfast.tiers.storage.incarnations import make_stamp
+from holdfast.tiers.storage.manifest import Manifest
+from holdfast.tiers.storage.version_store import Storage, open_storage
+from tiers.samples import new_store, save, tree, verify
+
+
+def test_halves_of_dead_incarnations_go_and_what_is_being_written_stays(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    store = new_store(root)
+    save(store, Version(1, 1))
+    assert store.register_incarnation() == 2
+    save(store, Version(2, 3))
+    for version in (Version(1, 2), Version(2, 4)):  # everything but the commit
+        shutil.copytree(root / str(Version(2, 3)), root / str(version))
+        (root / str(version) / "manifest.json").unlink()
+    being_written = tree(root / str(Version(2, 4)))
+
+    assembly = Assembly(2, str(root), store.job_id(), Topology(("n",), (0,)), ())
+    Retirement(Events()).after(store, Version(2, 3), assembly, Version(1, 1))
+
+    assert store.unfinished() == [Version(2, 4)]
+    assert tree(root / str(Version(2, 4))) == being_written
+    assert store.versions() == [Version(1, 1), Version(2, 3)]
+
+
+def test_a_damaged_version_stays_and_keeps_no_other(tmp_path: Path) -> None:
+    """Nothing proves which of its files are ours. That is said, and the others go all the same."""
+    root = tmp_path / "root"
+    store = new_store(root)
+    for step in range(1, 6):
+        save(store, Version(1, step))
+    part = root / str(Version(1, 1)) / "manifest-0.json"
+    part.write_bytes(b"{}")
+    damaged = tree(root / str(Version(1, 1)))
+
+    assembly = Assembly(1, str(root), store.job_id(), Topology(("n",), (0,)), ())
+    with pytest.raises(CorruptError, match="not the part that was committed"):
+        Retirement(Events()).after(store, Version(1, 5), assembly, None)
+
+    assert store.versions() == [Version(1, 1), Version(1, 4), Version(1, 5)]
+    assert tree(root / str(Version(1, 1))) == damaged
+
+
+def test_what_is_pinned_is_not_even_tried(tmp_path: Path) -> None:
+    """Storage would refuse to remove it, and every commit from then on would be told as a fault of retention."""
+    store = new_store(tmp_path / "root")
+    for step in range(1, 5):
+        save(store, Version(1, step))
+    store.pin(Version(1, 1))
+
+    assembly = Assembly(1, str(tmp_path / "root"), store.job_id(), Topology(("n",), (0,)), ())
+    Retirement(Events()).after(store, Version(1, 4), assembly, None)
+
+    assert store.versions() == [Version(1, 1), Version(1, 3), Version(1, 4)]
+
+
+def test_what_is_held_stays_until_it_is_released_or_its_holder_is_dead(tmp_path: Path) -> None:
+    """A holder of an incarnation before is dead: who goes on holds anew."""
+    store = new_store(tmp_path / "root")
+    for step in range(1, 5):
+        save(store, Version(1, step))
+    mine, theirs = make_stamp(1), "i000001-t000000-h000000000000-p1"
+    store.hold(Version(1, 1), mine)
+    store.hold(Version(1, 2), theirs)
+
+    def commit(version: Version, resumed: Version | None) -> list[Version]:
+        save(store, version)
+        assembly = Assembly(version.incarnation, str(tmp_path / "root"), store.job_id(), Topology(("n",), (0,)), ())
+        Retirement(Events()).after(store, version, assembly, resumed)
+        return store.versions()
+
+    assert commit(Version(1, 5), None) == [Version(1, step) for step in (1, 2, 4, 5)]
+    store.release(Version(1, 1), mine)
+    assert commit(Version(1, 6), None) == [Version(1, step) for step in (2, 5, 6)]
+    assert store.register_incarnation() == 2
+    assert commit(Version(2, 7), Version(1, 6)) == [Version(1, 6), Version(2, 7)]
+    assert store.held() == {}
+
+
+def test_a_committer_that_slept_removes_nothing_of_a_newer_incarnation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It decided, slept, and meanwhile the job was told to resume from the version that it wants to remove."""
+    root = tmp_path / "root"
+    store = new_store(root)
+    for step in range(1, 5):
+        save(store, Version(1, step))
+    assembly = Assembly(1, str(root), store.job_id(), Topology(("n",), (0,)), ())
+    read = Storage.manifest
+
+    def slept(self: Storage, version: Version) -> Manifest:
+        found = read(self, version)
+        monkeypatch.setattr(Storage, "manifest", read)
+        newer = open_storage(root, Events())
+        assert newer.register_incarnation() == 2
+        newer.record_resumed(2, Version(1, 1))
+        return found
+
+    monkeypatch.setattr(Storage, "manifest", slept)
+    with pytest.raises(Fenced, match="newer incarnation"):
+        Retirement(Events()).after(store, Version(1, 4), assembly, None)
+
+    assert store.versions() == [Version(1, step) for step in range(1, 5)]
+    for version in store.versions():
+        assert verify(store, version)
+
+
+def test_a_pin_that_was_set_meanwhile_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "root"
+    store = new_store(root)
+    for step in range(1, 4):
+        save(store, Version(1, step))
+    assembly = Assembly(1, str(root), store.job_id(), Topology(("n",), (0,)), ())
+    read = Storage.manifest
+
+    def slept(self: Storage, version: Version) -> Manifest:
+        found = read(self, version)
+        self.pin(version)
+        return found
+
+    monkeypatch.setattr(Storage, "manifest", slept)
+    with pytest.raises(UsageError, match="is pinned"):
+        Retirement(Events()).after(store, Version(1, 3), assembly, None)
+    assert Version(1, 1) in store.versions()
+
+
+def test_what_another_job_writes_in_a_replaced_directory_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory was removed and begun anew while the committer slept; the new job's incarnation is a lower one."""
+    root = tmp_path / "root"
+    store = new_store(root)
+    assert store.register_incarnation() == 2
+    save(store, Version(2, 3))
+    shutil.copytree(root / str(Version(2, 3)), root / str(Version(1, 2)))
+    (root / str(Version(1, 2)) / "manifest.json").unlink()
+    assembly = Assembly(2, str(root), store.job_id(), Topology(("n",), (0,)), ())
+    look = Storage.look
+
+    def slept(self: Storage, known: Collection[Version]) -> tuple[list[Version], list[Version]]:
+        found = look(self, known)
+        shutil.rmtree(root)
+        save(new_store(root), Version(1, 2))
+        (root / str(Version(1, 2)) / "manifest.json").unlink()  # not committed yet
+        (root / ".tmp" / "i000001-t000000-h000000000000-p1.0a").write_bytes(b"half")
+        return found
+
+    monkeypatch.setattr(Storage, "look", slept)
+    with pytest.raises(InUse, match="belongs to job"):
+        Retirement(Events()).after(store, Version(2, 3), assembly, None)
+    monkeypatch.undo()
+    assert new_store(root).unfinished() == [Version(1, 2)]
+    assert len(tree(root / str(Version(1, 2)))) == 4
+    assert len(tree(root / ".tmp")) == 1
+
+
+@pytest.mark.parametrize(
+    ("keep_every", "removed", "kept"), [(0, 5, [4, 6]), (4, 3, [1, 4, 5, 6])], ids=["newest", "first of 4 steps"]
+)
+def test_what_somebody_removed_meanwhile_keeps_no_place_of_the_last_good_ones(
+    tmp_path: Path, keep_every: int, removed: int, kept: list[int]
+) -> None:
+    """Retention remembers what was committed, and looks anew at what a removal rests on."""
+    root = tmp_path / "root"
+    store, retirement = new_store(root), Retirement(Events())
+    assembly = Assembly(1, str(root), store.job_id(), Topology(("n",), (0,)), (), keep_every=keep_every)
+    for step in range(1, 7):
+        save(store, Version(1, step))
+        if step == 6:  # by hand, or `holdfast rm` that was ended in the middle: the files stand, the commit does not
+            (root / str(Version(1, removed)) / "manifest.json").unlink()
+        retirement.after(store, Version(1, step), assembly, None)
+    assert store.versions() == [Version(1, step) for step in kept]

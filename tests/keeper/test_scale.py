@@ -1,0 +1,137 @@
+"""Jobs of very many ranks: messages stay small, what all are told is encoded once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from core.test_rank_runs import PER_NODE, WORLD, state_of, topology
+from holdfast.base.errors import KeeperError
+from holdfast.core.layout import bundles
+from holdfast.core.model import Level, RankLayout, Version
+from holdfast.core.versions.bundle_table import new_table
+from holdfast.core.versions.coordinator_board import Announcement, Kind
+from holdfast.keeper.coordination.coordinator import Coordinator
+from holdfast.keeper.rpc import messages, server
+from holdfast.keeper.rpc.client import KeeperClient
+from holdfast.keeper.rpc.messages import VIEWER, AskStatus, Assembly, Hello, News, Register, StatusReply, Welcome
+from holdfast.tiers.wire import frames
+from holdfast.tiers.wire.frames import Channel
+from keeper.rig import TIMEOUT_S, Rig, eventually, reached
+
+V = Version(1, 3)
+NUM_CONNECTIONS = 4096
+
+
+def layout_of(num_bytes: int) -> RankLayout:
+    shards = state_of(num_bytes)
+    found = bundles.plan_bundles(shards, values_of=[shards[0].ranks], topology=topology())
+    return bundles.rank_layout(found, PER_NODE, topology())
+
+
+@pytest.mark.parametrize("num_bytes", [2 * 10**9, 14 * 10**9])
+def test_a_rank_of_a_group_of_16384_registers_with_less_than_a_mebibyte(num_bytes: int) -> None:
+    """4,096 ranks took 41 MiB, and a frame has 16."""
+    layout = layout_of(num_bytes)
+    body = messages.encode(Register(id=1, layout=layout))
+
+    assert len(body) <= 1 << 20
+    decoded = messages.decode(body)
+    assert isinstance(decoded, Register)
+    assert decoded.layout == layout
+    assert decoded.layout.bundles[0].ranks == tuple(range(WORLD))
+
+
+def test_4096_keepers_are_served_by_few_threads(make_rig: Callable[..., Rig]) -> None:
+    """The coordinator's keeper turned the 1,025th away, and had two threads for each."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = NUM_CONNECTIONS + 512
+    if hard < wanted:
+        pytest.skip(f"this process may have {hard} descriptors, and needs {wanted}")
+    rig = make_rig()
+    (trainer,) = rig.start()
+    place, pid = rig.keeper(0), trainer.client.pid
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    channels: list[Channel] = []
+    try:
+        for node in range(NUM_CONNECTIONS):
+            channels.append(frames.connect(place.address, timeout_s=TIMEOUT_S))
+            hello = Hello(job=place.job, role=VIEWER, node=node)
+            channels[-1].send(messages.encode(hello), timeout_s=TIMEOUT_S)
+            assert isinstance(messages.decode(channels[-1].receive(timeout_s=TIMEOUT_S)[0]), Welcome)
+
+        assert len(os.listdir(f"/proc/{pid}/task")) < 64
+        for channel in (channels[0], channels[-1]):
+            channel.send(messages.encode(AskStatus(id=7)), timeout_s=TIMEOUT_S)
+            assert isinstance(messages.decode(channel.receive(timeout_s=TIMEOUT_S)[0]), StatusReply)
+        reached([trainer], trainer.save(1), Level.CAPTURED)
+        assert len(os.listdir(f"/proc/{pid}/task")) < 64
+    finally:
+        for channel in channels:
+            channel.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    eventually(lambda: len(os.listdir(f"/proc/{pid}/fd")) < 64)
+
+
+def test_requests_that_wait_hold_up_nobody_else(make_rig: Callable[..., Rig]) -> None:
+    """More of them at once than there are threads: each asks a node that is frozen."""
+    rig = make_rig(num_nodes=2)
+    frozen = rig.start()[1].client.pid
+    place = rig.keeper(0)
+    os.kill(frozen, signal.SIGSTOP)
+    with contextlib.ExitStack() as stack:
+        viewers = [KeeperClient.connect(place.socket, job=place.job) for _ in range(server.MAX_THREADS + 8)]
+        for viewer in viewers:
+            stack.callback(viewer.close)
+        threads = [threading.Thread(target=viewer.inventory) for viewer in viewers[1:]]
+        for thread in threads:
+            thread.start()
+
+        assert viewers[0].status(timeout_s=TIMEOUT_S)["pid"] == viewers[0].pid
+
+        assert any(thread.is_alive() for thread in threads), "they were answered before it was asked"
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+
+
+def test_runs_that_are_no_group_are_refused_when_they_come() -> None:
+    raw = msgspec.msgpack.decode(messages.encode(Register(id=1, layout=layout_of(2 * 10**9))))
+    raw["layout"]["bundles"][0]["runs"] = [[0, 1 << 40, 1]]
+    with pytest.raises(KeeperError):
+        messages.decode(msgspec.msgpack.encode(raw))
+
+
+def test_a_table_is_encoded_once_for_all_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = topology(64)
+    refs = layout_of(2 * 10**9).bundles[:64]
+    heard: list[News] = []
+    sent: dict[int, list[bytes]] = {}
+    state = SimpleNamespace(hear=heard.append)
+    assembly = Assembly(1, "/ck", "job", where, ())
+    coordinator = Coordinator(state, SimpleNamespace(), assembly)
+    coordinator._board._tables["L"] = new_table({ref.bundle_id: ref for ref in refs}, topology())
+    packed: list[object] = []
+    pack = messages.pack
+    monkeypatch.setattr(
+        "holdfast.keeper.coordination.coordinator.pack", lambda value: packed.append(value) or pack(value)
+    )
+    for node in range(8):
+        coordinator.join(node, SimpleNamespace(send_encoded=sent.setdefault(node, []).append))
+
+    coordinator._announce(Announcement(Kind.CAPTURED, V, "all sealed", layout="L"))
+    coordinator.join(8, SimpleNamespace(send_encoded=sent.setdefault(8, []).append))
+
+    assert len({id(bodies[0]) for node, bodies in sent.items() if node < 8}) == 1
+    assert len(packed) == 1
+    for bodies in sent.values():
+        (news,) = [messages.decode(body) for body in bodies]
+        assert isinstance(news, News)
+        assert news.table == heard[0].table == tuple(sorted(refs, key=lambda ref: ref.bundle_id))

@@ -1,0 +1,147 @@
+"""Memory for ranks: granted at once, made in the background, offered to nobody before it is there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from holdfast.base.errors import LevelNotReached, MemoryRefused
+from holdfast.core.model import Level
+from holdfast.core.recovery.version_choice import Fetch, Source
+from keeper.rig import TIMEOUT_S, Rig, Trainer, eventually, reached, save_all
+
+MakeRig = Callable[..., Rig]
+
+
+def joined(rig: Rig) -> list[Trainer]:
+    """A job whose keeper makes no page before `rig.hurt(0, "")`, and whose ranks have no slot yet."""
+    rig.hurtable(0)
+    rig.hurt(0, "stall@pages")
+    return rig.start(prepare=False)
+
+
+def states(rig: Rig, rank: int) -> list[str]:
+    return [slot["state"] for slot in rig.status(0)["ranks"][str(rank)]["slots"]]
+
+
+def in_background(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Begins `call` in a thread; what is returned waits for what it gave."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+
+    def result() -> Any:
+        thread.join(TIMEOUT_S)
+        return found[0]
+
+    return result
+
+
+def test_every_rank_is_granted_its_slots_before_a_page_of_them_is_made(make_rig: MakeRig) -> None:
+    rig = make_rig(per_node=2)
+    first, second = joined(rig)
+
+    for trainer in (first, second):
+        assert trainer.client.prepare(1 << 20, 2, num_ready=0, timeout_s=5) == ()
+
+    assert states(rig, 0) == states(rig, 1) == ["unpopulated", "unpopulated"]
+    assert rig.status(0)["memory"]["used_bytes"] > 4 << 20
+    rig.hurt(0, "")
+    for trainer in (first, second):
+        assert len(trainer.client.prepare(1 << 20, 2)) == 2
+    reached([first, second], save_all([first, second], 1), Level.CAPTURED)
+
+
+def test_a_save_is_not_given_a_slot_that_is_not_complete(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    (trainer,) = joined(rig)
+    trainer.client.prepare(trainer.num_bytes, 2, num_ready=0)
+
+    with pytest.raises(LevelNotReached, match="still being made"):
+        trainer.begin(1, timeout_s=0.3)
+
+    rig.hurt(0, "")
+    assert trainer.begin(2, timeout_s=TIMEOUT_S).num_bytes >= trainer.num_bytes
+
+
+def test_a_connection_is_not_held_up_by_a_request_that_waits_for_memory(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    (trainer,) = joined(rig)
+    slots = in_background(lambda: trainer.client.prepare(trainer.num_bytes, 2, num_ready=1))
+    eventually(lambda: "unpopulated" in states(rig, 0))
+
+    assert trainer.client.inventory(wide=False).copies == ()
+
+    rig.hurt(0, "")
+    assert slots()
+
+
+def test_what_is_granted_counts_before_it_is_made(make_rig: MakeRig) -> None:
+    rig = make_rig(per_node=2, memory_budget="16MiB")
+    first, second = joined(rig)
+    first.client.prepare(6 << 20, 2, num_ready=0)
+
+    with pytest.raises(MemoryRefused, match=r"of 16777216 allowed, 1\d{7} are used here"):
+        second.client.prepare(6 << 20, 2, num_ready=0)
+
+    rig.hurt(0, "")
+
+
+def test_memory_that_the_kernel_refuses_goes_back_and_may_be_asked_for_again(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    (trainer,) = joined(rig)
+    rig.hurt(0, "ENOMEM@pages")
+
+    with pytest.raises(MemoryRefused, match="no room for"):
+        trainer.client.prepare(trainer.num_bytes, 2)
+
+    eventually(lambda: rig.status(0)["memory"]["used_bytes"] == 0)
+    assert any("not to be had" in alarm["text"] for alarm in rig.status(0)["alarms"])
+    rig.hurt(0, "")
+    assert len(trainer.client.prepare(trainer.num_bytes, 2)) == 2
+    reached([trainer], trainer.save(1), Level.CAPTURED)
+
+
+def test_a_keeper_that_dies_while_it_makes_memory_leaves_nothing(make_rig: MakeRig) -> None:
+    rig = make_rig(memory_budget="8MiB")
+    (trainer,) = joined(rig)
+    trainer.client.prepare(3 << 20, 2, num_ready=0)
+    os.kill(trainer.client.pid, signal.SIGKILL)
+    trainer.client.close()
+    rig.hurt_keepers[0].wait()
+    rig.next_incarnation()
+
+    trainer.connect()
+    trainer.client.assemble(rig.assembly())
+
+    assert len(trainer.client.prepare(3 << 20, 2)) == 2
+
+
+def test_a_restore_takes_the_slot_that_is_being_made_and_no_memory_beside_it(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    (writer,) = rig.start()
+    version = writer.save(3, durable=True)
+    reached([writer], version, Level.DURABLE)
+    rig.next_incarnation_open()
+    os.kill(writer.client.pid, signal.SIGKILL)
+    writer.client.close()
+    eventually(lambda: not os.path.exists(f"/proc/{writer.client.pid}"))
+    rig.hurtable(0)
+    rig.hurt(0, "stall@pages")
+    trainer = rig.trainer(0)
+    trainer.client.assemble(rig.assembly())
+    trainer.client.register(trainer.layout)
+    trainer.client.prepare(trainer.num_bytes, 2, num_ready=0)
+    seals = {file.ref.bundle_id: file.seal for file in rig.storage.manifest(version).bundles}
+    fetches = [Fetch(ref, seals[ref.bundle_id], Source.STORAGE, None) for ref in trainer.layout.bundles]
+
+    located = in_background(lambda: trainer.client.obtain(version, fetches, timeout_s=TIMEOUT_S))
+    rig.hurt(0, "")
+
+    assert [item.source for item in located()] == [Source.STORAGE] * len(fetches)
+    assert len(rig.status(0)["ranks"]["0"]["slots"]) == 2

@@ -1,0 +1,303 @@
+"""Representatives that fail in every way while they write, and who finishes for them; real keepers, real files."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from holdfast.base.events import Events
+from holdfast.core.model import BundleRef, Level, Version
+from holdfast.core.versions import writer_failover
+from holdfast.core.versions.coordinator_board import Announcement, Kind, WriteFailure
+from holdfast.core.versions.node_ledger import Reports
+from holdfast.core.versions.slot_guard import SlotState
+from holdfast.keeper.observe.metrics import render
+from holdfast.keeper.slots.slot_pool import Held
+from holdfast.keeper.storage.writer_failover import Succession, Writing
+from holdfast.testing.checks.corrupt import damage_memory
+from keeper.rig import Rig, Trainer, eventually, image_of, reached, save_all
+
+MakeRig = Callable[..., Rig]
+
+
+def hurt_rig(make_rig: MakeRig, num_nodes: int, **options: object) -> tuple[Rig, list[Trainer]]:
+    """A job whose keepers can be hurt, with one version captured everywhere."""
+    rig = make_rig(num_nodes=num_nodes, **options)
+    for node in range(num_nodes):
+        rig.hurtable(node)
+    trainers = rig.start()
+    reached(trainers, save_all(trainers, 0), Level.REPLICATED)
+    return rig, trainers
+
+
+def proven(rig: Rig, version: Version) -> None:
+    """Exactly one commit, complete, and every byte of it right."""
+    assert version in rig.storage.versions()
+    manifest = rig.storage.manifest(version)
+    for file in manifest.bundles:
+        rig.storage.verify_bundle(version, file)
+    expected = {b.bundle_id: b for rank in range(rig.topology.world_size) for b in rig.trainer_bundles(rank)}
+    assert {file.ref.bundle_id for file in manifest.bundles} == set(expected)
+    for file in manifest.bundles:
+        path = rig.base / "ck" / str(version) / file.file
+        assert path.read_bytes() == image_of(expected[file.ref.bundle_id], version.step)
+    refs = [file.ref for file in manifest.bundles]
+    assert len(manifest.parts) == len(writer_failover.parts(refs, rig.topology))
+    names = {path.name for path in (rig.base / "ck" / str(version)).iterdir()}
+    assert names == {"manifest.json", *manifest.parts, *(file.file for file in manifest.bundles)}
+
+
+def takeovers(rig: Rig, nodes: tuple[int, ...]) -> float:
+    return sum(rig.status(node)["counters"].get("takeovers", 0) for node in nodes)
+
+
+@pytest.mark.parametrize("wrong", ["ENOSPC@write", "EIO@fsync", pytest.param("EIO@rename", marks=pytest.mark.slow)])
+def test_a_successor_writes_what_its_representative_cannot(make_rig: MakeRig, wrong: str) -> None:
+    rig, trainers = hurt_rig(make_rig, 2)
+    rig.hurt(1, wrong)
+
+    version = save_all(trainers, 1, durable=True)
+
+    reached(trainers, version, Level.DURABLE)
+    proven(rig, version)
+    assert takeovers(rig, (0,)) >= 1
+    (line,) = (line for line in render([rig.status(0) | {"job": "j"}]).splitlines() if "takeovers_total{" in line)
+    assert float(line.split()[-1]) >= 1, "Prometheus reads it too"
+    assert any(version_alarm["key"] == "storage" for version_alarm in rig.status(1)["alarms"])
+    rig.hurt(1, "")
+    again = save_all(trainers, 2, durable=True)
+    reached(trainers, again, Level.DURABLE)
+    proven(rig, again)
+
+
+def test_a_copy_that_went_bad_is_written_from_another_node(make_rig: MakeRig) -> None:
+    """A byte of its slot changes before it is written: no file gets the name, an alarm says so, the replica is written."""
+    rig, trainers = hurt_rig(make_rig, 2)
+    version = save_all(trainers, 1)
+    reached(trainers, version, Level.REPLICATED)
+    assert damage_memory([trainers[1].client.pid]) == version
+
+    trainers[0].client.persist(version)
+
+    reached(trainers, version, Level.DURABLE)
+    proven(rig, version)
+    assert takeovers(rig, (0,)) >= 1
+    alarms = {alarm["key"].split()[0]: alarm["text"] for alarm in rig.status(1)["alarms"]}
+    assert "differs from its seal" in alarms["quarantine"]
+    assert f"{version} is not durable" in alarms["storage"]
+    bad = {ref.bundle_id for ref in trainers[1].layout.bundles if len(ref.ranks) == 1}
+    held = {
+        (copy.node, copy.seal.bundle_id) for copy in trainers[0].client.inventory().copies if copy.version == version
+    }
+    assert not {(1, name) for name in bad} & held, "nobody is offered the bad copy"
+    assert {(0, name) for name in bad} <= held
+
+
+def test_a_killed_representative_is_succeeded_and_the_second_one_too(make_rig: MakeRig) -> None:
+    """Node 0 coordinates as well; node 1 fails when it takes over; node 2 finishes. Replicas make it possible."""
+    rig, trainers = hurt_rig(make_rig, 3)
+    shared = next(b for b in trainers[0].bundles if len(b.ranks) == 3)
+    ref = trainers[0].layout.bundles[trainers[0].bundles.index(shared)]
+    ((first, second, third),) = [part.line for part in writer_failover.parts([ref], rig.topology)]
+    version = save_all(trainers, 1)
+    reached(trainers, version, Level.REPLICATED)
+    rig.hurt(first, "kill@persist")
+    rig.hurt(second, "ENOSPC@write")
+
+    left = [trainer for trainer in trainers if trainer.node != first]
+    left[0].client.persist(version)
+
+    written = rig.base / "ck" / str(version)
+    eventually(lambda: list(written.glob(f"{shared.bundle_id}-*")), timeout_s=20)  # only the third can have
+    assert takeovers(rig, (third,)) >= 1
+    rig.hurt(second, "")
+    reached(left, version, Level.DURABLE, timeout_s=20)
+    proven(rig, version)
+
+
+def test_a_frozen_representative_is_succeeded_and_changes_nothing_when_it_wakes(make_rig: MakeRig) -> None:
+    rig, trainers = hurt_rig(make_rig, 2)
+    frozen = trainers[1].client.pid
+    version = save_all(trainers, 1)
+    reached(trainers, version, Level.REPLICATED)
+    rig.hurt(1, "stop@rename")
+    trainers[0].client.persist(version)
+
+    reached(trainers[:1], version, Level.DURABLE, timeout_s=20)
+    proven(rig, version)
+    before = {path: path.stat().st_mtime_ns for path in (rig.base / "ck" / str(version)).glob("manifest.json")}
+    os.kill(frozen, signal.SIGCONT)
+    reached(trainers, version, Level.DURABLE)
+    again = save_all(trainers, 2, durable=True)
+    reached(trainers, again, Level.DURABLE)
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    proven(rig, version)
+    proven(rig, again)
+
+
+@pytest.mark.parametrize(
+    "where", [*(pytest.param(where, marks=pytest.mark.slow) for where in ("announce", "part")), "commit"]
+)
+def test_commits_go_on_when_the_coordinator_is_killed(make_rig: MakeRig, where: str) -> None:
+    """It dies with its node: nobody adopts its slots, and nobody repeats what its rank reported."""
+    rig, trainers = hurt_rig(make_rig, 2)
+    version = save_all(trainers, 1)
+    reached(trainers, version, Level.REPLICATED)
+    rig.hurt(0, f"kill@{where}")
+    trainers[1].client.persist(version)
+
+    reached(trainers[1:], version, Level.DURABLE, timeout_s=20)
+
+    proven(rig, version)
+
+
+def test_storage_that_fails_for_everybody_is_an_alarm_and_the_newest_version_follows(make_rig: MakeRig) -> None:
+    rig, trainers = hurt_rig(make_rig, 2)
+    for node in (0, 1):
+        rig.hurt(node, "EIO@write")
+    for step in range(1, 8):
+        version = save_all(trainers, step, durable=True)
+        reached(trainers, version, Level.REPLICATED)
+        eventually(lambda: all("storage" in {a["key"] for a in rig.status(n)["alarms"]} for n in (0, 1)))
+
+    eventually(lambda: any("unserviceable" in alarm for alarm in trainers[0].client.alarms))
+    assert rig.storage.versions() == []
+    for node in (0, 1):
+        rig.hurt(node, "")
+
+    reached(trainers, version, Level.DURABLE, timeout_s=40)
+    proven(rig, version)
+    # A node whose bytes another one wrote by now has not seen storage serve; it does with what it writes next.
+    reached(trainers, save_all(trainers, 8, durable=True), Level.DURABLE)
+    eventually(lambda: not any(a["key"] == "unserviceable" for n in (0, 1) for a in rig.status(n)["alarms"]))
+
+
+@pytest.mark.parametrize(
+    "state", [{"per_node": 2, "own_bytes": 2 << 20}, {"shared_rows": 6 << 10}], ids=["of its own", "of what all hold"]
+)
+def test_every_node_writes_its_share_of_one_complete_copy(make_rig: MakeRig, state: dict[str, int]) -> None:
+    rig = make_rig(num_nodes=3, **state)
+    trainers = rig.start()
+    version = save_all(trainers, 1, durable=True)
+    reached(trainers, version, Level.DURABLE)
+
+    written = [rig.status(node)["counters"]["storage_written_bytes"] for node in range(3)]
+
+    proven(rig, version)
+    assert sum(written) == rig.storage.manifest(version).num_bytes
+    assert max(written) <= 1.1 * sum(written) / 3
+    assert takeovers(rig, (0, 1, 2)) == 0
+
+
+def test_parts_are_determined_by_the_table(make_rig: MakeRig) -> None:
+    rig = make_rig(num_nodes=3, per_node=2)
+    refs = [ref for rank in range(6) for ref in Trainer.layout_of(rig, rank).bundles]
+    table = list({ref.bundle_id: ref for ref in refs}.values())
+
+    parts = writer_failover.parts(table, rig.topology)
+
+    assert parts == writer_failover.parts(reversed(table), rig.topology)
+    assert Counter(ref.bundle_id for part in parts for ref in part.refs) == Counter(ref.bundle_id for ref in table)
+    assert all(len(set(part.line)) == len(part.line) >= 2 for part in parts)
+
+
+def test_who_cannot_write_says_so_and_the_next_in_line_begins_without_waiting_for_silence() -> None:
+    version, told, queued = Version(1, 4), [], []
+    parts = tuple(
+        writer_failover.Part(index, (1, 0), (BundleRef(f"b{index}", (0, 1), 0, 1, 8, ""),)) for index in (0, 2)
+    )
+    ledger = SimpleNamespace(incarnation=1, parts_of=lambda _: parts)
+
+    def succession(node: int) -> Succession:
+        state = SimpleNamespace(
+            node=node,
+            ledger=ledger,
+            need_ledger=lambda: ledger,
+            arena=_Found(),
+            outlets=SimpleNamespace(report=told.append),
+        )
+        made = Succession(state, Events(), queued.append)
+        made.begin()
+        made.hear(Announcement(Kind.PERSIST, version, ""))
+        return made
+
+    first, second = succession(1), succession(0)
+    (writing,) = queued
+    first.failed(writing.order, "no space is left")
+    assert told == [Reports(failures=(WriteFailure(version, (0, 2), "no space is left", gone=True),))]
+    second.hear(Announcement(Kind.FAILED, version, "no space is left", node=1, parts=(0, 2)))
+    (after,) = queued[1:]
+    assert after.order == writer_failover.Order(version, parts, 1, "node 1 is out: no space is left")
+
+
+def test_what_is_written_from_stays_until_every_order_that_needs_it_is_done() -> None:
+    """One order of a version ends while another one of it still waits: its slots must not be given to a newer version."""
+    version = Version(1, 4)
+    queued: list[Writing] = []
+    own, replica, other = (Held(None, rank, rank > 0) for rank in (0, 1, 2))
+    for held, name in ((own, "mine"), (replica, "theirs"), (other, "nobody's")):
+        held.state, held.version, held.images = SlotState.SEALED, version, {name: None}
+    state = SimpleNamespace(
+        arena=_Found([own, replica, other]),
+        ledger=SimpleNamespace(incarnation=1, standing=lambda _: (frozenset(), "", False)),
+        unpin=lambda held, why: held.unpin(why),
+    )
+    succession = Succession(state, Events(), queued.append)
+    orders = [
+        writer_failover.Order(
+            version, (writer_failover.Part(index, (0,), (BundleRef(name, (0,), 0, 1, 8, ""),)),), term, ""
+        )
+        for index, (name, term) in enumerate((("mine", 0), ("theirs", 1)))
+    ]
+    for order in (*orders, orders[1]):
+        succession.again(order)
+    assert [writing.order for writing in queued] == [*orders, orders[1]]
+
+    succession.done(queued[0])
+    succession.done(queued[0])  # doing it twice is doing it once
+    assert (own.pins.total(), replica.pins.total(), other.pins.total()) == (0, 2, 0)
+    succession.done(queued[1])
+    assert replica.pins.total() == 1
+    succession.done(queued[2])
+    assert replica.pins.total() == 0
+
+
+def test_what_may_have_to_be_taken_over_stays_until_a_save_finds_no_other_slot() -> None:
+    """Another node writes first; this one keeps its own copy meanwhile, and its replica is kept by other rules."""
+    version, queued = Version(1, 4), []
+    own, replica, newer = (Held(None, rank, rank == 1) for rank in (0, 1, 0))
+    for held in (own, replica, newer):
+        held.state, held.version, held.images = SlotState.SEALED, version, {"shared": None}
+    newer.version = Version(1, 5)
+    part = writer_failover.Part(0, (1, 0), (BundleRef("shared", (0, 1), 0, 1, 8, ""),))
+    ledger = SimpleNamespace(incarnation=1, parts_of=lambda _: (part,))
+    arena = _Found([own, replica, newer])
+    state = SimpleNamespace(node=0, arena=arena, need_ledger=lambda: ledger, unpin=lambda held, why: held.unpin(why))
+    succession = Succession(state, Events(), queued.append)
+    succession.begin()
+
+    def pins() -> list[int]:
+        return [held.pins.total() for held in (own, replica, newer)]
+
+    succession.hear(Announcement(Kind.PERSIST, version, ""))
+    assert (pins(), queued) == ([1, 0, 0], [])
+    succession.hear(Announcement(Kind.DURABLE, version, ""))
+    assert pins() == [0, 0, 0]
+
+    succession.hear(Announcement(Kind.PERSIST, version, ""))
+    assert succession.yield_slots(0), "a save waits"
+    assert pins() == [0, 0, 0]
+    assert not succession.yield_slots(0)
+
+
+class _Found(list):
+    def find(self, version: Version, bundle_id: str) -> object:
+        return next(((held, held.images[bundle_id]) for held in self if bundle_id in held.images), None)
+
+    def of_rank(self, rank: int) -> list[Held]:
+        return [held for held in self if held.rank == rank and not held.replica]

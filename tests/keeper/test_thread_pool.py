@@ -1,0 +1,75 @@
+"""Threads on loan: few, none held up by those that wait, none left."""
+
+from __future__ import annotations
+
+import threading
+
+from holdfast.keeper.rpc.thread_pool import Crew
+
+TIMEOUT_S = 10.0
+
+
+def test_work_waits_for_a_thread_and_all_of_it_is_done() -> None:
+    crew, at_work, most, done = Crew("test crew", 3), [0], [0], threading.Semaphore(0)
+    lock, together = threading.Lock(), threading.Barrier(3)
+
+    def work() -> None:
+        with lock:
+            at_work[0] += 1
+            most[0] = max(most[0], at_work[0])
+        together.wait(TIMEOUT_S)
+        with lock:
+            at_work[0] -= 1
+        done.release()
+
+    for _ in range(30):
+        crew.lend(work)
+
+    for _ in range(30):
+        assert done.acquire(timeout=TIMEOUT_S)
+    assert most[0] == 3
+    crew.stop(TIMEOUT_S)
+    assert not [thread for thread in threading.enumerate() if thread.name == "test crew"]
+
+
+def test_who_steps_aside_makes_room() -> None:
+    """Every piece of work waits for the next one, so one thread at work at once would never end."""
+    crew, events = Crew("test crew", 1), [threading.Event() for _ in range(20)]
+
+    def wait_for(number: int) -> None:
+        with crew.aside():
+            assert events[number + 1].wait(TIMEOUT_S)
+        events[number].set()
+
+    for number in range(19):
+        crew.lend(lambda number=number: wait_for(number))
+    crew.lend(events[19].set)
+
+    assert events[0].wait(TIMEOUT_S)
+    crew.stop(TIMEOUT_S)
+    assert not [thread for thread in threading.enumerate() if thread.name == "test crew"]
+
+
+def test_work_that_fails_costs_no_thread() -> None:
+    crew, done = Crew("test crew", 1), threading.Event()
+
+    def fail() -> None:
+        raise ValueError("on purpose")
+
+    crew.lend(fail)
+    crew.lend(done.set)
+
+    assert done.wait(TIMEOUT_S)
+    crew.stop(TIMEOUT_S)
+
+
+def test_what_was_lent_before_the_end_is_still_done() -> None:
+    crew, done, go = Crew("test crew", 1), [], threading.Event()
+    crew.lend(lambda: go.wait(TIMEOUT_S) or None)
+    for number in range(5):
+        crew.lend(lambda number=number: done.append(number))
+    go.set()
+
+    crew.stop(TIMEOUT_S)
+
+    assert done == list(range(5))

@@ -1,0 +1,235 @@
+"""What is written to storage stays as it is from the moment it is found; the parts of a keeper, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from holdfast.base.events import Events
+from holdfast.core.model import BundleRef, Topology, Version
+from holdfast.core.versions.coordinator_board import Announcement, Kind
+from holdfast.core.versions.lineage import Lineage
+from holdfast.core.versions.node_ledger import NodeLedger, Reports
+from holdfast.core.versions.slot_guard import SlotState, reusable
+from holdfast.core.versions.writer_failover import Order
+from holdfast.keeper.replication.replicator import Replicator, _NotYet
+from holdfast.keeper.rpc.messages import ImageSpan
+from holdfast.keeper.slots.job_queue import Worker
+from holdfast.keeper.slots.keeper_state import NodeState
+from holdfast.keeper.slots.progress import Activities
+from holdfast.keeper.slots.sealer import Sealer
+from holdfast.keeper.slots.slot_pool import Arena, Held
+from holdfast.keeper.slots.twin_diff import Examiner
+from holdfast.keeper.storage.writer import Persister
+from holdfast.keeper.storage.writer_failover import Succession, Writing
+from holdfast.tiers.format import image as image_format
+from holdfast.tiers.memory.slots import ImagePlace
+from holdfast.tiers.storage.manifest import BundleFile
+from holdfast.tiers.storage.version_store import Storage, open_storage
+
+NUM_BYTES = 3 * image_format.CHUNK_BYTES
+REFS = tuple(BundleRef(f"r{rank}", (rank,), 0, 1, NUM_BYTES, "f") for rank in (0, 1))
+V, V1, V2 = (Version(1, step) for step in (4, 5, 6))
+
+
+def nothing(*_: object, **__: object) -> None:
+    return None
+
+
+@dataclass
+class Node:
+    """Node 1 of two, one rank on each: it represents bundle r1 and is the backup of r0."""
+
+    storage: Storage
+    queue: list[Writing] = field(default_factory=list)
+    reports: list[Reports] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        budget = SimpleNamespace(reserve=nothing, came=nothing, release=nothing, close=nothing)
+        self.arena = Arena(budget)
+        self.state = NodeState(SimpleNamespace(node="b", job="j"), self.arena)
+        self.ledger = NodeLedger(node=1, topology=Topology(("a", "b"), (0, 1)), incarnation=1, lineage=Lineage())
+        self.ledger.resume(None)
+        self.ledger.learn_table("L", REFS)
+        self.state.node, self.state.ledger = 1, self.ledger
+        self.state.assembly = SimpleNamespace(job_id=self.storage.job_id(), incarnation=1)
+        outlets = ("push", "replicate", "writing", "began", "examine", "follow", "changed")
+        self.state.outlets = SimpleNamespace(report=self.reports.append, **dict.fromkeys(outlets, nothing))
+        events, vault = Events(), SimpleNamespace(open=lambda: self.storage, events=Events())
+        self.succession = Succession(self.state, events, self.queue.append)
+        self.succession.begin()
+        self.persister = Persister(self.state, vault, events, Activities(self.state), self.succession)
+        self.replicator = Replicator(self.state, events, nothing)
+
+    def hold(self, version: Version, rank: int, byte: int, *, replica: bool = False) -> Held:
+        """A slot into which a bundle is being written; `arrive` seals it."""
+        held = self.arena.add(self.arena.allocate(NUM_BYTES, "a test"), rank, replica=replica)
+        held.start(version, layout="L", durable=True)
+        held.slot.view[:NUM_BYTES] = bytes([byte]) * NUM_BYTES
+        return held
+
+    def arrive(self, held: Held) -> ImagePlace:
+        ref = REFS[held.rank]
+        place = ImagePlace(ref, 0, image_format.seal(ref.bundle_id, held.slot.view[:NUM_BYTES]))
+        held.images, held.state = {ref.bundle_id: place}, SlotState.SEALED
+        return place
+
+    def tell(self, version: Version, *kinds: Kind) -> None:
+        for kind in kinds:
+            news = Announcement(kind, version, "", "L")
+            self.ledger.told(news)
+            if kind is Kind.PERSIST:
+                self.succession.hear(news)
+
+    @property
+    def written(self) -> set[str]:
+        return {name for report in self.reports for part in report.parts for name in part.bundle_ids}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    storage = open_storage(tmp_path / "root", Events())
+    storage.claim()
+    storage.register_incarnation()
+    made = Node(storage)
+    yield made
+    made.persister.stop()
+    made.arena.close()
+
+
+def takes_over(node: Node) -> tuple[Held, ImagePlace]:
+    """Node 0 fails at once, so the order to write r0 waits before the replica is here; then it arrives."""
+    node.arrive(node.hold(V, 1, 1))
+    theirs = node.hold(V, 0, 2, replica=True)
+    node.tell(V, Kind.CAPTURED, Kind.PERSIST)
+    (part,) = (part for part in node.ledger.parts_of(V) if part.line[0] == 0)
+    node.succession.hear(Announcement(Kind.FAILED, V, "read-only file system", node=0, parts=(part.index,)))
+    assert [writing.order.term for writing in node.queue] == [0, 1]
+    place = node.arrive(theirs)
+    node.ledger.replicated(V, ["r0"])
+    node.tell(V, Kind.REPLICATED)
+    # A newer version is replicated meanwhile, so that nothing but a pin keeps the older one.
+    newer = node.hold(V1, 0, 3, replica=True)
+    node.arrive(newer)
+    node.tell(V1, Kind.CAPTURED, Kind.REPLICATED)
+    return theirs, place
+
+
+def while_written(node: Node, bundle_id: str, act: Callable[[], None]) -> None:
+    """Does `act` once, in the middle of the write of a bundle's file."""
+    real, acted = node.storage._backend.put, []
+
+    def put(name: str, chunks: Any, *, stamp: str, progress: Callable[[int], None] = nothing) -> None:
+        def moved(num_bytes: int) -> None:
+            progress(num_bytes)
+            if f"/{bundle_id}-" in name and not acted:
+                acted.append(name)
+                act()
+
+        real(name, chunks, stamp=stamp, progress=moved)
+
+    node.storage._backend.put = put  # type: ignore[method-assign]
+
+
+def test_a_replica_that_arrives_late_is_pinned_while_written(node: Node) -> None:
+    """Its order was queued before it was here. The next pull asks for a slot in the middle of the write."""
+    theirs, place = takes_over(node)
+    refused: list[str] = []
+
+    def pull() -> None:
+        with node.state.lock, pytest.raises(_NotYet) as caught:
+            node.replicator._reuse(0, V2, NUM_BYTES)
+        refused.append(caught.value.what)
+
+    while_written(node, "r0", pull)
+    for writing in node.queue:
+        node.persister._persist(writing)
+
+    assert len(refused) == 1
+    assert f"is in use ({V})" in refused[0]
+    assert node.written == {"r0", "r1"}
+    node.storage.verify_bundle(V, BundleFile.of(REFS[0], place.seal))
+    assert theirs.pins.total() == 0, "it is free again"
+    assert node.replicator._reuse(0, V2, NUM_BYTES) is theirs
+
+
+def test_bytes_that_change_in_a_pinned_slot_are_not_reported(node: Node) -> None:
+    """The second line: whatever changed them. The file gets no name, and the copy is offered to nobody any more."""
+    theirs, place = takes_over(node)
+
+    def spoil() -> None:
+        theirs.slot.view[NUM_BYTES - 1] ^= 1
+
+    while_written(node, "r0", spoil)
+    for writing in node.queue:
+        node.persister._persist(writing)
+
+    assert node.written == {"r1"}
+    (failure,) = (failure for report in node.reports for failure in report.failures)
+    assert failure.gone
+    assert "chunk 2 of image r0" in failure.reason
+    root = Path(node.storage.where)
+    assert [path.name for path in root.rglob("*") if "r0" in path.name] == []
+    assert list((root / ".tmp").iterdir()) == []
+    keys = set(node.state.alarms)
+    assert keys == {"storage", f"quarantine {V} r0 node b"}
+    assert node.arena.find(V, "r0") is None
+    assert node.arena.find(V1, "r0") is not None, "the same bundle of another version is as good as before"
+    assert place.seal.bundle_id == "r0"
+
+
+def test_what_waits_for_a_job_that_is_over_is_unpinned(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A keeper takes up another job only when nothing is pinned any more; who does what was dropped would never unpin."""
+    monkeypatch.setattr(Worker, "_add", lambda worker, job: worker._jobs.append(job))  # all wait, nobody works
+    node.state.layouts = {1: SimpleNamespace(bundles=(REFS[1],))}
+    sealer, examiner = Sealer(node.state, Events(), SimpleNamespace()), Examiner(node.state)
+    own, copied = node.hold(V, 1, 1), node.hold(V1, 1, 1)
+    node.arrive(own)
+    with node.state.lock:
+        node.tell(V, Kind.CAPTURED, Kind.PERSIST)
+        node.persister.put(node.queue[0])
+        sealer.put(copied, V1, [ImageSpan(REFS[1], 0, NUM_BYTES)])
+        examiner.put(V, "r1")
+    assert set(own.pins) == {"persisting", "examined"}
+    assert set(copied.pins) == {"sealing"}
+
+    with node.state.lock:
+        for part in (node.persister, sealer, examiner):
+            part.leave()
+
+    assert not own.pins
+    assert not copied.pins
+
+
+def test_an_order_pins_each_slot_once(node: Node) -> None:
+    own = node.hold(V, 1, 1)
+    node.arrive(own)
+    writing = Writing(Order(V, (), 0, ""))
+    for _ in range(3):
+        writing.find(node.arena, REFS[1])
+    assert own.pins.total() == 1
+    assert not reusable(own.view, node.ledger.knowledge).value
+    node.succession.done(writing)
+    assert own.pins.total() == 0
+
+
+def test_a_directory_that_is_replaced_during_a_write_gets_no_part(node: Node, tmp_path: Path) -> None:
+    """Another job began anew at the path while a bundle was written, which took minutes."""
+    node.arrive(node.hold(V, 1, 1))
+    node.tell(V, Kind.CAPTURED, Kind.PERSIST)
+
+    def replaced() -> None:
+        (tmp_path / "root").rename(tmp_path / "away")
+        open_storage(tmp_path / "root", Events()).claim()
+
+    while_written(node, "r1", replaced)
+    node.persister._persist(node.queue[0])
+
+    assert node.written == set()
+    assert "belongs to job" in node.state.alarms["storage"].text
+    assert list((tmp_path / "root").glob("*/manifest-*.json")) == []
