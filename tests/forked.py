@@ -343,6 +343,9 @@ def _fork(request: Mapping[str, Any], files: Sequence[int], ours: Sequence[socke
         with contextlib.suppress(BaseException):
             sys.stdout.flush()
             sys.stderr.flush()
+        if code == -signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
         os._exit(code)
     raise AssertionError("unreachable")
 
@@ -389,9 +392,9 @@ def _execute(words: list[str]) -> int:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-    except BaseException:  # noqa: BLE001 - what an interpreter does at its top
-        traceback.print_exc()
-        code = 1
+    except BaseException as error:  # noqa: BLE001 - what an interpreter does at its top
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     threading._shutdown()  # type: ignore[attr-defined]  # an interpreter waits for its threads, then runs exit handlers
     atexit._run_exitfuncs()
     return code

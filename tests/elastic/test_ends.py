@@ -300,16 +300,19 @@ def test_ranks_that_hang_on_several_nodes_are_not_given_the_whole_grace(
     assert job.logs().count("they are not waited for any longer") == 2 - len(saves)
 
 
-# Children that the script forks: by an exit code, by an error of its own, off the last line.
+# Children that the script forks: by exit codes, by an error of its own, interrupted, off the last line.
 FORKS = """
 import os, pathlib, sys
 from holdfast.checkpoint.liveness import heartbeat as beats
 here, codes = pathlib.Path(os.environ["HERE"]), []
-for how in ("three", "error", "off"):
+for how in ("three", "float", "byte", "error", "interrupt", "off"):
     pid = os.fork()
     if pid == 0:
         (here / how).write_text(str(beats._hooks.mine()))
         if how == "three": sys.exit(3)
+        if how == "float": sys.exit(0.0)
+        if how == "byte": sys.exit(256)
+        if how == "interrupt": raise KeyboardInterrupt
         if how == "error": raise ValueError("of the child")
         break
     codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
@@ -321,7 +324,8 @@ else:
 def test_a_process_that_the_script_forks_ends_as_in_plain_python_and_speaks_for_no_rank(tmp_path: Path) -> None:
     done = launch(tmp_path, FORKS)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert (tmp_path / "codes").read_text() == "[3, 1, 0]"
+    assert "\n0.0\n" in f"\n{done.stderr}", "Python prints what is no exit code"
+    assert (tmp_path / "codes").read_text() == "[3, 1, 0, 1, -2, 0]"
     assert "ValueError: of the child" in done.stderr
     assert [(tmp_path / how).read_text() for how in ("three", "error", "off")] == ["None"] * 3
 

@@ -48,7 +48,7 @@ ENDING = (
     signal.SIGPWR, *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
 )  # fmt: skip
 
-# What a forked worker does; returns its exit code.
+# What a forked worker does; returns its exit code, or -SIGINT.
 Work = Callable[[socket.socket, int], int]
 
 
@@ -357,7 +357,11 @@ class _Keeper:
             keeps = before == signal.SIG_IGN and number not in HANDLED
             signal.signal(number, signal.SIG_IGN if keeps else signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        return self._work(socket.socket(fileno=control), page)
+        code = self._work(socket.socket(fileno=control), page)
+        if code == -signal.SIGINT:  # Python runs exit handlers first, and ends by the signal then
+            sys.excepthook = lambda *_: None  # the worker has told it
+            raise KeyboardInterrupt
+        return code
 
     def _reap(self, pidfd: int) -> None:
         pid = self._pidfds.pop(pidfd)

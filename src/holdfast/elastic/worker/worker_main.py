@@ -139,7 +139,7 @@ class Runner:
             self.begin(order)
             self._execute(order)
         except SystemExit as stop:
-            error = stop if stop.code not in (None, 0) else None
+            error = stop if _code_of(stop) else None
         except BaseException as fault:  # noqa: BLE001 - whatever the script raised is told, judged or raised again below
             error = fault
         if os.getpid() != self._pid:
@@ -411,10 +411,10 @@ def _end_of_child(error: BaseException | None) -> int:
 
 
 def _code_of(error: BaseException) -> int:
-    """Return the exit code that Python would end with."""
+    """Return the exit code that Python would end with, as a parent sees it: of a signal, its number below zero."""
     if isinstance(error, SystemExit):
-        return (error.code or 0) if isinstance(error.code, int | None) else 1
-    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        return (error.code or 0) & 0xFF if isinstance(error.code, int | None) else 1
+    return -signal.SIGINT if type(error) is KeyboardInterrupt else 1
 
 
 def _print(error: BaseException) -> None:
