@@ -431,6 +431,20 @@ def test_bases_take_a_parameter_in_python_3_10_too() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_programs_are_started_without_the_working_directory_in_their_path() -> None:
+    """`python -m` looks there first, and others may write there. The yardstick of plain torchrun is torch's own program."""
+    wrong = [
+        f"{label(path)}:{node.lineno} {ast.unparse(node)}: call base.program.command"
+        for path in files()
+        if label(path) != "base/program.py"
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.List)
+        and {"sys.executable", "'-m'"} <= (words := {ast.unparse(word) for word in node.elts})
+        and "'torch.distributed.run'" not in words
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_no_finaliser() -> None:
     wrong = [f"{label(path)}: {name}" for path in files() for name, _ in functions(path) if name.endswith("__del__")]
     assert not wrong, "\n".join(wrong)

@@ -271,7 +271,7 @@ def test_one_bad_read_takes_no_older_version(
 
 def test_a_newer_format_is_not_passed_over(make: Make, tmp_path: Path) -> None:  # noqa: F811
     trained(make)
-    rewrite(manifest_of(tmp_path / "job"), '"format_version":1', '"format_version":3')
+    rewrite(manifest_of(tmp_path / "job"), '"format_version":1', '"format_version":4')
     following = make(Trainee())
     with on_waiting(lambda: None) as said, pytest.raises(NewerFormat) as caught:
         following.restore()

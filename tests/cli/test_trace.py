@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import holdfast
 from holdfast.base.errors import CorruptError, UsageError
 from holdfast.base.events import Events
-from holdfast.base.trace import TraceFile
+from holdfast.base.trace import SUFFIX, TraceFile
 from holdfast.cli.trace import kind_of, read, trace
 
 
@@ -93,7 +94,10 @@ def test_every_event_has_its_colour_and_somebody_emits_it(event: str, kind: str)
     assert kind_of(event) == kind
     source = Path(holdfast.__file__).parent
     told = [
-        path for room in ("node", "train") for path in (source / room).rglob("*.py") if f'"{event}"' in path.read_text()
+        path
+        for room in ("keeper", "checkpoint", "elastic")
+        for path in (source / room).rglob("*.py")
+        if f'"{event}"' in path.read_text()
     ]
     assert told or kind == "compute"
 
@@ -163,6 +167,61 @@ def test_machines_whose_clocks_began_at_other_times_share_an_axis(tmp_path: Path
         head = {"track": name, "pid": 1, "monotonic": monotonic, "wall": 5000.0}
         (tmp_path / f"{name}.trace.jsonl").write_text(f'{json.dumps(head)}\n["step", {start}, {start + 1.0}]\n')
     assert [(track.name, track.spans[0].start) for track in read([tmp_path])] == [("rank 0", 0.0), ("rank 1", 3.0)]
+
+
+@pytest.mark.timeout(60)
+def test_a_directory_of_somebody_else_is_read_and_written_without_harm(home: Path, tmp_path: Path) -> None:
+    """Who may write there makes links of the names that are written, and pipes and endless files of those that are read."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (home / "timeline.html").symlink_to(precious)
+    (home / "timeline.json").symlink_to(precious)
+    assert trace([str(home)], html=None, perfetto=None, as_json=True) == 0
+    assert precious.read_text() == "mine"
+    assert not (home / "timeline.html").is_symlink()
+    planted = home / f"rank-9-9{SUFFIX}"
+
+    def pipe() -> None:
+        os.mkfifo(planted)
+
+    def link() -> None:
+        planted.symlink_to(precious)
+
+    def endless() -> None:
+        planted.touch()
+        os.truncate(planted, 1 << 40)
+
+    for plant in (pipe, link, endless):
+        plant()
+        with pytest.raises(CorruptError, match="cannot be read") as caught:
+            read([home])
+        assert caught.value.where == str(planted)
+        planted.unlink()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("planted", ["pipe", "pipe with a reader", "another name of a file"])
+def test_a_track_whose_name_is_taken_makes_nobody_wait(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, planted: str
+) -> None:
+    file = TraceFile(tmp_path, "rank 0")
+    reader, precious = -1, tmp_path / "precious"
+    if planted == "another name of a file":
+        precious.write_text("mine")
+        file.path.hardlink_to(precious)
+    else:
+        os.mkfifo(file.path)
+        if planted == "pipe with a reader":
+            reader = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        file.span("step", 0.0, 1.0)
+        file.close()
+        assert reader < 0 or not os.read(reader, 100)
+    finally:
+        if reader >= 0:
+            os.close(reader)
+    assert "no trace" in caplog.text
+    assert not precious.exists() or precious.read_text() == "mine"
 
 
 def test_no_tracks_is_an_error_with_the_remedy(tmp_path: Path) -> None:

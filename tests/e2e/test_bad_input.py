@@ -547,11 +547,11 @@ def test_a_hostile_manifest_is_refused(make: Make, job: Path, old: str, new: str
 
 def test_a_newer_format_is_named_as_such(make: Make, job: Path, capsys: Any) -> None:
     for version in (GOOD, BAD):
-        rewrite(job / str(version) / "manifest.json", '"format_version":1', '"format_version":3')
+        rewrite(job / str(version) / "manifest.json", '"format_version":1', '"format_version":4')
     before = tree(job)
     with refused(NewerFormat, code="HF301", place=BAD, remedy="upgrade holdfast", soon=2 * SOON_S) as problem:
         make(job).restore()
-    assert "format 3" in str(problem.error)
+    assert "format 4" in str(problem.error)
     with refused(NewerFormat, code="HF301", place=BAD, remedy="upgrade holdfast"):
         versions.inspect_version(str(job), None, as_json=True)
     assert versions.list_versions(str(job), as_json=True) == 1

@@ -17,6 +17,7 @@ from holdfast.base.errors import UsageError
 from holdfast.elastic.launch import compile_cache, run_command
 from holdfast.elastic.launch.compile_cache import MAX_ARCHIVES, CompileCache, make_cache, pack, unpack
 from holdfast.elastic.launch.mindspore_env import read
+from holdfast.tiers.backends.local import LocalBackend
 from launch_kit import Job, kill_tree, wait_for
 
 WORKER = {
@@ -135,6 +136,39 @@ def test_with_a_secret_only_who_has_it_spreads_code(tmp_path: Path, caplog: pyte
     assert "not of a process with this job's secret" in caplog.text
 
 
+def test_archives_are_proved_before_they_are_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sparse file costs who makes it nothing, and who reads it whole its memory."""
+    cache = CompileCache(str(tmp_path / "kept"), tmp_path / "node", {}, secret=b"s" * 32)
+    (tmp_path / "kept" / cache.key).mkdir(parents=True)
+    for number, size in enumerate((64 << 20, 3, 2, 1)):
+        file = tmp_path / "kept" / cache.key / f"{number:032x}.cache"
+        file.touch()
+        os.truncate(file, size)
+    real, asked = LocalBackend.read_into, []
+
+    def read_into(backend: LocalBackend, name: str, view: memoryview, *, offset: int = 0) -> int:
+        asked.append((name[-7:], len(view)))
+        return real(backend, name, view, offset=offset)
+
+    monkeypatch.setattr(LocalBackend, "read_into", read_into)
+    monkeypatch.setattr(LocalBackend, "read", None)
+    assert cache.fetch() == 0
+    assert "not of a process with this job's secret" in caplog.text
+    assert max(size for _, size in asked) == compile_cache.PIECE_BYTES
+    asked.clear()
+    monkeypatch.setattr(compile_cache, "MAX_READ", 2)
+    assert cache.fetch() == 0
+    assert [size for _, size in asked] == [1, 2], "the smallest"
+    assert "2 of 4 archives" in caplog.text
+    monkeypatch.setattr(compile_cache, "MAX_READ", 9)
+    monkeypatch.setattr(compile_cache, "MAX_BYTES", 4)
+    asked.clear()
+    assert cache.fetch() == 0
+    assert [size for _, size in asked] == [1, 2]
+
+
 @pytest.mark.parametrize(
     "head",
     [b"[" * 200_000, b'[["\\ud800",0,false]]', b'[["../x",0,false]]', b'[["/x",0,false]]', b"9" * 5000],
@@ -158,7 +192,7 @@ def test_an_archive_without_bound_is_not_read(
     (tmp_path / "kept" / cache.key).mkdir(parents=True)
     (tmp_path / "kept" / cache.key / f"{'0' * 32}.cache").write_bytes(bytes(1001))
     assert cache.fetch() == 0
-    assert "larger than 1000 bytes" in caplog.text
+    assert "more than 1000 bytes" in caplog.text
 
 
 def test_code_that_another_machine_or_version_made_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -325,6 +325,29 @@ def test_small_jobs_miss_a_dead_node_sooner(flags: list[str], conf: str, monkeyp
     assert args.rdzv_conf == conf
 
 
+def test_a_job_of_one_node_meets_in_no_store_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch unpickles what stands in a rendezvous' store, and over TCP every user of the machine reaches it."""
+
+    def listening() -> set[int]:
+        found = psutil.Process().net_connections("inet")
+        return {each.fd for each in found if each.status == psutil.CONN_LISTEN}
+
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    args = run_command.build_parser().parse_args(["--nproc-per-node=1", "script.py"])
+    run_command.prepare(args)
+    config, entrypoint, arguments = run_command._launch_config(args)
+    before = listening()
+    handler = run_command._worker_spec(config, entrypoint, arguments, can_move=True).rdzv_handler
+    assert handler is not None
+    try:
+        for _ in range(2):  # as at a restart
+            info = handler.next_rendezvous()
+            assert (info.rank, info.world_size) == (0, 1)
+            assert listening() == before
+    finally:
+        handler.shutdown()
+
+
 def test_a_number_of_failures_that_somebody_gave_is_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     def limits(*flags: str) -> tuple[int, bool]:
         found = run_command._limits(run_command.build_parser().parse_args([*flags, "t.py"]))

@@ -172,7 +172,10 @@ _RESUMED = [
     incarnations.encode_record(incarnations._Resumed(incarnation=2, resumed_from="1-7")),
     incarnations.encode_record(incarnations._Resumed(incarnation=1, resumed_from=None)),
 ]
-_TRAILER = Trailer("1" * 16, 9 << 20, (b"t" * 16, b"u" * 16), b"d" * 16)
+_TRAILERS = (
+    Trailer("1" * 16, 9 << 20, (b"t" * 28, b"u" * 28), b"d" * 16),
+    Trailer("1" * 16, 9 << 20, (b"t" * 16, b"u" * 16), b"d" * 16, older=True),
+)
 
 
 def _archive() -> list[bytes]:
@@ -307,13 +310,10 @@ def _asks(path: Path) -> bool:
 
 
 def _pages() -> list[bytes]:
-    return [
-        bytes(heartbeat_page.PAGE_BYTES),
-        heartbeat_page._HEAD.pack(heartbeat_page.MAGIC, 7, 10, 1, 0, 1, *([3] * _NUMBERS), b"all", 8),
-    ]
-
-
-_NUMBERS = len(heartbeat_page._HEAD.unpack(bytes(heartbeat_page._HEAD.size))) - 8
+    # Whatever follows the first six fields: one of each kind there is.
+    rest = heartbeat_page._HEAD.unpack(bytes(heartbeat_page._HEAD.size))[6:]
+    filled = [{bytes: b"all", int: 3, float: 8.0}[type(value)] for value in rest]
+    return [bytes(heartbeat_page.PAGE_BYTES), heartbeat_page._HEAD.pack(heartbeat_page.MAGIC, 7, 10, 1, 0, 1, *filled)]
 
 
 def _noted() -> list[bytes]:
@@ -432,7 +432,7 @@ PARSERS = {
         Parser("values", forms.JSON, _valued, values.decode, _BROKEN, _same_value),
         Parser("image", forms.IMAGE, _images, lambda d: image_format.read_image(d, "f"), _BROKEN, _fits),
         Parser(
-            "trailer", forms.trailer(b"n"), lambda: [_TRAILER.encode("n")], lambda d: Trailer.decode(d, "n"), _BROKEN,
+            "trailer", forms.trailer(b"n"), lambda: [each.encode("n") for each in _TRAILERS], lambda d: Trailer.decode(d, "n"), _BROKEN,
             _same(lambda value: value.encode("n")),
         ),
         Parser("archive", forms.ARCHIVE, _archive, compile_cache.unpack, (), _stays),

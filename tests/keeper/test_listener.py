@@ -251,7 +251,7 @@ def test_the_keys_command_is_in_no_argument_or_log(make_rig: MakeRig) -> None:
     trainers = rig.start()
     version = save_all(trainers, 7, durable=True)
     reached(trainers, version, Level.DURABLE)
-    assert list(Path(rig.root).glob("*/*.encrypted"))
+    assert list(Path(rig.root).glob("*/*.encrypted2"))
     limits = (process / "limits").read_text()
     assert re.search(r"Max core file size +0 +0 ", limits), "a core dump would hold the key"
 

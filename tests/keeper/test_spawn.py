@@ -88,6 +88,20 @@ def test_it_is_detached_from_whoever_started_it(make_rig: MakeRig) -> None:
     assert not [child.pid for child in children if child.status() == psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.parametrize("planted", ["holdfast/__init__.py", "importlib.py", "typing.py"])
+def test_nothing_is_imported_from_the_directory_where_a_job_is_started(
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
+    """Others may write there, and a keeper inherits the secret and the key."""
+    ran, file = tmp_path / "ran", tmp_path / "shared" / planted
+    file.parent.mkdir(parents=True)
+    file.write_text(f"open({str(ran)!r}, 'w').close()\n")
+    monkeypatch.chdir(tmp_path / "shared")
+    rig = make_rig()
+    assert rig.pid_of(rig.keeper(0))
+    assert not ran.exists()
+
+
 def test_many_starters_get_one_keeper(base: Path) -> None:
     code = f"""
 import sys

@@ -154,12 +154,14 @@ def test_nothing_but_an_error_of_ours_comes_out_of_hostile_bytes(trials: int) ->
     file = manifests.BundleFile.of(ref_of(b), image_format.seal(b.bundle_id, image))
     part = manifests.encode_part([file])
     root = manifests.encode_root(manifests.Manifest(NEW, "ab" * 8, 1, "l", None, {"manifest-0.json": (1, "0" * 32)}))
-    trailer = Trailer("00" * 8, 100, (bytes(16),), bytes(16)).encode("name")
+    trailer = Trailer("00" * 8, 100, (bytes(28),), bytes(16)).encode("name")
+    older = Trailer("00" * 8, 100, (bytes(16),), bytes(16), older=True).encode("name")
     readers = (
         (head, lambda data: image_format.read_header(data, len(image), "fuzz")),
         (part, lambda data: manifests.decode_part(data, "fuzz")),
         (root, lambda data: manifests.decode_root(data, "fuzz")),
         (trailer, lambda data: Trailer.decode(data, "name")),
+        (older, lambda data: Trailer.decode(data, "name")),
     )
     accepted = 0
     for good, read in readers:

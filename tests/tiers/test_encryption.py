@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hmac
 import random
+import shutil
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import xxhash
 
+from holdfast.base.config import Config, load
 from holdfast.base.errors import ConfigError, CorruptError, NewerFormat, VersionNotFound
 from holdfast.base.events import Events
-from holdfast.core.model import Level, Version
+from holdfast.core.model import BundleRef, Level, Version
 from holdfast.core.recovery.version_choice import Facts, Stored, choose_version, fetches
 from holdfast.core.versions.lineage import Lineage
 from holdfast.tiers.backends.local import LocalBackend
@@ -22,15 +27,19 @@ from holdfast.tiers.format import strict_json
 from holdfast.tiers.format.image import CHUNK_BYTES
 from holdfast.tiers.storage import manifest as manifests
 from holdfast.tiers.storage.bundle_files import MAGIC, BundleFiles, Trailer
-from holdfast.tiers.storage.encryption import Key, KeySource, Name, load_key
+from holdfast.tiers.storage.encryption import NONCE_BYTES, FileKey, Key, KeySource, Name, load_key
 from holdfast.tiers.storage.incarnations import make_stamp
 from holdfast.tiers.storage.manifest import BundleFile, Manifest
 from holdfast.tiers.storage.version_store import Storage, open_storage
+from holdfast.tiers.wire.tls import read_secret
 from keeper.rig import reached, rig_in, save_all
 from tiers.samples import JOB_LAYOUT, bundle, piece, random_image, ref_of, save, verify
 
 V1, V2 = Version(1, 10), Version(1, 20)
 SECRET = bytes(range(32))
+NAME = Name("job", "v", "b", 100, "d")
+# A root with one version of format 2, encrypted with SECRET, as commit 6ea0d44 wrote it.
+OLDER = Path(__file__).parent / "format2"
 
 
 @pytest.fixture
@@ -75,7 +84,7 @@ def test_what_is_stored_tells_nothing_and_reads_back(store: Storage) -> None:
     assert verify(store, V1) == manifest.num_bytes
     for file in manifest.bundles:
         stored = path_of(store, V1, file).read_bytes()
-        assert file.file.endswith(".encrypted")
+        assert file.file.endswith(".encrypted2")
         assert b"weight" not in stored
         assert b"DCP_SHARDING_INFO" not in stored
         image = store.image(V1, file)
@@ -115,15 +124,179 @@ def test_no_two_contents_share_a_key() -> None:
     base = Name("job", "v", "b", 100, "d")
     others = [Name("jobv", "", "b", 100, "d"), Name("job", "w", "b", 100, "d"), Name("job", "v", "c", 100, "d")]
     others += [Name("job", "v", "b", 101, "d"), Name("job", "v", "b", 100, "e")]
-    plain = memoryview(bytes(64))
 
     def stored(file: Name, index: int) -> bytes:
-        into = memoryview(bytearray(64))
-        key.of_file(file).encrypt(index, plain, into)
-        return bytes(into)
+        chunk = memoryview(bytearray(64))
+        key.of_file(file).encrypt(index, chunk)
+        return bytes(chunk)
 
     streams = [stored(name, index) for name in (base, *others) for index in (0, 1)]
     assert len(set(streams)) == len(streams)
+
+
+def with_one_digest() -> tuple[bytes, bytes]:
+    """Returns two contents of 4096 bytes with one XXH3-128.
+
+    The hash multiplies the halves of each lane of 8 bytes, XORed with its public secret, and adds the lane to its neighbour.
+    Where the low half is the secret's the product is zero whatever the high half is, and two such lanes have one sum.
+    """
+    found = []
+    for high in (1, 2):
+        content = bytearray(4096)
+        content[0:8] = bytes.fromhex("b8fe6c39") + high.to_bytes(4, "little")
+        content[64:72] = bytes.fromhex("7c01812c") + (100 - high).to_bytes(4, "little")
+        found.append(bytes(content))
+    return found[0], found[1]
+
+
+def crossed(first: bytes, second: bytes) -> bytes:
+    return bytes(a ^ b for a, b in zip(first, second, strict=True))
+
+
+def test_contents_with_one_digest_share_no_nonce(store: Storage) -> None:
+    """Of two files with one name, XOR of the ciphertexts tells nothing of the plain texts."""
+    contents = with_one_digest()
+    assert contents[0] != contents[1]
+    assert xxhash.xxh3_128_digest(contents[0]) == xxhash.xxh3_128_digest(contents[1])
+    stored = []
+    for content in contents:
+        seal = image_format.seal("b", content)
+        file = store.write_bundle(
+            V1, BundleRef("b", (0,), 0, 1, 4096, "f"), seal, memoryview(content), stamp=make_stamp(1)
+        )
+        stored.append(path_of(store, V1, file).read_bytes())
+        view = memoryview(bytearray(4096))
+        store._files._last = None
+        store.read_bundle_into(V1, file, view)
+        assert bytes(view) == content
+    assert crossed(stored[0][:4096], stored[1][:4096]) != crossed(*contents)
+    locks = [Trailer.decode(data[4096:], file.file).locks[0] for data in stored]
+    assert locks[0][:NONCE_BYTES] != locks[1][:NONCE_BYTES]
+
+
+def test_equal_chunks_of_one_file_are_stored_unlike() -> None:
+    key = Key(SECRET).of_file(Name("job", "v", "b", 2 * CHUNK_BYTES, "d"))
+    chunks = [memoryview(bytearray(4096)) for _ in range(2)]
+    locks = [key.encrypt(index, chunk) for index, chunk in enumerate(chunks)]
+    assert locks[0] != locks[1]
+    assert bytes(chunks[0]) != bytes(chunks[1])
+
+
+def test_ranks_with_other_bytes_under_one_name_share_no_nonce(store: Storage) -> None:
+    """Twins should hold the same. Where they do not, and one seal is believed of both, the second is refused."""
+    source = random.Random(9)
+    good = bytearray(source.randbytes(CHUNK_BYTES + 4096))
+    seal, ref = image_format.seal("b", good), BundleRef("b", (0, 1), 0, 1, len(good), "f")
+    file = BundleFile.of(ref, seal, store._files.key_id)
+    other = bytearray(good)
+    other[CHUNK_BYTES + 5] ^= 1
+    written: list[list[bytes]] = []
+    for view in (good, other):
+        taken: list[bytes] = []
+        try:
+            taken.extend(map(bytes, store._files.chunks(V1, file, memoryview(view))))
+        except CorruptError:
+            taken.append(b"refused")
+        written.append(taken)
+    assert written[0][0] == written[1][0], "the first chunk is the same, so it is stored alike"
+    assert written[1][1:] == [b"refused"]
+
+
+def test_memory_that_changes_meanwhile_meets_no_nonce_of_other_bytes(
+    store: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is written to the image once a chunk was taken, nonce, proof and ciphertext are of the bytes that were taken."""
+    image = bytearray(random.Random(4).randbytes(4096))
+    before = bytes(image)
+    seal, ref = image_format.seal("b", image), BundleRef("b", (0,), 0, 1, 4096, "f")
+    honest = FileKey.encrypt
+
+    def late(key: FileKey, index: int, chunk: memoryview) -> bytes:
+        image[100:200] = bytes(100)
+        return honest(key, index, chunk)
+
+    monkeypatch.setattr(FileKey, "encrypt", late)
+    file = store.write_bundle(V1, ref, seal, memoryview(image), stamp=make_stamp(1))
+    view = memoryview(bytearray(4096))
+    store.read_bundle_into(V1, file, view)
+    assert bytes(image) != before
+    assert bytes(view) == before
+
+
+@pytest.mark.parametrize("missing", ["content", "number", "key"])
+def test_a_nonce_that_leaves_something_out_is_missed(missing: str) -> None:
+    """A planted bug each: the nonces of what must differ are then the same."""
+
+    class Planted(FileKey):
+        def encrypt(self, index: int, chunk: memoryview) -> bytes:
+            if missing == "number":
+                return super().encrypt(0, chunk)
+            made = self._mac.copy() if missing == "content" else hmac.new(b"", digestmod="sha256")
+            made.update(index.to_bytes(NONCE_BYTES, "big"))
+            made.update(chunk if missing == "key" else b"")
+            return made.digest()[:NONCE_BYTES] + bytes(16)
+
+    def nonces(kind: type[FileKey]) -> list[bytes]:
+        cases = [(1, 0, b"a"), (1, 0, b"b"), (1, 1, b"a"), (2, 0, b"a")]
+        made = [
+            kind(bytes(32), bytes([secret]) * 32, NAME).encrypt(i, memoryview(bytearray(c))) for secret, i, c in cases
+        ]
+        return [lock[:NONCE_BYTES] for lock in made]
+
+    assert len(set(nonces(FileKey))) == 4
+    assert len(set(nonces(Planted))) < 4
+
+
+# Format 2, as earlier releases wrote it.
+
+
+def test_versions_of_format_2_are_read_verified_and_retired(tmp_path: Path, key_file: Path) -> None:
+    root = tmp_path / "older"
+    shutil.copytree(OLDER, root)
+    for directory in (root, *root.glob("**/")):
+        directory.chmod(0o700)
+    store = open_storage(root, Events(), encryption=KeySource(str(key_file)))
+    (version,) = store.versions()
+    manifest = store.manifest(version)
+    assert manifest.proved_format == 2
+    assert manifests.encode_root(manifest) == (root / str(version) / "manifest.json").read_bytes()
+    assert all(file.is_older for file in manifest.bundles)
+    for file in manifest.bundles:
+        view = memoryview(bytearray(file.length))
+        store.read_bundle_into(version, file, view)
+        image_format.verify(view, file.seal, "read")
+        store.verify_bundle(version, file)
+        reopened(store, "").verify_bundle(version, file)
+        path = path_of(store, version, file)
+        good = path.read_bytes()
+        path.write_bytes(bytes([good[0] ^ 1]) + good[1:])
+        with pytest.raises(CorruptError, match="changed, or belongs elsewhere"):
+            store.read_bundle_into(version, file, view)
+        path.write_bytes(good)
+    save(store, V2)
+    assert store.manifest(V2).proved_format == 3
+    store.retire(version)
+    assert store.versions() == [V2]
+    assert not (root / str(version)).exists()
+
+
+def test_what_is_left_of_a_version_of_format_2_is_discarded(tmp_path: Path, key_file: Path) -> None:
+    root = tmp_path / "older"
+    shutil.copytree(OLDER, root)
+    store = open_storage(root, Events(), encryption=KeySource(str(key_file)))
+    (version,) = store.versions()
+    (root / str(version) / "manifest.json").unlink()
+    store.discard(version)
+    assert not (root / str(version)).exists()
+
+
+def test_a_file_is_not_read_in_the_form_of_the_other(store: Storage) -> None:
+    """Who renames one, and lists it so, gets nothing of it."""
+    file = big(store, V1)
+    older = replace(file, file=file.file.removesuffix("2"))
+    path_of(store, V1, file).rename(path_of(store, V1, older))
+    with pytest.raises(CorruptError):
+        store._files.read(V1, older, length=10)
 
 
 def test_another_key_or_none_is_refused_by_name(store: Storage, tmp_path: Path) -> None:
@@ -165,10 +338,10 @@ def test_an_attacker_without_the_key_cannot_move_chunks_or_splice_versions(store
     file, other = big(store, V1), big(store, V2)
     good, path = path_of(store, V1, file).read_bytes(), path_of(store, V1, file)
     data, spliced = good[: file.length], path_of(store, V2, other).read_bytes()[: file.length]
-    tags = Trailer.decode(good[file.length :], file.file).tags
-    foreign = Trailer.decode(path_of(store, V2, other).read_bytes()[file.length :], other.file).tags
+    locks = Trailer.decode(good[file.length :], file.file).locks
+    foreign = Trailer.decode(path_of(store, V2, other).read_bytes()[file.length :], other.file).locks
     swapped = data[CHUNK_BYTES : 2 * CHUNK_BYTES] + data[:CHUNK_BYTES] + data[2 * CHUNK_BYTES :]
-    for bytes_of, forged in ((swapped, (tags[1], tags[0], tags[2])), (spliced, foreign)):
+    for bytes_of, forged in ((swapped, (locks[1], locks[0], locks[2])), (spliced, foreign)):
         chunks = [bytes_of[at : at + CHUNK_BYTES] for at in range(0, len(bytes_of), CHUNK_BYTES)]
         digest = xxhash.xxh3_128_digest(b"".join(map(xxhash.xxh3_128_digest, chunks)))
         path.write_bytes(bytes_of + Trailer(file.key_id, file.length, forged, digest).encode(file.file))
@@ -199,9 +372,10 @@ def test_a_sparse_file_of_somebody_else_is_not_read_for_its_trailer() -> None:
             raise VersionNotFound(name)
 
     files = BundleFiles(Sparse(), None, str)  # type: ignore[arg-type]
-    name = f"b-{'0' * 32}.{'1' * 16}.encrypted"
-    for size in range(1 << 60, (1 << 60) + (8 << 20), 65_521):
-        assert not files.looks_ours(V1, name, size)
+    for ending in ("encrypted", "encrypted2"):
+        name = f"b-{'0' * 32}.{'1' * 16}.{ending}"
+        for size in range(1 << 60, (1 << 60) + (8 << 20), 65_521):
+            assert not files.looks_ours(V1, name, size)
     assert max(asked, default=0) <= 16 << 20
 
 
@@ -239,6 +413,21 @@ def test_bad_keys_are_refused_without_telling_them(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words) as caught:
             load_key(setting)
         assert "5ec12e7" not in str(caught.value)
+
+
+def test_a_key_in_place_of_its_files_name_is_not_repeated() -> None:
+    """An easy slip; errors go where others read them."""
+    key = "5ec12e7a" * 8
+    mistakes: list[Callable[[], object]] = [
+        lambda: load_key(KeySource.of(Config(encryption_key=key)).setting),
+        lambda: load_key(f"!{key}"),
+        lambda: read_secret(key),
+        lambda: load({"encryption_key": [key]}, environ={}),
+    ]
+    for mistake in mistakes:
+        with pytest.raises(ConfigError) as caught:
+            mistake()
+        assert key not in "".join(traceback.format_exception(caught.value))
 
 
 # The whole way.
@@ -307,6 +496,27 @@ def test_a_version_that_somebody_without_the_key_made_is_refused(store: Storage,
     assert store.manifest(V1).version == V1
 
 
+def test_a_plain_bundle_beside_one_of_another_key_is_refused(store: Storage, tmp_path: Path) -> None:
+    """The id of a key stands in a name, and whoever writes a manifest chooses names."""
+    save(store, V1)
+    other = tmp_path / "other"
+    other.write_text(bytes(32).hex())
+    other.chmod(0o600)
+    stamp, files = make_stamp(V2.incarnation), []
+    for forger, name in ((reopened(store, ""), "a-0"), (reopened(store, str(other)), "zz-0")):
+        one = bundle(name, piece("w", "F32", (4, 4)))
+        image = random_image(one, 7)
+        sealed = image_format.seal(one.bundle_id, image)
+        files.append(forger.write_bundle(V2, ref_of(one), sealed, memoryview(image), stamp=stamp))
+    for committer in (reopened(store, ""), reopened(store, str(other))):
+        name, length, digest = committer.write_part(V2, 0, files, stamp=stamp)
+        committer.commit(Manifest(V2, store.job_id(), 1, JOB_LAYOUT, None, {name: (length, digest)}), stamp=stamp)
+        with pytest.raises(CorruptError, match=r"a key is required|does not have the key"):
+            store.manifest(V2)
+        (Path(store.where) / str(V2) / "manifest.json").unlink()
+    assert store.manifest(V1).version == V1
+
+
 def test_a_manifest_that_was_changed_is_refused_by_who_has_the_key(store: Storage) -> None:
     """All its checksums fit: they need no key."""
     save(store, V1)
@@ -356,6 +566,6 @@ def test_a_root_of_a_newer_format_is_told_by_older_readers() -> None:
     proved = manifests.encode_root(
         Manifest(V1, "ab" * 8, 1, "l", None, {"manifest-0.json": (1, "0" * 32)}, mac="0" * 64)
     )
-    assert b'"format_version":2' in proved
+    assert b'"format_version":3' in proved
     with pytest.raises(NewerFormat):
         strict_json.decode_record(proved, manifests._Root, "as a reader that knows format 1")

@@ -246,9 +246,9 @@ def test_groups_without_number_are_counted_in_one_pass() -> None:
 
 @pytest.mark.parametrize("data", [PART, ROOT_BYTES], ids=["part", "root"])
 def test_a_newer_format_is_refused_by_naming_both_even_if_nothing_else_is_known(data: bytes) -> None:
-    newer = sealed(b'{"format":"holdfast-manifest","format_version":3,"what":{"is":["this"]}')
+    newer = sealed(b'{"format":"holdfast-manifest","format_version":4,"what":{"is":["this"]}')
     decode = manifests.decode_part if data is PART else manifests.decode_root
-    with pytest.raises(NewerFormat, match=rf"format 3; .* up to {1 if data is PART else 2}.*upgrade"):
+    with pytest.raises(NewerFormat, match=rf"format 4; .* up to {1 if data is PART else 3}.*upgrade"):
         decode(newer, "here")
 
 

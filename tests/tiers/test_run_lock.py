@@ -119,6 +119,25 @@ def test_a_dead_machine_is_waited_for_where_a_file_server_keeps_its_lock(
     second.leave()
 
 
+@pytest.mark.parametrize(("of_root", "of_file"), [(0o700, 0o600), (0o755, 0o600), (0o775, 0o660), (0o777, 0o666)])
+@pytest.mark.parametrize("before", [None, 0o644])
+def test_who_may_only_read_the_root_cannot_lock_it(
+    tmp_path: Path, of_root: int, of_file: int, before: int | None
+) -> None:
+    """A lock for reading needs no more than to read the file, and keeps every job out."""
+    store = job(tmp_path / "root")
+    (tmp_path / "root").chmod(of_root)
+    file = tmp_path / "root" / run_lock.LOCK_FILE
+    if before is not None:
+        file.touch()
+        file.chmod(before)
+    store.occupy("first")
+    try:
+        assert file.stat().st_mode & 0o777 == of_file
+    finally:
+        store.leave()
+
+
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     with holder(tmp_path / "root", "fork") as first:
         store = job(tmp_path / "root")

@@ -59,7 +59,7 @@ def test_not_found_damaged_newer_and_unreadable_are_four_answers(store: Storage,
     good = (directory / "manifest.json").read_bytes()
     (directory / "manifest.json").write_bytes(good[:-5])
     ask(V1)
-    body = good[: good.index(b',"checksum"')].replace(b'"format_version":1', b'"format_version":3')
+    body = good[: good.index(b',"checksum"')].replace(b'"format_version":1', b'"format_version":4')
     (directory / "manifest.json").write_bytes(body + checksum_of(body))
     ask(V1)
     (directory / "manifest.json").unlink()

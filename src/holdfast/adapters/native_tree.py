@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from holdfast.base.errors import LevelNotReached
+from holdfast.base.replacing import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -167,15 +168,10 @@ class NativeWriter:
 def durably(path: Path, write: Callable[[Any], object]) -> None:
     """A file that is whole under its name, or not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
     for directory in (path.parent, path.parent.parent):
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -388,6 +388,10 @@ def _read_file(path: Path) -> dict[str, Any]:
     return {name: _typed(name, value, where=f"{path}: {name}") for name, value in table.items()}
 
 
+# What stands there may be a secret by mistake.
+_UNTOLD = {"encryption_key", "secret_file"}
+
+
 def _typed(name: str, value: Any, *, where: str) -> Any:
     fields = {f.name: f for f in dataclasses.fields(Config)}
     if name not in fields:
@@ -402,7 +406,8 @@ def _typed(name: str, value: Any, *, where: str) -> Any:
             raise ValueError
         return kind(value)
     except (ValueError, OverflowError):
-        raise ConfigError(f"{name} = {_spelt(value)} is not {_KINDS[kind]}", where=where) from None
+        told = name if name in _UNTOLD else f"{name} = {_spelt(value)}"
+        raise ConfigError(f"{told} is not {_KINDS[kind]}", where=where) from None
 
 
 def _spelt(value: object) -> str:

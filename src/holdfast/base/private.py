@@ -6,16 +6,20 @@ whoever writes there, or believes what lies there, comes through here first.
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import stat
 from pathlib import Path
 
 from holdfast.base.errors import ConfigError
 
+_LIKE_A_SECRET = re.compile(r"(?:^|[/!\s])(?:0x)?[0-9A-Fa-f]{32,}(?:\s|$)")
 # A keeper that ends removes its directory, and the next one makes it anew at the same time.
 _ATTEMPTS = 8
 
 REMEDY = "chmod 700 it, or set HOLDFAST_RUNTIME_DIR to a private directory"
+OTHERS_REMEDY = "another user made it: set HOLDFAST_RUNTIME_DIR to a private directory"
 
 
 def make(path: Path, *, below: Path | None = None) -> None:
@@ -77,6 +81,27 @@ def open_in(directory: Path, name: str, flags: int) -> int:
     return fd
 
 
+def read(path: Path, most_bytes: int) -> bytes:
+    """Return the content of a regular file in a directory where others may have put something else.
+
+    Raises:
+        OSError: it cannot be read, is a link or no regular file, or has more bytes than that.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        if found.st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
+        return file.read(most_bytes)
+
+
+def looks_secret(setting: str) -> bool:
+    """Return whether a setting that should name a file is a key or secret itself: an easy slip, and not to be repeated."""
+    return bool(_LIKE_A_SECRET.search(setting))
+
+
 def is_secret(found: os.stat_result) -> bool:
     """Returns whether a file may hold a secret: ours, or root's, and open to nobody else.
 
@@ -96,4 +121,5 @@ def is_private(found: os.stat_result) -> bool:
 def _require(found: os.stat_result, path: Path) -> None:
     if not is_private(found):
         what = "the runtime directory is not ours alone (owner, or open to others)"
-        raise ConfigError(what, where=str(path), remedy=REMEDY)
+        remedy = REMEDY if found.st_uid == os.geteuid() else OTHERS_REMEDY
+        raise ConfigError(what, where=str(path), remedy=remedy)

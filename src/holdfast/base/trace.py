@@ -9,9 +9,11 @@ Must never stop what it watches: a file that cannot be written ends the trace wi
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Mapping
@@ -28,6 +30,8 @@ MAX_BYTES = 32 << 20
 BATCH_LINES = 512
 # And at least so often, as long as something happens: what a killed process did last is what one wants to see.
 FLUSH_S = 1.0
+# The directory may be one that others write to: no link is followed, and a pipe under our name makes nobody wait.
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class TraceFile:
@@ -82,9 +86,10 @@ class TraceFile:
             return
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with os.fdopen(
-                os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600), "a"
-            ) as file:
+            with os.fdopen(os.open(self.path, _FLAGS, 0o600), "a") as file:
+                found = os.fstat(file.fileno())
+                if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink != 1:
+                    raise OSError(errno.EPERM, "the file is not ours alone")
                 file.write(text)
         except OSError as error:
             self._failed = True

@@ -15,14 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast.base import private
 from holdfast.base.errors import CorruptError, UsageError
-from holdfast.base.trace import SUFFIX
+from holdfast.base.replacing import replacing
+from holdfast.base.trace import MAX_BYTES, SUFFIX
 from holdfast.cli import console
 from holdfast.keeper.observe.run_summary import NAME, lines_of
 from holdfast.tiers.format.strict_json import parse_loose
 
 PAGE = Path(__file__).with_name("trace.html")
 _SLOT = "/*DATA*/null"
+# A process that runs its script again begins another track in its file.
+MOST_BYTES = 16 * MAX_BYTES
 _NUMBERS = re.compile("([0-9]{1,18})")
 _ACTION = re.compile(r"\d+[FBIW]\d+\Z")
 _KINDS = {
@@ -78,8 +82,8 @@ def trace(directories: Sequence[str], *, html: str | None, perfetto: str | None,
     tracks = read(homes)
     file = Path(html) if html else home / "timeline.html"
     events = Path(perfetto) if perfetto else home / "timeline.json"
-    events.write_text(json.dumps({"traceEvents": list(_chrome(tracks))}), encoding="utf-8")
-    file.write_text(page(tracks, home.name), encoding="utf-8")
+    _write(events, json.dumps({"traceEvents": list(_chrome(tracks))}), named=perfetto is not None)
+    _write(file, page(tracks, home.name), named=html is not None)
     seconds = max((span.end for track in tracks for span in track.spans), default=0.0)
     count = sum(len(track.spans) for track in tracks)
     kinds = Counter(span.kind for track in tracks for span in track.spans)
@@ -91,6 +95,36 @@ def trace(directories: Sequence[str], *, html: str | None, perfetto: str | None,
         console.say(f"{file}    open it in a browser")
         console.say(f"{events}    open it at ui.perfetto.dev, or in chrome://tracing")
     return 0
+
+
+def _write(path: Path, text: str, *, named: bool) -> None:
+    """Write a file. The user may name a link or a pipe; where nobody named it, others may have made one in the directory.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    data = text.encode("utf-8", errors="replace")
+    try:
+        if named:
+            path.write_bytes(data)
+        else:
+            with replacing(path) as file:
+                file.write(data)
+    except OSError as error:
+        what = f"the timeline cannot be written: {error.strerror}"
+        raise UsageError(what, where=str(path), remedy="name files with --html and --perfetto") from error
+
+
+def _text(path: Path) -> str:
+    """Return what stands in a track.
+
+    Raises:
+        CorruptError: it is a link or no file, it cannot be read, or it is larger than any that holdfast writes.
+    """
+    try:
+        return private.read(path, MOST_BYTES).decode("utf-8", errors="replace")
+    except OSError as error:
+        raise CorruptError(f"it cannot be read: {error.strerror}", where=str(path), remedy="move it away") from error
 
 
 def read(homes: Sequence[Path]) -> list[Track]:
@@ -122,7 +156,7 @@ def _earlier(span: Span, by: float) -> Span:
 
 
 def _read_file(path: Path) -> Track:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = _text(path).splitlines()
     spans: list[Span] = []
     name, pid, shift = "", 0, 0.0
     for number, line in enumerate(lines, 1):
@@ -145,11 +179,18 @@ def _span(row: Any, shift: float) -> Span:
     return Span(str(what), kind_of(str(what)), float(start) + shift, float(end) + shift, fields)
 
 
+def _lines_of(path: Path) -> list[dict[str, Any]]:
+    try:
+        return lines_of(path)
+    except OSError as error:
+        raise CorruptError(f"it cannot be read: {error.strerror}", where=str(path), remedy="move it away") from error
+
+
 def _read_journal(path: Path) -> Track:
     """The launcher's incidents: from the fault to the end of its recovery."""
     spans: list[Span] = []
     shift = 0.0
-    for row in lines_of(path):
+    for row in _lines_of(path):
         if row.get("event") == "run":
             shift = float(row.get("wall", row["t"])) - float(row["t"])
         elif row.get("event") == "incident":

@@ -1,4 +1,5 @@
-"""`python -m holdfast.keeper`: the keeper's process. Started by node.start, never by hand.
+"""The keeper's process, the program `holdfast.keeper`. Started by node.start, never by hand: `python -m` would search the
+working directory (base.program).
 
 Forks at once, so that whoever started it has no child to reap and no process group that reaches us; only then imports
 the rest. Tells through an inherited pipe that it listens, or why not.
@@ -18,8 +19,6 @@ def _detach() -> None:
 
 if __name__ == "__main__":
     _detach()
-    if not getattr(sys.flags, "safe_path", False):
-        del sys.path[0]  # the working directory, where a user's modules lie under any name
     from holdfast.keeper.service.keeper_main import main  # after the fork, so that the starter waits for nothing
 
     sys.exit(main(sys.argv[1:]))

@@ -22,8 +22,6 @@ import atexit
 import binascii
 import json
 import logging
-import os
-import secrets
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -37,6 +35,7 @@ from torch._C._distributed_c10d import TCPStore
 from holdfast.adapters.checkpointer import SaveOnly
 from holdfast.base import config as settings
 from holdfast.base.errors import LevelNotReached, MismatchError, StorageError, UsageError, VersionNotFound
+from holdfast.base.replacing import replacing
 from holdfast.core.model import Version
 from holdfast.tiers.format.strict_json import parse_loose
 
@@ -282,9 +281,8 @@ def _join(rank: int, world_size: int) -> None:
 
 
 def _write_name(path: Path, version: Version) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    temporary.write_text(json.dumps({"holdfast": str(version)}) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    with replacing(path) as file:
+        file.write(json.dumps({"holdfast": str(version)}).encode() + b"\n")
 
 
 def _read_name(path: Path) -> Version | None:

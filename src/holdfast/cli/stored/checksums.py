@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from holdfast.base.errors import UsageError, VersionNotFound
+from holdfast.base.replacing import replacing
 from holdfast.cli import console
 from holdfast.core.model import Version
 from holdfast.tiers.backends.interface import Backend
@@ -31,10 +32,9 @@ def write(backend: Backend, versions: Iterable[tuple[Version, Manifest]], target
         except VersionNotFound:
             if ROOT_NAME in dict(backend.listing(str(version))):
                 raise
-    unfinished = target.with_name(f".{target.name}.unfinished")
     try:
-        unfinished.write_text("".join(lines), encoding="ascii")
-        unfinished.replace(target)
+        with replacing(target) as file:
+            file.write("".join(lines).encode("ascii"))
     except OSError as error:
         remedy = "name a file in a directory that may be written"
         raise UsageError(f"the list cannot be written: {error.strerror}", where=str(target), remedy=remedy) from error

@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
 
 import torch
 
@@ -49,6 +50,9 @@ FIRST_SYNC_S, MOST_SYNC_S = 30.0, 600.0
 SETTLED_S = 10.0
 JOIN_TIMEOUT_S = 60.0
 MAX_BYTES = 4 << 30
+# Who may write there may have put any number of files there.
+MAX_READ = 256
+PIECE_BYTES = 8 << 20
 STAMP = "compile-cache"
 _SUFFIX = ".cache"
 
@@ -69,6 +73,14 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+class _Digest(Protocol):
+    """Is a hash or a keyed one."""
+
+    def update(self, data: Any, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
 
 
 class CompileCache:
@@ -115,19 +127,34 @@ class CompileCache:
             self._environ.setdefault(variable, str(self.directory / name))
         try:
             backend = open_backend(self._url)
-            return sum(self._fetched(backend, name, size) for name, size in backend.listing(self.key))
-        except (HoldfastError, OSError) as error:
-            logger.warning("the compile cache could not be fetched: %s", error)
+            return sum(self._fetched(backend, name, size) for name, size in self._bounded(backend))
+        except (HoldfastError, OSError, MemoryError) as error:
+            logger.warning("the compile cache could not be fetched: %s", str(error) or type(error).__name__)
             return 0
 
+    def _bounded(self, backend: Backend) -> list[tuple[str, int]]:
+        """Return name and size of the archives that are looked at: the smallest, MAX_READ of them, MAX_BYTES in all."""
+        listed = [(name, size) for name, size in backend.listing(self.key) if name.endswith(_SUFFIX)]
+        chosen: list[tuple[str, int]] = []
+        total = 0
+        for name, size in sorted(listed, key=lambda row: (row[1], row[0])):
+            total += size
+            if total > MAX_BYTES or len(chosen) == MAX_READ:
+                what = f"{len(listed) - len(chosen)} of {len(listed)} archives of the compile cache"
+                logger.warning("%s are passed over: more than %d bytes, or too many", what, MAX_BYTES)
+                break
+            chosen.append((name, size))
+        return chosen
+
     def _fetched(self, backend: Backend, name: str, size: int) -> int:
-        """How many files of one archive came."""
-        if not name.endswith(_SUFFIX):
+        """Return how many files of one archive came. It is held in memory only after it is proved in pieces."""
+        proof, buffer, path = self._proof(), memoryview(bytearray(min(size, PIECE_BYTES))), f"{self.key}/{name}"
+        for at in range(0, size, PIECE_BYTES):
+            piece = buffer[: size - at]
+            proof.update(piece[: backend.read_into(path, piece, offset=at)])
+        if not self._is_proved(name, proof):
             return 0
-        if size > MAX_BYTES:
-            logger.warning("the compile cache %s is larger than %d bytes and passed over", name, MAX_BYTES)
-            return 0
-        return self._unpack(name, backend.read(f"{self.key}/{name}", length=size))
+        return self._unpack(name, backend.read(path, length=size))
 
     def start(self, *, first_s: float = FIRST_SYNC_S) -> None:
         """Brings what is new to storage from now on, in a thread of its own."""
@@ -151,9 +178,9 @@ class CompileCache:
 
     def _unpack(self, name: str, archive: bytes) -> int:
         """Writes the files of one archive; none if it is damaged."""
-        if not hmac.compare_digest(self._name(archive), name):
-            what = "damaged, or not of a process with this job's secret," if self._secret else "damaged"
-            logger.warning("the compile cache %s is %s and passed over", name, what)
+        proof = self._proof()
+        proof.update(archive)
+        if not self._is_proved(name, proof):
             return 0
         count = 0
         self._archives.add(name)
@@ -198,12 +225,23 @@ class CompileCache:
             return 0
 
     def _name(self, archive: bytes) -> str:
-        """The name of an archive: its digest, with the job's secret if there is one."""
-        if not self._secret:
-            return f"{hashlib.sha256(archive).hexdigest()[:32]}{_SUFFIX}"
-        proof = hmac.new(self._secret, f"holdfast compile cache {self.key} ".encode(), hashlib.sha256)
+        """Return the name of an archive: its digest, with the job's secret if there is one."""
+        proof = self._proof()
         proof.update(archive)
-        return f"{proof.hexdigest()[:32]}{_SUFFIX}"
+        return _named(proof)
+
+    def _proof(self) -> _Digest:
+        """Return what an archive is digested with."""
+        if not self._secret:
+            return hashlib.sha256()
+        return hmac.new(self._secret, f"holdfast compile cache {self.key} ".encode(), hashlib.sha256)
+
+    def _is_proved(self, name: str, proof: _Digest) -> bool:
+        if hmac.compare_digest(_named(proof).encode(), os.fsencode(name)):
+            return True
+        what = "damaged, or not of a process with this job's secret," if self._secret else "damaged"
+        logger.warning("the compile cache %s is %s and passed over", name, what)
+        return False
 
     def _files(self) -> Iterator[tuple[str, Path]]:
         total = 0
@@ -215,6 +253,10 @@ class CompileCache:
                     logger.warning("the compile cache is larger than %d bytes; the rest is left out", MAX_BYTES)
                     return
                 yield str(file.relative_to(self.directory)), file
+
+
+def _named(proof: _Digest) -> str:
+    return f"{proof.hexdigest()[:32]}{_SUFFIX}"
 
 
 def pack(files: Mapping[str, Path]) -> bytes:

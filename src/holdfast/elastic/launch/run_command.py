@@ -37,13 +37,16 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 from torch.distributed.run import run as torchrun
@@ -91,6 +94,8 @@ DEFAULT_MAX_RESTARTS = _Unsaid(3)
 # undisturbed until the next restart, at which it joins again.
 KEEP_ALIVE = {"keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
 KEEP_ALIVE_MAX_NODES = 32
+# Where a job of one node meets, as torchrun spells it; no other launcher could know the port.
+ALONE = "localhost:0"
 MAX_DESCRIPTORS = 1 << 16
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # torch's own default
 # Behind the arguments of a launcher, and followed by a descriptor: be a nursery for it. No flag for people.
@@ -387,7 +392,7 @@ def prepare(args: argparse.Namespace) -> None:
     single = max_nodes == 1 and args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
     if args.standalone or single:
         # As torchrun does; the id stays one that the user can find again.
-        args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
+        args.rdzv_backend, args.rdzv_endpoint = "c10d", ALONE
         args.rdzv_id = args.rdzv_id if args.rdzv_id not in ("", "none") else "standalone"
     elif args.rdzv_backend == "static" and args.max_restarts > 0 and max_nodes > 1:
         logger.warning("the static rendezvous cannot bring a node back; use --rdzv-backend=c10d")
@@ -489,11 +494,21 @@ def _worker_spec(config: LaunchConfig, entrypoint: Any, args: Sequence[str], *, 
         "local_world_size": config.nproc_per_node,
         "entrypoint": entrypoint,
         "args": tuple(args),
-        "rdzv_handler": MovingRendezvous(endpoint)
-        if can_move and _over_tcp(endpoint)
-        else rendezvous_registry.get_rendezvous_handler(endpoint),
+        "rdzv_handler": MovingRendezvous(endpoint) if can_move and _over_tcp(endpoint) else _meeting(endpoint),
     }
     return WorkerSpec(**values)
+
+
+def _meeting(params: RendezvousParameters) -> RendezvousHandler:
+    """Return torch's rendezvous. A launcher that nobody can join, on one node and on no port, holds it in its own memory.
+
+    Torch unpickles what stands in the store, and its store over TCP listens on all addresses, to every user of the machine.
+    """
+    alone = params.backend == "c10d" and params.max_nodes == 1 and params.endpoint == ALONE
+    if not alone or params.get("store_type", "tcp") != "tcp":
+        return rendezvous_registry.get_rendezvous_handler(params)
+    store = HashStore()
+    return create_handler(store, C10dRendezvousBackend(store, params.run_id), params)
 
 
 def _over_tcp(params: RendezvousParameters) -> bool:

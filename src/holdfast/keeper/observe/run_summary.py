@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from holdfast.base import private
 from holdfast.core.elastic.goodput import ORDER, Goodput, goodput
 from holdfast.core.elastic.incident import PARTS
 from holdfast.tiers.format.strict_json import parse_loose
@@ -72,8 +73,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     Raises:
         OSError: it cannot be read.
     """
-    with path.open("rb") as file:
-        text = file.read(MAX_BYTES).decode(errors="replace")
+    text = private.read(path, MAX_BYTES).decode(errors="replace")
     found = []
     for line in text.splitlines():
         try:

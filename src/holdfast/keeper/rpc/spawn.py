@@ -11,12 +11,12 @@ import json
 import os
 import select
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import holdfast
+from holdfast.base import program
 from holdfast.base.config import Config, parse_size
 from holdfast.base.errors import KeeperError, KeeperLost, KeeperNotStarted
 from holdfast.keeper.rpc.caller import ring
@@ -119,8 +119,8 @@ def _spawn(place: Place, root: str, config: Config, deadline: float) -> bool:
     key_fd = hidden(json.dumps(key).encode()) if config.encryption_key else -1  # a command may have it among its words
     ready, theirs = os.pipe()
     try:
-        command = [
-            sys.executable, "-m", "holdfast.keeper",
+        command = program.command(
+            "holdfast.keeper",
             "--root", root, "--run-id", config.run_id, "--node", place.node,
             "--runtime-dir", str(place.runtime), "--memory-budget", config.memory_budget,
             "--linger-s", str(config.linger_s), "--log-level", config.log_level, "--ready-fd", str(theirs),
@@ -128,7 +128,7 @@ def _spawn(place: Place, root: str, config: Config, deadline: float) -> bool:
             *(["--listen-unsafe"] if network.unsafe else []),
             "--key-fd", str(key_fd), "--metrics-port", str(config.metrics_port),
             "--trace-dir", config.trace_dir,
-        ]  # fmt: skip
+        )  # fmt: skip
         try:
             launcher = subprocess.Popen(
                 command,

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from holdfast.base import program
+
 MARK = "HF_DEMO_NODE"
 KEEPER_MODULE = "holdfast.keeper"
 RANKS_PER_NODE = 2
@@ -75,7 +77,7 @@ class Cluster:
             place: which address of loopback it has. Agents are ranked by address, so a replacement at the same place
                 takes the same ranks.
         """
-        command = [sys.executable, "-m", "holdfast.cli.cli", "run", "--nnodes", "2"]
+        command = program.command("holdfast.cli.cli", "run", "--nnodes", "2")
         command += ["--nproc-per-node", str(RANKS_PER_NODE), "--max-restarts", "4", "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "demo"]
         command += ["--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=4", "--local-addr", f"127.0.0.{place}"]
@@ -131,7 +133,7 @@ class Cluster:
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Runs one `holdfast` command to its end."""
-        argv = [sys.executable, "-m", "holdfast.cli.cli", *arguments]
+        argv = program.command("holdfast.cli.cli", *arguments)
         return subprocess.run(
             argv, capture_output=True, text=True, timeout=60, check=False, env=self._environment("commands")
         )

@@ -29,6 +29,7 @@ from selectors import EVENT_READ, DefaultSelector
 import msgspec
 
 import holdfast
+from holdfast.base import program
 from holdfast.testing.drill.outcome import Outcome
 from holdfast.testing.drill.plan import PHASES, Trial, full_starts, plan
 from holdfast.testing.drill.planted import bugs
@@ -162,8 +163,10 @@ def _start(directory: str, ends: Sequence[int]) -> subprocess.Popen[bytes]:
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
     # One thread per library: a process with threads cannot be forked safely.
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "holdfast.testing.drill.lane", directory]
-    return subprocess.Popen([*command, *map(str, ends)], stdin=subprocess.DEVNULL, pass_fds=ends, env=environment)
+    command = program.command(
+        "holdfast.testing.drill.lane", directory, *map(str, ends), flags=("-W", "ignore::DeprecationWarning")
+    )
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=ends, env=environment)
 
 
 # --- the two ways to run it ---------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from holdfast.base import program
 from holdfast.testing.checks.evidence import slot_links
 from holdfast.testing.drill.shared import Ground, Setup, die_with
 
@@ -98,7 +98,7 @@ def start_nursery(grounds: Sequence[Ground], sandbox: str) -> tuple[subprocess.P
     pairs = [socket.socketpair() for _ in grounds]
     theirs = [pair[1].fileno() for pair in pairs]
     facts = [msgspec.json.encode(fact).decode() for fact in (theirs, grounds)]
-    command = [sys.executable, *_flags(), "-m", "holdfast.testing.drill.forkserver", *facts, sandbox]
+    command = program.command("holdfast.testing.drill.forkserver", *facts, sandbox, flags=_flags())
     inherited = [fd for ground in grounds for fd in ground.inherited]
     process = subprocess.Popen(command, pass_fds=(*theirs, *inherited))
     for _, end in pairs:
@@ -126,13 +126,8 @@ class Cast:
 
     def start_trainer(self, setup: Setup) -> Member:
         """A trainer in a fresh interpreter."""
-        command = [
-            sys.executable,
-            *_flags(),
-            "-m",
-            "holdfast.testing.drill.trainer",
-            msgspec.json.encode(setup).decode(),
-        ]
+        said = msgspec.json.encode(setup).decode()
+        command = program.command("holdfast.testing.drill.trainer", said, flags=_flags())
         journal = self.ground.journal_w
         process = subprocess.Popen([*command, str(journal)], pass_fds=(journal,), stdin=subprocess.DEVNULL)
         self._started[process.pid] = process

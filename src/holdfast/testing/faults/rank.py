@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast.base import program
 from holdfast.base.errors import HoldfastError
 from holdfast.core.model import Level, Version
 from holdfast.testing.drill.shared import die_with
@@ -38,7 +39,7 @@ class RankProcess:
             "base": str(rig.base), "num_nodes": len(rig.labels), "own_bytes": rig.own_bytes,
             "incarnation": rig.incarnation, "rank": rank,
         }  # fmt: skip
-        command = [sys.executable, "-m", "holdfast.testing.faults.rank", str(theirs.fileno()), json.dumps(facts)]
+        command = program.command("holdfast.testing.faults.rank", str(theirs.fileno()), json.dumps(facts))
         self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         theirs.close()
         self._buffer = b""

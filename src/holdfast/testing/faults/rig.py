@@ -13,12 +13,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast.base import program
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError, LevelNotReached
 from holdfast.base.events import Events
@@ -40,11 +40,11 @@ def start_hurtable(root: str, config: Config, control: Path, *, plant: str = "")
     place = place_of(root, config)
     place.make()
     ready, theirs = os.pipe()
-    command = [
-        sys.executable, "-m", "holdfast.testing.faults.inject", str(control), plant,
+    command = program.command(
+        "holdfast.testing.faults.inject", str(control), plant,
         "--root", root, "--run-id", config.run_id, "--node", place.node, "--runtime-dir", str(place.runtime),
         "--memory-budget", config.memory_budget, "--linger-s", str(config.linger_s), "--ready-fd", str(theirs),
-    ]  # fmt: skip
+    )  # fmt: skip
     keeper = subprocess.Popen(command, pass_fds=(theirs,), start_new_session=True)
     os.close(theirs)
     with os.fdopen(ready) as said:

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import psutil
 
+from holdfast.base import program
 from holdfast.testing.contracts.processes import keepers_under
 
 WORKER = str(Path(__file__).with_name("soak_train.py"))
@@ -57,7 +58,7 @@ class Soak:
 
     def start(self) -> None:
         """The launcher; it goes on from what there is."""
-        command = [sys.executable, "-m", "holdfast.elastic.launch.run_command", "--standalone", "--nproc-per-node=2"]
+        command = program.command("holdfast.elastic.launch.run_command", "--standalone", "--nproc-per-node=2")
         command += ["--max-restarts=1000000", "--run-id=soak", f"--runtime-dir={self.home}/run", WORKER, str(self.home)]
         with (self.home / "launcher.log").open("ab") as log:
             self.launcher = subprocess.Popen(

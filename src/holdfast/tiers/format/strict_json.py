@@ -21,8 +21,9 @@ from holdfast.base.errors import CorruptError, NewerFormat, UsageError
 
 # What this holdfast writes; one number for images, manifests and registrations.
 FORMAT_VERSION = 1
-# The format of the root of a manifest that is authenticated. The newest that this holdfast reads.
-AUTHENTICATED_FORMAT = 2
+# The format of the root of a manifest that is authenticated, whose files have nonces that follow from their content. The
+# newest that this holdfast reads; in 2 nonces were numbers.
+AUTHENTICATED_FORMAT = 3
 # Longest record file. A manifest is cut into parts by line of writers, so that none comes near it.
 MAX_RECORD_BYTES = 16 << 20
 
@@ -132,7 +133,7 @@ def decode_record(data: bytes, kind: type[R], where: str, *, later: type[R] | No
         data: the file's bytes.
         kind: what it should be.
         where: the file, for the error.
-        later: what it should be in AUTHENTICATED_FORMAT; None if there is no such.
+        later: what it should be in formats above FORMAT_VERSION, up to AUTHENTICATED_FORMAT; None if there is no such.
 
     Raises:
         NewerFormat: intact, but of a newer format.
@@ -147,7 +148,7 @@ def decode_record(data: bytes, kind: type[R], where: str, *, later: type[R] | No
     text = body + b"}"
     head = peek(text, _Head, where, "the record")
     check_version(head.format_version, where, newest=AUTHENTICATED_FORMAT if later else FORMAT_VERSION)
-    if later is not None and head.format_version == AUTHENTICATED_FORMAT:
+    if later is not None and head.format_version > FORMAT_VERSION:
         kind = later
     record: R = decode(text, kind, where, f"the record {head.format[:40]!r}")
     return record

@@ -1,12 +1,13 @@
-"""Bundle files as they lie in storage: plain, or encrypted chunk by chunk with a trailer of tags behind.
+"""Bundle files as they lie in storage: plain, or encrypted chunk by chunk with a trailer of nonces and tags behind.
 
 What is written is proved on the way: each chunk of the image is hashed after it was taken and compared with the seal
 before the file has a name. Memory that is given to something else changes once and for good, so a chunk that is right
 afterwards was right before.
 
 Offsets are those of the image in both cases: ciphertext has the length of its plain text, and chunk i lies where chunk i
-of the image would. Encrypting runs one chunk ahead of the disk, in two buffers, whatever the size of the bundle. What a
-reader gets is either authenticated or an error. The digests of what is read are checked above, by `storage`.
+of the image would. Encrypting runs two chunks ahead of the disk, in three buffers, whatever the size of the bundle: each
+chunk is copied there first, so what is proved, what the nonce follows from and what is encrypted are the same bytes. What
+a reader gets is either authenticated or an error. The digests of what is read are checked above, by `storage`.
 
 Specification of the trailer: docs/spec/format.md, section 6. Used by `storage` alone.
 """
@@ -30,18 +31,21 @@ from holdfast.core.model import Version
 from holdfast.tiers.backends.interface import Backend, Chunks
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format.image import CHUNK_BYTES
-from holdfast.tiers.storage.encryption import TAG_BYTES, FileKey, Key, Name
-from holdfast.tiers.storage.manifest import ROOT_NAME, BundleFile
+from holdfast.tiers.storage.encryption import LOCK_BYTES, TAG_BYTES, FileKey, Key, Name, OlderFileKey
+from holdfast.tiers.storage.manifest import ROOT_NAME, BundleFile, is_older
 
 T = TypeVar("T")
 
-MAGIC = b"holdfast-aesgcm1"
+MAGIC = b"holdfast-aesgcm2"
+OLDER_MAGIC = b"holdfast-aesgcm1"
 _HEAD = struct.Struct(f"<{len(MAGIC)}s8sQQ")  # magic, key id, length of the image, number of chunks
 _DIGEST_BYTES = 16
 # A file that is listed has fewer chunks: a record cannot name so many digests. What is longer is a sparse file of others.
 MAX_TRAILER_BYTES = 16 << 20
 # Chunks that are read and decrypted side by side.
 READERS = 3
+# Chunks that are encrypted ahead of the one that is written.
+AHEAD = 2
 # Attribute caches of NFS hold for three seconds at least; whoever waits longer had better read another version.
 LAG_PAUSES_S = (0.1, 0.3, 0.6, 1.0, 1.5)
 
@@ -51,24 +55,27 @@ class Trailer:
     """Holds what stands behind the ciphertext.
 
     Attributes:
-        tags: of each chunk.
+        locks: of each chunk, see `cipher`: nonce and tag, in an older file the tag alone.
         digest: XXH3-128 of the ciphertext chunks' digests: damage is found without the key.
+        older: of format 2.
     """
 
     key_id: str
     length: int
-    tags: tuple[bytes, ...]
+    locks: tuple[bytes, ...]
     digest: bytes
+    older: bool = False
 
     def encode(self, name: str) -> bytes:
-        """Its bytes; they end in a checksum that covers the file's name too."""
-        head = _HEAD.pack(MAGIC, bytes.fromhex(self.key_id), self.length, len(self.tags))
-        body = head + b"".join(self.tags) + self.digest
+        """Return its bytes; they end in a checksum that covers the file's name too."""
+        magic = OLDER_MAGIC if self.older else MAGIC
+        head = _HEAD.pack(magic, bytes.fromhex(self.key_id), self.length, len(self.locks))
+        body = head + b"".join(self.locks) + self.digest
         return body + xxhash.xxh3_128_digest(name.encode() + body)
 
     @classmethod
     def decode(cls, data: bytes, name: str, where: str = "") -> Trailer:
-        """The trailer in `data`.
+        """Return the trailer in `data`.
 
         Raises:
             CorruptError: it is none, or not of this file.
@@ -77,20 +84,25 @@ class Trailer:
         if len(body) < _HEAD.size + _DIGEST_BYTES or xxhash.xxh3_128_digest(name.encode() + body) != check:
             raise CorruptError("the trailer of the encrypted file is damaged, or of another file", where=where or name)
         magic, key_id, length, count = _HEAD.unpack_from(body)
-        tags = body[_HEAD.size : -_DIGEST_BYTES]
-        if magic != MAGIC or count != _num_chunks(length) or len(tags) != count * TAG_BYTES:
+        older = magic == OLDER_MAGIC
+        size, locks = _lock_bytes(older=older), body[_HEAD.size : -_DIGEST_BYTES]
+        if magic not in (MAGIC, OLDER_MAGIC) or count != _num_chunks(length) or len(locks) != count * size:
             raise CorruptError("the trailer of the encrypted file is not valid", where=where or name)
-        cut = tuple(tags[at : at + TAG_BYTES] for at in range(0, len(tags), TAG_BYTES))
-        return cls(key_id.hex(), length, cut, body[-_DIGEST_BYTES:])
+        cut = tuple(locks[at : at + size] for at in range(0, len(locks), size))
+        return cls(key_id.hex(), length, cut, body[-_DIGEST_BYTES:], older)
 
 
 def stored_length(file: BundleFile) -> int:
-    """Bytes of the file in storage."""
-    return file.length + (_trailer_bytes(file.length) if file.key_id else 0)
+    """Return the bytes of the file in storage."""
+    return file.length + (_trailer_bytes(file) if file.key_id else 0)
 
 
-def _trailer_bytes(length: int) -> int:
-    return _HEAD.size + _num_chunks(length) * TAG_BYTES + 2 * _DIGEST_BYTES
+def _trailer_bytes(file: BundleFile) -> int:
+    return _HEAD.size + _num_chunks(file.length) * _lock_bytes(older=file.is_older) + 2 * _DIGEST_BYTES
+
+
+def _lock_bytes(*, older: bool) -> int:
+    return TAG_BYTES if older else LOCK_BYTES
 
 
 def _num_chunks(length: int) -> int:
@@ -122,7 +134,7 @@ class BundleFiles:
         where = f"memory, on its way to {self._where(f'{version}/{file.file}')}"
         if not file.key_id:
             return _Plain(view, file, where)
-        return _Encrypted(view, file, where, self._file_key(version, file))
+        return _Encrypted(view, file, where, self._key_of(version, file).of_file(self._name(version, file)))
 
     def read_into(self, version: Version, file: BundleFile, view: memoryview, *, offset: int = 0) -> int:
         """Fills `view` from `offset` of the image on; fewer bytes only at the end of the file.
@@ -134,7 +146,7 @@ class BundleFiles:
         name = f"{version}/{file.file}"
         if not file.key_id:
             return listed(self._backend, version, lambda: self._backend.read_into(name, view, offset=offset))
-        trailer, key = self._trailer(version, file), self._file_key(version, file)
+        trailer, key = self._trailer(version, file), self._opener(version, file)
         view = view[: max(0, file.length - offset)]
         first, last = offset // CHUNK_BYTES, -(-(offset + len(view)) // CHUNK_BYTES)
         num_readers = max(1, min(READERS, last - first))
@@ -153,7 +165,7 @@ class BundleFiles:
                 at, end = max(offset, begin), min(offset + len(view), begin + len(stored))
                 whole = (at, end) == (begin, begin + len(stored))
                 plain = view[at - offset : end - offset] if whole else buffer[CHUNK_BYTES : CHUNK_BYTES + len(stored)]
-                key.decrypt(index, stored, trailer.tags[index], plain)
+                key.decrypt(index, stored, trailer.locks[index], plain)
                 if not whole:
                     view[at - offset : end - offset] = plain[at - begin : end - begin]
             finally:
@@ -202,14 +214,16 @@ class BundleFiles:
     def looks_ours(self, version: Version, name: str, size: int) -> bool:
         """Return whether an encrypted file has a trailer of its own; its content may be anything."""
         # The number of chunks follows from the size, and with it where the trailer begins.
-        count = -(-(size - _HEAD.size - 2 * _DIGEST_BYTES) // (CHUNK_BYTES + TAG_BYTES))
-        length = size - _HEAD.size - 2 * _DIGEST_BYTES - count * TAG_BYTES
+        lock_bytes = _lock_bytes(older=is_older(name))
+        count = -(-(size - _HEAD.size - 2 * _DIGEST_BYTES) // (CHUNK_BYTES + lock_bytes))
+        length = size - _HEAD.size - 2 * _DIGEST_BYTES - count * lock_bytes
         if length < 0 or _num_chunks(length) != count or size - length > MAX_TRAILER_BYTES:
             return False
         try:
             read = partial(self._backend.read, f"{version}/{name}", offset=length, length=size - length)
             data = listed(self._backend, version, read)
-            return Trailer.decode(data, name, self._where(f"{version}/{name}")).length == length
+            trailer = Trailer.decode(data, name, self._where(f"{version}/{name}"))
+            return (trailer.length, trailer.older) == (length, is_older(name))
         except (CorruptError, VersionNotFound):
             return False
 
@@ -222,15 +236,22 @@ class BundleFiles:
         last = self._last
         if last is not None and last[0] == name:
             return last[1]
-        size = _trailer_bytes(file.length)
+        size = _trailer_bytes(file)
         data = listed(self._backend, version, lambda: self._backend.read(name, offset=file.length, length=size + 1))
         trailer = Trailer.decode(data, file.file, self._where(name))
-        if (trailer.length, trailer.key_id) != (file.length, file.key_id):
+        if (trailer.length, trailer.key_id, trailer.older) != (file.length, file.key_id, file.is_older):
             raise CorruptError("the trailer is of another file", where=self._where(name))
         self._last = (name, trailer)
         return trailer
 
-    def _file_key(self, version: Version, file: BundleFile) -> FileKey:
+    def _opener(self, version: Version, file: BundleFile) -> OlderFileKey:
+        key, name = self._key_of(version, file), self._name(version, file)
+        return key.of_older_file(name) if file.is_older else key.of_file(name)
+
+    def _name(self, version: Version, file: BundleFile) -> Name:
+        return Name(self._job_id(), str(version), file.ref.bundle_id, file.length, file.digest)
+
+    def _key_of(self, version: Version, file: BundleFile) -> Key:
         if self._key is None or self._key.id != file.key_id:
             has = f"the key given is {self._key.id}" if self._key else "no key is given"
             raise ConfigError(
@@ -238,7 +259,7 @@ class BundleFiles:
                 where=self._where(f"{version}/{file.file}"),
                 remedy="name the key's file as `encryption_key` in the settings (HOLDFAST_CONFIG, or the Checkpointer)",
             )
-        return self._key.of_file(Name(self._job_id(), str(version), file.ref.bundle_id, file.length, file.digest))
+        return self._key
 
 
 class _Proof:
@@ -255,7 +276,11 @@ class _Proof:
 
     def add(self, chunk: memoryview) -> None:
         """Hashes the next chunk."""
-        self._digests.append(image_format.chunk_digest(chunk))
+        self.take(image_format.chunk_digest(chunk))
+
+    def take(self, digest: str) -> None:
+        """Takes what the next chunk was hashed to."""
+        self._digests.append(digest)
         image_format.check_chunk(len(self._digests) - 1, self._digests[-1], self._seal, self._where)
 
     def end(self) -> None:
@@ -289,6 +314,22 @@ class _Plain(Chunks):
         proof.end()
 
 
+@dataclass(frozen=True, slots=True)
+class _Closed:
+    """A chunk that is encrypted.
+
+    Attributes:
+        stored: its ciphertext, in a buffer that a later chunk is given.
+        plain: digest of what it was.
+        digest: XXH3-128 of the ciphertext.
+    """
+
+    stored: memoryview
+    plain: str
+    lock: bytes
+    digest: bytes
+
+
 class _Encrypted(Chunks):
     """The stored form of an image, made while it is written."""
 
@@ -300,35 +341,36 @@ class _Encrypted(Chunks):
         self._key = key
 
     def __iter__(self) -> Iterator[memoryview]:
-        tags: list[bytes] = []
-        digests: list[bytes] = []
+        made: list[_Closed] = []
         proof = _Proof(self._file, self._where)
         parts = list(image_format.chunks(self._view))
-        # Page-aligned, for direct writes. One is written, one is filled.
-        buffers = [memoryview(mmap.mmap(-1, CHUNK_BYTES)) for _ in range(2)]
+        # Page-aligned, for direct writes. One is written, the others are filled.
+        buffers = [memoryview(mmap.mmap(-1, CHUNK_BYTES)) for _ in range(min(AHEAD + 1, len(parts)))]
 
-        def encrypt(index: int) -> memoryview:
-            into = buffers[index % 2][: len(parts[index])]
-            tags.append(self._key.encrypt(index, parts[index], into))
-            proof.add(parts[index])
-            digests.append(xxhash.xxh3_128_digest(into))
-            return into
+        def encrypt(index: int) -> _Closed:
+            chunk = buffers[index % len(buffers)][: len(parts[index])]
+            chunk[:] = parts[index]
+            plain = image_format.chunk_digest(chunk)
+            lock = self._key.encrypt(index, chunk)
+            return _Closed(chunk, plain, lock, xxhash.xxh3_128_digest(chunk))
 
-        with ThreadPoolExecutor(1, "holdfast encrypting") as pool:
-            ahead: Future[memoryview] | None = pool.submit(encrypt, 0) if parts else None
+        with ThreadPoolExecutor(AHEAD, "holdfast encrypting") as pool:
+            ahead = [pool.submit(encrypt, index) for index in range(min(AHEAD, len(parts)))]
             for index in range(len(parts)):
-                assert ahead is not None
-                ready = ahead.result()
-                ahead = pool.submit(encrypt, index + 1) if index + 1 < len(parts) else None
-                if ahead is None:  # the trailer follows the last chunk, in one piece with it: only the end may be odd
+                made.append(ahead.pop(0).result())
+                proof.take(made[-1].plain)
+                if index + AHEAD < len(parts):
+                    ahead.append(pool.submit(encrypt, index + AHEAD))
+                if not ahead:  # the trailer follows the last chunk, in one piece with it: only the end may be odd
                     proof.end()
-                    yield from self._end(ready, tags, digests)
+                    yield from self._end(made)
                 else:
-                    yield ready
+                    yield made[-1].stored
 
-    def _end(self, last: memoryview, tags: list[bytes], digests: list[bytes]) -> Iterator[memoryview]:
-        digest = xxhash.xxh3_128_digest(b"".join(digests))
-        trailer = Trailer(self._file.key_id, self._file.length, tuple(tags), digest).encode(self._file.file)
+    def _end(self, made: list[_Closed]) -> Iterator[memoryview]:
+        digest = xxhash.xxh3_128_digest(b"".join(chunk.digest for chunk in made))
+        locks, last = tuple(chunk.lock for chunk in made), made[-1].stored
+        trailer = Trailer(self._file.key_id, self._file.length, locks, digest).encode(self._file.file)
         whole = memoryview(mmap.mmap(-1, len(last) + len(trailer)))
         whole[: len(last)] = last
         whole[len(last) :] = trailer

@@ -2,10 +2,13 @@
 
 Whoever writes a bundle must write the same bytes, for writers race and take over from each other. So nothing is random:
 the key of a file is derived (HKDF-SHA256) from the job's key and from everything that names the file's content (job,
-version, bundle, length, digest), and the nonce is the number of the chunk. The same key and nonce never meet two plain
-texts: other content has another digest, and so another key, unless somebody makes two contents with one digest
-(docs/security.md). The same names and the chunk's place are authenticated with every chunk, so a chunk that was moved,
-left out or taken from another file or version does not open.
+version, bundle, length, digest), and the nonce of a chunk from its content: a keyed MAC (HMAC-SHA256, under a second key
+of the file) of its number and its plain text. The same key and nonce never meet two plain texts, even if somebody makes
+two contents with one digest, or a rank seals other bytes than its twin under one name. The same names and the chunk's
+place are authenticated with every chunk, so a chunk that was moved, left out or taken from another file or version does
+not open.
+
+Files of format 2 are read still. There the nonce is the number of the chunk (docs/security.md tells what that leaves).
 
 The root of a manifest is authenticated (HMAC-SHA256 under another key that is derived), and with it all that it lists: a
 version that somebody without the key made is refused.
@@ -34,6 +37,9 @@ from holdfast.base.errors import ConfigError, CorruptError
 
 KEY_BYTES = 32
 TAG_BYTES = 16
+NONCE_BYTES = 12
+# What a trailer says of a chunk: in format 2 its tag, since then its nonce and its tag.
+LOCK_BYTES = NONCE_BYTES + TAG_BYTES
 COMMAND_TIMEOUT_S = 30.0
 _MAX_KEY_FILE = 4096
 
@@ -98,32 +104,38 @@ class Key:
         return made.hexdigest()
 
     def of_file(self, name: Name) -> FileKey:
-        """The key of one file."""
-        return FileKey(_derive(self._secret, b"holdfast file key", name.text(), KEY_BYTES), name)
+        """Return the keys of one file."""
+        keys = _derive(self._secret, b"holdfast file keys", name.text(), 2 * KEY_BYTES)
+        return FileKey(keys[:KEY_BYTES], keys[KEY_BYTES:], name)
+
+    def of_older_file(self, name: Name) -> OlderFileKey:
+        """Return the key of one file of format 2."""
+        return OlderFileKey(_derive(self._secret, b"holdfast file key", name.text(), KEY_BYTES), name)
 
 
-class FileKey:
-    """Opens and closes the chunks of one file. Any thread."""
+class OlderFileKey:
+    """Opens the chunks of one file of format 2, whose nonces are the chunks' numbers. Any thread."""
 
     def __init__(self, secret: bytes, name: Name) -> None:
         self._cipher = algorithms.AES(secret)
         self._name = name
 
-    def encrypt(self, index: int, plain: memoryview, into: memoryview) -> bytes:
-        """Encrypts chunk `index` into memory of the same length; returns its tag."""
-        made = Cipher(self._cipher, modes.GCM(_nonce(index))).encryptor()
-        made.authenticate_additional_data(self._name.text(index))
-        made.update_into(plain, into)
-        made.finalize()
-        return made.tag
-
-    def decrypt(self, index: int, stored: memoryview, tag: bytes, into: memoryview) -> None:
+    def decrypt(self, index: int, stored: memoryview, lock: bytes, into: memoryview) -> None:
         """Decrypts chunk `index` into memory of the same length.
+
+        Args:
+            index: which chunk.
+            stored: its ciphertext.
+            lock: what the trailer says of it: here the tag.
+            into: where the plain text goes.
 
         Raises:
             CorruptError: it is not the chunk that was encrypted; what `into` holds is worth nothing.
         """
-        made = Cipher(self._cipher, modes.GCM(_nonce(index), tag)).decryptor()
+        self._open(index, stored, _number(index), lock, into)
+
+    def _open(self, index: int, stored: memoryview, nonce: bytes, tag: bytes, into: memoryview) -> None:
+        made = Cipher(self._cipher, modes.GCM(nonce, tag)).decryptor()
         made.authenticate_additional_data(self._name.text(index))
         made.update_into(stored, into)
         try:
@@ -131,6 +143,33 @@ class FileKey:
         except InvalidTag:
             where = f"{self._name.version}/{self._name.bundle}"
             raise CorruptError(f"encrypted chunk {index} was changed, or belongs elsewhere", where=where) from None
+
+
+class FileKey(OlderFileKey):
+    """Closes and opens the chunks of one file. Any thread."""
+
+    def __init__(self, secret: bytes, mac_secret: bytes, name: Name) -> None:
+        super().__init__(secret, name)
+        self._mac = hmac.new(mac_secret, digestmod="sha256")
+
+    def encrypt(self, index: int, chunk: memoryview) -> bytes:
+        """Encrypts chunk `index` where it lies; returns its lock: nonce and tag.
+
+        The chunk is the caller's own copy: where it changed after the nonce was made, the nonce would be that of another.
+        """
+        made = self._mac.copy()
+        made.update(_number(index))
+        made.update(chunk)
+        nonce = made.digest()[:NONCE_BYTES]
+        closing = Cipher(self._cipher, modes.GCM(nonce)).encryptor()
+        closing.authenticate_additional_data(self._name.text(index))
+        closing.update_into(chunk, chunk)
+        closing.finalize()
+        return nonce + closing.tag
+
+    def decrypt(self, index: int, stored: memoryview, lock: bytes, into: memoryview) -> None:
+        """Decrypts chunk `index`, given its lock; see OlderFileKey."""
+        self._open(index, stored, lock[:NONCE_BYTES], lock[NONCE_BYTES:], into)
 
 
 def load_key(setting: str) -> Key | None:
@@ -154,18 +193,19 @@ def load_key(setting: str) -> Key | None:
 
 def _read(path: Path) -> bytes:
     remedy = "give a file that only you can read (chmod 600), or `!command`"
+    where = _source(str(path))
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not private.is_secret(os.fstat(descriptor)):
                 raise ConfigError(
-                    "the key's file is open to others, another user's, or no file", where=str(path), remedy=remedy
+                    "the key's file is open to others, another user's, or no file", where=where, remedy=remedy
                 )
             return os.read(descriptor, _MAX_KEY_FILE)
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise ConfigError(f"the key cannot be read: {error.strerror}", where=str(path), remedy=remedy) from error
+        raise ConfigError(f"the key cannot be read: {error.strerror}", where=where, remedy=remedy) from None
 
 
 def _run(command: str) -> bytes:
@@ -185,7 +225,9 @@ def _run(command: str) -> bytes:
 
 
 def _source(setting: str) -> str:
-    """Where a key comes from, without arguments that could be a secret."""
+    """Return where a key comes from, without arguments that could be a secret."""
+    if private.looks_secret(setting.split(maxsplit=1)[0] if setting.startswith("!") else setting):
+        return "encryption_key: it seems to be the key itself, where the name of its file belongs"
     return setting.split(maxsplit=1)[0] if setting.startswith("!") else setting
 
 
@@ -193,5 +235,5 @@ def _derive(secret: bytes, salt: bytes, info: bytes, length: int) -> bytes:
     return HKDF(algorithm=hashes.SHA256(), length=length, salt=salt, info=info).derive(secret)
 
 
-def _nonce(index: int) -> bytes:
-    return index.to_bytes(12, "big")
+def _number(index: int) -> bytes:
+    return index.to_bytes(NONCE_BYTES, "big")

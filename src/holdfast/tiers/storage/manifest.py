@@ -38,7 +38,8 @@ MAX_PARTS = 1 << 17
 MAX_PART_BYTES = 2 << 30
 
 _PART_NAME = re.compile(r"manifest-(?:0|[1-9][0-9]{0,5})\.json\Z")
-ENCRYPTED = re.compile(r".+-[0-9a-f]{32}\.([0-9a-f]{16})\.encrypted\Z")
+ENCRYPTED = re.compile(r".+-[0-9a-f]{32}\.([0-9a-f]{16})\.(encrypted2?)\Z")
+OLDER = "encrypted"
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
 _MAC = re.compile(r"[0-9a-f]{64}\Z")
 
@@ -67,6 +68,11 @@ class BundleFile:
         match = ENCRYPTED.match(self.file)
         return match[1] if match else ""
 
+    @property
+    def is_older(self) -> bool:
+        """An encrypted file of format 2."""
+        return is_older(self.file)
+
     @classmethod
     def of(cls, ref: BundleRef, seal: Seal, key_id: str = "") -> BundleFile:
         """The file that a sealed image becomes."""
@@ -84,6 +90,7 @@ class Manifest:
         parts: name of a part's file -> (length, digest).
         bundles: what the parts list, sorted by bundle; empty as long as only the root was read.
         mac: proof of whoever has the job's key (64 hex digits, see `proved_texts`); empty without encryption.
+        proved_format: format of the root, where it has a `mac`.
     """
 
     version: Version
@@ -94,6 +101,7 @@ class Manifest:
     parts: Mapping[str, tuple[int, str]]
     bundles: tuple[BundleFile, ...] = ()
     mac: str = ""
+    proved_format: int = AUTHENTICATED_FORMAT
 
     @property
     def num_bytes(self) -> int:
@@ -141,7 +149,13 @@ class _Part(Record, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 def bundle_file_name(bundle_id: str, digest: str, key_id: str = "") -> str:
     """The name of a bundle's file: its content's, so a writer that lost its term can only write the same again."""
-    return f"{bundle_id}-{digest}.{key_id}.encrypted" if key_id else f"{bundle_id}-{digest}.safetensors"
+    return f"{bundle_id}-{digest}.{key_id}.encrypted2" if key_id else f"{bundle_id}-{digest}.safetensors"
+
+
+def is_older(name: str) -> bool:
+    """Return whether the name is that of an encrypted file of format 2."""
+    match = ENCRYPTED.match(name)
+    return match is not None and match[2] == OLDER
 
 
 def part_name(node: int) -> str:
@@ -179,7 +193,7 @@ def encode_root(manifest: Manifest) -> bytes:
     if not manifest.mac:
         return encode_record(root)
     fields = {name: getattr(root, name) for name in root.__struct_fields__ if name != "format_version"}
-    return encode_record(_ProvedRoot(**fields, mac=manifest.mac))
+    return encode_record(_ProvedRoot(**fields, format_version=manifest.proved_format, mac=manifest.mac))
 
 
 def proved_texts(root: Manifest, parts: Mapping[str, bytes]) -> Iterator[bytes]:
@@ -231,7 +245,8 @@ def decode_root(data: bytes, where: str) -> Manifest:
         _check(part.length <= MAX_RECORD_BYTES, f"part {name} is longer than any record", where)
     assert version is not None  # checked above; tells the type checker
     parts = {name: (part.length, part.digest) for name, part in root.parts.items()}
-    return Manifest(version, root.job_id, root.world_size, root.layout, resumed_from, parts, mac=mac)
+    found = Manifest(version, root.job_id, root.world_size, root.layout, resumed_from, parts, mac=mac)
+    return dataclasses.replace(found, proved_format=root.format_version) if mac else found
 
 
 def assemble(root: Manifest, parts: Mapping[str, bytes], where: str) -> Manifest:
@@ -257,8 +272,11 @@ def _checked(row: _Bundle, where: str) -> BundleFile:
     num_chunks = -(-row.length // image_format.CHUNK_BYTES)
     _check(bool(NAME_PATTERN.match(row.id)), f"{row.id[:40]!r} is not the name of a bundle", where)
     key_id = match[1] if (match := ENCRYPTED.match(row.file)) else ""
+    name = bundle_file_name(row.id, row.digest, key_id)
     _check(
-        row.file == bundle_file_name(row.id, row.digest, key_id), f"bundle {row.id} is in a file of another name", where
+        row.file in (name, name.removesuffix("2")) if key_id else row.file == name,
+        f"bundle {row.id} is in a file of another name",
+        where,
     )
     _check(bool(NAME_PATTERN.match(row.file)), f"bundle {row.id} has no proper file name", where)
     _check(row.index < row.count and row.num_bytes <= row.length, f"bundle {row.id}: impossible sizes", where)

@@ -135,13 +135,14 @@ class RunLock:
 
     def _lock(self, run_id: str) -> bool:
         try:
-            fd = os.open(self._path, _FLAGS, 0o666)
+            fd = os.open(self._path, _FLAGS, 0o600)
         except OSError as error:
             raise translate(error, str(self._path)) from error
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise StorageError("it is not a regular file", where=str(self._path), remedy="move it away")
+            _open_to_writers(fd, status, self._path.parent)
             _lock_file(fd)
             key = (status.st_dev, status.st_ino)
             if key != _identity(self._path):  # removed meanwhile: such a lock excludes nobody
@@ -181,6 +182,15 @@ class RunLock:
                 os.close(fd)
         except OSError:
             return b""
+
+
+def _open_to_writers(fd: int, status: os.stat_result, root: Path) -> None:
+    """Make the file as open as the root is for writing: who could read it alone could lock it, and keep the job out."""
+    root_mode = root.stat().st_mode
+    mode = 0o600 | sum(both for write, both in ((0o020, 0o060), (0o002, 0o006)) if root_mode & write)
+    if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != mode:
+        with contextlib.suppress(OSError):  # a file system that knows no modes
+            os.fchmod(fd, mode)
 
 
 def _lock_file(fd: int) -> None:

@@ -39,7 +39,7 @@ from holdfast.tiers.backends.interface import Backend
 from holdfast.tiers.backends.open_url import open_backend
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format.image import Entry, Image
-from holdfast.tiers.format.strict_json import MAX_RECORD_BYTES
+from holdfast.tiers.format.strict_json import AUTHENTICATED_FORMAT, MAX_RECORD_BYTES
 from holdfast.tiers.storage import incarnations, version_holds
 from holdfast.tiers.storage import manifest as manifests
 from holdfast.tiers.storage.bucket_lease import LeaseLock
@@ -282,7 +282,7 @@ class Storage:
             raise _incomplete(what, f"{self.where}/{version}")
         self._require_newest(version, self.highest_incarnation())  # once more, for all this may have taken long
         name = f"{version}/{manifests.ROOT_NAME}"
-        root = replace(manifest, mac=self._mac(manifest, parts))
+        root = replace(manifest, mac=self._mac(manifest, parts), proved_format=AUTHENTICATED_FORMAT)
         self._backend.create(name, manifests.encode_root(root), stamp=stamp)  # THE commit
         self._take_back_if_retired(whole, name)
         try:
@@ -635,9 +635,12 @@ class Storage:
         return self._key.authenticate(manifests.proved_texts(root, parts)) if self._key else ""
 
     def _require_proof(self, whole: Manifest, parts: Mapping[str, bytes], where: str) -> None:
-        """With a key: somebody who has it made this version. Versions of another key are told apart when they are opened."""
+        """With a key: somebody who has it made this version.
+
+        A version of which every file is of other keys can prove nothing, and nothing of it opens: who reads is told which key.
+        """
         ids = {bundle.key_id for bundle in whole.bundles}
-        if self._key is None or ids - {"", self._key.id}:
+        if self._key is None or (ids and not ids & {"", self._key.id}):
             return
         if whole.mac:
             if not hmac.compare_digest(whole.mac, self._mac(whole, parts)):

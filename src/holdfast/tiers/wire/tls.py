@@ -49,23 +49,25 @@ def read_secret(source: str) -> bytes:
         ConfigError: it cannot be read, others may read it too, or it is not 64 hexadecimal digits.
     """
     remedy = "make one with `(umask 077; openssl rand -hex 32 > job.secret)` and copy it to every node"
-    inherited = source.startswith("fd:")
+    inherited, where = source.startswith("fd:"), source
+    if private.looks_secret(source):
+        where = "secret_file: it seems to be the secret itself, where the name of its file belongs"
     try:
         fd = os.dup(int(source[3:])) if inherited else os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             if not inherited and not private.is_secret(os.fstat(fd)):
                 raise ConfigError(
-                    "the secret is not a file of ours alone (owner, mode 0600)", where=source, remedy=remedy
+                    "the secret is not a file of ours alone (owner, mode 0600)", where=where, remedy=remedy
                 )
             text = os.read(fd, 4 * SECRET_BYTES)
         finally:
             os.close(fd)
     except (OSError, ValueError) as error:
         what = error.strerror if isinstance(error, OSError) else "not a descriptor"
-        raise ConfigError(f"cannot read the job's secret: {what}", where=source, remedy=remedy) from error
+        raise ConfigError(f"cannot read the job's secret: {what}", where=where, remedy=remedy) from None
     match = _HEX.match(text)
     if not match:  # not a word of what stands there
-        raise ConfigError("the job's secret is not 64 hexadecimal digits", where=source, remedy=remedy)
+        raise ConfigError("the job's secret is not 64 hexadecimal digits", where=where, remedy=remedy)
     return bytes.fromhex(match[1].decode())
 
 
