@@ -61,6 +61,12 @@ def test_a_check_meets_its_goals(number: int, script: Any, sim: ModuleType) -> N
         assert figure.metric != TOLD_APART or figure.value > 0, "or nothing was tried"
 
 
+def test_every_file_with_tests_for_a_card_is_run_on_it(script: Any) -> None:
+    files = importlib.import_module("benchmarks.gpu.around").TESTS
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "@pytest.mark.gpu\n" in path.read_text()]
+    assert {str(path.relative_to(ROOT)) for path in marked} == set(files)
+
+
 def test_what_is_called_by_other_names_on_cuda_does_the_same(
     script: Any, sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
