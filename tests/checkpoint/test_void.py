@@ -365,7 +365,7 @@ def test_a_device_that_runs_no_kernel_ends_the_process_and_the_agent_is_told(
     made = rank(line)
     made._running, made._order = order, SimpleNamespace(number=2)  # type: ignore[assignment]
     made.is_over(order, RuntimeError("whatever"))
-    assert (line.said, ended) == (["unfit"], [1])
+    assert (line.said[:1], ended) == (["unfit"], [1])
 
 
 @pytest.mark.parametrize(("doing", "died"), [(Doing.LEAVES, True), (Doing.RUNS, False)])
@@ -381,7 +381,15 @@ def test_a_process_whose_device_failed_is_replaced_and_not_counted() -> None:
     """It says that it is unfit, which is no failure, and gives no reason that would hold for the processes of others."""
     worker = SimpleNamespace(local_rank=0, global_rank=4)
     seat: Any = SimpleNamespace(
-        doing=Doing.RUNS, local_rank=0, order=2, silent=False, began=True, again=False, error="", departs=False
+        doing=Doing.RUNS,
+        local_rank=0,
+        order=2,
+        silent=False,
+        began=True,
+        again=False,
+        error="",
+        departs=False,
+        left=False,
     )
     seat.now = lambda doing: setattr(seat, "doing", doing)
     seat.line = SimpleNamespace(receive=lambda wait: [{"op": "unfit", "number": 1, "why": ""}] if not wait else None)
