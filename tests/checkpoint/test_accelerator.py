@@ -19,7 +19,7 @@ from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.pipeline.timers import DeviceClock, HostClock, clock_of
 from holdfast.elastic.worker import group_teardown
 
-SOURCE = Path(accelerator.__file__).resolve().parents[1]
+SOURCE = Path(accelerator.__file__).resolve().parents[2]
 
 
 def test_cuda_is_named_in_one_file() -> None:

@@ -200,8 +200,8 @@ def test_code_that_another_machine_or_version_made_is_never_used(monkeypatch: py
     assert compile_cache.key({"TORCHINDUCTOR_CACHE_DIR": "/elsewhere", "HOME": "/x"}) == here
     foreign = {compile_cache.key({name: "1"}) for name in ("TRITON_INTERPRET", "CXX")}
     for owner, name, value in (
-        (compile_cache.devices, "_models", lambda: ["Model: another"]),
-        (compile_cache.devices, "_cards", lambda: ["0x10de:0x2330"]),
+        (compile_cache.accelerator, "_models", lambda: ["Model: another"]),
+        (compile_cache.accelerator, "_cards", lambda: ["0x10de:0x2330"]),
         (compile_cache, "_processor", lambda: "flags: fewer"),
         (compile_cache.torch, "__version__", "99.0"),
         (compile_cache.torch.version, "cuda", "99.0"),
@@ -239,7 +239,7 @@ AT_ONCE = """
 import sys
 from holdfast.elastic.launch import compile_cache, run_command
 compile_cache.CompileCache.start.__kwdefaults__["first_s"] = 0.05
-sys.exit(elastic.main({flags!r}))
+sys.exit(run_command.main({flags!r}))
 """
 
 
