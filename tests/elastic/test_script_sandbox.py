@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import decimal
 import importlib.util
 import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -57,6 +60,24 @@ def test_kernels_are_chosen_as_in_a_new_process(stage: Stage) -> None:
     again(stage)
     assert (backends.cudnn.benchmark, backends.cudnn.deterministic, backends.cudnn.enabled) == (False, False, True)
     assert backends.cuda.matmul.allow_bf16_reduced_precision_reduction is True
+
+
+def test_numbers_are_rounded_checked_and_printed_as_in_a_new_process(stage: Stage) -> None:
+    def settings() -> tuple[object, ...]:
+        rounded = str(decimal.Decimal(1) / 3)
+        return rounded, np.geterr(), str(np.float64(1) / np.arange(1, 4)), str(torch.ones(3) / 3), time.tzname
+
+    before = settings()
+    decimal.getcontext().prec = 5
+    np.seterr(divide="raise")
+    np.set_printoptions(precision=2)
+    torch.set_printoptions(precision=2, sci_mode=True)
+    os.environ["TZ"] = "Asia/Tokyo"
+    time.tzset()
+    del os.environ["TZ"]
+    assert all(one != other for one, other in zip(settings(), before, strict=True))
+    again(stage)
+    assert settings() == before
 
 
 def begins(stage: Stage, **variables: str) -> tuple[int, object, int]:

@@ -44,6 +44,7 @@ from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.core.elastic.rerun import Left
 from holdfast.elastic.worker import group_teardown, main_module
 from holdfast.elastic.worker.agent_channel import Order
+from holdfast.elastic.worker.library_settings import LibrarySettings
 from holdfast.elastic.worker.run_leftovers import Look, Traces
 from holdfast.elastic.worker.signal_mask import deaf
 from holdfast.elastic.worker.torch_environment import TorchImport
@@ -135,6 +136,7 @@ class Stage:
     limits: dict[int, int] = field(default_factory=_limits)
     tracing: tuple[Any, Any] = field(default_factory=lambda: (sys.gettrace(), sys.getprofile()))
     recursion: int = field(default_factory=sys.getrecursionlimit)
+    settings: LibrarySettings = field(default_factory=LibrarySettings)
     torch_import: TorchImport = field(default_factory=lambda: TorchImport(os.environ))
     precision: str = field(default_factory=torch.get_float32_matmul_precision)
     flags: list[tuple[Any, str, Any]] = field(default_factory=lambda: list(_flags()))
@@ -196,6 +198,7 @@ class Stage:
         os.umask(self.umask)
         _reset_limits(self.limits)
         tempfile.tempdir = None
+        self.settings.put_back()
         sys.settrace(self.tracing[0])
         sys.setprofile(self.tracing[1])
         gc.enable()
