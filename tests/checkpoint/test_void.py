@@ -5,6 +5,7 @@ The device is an event that says what it is told: what matters is when it is ask
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -313,8 +314,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is done to leave a run, in order."""
     done: list[str] = []
     monkeypatch.setattr(open_checkpointers, "void", lambda: done.append("void"))
-    monkeypatch.setattr(worker_main.leaving.GroupSockets, "cut", lambda *_: done.append("cut"))
-    monkeypatch.setattr(worker_main.leaving.Aborts, "begin", lambda *_: done.append("abort"))
+    monkeypatch.setattr(worker_main.group_teardown.GroupSockets, "cut", lambda *_: done.append("cut"))
+    monkeypatch.setattr(worker_main.group_teardown.Aborts, "begin", lambda *_: done.append("abort"))
     return done
 
 
@@ -332,9 +333,9 @@ def rank(line: Line) -> worker_main.Runner:
     """A worker of which only what leaves a run is used."""
     made = worker_main.Runner.__new__(worker_main.Runner)
     made._line, made._changed = line, threading.Condition()  # type: ignore[assignment]
-    made._sockets, made._aborts = worker_main.leaving.GroupSockets(), worker_main.leaving.Aborts()
+    made._sockets, made._aborts = worker_main.group_teardown.GroupSockets(), worker_main.group_teardown.Aborts()
     made._order = made._running = None
-    made._verdict = "fail"
+    made._verdict, made._pid = "fail", os.getpid()
     return made
 
 
@@ -363,12 +364,12 @@ def test_a_device_that_runs_no_kernel_ends_the_process_and_the_agent_is_told(
     made = rank(line)
     made._running, made._order = order, SimpleNamespace(number=2)  # type: ignore[assignment]
     made.is_over(order, RuntimeError("whatever"))
-    assert (line.said, ended) == (["unfit"], [1])
+    assert (line.said[:1], ended) == (["unfit"], [1])
 
 
 @pytest.mark.parametrize(("doing", "died"), [(Doing.LEAVES, True), (Doing.RUNS, False)])
 def test_a_process_that_ends_well_without_having_begun_its_order_ends_a_void_run(doing: Doing, died: bool) -> None:
-    seat: Any = SimpleNamespace(proc=SimpleNamespace(poll=lambda: 0), doing=doing, order=3)
+    seat: Any = SimpleNamespace(proc=SimpleNamespace(poll=lambda: 0), doing=doing, order=3, departs=False)
     seat.now = lambda doing: setattr(seat, "doing", doing)
     agent: Any = SimpleNamespace(_serial=3, _hear=lambda _: None)
     assert Agent._died(agent, seat) is died
@@ -379,7 +380,15 @@ def test_a_process_whose_device_failed_is_replaced_and_not_counted() -> None:
     """It says that it is unfit, which is no failure, and gives no reason that would hold for the processes of others."""
     worker = SimpleNamespace(local_rank=0, global_rank=4)
     seat: Any = SimpleNamespace(
-        doing=Doing.RUNS, local_rank=0, order=2, silent=False, began=True, again=False, error=""
+        doing=Doing.RUNS,
+        local_rank=0,
+        order=2,
+        silent=False,
+        began=True,
+        again=False,
+        error="",
+        departs=False,
+        left=False,
     )
     seat.now = lambda doing: setattr(seat, "doing", doing)
     seat.line = SimpleNamespace(receive=lambda wait: [{"op": "unfit", "number": 1, "why": ""}] if not wait else None)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from cli.conftest import Run
+from holdfast.keeper.observe.run_summary import newest_run
 
 LINES = [
     {"event": "run", "t": 100.0},
@@ -13,6 +14,17 @@ LINES = [
     {"event": "progress", "t": 110.0, "step": 9, "spent": {"START": 3.0, "STEP": 5.0, "SAVING": 1.0}},
     {"event": "incident", "t": 112.0, "ranks": [1], "found_s": 0.5, "seconds": {"T1": 1.0}, "first_error": "boom"},
 ]
+
+
+def test_two_jobs_that_share_a_journal_are_told_apart(tmp_path: Path) -> None:
+    """They have one run id on one node; the newer one is told of."""
+    lines = [{"by": 1, "event": "run", "t": 90.0}]
+    for line in LINES:
+        lines += [{**line, "by": 2}, {"by": 1, "event": "progress", "t": line["t"], "step": 400, "spent": {}}]
+    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    alone = [{**line, "by": 2} for line in LINES]
+    (tmp_path / "alone.jsonl").write_text("".join(json.dumps(line) + "\n" for line in alone))
+    assert newest_run(tmp_path / "journal.jsonl") == newest_run(tmp_path / "alone.jsonl")
 
 
 def test_report_of_a_run_id_a_directory_and_the_newest(holdfast: Run, runtime_dir: Path, tmp_path: Path) -> None:

@@ -37,6 +37,15 @@ def test_one_launcher(me: int, answers: dict[str, str], waited_s: float, place: 
     assert go(me, answers, waited_s=waited_s) == place
 
 
+def test_a_lower_member_that_neither_answers_nor_refuses_is_waited_for_a_while() -> None:
+    """On a busy machine it answers later; if each opened a store of its own meanwhile they would not meet."""
+    found = {"n1:1": Answer("n1:1", END)}
+    after = [
+        where(found, endpoint=END, members=ADDRESSES, me=1, waited_s=s, unsure=["n0:1", "n3:1"]).value for s in (0, 6)
+    ]
+    assert after == ["", "n1:1"]
+
+
 def test_a_rendezvous_with_a_gap_in_its_ranks_lost_somebody() -> None:
     assert is_whole([0])
     assert is_whole([2, 0, 1])

@@ -45,7 +45,7 @@ Launch = Callable[..., subprocess.CompletedProcess[Any]]
 @pytest.fixture
 def launch(tmp_path: Path) -> Launch:
     def start(first: str, *flags: str, kills: int = 1, limit_s: float = 60) -> subprocess.CompletedProcess[Any]:
-        (tmp_path / "script").mkdir()
+        (tmp_path / "script").mkdir(exist_ok=True)
         script = tmp_path / "script" / "script.py"
         script.write_text(SCRIPT.replace("FIRST", first))
         environment = {
@@ -113,6 +113,27 @@ def test_threads_and_children_of_the_old_run_are_gone_before_the_new_one(tmp_pat
     assert {line for line in (tmp_path / "wrote").read_text().split() if line} <= set(pids(tmp_path, 0))
     last = [line for line in (tmp_path / "wrote").read_text().split() if line][-1]
     assert last == pids(tmp_path, 0)[-1]
+
+
+LOADER = """
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self): return 1000
+    def __getitem__(self, index): return torch.tensor(index)
+batches = iter(torch.utils.data.DataLoader(Numbers(), num_workers=2))
+next(batches)
+import secrets
+assert secrets.mine, "a module of the launcher's in the place of the script's own"
+"""
+
+
+def test_a_loader_in_a_global_costs_no_survivor_its_process(tmp_path: Path, launch: Launch) -> None:
+    """The collector that frees it would wait five seconds for each of its workers, and that is no hang."""
+    (tmp_path / "script").mkdir()
+    (tmp_path / "script" / "secrets.py").write_text("mine = True\n")
+    done = launch(LOADER, "--nproc-per-node=2", "--max-restarts=1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "stands in a wait" not in done.stderr
+    assert len(set(pids(tmp_path, 0))) == 1
 
 
 # What the launcher holds, and the process that it forks from, when a run begins; a hook keeps rank 0 from a run in its process.

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import forked
+from holdfast.elastic.launch.agent import awaited
 from holdfast.elastic.launch.base_agent import PlainAgent
 from holdfast.elastic.processes.exit_guard import ExitGuard
 from launch_kit import Job, Nodes, free_port, wait_for
@@ -78,6 +79,14 @@ def test_a_good_end_may_take_as_long_as_it_takes(tmp_path: Path) -> None:
     )
     assert launch(tmp_path, script, seconds=90).returncode == 0
     assert (tmp_path / "uploaded").exists()
+
+
+def test_a_rank_that_does_not_end_behind_its_last_line_has_its_name() -> None:
+    """torch can hang there for ever, whoever started it; it is told what that may be, and nothing is killed."""
+    assert awaited({1: 77}, 60.0, num_ended=1).endswith("have not: rank 1 (process 77)")
+    said = awaited({1: 77}, 300.0, num_ended=3)
+    assert "rank 1 (process 77), after 300 s; 3 other ranks of this node have ended. torch may hang" in said
+    assert "Nothing is killed" in said
 
 
 REPORTS = """

@@ -84,7 +84,7 @@ sharded(torch.ones(1, 4)).sum().backward(); optimizer.step()
 FOUND = {
     "locks on files": "import fcntl; fcntl.flock(os.open(sys.argv[0] + '.lock', os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)",
     "threads": "threading.Thread(target=time.sleep, args=(60,), daemon=True, name='saver').start()",
-    "child processes": "child = subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)",
+    "child processes": "child = subprocess.Popen(['sleep', '20'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)",
     "global hooks": "from torch.optim.optimizer import register_optimizer_step_post_hook as hang; hang(lambda *_: None)",
     "its priority": "os.nice(1)",
     "redirected files: standard error": "os.dup2(os.open('/dev/null', os.O_WRONLY), 2)",

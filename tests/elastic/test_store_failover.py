@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import socket
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 
-from holdfast.elastic.launch.rendezvous.standby_store import Dialler
+import forked
+from holdfast.elastic.launch.rendezvous.standby_store import DIAL_S, Dialler
 from holdfast.elastic.launch.rendezvous.store_failover import MovingRendezvous
 
 
@@ -98,3 +103,62 @@ def test_proofs_of_a_meeting_that_is_over_say_nothing_of_the_next(alone: MovingR
     alone.lost(ConnectionError("the store is gone"))
     assert alone.links.filenos() == []
     assert alone.links.gone() == {}
+
+
+def test_a_launcher_that_leaves_takes_its_signs_of_life_with_it(alone: MovingRendezvous) -> None:
+    """Torch leaves that thread to the end of Python, which aborts the process if it is in a call of the store then."""
+    alone.next_rendezvous()
+    signs = [thread for thread in threading.enumerate() if thread.name.startswith("RendezvousKeepAlive")]
+    assert signs
+    alone.leave()
+    assert not [thread for thread in signs if thread.is_alive()]
+
+
+LEAVES = """
+import atexit, socket
+from holdfast.elastic.launch import run_command
+from holdfast.elastic.launch.rendezvous.standby_store import Dialler, any_calls
+listener = socket.create_server(("127.0.0.1", 0))
+atexit.register(print, "exit handlers")
+print(Dialler().ask([f"127.0.0.1:{listener.getsockname()[1]}"]), any_calls())
+run_command.leave(3)
+"""
+
+
+def test_a_launcher_ends_with_its_exit_code_while_a_store_says_nothing() -> None:
+    done = forked.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split("\n")) == (3, ["{} True", "exit handlers", ""]), done.stderr[-2000:]
+
+
+def test_a_store_that_takes_longer_than_one_question_answers_the_next_one() -> None:
+    """As on a busy machine. Else launchers that lost their store find nobody, and each opens one of its own."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(8) as pool:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        pool.submit(serve_slowly, listener, store.port, pool)
+        dialler = Dialler()
+        assert dialler.ask([address]) == {}
+        assert dialler.under_way() == {address}
+        assert address in dialler.ask([address])
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def serve_slowly(listener: socket.socket, port: int, pool: ThreadPoolExecutor) -> None:
+    """Pass on what clients say to the store, so late that a question is over; and what it answers."""
+    while True:
+        try:
+            link = listener.accept()[0]
+        except OSError:
+            return  # the test is over
+        behind = socket.create_connection(("127.0.0.1", port))
+        pool.submit(pass_on, link, behind, DIAL_S + 0.5)
+        pool.submit(pass_on, behind.dup(), link.dup(), 0.0)
+
+
+def pass_on(source: socket.socket, target: socket.socket, late_s: float) -> None:
+    with source, target, suppress(OSError):
+        while data := source.recv(1 << 16):
+            time.sleep(late_s)
+            late_s = 0.0
+            target.sendall(data)
+        target.shutdown(socket.SHUT_RDWR)

@@ -17,6 +17,8 @@ from holdfast.core.model import Decision
 
 # How long a live member that should open its store, and does not, is waited for.
 PATIENCE_S = 10.0
+# How long a member that neither answers nor refuses is waited for: a busy machine takes seconds, a frozen one never answers.
+UNSURE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,13 @@ class Answer:
 
 
 def where(
-    answers: Mapping[str, Answer], *, endpoint: str, members: Mapping[int, str], me: int, waited_s: float
+    answers: Mapping[str, Answer],
+    *,
+    endpoint: str,
+    members: Mapping[int, str],
+    me: int,
+    waited_s: float,
+    unsure: Collection[str] = (),
 ) -> Decision[str]:
     """The address to meet at; empty: wait and ask again.
 
@@ -47,6 +55,7 @@ def where(
         members: address by rank of those that met last, ours too.
         me: our rank, below 0 if we were never a member: then we open nothing.
         waited_s: since the store was lost.
+        unsure: addresses that have neither answered nor refused yet.
     """
     ours = members.get(me, "")
     live = {rank: answers[address] for rank, address in sorted(members.items()) if address in answers and rank != me}
@@ -56,6 +65,10 @@ def where(
         if answer.in_use and answer.address != ours:
             return Decision(answer.address, "that store is in use")
     below = [rank for rank in live if rank < me]
+    if waited_s <= UNSURE_S and not below:
+        slow = [rank for rank, address in sorted(members.items()) if rank < me and address in unsure]
+        if slow:
+            return Decision("", f"member {slow[0]} has neither answered nor refused yet")
     if me >= 0 and (not below or waited_s > PATIENCE_S):
         return Decision(ours, "nobody below us opens a store" if below else "we are the lowest live member")
     return Decision("", f"member {min(live)} is to open its store" if live else "nobody answers")

@@ -64,6 +64,8 @@ VACANT_S = 600.0
 RELEASE_S = 60.0
 # How often it is said which workers are awaited at the end of the job.
 SAY_S = 60.0
+# From when on it is told that torch itself may hang, and what to do.
+HINT_S = 300.0
 # How often other launchers of a job that was told to end are asked for their ranks.
 ASK_S = 1.0
 HEARD = {"started": Doing.RUNS, "finished": Doing.FINISHED, "raised": Doing.HOLDS, "failed": Doing.ENDS}
@@ -267,6 +269,7 @@ class Agent(MeetingAgent):
             seat.silent = True
         for message in messages or ():
             self._note_state(seat, message)
+            seat.left = message["op"] == "left" or (seat.left and message["op"] != "started")
             seat.began |= message["op"] == "started"  # also an order that was replaced: it needs help to leave that
             if message["op"] == "failed":  # whatever was ordered meanwhile: it has not heard of it, and ends
                 seat.told = int(message["code"])
@@ -660,7 +663,8 @@ class Agent(MeetingAgent):
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks.values()))
 
     def _await_ends(self) -> None:
-        said = time.monotonic()
+        began = said = time.monotonic()
+        ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
         while lasting := [seat for seat in self._seats() if seat.proc.poll() is None]:
             self._supply.nursery.await_news(self._interval_s or 1.0)
             now = time.monotonic()
@@ -668,8 +672,8 @@ class Agent(MeetingAgent):
                 self._identity.holds(now)
             if now - said > SAY_S:
                 said = now
-                pids = ", ".join(str(seat.proc.pid) for seat in lasting)
-                logger.warning("the script has finished, and its threads or exit handlers have not: processes %s", pids)
+                named = {ranks[seat.local_rank]: seat.proc.pid for seat in lasting}
+                logger.warning("%s", awaited(named, now - began, num_ended=len(ranks) - len(named)))
 
     # Parts.
 
@@ -737,6 +741,25 @@ class Agent(MeetingAgent):
 
     def _spared(self) -> set[int]:
         return {seat.proc.pid for seat in self._seats() if seat.doing is Doing.FINISHED}
+
+
+def awaited(named: Mapping[int, int], after_s: float, *, num_ended: int) -> str:
+    """Return what is said of ranks that have finished the script and do not end.
+
+    Args:
+        named: rank -> process id.
+        after_s: seconds since all ranks of the job have finished.
+        num_ended: how many ranks of this node have ended.
+    """
+    who = ", ".join(f"rank {rank} (process {pid})" for rank, pid in sorted(named.items()))
+    text = f"the script has finished, and its threads or exit handlers have not: {who}"
+    if after_s < HINT_S:
+        return text
+    others = f"; {num_ended} other ranks of this node have ended" if num_ended else ""
+    return (
+        f"{text}, after {after_s:.0f} s{others}. torch may hang at its own end (a DDP model that outlives its gloo group);"
+        " `py-spy dump --native --pid` shows it. Nothing is killed here: if no work is left there, `kill -9` ends it"
+    )
 
 
 def _exit_text(code: int) -> str:

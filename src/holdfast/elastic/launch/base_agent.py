@@ -142,7 +142,8 @@ class PlainAgent(LocalElasticAgent):
                 break
             time.sleep(POLL_S)
         for process in processes:
-            kill_group(process.pid)
+            if told or process.poll() != 0:  # what one that ended well has left in the background is the script's own
+                kill_group(process.pid)
 
     def _hang(self, now: float) -> str:  # noqa: ARG002 - of an agent that sees its workers
         """Returns why no worker that lives will save or end any more; empty if one may."""

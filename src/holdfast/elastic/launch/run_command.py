@@ -26,6 +26,7 @@ Must never: keep state of the job, or be the reason that a run ends because the 
 from __future__ import annotations
 
 import argparse
+import atexit
 import dataclasses
 import functools
 import logging
@@ -35,7 +36,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic import events
@@ -68,7 +69,8 @@ from holdfast.elastic.launch.agent import Agent
 from holdfast.elastic.launch.agent_options import EXIT_GRACE_S, Program, Rules
 from holdfast.elastic.launch.compile_cache import CompileCache, make_cache
 from holdfast.elastic.launch.keeper_hints import Early
-from holdfast.elastic.launch.rendezvous.store_failover import MovingRendezvous
+from holdfast.elastic.launch.rendezvous.standby_store import any_calls
+from holdfast.elastic.launch.rendezvous.store_failover import SILENT_S, MovingRendezvous, fall_silent
 from holdfast.elastic.processes import forkserver
 from holdfast.elastic.processes.exit_guard import ExitGuard
 from holdfast.elastic.processes.process_supply import Supply
@@ -462,6 +464,8 @@ def launch(agent: Agent, spec: WorkerSpec, config: LaunchConfig) -> int:
             spec.rdzv_handler.shutdown()
         elif isinstance(spec.rdzv_handler, MovingRendezvous):
             spec.rdzv_handler.leave()
+        else:
+            fall_silent(spec.rdzv_handler, wait_s=SILENT_S)
 
 
 def _run_agent(agent: Agent, name: str, config: LaunchConfig) -> int:
@@ -529,5 +533,16 @@ def start_keeper(root: str, settings: Config) -> Early:
         return Early()
 
 
+def leave(code: int) -> NoReturn:
+    """End the launcher with an exit code, also if a thread stands in a store that says nothing: Python's own end would abort."""
+    if any_calls():
+        atexit._run_exitfuncs()
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

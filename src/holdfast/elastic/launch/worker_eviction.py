@@ -2,7 +2,7 @@
 
     at once     the order; the worker's own thread interrupts the script and cuts its groups' sockets (`elastic.worker.worker_main`)
     0.5 s       the agent cuts them too, and again every 0.5 s: the worker may hold the interpreter's lock
-    5 s         SIGKILL, if its main thread was asleep or stopped at each of the last ten cuts
+    5 s         SIGKILL, if its main thread was asleep or stopped at each of the last ten cuts and it has not left the script
     60 s        SIGKILL, whatever it does
 
 The third line is for a gap in gloo (as of torch 2.13): a pair whose connection ends tells the operations that wait for their
@@ -51,7 +51,7 @@ def urge(seat: Seat, now: float, *, store_port: int, exit_grace_s: float) -> Non
     if now - seat.since > (KILL_S if seat.began else START_S):
         logger.error("process %d did not begin its order within %.0f s", seat.proc.pid, now - seat.since)
         seat.proc.send_signal(signal.SIGKILL)
-    elif seat.began and now - max(seat.since, seat.cut_at) >= CUT_S:
+    elif seat.began and not seat.left and now - max(seat.since, seat.cut_at) >= CUT_S:
         seat.num_still = seat.num_still + 1 if seat.cut_at > seat.since and is_still(seat.proc.pid) else 0
         seat.cut_at = now
         worker_interrupt.cut(seat.proc.pid, seat.proc.pidfd, spared_ports=(store_port,))

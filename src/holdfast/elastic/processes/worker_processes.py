@@ -63,6 +63,7 @@ class Seat:
         cut_short: it had its time to end after that, and was killed.
         again: it runs the script for the second time or more.
         killed_at: when it was killed as one that hangs, monotonic; 0 if it was not.
+        left: it has left the script of a run that is over, and clears up behind it.
         departs: it has finished the script, and its process ends without waiting for the others.
     """
 
@@ -82,6 +83,7 @@ class Seat:
     cut_short: bool = False
     again: bool = False
     killed_at: float = 0.0
+    left: bool = False
     departs: bool = False
 
     @property

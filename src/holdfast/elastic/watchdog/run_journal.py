@@ -32,7 +32,7 @@ SHARE_OF_AGE = 1 / 2000
 
 
 class Journal:
-    """Appends to `directory/journal.jsonl`; times are seconds of the machine's monotonic clock.
+    """Appends to `directory/journal.jsonl`; times are seconds of the machine's monotonic clock. Each line names its process.
 
     Args:
         watchdog: the mode of the watchdog that the run has.
@@ -100,7 +100,7 @@ class Journal:
                 if os.fstat(fd).st_size > MAX_BYTES:
                     os.ftruncate(fd, 0)
                 self._file = os.fdopen(fd, "a", encoding="utf-8")
-            self._file.write(json.dumps(line, default=str) + "\n")
+            self._file.write(json.dumps({**line, "by": os.getpid()}, default=str) + "\n")
             self._file.flush()
         except (OSError, ValueError, ConfigError) as error:
             self._failed = True

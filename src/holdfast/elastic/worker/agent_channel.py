@@ -2,7 +2,7 @@
 
 Agent to worker: an `Order` (run the script as this rank), `end` (leave when you are done), `fail` (your error stands).
 Worker to agent: `idle`, and of order n: `started`, `works on`, `restored`, `saved`, `finished` (`departs`: and its process ends), `raised` (its groups broke; it
-waits), `failed` (an error of its own; it ends), `unfit` (the script cannot run again in this process; it ends at once;
+waits), `failed` (an error of its own; it ends), `left` (the script of a run that is over; it clears up), `unfit` (the script cannot run again in this process; it ends at once;
 without a reason others may).
 """
 

@@ -16,6 +16,7 @@ import builtins
 import contextlib
 import faulthandler
 import gc
+import importlib.machinery
 import linecache
 import logging
 import multiprocessing
@@ -50,6 +51,12 @@ logger = logging.getLogger(__name__)
 # torch's own seed of a new process.
 DEFAULT_SEED = 67280421310721
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+_SUFFIXES = tuple(importlib.machinery.all_suffixes())
+# Modules that are there before the directory of a script is looked into; and torch, which is not imported twice.
+_NEVER_SHADOWED = {
+    *sys.builtin_module_names, "__main__", "_collections_abc", "_distutils_hack", "_sitebuiltins", "abc", "codecs",
+    "encodings", "genericpath", "io", "os", "posixpath", "site", "stat", "zipimport", "holdfast", "numpy", "torch",
+}  # fmt: skip
 # What a thread does to itself.
 _OF_A_THREAD = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP}
 # Attributes of modules that scripts replace: a value for each as it was.
@@ -142,6 +149,8 @@ class Stage:
     precision: str = field(default_factory=torch.get_float32_matmul_precision)
     flags: list[tuple[Any, str, Any]] = field(default_factory=lambda: list(_flags()))
     home: str = ""  # of the script
+    # Modules of the launcher in whose place the script has its own.
+    shadowed: dict[str, ModuleType] = field(default_factory=dict)
     traces: Traces | None = None  # what was there before its first line
     at_exit: list[Callable[..., Any]] = field(default_factory=list)  # exit handlers that the script registered
 
@@ -155,6 +164,7 @@ class Stage:
         sys.orig_argv[:] = [sys.executable, "-u", *(["-m"] if order.is_module else []), *order.arguments]
         first = self.directory if order.is_module else os.path.dirname(os.path.realpath(order.arguments[0]))
         self.home = first
+        self._uncover(first)
         # As `python` would: the script's directory, then what the environment adds, then the rest.
         added = [part for part in order.environment.get("PYTHONPATH", "").split(os.pathsep) if part]
         sys.path[:] = list(dict.fromkeys([first, *added, *self.path]))
@@ -164,6 +174,21 @@ class Stage:
         if self.traces is None:
             self.traces = Traces()
             atexit.register = self._registering(atexit.register)
+
+    def _uncover(self, home: str) -> None:
+        """Modules that the script has in its own directory are not those of the same name that the launcher has imported.
+
+        As in plain Python, where the directory of the script comes first; torch and what an interpreter begins with stay.
+        """
+        own = {name for name in _modules_in(home) - _NEVER_SHADOWED if not self._is_from(home, name)}
+        for name in self.modules:
+            if name.partition(".")[0] in own and name in sys.modules:
+                self.shadowed[name] = sys.modules.pop(name)
+
+    def _is_from(self, home: str, name: str) -> bool:
+        """Whether the module of this name that is loaded is the one in this directory."""
+        file = getattr(sys.modules.get(name), "__file__", None)
+        return file is not None and os.path.realpath(file).startswith(home + os.sep)
 
     def _reset_python(self) -> None:
         for number, handler in self.handlers.items():
@@ -229,6 +254,7 @@ class Stage:
             signal.setitimer(timer, 0)
         faulthandler.cancel_dump_traceback_later()
         open_checkpointers.abandon_all()
+        _end_loaders()
         seen: set[int] = set()
         _clear_frames(error, seen)
         self._reset_python()
@@ -259,6 +285,8 @@ class Stage:
         main_module.clear(self.main)
         for name in users:
             del sys.modules[name]
+        sys.modules.update(self.shadowed)
+        self.shadowed.clear()
 
     def _reset_loggers(self) -> None:
         """Put back the handlers of the root and of loggers that the script made. Libraries set up their own once."""
@@ -289,10 +317,27 @@ class Stage:
         Libraries stay, wherever they were installed: some cannot be loaded twice in one process.
         """
         file = getattr(module, "__file__", None)
-        if name in self.modules or not file or name.partition(".")[0] in ("holdfast", "torch"):
+        ours = name in self.modules and name not in self.shadowed
+        if ours or not file or name.partition(".")[0] in ("holdfast", "torch"):
             return False
         place = os.path.abspath(file)
         return place.startswith(self.home + os.sep) and not is_of_package(place)
+
+
+def _end_loaders() -> None:
+    """Kill the workers of loaders: the run is void, and an iterator that the collector frees waits 5 s for each of them."""
+    loaders = sys.modules.get("torch.utils.data.dataloader")
+    if loaders is None:
+        return
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), loaders._MultiProcessingDataLoaderIter):
+            continue
+        with contextlib.suppress(AttributeError, ValueError):  # of another torch, half made, or closed already
+            if thing._worker_pids_set:  # or torch's handler of SIGCHLD would raise
+                thing._worker_pids_set = False
+                loaders._utils.signal_handling._remove_worker_pids(id(thing))
+            for worker in thing._workers:
+                worker.kill()
 
 
 def _reset_determinism() -> None:
@@ -304,6 +349,19 @@ def _reset_determinism() -> None:
         or getattr(compiler, "deterministic", False)
     ):
         torch.use_deterministic_algorithms(False)
+
+
+def _modules_in(directory: str) -> set[str]:
+    """Return the names of the modules and packages in a directory; none, if it cannot be read."""
+    try:
+        with os.scandir(directory) as entries:
+            return {
+                entry.name.partition(".")[0]
+                for entry in entries
+                if entry.name.endswith(_SUFFIXES) or os.path.isfile(os.path.join(entry.path, "__init__.py"))
+            }
+    except OSError:
+        return set()
 
 
 def _without_ours(path: list[str]) -> list[str]:

@@ -134,6 +134,7 @@ class Runner:
             assert self._running is not None, "a run has finished"
             if not order.anew:
                 self._prove_device(self._running)
+            self._line.send("left", order.number)
             self._make_ready(order, None)
         try:
             self.begin(order)
@@ -229,6 +230,7 @@ class Runner:
         if os.getpid() != self._pid or not self._is_replaced(order, error):
             return False
         self._prove_device(order)
+        self._line.send("left", order.number)
         return True
 
     def _prove_device(self, order: Order) -> None:

@@ -13,6 +13,7 @@ import logging
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
@@ -33,26 +34,58 @@ DIAL_S = 2.0
 CALL_TIMEOUT_S = 60.0
 
 
+# Threads that call a store. One that does while Python ends aborts the process, whatever the exit code.
+_callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def call_apart(call: Callable[[], object], name: str, *, wait_s: float = 0.0) -> None:
+    """Call something that may hang in a store, in a thread that may be left behind; wait for it so many seconds at most."""
+    thread = threading.Thread(target=call, name=name, daemon=True)
+    _callers.add(thread)
+    thread.start()
+    thread.join(wait_s)
+
+
+def any_calls() -> bool:
+    """Return whether such a thread has been left behind."""
+    return any(thread.is_alive() for thread in _callers)
+
+
 class Dialler:
-    """Reaches stores by address; at most one attempt per address is under way."""
+    """Reaches stores by address; at most one attempt per address is under way.
+
+    An attempt may take longer than one question: what it finds is the answer to the next one then.
+    """
 
     def __init__(self) -> None:
         self._under_way: dict[str, threading.Thread] = {}
+        self._found: dict[str, tuple[float, Answer, TCPStore]] = {}
 
     def ask(self, addresses: Iterable[str]) -> dict[str, tuple[Answer, TCPStore]]:
-        """Those that answer within `DIAL_S`, all asked at once."""
-        found: dict[str, tuple[Answer, TCPStore]] = {}
-        began = [self._begin(address, found) for address in dict.fromkeys(addresses) if address]
+        """Return those that answer within `DIAL_S`, all asked at once."""
+        wanted = [address for address in dict.fromkeys(addresses) if address]
+        oldest = time.monotonic() - DIAL_S
+        for address in [address for address, (at, *_) in tuple(self._found.items()) if at < oldest]:
+            del self._found[address]  # what was true then need not be now
+        began = [self._begin(address) for address in wanted]
         deadline = time.monotonic() + DIAL_S
         for thread in began:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return dict(found)
+        found = {address: self._found.pop(address) for address in wanted if address in self._found}
+        return {address: (answer, store) for address, (_, answer, store) in found.items()}
 
-    def _begin(self, address: str, found: dict[str, tuple[Answer, TCPStore]]) -> threading.Thread:
+    def under_way(self) -> set[str]:
+        """Return the addresses that have neither answered nor refused yet."""
+        return {address for address, thread in self._under_way.items() if thread.is_alive()}
+
+    def _begin(self, address: str) -> threading.Thread:
         known = self._under_way.get(address)
-        if known is None or not known.is_alive():
-            known = threading.Thread(target=_dial, args=(address, found), name=f"holdfast dials {address}", daemon=True)
+        if known is None or not (known.is_alive() or address in self._found):
+            known = threading.Thread(
+                target=_dial, args=(address, self._found), name=f"holdfast dials {address}", daemon=True
+            )
             self._under_way[address] = known
+            _callers.add(known)
             known.start()
         return known
 
@@ -159,7 +192,7 @@ def cut_connections(port: int) -> None:
             continue  # closed meanwhile, or not connected
 
 
-def _dial(address: str, found: dict[str, tuple[Answer, TCPStore]]) -> None:
+def _dial(address: str, found: dict[str, tuple[float, Answer, TCPStore]]) -> None:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     try:
@@ -167,6 +200,7 @@ def _dial(address: str, found: dict[str, tuple[Answer, TCPStore]]) -> None:
         store = TCPStore(
             host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=CALL_TIMEOUT_S)
         )
-        found[address] = (Answer(address, uses(store)), store)
+        answer = Answer(address, uses(store))
+        found[address] = (time.monotonic(), answer, store)
     except (OSError, DistError, ValueError) as error:
         logger.debug("%s does not answer: %s", address, error)

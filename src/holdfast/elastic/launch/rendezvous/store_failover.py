@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -39,7 +38,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from holdfast.core.elastic.rendezvous_failover import is_whole, where
 from holdfast.elastic.launch.rendezvous.peer_links import Links
 from holdfast.elastic.launch.rendezvous.prompt_rendezvous import be_prompt, drop_participant, look_first
-from holdfast.elastic.launch.rendezvous.standby_store import USES, Dialler, Standby, address_of
+from holdfast.elastic.launch.rendezvous.standby_store import USES, Dialler, Standby, address_of, call_apart
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +50,15 @@ LOOK_S = 0.2
 # Who waits for another launcher's word after a rendezvous waits so long before the job meets again. It gives no sign of
 # life meanwhile, for a store serves one call at a time.
 WORD_S = 20.0
+SILENT_S = 2.0
 # A store that is lost again so soon, so often, is not the reason.
 SETTLED_S, MOST_MOVES = 30.0, 20
+
+
+def fall_silent(handler: Any, *, wait_s: float = 0.0) -> None:
+    """Stop the thread by which torch tells the others that this launcher lives. It may hang in a store that says nothing."""
+    if hasattr(handler, "_stop_heartbeats"):
+        call_apart(handler._stop_heartbeats, "hf old heartbeats", wait_s=wait_s)
 
 
 class Moved(RendezvousError):
@@ -113,8 +119,7 @@ class MovingRendezvous(RendezvousHandler):
             raise error
         self._lost_s, self._round = now, None
         self.links.close()  # what they say of ranks holds where the job met, and not where it meets next
-        # On a thread: torch joins the one that gives the signs of life, which may hang in a store that says nothing.
-        threading.Thread(target=self._handler._stop_heartbeats, name="hf old heartbeats", daemon=True).start()
+        fall_silent(self._handler)
 
     def require(self) -> None:
         """Raises what `num_nodes_waiting` met."""
@@ -139,6 +144,7 @@ class MovingRendezvous(RendezvousHandler):
                 members=others | {self._rank: self._standby.address},
                 me=self._rank,
                 waited_s=waited_s,
+                unsure=self._dialler.under_way(),
             )
             if decision.value in found:
                 logger.warning("the job meets at %s: %s", decision.value, decision.reason)
@@ -239,6 +245,7 @@ class MovingRendezvous(RendezvousHandler):
         """It goes on without this launcher."""
         self.links.close()
         self._standby.close()
+        fall_silent(self._handler, wait_s=SILENT_S)
 
     # Parts.
 
