@@ -240,7 +240,7 @@ class Runner:
         if not self._aborts.ended(group_teardown.ABORT_S):
             open_checkpointers.broken.stuck = "the communicators of its device cannot be aborted"
         elif not accelerator.healthy(PROBE_S):
-            open_checkpointers.broken.stuck = f"its device did not run one more kernel within {PROBE_S:g} s"
+            open_checkpointers.broken.stuck = f"a device of it did not run one more kernel within {PROBE_S:g} s"
         self._end_if_stuck()
 
     def _is_replaced(self, order: Order, error: BaseException) -> bool:
