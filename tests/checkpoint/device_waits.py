@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.base import program
 from holdfast.base.errors import HoldfastError
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.survivors import step_snapshot
-from holdfast.keeper.rpc import spawn
 from holdfast.testing import device as simulated
 
 LIMIT_S = 1.0  # of close()
@@ -166,7 +166,7 @@ def tried(directory: Path, kind: str, moment: str, call: str, hurt: Callable[[],
 def main(kind: str, how: str, *words: str) -> None:
     simulated.load()
     if kind == "storage-alone":
-        spawn.sys = SimpleNamespace(executable="/bin/false")  # type: ignore[assignment]
+        program.sys = SimpleNamespace(executable="/bin/false")  # type: ignore[assignment]
     step_snapshot.attach(step_snapshot.make_page())  # as a launcher gives one
     directory = Path(os.environ["CASE_DIRECTORY"])
 
