@@ -1,4 +1,4 @@
-"""Docstrings of the package open with a sentence: a verb or a subject, never a relative clause."""
+"""Docstrings of the package, and help texts of its options, open with a verb or a subject, never with a relative clause."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
+
+from holdfast.cli.cli import app
 
 SOURCE = Path(__file__).parents[1] / "src" / "holdfast"
 NEVER = {
@@ -51,3 +54,15 @@ def test_the_first_word_of_each_public_docstring_is_looked_at() -> None:
         ("A", "Of"),
         ("b", "Whether"),
     ]
+
+
+def test_no_help_text_of_an_option_opens_with_a_relative_clause() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    texts = {
+        f"{name} {parameter.name}": parameter.help
+        for name, command in commands.items()
+        for parameter in command.params
+        if getattr(parameter, "help", None)
+    }
+    assert len(texts) > 40
+    assert not [option for option, text in texts.items() if text.split()[0] in NEVER or not text.endswith(".")]

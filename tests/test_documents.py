@@ -100,6 +100,23 @@ def test_nine_in_ten_sentences_have_at_most_25_words(page: Path) -> None:
     assert short != listed, "strike the page from the list" if listed else "its sentences are too long"
 
 
+def test_files_that_documents_name_are_there() -> None:
+    """Paths may be given from any folder downwards: `core/model.py`, `model.py`. Files of other projects are listed."""
+    elsewhere = {"pretrain_gpt.py", "test_file_system_checkpoint_cpu.py", "tensor_parallel_example.py", "example.py"}
+    elsewhere |= {"_hf_utils.py"}
+    ours = {
+        str(path) for folder in ("src", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
+    }
+    named = {
+        (str(page.relative_to(ROOT)), name)
+        for page in PAGES
+        for name in re.findall(r"`([\w/.]*\w+\.py)(?:::\w+)?`", page.read_text())
+    }
+    assert len(named) > 200
+    ends = {path[i:] for path in ours for i, letter in enumerate(path) if i and path[i - 1] == "/"}
+    assert not [(page, name) for page, name in named if name not in ends and name.split("/")[-1] not in elsewhere]
+
+
 def test_every_invariant_of_the_protocol_has_one_letter() -> None:
     rows = re.findall(r"^\| ([SV]\d+(?:, [SV]\d+)*) \|", (ROOT / "docs/spec/protocol.md").read_text(), re.MULTILINE)
     letters = [letter for row in rows for letter in row.split(", ")]

@@ -133,8 +133,8 @@ def torn(card: Card) -> list[Figure]:
         return count
 
     if card.is_simulated:
-        card.simulated.set_copy_rate(50e6)
-    honest = wrong("honest", card.size(200, 5))
+        card.simulated.set_copy_rate(10e6)  # a tenth of a second: the host steps in it, also on a busy machine
+    honest = wrong("honest", card.size(200, 3))
     own = side_stream_copy.DeviceCopy.hold_current_streams
     side_stream_copy.DeviceCopy.hold_current_streams = lambda _: None  # type: ignore[method-assign]
     try:

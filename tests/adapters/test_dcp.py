@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import holdfast
 from holdfast.adapters.dcp import AsyncStager, StorageReader, StorageWriter, items
 from holdfast.adapters.dcp.job import patterns
+from holdfast.adapters.dcp.reader import _Values
 from holdfast.base.config import load
 from holdfast.base.errors import LevelNotReached, UsageError, VersionNotFound
 from holdfast.checkpoint.liveness import open_checkpointers
@@ -298,3 +299,20 @@ def test_what_cannot_be_kept_in_memory_is_told(tmp_path: Path, runtime_dir: Path
     writer.close()
     with pytest.raises(UsageError, match="closed"):
         writer.job.next_version(None)
+
+
+class _Looks(dcp.DefaultLoadPlanner):
+    """Looks at what is loaded, and has PyTorch load it."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        super().load_bytes(read_item, value)
+
+
+def test_opaque_bytes_are_given_to_nobody_who_did_not_ask() -> None:
+    """PyTorch's planner unpickles them, and whoever made the version chose them."""
+    values = object.__new__(_Values)
+    values._trees = {"x": {items.OPAQUE: b"a pickle"}}
+    for planner, opaque in ((dcp.DefaultLoadPlanner(), False), (dcp.DefaultLoadPlanner(), True), (_Looks(), False)):
+        with pytest.raises(UsageError, match="would unpickle them"):
+            values.stream("x", planner, opaque=opaque)
+    assert values.stream("x", _Looks(), opaque=True).read() == b"a pickle"

@@ -5,6 +5,7 @@ One rank in this process; what eight ranks make of lost and damaged files is tes
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -78,6 +79,23 @@ def test_a_file_without_its_proof_or_with_a_damaged_one_is_passed_over(tmp_path:
     proof = tmp_path / "rank_0" / "checkpoint-1_2.proof"
     proof.chmod(0o600)
     proof.write_bytes(proof.read_bytes()[:-9])
+    model = Twice()
+    assert RankCheckpoints(tmp_path, {"model": model}).recover() == (1, 1)
+    assert (model.two == 1).all()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("suffix", [".safetensors", ".proof"])
+@pytest.mark.parametrize("planted", ["endless", "pipe"])
+def test_a_file_without_end_is_passed_over_unread(tmp_path: Path, suffix: str, planted: str) -> None:
+    saved(tmp_path, Twice(), 1, 2)
+    file = tmp_path / "rank_0" / f"checkpoint-1_2{suffix}"
+    if planted == "endless":
+        file.chmod(0o600)
+        os.truncate(file, 1 << 40)
+    else:
+        file.unlink()
+        os.mkfifo(file)
     model = Twice()
     assert RankCheckpoints(tmp_path, {"model": model}).recover() == (1, 1)
     assert (model.two == 1).all()

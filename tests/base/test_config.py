@@ -128,6 +128,21 @@ def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
         assert caught.value.where == str(tmp_path / "s.toml")
 
 
+@pytest.mark.root
+def test_settings_of_another_user_under_a_number_that_came_again_are_not_read() -> None:
+    """A launcher hands settings on by the number of its process, and what it left running outlives both."""
+    name, place = hand_on({"every": "7"})
+    fd = int(place.rpartition("/")[2])
+    try:
+        assert load(environ={name: place}).every == "7"
+        os.fchown(fd, 65534, 65534)
+        with pytest.raises(ConfigError, match="another user's") as caught:
+            load(environ={name: place})
+        assert caught.value.where == place
+    finally:
+        os.close(fd)
+
+
 @pytest.mark.parametrize("name", PATHS)
 def test_a_path_means_the_file_it_named_when_the_settings_were_read(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -746,6 +746,14 @@ def a_device_that_works_is_told_from_one_that_does_not() -> None:
     assert time.monotonic() - began < 5
     simulated.free(0)
     assert accelerator.healthy(20.0)
+    second = torch.ones(1, device=place(1))
+    assert accelerator.healthy(20.0)
+    simulated.hang(1)
+    assert not accelerator.healthy(0.3), "a process that uses two devices needs both"
+    simulated.free(1)
+    assert accelerator.healthy(20.0)
+    del second
+    assert not simulated.is_started(2), "a device was begun to ask it"
     simulated.fault(0, now=True)
     assert not accelerator.healthy(20.0)
 

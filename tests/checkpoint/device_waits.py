@@ -1,6 +1,6 @@
-"""What a checkpointer does on a device that hangs or failed: `device_waits.py KIND HOW`, called by test_device_waits.py.
+"""What a checkpointer does on a device that hangs or failed: `device_waits.py KIND HOW [WORD...]`, called by test_device_waits.py.
 
-Tries every call at every moment, each with a job of its own, and prints a line of JSON for each: how many seconds the call
+Tries every call at every moment (or those that a word names: `close`, or `leave@at_rest`), each with a job of its own, and prints a line of JSON for each: how many seconds the call
 took, and what it raised. A call that does not end ends the process, with the stacks of its threads.
 """
 
@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.base import program
 from holdfast.base.errors import HoldfastError
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.survivors import step_snapshot
-from holdfast.keeper.rpc import spawn
 from holdfast.testing import device as simulated
 
-LIMIT_S = 2.0  # of close()
+LIMIT_S = 1.0  # of close()
 MOST_S = 60.0  # a call that takes longer is one that does not end
 SETTINGS: dict[str, dict[str, Any]] = {
     "registered": {},
@@ -163,10 +163,10 @@ def tried(directory: Path, kind: str, moment: str, call: str, hurt: Callable[[],
     return {"moment": moment, "call": call, "seconds": seconds, "raised": raised}
 
 
-def main(kind: str, how: str, *calls: str) -> None:
+def main(kind: str, how: str, *words: str) -> None:
     simulated.load()
     if kind == "storage-alone":
-        spawn.sys = SimpleNamespace(executable="/bin/false")  # type: ignore[assignment]
+        program.sys = SimpleNamespace(executable="/bin/false")  # type: ignore[assignment]
     step_snapshot.attach(step_snapshot.make_page())  # as a launcher gives one
     directory = Path(os.environ["CASE_DIRECTORY"])
 
@@ -176,16 +176,18 @@ def main(kind: str, how: str, *calls: str) -> None:
         else:
             simulated.fault(0, now=True)
 
-    for moment in MOMENTS:
-        for call in calls or CALLS:
-            if how == "hang" or (child := os.fork()) == 0:
-                print(json.dumps(tried(directory / moment / call, kind, moment, call, hurt)), flush=True)
-                if how == "fault":
-                    os._exit(0)
-                simulated.free(0)
-                torch.accelerator.synchronize()
-            else:
-                os.waitpid(child, 0)  # a fault stays with its process; no device is in use here
+    pairs = [(moment, call) for moment in MOMENTS for call in CALLS]
+    for moment, call in pairs:
+        if words and call not in words and f"{call}@{moment}" not in words:
+            continue
+        if how == "hang" or (child := os.fork()) == 0:
+            print(json.dumps(tried(directory / moment / call, kind, moment, call, hurt)), flush=True)
+            if how == "fault":
+                os._exit(0)
+            simulated.free(0)
+            torch.accelerator.synchronize()
+        else:
+            os.waitpid(child, 0)  # a fault stays with its process; no device is in use here
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.pipeline.timers import DeviceClock, HostClock, clock_of
 from holdfast.elastic.worker import group_teardown
 
-SOURCE = Path(accelerator.__file__).resolve().parents[1]
+SOURCE = Path(accelerator.__file__).resolve().parents[2]
 
 
 def test_cuda_is_named_in_one_file() -> None:
@@ -97,7 +97,6 @@ def test_another_kind_of_device_is_left_alone(module: Module) -> None:
 
 def test_without_a_device_nothing_of_it_is_saved() -> None:
     assert accelerator.in_use() is None
-    assert accelerator.current() is None
     assert "device" not in ProcessRandomness().state_dict()
     assert accelerator.healthy(0.0), "there is nothing that could be out of order"
 
@@ -149,17 +148,27 @@ def test_a_stage_on_any_accelerator_reads_the_devices_clock() -> None:
     assert isinstance(clock_of(None), HostClock)
 
 
-@pytest.mark.parametrize("answer", [False, 712, RuntimeError("no")])
+@pytest.mark.parametrize("answer", [False, None, 712, RuntimeError("no")])
 def test_memory_that_a_driver_does_not_register_is_no_error(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def register(*_: object) -> Any:
         if isinstance(answer, RuntimeError):
             raise answer
         return answer
 
-    monkeypatch.setattr(Device, "_module", lambda _: SimpleNamespace(register=register))
+    monkeypatch.setattr(Device, "_module", lambda _: SimpleNamespace(register_host_memory=register))
     assert Device("xpu").register(torch.device("xpu", 0), 4096, 10) is False
     monkeypatch.setattr(Device, "_module", lambda _: SimpleNamespace())
     assert Device("xpu").register(torch.device("xpu", 0), 4096, 10) is False
+
+
+def test_what_a_vendors_module_calls_register_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may register something else."""
+    called = []
+    vendors = SimpleNamespace(register=lambda *given: called.append(given), unregister=called.append)
+    monkeypatch.setattr(Device, "_module", lambda _: vendors)
+    assert Device("xpu").register(torch.device("xpu", 0), 4096, 10) is False
+    Device("xpu").unregister(torch.device("xpu", 0), 4096)
+    assert not called
 
 
 def test_memory_is_registered_with_the_driver_and_not_with_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,7 @@ SCRIPT = """
 import os, signal, sys
 import holdfast, torch
 from holdfast.checkpoint.save import extra_places
-further_places.duplicate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+extra_places.duplicate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 model = torch.nn.Linear(4, 4)
 config = holdfast.Config(runtime_dir=sys.argv[2], every="0", durable_every="0", linger_s=1.0)
 checkpointer = holdfast.Checkpointer(sys.argv[1], model=model, config=config)

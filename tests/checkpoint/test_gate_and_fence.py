@@ -280,7 +280,7 @@ def story(*, timeout_s: float) -> Iterator[Story]:
         patch.setattr(gates, "time", times)
         patch.setattr(fences, "time", times)
         patch.setattr(gates, "PATIENCE_S", 1e6)
-        patch.setattr(fences.capture, "copy", told.copy)
+        patch.setattr(fences.copy_plan, "copy", told.copy)
         try:
             yield told
         finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+import holdfast
 from checkpoint.test_checkpointer import Make, Trainee, kill_keeper, make  # noqa: F401 - the fixture
+from holdfast.base import program
 from holdfast.base.events import Events
 from holdfast.core.model import Level, Version
 from holdfast.core.scheduling import storage_only_steps
-from holdfast.keeper.rpc import spawn
 from holdfast.tiers.storage.version_store import open_storage
 
 
@@ -74,10 +77,10 @@ def test_a_state_that_grew_is_saved_to_storage_until_it_fits_again(make: Make, t
 @pytest.fixture
 def no_keeper(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Keepers end while they start, or again they do not."""
-    real = spawn.sys
+    real = program.sys
 
     def switch(off: bool) -> None:
-        monkeypatch.setattr(spawn, "sys", SimpleNamespace(executable="/bin/false") if off else real)
+        monkeypatch.setattr(program, "sys", SimpleNamespace(executable="/bin/false") if off else real)
 
     return switch
 
@@ -118,6 +121,32 @@ def test_a_keeper_that_is_gone_for_good_costs_one_save_and_memory_returns_with_t
     assert again.wait("captured", 10) >= Level.CAPTURED
     assert checkpointer.restore("i000001-s0000000002") == 3
     assert trainee.fingerprint() == kept
+
+
+@pytest.mark.root
+def test_a_job_goes_on_where_another_user_made_the_default_runtime_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They need no right but to write into `/tmp`; the job must not end of it."""
+    for variable in ("HOLDFAST_RUNTIME_DIR", "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    taken = holdfast.Config().runtime_path
+    taken.mkdir()
+    os.chown(taken, 65534, 65534)
+    trainee = Trainee()
+    checkpointer = holdfast.Checkpointer(tmp_path / "job", every="0", durable_every="1", **trainee.objects())
+    try:
+        assert checkpointer.restore() == 0
+        trainee.train()
+        saved = checkpointer.step(0)
+        assert saved is not None
+        assert saved.wait("durable", 60) is Level.DURABLE
+    finally:
+        checkpointer.abandon()
+    assert "another user made it: set HOLDFAST_RUNTIME_DIR" in caplog.text
+    assert versions(tmp_path) == [Version(1, 0)]
+    assert list(taken.iterdir()) == []
 
 
 def test_the_last_save_is_durable_without_a_keeper(

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.base.errors import LevelNotReached
+from holdfast.base.errors import Interrupted, LevelNotReached
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.copy_plan import batches
 from holdfast.checkpoint.capture.optimizer_fence import Fence, Job
 from holdfast.checkpoint.capture.paced_copy import PacedCopy
 from holdfast.checkpoint.device import accelerator
+from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.save import storage_saver
 from holdfast.checkpoint.state.training_state import State
@@ -419,3 +420,19 @@ def test_a_state_in_memory_that_is_new_at_every_step_is_not_live() -> None:
     renewed.leave()
     assert survivor_state.remains.version is None, "the state of the step before is offered as that of this one"
     assert "other tensors" in survivor_state.remains.why, survivor_state.remains.why
+
+
+def test_what_ranks_told_each_other_through_a_device_is_void_once_the_job_broke_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The collective was aborted and left zeros, which would say that no rank failed."""
+    for name, value in (("get_rank", 0), ("get_world_size", 2), ("get_backend_config", "cpu:gloo")):
+        monkeypatch.setattr(collectives.dist, name, lambda value=value: value)
+    monkeypatch.setattr(collectives.dist, "all_gather", lambda _, __: open_checkpointers.void())
+    monkeypatch.setattr(collectives.dist, "recv", lambda _, __: open_checkpointers.void())
+    ranks = collectives.Group()
+    with pytest.raises(Interrupted, match="broke off"):
+        collectives.together(ranks, lambda: "done")
+    open_checkpointers.begin()
+    with pytest.raises(Interrupted, match="broke off"):
+        ranks.receive(4, 1)

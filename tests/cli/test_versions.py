@@ -187,13 +187,13 @@ def test_a_root_that_vanishes_is_no_retirement(
 def test_digests_leave_out_what_is_retired_meanwhile(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = versions.sums.write
+    real = versions.checksums.write
 
     def write(*args: object) -> None:  # all versions were proved by now
         retire_when(monkeypatch, LocalBackend, "read_into", checkpoint, part="manifest-0")
         real(*args)
 
-    monkeypatch.setattr(versions.sums, "write", write)
+    monkeypatch.setattr(versions.checksums, "write", write)
     assert versions.verify_versions(str(checkpoint), None, as_json=True, sha256=tmp_path / "list") == 0
     assert {line.split("  ")[1].partition("/")[0] for line in (tmp_path / "list").read_text().splitlines()} == {NEWEST}
 

@@ -57,9 +57,11 @@ class Job:
 
     Attributes:
         objects: what is saved beside the two.
+        backends: of the group, by the device's name.
     """
 
     width = 64  # of the middle
+    backends = "cpu:gloo,{0}:simccl"
 
     def __init__(self, place: torch.device) -> None:
         self.place = place
@@ -90,6 +92,12 @@ class Job:
     def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+class OneBackend(Job):
+    """Its group has no gloo, as after `init_process_group("nccl")`: what ranks agree on goes through the device as well."""
+
+    backends = "{0}:simccl"
 
 
 class Eager(Job):
@@ -258,6 +266,7 @@ KINDS: dict[str, type[Job]] = {
     "capturable": Capturable,
     "reused": Reused,
     "pipeline": Pipeline,
+    "one-backend": OneBackend,
     "eager": Eager,
     "compiled": Compiled,
     "resharded": Resharded,
@@ -295,7 +304,7 @@ def main() -> None:
     device.load()
     torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     place = torch.device(device.name(), int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(f"cpu:gloo,{device.name()}:simccl")
+    dist.init_process_group(KINDS[KIND].backends.format(device.name()))
     hurt(AT, "start")
     job = KINDS[KIND](place)
     chunk_staging.TAKE_S = 5.0

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from holdfast.base import program
 from holdfast.base.errors import LevelNotReached
 from holdfast.checkpoint.save.memory_saver import Saver
 from holdfast.checkpoint.save.storage_saver import DirectSaver
-from holdfast.keeper.rpc import spawn
 
 VICTIM = 1
 PATIENCE_S = 30.0
@@ -65,7 +65,7 @@ class Job:
 def lose_keeper(ckpt: holdfast.Checkpointer) -> None:
     """It is killed, and no other one starts."""
     if dist.get_rank() == VICTIM:
-        spawn.sys = SimpleNamespace(executable="/bin/false")
+        program.sys = SimpleNamespace(executable="/bin/false")
         os.kill(ckpt.keeper_status()["pid"], signal.SIGKILL)
 
 
@@ -80,7 +80,7 @@ def main(root: str, facts: Path) -> None:
     lose_keeper(job.ckpt)
     seen = {"down": job.until(DirectSaver)}
     seen["reason"] = job.ckpt._run.saver._reason
-    spawn.sys = sys
+    program.sys = sys
     seen["up"] = job.until(Saver)
     deadline = time.monotonic() + PATIENCE_S
     while job.ckpt._run.last.reached < holdfast.Level.CAPTURED:

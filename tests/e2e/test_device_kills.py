@@ -30,6 +30,7 @@ KINDS = (
     "capturable",
     "reused",
     "pipeline",
+    "one-backend",
     "eager",
     "compiled",
 )
@@ -122,6 +123,17 @@ def test_a_device_that_hangs_in_any_part_is_replaced_in_quick_mode(
         run(tmp_path, "ddp", "nowhere", DEVICE_JOB_STEPS="8")
     ends, said = run(tmp_path, "ddp", f"hang-{part}", watchdog="short")
     assert ends == undisturbed("ddp"), said[-4000:]
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_all_agree_through_the_device_leaves_no_half_of_it(
+    tmp_path: Path, runtime_dir: Path, undisturbed
+) -> None:
+    """The others wait for it in a collective of ours, which is aborted, and ends with what is in memory."""
+    run(tmp_path, "one-backend", "nowhere", DEVICE_JOB_STEPS="8")
+    ends, said = run(tmp_path, "one-backend", "kill-restore")
+    assert ends == undisturbed("one-backend")
+    assert came_back(said) == 8, said[-4000:]
 
 
 @pytest.mark.slow

@@ -136,6 +136,21 @@ def test_with_a_secret_only_who_has_it_spreads_code(tmp_path: Path, caplog: pyte
     assert "not of a process with this job's secret" in caplog.text
 
 
+def test_what_a_run_without_the_secret_fetched_is_neither_used_nor_signed(tmp_path: Path) -> None:
+    root, secret = tmp_path / "kept", b"s" * 32
+    stranger = CompileCache(str(root), tmp_path / "elsewhere", {})
+    stranger.fetch()
+    compiled(stranger, "evil")
+    assert stranger.keep() == 1
+    assert CompileCache(str(root), tmp_path / "node", {}).fetch() == 1, "a run of ours without a secret"
+    ours = CompileCache(str(root), tmp_path / "node", {}, secret=secret)
+    assert (ours.fetch(), list(ours.directory.rglob("evil")), ours.keep()) == (0, [], 0)
+    compiled(ours, "good")
+    other = CompileCache(str(root), tmp_path / "node", {}, secret=b"t" * 32)
+    assert (other.fetch(), list(other.directory.rglob("good"))) == (0, []), "nor of a run with another one"
+    assert list(CompileCache(str(root), tmp_path / "node", {}, secret=secret).directory.rglob("good"))
+
+
 def test_archives_are_proved_before_they_are_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -200,8 +215,8 @@ def test_code_that_another_machine_or_version_made_is_never_used(monkeypatch: py
     assert compile_cache.key({"TORCHINDUCTOR_CACHE_DIR": "/elsewhere", "HOME": "/x"}) == here
     foreign = {compile_cache.key({name: "1"}) for name in ("TRITON_INTERPRET", "CXX")}
     for owner, name, value in (
-        (compile_cache.devices, "_models", lambda: ["Model: another"]),
-        (compile_cache.devices, "_cards", lambda: ["0x10de:0x2330"]),
+        (compile_cache.accelerator, "_models", lambda: ["Model: another"]),
+        (compile_cache.accelerator, "_cards", lambda: ["0x10de:0x2330"]),
         (compile_cache, "_processor", lambda: "flags: fewer"),
         (compile_cache.torch, "__version__", "99.0"),
         (compile_cache.torch.version, "cuda", "99.0"),
@@ -239,7 +254,7 @@ AT_ONCE = """
 import sys
 from holdfast.elastic.launch import compile_cache, run_command
 compile_cache.CompileCache.start.__kwdefaults__["first_s"] = 0.05
-sys.exit(elastic.main({flags!r}))
+sys.exit(run_command.main({flags!r}))
 """
 
 

@@ -186,7 +186,7 @@ TRAINER = textwrap.dedent(
 @contextlib.contextmanager
 def other_process(rig: Rig, step: int):
     code = TRAINER.format(
-        paths=[str(Path(memory.__file__).parents[2]), str(Path(__file__).parents[1])],
+        paths=[str(Path(memory.__file__).parents[3]), str(Path(__file__).parents[1])],
         base=str(rig.base),
         root=rig.root,
         config=rig.config,

@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import psutil
 import pytest
 
 from holdfast.base.config import Config
-from holdfast.base.errors import ConfigError, InUse, KeeperError, KeeperLost
+from holdfast.base.errors import ConfigError, InUse, KeeperError, KeeperLost, KeeperNotStarted
 from holdfast.keeper.rpc import messages, spawn
 from holdfast.keeper.rpc.caller import dial
 from holdfast.keeper.rpc.client import KeeperClient
@@ -227,6 +228,32 @@ def test_a_link_in_place_of_the_runtime_directory_is_refused(base: Path) -> None
     (base / "rt").symlink_to(base / "real")
     with pytest.raises(ConfigError, match="not ours alone"):
         ensure_keeper(str(base / "ck"), Config(runtime_dir=str(base / "rt"), node_label="n0"))
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("planted", ["directory", "link", "file"])
+def test_who_takes_our_default_directory_first_costs_the_keeper_and_not_the_job(
+    base: Path, monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
+    """Its name can be guessed, and where all may write nobody can remove what another made."""
+    monkeypatch.delenv("HOLDFAST_RUNTIME_DIR", raising=False)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(base))
+    taken = Config().runtime_path
+    assert taken.parent == base
+    if planted == "directory":
+        taken.mkdir()
+    elif planted == "link":
+        (base / "theirs").mkdir(mode=0o700)
+        taken.symlink_to(base / "theirs")
+    else:
+        taken.touch()
+    os.lchown(taken, 65534, 65534)
+    with pytest.raises(KeeperNotStarted, match="another user made it: set HOLDFAST_RUNTIME_DIR") as caught:
+        ensure_keeper(str(base / "ck"), Config(node_label="n0"))
+    assert caught.value.where == str(taken)
+    with pytest.raises(ConfigError, match="another user made it"):
+        ensure_keeper(str(base / "ck"), Config(runtime_dir=str(taken), node_label="n0"))
 
 
 def test_a_path_too_long_for_a_socket_is_refused_before_anything_is_made(base: Path) -> None:

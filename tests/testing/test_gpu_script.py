@@ -25,8 +25,10 @@ import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 # What torch needs, what `python -m benchmarks.gpu --help` names, and what that needs.
-TORCH = "torch torchgen functorch sympy mpmath networkx jinja2 markupsafe fsspec filelock typing_extensions.py"
-NAMED = "numpy* msgspec xxhash cryptography cffi _cffi_backend* pycparser psutil typer rich pytest _pytest hypothesis"
+TORCH = "torch torchgen functorch sympy mpmath networkx jinja2 markupsafe fsspec filelock typing_extensions.py setuptools _distutils_hack"
+NAMED = (
+    "numpy* msgspec xxhash cryptography cffi _cffi_backend* pycparser psutil typer rich pytest _pytest py.py hypothesis"
+)
 THEIRS = (
     "click shellingham annotated_doc pygments markdown_it mdurl pluggy iniconfig packaging sortedcontainers attr attrs"
     " _hypothesis_*"
@@ -57,6 +59,12 @@ def test_a_check_meets_its_goals(number: int, script: Any, sim: ModuleType) -> N
     for figure in figures:
         assert not figure.goal or measure.met(figure.value, figure.goal), figure
         assert figure.metric != TOLD_APART or figure.value > 0, "or nothing was tried"
+
+
+def test_every_file_with_tests_for_a_card_is_run_on_it(script: Any) -> None:
+    files = importlib.import_module("benchmarks.gpu.around").TESTS
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "@pytest.mark.gpu\n" in path.read_text()]
+    assert {str(path.relative_to(ROOT)) for path in marked} == set(files)
 
 
 def test_what_is_called_by_other_names_on_cuda_does_the_same(

@@ -241,6 +241,19 @@ def test_a_root_of_ours_is_private_and_what_is_beneath_follows_it(tmp_path: Path
     assert modes == {".tmp": 0o700, "v": 0o700, "private": 0o600, "w": 0o750, "shared": 0o640, "once": 0o640}
 
 
+def test_where_each_removes_only_what_is_theirs_so_it_is_beneath(tmp_path: Path) -> None:
+    """The sticky bit of a root in which all write; without it any of them empties the directories of versions."""
+    before = os.umask(0)
+    try:
+        backend = local_backend(tmp_path / "root")
+        (tmp_path / "root").chmod(0o1777)
+        put(backend, "v/bundle", b"x")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o7777 for path in (tmp_path / "root").rglob("*")}
+    assert modes == {".tmp": modes[".tmp"], "v": 0o1777, "bundle": 0o666}
+
+
 def test_beneath_a_root_that_vanished_nothing_is_known(tmp_path: Path) -> None:
     """Unmounted, say. That a version's files cannot be reached does not mean that they are not there."""
     backend = local_backend(tmp_path / "root")

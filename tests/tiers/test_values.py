@@ -261,5 +261,5 @@ def test_random_bytes_decode_or_are_refused(data: bytes) -> None:
 
 
 def test_numpy_is_not_imported_where_no_value_needs_it() -> None:
-    code = "import sys; from holdfast.tiers.values import *; decode(encode({'a': (1, 2.5)})); sys.exit('numpy' in sys.modules)"
+    code = "import sys; from holdfast.tiers.format.values import *; decode(encode({'a': (1, 2.5)})); sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

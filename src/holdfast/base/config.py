@@ -310,6 +310,10 @@ def _lasting(secret_file: str) -> str:
         raise ConfigError(f"cannot read the job's secret: {error}", where=secret_file) from error
 
 
+# As `_in_memory` names them: outlived by the name, and the number of a process comes again.
+_HANDED_ON = re.compile(r"/proc/\d+/fd/\d+\Z")
+
+
 def _in_memory(content: bytes) -> str:
     fd = os.memfd_create("holdfast-settings", os.MFD_CLOEXEC)
     os.fchmod(fd, 0o600)
@@ -373,6 +377,9 @@ def parse_seconds(text: str) -> float:
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
+            if _HANDED_ON.match(str(path)) and os.fstat(file.fileno()).st_uid not in {os.geteuid(), 0}:
+                what = "the settings are another user's: the launcher that handed them on is gone"
+                raise ConfigError(what, where=str(path), remedy=f"correct or unset {CONFIG_FILE_VARIABLE}")
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise ConfigError(f"the settings file has more than {MAX_FILE_BYTES} bytes", where=str(path))

@@ -62,6 +62,14 @@ def prove(path: Path) -> None:
     _require(path.lstat(), path)
 
 
+def is_anothers(path: Path) -> bool:
+    """Return whether another user made what stands there; a link is what stands there, not where it leads."""
+    try:
+        return path.lstat().st_uid != os.geteuid()
+    except OSError:
+        return False
+
+
 def open_in(directory: Path, name: str, flags: int) -> int:
     """Opens a file of ours in a directory of ours alone; returns the descriptor. A new file has mode 0600.
 
@@ -81,13 +89,19 @@ def open_in(directory: Path, name: str, flags: int) -> int:
     return fd
 
 
-def read(path: Path, most_bytes: int) -> bytes:
+def read(path: Path, most_bytes: int, *, through_links: bool = False) -> bytes:
     """Return the content of a regular file in a directory where others may have put something else.
 
+    Args:
+        path: the file.
+        most_bytes: a larger file is refused before any of it is read.
+        through_links: the content is proved by other means, so it may lie elsewhere.
+
     Raises:
-        OSError: it cannot be read, is a link or no regular file, or has more bytes than that.
+        OSError: it cannot be read, is no regular file, or has more bytes than that; or it is a link.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    follow = 0 if through_links else os.O_NOFOLLOW
+    fd = os.open(path, os.O_RDONLY | follow | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):

@@ -62,11 +62,11 @@ PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 Root = Annotated[str, typer.Argument(metavar="ROOT", help="The checkpoint directory, or a URL (file, s3, gs, az).")]
-RanksPerNode = Annotated[int | None, typer.Option(min=1, metavar="N", help="How many ranks share a node.")]
+RanksPerNode = Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of ranks on each node.")]
 RunningJob = Annotated[
     str | None, typer.Option(metavar="ROOT", help="The job that runs on this machine and saves to ROOT.")
 ]
-VersionName = Annotated[str | None, typer.Argument(metavar="[VERSION]", help="As `holdfast ls` shows it.")]
+VersionName = Annotated[str | None, typer.Argument(metavar="[VERSION]", help="A version as `holdfast ls` shows it.")]
 
 
 def _show_version(wanted: bool) -> None:
@@ -103,16 +103,18 @@ def demo(context: typer.Context) -> None:
 
 @app.command(context_settings=PASS_THROUGH)
 def drill(context: typer.Context) -> None:
-    """Crash it on purpose, many times, and check every invariant: `drill crash`, `faults`, `power`, `soak`, `sim`."""
+    """Crash jobs on purpose, many times, and check every invariant: `drill crash`, `faults`, `power`, `soak`, `sim`."""
     subcommands.become("drill", context.args)
 
 
 @app.command()
 def status(
     json: Json = False,
-    watch: Annotated[float | None, typer.Option(min=0.1, metavar="SECONDS", help="Show again so often.")] = None,
-    runtime_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Where the keepers' sockets are.")] = None,
-    prometheus: Annotated[bool, typer.Option("--prometheus", help="As text for Prometheus.")] = False,
+    watch: Annotated[
+        float | None, typer.Option(min=0.1, metavar="SECONDS", help="Refresh every SECONDS seconds.")
+    ] = None,
+    runtime_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Directory of the keepers' sockets.")] = None,
+    prometheus: Annotated[bool, typer.Option("--prometheus", help="Print metrics as text for Prometheus.")] = False,
 ) -> None:
     """Show what the keepers of this machine hold, and how safe each version is.
 
@@ -148,7 +150,7 @@ def report(
 
 @app.command("ls")
 def list_versions(root: Root, json: Json = False) -> None:
-    """The versions under ROOT: which are durable, how big, where each lineage came from.
+    """List the versions under ROOT: which are durable, how big, where each lineage came from.
 
     \b
     holdfast ls /ckpts/run1
@@ -161,10 +163,10 @@ def list_versions(root: Root, json: Json = False) -> None:
 def remove_versions(
     root: Root,
     versions: Annotated[
-        list[str] | None, typer.Argument(metavar="[VERSION...]", help="As `holdfast ls` shows them.")
+        list[str] | None, typer.Argument(metavar="[VERSION...]", help="Versions as `holdfast ls` shows them.")
     ] = None,
     abandoned: Annotated[
-        bool, typer.Option("--abandoned", help="All of runs that a fresh start on this path ended.")
+        bool, typer.Option("--abandoned", help="Remove all versions of runs that a fresh start on this path ended.")
     ] = False,
     json: Json = False,
 ) -> None:
@@ -213,7 +215,9 @@ def verify(
 
 @app.command()
 def groups(
-    root: Annotated[str | None, typer.Argument(metavar="[ROOT]", help="The checkpoints; else a running job.")] = None,
+    root: Annotated[
+        str | None, typer.Argument(metavar="[ROOT]", help="The checkpoint directory; a running job if left out.")
+    ] = None,
     version: VersionName = None,
     job: RunningJob = None,
     ranks_per_node: RanksPerNode = None,
@@ -239,30 +243,30 @@ def plan(  # noqa: PLR0913 - an option is a parameter
         str | None, typer.Argument(metavar="[FILE]", help="A description (TOML, JSON), or a training script (.py).")
     ] = None,
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Arguments of the script.")
+        list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Arguments of the training script.")
     ] = None,
-    checkpoint: Annotated[str | None, typer.Option("--from", metavar="ROOT", help="Or a checkpoint's layout.")] = None,
-    version: Annotated[str | None, typer.Option(metavar="VERSION", help="Which of its versions.")] = None,
-    mesh: Annotated[str | None, typer.Option(metavar="SIZES", help="Other mesh sizes: 4x2, or dp=4,tp=2.")] = None,
+    checkpoint: Annotated[str | None, typer.Option("--from", metavar="ROOT", help="Use a checkpoint's layout.")] = None,
+    version: Annotated[str | None, typer.Option(metavar="VERSION", help="Version of that checkpoint.")] = None,
+    mesh: Annotated[str | None, typer.Option(metavar="SIZES", help="Use mesh sizes: 4x2, or dp=4,tp=2.")] = None,
     ranks_per_node: RanksPerNode = None,
     job: RunningJob = None,
-    nnodes: Annotated[int, typer.Option(min=1, metavar="N", help="On how many nodes the script runs.")] = 1,
-    mtbf: Annotated[str, typer.Option(metavar="TIME", help="Between two failures of one node.")] = "5000h",
-    step_time: Annotated[str, typer.Option(metavar="TIME", help="Of one training step.")] = "1s",
+    nnodes: Annotated[int, typer.Option(min=1, metavar="N", help="Number of nodes that the script runs on.")] = 1,
+    mtbf: Annotated[str, typer.Option(metavar="TIME", help="Mean time between failures of one node.")] = "5000h",
+    step_time: Annotated[str, typer.Option(metavar="TIME", help="Duration of one training step.")] = "1s",
     save_time: Annotated[
-        str, typer.Option(metavar="TIME", help="How long a save stops training; else what it copies at 5 GB/s.")
+        str, typer.Option(metavar="TIME", help="Time that a save stops training; by default what it copies at 5 GB/s.")
     ] = "",
     like: Annotated[
         str | None,
-        typer.Option(metavar="RUN", help="Failures, recovery and step time as this run's journal shows them."),
+        typer.Option(metavar="RUN", help="Take failures, recovery and step time from the journal of this run."),
     ] = None,
-    without_replicas: Annotated[bool, typer.Option("--without-replicas", help="Count on twins alone.")] = False,
-    lost_nodes: Annotated[str, typer.Option(metavar="0,4-6", help="What is lost if these nodes die at once?")] = "",
-    lost_ranks: Annotated[str, typer.Option(metavar="0,4-6", help="And if all that these ranks hold is lost?")] = "",
+    without_replicas: Annotated[bool, typer.Option("--without-replicas", help="Assume no replicas.")] = False,
+    lost_nodes: Annotated[str, typer.Option(metavar="0,4-6", help="Show what is lost with these nodes.")] = "",
+    lost_ranks: Annotated[str, typer.Option(metavar="0,4-6", help="Show what is lost with these ranks.")] = "",
     pipeline: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Instead: a pipeline's step, and a checkpoint in its bubbles.")
+        str | None, typer.Option(metavar="TEXT", help="Plan a pipeline's step, and a checkpoint in its bubbles.")
     ] = None,
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="That step as a page, with exact times.")] = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write that step as a page.")] = None,
     json: Json = False,
 ) -> None:
     """Predict what a job will hold, copy, write and back up, and what any lost node would cost. Nothing is started.
@@ -316,12 +320,18 @@ def plan(  # noqa: PLR0913 - an option is a parameter
 
 @app.command()
 def trace(
-    directories: Annotated[list[str], typer.Argument(metavar="DIR...", help="What `--trace` wrote; journals as well.")],
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="The page; default DIR/timeline.html.")] = None,
-    perfetto: Annotated[str | None, typer.Option(metavar="FILE", help="The trace; default DIR/timeline.json.")] = None,
+    directories: Annotated[
+        list[str], typer.Argument(metavar="DIR...", help="Directories that `--trace` wrote; journals too.")
+    ],
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the page here; default DIR/timeline.html.")
+    ] = None,
+    perfetto: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the trace here; default DIR/timeline.json.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """A timeline of a run: compute, bubbles, copies, replication, storage, faults and recoveries on one axis.
+    """Draw a timeline of a run: compute, bubbles, copies, replication, storage, faults and recoveries on one axis.
 
     Writes a page that needs nothing but a browser, and a trace for ui.perfetto.dev.
 
@@ -336,14 +346,18 @@ def trace(
 def export(
     root: Root,
     out: Annotated[str, typer.Argument(metavar="OUT", help="A file that does not exist yet (dcp: a directory).")],
-    to: Annotated[str, typer.Option(metavar="FORMAT", help="safetensors, torch, dcp or mindspore.")] = "safetensors",
+    to: Annotated[
+        str, typer.Option(metavar="FORMAT", help="Format: safetensors, torch, dcp or mindspore.")
+    ] = "safetensors",
     version: Annotated[
-        str | None, typer.Option(metavar="VERSION", help="Which version; the newest by default.")
+        str | None, typer.Option(metavar="VERSION", help="Version to export; the newest by default.")
     ] = None,
-    only: Annotated[str, typer.Option(metavar="PREFIX", help="Only names that begin so: model.")] = "",
+    only: Annotated[
+        str, typer.Option(metavar="PREFIX", help="Export only names that begin with PREFIX, such as model.")
+    ] = "",
     json: Json = False,
 ) -> None:
-    """A version as one file with whole tensors, whatever layout saved it; loads without holdfast.
+    """Write a version as one file with whole tensors, whatever layout saved it. It loads without holdfast.
 
     \b
     holdfast export /ckpts/run1 run1.safetensors --only model.

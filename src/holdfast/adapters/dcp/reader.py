@@ -59,6 +59,8 @@ class StorageReader(TorchReader):
         version: only this one, as `holdfast ls` names it; by default the newest that is usable, or the one of the step that
             `checkpoint_id` ends with.
         config: the settings, with a root; default: file and environment.
+        opaque: give bytes that a save planner of the user's own made to the load planner. PyTorch's own `load_bytes`
+            unpickles what it is given, so a planner that ends there runs code of whoever made the version.
 
     Attributes:
         loaded: the version that the last `dcp.load` read; None before.
@@ -70,8 +72,10 @@ class StorageReader(TorchReader):
         *,
         version: Version | str | None = None,
         config: Config | None = None,
+        opaque: bool = False,
     ) -> None:
         super().__init__()
+        self._opaque = opaque
         self.loaded: Version | None = None
         self._given = Version.parse(version) if isinstance(version, str) else version
         if version is not None and self._given is None:
@@ -159,7 +163,7 @@ class StorageReader(TorchReader):
             target.commit(planner)
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, values.stream(item.storage_index.fqn, planner))
+                planner.load_bytes(item, values.stream(item.storage_index.fqn, planner, opaque=self._opaque))
         self.loaded = self._source.loaded()
         done: Future[None] = Future()
         done.set_result(None)
@@ -223,20 +227,20 @@ class _Values:
                 found.append((LiveTensor(shard, tensor, late=False), places))
         return found
 
-    def stream(self, name: str, planner: LoadPlanner) -> io.BytesIO:
-        """What the planner's `load_bytes` takes.
+    def stream(self, name: str, planner: LoadPlanner, *, opaque: bool) -> io.BytesIO:
+        """Return what the planner's `load_bytes` takes.
 
         Raises:
-            UsageError: bytes of a planner of the user's own, asked for by the stock one.
+            UsageError: bytes of a planner of the user's own, asked for by the stock one, or without a word of the user.
         """
         tree = self._trees[name]
         stream = io.BytesIO()
         if isinstance(tree, dict) and tree.keys() == {OPAQUE}:
-            if type(planner).load_bytes is DefaultLoadPlanner.load_bytes:
+            if not opaque or type(planner).load_bytes is DefaultLoadPlanner.load_bytes:
                 raise UsageError(
                     "these bytes were made by a save planner of the user's own; PyTorch's planner would unpickle them",
                     where=name,
-                    remedy="load with a planner whose load_bytes understands them",
+                    remedy="load with a planner whose load_bytes understands them, and StorageReader(..., opaque=True)",
                 )
             stream.write(tree[OPAQUE])
         elif isinstance(tree, dict) and tree.keys() == {STREAM}:

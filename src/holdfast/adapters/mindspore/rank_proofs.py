@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.base import private
 from holdfast.base.errors import CorruptError
 from holdfast.core.layout.bundles import fingerprint
 from holdfast.core.model import Bundle, Piece, Seal, Shard
@@ -87,8 +88,7 @@ def read_proof(path: Path, named: tuple[int, int], slices: str) -> Proof:
         CorruptError: the proof is missing or damaged, or it is of another step or of other slices.
     """
     try:
-        with path.with_suffix(PROOF).open("rb") as stream:
-            data = stream.read(MAX_PROOF_BYTES)
+        data = private.read(path.with_suffix(PROOF), MAX_PROOF_BYTES, through_links=True)
         proof = msgspec.json.decode(data, type=Proof)
     except OSError as error:
         raise CorruptError(f"its proof cannot be read: {error.strerror}", where=str(path)) from error
@@ -105,7 +105,7 @@ def read_good(found: Found, faults: list[str]) -> bytes | None:
     """The bytes of a file if they are what its proof says; None, and why in `faults`, if not."""
     seal = Seal("slices", found.proof.length, found.proof.digest, found.proof.chunks)
     try:
-        data = found.path.read_bytes()
+        data = private.read(found.path, max(0, found.proof.length), through_links=True)
         image_format.verify(memoryview(data), seal, str(found.path))
     except OSError as error:
         faults.append(f"it cannot be read: {error.strerror} [{found.path}]")

@@ -676,6 +676,7 @@ class Checkpointer:
         if last is not None and last.given_up and not changed and (direct or run.link.unskip(last.version)):
             run.last = last = None
         settled(run.saver, self._config.close_timeout_s)
+        given_up = last.given_up if last is not None else ""
         if run.state_step > (last.version.step if last is not None else -1) and not changed:
             last = self._save(run, run.state_step, Level.DURABLE)
         elif (whole := run.whole) is not None:
@@ -690,11 +691,9 @@ class Checkpointer:
                 remedy="report a step behind the last optimizer step, and close before other weights are loaded",
             )
         if last is not None and last.version.step < run.state_step:
-            logger.error(
-                "step %d is not saved: %s after it was reported. What is durable is step %d; report a step behind the last "
-                "optimizer step, and close before other weights are loaded",
-                run.state_step, changed or last.given_up, last.version.step,
-            )  # fmt: skip
+            remedy = "report a step behind the last optimizer step, and close before other weights are loaded"
+            why = f"{changed} after it was reported; {remedy}" if changed else given_up
+            logger.error("what is durable is step %d; step %d is not saved: %s", last.version.step, run.state_step, why)
 
     def _leave(self, *, finished: bool, copy_s: float = 0.0) -> None:
         self._closed = True

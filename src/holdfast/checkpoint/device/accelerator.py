@@ -100,6 +100,12 @@ class Device:
             return torch.device(self.kind, torch.accelerator.current_device_index())
         return torch.device(self.kind, self._module().current_device())
 
+    def used(self) -> list[torch.device]:
+        """Returns the current device of this thread, and the others on which this process has memory; begins none."""
+        current, has_memory = self.current(), getattr(self._module(), "memory_allocated", None)
+        others = [torch.device(self.kind, i) for i in range(self.count()) if i != current.index]
+        return [current, *(device for device in others if has_memory is not None and has_memory(device))]
+
     def reset(self) -> None:
         """Makes the current device and stream what a new process has, and gives a share of memory back that was limited."""
         before = self.current()
@@ -124,20 +130,24 @@ class Device:
     # Memory of the host.
 
     def register(self, device: torch.device, address: int, num_bytes: int) -> bool:
-        """Makes host memory known to the driver, so that copies into it can be queued; False: they cannot, and nothing is wrong."""
-        offered = getattr(self._module(), "register", None)
+        """Makes host memory known to the driver, so that copies into it can be queued; False: they cannot, and nothing is wrong.
+
+        Torch has no name for it. A device's module that can is asked by ours: `register_host_memory(address, num_bytes)`,
+        which returns True if it did, and `unregister_host_memory(address)`.
+        """
+        offered = getattr(self._module(), "register_host_memory", None)
         if offered is None:
             return False
         try:
             with self.guard(device):
-                return _accepted(offered(address, num_bytes))
+                return offered(address, num_bytes) is True
         except (RuntimeError, OSError) as error:
             logger.info("%s registers no host memory: %s", self.kind, error)
             return False
 
     def unregister(self, device: torch.device, address: int) -> None:
         """Takes a registration back. Nothing may be copied there meanwhile."""
-        offered = getattr(self._module(), "unregister", None)
+        offered = getattr(self._module(), "unregister_host_memory", None)
         try:
             if offered is not None:
                 with self.guard(device):
@@ -219,11 +229,6 @@ def _forget_error() -> None:
         take()
 
 
-def _accepted(answer: object) -> bool:
-    """Whether a module's `register` agreed: True or the code 0; a bare None too."""
-    return answer is None or answer is True or (answer is not False and answer == 0)
-
-
 @functools.cache
 def device_of(kind: str) -> Device:
     """Returns the interface to accelerators of one `tensor.device.type`."""
@@ -241,12 +246,6 @@ def in_use() -> Device | None:
     kind = _accelerator()
     device = device_of(kind) if kind else None
     return device if device is not None and device.in_use() else None
-
-
-def current() -> torch.device | None:
-    """Returns the current device of the accelerator that this process uses, or None."""
-    device = in_use()
-    return device.current() if device is not None else None
 
 
 def capturing() -> bool:
@@ -299,34 +298,34 @@ def caught_up(tensors: Iterable[torch.Tensor], deadline_s: float) -> bool:
 
 
 def healthy(deadline_s: float) -> bool:
-    """Returns whether the current device of this thread runs one more kernel within so many seconds. True without a device.
+    """Returns whether each device that this process uses runs one more kernel within so many seconds. True without a device.
 
     The kernel is queued where the thread queues, so it comes behind all that is there: a device that is that far behind
     does not count as healthy either.
     """
-    device = current()
-    if device is None:
+    interface, until = in_use(), time.monotonic() + deadline_s
+    if interface is None:
         return True
-    stream, until = device_of(device.type).current_stream(device), time.monotonic() + deadline_s
+    streams = [interface.current_stream(device) for device in interface.used()]
     found: list[torch.Event] = []
     # A driver that hangs may not come back from queueing: that costs this thread, not its caller.
-    asking = threading.Thread(target=_ask, args=(device, stream, found), name="holdfast-probe", daemon=True)
+    asking = threading.Thread(target=_ask, args=(interface, streams, found), name="holdfast-probe", daemon=True)
     asking.start()
     asking.join(deadline_s)
-    return bool(found) and wait((found[0],), max(0.0, until - time.monotonic()))
+    return len(found) == len(streams) and wait(tuple(found), max(0.0, until - time.monotonic()))
 
 
-def _ask(device: torch.device, stream: torch.Stream, found: list[torch.Event]) -> None:
-    interface = device_of(device.type)
-    try:
-        with interface.guard(device), stream:
-            try:
-                torch.zeros(1, device=device).add_(1)
-            except torch.OutOfMemoryError:
-                pass  # a full device is not a broken one
-            found.append(interface.record(stream))
-    except RuntimeError as error:
-        logger.warning("%s does not work any more: %s", device, error)
+def _ask(interface: Device, streams: list[torch.Stream], found: list[torch.Event]) -> None:
+    for stream in streams:
+        try:
+            with interface.guard(stream.device), stream:
+                try:
+                    torch.ones(1, device=stream.device)  # a kernel that fills
+                except torch.OutOfMemoryError:
+                    pass  # a full device is not a broken one
+                found.append(interface.record(stream))
+        except RuntimeError as error:
+            logger.warning("%s does not work any more: %s", stream.device, error)
 
 
 # What a node has, told without a context: by files.

@@ -2,6 +2,9 @@
 
 Uses the default process group when there is one, with `all_gather` of byte tensors: nothing is pickled. One rank alone
 needs no group. Only restore and construction call this; a save needs no collective (decision 10).
+
+A group without a backend for the host agrees through its device. An aborted collective leaves there what happens to be in
+memory, and zeros would say that no rank failed. So what was read counts only if the job had not broken off by then.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import distributed as dist
 
-from holdfast.base.errors import HoldfastError, UsageError, kind_of
+from holdfast.base.errors import HoldfastError, Interrupted, UsageError, kind_of
 from holdfast.checkpoint.device.accelerator import device_of
+from holdfast.checkpoint.liveness import open_checkpointers
+from holdfast.core.versions.fence_rules import counts
 
 T = TypeVar("T")
 
@@ -68,14 +73,14 @@ class Group:
         mine = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
         lengths = [torch.zeros_like(mine) for _ in range(self.world_size)]
         dist.all_gather(lengths, mine)
-        sizes = [int(length.item()) for length in lengths]
+        sizes = _read(torch.cat(lengths)).tolist()
         padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         if data:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         padded = padded.to(self._device)
         rows = [torch.zeros_like(padded) for _ in range(self.world_size)]
         dist.all_gather(rows, padded)
-        return [bytes(row[:size].cpu().numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+        return [_read(row[:size]).numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def send(self, data: torch.Tensor, to: int) -> None:
         """Send by way of the device of the group."""
@@ -85,7 +90,19 @@ class Group:
         """Receive by way of the device of the group."""
         data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         dist.recv(data, origin)
-        return data.cpu()
+        return _read(data)
+
+
+def _read(received: torch.Tensor) -> torch.Tensor:
+    """Return what a collective left, in host memory.
+
+    Raises:
+        Interrupted: the job broke off before it was read.
+    """
+    data = received.cpu()
+    if not counts(broke_off=bool(open_checkpointers.broken.reason), passed_by_then=False):
+        raise Interrupted(open_checkpointers.broken.reason)
+    return data
 
 
 def ranks() -> Ranks:

@@ -8,8 +8,8 @@ versions of Python, torch and Triton, the processor, the devices, the flags. Arc
 is torn or damaged is passed over. Without the flag torch keeps its caches where it always does.
 
 Compiled code is code: whoever may write to URL can have it run, unless the job has a secret. Then archives are
-authenticated with it (HMAC-SHA256) and others are passed over. The directory of a node must belong to this user alone, or
-nothing is cached. Must never stop a job: every fault is a log line.
+authenticated with it (HMAC-SHA256) and others are passed over; a node has a directory per secret. That must belong to this
+user alone, or nothing is cached. Must never stop a job: every fault is a log line.
 """
 
 from __future__ import annotations
@@ -75,6 +75,13 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
+def _of_node(key: str, secret: bytes) -> str:
+    """Return the name of a node's directory. Code that runs without the secret fetched is in none of a run with it."""
+    if not secret:
+        return key
+    return hmac.new(secret, f"holdfast compile cache of a node {key}".encode(), hashlib.sha256).hexdigest()[:32]
+
+
 class _Digest(Protocol):
     """Is a hash or a keyed one."""
 
@@ -109,7 +116,7 @@ class CompileCache:
         self._secret = secret
         self._is_fit = False
         self.key = key(environ)
-        self.directory = directory / self.key
+        self.directory = directory / _of_node(self.key, secret)
         self._known: set[str] = set()
         self._archives: set[str] = set()  # whose files are all here
         self._ended = threading.Event()
@@ -220,8 +227,8 @@ class CompileCache:
             self._known |= set(files)
             self._archives = self._archives - set(replaced) | {name}
             return len(files)
-        except (HoldfastError, OSError) as error:
-            logger.warning("the compile cache could not be kept: %s", error)
+        except (HoldfastError, OSError, MemoryError) as error:
+            logger.warning("the compile cache could not be kept: %s", str(error) or type(error).__name__)
             return 0
 
     def _name(self, archive: bytes) -> str:

@@ -44,7 +44,8 @@ from holdfast.elastic.worker import group_teardown, interruptible_store, main_mo
 from holdfast.elastic.worker.agent_channel import Line, Order, order_of
 from holdfast.elastic.worker.kill_descendants import kill_group
 from holdfast.elastic.worker.run_leftovers import Look
-from holdfast.elastic.worker.script_sandbox import Stage, deaf, leave_logging_to_the_script
+from holdfast.elastic.worker.script_sandbox import Stage, leave_logging_to_the_script
+from holdfast.elastic.worker.signal_mask import deaf
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +241,7 @@ class Runner:
         if not self._aborts.ended(group_teardown.ABORT_S):
             open_checkpointers.broken.stuck = "the communicators of its device cannot be aborted"
         elif not accelerator.healthy(PROBE_S):
-            open_checkpointers.broken.stuck = f"its device did not run one more kernel within {PROBE_S:g} s"
+            open_checkpointers.broken.stuck = f"a device of it did not run one more kernel within {PROBE_S:g} s"
         self._end_if_stuck()
 
     def _is_replaced(self, order: Order, error: BaseException) -> bool:

@@ -21,7 +21,8 @@ import select
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -93,6 +94,7 @@ class Connection:
         self.is_polled = False
         self._may_write = False
         self._writing = False  # a thread is lent, or will be
+        self._answering = False  # a message was read and its reply is not queued
 
     @property
     def greeted(self) -> Hello:
@@ -151,10 +153,23 @@ class Connection:
         self.channel.close()
 
     def flush(self) -> None:
-        """Lets what is queued be sent and takes nothing more; used when the keeper says its last word."""
+        """Lets a reply that is due and what is queued be sent, and takes nothing more; used when the keeper says its last word."""
         with self._changed:
+            self._changed.wait_for(lambda: not self._answering, FLUSH_TIMEOUT_S)
             self._ended = True
         self._await_writer(FLUSH_TIMEOUT_S)
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """A reply is due: what the message asks for may end the keeper, which then waits a moment for the reply."""
+        with self._changed:
+            self._answering = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._answering = False
+                self._changed.notify_all()
 
     def _await_writer(self, timeout_s: float) -> None:
         with self._changed:
@@ -404,19 +419,20 @@ class Server:
     def _serve_one(self, connection: Connection, timeout_s: float | None) -> None:
         """Reads one message, which may take so long to begin, and answers it."""
         body, fds = connection.channel.receive(timeout_s=timeout_s)
-        try:
-            message = decode(body)
-            if isinstance(message, SHORT) or connection.greeted.role == RANK:  # whose thread stands aside for good
-                reply = self._answer(connection, message, fds)
-            else:
-                with self._crew.aside():
+        with connection.answering():
+            try:
+                message = decode(body)
+                if isinstance(message, SHORT) or connection.greeted.role == RANK:  # whose thread stands aside for good
                     reply = self._answer(connection, message, fds)
-        finally:
-            frames.close_fds(fds)
-        if isinstance(reply, Answer):
-            connection.send(reply.message, reply.fds)
-        elif reply is not None:
-            connection.send(reply)
+                else:
+                    with self._crew.aside():
+                        reply = self._answer(connection, message, fds)
+            finally:
+                frames.close_fds(fds)
+            if isinstance(reply, Answer):
+                connection.send(reply.message, reply.fds)
+            elif reply is not None:
+                connection.send(reply)
 
     def _answer(self, connection: Connection, message: AnyMessage, fds: list[int]) -> Message | Answer | None:
         try:

@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 
 import holdfast
-from holdfast.base import program
+from holdfast.base import private, program
 from holdfast.base.config import Config, parse_size
-from holdfast.base.errors import KeeperError, KeeperLost, KeeperNotStarted
+from holdfast.base.errors import ConfigError, KeeperError, KeeperLost, KeeperNotStarted
 from holdfast.keeper.rpc.caller import ring
 from holdfast.keeper.rpc.listener import Network, hidden
 from holdfast.keeper.rpc.messages import VIEWER, Hello
@@ -37,12 +37,13 @@ def ensure_keeper(root: str, config: Config, *, timeout_s: float = START_TIMEOUT
     """The place of a keeper that listens for the job saving to `root`; started if there is none.
 
     Raises:
-        ConfigError: the runtime directory is unfit. KeeperNotStarted: it crashed or hung before it listened.
+        ConfigError: the runtime directory is unfit. KeeperNotStarted: it crashed or hung before it listened, or another
+            user made the directory first that is ours by default.
         KeeperError: it refused its settings, in its own words; or one is there and does not answer.
     """
     place = place_of(root, config)
     deadline = time.monotonic() + timeout_s
-    place.make()
+    _make(place, config)
     spawned = False
     while not _answers(place):
         # After a first attempt another keeper holds the lock without answering: it is starting, dying, or frozen.
@@ -61,6 +62,16 @@ def ensure_keeper(root: str, config: Config, *, timeout_s: float = START_TIMEOUT
             os.close(lock)
         spawned = True
     return place
+
+
+def _make(place: Place, config: Config) -> None:
+    """Make the place. The name of a default runtime directory can be guessed: who takes it must not stop a job."""
+    try:
+        place.make()
+    except ConfigError as error:
+        if config.runtime_dir or not private.is_anothers(place.runtime):
+            raise
+        raise KeeperNotStarted(error.what, where=error.where, remedy=error.remedy) from error
 
 
 def _answers(place: Place) -> bool:

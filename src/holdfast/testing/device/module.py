@@ -146,11 +146,11 @@ class DeviceModule(types.ModuleType):
         """Wait for all devices and give what is cached back to the cards."""
         torch.accelerator.empty_cache()
 
-    def register(self, address: int, num_bytes: int) -> bool:
+    def register_host_memory(self, address: int, num_bytes: int) -> bool:
         """Register memory of the host for copies that the host does not wait for; False where a part is registered."""
         return bool(self._native.register(address, num_bytes))
 
-    def unregister(self, address: int) -> bool:
+    def unregister_host_memory(self, address: int) -> bool:
         """Take back a registration; False where none begins at the address."""
         return bool(self._native.unregister(address))
 

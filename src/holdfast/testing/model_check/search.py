@@ -1,6 +1,6 @@
 """The search of a small model check: every world that events lead to, and the shortest story to one that breaks a promise.
 
-`testing.model_check.check` has its own: its worlds are many, so it numbers them.
+`testing.model_check.explorer` has its own: its worlds are many, so it numbers them.
 """
 
 from __future__ import annotations

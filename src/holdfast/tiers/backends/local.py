@@ -226,8 +226,11 @@ def _make_directory(root: int, directory: str) -> None:
 
 
 def _mode(root: int) -> int:
-    """Who may look at the root, and so at what is made beneath it; never less than we need ourselves."""
-    return stat.S_IMODE(os.fstat(root).st_mode) & 0o777 | 0o700
+    """Who may look at the root, and so at what is made beneath it; never less than we need ourselves.
+
+    Where all write and each removes only what is theirs (the sticky bit), the same holds beneath.
+    """
+    return stat.S_IMODE(os.fstat(root).st_mode) & 0o1777 | 0o700
 
 
 def _parent(name: str) -> str:
