@@ -62,11 +62,15 @@ def test_kernels_are_chosen_as_in_a_new_process(stage: Stage) -> None:
     assert backends.cuda.matmul.allow_bf16_reduced_precision_reduction is True
 
 
-def test_numbers_are_rounded_checked_and_printed_as_in_a_new_process(stage: Stage) -> None:
+def test_numbers_are_rounded_checked_and_printed_as_in_a_new_process(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def settings() -> tuple[object, ...]:
         rounded = str(decimal.Decimal(1) / 3)
         return rounded, np.geterr(), str(np.float64(1) / np.arange(1, 4)), str(torch.ones(3) / 3), time.tzname
 
+    monkeypatch.delenv("TZ", raising=False)
+    time.tzset()
     before = settings()
     decimal.getcontext().prec = 5
     np.seterr(divide="raise")
@@ -90,11 +94,13 @@ def begins(stage: Stage, **variables: str) -> tuple[int, object, int]:
     return torch.get_num_threads(), dist.get_debug_level(), logging.getLogger("torch._dynamo").level
 
 
-def test_variables_that_a_script_sets_before_it_imports_torch_are_read(stage: Stage) -> None:
-    before = begins(stage)
+def test_variables_that_a_script_sets_before_it_imports_torch_are_read(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = {"OMP_NUM_THREADS": "3", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_LOGS": "+dynamo"}
     for name in names:
-        assert name not in os.environ, "this test sets it"
+        monkeypatch.delenv(name, raising=False)
+    before = begins(stage)
     first = begins(stage, **names)
     for name in names:
         del os.environ[name]
