@@ -123,13 +123,13 @@ if sys.argv[1] == "sim":
     device.load()
 from holdfast.checkpoint.device import accelerator
 x = torch.zeros(4, device=sys.argv[1])
-assert devices.healthy(20.0)
+assert accelerator.healthy(20.0)
 try:
     x[torch.tensor([1 << 40], device=x.device)]
     torch.accelerator.synchronize()
 except RuntimeError:
     pass
-sys.exit(0 if not devices.healthy(20.0) else 3)
+sys.exit(0 if not accelerator.healthy(20.0) else 3)
 """
 
 

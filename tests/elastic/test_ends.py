@@ -392,6 +392,8 @@ def test_shared_memory_of_a_killed_rank_is_removed_before_its_successor_begins(t
 # Ranks take a lock one after the other that ends with their process, and leave a child behind that outlives them.
 LOCKS = """
 import fcntl, os, pathlib, subprocess, sys, time
+os.environ["OMP_NUM_THREADS"] = "3"
+import torch
 if os.environ.get("GROUP"):
     import torch.distributed as dist
     dist.init_process_group("gloo")
@@ -399,7 +401,7 @@ here, rank = os.environ["HERE"], os.environ["RANK"]
 lock = open(here + "/lock", "w")
 fcntl.flock(lock, fcntl.LOCK_EX)
 __builtins__.profile = print
-profile(*sys.orig_argv[1:], __annotations__)
+profile(*sys.orig_argv[1:], __annotations__, torch.get_num_threads())
 upload = f"while [ ! -e {here}/over ]; do sleep 0.1; done; echo done > {here}/uploaded{rank}"
 subprocess.Popen(["sh", "-c", upload], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 """
@@ -410,7 +412,7 @@ def test_a_rank_without_a_group_ends_with_its_script_and_what_it_left_running_go
     done = launch(tmp_path, LOCKS, "--nproc-per-node=2")
     (tmp_path / "over").touch()
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("-u script.py {}") == 2, "a script finds its own command, and `__main__` of an interpreter"
+    assert done.stdout.count("-u script.py {} 3") == 2, "its own command, `__main__` of an interpreter, its own threads"
     wait_for(lambda: all((tmp_path / f"uploaded{rank}").exists() for rank in range(2)), "what was left running", str)
 
 

@@ -13,6 +13,7 @@ import forked
 # A run of a script in a process of its own, and what is left of it then.
 RUN = """
 import os, sys
+import psutil
 from holdfast.core.elastic.rerun import why_not
 from holdfast.elastic.worker import main_module
 from holdfast.elastic.worker.agent_channel import Order
@@ -25,6 +26,8 @@ for _ in range(2):
     print("LEFT", why_not(left))
     if left:
         break
+for child in psutil.Process().children():
+    child.kill()
 """
 
 SETUP = """

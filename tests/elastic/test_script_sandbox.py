@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import decimal
+import importlib.util
 import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from holdfast.checkpoint.device import accelerator
 from holdfast.elastic.worker import script_sandbox as stages
@@ -21,7 +26,10 @@ from holdfast.elastic.worker.script_sandbox import Stage
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Stage]:
     before, path, argv, seed = dict(os.environ), list(sys.path), list(sys.argv), torch.get_rng_state()
-    yield Stage()
+    threads, made = torch.get_num_threads(), Stage()
+    yield made
+    made.torch_import.end()
+    torch.set_num_threads(threads)
     os.environ.clear()
     os.environ.update(before)
     sys.path[:], sys.argv[:] = path, argv
@@ -52,6 +60,63 @@ def test_kernels_are_chosen_as_in_a_new_process(stage: Stage) -> None:
     again(stage)
     assert (backends.cudnn.benchmark, backends.cudnn.deterministic, backends.cudnn.enabled) == (False, False, True)
     assert backends.cuda.matmul.allow_bf16_reduced_precision_reduction is True
+
+
+def test_numbers_are_rounded_checked_and_printed_as_in_a_new_process(stage: Stage) -> None:
+    def settings() -> tuple[object, ...]:
+        rounded = str(decimal.Decimal(1) / 3)
+        return rounded, np.geterr(), str(np.float64(1) / np.arange(1, 4)), str(torch.ones(3) / 3), time.tzname
+
+    before = settings()
+    decimal.getcontext().prec = 5
+    np.seterr(divide="raise")
+    np.set_printoptions(precision=2)
+    torch.set_printoptions(precision=2, sci_mode=True)
+    os.environ["TZ"] = "Asia/Tokyo"
+    time.tzset()
+    del os.environ["TZ"]
+    assert all(one != other for one, other in zip(settings(), before, strict=True))
+    again(stage)
+    assert settings() == before
+
+
+def begins(stage: Stage, **variables: str) -> tuple[int, object, int]:
+    """Return threads, debug level and level of a logger after a script that sets variables and then imports torch."""
+    again(stage)
+    os.environ.update(variables)
+    found = importlib.import_module("torch")
+    assert found is torch
+    assert importlib.util.find_spec("torch") is torch.__spec__
+    return torch.get_num_threads(), dist.get_debug_level(), logging.getLogger("torch._dynamo").level
+
+
+def test_variables_that_a_script_sets_before_it_imports_torch_are_read(stage: Stage) -> None:
+    before = begins(stage)
+    names = {"OMP_NUM_THREADS": "3", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_LOGS": "+dynamo"}
+    for name in names:
+        assert name not in os.environ, "this test sets it"
+    first = begins(stage, **names)
+    for name in names:
+        del os.environ[name]
+    assert first == (3, dist.DebugLevel.DETAIL, logging.DEBUG)
+    assert begins(stage) == before, "the next run has set none"
+
+
+def test_a_variable_that_torch_refuses_fails_the_import_as_in_a_new_process(stage: Stage) -> None:
+    with pytest.raises(ValueError, match="nonsense"):
+        begins(stage, TORCH_LOGS="nonsense")
+    del os.environ["TORCH_LOGS"]
+    begins(stage)
+
+
+def test_a_script_that_never_imports_torch_may_still_look_for_it(stage: Stage) -> None:
+    again(stage)
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin == torch.__file__
+    assert "torch" not in sys.modules, "looking is no import"
+    stage.torch_import.end()
+    assert sys.modules["torch"] is torch
 
 
 @pytest.mark.parametrize("warn_only", [False, True])

@@ -306,7 +306,11 @@ def healthy(deadline_s: float) -> bool:
     interface, until = in_use(), time.monotonic() + deadline_s
     if interface is None:
         return True
-    streams = [interface.current_stream(device) for device in interface.used()]
+    try:
+        streams = [interface.current_stream(device) for device in interface.used()]
+    except RuntimeError as error:
+        logger.warning("a device does not work any more: %s", error)
+        return False
     found: list[torch.Event] = []
     # A driver that hangs may not come back from queueing: that costs this thread, not its caller.
     asking = threading.Thread(target=_ask, args=(interface, streams, found), name="holdfast-probe", daemon=True)

@@ -124,7 +124,11 @@ class Agent(MeetingAgent):
             keeper=self._rules.early.address(), ranks=[worker.global_rank for worker in group.workers],
         )  # fmt: skip
         self._round.version = self._version
-        self._current = self._round.open(self._recoveries, self._meeting.apart if self._meeting is not None else str)
+        meeting = self._meeting
+        apart, introduce = (meeting.apart, meeting.introduce) if meeting is not None else (str, object)
+        self._current = self._round.open(self._recoveries, apart, introduce)
+        if meeting is not None:
+            meeting.learn()
         self._rules.early.starts(group, self._round.keepers())
         self._recoveries = self._current.recoveries
         if self._workers is None:

@@ -44,7 +44,10 @@ from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.core.elastic.rerun import Left
 from holdfast.elastic.worker import group_teardown, main_module
 from holdfast.elastic.worker.agent_channel import Order
+from holdfast.elastic.worker.library_settings import LibrarySettings
 from holdfast.elastic.worker.run_leftovers import Look, Traces
+from holdfast.elastic.worker.signal_mask import deaf
+from holdfast.elastic.worker.torch_environment import TorchImport
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +60,6 @@ _NEVER_SHADOWED = {
     *sys.builtin_module_names, "__main__", "_collections_abc", "_distutils_hack", "_sitebuiltins", "abc", "codecs",
     "encodings", "genericpath", "io", "os", "posixpath", "site", "stat", "zipimport", "holdfast", "numpy", "torch",
 }  # fmt: skip
-# What a thread does to itself.
-_OF_A_THREAD = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP}
 # Attributes of modules that scripts replace: a value for each as it was.
 _GLOBALS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (sys, ("excepthook", "displayhook", "unraisablehook", "stdin", "stdout", "stderr")),
@@ -102,16 +103,6 @@ def _reset_limits(limits: Mapping[int, int]) -> None:
                 resource.setrlimit(kind, (soft, hard))
 
 
-@contextlib.contextmanager
-def deaf() -> Iterator[None]:
-    """Threads that begin in the block get no signal of the process: the script may block one everywhere, and wait for it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OF_A_THREAD)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def leave_logging_to_the_script() -> None:
     """Takes the launcher's handlers off the root: with any, a script's `logging.basicConfig` would do nothing."""
     if not logging.root.handlers:
@@ -145,7 +136,8 @@ class Stage:
     limits: dict[int, int] = field(default_factory=_limits)
     tracing: tuple[Any, Any] = field(default_factory=lambda: (sys.gettrace(), sys.getprofile()))
     recursion: int = field(default_factory=sys.getrecursionlimit)
-    num_threads: int = field(default_factory=torch.get_num_threads)
+    settings: LibrarySettings = field(default_factory=LibrarySettings)
+    torch_import: TorchImport = field(default_factory=lambda: TorchImport(os.environ))
     precision: str = field(default_factory=torch.get_float32_matmul_precision)
     flags: list[tuple[Any, str, Any]] = field(default_factory=lambda: list(_flags()))
     home: str = ""  # of the script
@@ -170,7 +162,8 @@ class Stage:
         sys.path[:] = list(dict.fromkeys([first, *added, *self.path]))
         self._reset_python()
         with deaf():  # torch begins a pool of threads
-            self._reset_torch(order)
+            self._reset_torch()
+            self.torch_import.begin(order.environment)
         if self.traces is None:
             self.traces = Traces()
             atexit.register = self._registering(atexit.register)
@@ -205,15 +198,14 @@ class Stage:
         os.umask(self.umask)
         _reset_limits(self.limits)
         tempfile.tempdir = None
+        self.settings.put_back()
         sys.settrace(self.tracing[0])
         sys.setprofile(self.tracing[1])
         gc.enable()
         socket.setdefaulttimeout(None)
         multiprocessing.set_start_method(None, force=True)
 
-    def _reset_torch(self, order: Order) -> None:
-        threads = order.environment.get("OMP_NUM_THREADS", "")
-        torch.set_num_threads(int(threads) if threads.isdigit() and int(threads) else self.num_threads)
+    def _reset_torch(self) -> None:
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)
         _reset_determinism()
@@ -258,6 +250,7 @@ class Stage:
         seen: set[int] = set()
         _clear_frames(error, seen)
         self._reset_python()
+        self.torch_import.end()
         torch.set_default_device(None)
         self._drop_modules()
         while self.at_exit:

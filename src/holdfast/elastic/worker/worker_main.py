@@ -44,7 +44,8 @@ from holdfast.elastic.worker import group_teardown, interruptible_store, main_mo
 from holdfast.elastic.worker.agent_channel import Line, Order, order_of
 from holdfast.elastic.worker.kill_descendants import kill_group
 from holdfast.elastic.worker.run_leftovers import Look
-from holdfast.elastic.worker.script_sandbox import Stage, deaf, leave_logging_to_the_script
+from holdfast.elastic.worker.script_sandbox import Stage, leave_logging_to_the_script
+from holdfast.elastic.worker.signal_mask import deaf
 
 logger = logging.getLogger(__name__)
 
