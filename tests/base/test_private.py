@@ -86,6 +86,10 @@ def test_no_keeper_lives_there_and_no_note(unfit: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="not ours alone"):
             act()
     assert files_in(unfit) == []
+    place.notice.parent.mkdir(parents=True)
+    place.notice.touch()
+    degraded_notice.withdraw(place)
+    assert place.notice.exists(), "it may be what a link leads to"
 
 
 @pytest.mark.parametrize(

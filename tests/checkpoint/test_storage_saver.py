@@ -16,6 +16,7 @@ import torch
 
 import holdfast
 from checkpoint.test_checkpointer import Make, Trainee, make, wait_gone  # noqa: F401 - the fixture
+from holdfast.base import program
 from holdfast.base.errors import KeeperNotStarted, LevelNotReached, MemoryRefused
 from holdfast.base.events import Events
 from holdfast.checkpoint.save.storage_only_schedule import MeetingSchedule
@@ -23,7 +24,6 @@ from holdfast.cli import status as status_tool
 from holdfast.core.model import Level, Version
 from holdfast.core.scheduling import storage_only_steps
 from holdfast.keeper.observe import degraded_notice
-from holdfast.keeper.rpc import spawn
 from holdfast.tiers.storage.version_store import open_storage
 
 NO_MEMORY = {"memory_budget": "100KB"}
@@ -36,7 +36,7 @@ def versions(path: Path) -> list[Version]:
 @pytest.fixture
 def no_keeper(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Keepers end while they start; the returned function repairs that."""
-    monkeypatch.setattr(spawn, "sys", SimpleNamespace(executable="/bin/false"))
+    monkeypatch.setattr(program, "sys", SimpleNamespace(executable="/bin/false"))
     return monkeypatch.undo
 
 

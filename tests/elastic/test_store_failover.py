@@ -15,6 +15,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 
 import forked
+from holdfast.elastic.launch.rendezvous.incarnation_rounds import Round
 from holdfast.elastic.launch.rendezvous.standby_store import DIAL_S, Dialler
 from holdfast.elastic.launch.rendezvous.store_failover import MovingRendezvous
 
@@ -112,6 +113,29 @@ def test_a_launcher_that_leaves_takes_its_signs_of_life_with_it(alone: MovingRen
     assert signs
     alone.leave()
     assert not [thread for thread in signs if thread.is_alive()]
+
+
+def test_launchers_know_each_other_before_a_worker_starts() -> None:
+    """The host of their store may die in the next moment, and who knows nobody opens a store of its own then."""
+    port = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
+    endpoint = f"127.0.0.1:{port}"
+    both = [
+        MovingRendezvous(RendezvousParameters("c10d", endpoint, "both", 2, 2, "127.0.0.1", is_host=not node))
+        for node in range(2)
+    ]
+
+    def meet(launcher: MovingRendezvous) -> None:
+        info = launcher.next_rendezvous()
+        Round(info.store, rank=info.rank, size=2, address="here").open(0, launcher.apart, launcher.introduce)
+        launcher.learn()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(meet, both))
+    known = [launcher._members for launcher in both]
+    for launcher in both:
+        launcher.shutdown()
+    assert set(known[0]) == {0, 1}
+    assert known[0] == known[1]
 
 
 LEAVES = """

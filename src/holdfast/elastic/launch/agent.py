@@ -124,7 +124,11 @@ class Agent(MeetingAgent):
             keeper=self._rules.early.address(), ranks=[worker.global_rank for worker in group.workers],
         )  # fmt: skip
         self._round.version = self._version
-        self._current = self._round.open(self._recoveries, self._meeting.apart if self._meeting is not None else str)
+        meeting = self._meeting
+        apart, introduce = (meeting.apart, meeting.introduce) if meeting is not None else (str, object)
+        self._current = self._round.open(self._recoveries, apart, introduce)
+        if meeting is not None:
+            meeting.learn()
         self._rules.early.starts(group, self._round.keepers())
         self._recoveries = self._current.recoveries
         if self._workers is None:
@@ -291,6 +295,8 @@ class Agent(MeetingAgent):
     def _note_state(self, seat: Seat, message: Mapping[str, Any]) -> None:
         """What a worker tells of its job's state: whose it is, where it came back from, what is safe by now."""
         if message["op"] == "works on":
+            if self._watch is not None and message["root"] not in self._jobs:
+                self._watch.works_on(message["root"])
             self._jobs[message["root"]] = message["job"]
         if message["op"] == "saved":
             self._cases.saved(int(message["step"]))

@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.base import private
+from holdfast.base.errors import ConfigError
 from holdfast.keeper.rpc.paths import Place
 from holdfast.tiers.format.strict_json import parse_loose
 from holdfast.tiers.memory.processes import has_ended, start_time
@@ -53,9 +55,10 @@ def post(place: Place, *, root: str, reason: str, durable: str = "") -> None:
 
 
 def withdraw(place: Place) -> None:
-    """Removes the note, and directories that nothing else is in."""
-    place.notice.unlink(missing_ok=True)
-    with suppress(OSError):  # a keeper, or another job, is there
+    """Removes the note, and directories that nothing else is in. Of another user's directory nothing is removed."""
+    with suppress(ConfigError, OSError):  # nothing is there, or a keeper, or another job
+        private.prove(place.runtime)
+        place.notice.unlink(missing_ok=True)
         for directory in (place.directory, place.directory.parent, place.runtime):
             directory.rmdir()
 

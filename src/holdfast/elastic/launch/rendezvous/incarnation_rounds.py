@@ -105,12 +105,13 @@ class Round:
         """Return whether this agent is the one that publishes."""
         return self._rank == 0
 
-    def open(self, recoveries: int, apart: Callable[[], str]) -> Incarnation:
+    def open(self, recoveries: int, apart: Callable[[], str], introduce: Callable[[], object] = object) -> Incarnation:
         """The first incarnation of the round, or the newest if others have gone on already.
 
         Args:
             recoveries: how often the job came back, as far as this agent knows; a new node knows of none.
             apart: asked once a second while others are waited for: why this round comes to nothing; empty: it does not.
+            introduce: called by the leader when all have said a word and none has gone on yet.
 
         Raises:
             Apart: somebody who met is gone, or did not say a word for long.
@@ -122,6 +123,7 @@ class Round:
         if self.leads and not self._store.check(["now"]):
             told = [f"recoveries/{rank}" for rank in range(self.size)]
             _await(lambda: bool(self._store.check(told)), apart)
+            introduce()
             wishes = [self._store.get(f"version/{rank}").decode() for rank in range(self.size)]
             # A node that joins later was started with the same command, and the job has come back to it long ago.
             self.version = next((wish for wish in wishes if wish != NO_WISH), NO_WISH) if all(wishes) else ""

@@ -179,6 +179,14 @@ class MovingRendezvous(RendezvousHandler):
         info.store.set(f"standby/{info.rank}", self._standby.address)
         return info
 
+    def introduce(self) -> None:
+        """Let the leader tell where all others can be found, before any worker starts. May raise one of `LOST`."""
+        self._gather()
+
+    def learn(self) -> None:
+        """Take note of that. Who knew nobody would look for the others in vain if the host died in the next moment."""
+        self._members = self._told_members(self._store.get(MEMBERS)) if self._store.check([MEMBERS]) else {}
+
     def num_nodes_waiting(self) -> int:
         """Launchers that wait to be taken in; one more if they meet without us.
 
@@ -264,7 +272,11 @@ class MovingRendezvous(RendezvousHandler):
             if address not in ("", self._address):
                 raise Moved(address)
         if call("check", [MEMBERS]):
-            self._members = {int(rank): address for rank, address in json.loads(call("get", MEMBERS)).items()}
+            self._members = self._told_members(call("get", MEMBERS))
+
+    @staticmethod
+    def _told_members(text: bytes) -> dict[int, str]:
+        return {int(rank): address for rank, address in json.loads(text).items()}
 
     def _round_number(self) -> int:
         return int(self._handler._state_holder.state.round)
