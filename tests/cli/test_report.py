@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 from cli.conftest import Run
+from holdfast.elastic.watchdog.run_journal import Journal
 from holdfast.keeper.observe.run_summary import newest_run
 
 LINES = [
@@ -25,6 +27,32 @@ def test_two_jobs_that_share_a_journal_are_told_apart(tmp_path: Path) -> None:
     alone = [{**line, "by": 2} for line in LINES]
     (tmp_path / "alone.jsonl").write_text("".join(json.dumps(line) + "\n" for line in alone))
     assert newest_run(tmp_path / "journal.jsonl") == newest_run(tmp_path / "alone.jsonl")
+
+
+def test_a_keeper_tells_of_the_run_that_saves_to_its_path(tmp_path: Path) -> None:
+    """Another job of the same name may have begun later on that node."""
+    path = tmp_path / "journal.jsonl"
+    begins = [{"event": "run", "t": 90.0, "by": by} for by in (1, 2)]
+    roots = [{"event": "works on", "t": 91.0, "root": f"/of/{by}", "by": by} for by in (1, 2)]
+    rows = [{**line, "by": by} for line in LINES[1:3] for by in (1, 2)]
+    rows += [{"event": "progress", "t": 111.0, "step": 30 * by, "spent": {"STEP": 6.0}, "by": by} for by in (1, 2)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in (*begins, *roots, *rows)))
+    steps = {root: found.steps for root in ("/of/1", "/of/2", "") if (found := newest_run(path, root)) is not None}
+    assert steps == {"/of/1": 30, "/of/2": 60, "": 60}
+    assert newest_run(path, "/of/another") is None
+
+
+def test_a_launcher_writes_down_where_its_job_saves(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "run")
+    journal.works_on("/of/1")
+    journal.progress(time.monotonic(), {})
+    journal.close(0)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
+    assert [(line["event"], line.get("root")) for line in lines] == [
+        ("run", None),
+        ("works on", "/of/1"),
+        ("end", None),
+    ]
 
 
 def test_report_of_a_run_id_a_directory_and_the_newest(holdfast: Run, runtime_dir: Path, tmp_path: Path) -> None:

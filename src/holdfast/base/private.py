@@ -17,6 +17,8 @@ from holdfast.base.errors import ConfigError
 _LIKE_A_SECRET = re.compile(r"(?:^|[/!\s])(?:0x)?[0-9A-Fa-f]{32,}(?:\s|$)")
 # A keeper that ends removes its directory, and the next one makes it anew at the same time.
 _ATTEMPTS = 8
+# By so much a file may have grown since it was looked at.
+_GROWS_BYTES = 1 << 16
 
 REMEDY = "chmod 700 it, or set HOLDFAST_RUNTIME_DIR to a private directory"
 OTHERS_REMEDY = "another user made it: set HOLDFAST_RUNTIME_DIR to a private directory"
@@ -108,7 +110,7 @@ def read(path: Path, most_bytes: int, *, through_links: bool = False) -> bytes:
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
         if found.st_size > most_bytes:
             raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
-        return file.read(most_bytes)
+        return file.read(min(most_bytes, found.st_size + _GROWS_BYTES))  # Python allocates all that it is asked for
 
 
 def looks_secret(setting: str) -> bool:

@@ -295,6 +295,8 @@ class Agent(MeetingAgent):
     def _note_state(self, seat: Seat, message: Mapping[str, Any]) -> None:
         """What a worker tells of its job's state: whose it is, where it came back from, what is safe by now."""
         if message["op"] == "works on":
+            if self._watch is not None and message["root"] not in self._jobs:
+                self._watch.works_on(message["root"])
             self._jobs[message["root"]] = message["job"]
         if message["op"] == "saved":
             self._cases.saved(int(message["step"]))

@@ -46,12 +46,19 @@ class Journal:
         self._last: dict[int, int] = {}
         self._incidents = 0
         self._closed = False
+        self._paths: list[str] = []  # told and not yet written
+
+    def works_on(self, root: str) -> None:
+        """A rank saves to this checkpoint path: whoever reads the journal finds the run of that job. Written with the next sample."""
+        self._paths.append(root)
 
     def progress(self, now_s: float, pages: Mapping[int, int], *, always: bool = False) -> None:
         """Write where the ranks (rank -> descriptor of its page) stand, if it is time to say so."""
         if self._file is None and not self._failed and not self._closed:
             begin = {"event": "run", "t": round(self._began_s, 3), "wall": time.time(), "ranks": sorted(pages)}
             self._write({**begin, "watchdog": self._watchdog})
+        while self._paths:
+            self._write({"event": "works on", "t": round(now_s, 3), "root": self._paths.pop()})
         distance = max(SAMPLE_S, (now_s - self._began_s) * SHARE_OF_AGE)
         if not pages or not (always or now_s - self._sampled_s >= distance):
             return

@@ -190,6 +190,10 @@ class Watchdog:
         """A recovery is over: one box for people, one line for programs."""
         self.journal.incident(facts)
 
+    def works_on(self, root: str) -> None:
+        """The job saves to this checkpoint path."""
+        self.journal.works_on(root)
+
     def restored(self, step: int) -> None:
         """The ranks go on after so many finished steps."""
         self.journal.restored(step)

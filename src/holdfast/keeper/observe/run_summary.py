@@ -20,18 +20,34 @@ MAX_BYTES = 64 << 20
 _MOST = 1e15
 
 
-def newest_run(path: Path) -> Goodput | None:
+def newest_run(path: Path, root: str = "") -> Goodput | None:
     """The sums of the newest run that a journal tells of; None if it tells of no progress.
+
+    Args:
+        path: of the journal.
+        root: of the jobs that saved to this checkpoint path, or told none; empty: of all.
 
     Raises:
         OSError: it cannot be read.
     """
-    lines = lines_of(path)
-    begins = [index for index, line in enumerate(lines) if line.get("event") == "run"]
-    if not begins:
-        return goodput(lines)
-    writer = lines[begins[-1]].get("by")  # another job of the same name may write beside it
-    return goodput([line for line in lines[begins[-1] :] if line.get("by") == writer])
+    runs = _runs(lines_of(path))
+    paths = [{str(line.get("root")) for line in run if line.get("event") == "works on"} for run in runs]
+    known = [run for run, its in zip(runs, paths, strict=True) if root in its]
+    unknown = [run for run, its in zip(runs, paths, strict=True) if not root or not its]
+    return goodput((known or unknown or [[]])[-1])
+
+
+def _runs(lines: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the lines of each run, in the order of their beginnings: jobs of one name may write beside each other."""
+    runs: list[list[dict[str, Any]]] = []
+    latest: dict[str, list[dict[str, Any]]] = {}  # writer -> its newest run
+    for line in lines:
+        writer = str(line.get("by"))
+        if line.get("event") == "run" or writer not in latest:
+            latest[writer] = []
+            runs.append(latest[writer])
+        latest[writer].append(line)
+    return runs
 
 
 class RunFacts:
@@ -39,8 +55,8 @@ class RunFacts:
     it.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, root: str = "") -> None:
+        self._path, self._root = path, root
         self._size = -1
         self._facts: dict[str, Any] | None = None
 
@@ -49,7 +65,7 @@ class RunFacts:
         try:
             size = self._path.stat().st_size
             if size != self._size:
-                found = newest_run(self._path)
+                found = newest_run(self._path, self._root)
                 self._size, self._facts = size, _facts(found) if found is not None else None
         except OSError:
             self._facts = None

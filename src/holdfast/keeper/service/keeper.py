@@ -103,7 +103,7 @@ class Keeper:
         vault = Vault(options.root, self._events, encryption=options.encryption)
         self._examiner = Examiner(self._state)
         self._activities = Activities(self._state)
-        self._run_facts = RunFacts(place.runtime / f"run-{options.run_id}-{place.node}" / JOURNAL)
+        self._run_facts = RunFacts(place.runtime / f"run-{options.run_id}-{place.node}" / JOURNAL, options.root)
         landings = Landings()
         self._trainers = Trainers(self._state, self._forget)
         reserve = Reserve(self._state, self._trainers)
