@@ -153,7 +153,7 @@ class _Keeping:
         """The trainer was told where to go on: there, in a new lineage; but see below.
 
         Every script that asks for the last checkpoint of its output directory gives a path at each restart. In a process that
-        the launcher started again, a later step that this run has saved here is what its path would have become.
+        the launcher started again, the same or a later step that this run has saved here is what its path would have become.
         """
         self.leave()
         self._version = None
@@ -169,10 +169,14 @@ class _Keeping:
         except HoldfastError as error:
             logger.warning("%s: what is there is not looked at, for a path is given: %s", self.root, error)
             return place
-        if found is None or found[0].step + 1 <= told:
+        if found is None:
             return place
         version, (state, run) = found
-        if settings.is_restart() and run == settings.launch():
+        is_ours = settings.is_restart() and run == settings.launch()
+        # Ours of the same step was saved behind the trainer's own, and behind what callbacks did after that.
+        if version.step + 1 < told or (version.step + 1 == told and not is_ours):
+            return place
+        if is_ours:
             logger.warning(
                 "%s is of step %d; this run goes on with step %d, which holdfast has", path, told, version.step + 1
             )
