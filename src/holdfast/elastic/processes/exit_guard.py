@@ -86,14 +86,16 @@ class ExitGuard:
         self._signalled.close()
 
     def _run(self) -> None:
-        first = 0
-        while not first:
+        came: list[int] = []
+        while not came:
             heard = self._hear(None)
             if heard is None:
                 return
-            first = next(iter(heard), 0)
+            came = heard
+        first = came[0]
         began, told, killed = time.monotonic(), False, False
-        kill_at, leave_at = began + self._grace_s, began + self._grace_s + LEAVE_S
+        grace_s = self._grace_s if len(came) == 1 else min(self._grace_s, BEGIN_S)  # a second may have come with it
+        kill_at, leave_at = began + grace_s, began + grace_s + LEAVE_S
         while (heard := self._hear(POLL_S)) is not None:
             now = time.monotonic()
             if heard:
