@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import sys
-import traceback
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import gloo_kit
 from holdfast.adapters.mindspore.rank_files import RankCheckpoints
 from holdfast.base.errors import HoldfastError
 from holdfast.checkpoint.state.training_state import State
@@ -128,32 +126,11 @@ def run(rank: int, results: Path, case: str, mesh: DeviceMesh) -> dict[str, Any]
 
 
 def main(rank: int, results: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{results / 'rendezvous'}",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=60),
-    )
-    try:
+    with gloo_kit.member(rank, WORLD, results):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "mp"))
         found = {case: run(rank, results, case, mesh) for case in CASES}
         (results / f"{rank}.json").write_text(json.dumps(found))
-    except BaseException:
-        (results / f"{rank}.error").write_text(traceback.format_exc())
-        raise
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=main, args=(rank, Path(sys.argv[1]))) for rank in range(WORLD)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=80)
-        process.kill()
-        process.join(timeout=5)
-    sys.exit(any(process.exitcode for process in ranks))
+    sys.exit(gloo_kit.join(gloo_kit.start(main, WORLD, Path(sys.argv[1])), 80))

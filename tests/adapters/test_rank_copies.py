@@ -6,15 +6,13 @@ Four real ranks run once, in copies_worker.py; the tests look at what they wrote
 from __future__ import annotations
 
 import json
-import os
-import sys
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import forked
+import gloo_kit
 from holdfast.tiers.format import image as image_format
 
 HERE = Path(__file__).resolve().parent
@@ -25,13 +23,7 @@ CASES = pytest.mark.parametrize("case", COPIES)
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    results = tmp_path_factory.mktemp("copies")
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(HERE / "copies_worker.py"), str(results)]
-    worker = forked.run(command, env=environment, timeout=110, capture_output=True, text=True)
-    errors = [path.read_text() for path in sorted(results.glob("*.error"))]
-    assert worker.returncode == 0, "\n".join([*errors[:2], worker.stderr[-2000:]])
-    return results
+    return gloo_kit.run(HERE / "copies_worker.py", tmp_path_factory.mktemp("copies"))
 
 
 @pytest.fixture

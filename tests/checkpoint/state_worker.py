@@ -10,11 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import multiprocessing
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
+import gloo_kit
 from holdfast.base.errors import HoldfastError
 from holdfast.checkpoint.entries.types import LiveTensor
 from holdfast.checkpoint.state.training_state import State
@@ -444,32 +442,11 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def main(rank: int, results: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{results / 'rendezvous'}",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=60),
-    )
-    try:
+    with gloo_kit.member(rank, WORLD, results):
         found: dict[str, Any] = {name: run(make) for name, make in SCENARIOS.items()}
         found["refusals"] = {**dict(refusals()), **dict(differing()), **dict(told())}
         (results / f"{rank}.json").write_text(json.dumps(found))
-    except BaseException:
-        (results / f"{rank}.error").write_text(traceback.format_exc())
-        raise
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=main, args=(rank, Path(sys.argv[1]))) for rank in range(WORLD)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=100)
-        process.kill()
-        process.join(timeout=5)
-    sys.exit(any(process.exitcode for process in ranks))
+    sys.exit(gloo_kit.join(gloo_kit.start(main, WORLD, Path(sys.argv[1])), 100))

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import shutil
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +27,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import command_kit
+import gloo_kit
 from checkpoint.strategies import PLAN, STRATEGIES, WORLD, Block, Strategy, adamw, device_mesh
 from holdfast.adapters.checkpointer import Checkpointer
 from holdfast.adapters.mindspore import restore_group_info_list
@@ -171,15 +169,7 @@ def ask(results: Path) -> None:
 
 
 def main(rank: int, results: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{results / 'rendezvous'}",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=60),
-    )
-    try:
+    with gloo_kit.member(rank, WORLD, results):
         found = {}
         logging.basicConfig(filename=results / f"{rank}.log", level=logging.WARNING)
         for name, strategy in STRATEGIES.items():
@@ -188,11 +178,6 @@ def main(rank: int, results: Path) -> None:
         found["scenario"] = guide_scenario(rank, results)
         found["collectives"] = {"before": collectives(), "save": save_and_wait(rank, results)}
         (results / f"{rank}.json").write_text(json.dumps(found))
-    except BaseException:
-        (results / f"{rank}.error").write_text(traceback.format_exc())
-        raise
-    finally:
-        dist.destroy_process_group()
 
 
 def plan() -> None:
@@ -231,14 +216,8 @@ def warm() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warm()
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=main, args=(rank, Path(sys.argv[1]))) for rank in range(WORLD)]
-    for process in ranks:
-        process.start()
+    ranks = gloo_kit.start(main, WORLD, Path(sys.argv[1]))
     ask(Path(sys.argv[1]))
-    for process in ranks:
-        process.join(timeout=100)
-        process.kill()
-        process.join(timeout=5)
+    failed = gloo_kit.join(ranks, 100)
     plan()
-    sys.exit(any(process.exitcode for process in ranks))
+    sys.exit(failed)

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import sys
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import forked
+import gloo_kit
 
 HERE = Path(__file__).resolve().parent
 WORLD = 4
@@ -49,12 +47,7 @@ Rank = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Rank]]:
-    results = tmp_path_factory.mktemp("state")
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(HERE / "state_worker.py"), str(results)]
-    worker = forked.run(command, env=environment, timeout=110, capture_output=True, text=True)
-    errors = [path.read_text() for path in sorted(results.glob("*.error"))]
-    assert worker.returncode == 0, "\n".join([*errors, worker.stderr[-2000:]])
+    results = gloo_kit.run(HERE / "state_worker.py", tmp_path_factory.mktemp("state"))
     return [json.loads((results / f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 
