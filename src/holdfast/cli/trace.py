@@ -7,10 +7,11 @@ page with the data inside.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,14 +116,15 @@ def _write(path: Path, text: str, *, named: bool) -> None:
         raise UsageError(what, where=str(path), remedy="name files with --html and --perfetto") from error
 
 
-def _text(path: Path) -> str:
-    """Return what stands in a track.
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Refuse a file of the directory that cannot be read.
 
     Raises:
         CorruptError: it is a link or no file, it cannot be read, or it is larger than any that holdfast writes.
     """
     try:
-        return private.read(path, MOST_BYTES).decode("utf-8", errors="replace")
+        yield
     except OSError as error:
         raise CorruptError(f"it cannot be read: {error.strerror}", where=str(path), remedy="move it away") from error
 
@@ -156,7 +158,8 @@ def _earlier(span: Span, by: float) -> Span:
 
 
 def _read_file(path: Path) -> Track:
-    lines = _text(path).splitlines()
+    with _readable(path):
+        lines = private.read(path, MOST_BYTES).decode("utf-8", errors="replace").splitlines()
     spans: list[Span] = []
     name, pid, shift = "", 0, 0.0
     for number, line in enumerate(lines, 1):
@@ -179,18 +182,13 @@ def _span(row: Any, shift: float) -> Span:
     return Span(str(what), kind_of(str(what)), float(start) + shift, float(end) + shift, fields)
 
 
-def _lines_of(path: Path) -> list[dict[str, Any]]:
-    try:
-        return lines_of(path)
-    except OSError as error:
-        raise CorruptError(f"it cannot be read: {error.strerror}", where=str(path), remedy="move it away") from error
-
-
 def _read_journal(path: Path) -> Track:
     """The launcher's incidents: from the fault to the end of its recovery."""
     spans: list[Span] = []
     shift = 0.0
-    for row in _lines_of(path):
+    with _readable(path):
+        rows = lines_of(path)
+    for row in rows:
         if row.get("event") == "run":
             shift = float(row.get("wall", row["t"])) - float(row["t"])
         elif row.get("event") == "incident":

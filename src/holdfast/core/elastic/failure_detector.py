@@ -1,11 +1,11 @@
 """Turns facts about the workers of a node into verdicts: wait, look closer, report, or replace what failed. With the
 reason.
 
-Pure: `now_s` is an argument, what was seen of a worker is a value. Called by train.watchdog on what it reads, by the
-simulator and by scenarios. One `Watch` serves one node; how patient it is says its core.watch_mode.
+Pure: `now_s` is an argument, what was seen of a worker is a value. Called by elastic.watchdog.watchdog on what it reads, by the
+simulator and by scenarios. One `Watch` serves one node; how patient it is says its core.elastic.watch_mode.
 
 - An exit is a fact by itself, and so is a process that a signal stopped. Anything else is interrupted only on **two
-  kinds of evidence**: no progress for longer than the phase deserves, *and* signs of life that are missing (core.activity):
+  kinds of evidence**: no progress for longer than the phase deserves, *and* signs of life that are missing (core.elastic.worker_activity):
   its threads and all its descendants neither compute nor wake, and no byte of files, sockets or memory moves; or it
   computes for very long, its stack stays at one place, nothing moves, and all others wait for it.
 - In careful mode the other ranks are asked first: minutes are enough only where all others stand still because of this

@@ -1,6 +1,6 @@
 """The facts about one worker that the watchdog judges: what it wrote of itself, and what the kernel and its stack show.
 
-Values only. Written by train.page and train.watchdog, read by core.faults and core.activity.
+Values only. Written by checkpoint.liveness.heartbeat_page and elastic.watchdog.watchdog, read by core.elastic.failure_detector and core.elastic.worker_activity.
 """
 
 from __future__ import annotations

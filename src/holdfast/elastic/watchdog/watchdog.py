@@ -1,8 +1,8 @@
 """Looks at the workers of one node ten to twenty times a second and says which are to be replaced. In the launcher.
 
-Reads each worker's page (train.page) and, when it is silent, what the kernel says of it (train.vitals); the verdict is
-core.faults', with the patience of a core.watch_mode. A worker that made no progress for half its limit gets the signal on
-which its fault handler appends all stacks to its page: what they show is read by train.stacks, and they go to a file for
+Reads each worker's page (checkpoint.liveness.heartbeat_page) and, when it is silent, what the kernel says of it (elastic.watchdog.proc_stats); the verdict is
+core.elastic.failure_detector', with the patience of a core.elastic.watch_mode. A worker that made no progress for half its limit gets the signal on
+which its fault handler appends all stacks to its page: what they show is read by elastic.watchdog.stack_dump, and they go to a file for
 people. No thread of the worker is needed for any of this, and none of ours is started: `poll` is called by whoever supervises.
 
 Must never: kill (the caller does), block, send a signal that the worker does not handle, or raise.

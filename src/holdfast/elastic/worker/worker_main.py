@@ -95,11 +95,8 @@ class Runner:
         self._sockets.install()
         interruptible_store.install()
         signal.signal(WAKE, self._wake)
-        open_checkpointers.wish.works_on, open_checkpointers.wish.restored, open_checkpointers.wish.saved = (
-            self._works_on,
-            self._restored,
-            self._saved,
-        )
+        wish = open_checkpointers.wish
+        wish.works_on, wish.restored, wish.saved = self._works_on, self._restored, self._saved
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]  # torchrun starts Python with -u
         with deaf():
@@ -293,11 +290,8 @@ class Runner:
         self._started(newer)
 
     def _started(self, order: Order, *, again: bool = False) -> None:
-        open_checkpointers.wish.older, open_checkpointers.wish.version, open_checkpointers.wish.jobs = (
-            order.older,
-            order.version,
-            order.jobs,
-        )
+        wish = open_checkpointers.wish
+        wish.older, wish.version, wish.jobs = order.older, order.version, order.jobs
         label_process(f"hf rank {order.environment.get('RANK', '')}")
         heartbeat.attach(self._page, dump_thread=self._ear.native_id or 0)
         heartbeat.at_step(-1)  # the script begins at its first line; a restore says where it goes on

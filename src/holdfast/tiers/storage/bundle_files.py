@@ -55,7 +55,7 @@ class Trailer:
     """Holds what stands behind the ciphertext.
 
     Attributes:
-        locks: of each chunk, see `cipher`: nonce and tag, in an older file the tag alone.
+        locks: of each chunk, see `tiers.storage.encryption`: nonce and tag, in an older file the tag alone.
         digest: XXH3-128 of the ciphertext chunks' digests: damage is found without the key.
         older: of format 2.
     """

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
@@ -38,12 +39,13 @@ CALL_TIMEOUT_S = 60.0
 _callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-def call_apart(call: Callable[[], object], name: str, *, wait_s: float = 0.0) -> None:
+def call_apart(call: Callable[[], object], name: str, *, wait_s: float = 0.0) -> threading.Thread:
     """Call something that may hang in a store, in a thread that may be left behind; wait for it so many seconds at most."""
     thread = threading.Thread(target=call, name=name, daemon=True)
     _callers.add(thread)
     thread.start()
     thread.join(wait_s)
+    return thread
 
 
 def any_calls() -> bool:
@@ -81,12 +83,8 @@ class Dialler:
     def _begin(self, address: str) -> threading.Thread:
         known = self._under_way.get(address)
         if known is None or not (known.is_alive() or address in self._found):
-            known = threading.Thread(
-                target=_dial, args=(address, self._found), name=f"holdfast dials {address}", daemon=True
-            )
+            known = call_apart(partial(_dial, address, self._found), f"holdfast dials {address}")
             self._under_way[address] = known
-            _callers.add(known)
-            known.start()
         return known
 
 
