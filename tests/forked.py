@@ -43,7 +43,7 @@ HERE = Path(__file__).resolve().parent
 MAX_REQUEST_BYTES = 1 << 20
 START_S = 90.0
 _PR_SET_PDEATHSIG = 1
-_running: list[_Nursery] = []
+_running: list[_ForkServer] = []
 
 
 # --- the test's side
@@ -181,9 +181,9 @@ def close() -> None:
         _running.pop().close()
 
 
-def _warm() -> _Nursery:
+def _warm() -> _ForkServer:
     if not _running:
-        _running.append(_Nursery())
+        _running.append(_ForkServer())
     return _running[0]
 
 
@@ -206,7 +206,7 @@ def _plug(file: Any, standard: int, *, text: bool) -> tuple[IO[Any] | None, int]
     return None, _number(file) or 0
 
 
-class _Nursery:
+class _ForkServer:
     """Our line to the warm process."""
 
     def __init__(self) -> None:

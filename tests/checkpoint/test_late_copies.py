@@ -536,7 +536,7 @@ def test_state_written_outside_a_step_is_not_offered_as_live(write: Callable[[Tr
         assert "written outside of an optimizer step" in remains.why
     finally:
         remains.forget()
-        step_snapshot._seat.fd, fd = -1, step_snapshot._seat.fd
+        step_snapshot._worker_slot.fd, fd = -1, step_snapshot._worker_slot.fd
         os.close(fd)
 
 

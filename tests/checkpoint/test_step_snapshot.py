@@ -64,7 +64,7 @@ def test_a_note_that_was_torn_is_none_and_the_one_before_stays(page: Page) -> No
     job = Job()
     for step in range(2):
         assert noter.write(version(step), job.state.gather())
-    fd = step_snapshot._seat.fd
+    fd = step_snapshot._worker_slot.fd
     half = os.fstat(fd).st_size // 2
     at = half + 200
     byte = os.pread(fd, 1, at)

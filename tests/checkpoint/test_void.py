@@ -370,17 +370,17 @@ def test_a_device_that_runs_no_kernel_ends_the_process_and_the_agent_is_told(
 
 @pytest.mark.parametrize(("doing", "died"), [(Doing.LEAVES, True), (Doing.RUNS, False)])
 def test_a_process_that_ends_well_without_having_begun_its_order_ends_a_void_run(doing: Doing, died: bool) -> None:
-    seat: Any = SimpleNamespace(proc=SimpleNamespace(poll=lambda: 0), doing=doing, order=3, departs=False)
-    seat.now = lambda doing: setattr(seat, "doing", doing)
+    worker_slot: Any = SimpleNamespace(proc=SimpleNamespace(poll=lambda: 0), doing=doing, order=3, departs=False)
+    worker_slot.now = lambda doing: setattr(worker_slot, "doing", doing)
     agent: Any = SimpleNamespace(_serial=3, _hear=lambda _: None)
-    assert Agent._died(agent, seat) is died
-    assert (seat.doing is Doing.FINISHED) is not died
+    assert Agent._died(agent, worker_slot) is died
+    assert (worker_slot.doing is Doing.FINISHED) is not died
 
 
 def test_a_process_whose_device_failed_is_replaced_and_not_counted() -> None:
     """It says that it is unfit, which is no failure, and gives no reason that would hold for the processes of others."""
     worker = SimpleNamespace(local_rank=0, global_rank=4)
-    seat: Any = SimpleNamespace(
+    worker_slot: Any = SimpleNamespace(
         doing=Doing.RUNS,
         local_rank=0,
         order=2,
@@ -391,16 +391,18 @@ def test_a_process_whose_device_failed_is_replaced_and_not_counted() -> None:
         departs=False,
         left=False,
     )
-    seat.now = lambda doing: setattr(seat, "doing", doing)
-    seat.line = SimpleNamespace(receive=lambda wait: [{"op": "unfit", "number": 1, "why": ""}] if not wait else None)
-    seat.proc = SimpleNamespace(poll=lambda: -9)
+    worker_slot.now = lambda doing: setattr(worker_slot, "doing", doing)
+    worker_slot.line = SimpleNamespace(
+        receive=lambda wait: [{"op": "unfit", "number": 1, "why": ""}] if not wait else None
+    )
+    worker_slot.proc = SimpleNamespace(poll=lambda: -9)
     workers = SimpleNamespace(workers=[worker])
     agent: Any = SimpleNamespace(_round=SimpleNamespace(), _unfit="", _serial=2, _worker_group=workers)
-    agent._run_anew = lambda why, seat: Agent._run_anew(agent, why, seat)
-    agent._hear = lambda seat: Agent._hear(agent, seat)
+    agent._run_anew = lambda why, worker_slot: Agent._run_anew(agent, why, worker_slot)
+    agent._hear = lambda worker_slot: Agent._hear(agent, worker_slot)
     agent._note_state = lambda *_: None
-    assert not Agent._died(agent, seat), "it is judged as a failure"
-    assert (seat.doing, agent._unfit) == (Doing.UNFIT, "")
+    assert not Agent._died(agent, worker_slot), "it is judged as a failure"
+    assert (worker_slot.doing, agent._unfit) == (Doing.UNFIT, "")
 
 
 @pytest.mark.usefixtures("survivor")

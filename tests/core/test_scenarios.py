@@ -9,7 +9,7 @@ comes of them, up to the next empty line:
 
 `REWRITE_SCENARIOS=1 pytest tests/core/test_scenarios.py` writes what comes of them now into the files; read the
 difference before you keep it. Commands are the methods `do_...` of tests/scenario_kit.py (verdicts: tests/faults_kit.py,
-the ladder: tests/ladder_kit.py).
+the escalation policy: tests/ladder_kit.py).
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def test_a_node_that_wakes_up_after_it_was_replaced_neither_joins_nor_saves(job:
     wait_for(lambda: durable(1), "a durable version", job.logs)
     pids = {rank: pid for rank, (pid, _) in watch.newest().items()}
     frozen = [*family(second), *keepers_under(runtime_dir / "n1")]
-    assert len(frozen) >= 4, "launcher, nursery, rank, keeper"
+    assert len(frozen) >= 4, "launcher, fork server, rank, keeper"
     for process in frozen:
         process.suspend()
     third = nodes.start(1, home("n1-again"))

@@ -16,7 +16,7 @@ import pytest
 
 import forked
 from holdfast.elastic.launch.agent import awaited
-from holdfast.elastic.launch.base_agent import PlainAgent
+from holdfast.elastic.launch.base_agent import BaseAgent
 from holdfast.elastic.processes.exit_guard import ExitGuard
 from launch_kit import Job, Nodes, free_port, wait_for
 
@@ -157,29 +157,29 @@ def test_a_module_of_the_users_is_not_imported_by_the_launcher(tmp_path: Path) -
     assert (done.returncode, "--exit-grace" in done.stdout) == (0, True), done.stderr[-2000:]
 
 
-# A nursery, and a worker of it that tells how the signal stands there.
+# A fork server, and a worker of it that tells how the signal stands there.
 SIGNALLED = """
 import os, signal, socket, sys, time
-from holdfast.elastic.processes.forkserver import Nursery
+from holdfast.elastic.processes.forkserver import ForkServer
 from holdfast.checkpoint.liveness.heartbeat_page import make_page
 def work(link, page):
     link.sendall(repr(signal.getsignal(signal.Signals(int(sys.argv[1])))).encode())
     return 0
-nursery = Nursery.start(work)
+forkserver = ForkServer.start(work)
 def worker():
     ours, theirs = socket.socketpair()
-    child = nursery.fork(theirs, make_page())
+    child = forkserver.fork(theirs, make_page())
     said = ours.recv(100).decode()
     return said, child.wait(20)
 first = worker()
-os.kill(nursery.pid, int(sys.argv[1]))
+os.kill(forkserver.pid, int(sys.argv[1]))
 print(first == worker() and first)
-nursery.close()
+forkserver.close()
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM])
-def test_a_signal_to_all_processes_leaves_the_nursery_alone(number: int) -> None:
+def test_signal_to_all_processes_spares_the_forkserver(number: int) -> None:
     command = [sys.executable, "-c", SIGNALLED, str(int(number))]
     done = forked.run(command, capture_output=True, text=True, timeout=30)
     assert "SIG_DFL" in done.stdout, done.stderr[-2000:]
@@ -494,7 +494,7 @@ def _pending(pid: int) -> bool:
 
 def test_a_launcher_outside_of_the_main_thread_has_a_guard_that_hears_nothing() -> None:
     """Python sets no signal's handler there; torchrun's own launcher works, with a warning."""
-    agent, before = object.__new__(PlainAgent), signal.set_wakeup_fd(-1)
+    agent, before = object.__new__(BaseAgent), signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(before)
     with ThreadPoolExecutor(1) as pool:
         guard = pool.submit(ExitGuard, agent, [signal.SIGTERM], grace_s=1.0, also_ends=list).result(30)
@@ -519,7 +519,7 @@ def test_a_worker_that_the_guard_has_told_is_not_told_again() -> None:
     with subprocess.Popen([sys.executable, "-c", ONCE], stdin=-1, stdout=-1, text=True, process_group=0) as worker:
         assert worker.stdout is not None
         assert worker.stdin is not None
-        agent = object.__new__(PlainAgent)
+        agent = object.__new__(BaseAgent)
         agent._told, agent._is_ending = set(), False
         agent._processes = lambda: [worker]  # type: ignore[method-assign]
         assert worker.stdout.readline() == "ready\n"

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import DistError, TCPStore
 
-from holdfast.elastic.launch.rendezvous.incarnation_rounds import BEAT_S, Apart, Over, Round
+from holdfast.elastic.launch.rendezvous.incarnation_rounds import BEAT_S, Round, RoundAbandoned, RoundOver
 
 Make = Callable[[int], list[Round]]
 
@@ -97,9 +97,9 @@ def test_who_has_finished_waits_for_all(agents: Make) -> None:
 def test_the_first_word_ends_the_round_for_all(agents: Make) -> None:
     one, two = agents(2)
     assert one.over() is two.over() is None
-    one.end(Over("stop", "first"))
-    two.end(Over("restart", "second"))
-    assert one.over() == two.over() == Over("stop", "first")
+    one.end(RoundOver("stop", "first"))
+    two.end(RoundOver("restart", "second"))
+    assert one.over() == two.over() == RoundOver("stop", "first")
 
 
 @pytest.mark.parametrize(("silent", "told"), [(0, [{0: 5.0}, {0: 5.0}]), (2, [{2: 5.0}, {}])])
@@ -151,10 +151,10 @@ def test_who_waits_for_one_that_is_gone_meets_again_instead(agents: Make, rank: 
         asked.append(1)
         return "1 of 3 launchers that met is gone" if len(asked) > 1 else ""
 
-    with pytest.raises(Apart, match="is gone"):
+    with pytest.raises(RoundAbandoned, match="is gone"):
         agents(3)[rank].open(0, apart)
     assert len(asked) == 2, "as soon as it is known, and not before"
-    assert issubclass(Apart, DistError), "whoever moves with the store knows it"
+    assert issubclass(RoundAbandoned, DistError), "whoever moves with the store knows it"
 
 
 def test_hung_ranks_are_awaited_until_every_other_agent_has_no_rank_that_saves(agents: Make) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.elastic.escalation import Failure, Fault, Limits, Rung
+from holdfast.core.elastic.escalation import Failure, Fault, Limits, RecoveryAction
 from holdfast.core.elastic.worker_facts import Phase
-from holdfast.elastic.launch.incident_tracker import PROGRESS_S, RENEWED_S, Cases
+from holdfast.elastic.launch.incident_tracker import PROGRESS_S, RENEWED_S, IncidentTracker
 
 
 def page(step: int, **spent: float) -> Any:
@@ -23,7 +23,7 @@ def died(rank: int = 1, step: int = -1) -> Failure:
     return Failure(Fault.PROCESS, rank=rank, step=step, first_error=f"rank {rank} died")
 
 
-def over(cases: Cases, now: float, readings: dict[int, Any]) -> dict[str, Any] | None:
+def over(cases: IncidentTracker, now: float, readings: dict[int, Any]) -> dict[str, Any] | None:
     """What is told of a recovery that is over at `now`: at the look after that."""
     assert cases.look(now, readings, all_run=True) is None
     return cases.look(now + 0.5, readings, all_run=True)
@@ -31,7 +31,7 @@ def over(cases: Cases, now: float, readings: dict[int, Any]) -> dict[str, Any] |
 
 def test_it_is_over_when_every_rank_has_told_where_it_came_back_from() -> None:
     """The survivor's page shows the steps of before the fault until it trains again: that is no step made since."""
-    cases = Cases(Limits())
+    cases = IncidentTracker(Limits())
     cases.judge(Failure(Fault.PROCESS, rank=1), 0.0, [page(9), page(9)], {"ranks": [1]})
     cases.ordered(1.0, [0])
     cases.restored(1, {"step": 8, "source": "its own slot"})
@@ -45,7 +45,7 @@ def test_it_is_over_when_every_rank_has_told_where_it_came_back_from() -> None:
 
 def test_what_a_page_shows_before_its_word_is_heard_ends_nothing() -> None:
     """The ranks tell where they came back from and show it at once; a look may fall in between."""
-    cases = Cases(Limits())
+    cases = IncidentTracker(Limits())
     cases.judge(died(), 0.0, [page(9), page(9)], {"ranks": [1]})
     cases.ordered(1.0, [0])
     shown = {0: page(7), 1: page(7)}
@@ -61,7 +61,7 @@ def test_what_a_page_shows_before_its_word_is_heard_ends_nothing() -> None:
 
 def test_every_part_of_a_recovery_has_its_seconds() -> None:
     """Ten steps in five seconds before; found at 100, ordered at 101, running at 103, a step made at 110."""
-    cases = Cases(Limits())
+    cases = IncidentTracker(Limits())
     before = [page(10, STEP=4.0, COLLECTIVE=0.5, DATA=0.5), page(10, STEP=5.0)]
     cases.judge(died(), 100.0, before, {"ranks": [1], "found_s": 0.25})
     assert cases.look(100.5, {}, all_run=False) is None
@@ -79,7 +79,7 @@ def test_every_part_of_a_recovery_has_its_seconds() -> None:
 
 
 def test_a_second_failure_belongs_to_the_same_incident() -> None:
-    cases = Cases(Limits())
+    cases = IncidentTracker(Limits())
     cases.judge(died(1), 0.0, [page(9), page(9)], {"ranks": [1]})
     cases.ordered(1.0, [0])
     cases.judge(died(0), 2.0, [page(9), page(0)], {"ranks": [0]})
@@ -91,85 +91,100 @@ def test_a_second_failure_belongs_to_the_same_incident() -> None:
     assert told["seconds"]["T1"] == 3.0
 
 
-def mended(cases: Cases, now: float, step: int) -> Rung:
+def mended(cases: IncidentTracker, now: float, step: int) -> RecoveryAction:
     """A failure of rank 1 before `step` was finished, and its end without a new step."""
-    rung = cases.judge(died(1, step or -1), now, [page(step)], {}).rung
+    action = cases.judge(died(1, step or -1), now, [page(step)], {}).action
     cases.ordered(now, [])
-    return rung
+    return action
 
 
 def test_a_step_that_was_never_made_before_is_progress_and_health_gives_all_back() -> None:
-    cases = Cases(Limits(failures=4))
-    assert [mended(cases, 0.0, 5), mended(cases, 1.0, 6)] == [Rung.REPLACE, Rung.REPLACE], "a step was made in between"
+    cases = IncidentTracker(Limits(failures=4))
+    assert [mended(cases, 0.0, 5), mended(cases, 1.0, 6)] == [RecoveryAction.REPLACE, RecoveryAction.REPLACE], (
+        "a step was made in between"
+    )
     cases.look(2.0, {1: page(6)}, all_run=True)
-    assert [mended(cases, 3.0, 6), mended(cases, 4.0, 6)] == [Rung.REPLACE, Rung.REPLACE]
-    assert mended(cases, 5.0, 6) is Rung.STOP, "four were mended"
-    cases = Cases(Limits(failures=1))
-    assert mended(cases, 0.0, 5) is Rung.REPLACE
+    assert [mended(cases, 3.0, 6), mended(cases, 4.0, 6)] == [RecoveryAction.REPLACE, RecoveryAction.REPLACE]
+    assert mended(cases, 5.0, 6) is RecoveryAction.STOP, "four were mended"
+    cases = IncidentTracker(Limits(failures=1))
+    assert mended(cases, 0.0, 5) is RecoveryAction.REPLACE
     cases.saved(8)
     cases.look(RENEWED_S + 1.0, {1: page(9)}, all_run=True)
-    assert mended(cases, RENEWED_S + 2.0, 9) is Rung.REPLACE
+    assert mended(cases, RENEWED_S + 2.0, 9) is RecoveryAction.REPLACE
 
 
 @pytest.mark.parametrize("step", [9, 0])
 def test_health_without_saved_progress_gives_nothing_back(step: int) -> None:
     """Else a script that fails after ten minutes and a bit would be restarted for ever. `step` 0: it tells none."""
-    cases = Cases(Limits(failures=1))
+    cases = IncidentTracker(Limits(failures=1))
     cases.saved(5)
-    assert mended(cases, 0.0, step) is Rung.REPLACE
+    assert mended(cases, 0.0, step) is RecoveryAction.REPLACE
     cases.saved(5)
     cases.look(RENEWED_S + 1.0, {1: page(step)}, all_run=True)
-    assert mended(cases, RENEWED_S + 2.0, step) is Rung.STOP
+    assert mended(cases, RENEWED_S + 2.0, step) is RecoveryAction.STOP
 
 
 def test_what_the_job_comes_back_to_counts_as_saved() -> None:
-    cases = Cases(Limits(failures=1))
-    assert mended(cases, 0.0, 5) is Rung.REPLACE
+    cases = IncidentTracker(Limits(failures=1))
+    assert mended(cases, 0.0, 5) is RecoveryAction.REPLACE
     cases.restored(1, {"step": 4, "source": "its own slot"})
     cases.look(RENEWED_S + 1.0, {1: page(9)}, all_run=True)
-    assert mended(cases, RENEWED_S + 2.0, 9) is Rung.REPLACE
+    assert mended(cases, RENEWED_S + 2.0, 9) is RecoveryAction.REPLACE
 
 
 def test_steps_that_were_made_before_are_no_progress() -> None:
     """A script that begins at its first step again and fails ever earlier."""
-    cases = Cases(Limits(failures=99))
-    rungs = []
+    cases = IncidentTracker(Limits(failures=99))
+    actions = []
     for number, step in enumerate([9, 5, 7, 8, 8]):
         cases.look(float(number), {1: page(step)}, all_run=True)
-        rungs.append(cases.judge(died(1, step), float(number), [page(step)], {}).rung)
+        actions.append(cases.judge(died(1, step), float(number), [page(step)], {}).action)
         cases.ordered(float(number), [])
-    assert rungs[:4] == [Rung.REPLACE, Rung.REPLACE, Rung.RESTART_ALL, Rung.RESTART_ALL]
-    assert rungs[4] is Rung.STOP
+    assert actions[:4] == [
+        RecoveryAction.REPLACE,
+        RecoveryAction.REPLACE,
+        RecoveryAction.RESTART_ALL,
+        RecoveryAction.RESTART_ALL,
+    ]
+    assert actions[4] is RecoveryAction.STOP
 
 
 def test_the_same_error_of_a_script_without_steps_stops_the_job_unless_something_was_saved_in_between() -> None:
-    def fail(cases: Cases, now: float, text: str = "ValueError: a bug") -> Rung:
+    def fail(cases: IncidentTracker, now: float, text: str = "ValueError: a bug") -> RecoveryAction:
         cases.look(now, {1: page(0)}, all_run=True)
         failure = Failure(Fault.PROCESS, rank=1, first_error=text, said=True)
-        rung = cases.judge(failure, now, [page(0)], {"ranks": [1]}).rung
+        action = cases.judge(failure, now, [page(0)], {"ranks": [1]}).action
         cases.ordered(now, [])
-        return rung
+        return action
 
-    cases = Cases(Limits(failures=99))
-    assert [fail(cases, 10.0 * number) for number in range(3)] == [Rung.REPLACE, Rung.REPLACE, Rung.STOP]
-    cases = Cases(Limits(failures=99))
-    assert Rung.STOP not in [fail(cases, 10.0 * number, f"ValueError: {number}") for number in range(5)]
-    cases, rungs = Cases(Limits(failures=99)), []
+    cases = IncidentTracker(Limits(failures=99))
+    assert [fail(cases, 10.0 * number) for number in range(3)] == [
+        RecoveryAction.REPLACE,
+        RecoveryAction.REPLACE,
+        RecoveryAction.STOP,
+    ]
+    cases = IncidentTracker(Limits(failures=99))
+    assert RecoveryAction.STOP not in [fail(cases, 10.0 * number, f"ValueError: {number}") for number in range(5)]
+    cases, actions = IncidentTracker(Limits(failures=99)), []
     for number in range(5):
         cases.saved(number)
-        rungs.append(fail(cases, 10.0 * number))
-    assert Rung.STOP not in rungs
+        actions.append(fail(cases, 10.0 * number))
+    assert RecoveryAction.STOP not in actions
 
 
 def test_of_workers_that_tell_no_steps_running_for_a_while_is_progress() -> None:
-    cases = Cases(Limits(failures=99))
-    assert [mended(cases, float(n), 0) for n in range(3)] == [Rung.REPLACE, Rung.REPLACE, Rung.RESTART_ALL]
+    cases = IncidentTracker(Limits(failures=99))
+    assert [mended(cases, float(n), 0) for n in range(3)] == [
+        RecoveryAction.REPLACE,
+        RecoveryAction.REPLACE,
+        RecoveryAction.RESTART_ALL,
+    ]
     cases.look(3.0 + PROGRESS_S, {1: page(0)}, all_run=True)
-    assert mended(cases, 9.0, 0) is Rung.REPLACE
+    assert mended(cases, 9.0, 0) is RecoveryAction.REPLACE
 
 
 def test_a_recovery_that_the_end_of_the_job_cuts_short_is_told_as_far_as_it_came() -> None:
-    cases = Cases(Limits())
+    cases = IncidentTracker(Limits())
     cases.judge(died(), 100.0, [page(9), page(9)], {"ranks": [1]})
     cases.ordered(101.0, [0])
     cases.restored(1, {"step": 8, "source": "its own slot"})
@@ -182,8 +197,8 @@ def test_a_recovery_that_the_end_of_the_job_cuts_short_is_told_as_far_as_it_came
 
 
 def test_a_failure_that_stops_the_job_is_told() -> None:
-    cases = Cases(Limits(failures=0))
-    assert cases.judge(died(), 100.0, [page(9)], {"ranks": [1]}).rung is Rung.STOP
+    cases = IncidentTracker(Limits(failures=0))
+    assert cases.judge(died(), 100.0, [page(9)], {"ranks": [1]}).action is RecoveryAction.STOP
     told = cases.ended(100.0)
     assert told is not None
-    assert (told["action"], told["seconds"]) == (Rung.STOP.value, {"T1": 0.0})
+    assert (told["action"], told["seconds"]) == (RecoveryAction.STOP.value, {"T1": 0.0})

@@ -19,9 +19,9 @@ from torch.distributed.elastic.agent.server.api import WorkerState
 
 from holdfast.base.errors import InUse
 from holdfast.elastic.launch.agent import Agent
-from holdfast.elastic.launch.base_agent import PlainAgent
+from holdfast.elastic.launch.base_agent import BaseAgent
 from holdfast.elastic.launch.rendezvous.node_lease import BEAT_S, Identity
-from holdfast.elastic.launch.rendezvous_agent import MeetingAgent
+from holdfast.elastic.launch.rendezvous_agent import RendezvousAgent
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_launcher_that_was_replaced_ends_its_workers_and_does_not_begin_again(
     agent: Any = object.__new__(Agent)
     agent._program, agent._round, agent._meeting, agent._remaining_restarts = object(), object(), None, 5
     agent._wait = lambda: None
-    agent._workers = SimpleNamespace(seats={0: SimpleNamespace(close=signals.append)})
+    agent._workers = SimpleNamespace(worker_slots={0: SimpleNamespace(close=signals.append)})
     agent._identity = SimpleNamespace(holds=lambda _: False)
     assert agent._monitor_workers(None).state is WorkerState.FAILED
     assert (signals, agent._remaining_restarts) == ([signal.SIGKILL], 0)
@@ -113,15 +113,15 @@ def test_what_runs_on_another_machine_is_not_proven_gone_here(store: TCPStore) -
 
 def test_a_launcher_that_waits_in_a_meeting_keeps_its_name(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replacement of another node may take minutes to come, and nobody monitors workers meanwhile."""
-    over, agent = threading.Event(), cast(MeetingAgent, object.__new__(MeetingAgent))
+    over, agent = threading.Event(), cast(RendezvousAgent, object.__new__(RendezvousAgent))
     agent._meeting, agent._identity = None, Identity(store, "node1", guard_s=30.0)
 
-    def meet(self: MeetingAgent, _: object) -> None:
+    def meet(self: RendezvousAgent, _: object) -> None:
         assert self._identity is not None
         self._identity.claim()
         over.wait(30)
 
-    monkeypatch.setattr(PlainAgent, "_initialize_workers", meet)
+    monkeypatch.setattr(BaseAgent, "_initialize_workers", meet)
     waiting = threading.Thread(target=agent._initialize_workers, args=(None,))
     waiting.start()
     try:

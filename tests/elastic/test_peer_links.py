@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from holdfast.elastic.launch.rendezvous.peer_links import Links
+from holdfast.elastic.launch.rendezvous.peer_links import PeerLinks
 from holdfast.elastic.processes.forkserver import readable
 from launch_kit import free_port, wait_for
 
@@ -50,17 +50,17 @@ def listen() -> Iterator[Listen]:
 
 
 @pytest.fixture
-def links() -> Iterator[Links]:
-    made = Links()
+def links() -> Iterator[PeerLinks]:
+    made = PeerLinks()
     yield made
     made.close()
 
 
-def stand(links: Links, number: int) -> None:
+def stand(links: PeerLinks, number: int) -> None:
     wait_for(lambda: not links.gone() and len(links.filenos()) == number, f"{number} connections", str)
 
 
-def test_a_killed_launcher_is_gone_at_once_and_a_frozen_one_is_not(links: Links, listen: Listen) -> None:
+def test_a_killed_launcher_is_gone_at_once_and_a_frozen_one_is_not(links: PeerLinks, listen: Listen) -> None:
     (killed, one), (frozen, other) = listen(), listen()
     links.lead_to({1: one, 2: other})
     stand(links, 2)
@@ -74,7 +74,7 @@ def test_a_killed_launcher_is_gone_at_once_and_a_frozen_one_is_not(links: Links,
     assert len(links.filenos()) == 1, "what is known is not waited for again"
 
 
-def test_a_connection_that_ends_between_two_that_live_proves_nothing(links: Links, listen: Listen) -> None:
+def test_a_connection_that_ends_between_two_that_live_proves_nothing(links: PeerLinks, listen: Listen) -> None:
     child, address = listen("close the first")
     links.lead_to({1: address})
     wait_for(lambda: not links.gone() and links.filenos(), "the first connection", str)
@@ -88,14 +88,14 @@ def test_a_connection_that_ends_between_two_that_live_proves_nothing(links: Link
     wait_for(lambda: 1 in links.gone(), "the proof", str)
 
 
-def test_an_address_that_never_answered_proves_nothing(links: Links) -> None:
+def test_an_address_that_never_answered_proves_nothing(links: PeerLinks) -> None:
     links.lead_to({1: f"127.0.0.1:{free_port()}", 2: "no-such-host.invalid:1", 3: "nonsense"})
     for _ in range(3):
         assert links.gone() == {}
     assert links.filenos() == []
 
 
-def test_links_of_a_round_that_is_over_are_closed(links: Links) -> None:
+def test_links_of_a_round_that_is_over_are_closed(links: PeerLinks) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         links.lead_to({1: f"127.0.0.1:{listener.getsockname()[1]}"})
         theirs, _ = listener.accept()

@@ -14,10 +14,10 @@ import pytest
 
 import forked
 from holdfast.elastic.processes.forkserver import NotForked
-from holdfast.elastic.processes.process_supply import LAST_TRY_S, Supply
+from holdfast.elastic.processes.process_supply import LAST_TRY_S, ProcessSupply
 
 # Rank 0 kills the process that workers are forked from; a while later rank 1 dies, and is needed again.
-NURSERY_KILLED = """
+FORKSERVER_KILLED = """
 import os, signal, time
 from pathlib import Path
 here, rank = Path(os.environ["HERE"]), int(os.environ["RANK"])
@@ -44,9 +44,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("waits_s", [0, pytest.param(2.5, marks=pytest.mark.slow)])
-def test_another_one_forks_when_the_nursery_is_lost(tmp_path: Path, waits_s: float) -> None:
+def test_another_forkserver_takes_over_when_one_is_lost(tmp_path: Path, waits_s: float) -> None:
     """At the moment in which it is needed, and in a quiet one before that."""
-    (tmp_path / "script.py").write_text(NURSERY_KILLED)
+    (tmp_path / "script.py").write_text(FORKSERVER_KILLED)
     command = [sys.executable, *LAUNCH, "--max-restarts=1", "--spares=1", str(tmp_path / "script.py")]
     done = forked.run(
         command, env={**environment(tmp_path), "WAITS": str(waits_s)}, capture_output=True, text=True, timeout=90
@@ -89,10 +89,10 @@ def test_a_launcher_raises_its_own_limit_and_leaves_that_of_its_workers(tmp_path
     assert (tmp_path / "limit").read_text() == "50"
 
 
-# The second fork of the nursery fails, as where a machine has no process left.
+# The second fork of the fork server fails, as where a machine has no process left.
 REFUSED = """
 import errno, os, socket
-from holdfast.elastic.processes.forkserver import NotForked, Nursery
+from holdfast.elastic.processes.forkserver import ForkServer, NotForked
 from holdfast.checkpoint.liveness.heartbeat_page import make_page
 real, calls = os.fork, []
 def fork():
@@ -101,18 +101,18 @@ def fork():
         raise OSError(errno.EAGAIN, "no process left")
     return real()
 os.fork = fork
-nursery = Nursery.start(lambda link, page: 0)
+forkserver = ForkServer.start(lambda link, page: 0)
 for _ in range(3):
     try:
         _, theirs = socket.socketpair()
-        print("forked", nursery.fork(theirs, make_page()).wait(20))
+        print("forked", forkserver.fork(theirs, make_page()).wait(20))
     except NotForked as error:
         print("refused:", error)
-nursery.close()
+forkserver.close()
 """
 
 
-def test_a_nursery_that_cannot_fork_says_so_and_lives(tmp_path: Path) -> None:
+def test_forkserver_that_cannot_fork_says_so_and_lives(tmp_path: Path) -> None:
     done = forked.run([sys.executable, "-c", REFUSED], cwd=tmp_path, capture_output=True, text=True, timeout=30)
     assert done.stdout.splitlines() == ["forked 0", "refused: no process could be forked: no process left", "forked 0"]
 
@@ -122,8 +122,8 @@ class Ready:
 
 
 def test_it_is_told_once_for_each_cause_and_tried_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
-    nursery: Any = Ready()
-    supply, now, waits = Supply(nursery), 0.0, []
+    forkserver: Any = Ready()
+    supply, now, waits = ProcessSupply(forkserver), 0.0, []
     with caplog.at_level(logging.WARNING):
         for _ in range(12):
             supply.failed(NotForked("no memory"), now)

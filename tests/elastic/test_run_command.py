@@ -19,7 +19,7 @@ from torch.distributed.run import get_args_parser
 from holdfast.base.config import Config, load
 from holdfast.base.errors import ConfigError
 from holdfast.elastic.launch import run_command
-from holdfast.elastic.launch.keeper_hints import Early
+from holdfast.elastic.launch.keeper_hints import KeeperHints
 from launch_kit import Job, kill_tree, wait_for
 
 
@@ -121,10 +121,10 @@ def test_a_lost_node_is_replaced_and_keeps_its_ranks(job: Job) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("also", ["", "the nursery is killed", "the workers are frozen"])
+@pytest.mark.parametrize("also", ["", "the fork server is killed", "the workers are frozen"])
 def test_no_worker_outlives_its_launcher(job: Job, also: str) -> None:
     """A worker of a launcher that is gone could neither be replaced nor fenced by anybody. It ends by itself, without the
-    nursery too; and the nursery ends what cannot.
+    fork server too; and the fork server ends what cannot.
     """
     launcher = job.launch("--standalone", "--nproc-per-node=2", worker=("--with-child",))
     rows = job.running(2)
@@ -132,10 +132,10 @@ def test_no_worker_outlives_its_launcher(job: Job, also: str) -> None:
     assert {pid for pid, _, _ in rows} < {process.pid for process in family}
     names = {process.pid: Path(f"/proc/{process.pid}/comm").read_text().strip() for process in family}
     assert [names[pid] for pid, _, _ in rows] == ["hf rank 0", "hf rank 1"], "an operator could not tell them apart"
-    assert "hf nursery" in names.values()
+    assert "hf forkserver" in names.values()
     launcher.send_signal(signal.SIGSTOP)  # it must not see what becomes of the others
     for process in family:
-        if also == "the nursery is killed" and names[process.pid] == "hf nursery":
+        if also == "the fork server is killed" and names[process.pid] == "hf forkserver":
             process.kill()
         if also == "the workers are frozen" and process.pid in {pid for pid, _, _ in rows}:
             process.suspend()
@@ -231,7 +231,7 @@ def test_our_flags_are_passed_on_to_the_workers(monkeypatch: pytest.MonkeyPatch)
 
 def test_an_agent_goes_by_the_flags_and_settings_of_its_launcher() -> None:
     args = run_command.build_parser().parse_args(["--guard-time", "7", "--max-restarts", "5", "train.py"])
-    config, early = run_command._launch_config(args)[0], Early()
+    config, early = run_command._launch_config(args)[0], KeeperHints()
     rules = run_command._rules(args, Config(node_label="n7", close_timeout_s=77.0), config, early)
     assert (rules.guard_s, rules.limits.failures, rules.name, rules.grace_s) == (7.0, 5, "n7", 77.0)
     assert rules.early is early

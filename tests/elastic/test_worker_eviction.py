@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.elastic.launch import worker_eviction
-from holdfast.elastic.processes.worker_processes import Doing, Seat
+from holdfast.elastic.processes.worker_processes import Doing, WorkerSlot
 from holdfast.elastic.worker.agent_channel import Line
 from launch_kit import Job, wait_for
 
@@ -22,7 +22,7 @@ COMPUTES = "print(flush=True)\nwhile True: pass"
 
 
 class Child(subprocess.Popen[bytes]):
-    """Like the nursery's; a SIGKILL is noted instead of sent."""
+    """Like the fork server's; a SIGKILL is noted instead of sent."""
 
     def __init__(self, code: str) -> None:
         super().__init__([sys.executable, "-c", code], stdout=subprocess.PIPE)
@@ -36,44 +36,44 @@ class Child(subprocess.Popen[bytes]):
 
 
 @pytest.fixture
-def seat_of() -> Iterator[Callable[[str], Seat]]:
-    made: list[tuple[Seat, socket.socket]] = []
+def worker_slot_of() -> Iterator[Callable[[str], WorkerSlot]]:
+    made: list[tuple[WorkerSlot, socket.socket]] = []
 
-    def make(code: str) -> Seat:
+    def make(code: str) -> WorkerSlot:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        seat = Seat(0, Child(code), Line(ours), -1, doing=Doing.LEAVES, since=1000.0, began=True)  # type: ignore[arg-type]
-        made.append((seat, theirs))
-        return seat
+        worker_slot = WorkerSlot(0, Child(code), Line(ours), -1, doing=Doing.LEAVES, since=1000.0, began=True)  # type: ignore[arg-type]
+        made.append((worker_slot, theirs))
+        return worker_slot
 
     yield make
-    for seat, theirs in made:
-        os.kill(seat.proc.pid, signal.SIGKILL)
-        with seat.proc:  # type: ignore[attr-defined]
+    for worker_slot, theirs in made:
+        os.kill(worker_slot.proc.pid, signal.SIGKILL)
+        with worker_slot.proc:  # type: ignore[attr-defined]
             pass
-        os.close(seat.proc.pidfd)
-        seat.line.close()
+        os.close(worker_slot.proc.pidfd)
+        worker_slot.line.close()
         theirs.close()
 
 
-def look(seat: Seat, first: float, last: float) -> float | None:
+def look(worker_slot: WorkerSlot, first: float, last: float) -> float | None:
     """Looks at it every tenth of a second of that part of its order; when it was killed, in seconds."""
     for tenth in range(round(first * 10), round(last * 10)):
-        worker_eviction.urge(seat, seat.since + tenth / 10, store_port=1, exit_grace_s=60.0)
-        if seat.proc.killed:  # type: ignore[attr-defined]
+        worker_eviction.urge(worker_slot, worker_slot.since + tenth / 10, store_port=1, exit_grace_s=60.0)
+        if worker_slot.proc.killed:  # type: ignore[attr-defined]
             return tenth / 10
     return None
 
 
-def make(seat: Seat, number: int, *, still: bool) -> None:
-    os.kill(seat.proc.pid, number)
-    wait_for(lambda: worker_eviction.is_still(seat.proc.pid) is still, "the signal's effect", str)
+def make(worker_slot: WorkerSlot, number: int, *, still: bool) -> None:
+    os.kill(worker_slot.proc.pid, number)
+    wait_for(lambda: worker_eviction.is_still(worker_slot.proc.pid) is still, "the signal's effect", str)
 
 
 @pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGSTOP])
-def test_what_nothing_wakes_is_ended_after_ten_cuts(seat_of: Callable[[str], Seat], number: int) -> None:
-    seat = seat_of(SLEEPS)
-    make(seat, number, still=True)
-    killed = look(seat, 0, 70)
+def test_what_nothing_wakes_is_ended_after_ten_cuts(worker_slot_of: Callable[[str], WorkerSlot], number: int) -> None:
+    worker_slot = worker_slot_of(SLEEPS)
+    make(worker_slot, number, still=True)
+    killed = look(worker_slot, 0, 70)
     assert killed is not None
     assert (
         worker_eviction.CUT_S * worker_eviction.STILL_CUTS
@@ -82,30 +82,30 @@ def test_what_nothing_wakes_is_ended_after_ten_cuts(seat_of: Callable[[str], Sea
     )
 
 
-def test_what_computes_has_its_time(seat_of: Callable[[str], Seat]) -> None:
-    killed = look(seat_of(COMPUTES), 0, 70)
+def test_what_computes_has_its_time(worker_slot_of: Callable[[str], WorkerSlot]) -> None:
+    killed = look(worker_slot_of(COMPUTES), 0, 70)
     assert killed is not None
     assert worker_eviction.KILL_S <= killed < worker_eviction.KILL_S + 1
 
 
-def test_only_cuts_in_a_row_count(seat_of: Callable[[str], Seat]) -> None:
-    seat = seat_of(COMPUTES)
-    make(seat, signal.SIGSTOP, still=True)
-    assert look(seat, 0, 4.5) is None
-    make(seat, signal.SIGCONT, still=False)
-    assert look(seat, 4.5, 5.5) is None
-    make(seat, signal.SIGSTOP, still=True)
-    assert look(seat, 5.5, 9.5) is None
-    seat.since += 9.5  # another order
-    assert look(seat, 0, 4.5) is None
-    assert look(seat, 4.5, 7) is not None
+def test_only_cuts_in_a_row_count(worker_slot_of: Callable[[str], WorkerSlot]) -> None:
+    worker_slot = worker_slot_of(COMPUTES)
+    make(worker_slot, signal.SIGSTOP, still=True)
+    assert look(worker_slot, 0, 4.5) is None
+    make(worker_slot, signal.SIGCONT, still=False)
+    assert look(worker_slot, 4.5, 5.5) is None
+    make(worker_slot, signal.SIGSTOP, still=True)
+    assert look(worker_slot, 5.5, 9.5) is None
+    worker_slot.since += 9.5  # another order
+    assert look(worker_slot, 0, 4.5) is None
+    assert look(worker_slot, 4.5, 7) is not None
 
 
-def test_a_process_that_never_began_may_import_for_long(seat_of: Callable[[str], Seat]) -> None:
-    seat = seat_of(SLEEPS)
-    seat.began = False
-    assert look(seat, 0, worker_eviction.START_S) is None
-    assert look(seat, worker_eviction.START_S, worker_eviction.START_S + 1) is not None
+def test_a_process_that_never_began_may_import_for_long(worker_slot_of: Callable[[str], WorkerSlot]) -> None:
+    worker_slot = worker_slot_of(SLEEPS)
+    worker_slot.began = False
+    assert look(worker_slot, 0, worker_eviction.START_S) is None
+    assert look(worker_slot, worker_eviction.START_S, worker_eviction.START_S + 1) is not None
 
 
 @pytest.mark.slow

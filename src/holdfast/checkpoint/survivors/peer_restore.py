@@ -49,7 +49,7 @@ class Filled:
     Attributes:
         version: the step that the job goes on from.
         reason: whose memory it was live in.
-        bytes: by source: `live` (stayed here), `twin` (came from one), `note` (left by this seat).
+        bytes: by source: `live` (stayed here), `twin` (came from one), `note` (left by this worker slot).
     """
 
     version: Version

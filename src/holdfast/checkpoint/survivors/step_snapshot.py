@@ -3,7 +3,7 @@ outlives it.
 
 Of the state of a step, parameters and optimizer state lie in the memory of twins as well. The rest (random numbers, the
 place in the data, learning rates, buffers) is small, and nobody else has it. At every step it is written into a page
-that the launcher gave to this seat, so it is still there when the process was killed; the next process of the seat
+that the launcher gave to this worker slot, so it is still there when the process was killed; the next process of the worker slot
 reads it, and the process itself when it was interrupted.
 
 The page holds the two newest notes in two halves, each with its own head, written last, and a digest: a writer that is
@@ -150,19 +150,19 @@ class _Seat:
     fd: int = -1
 
 
-_seat = _Seat()
+_worker_slot = _Seat()
 
 
 def attach(fd: int) -> None:
     """Notes go to this page from now on; the descriptor is ours."""
-    if _seat.fd >= 0:
-        os.close(_seat.fd)
-    _seat.fd = fd
+    if _worker_slot.fd >= 0:
+        os.close(_worker_slot.fd)
+    _worker_slot.fd = fd
 
 
 def page() -> Page | None:
     """The page of this process, if its launcher gave it one."""
-    return Page(_seat.fd) if _seat.fd >= 0 else None
+    return Page(_worker_slot.fd) if _worker_slot.fd >= 0 else None
 
 
 class Noter:

@@ -70,7 +70,7 @@ remains = Remains()
 
 
 def notes_of(job: str, rank: int, world_size: int) -> dict[Version, Note]:
-    """The notes that this seat has of this rank of the job."""
+    """The notes that this worker slot has of this rank of the job."""
     page = step_snapshot.page()
     found = page.read() if page is not None else {}
     return {v: note for v, note in found.items() if (note.job, note.rank, note.world_size) == (job, rank, world_size)}

@@ -1,6 +1,6 @@
 """Decides what is done about a failure: the cheapest thing that has not failed yet, each a bounded number of times.
 
-The rungs, from cheap to dear: every process stays and the groups are made again (`REJOIN`); the failed process is
+The actions, from cheap to dear: every process stays and the groups are made again (`REJOIN`); the failed process is
 replaced while the others keep theirs (`REPLACE`); all workers are restarted, as torchrun does (`RESTART_ALL`); the job
 stops with a summary (`STOP`). A node that is lost takes a way of its own: its ranks need another node (`REPLACE_NODE`).
 
@@ -25,7 +25,7 @@ class Fault(enum.Enum):
     NODE = "a node was lost"
 
 
-class Rung(enum.Enum):
+class RecoveryAction(enum.Enum):
     """Names what is done about a failure."""
 
     REJOIN = "rejoin in place"
@@ -56,40 +56,40 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RecoveryDecision:
     """Says what to do, and why. `older`: restore the version before the newest."""
 
-    rung: Rung
+    action: RecoveryAction
     reason: str
     older: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds how often each rung is tried.
+    """Bounds how often each action is tried.
 
     Attributes:
         failures: all failures that are mended in one life of the job; torchrun's `--max-restarts`.
         renewed: whether a long time of health with saved progress gives all of them back (when nobody gave a number).
         same_place: failures of one rank at one step before the older version is tried; and how often one and the same error
             of a process without steps stops the job.
-        rung: attempts of one rung without progress before the next.
+        attempts_per_action: attempts of one action without progress before the next.
     """
 
     failures: int = 3
     renewed: bool = True
     same_place: int = 3
-    rung: int = 2
+    attempts_per_action: int = 2
 
 
 @dataclass(slots=True)
-class Ladder:
+class EscalationPolicy:
     """Remembers what has been tried since the last progress."""
 
     limits: Limits
     num_failures: int = 0
     errors: dict[str, int] = field(default_factory=dict)  # what processes said, since something was saved
-    tried: list[tuple[Failure, Answer]] = field(default_factory=list)
+    tried: list[tuple[Failure, RecoveryDecision]] = field(default_factory=list)
 
     def progressed(self) -> None:
         """A step was finished that had not been finished before: the next failure begins at the bottom."""
@@ -104,7 +104,7 @@ class Ladder:
         if self.limits.renewed:
             self.num_failures = 0
 
-    def failed(self, failure: Failure) -> Answer:
+    def failed(self, failure: Failure) -> RecoveryDecision:
         """Return what is done about a failure, and remember it."""
         self.num_failures += 1
         if failure.said:
@@ -122,24 +122,32 @@ class Ladder:
         place = f" on {first.node}" if first.node else ""
         step = f" at step {first.step}" if first.step >= 0 else ""
         steps = "; then ".join(
-            answer.rung.value + (" (older version)" if answer.older else "") for _, answer in self.tried
+            answer.action.value + (" (older version)" if answer.older else "") for _, answer in self.tried
         )
         return f"first error: {rank}{place}{step}: {first.first_error or first.fault.value}; tried: {steps}"
 
-    def _answer(self, failure: Failure) -> Answer:
+    def _answer(self, failure: Failure) -> RecoveryDecision:
         if self.num_failures > self.limits.failures:
-            return Answer(Rung.STOP, f"{self.limits.failures} failures were mended, more are not allowed")
+            return RecoveryDecision(
+                RecoveryAction.STOP, f"{self.limits.failures} failures were mended, more are not allowed"
+            )
         if self._repeats(failure):
-            return Answer(Rung.STOP, f"the same error {self.limits.same_place} times, and nothing was saved in between")
+            return RecoveryDecision(
+                RecoveryAction.STOP, f"the same error {self.limits.same_place} times, and nothing was saved in between"
+            )
         if failure.fault is Fault.NODE:
-            return Answer(Rung.REPLACE_NODE, "a node was lost; its ranks need another one")
+            return RecoveryDecision(RecoveryAction.REPLACE_NODE, "a node was lost; its ranks need another one")
         same = [answer for known, answer in self.tried if _same_place(known, failure)]
         if any(answer.older for answer in same):
-            return Answer(Rung.STOP, f"rank {failure.rank} fails at the same step with an older version too")
+            return RecoveryDecision(
+                RecoveryAction.STOP, f"rank {failure.rank} fails at the same step with an older version too"
+            )
         if len(same) >= self.limits.same_place - 1:
             times = len(same) + 1
-            return Answer(
-                Rung.REPLACE, f"rank {failure.rank} failed {times} times at one step; older version", older=True
+            return RecoveryDecision(
+                RecoveryAction.REPLACE,
+                f"rank {failure.rank} failed {times} times at one step; older version",
+                older=True,
             )
         return self._cheapest(failure)
 
@@ -149,19 +157,21 @@ class Ladder:
             return False
         return self.errors.get(failure.first_error, 0) >= self.limits.same_place
 
-    def _cheapest(self, failure: Failure) -> Answer:
-        rungs = (
-            [Rung.REJOIN, Rung.REPLACE, Rung.RESTART_ALL]
+    def _cheapest(self, failure: Failure) -> RecoveryDecision:
+        actions = (
+            [RecoveryAction.REJOIN, RecoveryAction.REPLACE, RecoveryAction.RESTART_ALL]
             if failure.fault is Fault.GROUPS
-            else [Rung.REPLACE, Rung.RESTART_ALL]
+            else [RecoveryAction.REPLACE, RecoveryAction.RESTART_ALL]
         )
-        if failure.rank < 0 and Rung.REPLACE in rungs:
-            rungs.remove(Rung.REPLACE)
-        for rung in rungs:
-            count = sum(answer.rung is rung for _, answer in self.tried)
-            if count < self.limits.rung:
-                return Answer(rung, f"{failure.fault.value}; attempt {count + 1} of {self.limits.rung} at this")
-        return Answer(Rung.STOP, "nothing that can be tried is left")
+        if failure.rank < 0 and RecoveryAction.REPLACE in actions:
+            actions.remove(RecoveryAction.REPLACE)
+        for action in actions:
+            count = sum(answer.action is action for _, answer in self.tried)
+            if count < self.limits.attempts_per_action:
+                return RecoveryDecision(
+                    action, f"{failure.fault.value}; attempt {count + 1} of {self.limits.attempts_per_action} at this"
+                )
+        return RecoveryDecision(RecoveryAction.STOP, "nothing that can be tried is left")
 
 
 def _same_place(known: Failure, failure: Failure) -> bool:

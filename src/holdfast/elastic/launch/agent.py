@@ -1,12 +1,12 @@
 """The agent of one node: torchrun's, that replaces one failed worker while the others keep their processes.
 
-It forks workers from the nursery, tells them what to run, hears what they say and sees them end. A failure is judged by
+It forks workers from the fork server, tells them what to run, hears what they say and sees them end. A failure is judged by
 `core.elastic.escalation`; what is mended in place raises the incarnation (`elastic.launch.rendezvous.incarnation_rounds`), at which every agent gives its living
 workers the new order: they leave their broken groups and run the script again in the same process. `elastic.launch.worker_eviction` helps
 them, and ends those that cannot.
 
 A new or lost node is torchrun's business, a new rendezvous; living workers wait for it instead of being ended. The last
-rung, restarting all workers, is torchrun's own way. A worker that finished waits until all ranks of the job have: until
+action, restarting all workers, is torchrun's own way. A worker that finished waits until all ranks of the job have: until
 then it may have to run again.
 
 Must never: publish an incarnation before the failed process is dead and reaped; close what is not its own.
@@ -32,21 +32,21 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.liveness import heartbeat_page
-from holdfast.core.elastic.escalation import Answer, Failure, Fault, Rung
+from holdfast.core.elastic.escalation import Failure, Fault, RecoveryAction, RecoveryDecision
 from holdfast.core.elastic.failure_detector import Exit, Verdict, first_failure
 from holdfast.core.elastic.lost_node import Signs, lost
 from holdfast.core.elastic.rerun import cannot_run_twice
 from holdfast.core.versions.fence_rules import is_result
 from holdfast.elastic.launch import worker_assignment
 from holdfast.elastic.launch.agent_options import Program, Rules
-from holdfast.elastic.launch.incident_tracker import Cases, step_of
-from holdfast.elastic.launch.rendezvous.incarnation_rounds import Incarnation, Over, Round
-from holdfast.elastic.launch.rendezvous.store_failover import LOST, Moved
-from holdfast.elastic.launch.rendezvous_agent import MeetingAgent
+from holdfast.elastic.launch.incident_tracker import IncidentTracker, step_of
+from holdfast.elastic.launch.rendezvous.incarnation_rounds import Incarnation, Round, RoundOver
+from holdfast.elastic.launch.rendezvous.store_failover import LOST, RendezvousMoved
+from holdfast.elastic.launch.rendezvous_agent import RendezvousAgent
 from holdfast.elastic.launch.worker_eviction import urge
 from holdfast.elastic.processes.forkserver import NotForked, readable
-from holdfast.elastic.processes.process_supply import Supply
-from holdfast.elastic.processes.worker_processes import Doing, Seat, Workers
+from holdfast.elastic.processes.process_supply import ProcessSupply
+from holdfast.elastic.processes.worker_processes import Doing, Workers, WorkerSlot
 from holdfast.elastic.watchdog.watchdog import Watchdog
 from holdfast.elastic.worker.agent_channel import Order
 
@@ -71,7 +71,7 @@ ASK_S = 1.0
 HEARD = {"started": Doing.RUNS, "finished": Doing.FINISHED, "raised": Doing.HOLDS, "failed": Doing.ENDS}
 
 
-class Agent(MeetingAgent):
+class Agent(RendezvousAgent):
     """Called by torchrun's loop: start workers, look at them every moment, stop them.
 
     Args:
@@ -85,7 +85,7 @@ class Agent(MeetingAgent):
         spec: WorkerSpec,
         config: LaunchConfig,
         *,
-        supply: Supply,
+        supply: ProcessSupply,
         program: Program | None,
         num_spares: int,
         watch: Watchdog | None,
@@ -94,7 +94,7 @@ class Agent(MeetingAgent):
         super().__init__(spec, config, rules)
         self._supply, self._program, self._num_spares = supply, program, num_spares
         self._watch, self._rules = watch, rules
-        self._cases = Cases(rules.limits)
+        self._cases = IncidentTracker(rules.limits)
         self._found: dict[int, Verdict] = {}
         self._node = socket.gethostname()
         self._interval_s = spec.monitor_interval
@@ -155,8 +155,8 @@ class Agent(MeetingAgent):
         now = time.monotonic()
         if self._identity is not None and not self._identity.holds(now):
             return self._replaced()
-        for seat in self._workers.seats.values():
-            self._hear(seat)
+        for worker_slot in self._workers.worker_slots.values():
+            self._hear(worker_slot)
         silent = self._round.beat(now, stuck=self._watch is not None and self._watch.stuck)
         lost = self._obey_watch(now, silent)
         self._renew_unfit()
@@ -189,8 +189,8 @@ class Agent(MeetingAgent):
         self._workers = None
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
-        for seat in self._seats():
-            seat.line.send("end")  # those that finished wait for this word
+        for worker_slot in self._worker_slots():
+            worker_slot.line.send("end")  # those that finished wait for this word
         try:
             super()._shutdown(death_sig, *args, **kwargs)
         finally:
@@ -201,16 +201,20 @@ class Agent(MeetingAgent):
 
     def exit_code_after(self, sigval: signal.Signals) -> int:
         """0 if every worker ended well after the signal, else the shell's 128 + signal. Says what is safe."""
-        seats = self._seats()
-        if not seats:
+        worker_slots = self._worker_slots()
+        if not worker_slots:
             return super().exit_code_after(sigval)
-        for seat in seats:
-            self._hear(seat)  # what it said last
-        well = sum(seat.proc.poll() == 0 for seat in seats)
+        for worker_slot in worker_slots:
+            self._hear(worker_slot)  # what it said last
+        well = sum(worker_slot.proc.poll() == 0 for worker_slot in worker_slots)
         logger.warning(
-            "the job was told to end (%s): %d of %d workers ended well; %s", sigval.name, well, len(seats), self.safe()
+            "the job was told to end (%s): %d of %d workers ended well; %s",
+            sigval.name,
+            well,
+            len(worker_slots),
+            self.safe(),
         )
-        return 0 if all(seat.proc.poll() == 0 for seat in seats) else 128 + sigval
+        return 0 if all(worker_slot.proc.poll() == 0 for worker_slot in worker_slots) else 128 + sigval
 
     def safe(self) -> str:
         """Returns what was saved, as far as workers told."""
@@ -221,12 +225,12 @@ class Agent(MeetingAgent):
 
     def _hang(self, now: float) -> str:
         """Hear what workers say of their last saves. Who hangs the watchdog tells, once no rank elsewhere may save still."""
-        for seat in self._seats():
-            self._hear(seat)
+        for worker_slot in self._worker_slots():
+            self._hear(worker_slot)
         living = [
             worker.global_rank
-            for worker, seat in zip(self._worker_group.workers, self._seats(), strict=True)
-            if seat.proc.poll() is None
+            for worker, worker_slot in zip(self._worker_group.workers, self._worker_slots(), strict=True)
+            if worker_slot.proc.poll() is None
         ]
         why = self._watch.why_hopeless(now, living) if self._watch is not None else ""
         return why if why and self._is_nowhere_awaited(now) else ""
@@ -259,40 +263,42 @@ class Agent(MeetingAgent):
 
     def _wait(self) -> None:
         """Until something happens, or the monitor interval is over."""
-        lines = [seat.line.fileno for seat in self._seats() if not seat.silent]
-        nursery = self._supply.nursery
+        lines = [worker_slot.line.fileno for worker_slot in self._worker_slots() if not worker_slot.silent]
+        forkserver = self._supply.forkserver
         links = self._meeting.links if self._meeting is not None else None
         ends = links.filenos() if links is not None else []
-        news = readable([*lines, *ends, *([] if nursery.lost else [nursery.fileno])], self._interval_s)
+        news = readable([*lines, *ends, *([] if forkserver.lost else [forkserver.fileno])], self._interval_s)
         if links is not None and not set(ends).isdisjoint(news):
             links.gone()  # else the next wait would end at once
 
-    def _hear(self, seat: Seat) -> None:
-        messages = [] if seat.silent else seat.line.receive(wait=False)
+    def _hear(self, worker_slot: WorkerSlot) -> None:
+        messages = [] if worker_slot.silent else worker_slot.line.receive(wait=False)
         if messages is None:
-            seat.silent = True
+            worker_slot.silent = True
         for message in messages or ():
-            self._note_state(seat, message)
-            seat.left = message["op"] == "left" or (seat.left and message["op"] != "started")
-            seat.began |= message["op"] == "started"  # also an order that was replaced: it needs help to leave that
+            self._note_state(worker_slot, message)
+            worker_slot.left = message["op"] == "left" or (worker_slot.left and message["op"] != "started")
+            worker_slot.began |= (
+                message["op"] == "started"
+            )  # also an order that was replaced: it needs help to leave that
             if message["op"] == "failed":  # whatever was ordered meanwhile: it has not heard of it, and ends
-                seat.told = int(message["code"])
-                seat.now(Doing.ENDS)
+                worker_slot.told = int(message["code"])
+                worker_slot.now(Doing.ENDS)
                 if self._round is not None:
                     self._round.ends(self._current.number)
             if message["op"] == "unfit":  # of whatever run: it cannot run again
-                seat.now(Doing.UNFIT)
-                self._run_anew(message["why"], seat)
-            seat.again = bool(message.get("again", seat.again))
-            if message["number"] != seat.order or message["op"] not in HEARD:
+                worker_slot.now(Doing.UNFIT)
+                self._run_anew(message["why"], worker_slot)
+            worker_slot.again = bool(message.get("again", worker_slot.again))
+            if message["number"] != worker_slot.order or message["op"] not in HEARD:
                 continue  # of an incarnation before, or the greeting
-            seat.now(HEARD[message["op"]])
-            seat.departs = bool(message.get("departs"))
-            if self._watch is not None and seat.doing is not Doing.RUNS:  # it waits for a word of ours
-                self._watch.gone(self._worker_group.workers[seat.local_rank].global_rank)
-            seat.error = message.get("error", "")
+            worker_slot.now(HEARD[message["op"]])
+            worker_slot.departs = bool(message.get("departs"))
+            if self._watch is not None and worker_slot.doing is not Doing.RUNS:  # it waits for a word of ours
+                self._watch.gone(self._worker_group.workers[worker_slot.local_rank].global_rank)
+            worker_slot.error = message.get("error", "")
 
-    def _note_state(self, seat: Seat, message: Mapping[str, Any]) -> None:
+    def _note_state(self, worker_slot: WorkerSlot, message: Mapping[str, Any]) -> None:
         """What a worker tells of its job's state: whose it is, where it came back from, what is safe by now."""
         if message["op"] == "works on":
             if self._watch is not None and message["root"] not in self._jobs:
@@ -300,62 +306,64 @@ class Agent(MeetingAgent):
             self._jobs[message["root"]] = message["job"]
         if message["op"] == "saved":
             self._cases.saved(int(message["step"]))
-        if message["number"] == seat.order and message["op"] == "restored":
+        if message["number"] == worker_slot.order and message["op"] == "restored":
             self._version = ""  # the job came back once as the operator wanted; from now on it goes on from there
             if self._round is not None:
                 self._round.version = ""
-            self._cases.restored(self._worker_group.workers[seat.local_rank].global_rank, message)
-            if self._watch is not None and seat.local_rank == 0:
+            self._cases.restored(self._worker_group.workers[worker_slot.local_rank].global_rank, message)
+            if self._watch is not None and worker_slot.local_rank == 0:
                 self._watch.restored(int(message["step"]) + 1)
 
-    def _look(self) -> Over | None:
+    def _look(self) -> RoundOver | None:
         """Workers that ended although they should not have."""
         assert self._workers is not None
         assert self._round is not None
-        dead = [seat for seat in self._seats() if self._died(seat)]
-        spent = [seat for seat in dead if self._cannot_run_twice(seat)]
-        for seat in spent:
-            self._run_anew(f"it ended with {self._why(seat.code)} before its first step: {seat.error}", seat)
-            self._replace(seat.local_rank, self._recoveries + 1)
-        dead = [seat for seat in dead if seat not in spent]
+        dead = [worker_slot for worker_slot in self._worker_slots() if self._died(worker_slot)]
+        spent = [worker_slot for worker_slot in dead if self._cannot_run_twice(worker_slot)]
+        for worker_slot in spent:
+            self._run_anew(
+                f"it ended with {self._why(worker_slot.code)} before its first step: {worker_slot.error}", worker_slot
+            )
+            self._replace(worker_slot.local_rank, self._recoveries + 1)
+        dead = [worker_slot for worker_slot in dead if worker_slot not in spent]
         if not dead:
             if spent:
                 self._round.propose(self._current.number + 1, f"scripts do not run again in this job: {self._unfit}")
             return None
-        ends = [(seat.local_rank, Exit(seat.code, report=seat.error)) for seat in dead]
-        first = self._workers.seats[first_failure(ends)]
-        dead.sort(key=lambda seat: seat is not first)
+        ends = [(worker_slot.local_rank, Exit(worker_slot.code, report=worker_slot.error)) for worker_slot in dead]
+        first = self._workers.worker_slots[first_failure(ends)]
+        dead.sort(key=lambda worker_slot: worker_slot is not first)
         readings = self._readings()
         step = step_of(heartbeat_page.read(first.page))
-        for seat in dead:
-            self._note_death(seat)
+        for worker_slot in dead:
+            self._note_death(worker_slot)
         code = self._failures[first.local_rank].exitcode
-        ranks = [self._worker_group.workers[seat.local_rank].global_rank for seat in dead]
+        ranks = [self._worker_group.workers[worker_slot.local_rank].global_rank for worker_slot in dead]
         found = self._found.pop(ranks[0], None)
         error = found.reason if found else first.error or self._why(code)
         by, after_s = ("; ".join(found.evidence), found.found_after_s) if found else (self._why(code), 0.0)
         facts = {"ranks": ranks, "nodes": [self._node], "found_by": by, "found_s": after_s}
         failed = Failure(Fault.PROCESS, ranks[0], step, error, self._node, said=not found and bool(first.error))
         answer = self._cases.judge(failed, time.monotonic(), readings, facts)
-        if answer.rung is Rung.REPLACE:
-            for seat in dead:
-                self._replace(seat.local_rank, self._recoveries + 1)
+        if answer.action is RecoveryAction.REPLACE:
+            for worker_slot in dead:
+                self._replace(worker_slot.local_rank, self._recoveries + 1)
         return self._act(answer, f"rank {ranks[0]} ended with {self._why(code)}")
 
     def _renew_unfit(self) -> None:
         """Processes that cannot run the script again are replaced by forks, which get the order in force."""
         assert self._workers is not None
         for worker in self._worker_group.workers:
-            seat = self._workers.seats[worker.local_rank]
-            if seat.doing is Doing.UNFIT and seat.proc.poll() is not None:
+            worker_slot = self._workers.worker_slots[worker.local_rank]
+            if worker_slot.doing is Doing.UNFIT and worker_slot.proc.poll() is not None:
                 self._replace(worker.local_rank, self._recoveries)
                 self._give_order(worker)
                 self._cases.renewed(worker.global_rank)
 
-    def _run_anew(self, why: str, seat: Seat) -> None:
+    def _run_anew(self, why: str, worker_slot: WorkerSlot) -> None:
         """From now on no process of this job runs its script again: what holds for one holds for others."""
         assert self._round is not None
-        rank = self._worker_group.workers[seat.local_rank].global_rank
+        rank = self._worker_group.workers[worker_slot.local_rank].global_rank
         if why and not self._unfit:
             self._unfit = self._round.all_anew(f"rank {rank}: {why}"[:1000])
             logger.warning(
@@ -364,56 +372,60 @@ class Agent(MeetingAgent):
                 self._unfit,
             )
 
-    def _cannot_run_twice(self, seat: Seat) -> bool:
-        rank = self._worker_group.workers[seat.local_rank].global_rank
+    def _cannot_run_twice(self, worker_slot: WorkerSlot) -> bool:
+        rank = self._worker_group.workers[worker_slot.local_rank].global_rank
         return cannot_run_twice(
-            again=seat.again,
-            num_steps=step_of(heartbeat_page.read(seat.page)),
+            again=worker_slot.again,
+            num_steps=step_of(heartbeat_page.read(worker_slot.page)),
             ran_s=time.monotonic() - self._mended_at,
-            code=seat.code,
+            code=worker_slot.code,
             condemned=rank in self._found,
         )
 
-    def _died(self, seat: Seat) -> bool:
-        code = seat.proc.poll()
-        if code is None or seat.doing is Doing.VACANT or (seat.doing is Doing.FINISHED and seat.order == self._serial):
+    def _died(self, worker_slot: WorkerSlot) -> bool:
+        code = worker_slot.proc.poll()
+        if (
+            code is None
+            or worker_slot.doing is Doing.VACANT
+            or (worker_slot.doing is Doing.FINISHED and worker_slot.order == self._serial)
+        ):
             return False
-        self._hear(seat)  # what it said last
-        if seat.departs and seat.doing is Doing.LEAVES:
-            seat.now(Doing.UNFIT)  # it had finished, and ended as its order came: another one is needed
-        if seat.doing is Doing.UNFIT:
+        self._hear(worker_slot)  # what it said last
+        if worker_slot.departs and worker_slot.doing is Doing.LEAVES:
+            worker_slot.now(Doing.UNFIT)  # it had finished, and ended as its order came: another one is needed
+        if worker_slot.doing is Doing.UNFIT:
             return False
         # Who has not begun its order ends a run that was broken off, whose results are void.
-        if code == 0 and seat.order == self._serial and is_result(left=seat.doing is Doing.LEAVES):
-            seat.now(Doing.FINISHED)  # the script left by a way of its own, and well
+        if code == 0 and worker_slot.order == self._serial and is_result(left=worker_slot.doing is Doing.LEAVES):
+            worker_slot.now(Doing.FINISHED)  # the script left by a way of its own, and well
             return False
         return True
 
-    def _note_death(self, seat: Seat) -> None:
+    def _note_death(self, worker_slot: WorkerSlot) -> None:
         assert self._workers is not None
-        code = seat.code
-        rank = seat.local_rank
+        code = worker_slot.code
+        rank = worker_slot.local_rank
         self._failures[rank] = ProcessFailure(
-            local_rank=rank, pid=seat.proc.pid, exitcode=code, error_file=self._workers.error_files[rank]
+            local_rank=rank, pid=worker_slot.proc.pid, exitcode=code, error_file=self._workers.error_files[rank]
         )
         logger.error(
             "failed (exitcode: %s) rank: %s local_rank: %s (pid: %s)",
-            code, self._worker_group.workers[rank].global_rank, rank, seat.proc.pid,
+            code, self._worker_group.workers[rank].global_rank, rank, worker_slot.proc.pid,
         )  # fmt: skip
         if self._watch is not None:
             self._watch.gone(self._worker_group.workers[rank].global_rank)
-        seat.bury()
+        worker_slot.bury()
 
     def _why(self, code: int) -> str:
         return self._watch.why_it_ended(code) if self._watch is not None else _exit_text(code)
 
     def _readings(self) -> list[heartbeat_page.Reading]:
-        return [heartbeat_page.read(seat.page) for seat in self._seats() if seat.page >= 0]
+        return [heartbeat_page.read(worker_slot.page) for worker_slot in self._worker_slots() if worker_slot.page >= 0]
 
-    def _obey_watch(self, now: float, silent: Mapping[int, float]) -> Over | None:
+    def _obey_watch(self, now: float, silent: Mapping[int, float]) -> RoundOver | None:
         """What is stuck gets SIGKILL, and goes the way of a dead process. A lost node is left; who all wait, meet anew."""
         assert self._round is not None
-        if self._watch is None or any(seat.doing is Doing.LEAVES for seat in self._seats()):
+        if self._watch is None or any(worker_slot.doing is Doing.LEAVES for worker_slot in self._worker_slots()):
             return None
         mine = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
         nodes = {self._round.ranks_of(node): (node, seconds) for node, seconds in silent.items()}
@@ -427,9 +439,9 @@ class Agent(MeetingAgent):
             for rank in verdict.ranks:
                 if verdict.kind in ("restart_rank", "replace_node") and rank in mine:
                     self._found[rank] = verdict
-                    seat = self._workers_of()[mine[rank]]
-                    seat.killed_at = now
-                    seat.proc.send_signal(signal.SIGKILL)
+                    worker_slot = self._workers_of()[mine[rank]]
+                    worker_slot.killed_at = now
+                    worker_slot.proc.send_signal(signal.SIGKILL)
             if verdict.kind == "restart_all" or (verdict.ranks in nodes and verdict.kind == "replace_node"):
                 of_many = verdict
         if of_many is None or self._round.wanted(self._current.number + 1):
@@ -441,16 +453,20 @@ class Agent(MeetingAgent):
         facts = {"ranks": of_many.ranks, "nodes": [self._node], "found_by": by, "found_s": of_many.found_after_s}
         return self._act(self._cases.judge(failure, now, self._readings(), facts), of_many.reason)
 
-    def _node_lost(self, now: float, node: int, silent_s: float, what: str) -> Over | None:
+    def _node_lost(self, now: float, node: int, silent_s: float, what: str) -> RoundOver | None:
         assert self._round is not None
         failure = Failure(Fault.NODE, node=f"node of group rank {node}", first_error=what)
         facts = {"ranks": self._round.ranks_of(node), "nodes": [failure.node], "found_by": what, "found_s": silent_s}
         return self._act(self._cases.judge(failure, now, self._readings(), facts), what)
 
-    def _look_at_groups(self, now: float, silent: Mapping[int, float]) -> Over | None:
+    def _look_at_groups(self, now: float, silent: Mapping[int, float]) -> RoundOver | None:
         """Workers that hold an error of broken groups, and a node that is silent: two kinds of evidence."""
         assert self._round is not None
-        holding = [seat for seat in self._seats() if seat.doing is Doing.HOLDS and seat.order == self._serial]
+        holding = [
+            worker_slot
+            for worker_slot in self._worker_slots()
+            if worker_slot.doing is Doing.HOLDS and worker_slot.order == self._serial
+        ]
         if not holding or self._round.wanted(self._current.number + 1):
             return None
         found = lost(self._signs(silent), broken=True)
@@ -458,9 +474,12 @@ class Agent(MeetingAgent):
             return self._node_lost(now, found.value, silent.get(found.value, 0.0), found.reason)
         if self._round.somebody_ends(self._current.number):
             return None  # the cause is known, and is told as soon as that process is gone
-        if any(seat.killed_at and now - seat.killed_at < DIES_S and seat.proc.poll() is None for seat in self._seats()):
+        if any(
+            worker_slot.killed_at and now - worker_slot.killed_at < DIES_S and worker_slot.proc.poll() is None
+            for worker_slot in self._worker_slots()
+        ):
             return None  # so is this one: the process that hung was killed, and a busy machine takes its time with it
-        first = min(holding, key=lambda seat: seat.since)
+        first = min(holding, key=lambda worker_slot: worker_slot.since)
         if now - first.since < (HOLD_S if self._round.size > 1 else HOLD_ALONE_S):
             return None
         if not self._unfit and self._cannot_run_twice(first):
@@ -483,18 +502,22 @@ class Agent(MeetingAgent):
 
     # What is done.
 
-    def _act(self, answer: Answer, fact: str) -> Over | None:
+    def _act(self, answer: RecoveryDecision, fact: str) -> RoundOver | None:
         assert self._round is not None
-        reason = f"{fact}: {answer.rung.value} ({answer.reason})"
+        reason = f"{fact}: {answer.action.value} ({answer.reason})"
         logger.warning("%s", reason)
-        if answer.rung in (Rung.REJOIN, Rung.REPLACE):
+        if answer.action in (RecoveryAction.REJOIN, RecoveryAction.REPLACE):
             self._round.propose(self._current.number + 1, reason, older=answer.older)
             return None
-        action = {Rung.REPLACE_NODE: "again", Rung.RESTART_ALL: "restart", Rung.STOP: "stop"}[answer.rung]
-        self._round.end(Over(action, self._cases.summary if answer.rung is Rung.STOP else reason))
+        action = {
+            RecoveryAction.REPLACE_NODE: "again",
+            RecoveryAction.RESTART_ALL: "restart",
+            RecoveryAction.STOP: "stop",
+        }[answer.action]
+        self._round.end(RoundOver(action, self._cases.summary if answer.action is RecoveryAction.STOP else reason))
         return self._round.over()
 
-    def _leave_round(self, over: Over, worker_group: WorkerGroup) -> RunResult:
+    def _leave_round(self, over: RoundOver, worker_group: WorkerGroup) -> RunResult:
         if over.action == "again":
             self._restart_workers(worker_group)
             return RunResult(state=WorkerState.HEALTHY)
@@ -507,15 +530,15 @@ class Agent(MeetingAgent):
         if self._round is not None:
             self._round.leave()
         now = time.monotonic()
-        for seat in self._seats():
-            if seat.doing is Doing.HOLDS:  # its error stands; it prints it and ends
-                seat.line.send("fail")
-                seat.now(Doing.ENDS)
-                seat.told = seat.told or 1
-        for seat in self._seats():
-            if seat.doing is Doing.ENDS and seat.proc.poll() is None:
-                seat.await_end(self._rules.exit_grace_s + seat.since - now)
-                self._note_death(seat)
+        for worker_slot in self._worker_slots():
+            if worker_slot.doing is Doing.HOLDS:  # its error stands; it prints it and ends
+                worker_slot.line.send("fail")
+                worker_slot.now(Doing.ENDS)
+                worker_slot.told = worker_slot.told or 1
+        for worker_slot in self._worker_slots():
+            if worker_slot.doing is Doing.ENDS and worker_slot.proc.poll() is None:
+                worker_slot.await_end(self._rules.exit_grace_s + worker_slot.since - now)
+                self._note_death(worker_slot)
         self._remaining_restarts = 0
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         failures = {ranks[local_rank]: failure for local_rank, failure in self._failures.items()}
@@ -524,8 +547,8 @@ class Agent(MeetingAgent):
     def _replaced(self) -> RunResult:
         """Another launcher is this node by now: nothing of ours goes on."""
         logger.error("another launcher took the place of this one, which was silent for too long; it ends")
-        for seat in self._seats():
-            seat.close(signal.SIGKILL)
+        for worker_slot in self._worker_slots():
+            worker_slot.close(signal.SIGKILL)
         self._remaining_restarts = 0
         return RunResult(state=WorkerState.FAILED)
 
@@ -534,11 +557,11 @@ class Agent(MeetingAgent):
         if self._meeting is None:
             raise error
         self._meeting.lost(error)
-        if not isinstance(error, Moved):
+        if not isinstance(error, RendezvousMoved):
             failure = Failure(Fault.NODE, node="the host of the rendezvous store", first_error="it does not answer")
             answer = self._cases.judge(failure, time.monotonic(), self._readings(), {"nodes": [failure.node]})
-            if answer.rung is Rung.STOP:
-                return self._leave_round(Over("stop", self._cases.summary), worker_group)
+            if answer.action is RecoveryAction.STOP:
+                return self._leave_round(RoundOver("stop", self._cases.summary), worker_group)
         self._restart_workers(worker_group)
         return RunResult(state=WorkerState.HEALTHY)
 
@@ -555,8 +578,8 @@ class Agent(MeetingAgent):
         self._unfit = self._round.all_anew(self._unfit)
         self._serial += 1  # incarnations are counted anew in every round, orders are not
         for worker in self._worker_group.workers:
-            seat = self._workers.seats[worker.local_rank]
-            if seat.proc.poll() is not None:
+            worker_slot = self._workers.worker_slots[worker.local_rank]
+            if worker_slot.proc.poll() is not None:
                 self._replace(worker.local_rank, self._recoveries)
             self._give_order(worker)
         self._mended_at = time.monotonic()
@@ -564,7 +587,7 @@ class Agent(MeetingAgent):
         self._cases.ordered(self._mended_at, kept)
 
     def _replace(self, local_rank: int, incarnation: int) -> None:
-        """Another process takes the seat; if none can be had the seat is vacant for a while."""
+        """Another process takes the worker slot; if none can be had the worker slot is vacant for a while."""
         assert self._workers is not None
         try:
             self._workers.replace(local_rank, incarnation)
@@ -576,25 +599,25 @@ class Agent(MeetingAgent):
     def _not_forked(self, error: NotForked) -> None:
         self._supply.failed(error, time.monotonic())
         if self._workers is not None:
-            self._workers.fork_from(self._supply.nursery)
+            self._workers.fork_from(self._supply.forkserver)
 
-    def _fill_vacant(self, now: float) -> Over | None:
+    def _fill_vacant(self, now: float) -> RoundOver | None:
         """Ranks without a process get one as soon as there is one; a job that gets none for long is over."""
         assert self._workers is not None
         assert self._round is not None
         for worker in self._worker_group.workers:
-            seat = self._workers.seats[worker.local_rank]
-            if seat.doing is not Doing.VACANT:
+            worker_slot = self._workers.worker_slots[worker.local_rank]
+            if worker_slot.doing is not Doing.VACANT:
                 continue
-            if now - seat.since > VACANT_S:
+            if now - worker_slot.since > VACANT_S:
                 what = f"no process could be had for rank {worker.global_rank} for {VACANT_S:.0f} s"
-                self._round.end(Over("stop", what))
+                self._round.end(RoundOver("stop", what))
                 return self._round.over()
             if self._supply.may_try(now) and not self._round.wanted(self._current.number + 1):
-                since = seat.since
+                since = worker_slot.since
                 self._replace(worker.local_rank, self._recoveries)
                 self._give_order(worker)
-                seat.since = since
+                worker_slot.since = since
         return None
 
     def _refill(self, now: float) -> None:
@@ -607,31 +630,31 @@ class Agent(MeetingAgent):
 
     def _give_order(self, worker: Worker) -> None:
         assert self._workers is not None
-        seat = self._workers.seats[worker.local_rank]
-        worker.id = seat.proc.pid
-        seat.order = self._serial
-        if seat.doing in (Doing.ENDS, Doing.UNFIT, Doing.VACANT):
+        worker_slot = self._workers.worker_slots[worker.local_rank]
+        worker.id = worker_slot.proc.pid
+        worker_slot.order = self._serial
+        if worker_slot.doing in (Doing.ENDS, Doing.UNFIT, Doing.VACANT):
             return  # it hears nothing any more, and is replaced when it has ended
         self._workers.forget_error(worker.local_rank)
-        seat.line.order(self._order(worker), self._workers.notes_of(worker.local_rank))
-        seat.now(Doing.LEAVES)
+        worker_slot.line.order(self._order(worker), self._workers.notes_of(worker.local_rank))
+        worker_slot.now(Doing.LEAVES)
         if self._watch is not None:
-            self._watch.started(worker.global_rank, seat.proc.pid, seat.page)
+            self._watch.started(worker.global_rank, worker_slot.proc.pid, worker_slot.page)
 
     def _push(self, now: float) -> None:
         """Workers that have not begun their order are helped, then ended. A spare is forked in a quiet moment."""
         assert self._workers is not None
-        for seat in self._seats():
-            urge(seat, now, store_port=self._current.port, exit_grace_s=self._rules.exit_grace_s)
-            if seat.doing is Doing.FINISHED and not seat.departs and now - seat.since > RELEASE_S:
-                seat.departs = True
-                seat.line.send("end")
-        still = any(seat.doing is Doing.LEAVES for seat in self._seats())
+        for worker_slot in self._worker_slots():
+            urge(worker_slot, now, store_port=self._current.port, exit_grace_s=self._rules.exit_grace_s)
+            if worker_slot.doing is Doing.FINISHED and not worker_slot.departs and now - worker_slot.since > RELEASE_S:
+                worker_slot.departs = True
+                worker_slot.line.send("end")
+        still = any(worker_slot.doing is Doing.LEAVES for worker_slot in self._worker_slots())
         if not still and now - self._mended_at > SPARE_DELAY_S:
             self._refill(now)
 
     def _note_progress(self, now: float) -> None:
-        all_run = all(seat.doing in (Doing.RUNS, Doing.FINISHED) for seat in self._seats())
+        all_run = all(worker_slot.doing in (Doing.RUNS, Doing.FINISHED) for worker_slot in self._worker_slots())
         ranks = [worker.global_rank for worker in self._worker_group.workers]
         self._tell(self._cases.look(now, dict(zip(ranks, self._readings(), strict=False)), all_run=all_run))
 
@@ -641,7 +664,10 @@ class Agent(MeetingAgent):
 
     def _all_finished(self) -> bool:
         assert self._round is not None
-        if any(seat.doing is not Doing.FINISHED or seat.order != self._serial for seat in self._seats()):
+        if any(
+            worker_slot.doing is not Doing.FINISHED or worker_slot.order != self._serial
+            for worker_slot in self._worker_slots()
+        ):
             return False
         self._round.finish(self._current.number)
         return self._round.all_finished(self._current.number)
@@ -651,16 +677,22 @@ class Agent(MeetingAgent):
         assert self._workers is not None
         self._tell(self._cases.ended(time.monotonic()))
         self._workers.dismiss_spares()
-        for seat in self._seats():
-            seat.line.send("end")
+        for worker_slot in self._worker_slots():
+            worker_slot.line.send("end")
         self._await_ends()
         ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
-        failed = [seat for seat in self._seats() if seat.proc.returncode and not seat.proc.guessed]
-        for seat in failed:
+        failed = [
+            worker_slot
+            for worker_slot in self._worker_slots()
+            if worker_slot.proc.returncode and not worker_slot.proc.guessed
+        ]
+        for worker_slot in failed:
             logger.error(
-                "rank %d finished its script and then ended with %s", ranks[seat.local_rank], _exit_text(seat.code)
+                "rank %d finished its script and then ended with %s",
+                ranks[worker_slot.local_rank],
+                _exit_text(worker_slot.code),
             )
-            self._note_death(seat)
+            self._note_death(worker_slot)
         if failed:
             self._remaining_restarts = 0  # the work is done: what failed is what the script does at its end
             failures = {ranks[local_rank]: failure for local_rank, failure in self._failures.items()}
@@ -671,14 +703,14 @@ class Agent(MeetingAgent):
     def _await_ends(self) -> None:
         began = said = time.monotonic()
         ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
-        while lasting := [seat for seat in self._seats() if seat.proc.poll() is None]:
-            self._supply.nursery.await_news(self._interval_s or 1.0)
+        while lasting := [worker_slot for worker_slot in self._worker_slots() if worker_slot.proc.poll() is None]:
+            self._supply.forkserver.await_news(self._interval_s or 1.0)
             now = time.monotonic()
             if self._identity is not None:
                 self._identity.holds(now)
             if now - said > SAY_S:
                 said = now
-                named = {ranks[seat.local_rank]: seat.proc.pid for seat in lasting}
+                named = {ranks[worker_slot.local_rank]: worker_slot.proc.pid for worker_slot in lasting}
                 logger.warning("%s", awaited(named, now - began, num_ended=len(ranks) - len(named)))
 
     # Parts.
@@ -691,7 +723,7 @@ class Agent(MeetingAgent):
         known = inspect.signature(SubprocessContext).parameters
         names = ("duplicate_stdout_filters", "duplicate_stderr_filters")
         return Workers(
-            self._supply.nursery,
+            self._supply.forkserver,
             self._logs_specs,
             self._num_spares,
             name=spec.role,
@@ -739,14 +771,14 @@ class Agent(MeetingAgent):
             anew=bool(self._unfit),
         )
 
-    def _seats(self) -> list[Seat]:
-        return list(self._workers.seats.values()) if self._workers is not None else []
+    def _worker_slots(self) -> list[WorkerSlot]:
+        return list(self._workers.worker_slots.values()) if self._workers is not None else []
 
-    def _workers_of(self) -> dict[int, Seat]:
-        return self._workers.seats if self._workers is not None else {}
+    def _workers_of(self) -> dict[int, WorkerSlot]:
+        return self._workers.worker_slots if self._workers is not None else {}
 
     def _spared(self) -> set[int]:
-        return {seat.proc.pid for seat in self._seats() if seat.doing is Doing.FINISHED}
+        return {worker_slot.proc.pid for worker_slot in self._worker_slots() if worker_slot.doing is Doing.FINISHED}
 
 
 def awaited(named: Mapping[int, int], after_s: float, *, num_ended: int) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
 from holdfast.core.elastic.escalation import Limits
 from holdfast.core.elastic.node_lease import GUARD_S
-from holdfast.elastic.launch.keeper_hints import Early
+from holdfast.elastic.launch.keeper_hints import KeeperHints
 
 # Exit handlers upload the report of a crash. torchrun waits for ever; other ranks wait meanwhile.
 EXIT_GRACE_S = 60.0
@@ -23,7 +23,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Says how long workers may take to save when the job is told to end, what the ladder allows, and who this node is.
+    """Says how long workers may take to save when the job is told to end, what the escalation policy allows, and who this node is.
 
     Attributes:
         name: of the node; empty: several launchers may share it, and none is asked who it is.
@@ -37,6 +37,6 @@ class Rules:
     limits: Limits
     name: str = ""
     guard_s: float = GUARD_S
-    early: Early = field(default_factory=Early)
+    early: KeeperHints = field(default_factory=KeeperHints)
     version: str = NO_WISH
     exit_grace_s: float = EXIT_GRACE_S

@@ -33,7 +33,7 @@ SURVIVOR_GRACE_S = 5.0
 HEED_S = 10.0
 
 
-class PlainAgent(LocalElasticAgent):
+class BaseAgent(LocalElasticAgent):
     """Restarts all workers when one fails.
 
     Args:

@@ -1,4 +1,4 @@
-"""Knows what failed on this node and what became of it: the ladder is asked here, and every recovery becomes one
+"""Knows what failed on this node and what became of it: the escalation policy is asked here, and every recovery becomes one
 incident.
 
 A case is opened when a failure is found and closed when steps are made again. Seconds by part: T1 from the finding to
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.checkpoint.liveness.heartbeat_page import Reading
-from holdfast.core.elastic.escalation import Answer, Failure, Fault, Ladder, Limits, Rung
+from holdfast.core.elastic.escalation import EscalationPolicy, Failure, Fault, Limits, RecoveryAction, RecoveryDecision
 from holdfast.core.elastic.rerun import Burst
 from holdfast.core.elastic.worker_facts import Phase
 
@@ -27,7 +27,7 @@ RENEWED_S = 600.0
 
 
 @dataclass(slots=True)
-class _Case:
+class _OpenIncident:
     """One recovery that is under way.
 
     Attributes:
@@ -46,12 +46,12 @@ class _Case:
     restored: dict[int, Mapping[str, Any]] = field(default_factory=dict)
 
 
-class Cases:
+class IncidentTracker:
     """Keeps the cases of one agent."""
 
     def __init__(self, limits: Limits) -> None:
-        self._ladder = Ladder(limits)
-        self._case: _Case | None = None
+        self._ladder = EscalationPolicy(limits)
+        self._case: _OpenIncident | None = None
         self._best_step = -1
         self._saved = -1  # the newest step that was saved, or came back from somewhere, as workers told
         self._beyond = -1  # of these the newest at the last failure: only what comes after it is progress that lasts
@@ -74,7 +74,7 @@ class Cases:
 
     def judge(
         self, failure: Failure, now: float, readings: Sequence[Reading], facts: Mapping[str, Any] | None = None
-    ) -> Answer:
+    ) -> RecoveryDecision:
         """Return what is done about a failure; its case is open from here on.
 
         Args:
@@ -87,7 +87,7 @@ class Cases:
         ranks = facts.get("ranks", [failure.rank])
         if failure.fault is Fault.PROCESS and self._burst.joins(ranks, now):
             self._join(ranks)
-            return Answer(Rung.REPLACE, "it was hit by the failure before, and is part of it")
+            return RecoveryDecision(RecoveryAction.REPLACE, "it was hit by the failure before, and is part of it")
         self._burst.failed(ranks)
         newest = max(map(step_of, readings), default=-1)
         if newest > self._best_step >= 0:  # steps may be quicker than our looks
@@ -96,12 +96,12 @@ class Cases:
         self._look_at_saved()
         self._beyond = self._saved
         answer = self._ladder.failed(failure)
-        told = {**facts, "first_error": failure.first_error, "action": answer.rung.value, "why": answer.reason}
+        told = {**facts, "first_error": failure.first_error, "action": answer.action.value, "why": answer.reason}
         if self._case is not None:  # a second failure during the recovery belongs to the same incident
             self._join(facts.get("ranks", ()))
             self._case.facts |= {"action": told["action"], "why": told["why"]}
         else:
-            self._case = _Case(told, now, newest, max(map(_step_seconds, readings), default=0.0))
+            self._case = _OpenIncident(told, now, newest, max(map(_step_seconds, readings), default=0.0))
         return answer
 
     def _join(self, ranks: Iterable[int]) -> None:
@@ -185,7 +185,7 @@ class Cases:
         return _told(case, parts)
 
 
-def _told(case: _Case, parts: dict[str, float]) -> dict[str, Any]:
+def _told(case: _OpenIncident, parts: dict[str, float]) -> dict[str, Any]:
     """The record of one case; `parts`: seconds by phase."""
     facts = {**case.facts, **_back(case)}
     if facts.get("steps_lost"):
@@ -193,12 +193,12 @@ def _told(case: _Case, parts: dict[str, float]) -> dict[str, Any]:
     return {**facts, "seconds": {name: round(max(0.0, value), 3) for name, value in sorted(parts.items())}}
 
 
-def _began(case: _Case, rank: int) -> int:
+def _began(case: _OpenIncident, rank: int) -> int:
     """How many steps the rank had behind it when it began anew: it counts from 0, or from what it came back to."""
     return int(case.restored[rank]["step"]) + 1 if rank in case.restored else 0
 
 
-def _back(case: _Case) -> dict[str, Any]:
+def _back(case: _OpenIncident) -> dict[str, Any]:
     """Where each rank came back from, and how many steps are made again."""
     if not case.restored:
         return {}

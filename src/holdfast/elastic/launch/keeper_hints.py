@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 TIMEOUT_S = 2.0
 
 
-class Early:
+class KeeperHints:
     """Tells what one launcher says to its keeper.
 
     Args:

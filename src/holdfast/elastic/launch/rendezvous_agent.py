@@ -12,15 +12,15 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.launcher.api import LaunchConfig
 
 from holdfast.elastic.launch.agent_options import Rules
-from holdfast.elastic.launch.base_agent import PlainAgent
-from holdfast.elastic.launch.rendezvous.incarnation_rounds import Apart
+from holdfast.elastic.launch.base_agent import BaseAgent
+from holdfast.elastic.launch.rendezvous.incarnation_rounds import RoundAbandoned
 from holdfast.elastic.launch.rendezvous.node_lease import Identity
 from holdfast.elastic.launch.rendezvous.store_failover import LOST, MovingRendezvous
 
 logger = logging.getLogger(__name__)
 
 
-class MeetingAgent(PlainAgent):
+class RendezvousAgent(BaseAgent):
     """An agent that claims its node's name before every rendezvous, and begins one anew wherever the job meets."""
 
     def __init__(self, spec: WorkerSpec, config: LaunchConfig, rules: Rules) -> None:
@@ -38,7 +38,7 @@ class MeetingAgent(PlainAgent):
                 with self._identity.renewed() if self._identity is not None else nullcontext():
                     super()._initialize_workers(worker_group)
                 return
-            except Apart as error:  # the store lives, and whoever is left meets there again
+            except RoundAbandoned as error:  # the store lives, and whoever is left meets there again
                 if self._meeting is None:
                     raise
                 logger.warning("the job meets again: %s", error)

@@ -68,12 +68,12 @@ from holdfast.elastic.launch import mindspore_env
 from holdfast.elastic.launch.agent import Agent
 from holdfast.elastic.launch.agent_options import EXIT_GRACE_S, Program, Rules
 from holdfast.elastic.launch.compile_cache import CompileCache, make_cache
-from holdfast.elastic.launch.keeper_hints import Early
+from holdfast.elastic.launch.keeper_hints import KeeperHints
 from holdfast.elastic.launch.rendezvous.standby_store import any_calls
 from holdfast.elastic.launch.rendezvous.store_failover import SILENT_S, MovingRendezvous, fall_silent
 from holdfast.elastic.processes import forkserver
 from holdfast.elastic.processes.exit_guard import ExitGuard
-from holdfast.elastic.processes.process_supply import Supply
+from holdfast.elastic.processes.process_supply import ProcessSupply
 from holdfast.elastic.watchdog.watchdog import directory_of, make_watch
 from holdfast.elastic.worker import worker_main
 from holdfast.elastic.worker.agent_channel import Order
@@ -84,11 +84,11 @@ from holdfast.keeper.rpc.spawn import ensure_keeper
 logger = logging.getLogger(__name__)
 
 
-class _Unsaid(int):
+class _DefaultNumber(int):
     """A number that nobody gave, though somebody may give the same one."""
 
 
-DEFAULT_MAX_RESTARTS = _Unsaid(3)
+DEFAULT_MAX_RESTARTS = _DefaultNumber(3)
 # A node that sent no keep-alive for interval x attempts seconds is dead, and only then may another take its place.
 # torchrun's 5 x 3 is meant for thousands of nodes that compare-and-set one key; small jobs can ask more often. kill -9
 # of one of two nodes to the first steps with its replacement, 2 + 2 ranks on 2 cores, 2.7 s of it imports: 3.8 s with
@@ -100,8 +100,8 @@ KEEP_ALIVE_MAX_NODES = 32
 ALONE = "localhost:0"
 MAX_DESCRIPTORS = 1 << 16
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # torch's own default
-# Behind the arguments of a launcher, and followed by a descriptor: be a nursery for it. No flag for people.
-AS_NURSERY = "--as-nursery-of-a-launcher"
+# Behind the arguments of a launcher, and followed by a descriptor: be a fork server for it. No flag for people.
+AS_FORKSERVER = "--as-forkserver-of-a-launcher"
 
 # Flag of ours -> field of the settings, passed on to the trainers through its environment variable.
 PASSED_ON = {
@@ -214,7 +214,7 @@ def main(
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.WARNING)
     work = functools.partial(worker_main.serve, script=script, looks=looks)
     given = list(sys.argv[1:] if argv is None else argv)
-    if given[-2:-1] == [AS_NURSERY]:
+    if given[-2:-1] == [AS_FORKSERVER]:
         return forkserver.serve(int(given[-1]), work)
     try:
         if disabled():
@@ -240,12 +240,12 @@ def main(
         cache.fetch()
     label_process("hf agent")
     # Before any thread exists; workers come out here with their exit code.
-    forked = forkserver.Nursery.start(work)
+    forked = forkserver.ForkServer.start(work)
     _raise_descriptor_limit()  # of this process alone: workers have what the user gave them
-    supply = Supply(forked, _another_nursery(given))
+    supply = ProcessSupply(forked, _another_forkserver(given))
     if cache is not None:
         cache.start()
-    early = start_keeper(args.checkpoint_dir, settings) if args.checkpoint_dir else Early()
+    early = start_keeper(args.checkpoint_dir, settings) if args.checkpoint_dir else KeeperHints()
     spec = _worker_spec(config, entrypoint, entrypoint_args, can_move=program is not None)
     watch = make_watch(settings, args)
     agent = Agent(
@@ -258,7 +258,7 @@ def main(
         rules=_rules(args, settings, config, early),
     )
     code = 1
-    guard = ExitGuard(agent, _signals(config), grace_s=agent.grace_s, also_ends=lambda: [supply.nursery.pid])
+    guard = ExitGuard(agent, _signals(config), grace_s=agent.grace_s, also_ends=lambda: [supply.forkserver.pid])
     try:
         code = guard.code = launch(agent, spec, config)
         if code == 0:
@@ -279,10 +279,10 @@ def _cache(given: str | None, settings: Config) -> CompileCache | None:
     return make_cache(given, directory, os.environ, below=settings.runtime_path, secret_file=secret)
 
 
-def _another_nursery(argv: Sequence[str]) -> list[str]:
-    """Return the command that starts a nursery for this launcher, but for the descriptor of its line."""
+def _another_forkserver(argv: Sequence[str]) -> list[str]:
+    """Return the command that starts a fork server for this launcher, but for the descriptor of its line."""
     spec = sys.modules["__main__"].__spec__
-    return command(spec.name, *argv, AS_NURSERY) if spec is not None else []
+    return command(spec.name, *argv, AS_FORKSERVER) if spec is not None else []
 
 
 def _raise_descriptor_limit() -> None:
@@ -328,7 +328,7 @@ def _check_version(text: str | None, program: Program | None) -> None:
         )
 
 
-def _rules(args: argparse.Namespace, settings: Config, config: LaunchConfig, early: Early) -> Rules:
+def _rules(args: argparse.Namespace, settings: Config, config: LaunchConfig, early: KeeperHints) -> Rules:
     # torchrun's 30 s would cut off a last save to slow storage.
     given = getattr(config, "shutdown_timeout", None) if _is_given(args, "shutdown_timeout") else None
     return Rules(
@@ -344,7 +344,7 @@ def _rules(args: argparse.Namespace, settings: Config, config: LaunchConfig, ear
 
 def _limits(args: argparse.Namespace) -> Limits:
     """A number that somebody gave bounds the whole job; ours is given back by health."""
-    return Limits(failures=args.max_restarts, renewed=isinstance(args.max_restarts, _Unsaid))
+    return Limits(failures=args.max_restarts, renewed=isinstance(args.max_restarts, _DefaultNumber))
 
 
 def pass_on_settings(args: argparse.Namespace) -> Config:
@@ -520,17 +520,17 @@ def _over_tcp(params: RendezvousParameters) -> bool:
     return params.backend == "c10d" and params.max_nodes > 1 and params.get("store_type", "tcp") == "tcp"
 
 
-def start_keeper(root: str, settings: Config) -> Early:
+def start_keeper(root: str, settings: Config) -> KeeperHints:
     """Starts this node's keeper, so that it is there before the first rank looks; without it training goes on.
 
     Returns:
         What tells it that workers start.
     """
     try:
-        return Early(ensure_keeper(root, settings), settings.ranks_per_reader)
+        return KeeperHints(ensure_keeper(root, settings), settings.ranks_per_reader)
     except HoldfastError as error:
         logger.warning("no keeper yet, the first rank will try again: %s", error)
-        return Early()
+        return KeeperHints()
 
 
 def leave(code: int) -> NoReturn:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import signal
 
-from holdfast.elastic.processes.worker_processes import Doing, Seat
+from holdfast.elastic.processes.worker_processes import Doing, WorkerSlot
 from holdfast.elastic.watchdog import proc_stats, worker_interrupt
 
 logger = logging.getLogger(__name__)
@@ -35,29 +35,33 @@ KILL_S = 60.0  # a starved machine may need some tens of seconds for what takes 
 START_S = 300.0
 
 
-def urge(seat: Seat, now: float, *, store_port: int, exit_grace_s: float) -> None:
+def urge(worker_slot: WorkerSlot, now: float, *, store_port: int, exit_grace_s: float) -> None:
     """Does what is due now.
 
     Args:
-        seat: of a worker; only one that has an order and does not begin it, or ends, is touched.
+        worker_slot: of a worker; only one that has an order and does not begin it, or ends, is touched.
         now: monotonic.
         store_port: connections to it are the rendezvous store's, and are left alone.
         exit_grace_s: how long a worker that told of its error may take to end.
     """
-    if seat.doing is Doing.ENDS and now - seat.since > exit_grace_s and not seat.cut_short:
-        seat.cut_off()
-    if seat.doing is not Doing.LEAVES:
+    if worker_slot.doing is Doing.ENDS and now - worker_slot.since > exit_grace_s and not worker_slot.cut_short:
+        worker_slot.cut_off()
+    if worker_slot.doing is not Doing.LEAVES:
         return
-    if now - seat.since > (KILL_S if seat.began else START_S):
-        logger.error("process %d did not begin its order within %.0f s", seat.proc.pid, now - seat.since)
-        seat.proc.send_signal(signal.SIGKILL)
-    elif seat.began and not seat.left and now - max(seat.since, seat.cut_at) >= CUT_S:
-        seat.num_still = seat.num_still + 1 if seat.cut_at > seat.since and is_still(seat.proc.pid) else 0
-        seat.cut_at = now
-        worker_interrupt.cut(seat.proc.pid, seat.proc.pidfd, spared_ports=(store_port,))
-        if seat.num_still == STILL_CUTS:
-            logger.error("process %d %s, not even cut connections", seat.proc.pid, STANDS)
-            seat.proc.send_signal(signal.SIGKILL)
+    if now - worker_slot.since > (KILL_S if worker_slot.began else START_S):
+        logger.error("process %d did not begin its order within %.0f s", worker_slot.proc.pid, now - worker_slot.since)
+        worker_slot.proc.send_signal(signal.SIGKILL)
+    elif worker_slot.began and not worker_slot.left and now - max(worker_slot.since, worker_slot.cut_at) >= CUT_S:
+        worker_slot.num_still = (
+            worker_slot.num_still + 1
+            if worker_slot.cut_at > worker_slot.since and is_still(worker_slot.proc.pid)
+            else 0
+        )
+        worker_slot.cut_at = now
+        worker_interrupt.cut(worker_slot.proc.pid, worker_slot.proc.pidfd, spared_ports=(store_port,))
+        if worker_slot.num_still == STILL_CUTS:
+            logger.error("process %d %s, not even cut connections", worker_slot.proc.pid, STANDS)
+            worker_slot.proc.send_signal(signal.SIGKILL)
 
 
 def is_still(pid: int) -> bool:

@@ -34,7 +34,7 @@ POLL_S = 0.5
 MAX_TEXT = 2048
 
 
-class Ends(Protocol):
+class WorkerOwner(Protocol):
     """Has workers; `elastic.launch.base_agent.PlainAgent`. Called in the guard's thread."""
 
     def is_ending(self) -> bool:
@@ -67,7 +67,7 @@ class ExitGuard:
     """
 
     def __init__(
-        self, workers: Ends, numbers: Iterable[int], *, grace_s: float, also_ends: Callable[[], Iterable[int]]
+        self, workers: WorkerOwner, numbers: Iterable[int], *, grace_s: float, also_ends: Callable[[], Iterable[int]]
     ) -> None:
         self._workers, self._numbers, self._grace_s = workers, frozenset(numbers), grace_s
         self._also_ends = also_ends

@@ -1,11 +1,11 @@
 """The process that workers are forked from: torch is imported in it, and nothing else has happened there.
 
-The launcher has imported torch anyway. Before it makes its first thread it forks the nursery, and every worker is a
-fork of that: 10 ms instead of the 3 s of an import, at the start and at every replacement. The nursery has one thread,
+The launcher has imported torch anyway. Before it makes its first thread it forks the fork server, and every worker is a
+fork of that: 10 ms instead of the 3 s of an import, at the start and at every replacement. The fork server has one thread,
 no group, no device, no state of the job. When it is idle it imports what most scripts import next (`WARM`).
 
-The launcher asks over a socket (`Nursery`, at its side); the nursery forks, waits for its children and tells how they
-ended. When the launcher is gone, however it ended, the nursery kills what it forked: no worker outlives its launcher.
+The launcher asks over a socket (`ForkServer`, at its side); the fork server forks, waits for its children and tells how they
+ended. When the launcher is gone, however it ended, the fork server kills what it forked: no worker outlives its launcher.
 
 Must never: import the user's code, start a thread, initialise CUDA.
 """
@@ -56,28 +56,28 @@ class NotForked(Exception):
     """No worker could be forked now: there is no process, descriptor or memory for it. Later there may be."""
 
 
-class NurseryLost(NotForked):
-    """The nursery is gone: no worker can be forked, and nobody tells how those that live will end."""
+class ForkServerLost(NotForked):
+    """The fork server is gone: no worker can be forked, and nobody tells how those that live will end."""
 
 
 class Child:
     """One forked worker, with what `subprocess.Popen` offers and torch's agent calls."""
 
-    def __init__(self, nursery: Nursery, pid: int) -> None:
+    def __init__(self, forkserver: ForkServer, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self.guessed = False  # nobody was left who knew how it ended
-        self._nursery = nursery
+        self._forkserver = forkserver
         try:
             self.pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:  # it ended already; the nursery tells how
+        except ProcessLookupError:  # it ended already; the fork server tells how
             self.pidfd = -1
 
     def poll(self) -> int | None:
         """The exit code (negative: the signal), or None while it lives."""
         if self.returncode is None:
-            self.returncode = self._nursery.exit_code(self.pid)
-            self.guessed = self.returncode is not None and self._nursery.guessed(self.pid)
+            self.returncode = self._forkserver.exit_code(self.pid)
+            self.guessed = self.returncode is not None and self._forkserver.guessed(self.pid)
             if self.returncode is not None and self.pidfd >= 0:
                 os.close(self.pidfd)
                 self.pidfd = -1
@@ -94,7 +94,7 @@ class Child:
             left = 1.0 if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-            self._nursery.await_news(min(left, 1.0))
+            self._forkserver.await_news(min(left, 1.0))
         return code
 
     def send_signal(self, number: int) -> None:
@@ -106,7 +106,7 @@ class Child:
                 pass  # ended this moment
 
 
-class Nursery:
+class ForkServer:
     """The launcher's side. One thread uses it."""
 
     def __init__(self, link: socket.socket, pid: int) -> None:
@@ -122,7 +122,7 @@ class Nursery:
         self.lost = False
 
     @classmethod
-    def start(cls, work: Work) -> Nursery:
+    def start(cls, work: Work) -> ForkServer:
         """Forks it. In the launcher this returns; in workers, much later, it raises SystemExit with their exit code.
 
         Call it from the main thread, before any other thread exists, outside of any `try`.
@@ -134,13 +134,13 @@ class Nursery:
         pid = os.fork()
         if pid == 0:
             ours.close()
-            label_process("hf nursery")
-            raise SystemExit(_Keeper(theirs, work).serve())
+            label_process("hf forkserver")
+            raise SystemExit(_ForkServerProcess(theirs, work).serve())
         theirs.close()
         return cls(ours, pid)
 
     @classmethod
-    def start_program(cls, program: Sequence[str]) -> Nursery:
+    def start_program(cls, program: Sequence[str]) -> ForkServer:
         """Start another one in place of a lost one: as a program, for this process has threads by now. Returns at once.
 
         Args:
@@ -172,7 +172,7 @@ class Nursery:
         """A new worker with `control` as its line to us and `page` for its beats.
 
         Raises:
-            NurseryLost: it is gone, or does not answer.
+            ForkServerLost: it is gone, or does not answer.
             NotForked: it says why it could not.
         """
         if not self.ready:
@@ -181,12 +181,12 @@ class Nursery:
             socket.send_fds(self._link, [b"f"], [control.fileno(), page])
         except OSError as error:
             self.lost = True
-            raise NurseryLost(f"the process that workers are forked from is gone: {error}") from error
+            raise ForkServerLost(f"the process that workers are forked from is gone: {error}") from error
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while not self._forked and not self._refused:
             if self.lost or time.monotonic() > deadline:
                 self.lost = True
-                raise NurseryLost("the process that workers are forked from does not answer")
+                raise ForkServerLost("the process that workers are forked from does not answer")
             self.await_news(1.0)
         if self._refused:
             raise NotForked(self._refused.pop())
@@ -206,7 +206,7 @@ class Nursery:
         return self._exits.get(pid)
 
     def await_news(self, timeout_s: float) -> None:
-        """Waits for one message of the nursery, or until time is over."""
+        """Waits for one message of the fork server, or until time is over."""
         if self.lost:
             time.sleep(min(timeout_s, 0.05))
             return
@@ -232,7 +232,7 @@ class Nursery:
                 self._forked.append(told["pid"])
 
     def close(self) -> None:
-        """The nursery ends, and kills the workers that are left."""
+        """The fork server ends, and kills the workers that are left."""
         self._link.close()
         killed, deadline = False, time.monotonic() + CLOSE_S
         try:
@@ -253,14 +253,14 @@ class Nursery:
 
 
 def serve(link: int, work: Work) -> int:
-    """Be the nursery that `Nursery.start_program` started; returns as that does which is forked.
+    """Be the fork server that `ForkServer.start_program` started; returns as that does which is forked.
 
     Args:
         link: descriptor of the line to the launcher.
         work: what workers do.
     """
-    label_process("hf nursery")
-    keeper = _Keeper(socket.socket(fileno=link), work)
+    label_process("hf forkserver")
+    keeper = _ForkServerProcess(socket.socket(fileno=link), work)
     keeper.greet()
     return keeper.serve()
 
@@ -278,8 +278,8 @@ def readable(descriptors: Sequence[int], timeout_s: float | None) -> list[int]:
     return [fd for fd, _ in poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))]
 
 
-class _Keeper:
-    """The nursery itself: forks on request, reaps, tells."""
+class _ForkServerProcess:
+    """The fork server itself: forks on request, reaps, tells."""
 
     def __init__(self, link: socket.socket, work: Work) -> None:
         self._link = link
@@ -294,7 +294,7 @@ class _Keeper:
         self._tell({"ready": 1})
 
     def serve(self) -> int:
-        """Until the launcher is gone. Returns the exit code in the nursery, and that of the work in each child."""
+        """Until the launcher is gone. Returns the exit code in the fork server, and that of the work in each child."""
         for number in ENDING:
             self._before[number] = signal.signal(number, signal.SIG_IGN)  # the launcher decides; its end is ours
         while True:

@@ -1,8 +1,8 @@
 """Tells where an agent's processes come from when forking fails: told once, tried again ever more rarely, never the end
 of a job.
 
-A machine may have no process, descriptor or memory left for a moment, and the nursery may be killed like anything else.
-Those that run are not touched by that. A lost nursery is replaced by one that is started as a program: the agent has
+A machine may have no process, descriptor or memory left for a moment, and the fork server may be killed like anything else.
+Those that run are not touched by that. A lost fork server is replaced by one that is started as a program: the agent has
 threads by then and must not fork itself. That takes the seconds of an import, during which the agent goes on.
 
 Used by `elastic.launch.agent`. Times are monotonic.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from holdfast.elastic.processes.forkserver import Nursery, NurseryLost
+from holdfast.elastic.processes.forkserver import ForkServer, ForkServerLost
 
 logger = logging.getLogger(__name__)
 
@@ -21,16 +21,16 @@ FIRST_TRY_S = 0.5
 LAST_TRY_S = 60.0
 
 
-class Supply:
+class ProcessSupply:
     """Supplies one agent with processes.
 
     Args:
-        nursery: in use.
+        fork server: in use.
         program: the command that starts another one; the descriptor of its line is appended. Empty: there is none.
     """
 
-    def __init__(self, nursery: Nursery, program: Sequence[str] = ()) -> None:
-        self.nursery = nursery
+    def __init__(self, forkserver: ForkServer, program: Sequence[str] = ()) -> None:
+        self.forkserver = forkserver
         self._program = program
         self._told: set[str] = set()
         self._wait_s = FIRST_TRY_S
@@ -38,7 +38,7 @@ class Supply:
 
     def may_try(self, now: float) -> bool:
         """Return whether it is time for an attempt."""
-        return now >= self._again_at and self.nursery.ready
+        return now >= self._again_at and self.forkserver.ready
 
     def worked(self) -> None:
         """A process could be forked."""
@@ -48,20 +48,20 @@ class Supply:
         self._wait_s, self._again_at = FIRST_TRY_S, 0.0
 
     def failed(self, error: Exception, now: float) -> None:
-        """Tell it, once for each cause, and wait before the next attempt; start another nursery if this one is lost."""
+        """Tell it, once for each cause, and wait before the next attempt; start another fork server if this one is lost."""
         self._again_at, self._wait_s = now + self._wait_s, min(2 * self._wait_s, LAST_TRY_S)
         if str(error) not in self._told:
             self._told.add(str(error))
             logger.error("%s; what runs goes on, and it is tried again", error)
-        if isinstance(error, NurseryLost) and self._program:
+        if isinstance(error, ForkServerLost) and self._program:
             try:
-                replacement = Nursery.start_program(self._program)
+                replacement = ForkServer.start_program(self._program)
             except OSError as trouble:
                 logger.warning("no other one can be started: %s", trouble)
                 return
-            self.nursery.close()
-            self.nursery = replacement
+            self.forkserver.close()
+            self.forkserver = replacement
 
     def close(self) -> None:
-        """The nursery in use ends."""
-        self.nursery.close()
+        """The fork server in use ends."""
+        self.forkserver.close()

@@ -1,4 +1,4 @@
-"""The local workers of one agent as torch's elastic code sees them: a context of subprocesses, forked by the nursery.
+"""The local workers of one agent as torch's elastic code sees them: a context of subprocesses, forked by the fork server.
 
 `Workers` is torch's `SubprocessContext` with three differences: a worker is forked and told what to run later, a failed
 one is replaced while the others are not touched, and replacements write log files of their own
@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from holdfast.checkpoint.liveness.heartbeat_page import make_page
 from holdfast.checkpoint.survivors import step_snapshot
-from holdfast.elastic.processes.forkserver import Child, NotForked, Nursery
+from holdfast.elastic.processes.forkserver import Child, ForkServer, NotForked
 from holdfast.elastic.worker.agent_channel import Line, pair
 from holdfast.elastic.worker.kill_descendants import kill_group
 
@@ -47,7 +47,7 @@ class Doing(enum.Enum):
 
 
 @dataclass(slots=True)
-class Seat:
+class WorkerSlot:
     """One local rank and the process that has it now.
 
     Attributes:
@@ -143,11 +143,11 @@ class Seat:
 
 
 class Workers(SubprocessContext):
-    """All local workers; `subprocess_handlers` are seats."""
+    """All local workers; `subprocess_handlers` are worker slots."""
 
-    def __init__(self, nursery: Nursery, logs_specs: LogsSpecs, num_spares: int, **given: Any) -> None:
+    def __init__(self, forkserver: ForkServer, logs_specs: LogsSpecs, num_spares: int, **given: Any) -> None:
         super().__init__(logs_specs=logs_specs, **given)
-        self._nursery = nursery
+        self._forkserver = forkserver
         self._logs_specs = logs_specs
         self._num_spares = num_spares
         self._prefixes: dict[int, str] | None = given.get("log_line_prefixes")
@@ -155,31 +155,31 @@ class Workers(SubprocessContext):
         self._notes: dict[int, int] = {}
 
     @property
-    def seats(self) -> dict[int, Seat]:
-        """Return the seats by local rank."""
-        return self.subprocess_handlers  # type: ignore[return-value]  # seats have what torch asks of its handlers
+    def worker_slots(self) -> dict[int, WorkerSlot]:
+        """Return the worker slots by local rank."""
+        return self.subprocess_handlers  # type: ignore[return-value]  # worker slots have what torch asks of its handlers
 
     def notes_of(self, local_rank: int) -> int:
-        """Descriptor of the seat's page of notes; it outlives the processes that have the seat."""
+        """Descriptor of the worker slot's page of notes; it outlives the processes that have the worker slot."""
         return self._notes[local_rank]
 
     def _start(self) -> None:
         self._notes = {local_rank: step_snapshot.make_page() for local_rank in range(self.nprocs)}
         for local_rank in range(self.nprocs):
-            self.seats[local_rank] = Seat(local_rank, *self._fork())
+            self.worker_slots[local_rank] = WorkerSlot(local_rank, *self._fork())
 
     def _poll(self) -> RunProcsResult | None:
         """Torch's way to end all when one fails; our agent decides and never asks."""
         return None
 
-    def replace(self, local_rank: int, incarnation: int) -> Seat:
-        """Another process takes the seat: a spare if there is one, else a new fork.
+    def replace(self, local_rank: int, incarnation: int) -> WorkerSlot:
+        """Another process takes the worker slot: a spare if there is one, else a new fork.
 
         Raises:
-            NotForked: there is none now; the seat is vacant until the next attempt.
+            NotForked: there is none now; the worker slot is vacant until the next attempt.
         """
-        self.seats[local_rank].bury()
-        self.seats[local_rank].now(Doing.VACANT)
+        self.worker_slots[local_rank].bury()
+        self.worker_slots[local_rank].now(Doing.VACANT)
         while self._spares:
             child, line, page = self._spares.pop(0)
             if child.poll() is None:
@@ -189,11 +189,11 @@ class Workers(SubprocessContext):
         else:
             child, line, page = self._fork()
         self._new_logs(local_rank, incarnation)
-        self.seats[local_rank] = Seat(local_rank, child, line, page)
-        return self.seats[local_rank]
+        self.worker_slots[local_rank] = WorkerSlot(local_rank, child, line, page)
+        return self.worker_slots[local_rank]
 
     def forget_error(self, local_rank: int) -> None:
-        """Forget what the seat's process wrote of an error in an earlier incarnation: it is no cause of a later one."""
+        """Forget what the worker slot's process wrote of an error in an earlier incarnation: it is no cause of a later one."""
         path = self.envs[local_rank].get("TORCHELASTIC_ERROR_FILE") or self.error_files[local_rank]
         for known in {path, self.error_files[local_rank]}:
             if known:
@@ -225,15 +225,15 @@ class Workers(SubprocessContext):
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
         self.dismiss_spares()
         super()._close(death_sig, min(timeout, CLOSE_S))  # the agent gave them their time, and killed them
-        for seat in self.seats.values():
-            # Of one that ended badly the nursery has killed the group; its number may be another one's by now.
-            seat.bury(well=seat.proc.returncode is not None and not seat.proc.guessed)
+        for worker_slot in self.worker_slots.values():
+            # Of one that ended badly the fork server has killed the group; its number may be another one's by now.
+            worker_slot.bury(well=worker_slot.proc.returncode is not None and not worker_slot.proc.guessed)
         while self._notes:
             os.close(self._notes.popitem()[1])
 
-    def fork_from(self, nursery: Nursery) -> None:
-        """Replacements come from this nursery from now on."""
-        self._nursery = nursery
+    def fork_from(self, forkserver: ForkServer) -> None:
+        """Replacements come from this fork server from now on."""
+        self._forkserver = forkserver
 
     def _fork(self) -> tuple[Child, Line, int]:
         """Fork a process with its line and its page; the same refusal for both, as a cause that lasts is told once."""
@@ -242,7 +242,7 @@ class Workers(SubprocessContext):
             line, theirs = pair()
             with theirs:
                 page = make_page()
-                return self._nursery.fork(theirs, page), line, page
+                return self._forkserver.fork(theirs, page), line, page
         except (NotForked, OSError) as error:
             if line is not None:
                 line.close()

@@ -35,7 +35,7 @@ class Order:
         older: restore the version before the newest: the newest led to the same failure again and again.
         version: restore this one, because the operator named it (`--from-version`); `NO_WISH`, or empty: see `open_checkpointers.Wish`.
         jobs: checkpoint path -> id of the job that it belonged to earlier in this run: an empty path is no beginning then.
-        notes: a descriptor of the seat's page of notes comes with it (`Line.descriptors`).
+        notes: a descriptor of the worker slot's page of notes comes with it (`Line.descriptors`).
         anew: no script of this job runs again in its process: whoever would ends, and is replaced.
     """
 

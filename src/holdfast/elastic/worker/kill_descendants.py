@@ -4,7 +4,7 @@ The resource tracker of `multiprocessing` and the shared-memory manager of torch
 what these left in /dev/shm, and end. Killed with them they would leave it there for good, and a replacement that makes
 shared memory under the same name could not start. So they are given a moment first.
 
-Called by whoever ends workers: the launcher, the nursery, and a worker that ends itself.
+Called by whoever ends workers: the launcher, the fork server, and a worker that ends itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def kill_group(group: int) -> None:
         for pid in others:
             _kill(pid, group)
     if cleaners and os.getpgrp() == group:
-        _kill(me, group)  # they wait for this end too; the nursery sees to what is left
+        _kill(me, group)  # they wait for this end too; the fork server sees to what is left
     deadline = time.monotonic() + CLEAN_S
     while cleaners & set(_members(group)) and time.monotonic() < deadline:
         time.sleep(POLL_S)

@@ -360,7 +360,7 @@ def run_script(order: Order) -> None:
 def _end_now() -> None:
     """With everything that the script started."""
     kill_group(os.getpid())
-    os.kill(os.getpid(), signal.SIGKILL)  # it leads no group: not forked by the nursery
+    os.kill(os.getpid(), signal.SIGKILL)  # it leads no group: not forked by the fork server
 
 
 def looks_broken(error: BaseException) -> bool:
@@ -434,7 +434,7 @@ def _scripts_part(error: BaseException) -> TracebackType | None:
 def serve(
     link: socket.socket, page: int, *, looks: Sequence[Look], script: Callable[[Order], None] = run_script
 ) -> int:
-    """Serve as a forked worker, for the nursery; returns the exit code.
+    """Serve as a forked worker, for the fork server; returns the exit code.
 
     Args:
         link: to the agent.

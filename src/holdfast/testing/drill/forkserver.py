@@ -1,4 +1,4 @@
-"""The nursery of a lane: a warm process with PyTorch in it that forks trainers, a few milliseconds each.
+"""The fork server of a lane: a warm process with PyTorch in it that forks trainers, a few milliseconds each.
 
 Apart from the lane, because a fork of a process with PyTorch costs ten times that of one without. The first one warms
 up and then forks those of the other lanes. Reads requests from
@@ -30,7 +30,7 @@ from holdfast.testing.drill.trainer import forked_trainer, trainer
 READY = b'{"forked":0}\n'
 
 
-class Nursery:
+class DrillForkServer:
     """Forks on request, reaps, reports."""
 
     def __init__(self, line: socket.socket, ground: Ground) -> None:
@@ -114,11 +114,11 @@ def main() -> int:
         if number != mine:
             line.close()
     lines[mine].sendall(READY)
-    Nursery(lines[mine], grounds[mine]).run()
+    DrillForkServer(lines[mine], grounds[mine]).run()
     for pid in others:
         os.waitpid(pid, 0)
     return 0
 
 
 if __name__ == "__main__":
-    os._exit(main())  # taking PyTorch apart takes most of a second, in each nursery
+    os._exit(main())  # taking PyTorch apart takes most of a second, in each fork server

@@ -1,7 +1,7 @@
 """A lane of the crash drill: a warm process that runs trials one after the other and says what it found.
 
-Everything is imported once; a keeper is then a fork away, and a trainer a fork of the nursery. Neither lane nor
-nursery has threads, or forking would not be safe. The first lane and its nursery warm up and measure; then both fork
+Everything is imported once; a keeper is then a fork away, and a trainer a fork of the fork server. Neither lane nor
+fork server has threads, or forking would not be safe. The first lane and its fork server warm up and measure; then both fork
 those of the other lanes.
 
 Run as `python -m holdfast.testing.drill.lane <directory> <descriptor>...`, with a socket for each lane: trials come in
@@ -29,7 +29,7 @@ from holdfast.testing.checks.power_cut_disk import Disk, make_template
 from holdfast.testing.drill import warmup
 from holdfast.testing.drill.outcome import Outcome
 from holdfast.testing.drill.plan import Trial, dry_runs
-from holdfast.testing.drill.processes import Cast, NurseryLine, start_nursery
+from holdfast.testing.drill.processes import Cast, ForkServerConnection, start_forkservers
 from holdfast.testing.drill.record import Measured
 from holdfast.testing.drill.shared import Ground, multiply
 from holdfast.testing.drill.trial import Stage
@@ -41,21 +41,21 @@ COLLECT_EVERY = 40
 class Lane:
     """Runs trials in a directory of its own."""
 
-    def __init__(self, directory: str, ground: Ground, nursery: NurseryLine, measured: Measured) -> None:
+    def __init__(self, directory: str, ground: Ground, forkserver: ForkServerConnection, measured: Measured) -> None:
         self._directory = directory
         self._ground = ground
-        self._nursery = nursery
+        self._forkserver = forkserver
         self._measured = measured
         self._trials = 0
 
     def warm_up(self) -> list[Outcome]:
-        """Is the keeper while the nursery warms up, and measures the phases by trials without a strike."""
-        sandbox = self._nursery.sandbox
+        """Is the keeper while the fork server warms up, and measures the phases by trials without a strike."""
+        sandbox = self._forkserver.sandbox
         with warmup.unseen():
             for setup in warmup.setups(sandbox):
-                self._nursery.await_ready()
+                self._forkserver.await_ready()
                 warmup.keep(setup)
-        self._nursery.await_ready()
+        self._forkserver.await_ready()
         shutil.rmtree(sandbox, ignore_errors=True)
         warmup.settle()
         outcomes = []
@@ -68,7 +68,7 @@ class Lane:
         """One job and the verdicts on its trials; the one in which something was violated is the last."""
         sandbox = tempfile.mkdtemp(prefix="", dir=self._directory)
         with self._disk_of(trial, sandbox) as disk:
-            stage = Stage(trial, sandbox, Cast(self._ground, self._nursery), self._measured, disk)
+            stage = Stage(trial, sandbox, Cast(self._ground, self._forkserver), self._measured, disk)
             stage.run()
         record = stage.record
         found = invariants.judge(record.course) + write_order.check(f"{sandbox}/c", record.history)
@@ -126,18 +126,18 @@ def main() -> int:
     os.dup2(2, 1)  # results leave through the sockets; what prints here is for people
     directory, channels = sys.argv[1], [socket.socket(fileno=int(fd)) for fd in sys.argv[2:]]
     grounds = [Ground.make() for _ in channels]
-    process, nurseries = start_nursery(grounds, tempfile.mkdtemp(prefix="w", dir=directory))
+    process, forkservers = start_forkservers(grounds, tempfile.mkdtemp(prefix="w", dir=directory))
     measured = Measured()
-    channels[0].sendall(msgspec.json.encode(Lane(directory, grounds[0], nurseries[0], measured).warm_up()) + b"\n")
+    channels[0].sendall(msgspec.json.encode(Lane(directory, grounds[0], forkservers[0], measured).warm_up()) + b"\n")
     mine, others = multiply(len(channels))
-    for number, (channel, nursery) in enumerate(zip(channels, nurseries, strict=True)):
+    for number, (channel, forkserver) in enumerate(zip(channels, forkservers, strict=True)):
         if number != mine:  # who is alone with an end notices when the other one is closed
             channel.close()
-            nursery.close()
+            forkserver.close()
     if mine:
-        nurseries[mine].await_ready()
-    serve(Lane(directory, grounds[mine], nurseries[mine], measured), channels[mine])
-    nurseries[mine].close()
+        forkservers[mine].await_ready()
+    serve(Lane(directory, grounds[mine], forkservers[mine], measured), channels[mine])
+    forkservers[mine].close()
     for pid in others:
         os.waitpid(pid, 0)
     if not mine:

@@ -1,6 +1,6 @@
 """The living processes of one trial: forked or started, killed, frozen, reaped, and what they have open.
 
-One `Cast` per trial, owned by the lane that runs it. Keepers are forked here, trainers by the nursery, which tells how
+One `Cast` per trial, owned by the lane that runs it. Keepers are forked here, trainers by the fork server, which tells how
 they ended. Every process is watched through a pidfd, so that death is an event and not something to poll for. Nothing
 of a cast outlives `end`.
 """
@@ -40,11 +40,11 @@ class Member:
     status: int | None = None
 
 
-class NurseryLine:
-    """A lane's end of the line to its nursery.
+class ForkServerConnection:
+    """A lane's end of the line to its fork server.
 
     Attributes:
-        sandbox: where the nursery warms up.
+        sandbox: where the fork server warms up.
     """
 
     def __init__(self, line: socket.socket, sandbox: str) -> None:
@@ -75,7 +75,7 @@ class NurseryLine:
         return self._ended.pop(pid)
 
     def close(self) -> None:
-        """Ends the nursery, once no other process has this end of the line."""
+        """Ends the fork server, once no other process has this end of the line."""
         self._line.close()
 
     def _receive(self) -> None:
@@ -83,7 +83,7 @@ class NurseryLine:
         data, fds, _, _ = socket.recv_fds(self._line, 1 << 16, 4)
         self._pidfds += fds
         if not data:
-            raise RuntimeError("the nursery ended")
+            raise RuntimeError("the fork server ended")
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             fact = msgspec.json.decode(line, type=dict[str, int])
@@ -93,8 +93,10 @@ class NurseryLine:
                 self._ended[fact["ended"]] = fact["status"]
 
 
-def start_nursery(grounds: Sequence[Ground], sandbox: str) -> tuple[subprocess.Popen[bytes], list[NurseryLine]]:
-    """One process that warms up and then forks itself, so that there is a nursery for every ground."""
+def start_forkservers(
+    grounds: Sequence[Ground], sandbox: str
+) -> tuple[subprocess.Popen[bytes], list[ForkServerConnection]]:
+    """One process that warms up and then forks itself, so that there is a fork server for every ground."""
     pairs = [socket.socketpair() for _ in grounds]
     theirs = [pair[1].fileno() for pair in pairs]
     facts = [msgspec.json.encode(fact).decode() for fact in (theirs, grounds)]
@@ -103,7 +105,7 @@ def start_nursery(grounds: Sequence[Ground], sandbox: str) -> tuple[subprocess.P
     process = subprocess.Popen(command, pass_fds=(*theirs, *inherited))
     for _, end in pairs:
         end.close()
-    return process, [NurseryLine(ours, sandbox) for ours, _ in pairs]
+    return process, [ForkServerConnection(ours, sandbox) for ours, _ in pairs]
 
 
 @dataclass(slots=True)
@@ -115,14 +117,14 @@ class Cast:
     """
 
     ground: Ground
-    nursery: NurseryLine
+    forkserver: ForkServerConnection
     members: dict[str, Member] = field(default_factory=dict)
     _former: list[Member] = field(default_factory=list)
     _started: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def fork_trainer(self, setup: Setup) -> Member:
-        """A trainer out of the nursery."""
-        return self._enlist(f"t{setup.rank}", setup.life, *self.nursery.fork(setup))
+        """A trainer out of the fork server."""
+        return self._enlist(f"t{setup.rank}", setup.life, *self.forkserver.fork(setup))
 
     def start_trainer(self, setup: Setup) -> Member:
         """A trainer in a fresh interpreter."""
@@ -209,7 +211,7 @@ class Cast:
             code = self._started.pop(member.pid).wait()
             return -code if code < 0 else code << 8
         if member.name.startswith("t"):
-            return self.nursery.status_of(member.pid)
+            return self.forkserver.status_of(member.pid)
         try:
             return os.waitpid(member.pid, 0)[1]
         except ChildProcessError:

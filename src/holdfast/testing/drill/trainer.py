@@ -2,7 +2,7 @@
 
 The model is small and its gradients depend on incarnation, step and rank, so that two incarnations never make the same
 state. It journals the digest of its state before each save, every level that was named to it, and what it came back
-with. The body runs in children forked by the nursery, or in a fresh interpreter
+with. The body runs in children forked by the fork server, or in a fresh interpreter
 (`python -m holdfast.testing.drill.trainer <setup> <descriptor of the journal>`).
 """
 

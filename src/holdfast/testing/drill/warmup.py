@@ -1,6 +1,6 @@
 """Does what makes the processes of a drill cheap to fork: one life of a job is lived before the first fork.
 
-The nursery lives it as a trainer, the lane as its keeper, both in their own process. After that the caches that Python
+The fork server lives it as a trainer, the lane as its keeper, both in their own process. After that the caches that Python
 and PyTorch fill at first use are full (patterns, message types, lazy imports), and every child starts with them. Then
 memory is arranged so that forking copies little: all objects leave the collector's sight, the collector is off (its
 marks would have every page copied), and pages are joined to huge ones, of which a fork copies one entry instead of 512.

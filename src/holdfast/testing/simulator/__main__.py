@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say(f"{count:8} {name}")
     _say(*(f"seed {result.seed}: {result.violation}" for result in broken))
     answers = sum((result.answers for result in results), Counter[str]())
-    _say("answers of the ladder: " + ", ".join(f"{count} {name}" for name, count in answers.most_common()))
+    _say("answers of the escalation policy: " + ", ".join(f"{count} {name}" for name, count in answers.most_common()))
     fills = sum(r.fills for r in results)
     totals = f"{sum(r.num_events for r in results)} events, {sum(r.recoveries for r in results)} recoveries"
     totals += f" ({fills} from live state)"

@@ -1,4 +1,4 @@
-"""The ladder of a simulated job: core.ladder says what is done about every fault, and what comes of it is judged.
+"""The escalation policy of a simulated job: core.elastic.escalation says what is done about every fault, and what comes of it is judged.
 
 Faults of a script are modelled as a curse: one rank dies whenever it comes to one step. Half of them lie in the newest
 version and go with it, the others never end. What must hold: who can be helped by an older version gets it before the
@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast.core.elastic.escalation import Answer, Failure, Fault, Ladder, Limits, Rung
+from holdfast.core.elastic.escalation import EscalationPolicy, Failure, Fault, Limits, RecoveryAction, RecoveryDecision
 from holdfast.core.model import Version
 from holdfast.testing.simulator.clock import Violation
 
-# Failures without a step in between after which something must have ended; the ladder itself needs fewer.
+# Failures without a step in between after which something must have ended; the escalation policy itself needs fewer.
 BOUND = 12
 LIMITS = Limits(failures=10_000)
 
@@ -41,8 +41,8 @@ class Climb:
 
     def __init__(self, *, recover: Callable[[str], None], kill: Callable[[int], None], lose: Callable[[], None]):
         self._recover, self._kill, self._lose = recover, kill, lose
-        self._ladder = Ladder(LIMITS)
-        self._since: list[tuple[Failure, Answer]] = []
+        self._ladder = EscalationPolicy(LIMITS)
+        self._since: list[tuple[Failure, RecoveryDecision]] = []
         self._best = -1
         self.curse: Curse | None = None
         self.wants_older = False
@@ -74,28 +74,36 @@ class Climb:
         self.wants_older = False
 
     def failed(self, fault: Fault, why: str, *, rank: int = -1, step: int = -1) -> None:
-        """Something failed: the ladder's answer is carried out."""
+        """Something failed: the escalation policy's answer is carried out."""
         failure = Failure(fault, rank, step, why)
         answer = self._ladder.failed(failure)
         self._judge(failure, answer)
         self._since.append((failure, answer))
-        self.answers[answer.rung.value] += 1
+        self.answers[answer.action.value] += 1
         self.wants_older = answer.older
-        if answer.rung in (Rung.RESTART_ALL, Rung.STOP):
+        if answer.action in (RecoveryAction.RESTART_ALL, RecoveryAction.STOP):
             self._lose()
-        if answer.rung is Rung.STOP:  # somebody reads the summary, mends the script, and starts the job again
-            self._ladder, self.curse = Ladder(LIMITS), None
+        if (
+            answer.action is RecoveryAction.STOP
+        ):  # somebody reads the summary, mends the script, and starts the job again
+            self._ladder, self.curse = EscalationPolicy(LIMITS), None
             self._since.clear()
-        self._recover(f"{why}: {answer.rung.value}{', older version' if answer.older else ''}")
+        self._recover(f"{why}: {answer.action.value}{', older version' if answer.older else ''}")
 
-    def _judge(self, failure: Failure, answer: Answer) -> None:
+    def _judge(self, failure: Failure, answer: RecoveryDecision) -> None:
         before, curse = len(self._since), self.curse
-        if answer.rung in (Rung.RESTART_ALL, Rung.STOP) and before < LIMITS.rung:
-            raise Violation("V4", f"{answer.rung.value} after {before} other failures without a step in between")
-        if before >= BOUND and answer.rung is not Rung.STOP and failure.fault is not Fault.NODE:
+        if answer.action in (RecoveryAction.RESTART_ALL, RecoveryAction.STOP) and before < LIMITS.attempts_per_action:
+            raise Violation("V4", f"{answer.action.value} after {before} other failures without a step in between")
+        if before >= BOUND and answer.action is not RecoveryAction.STOP and failure.fault is not Fault.NODE:
             raise Violation("V2", f"{before} failures without a step in between, and the job goes on failing")
         tried_older = any(known.older for _, known in self._since)
-        if answer.rung is Rung.STOP and curse is not None and curse.curable and curse.strikes > 2 and not tried_older:
+        if (
+            answer.action is RecoveryAction.STOP
+            and curse is not None
+            and curse.curable
+            and curse.strikes > 2
+            and not tried_older
+        ):
             raise Violation("V2", "the job stops, and an older version would have helped")
         same = sum((known.rank, known.step) == (failure.rank, failure.step) for known, _ in self._since)
         if answer.older and same < LIMITS.same_place - 1:

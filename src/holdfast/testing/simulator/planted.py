@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.core.elastic import escalation, failure_detector
-from holdfast.core.elastic.escalation import Answer, Ladder, Rung
+from holdfast.core.elastic.escalation import EscalationPolicy, RecoveryAction, RecoveryDecision
 from holdfast.core.elastic.failure_detector import Watch
 from holdfast.core.model import Decision, Version
 from holdfast.core.recovery import survivor_vote, version_choice
@@ -141,7 +141,7 @@ def _never_the_same_place(_: Any) -> Any:
 
 
 def _always_once_more(_: Any) -> Any:
-    return lambda *_args: Answer(Rung.REPLACE, "once more")
+    return lambda *_args: RecoveryDecision(RecoveryAction.REPLACE, "once more")
 
 
 def _retention_keeps_one(_: Any) -> Any:
@@ -176,8 +176,8 @@ BUGS: dict[str, Bug] = {
     "waiters-condemned": Bug(Watch, "_stands", _waiters_condemned, ("V4",)),
     "always-quiet": Bug(Watch, "_is_quiet", _always_quiet, ("V4",)),
     "never-quiet": Bug(Watch, "_is_quiet", _never_quiet, ("V4",)),
-    "progress-forgotten": Bug(Ladder, "progressed", lambda _: lambda _self: None, ("V4",)),
+    "progress-forgotten": Bug(EscalationPolicy, "progressed", lambda _: lambda _self: None, ("V4",)),
     "older-never-tried": Bug(escalation, "_same_place", _never_the_same_place, ("V2",)),
-    "never-stops": Bug(Ladder, "_answer", _always_once_more, ("V2",)),
+    "never-stops": Bug(EscalationPolicy, "_answer", _always_once_more, ("V2",)),
     "heartbeats-believed": Bug(Watch, "_judge_nodes", _heartbeats_believed, ("V4",)),
 }

@@ -57,12 +57,12 @@ class Incarnation:
     version: str = ""
 
 
-class Apart(DistError):
+class RoundAbandoned(DistError):
     """A round that comes to nothing: who met is no longer together, and meets again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class RoundOver:
     """The round is over: what every agent does now (`restart`, `again` or `stop`), and why."""
 
     action: str
@@ -114,7 +114,7 @@ class Round:
             introduce: called by the leader when all have said a word and none has gone on yet.
 
         Raises:
-            Apart: somebody who met is gone, or did not say a word for long.
+            RoundAbandoned: somebody who met is gone, or did not say a word for long.
         """
         self._store.set(f"keeper/{self._rank}", self._keeper)
         self._store.set(f"ranks/{self._rank}", json.dumps(self._ranks))
@@ -204,15 +204,15 @@ class Round:
             self._spent.add(rank)
         return True
 
-    def end(self, over: Over) -> None:
+    def end(self, over: RoundOver) -> None:
         """Ends the round for all agents; the first word stands."""
         self._store.compare_set("over", "", json.dumps(asdict(over)))
 
-    def over(self) -> Over | None:
+    def over(self) -> RoundOver | None:
         """Return whether somebody ended it."""
         if not self._store.check(["over"]):
             return None
-        return Over(**json.loads(self._store.get("over")))
+        return RoundOver(**json.loads(self._store.get("over")))
 
     def leave(self) -> None:
         """We have read how the round ended. Waits a moment until all have: one of us hosts the store, and goes."""
@@ -287,9 +287,9 @@ def _await(ready: Callable[[], bool], apart: Callable[[], str]) -> None:
     while not ready():
         now = time.monotonic()
         if now > deadline:
-            raise Apart(f"an agent that met the others said nothing for {OPEN_TIMEOUT_S:.0f} s")
+            raise RoundAbandoned(f"an agent that met the others said nothing for {OPEN_TIMEOUT_S:.0f} s")
         if now > look_at:
             look_at = now + LOOK_S
             if why := apart():
-                raise Apart(why)
+                raise RoundAbandoned(why)
         time.sleep(POLL_S)

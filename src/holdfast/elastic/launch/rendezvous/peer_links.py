@@ -42,7 +42,7 @@ class _Link:
     again_at: float = 0.0
 
 
-class Links:
+class PeerLinks:
     """Those of one launcher, by group rank of the other end."""
 
     def __init__(self) -> None:

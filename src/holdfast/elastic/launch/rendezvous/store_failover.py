@@ -36,7 +36,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from holdfast.core.elastic.rendezvous_failover import is_whole, where
-from holdfast.elastic.launch.rendezvous.peer_links import Links
+from holdfast.elastic.launch.rendezvous.peer_links import PeerLinks
 from holdfast.elastic.launch.rendezvous.prompt_rendezvous import be_prompt, drop_participant, look_first
 from holdfast.elastic.launch.rendezvous.standby_store import USES, Dialler, Standby, address_of, call_apart
 
@@ -61,7 +61,7 @@ def fall_silent(handler: Any, *, wait_s: float = 0.0) -> None:
         call_apart(handler._stop_heartbeats, "hf old heartbeats", wait_s=wait_s)
 
 
-class Moved(RendezvousError):
+class RendezvousMoved(RendezvousError):
     """The job meets elsewhere by now."""
 
     def __init__(self, address: str) -> None:
@@ -69,7 +69,7 @@ class Moved(RendezvousError):
         self.address = address
 
 
-LOST = (DistError, RendezvousConnectionError, Moved)
+LOST = (DistError, RendezvousConnectionError, RendezvousMoved)
 
 
 class MovingRendezvous(RendezvousHandler):
@@ -95,7 +95,7 @@ class MovingRendezvous(RendezvousHandler):
         self._in_a_row = 0
         self._trouble: Exception | None = None
         self._dialler = Dialler()
-        self.links = Links()
+        self.links = PeerLinks()
         self._linked = False
         _, store = create_backend(params)
         self._begin(self._endpoint, store)
@@ -270,7 +270,7 @@ class MovingRendezvous(RendezvousHandler):
         if call("check", [USES]):
             address = call("get", USES).decode()
             if address not in ("", self._address):
-                raise Moved(address)
+                raise RendezvousMoved(address)
         if call("check", [MEMBERS]):
             self._members = self._told_members(call("get", MEMBERS))
 

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-# A nursery whose worker starts a process and then ends as it is told; says what became of that process.
-NURSERY = """
+# A fork server whose worker starts a process and then ends as it is told; says what became of that process.
+FORKSERVER = """
 import os, select, signal, socket, sys, time
-from holdfast.elastic.processes.forkserver import _Keeper
+from holdfast.elastic.processes.forkserver import _ForkServerProcess
 ours, theirs = socket.socketpair()
-keeper = _Keeper(theirs, lambda *_: 0)
+keeper = _ForkServerProcess(theirs, lambda *_: 0)
 read, write = os.pipe()
 pid = os.fork()
 if pid == 0:
@@ -40,6 +40,6 @@ print("ends" if ended else "lives", '"code"' in said)
 
 @pytest.mark.parametrize(("end", "fate"), [("kill", "ends"), ("3", "ends"), ("0", "lives")])
 def test_what_a_worker_that_failed_had_started_ends_with_it(end: str, fate: str) -> None:
-    command = [sys.executable, "-c", NURSERY, end, fate]
+    command = [sys.executable, "-c", FORKSERVER, end, fate]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
     assert answer.stdout.split() == [fate, "True"], answer.stderr
