@@ -28,7 +28,7 @@ from holdfast.checkpoint.survivors import step_snapshot, survivor_state
 from holdfast.checkpoint.survivors.survivor_state import Survivor
 from holdfast.core.model import Version
 from holdfast.elastic.launch.agent import Agent
-from holdfast.elastic.processes.worker_processes import Doing
+from holdfast.elastic.processes.worker_processes import WorkerStatus
 from holdfast.elastic.worker import worker_main
 
 
@@ -368,20 +368,22 @@ def test_a_device_that_runs_no_kernel_ends_the_process_and_the_agent_is_told(
     assert (line.said[:1], ended) == (["unfit"], [1])
 
 
-@pytest.mark.parametrize(("doing", "died"), [(Doing.LEAVES, True), (Doing.RUNS, False)])
-def test_a_process_that_ends_well_without_having_begun_its_order_ends_a_void_run(doing: Doing, died: bool) -> None:
-    worker_slot: Any = SimpleNamespace(proc=SimpleNamespace(poll=lambda: 0), doing=doing, order=3, departs=False)
-    worker_slot.now = lambda doing: setattr(worker_slot, "doing", doing)
+@pytest.mark.parametrize(("status", "died"), [(WorkerStatus.LEAVES, True), (WorkerStatus.RUNS, False)])
+def test_a_process_that_ends_well_without_having_begun_its_order_ends_a_void_run(
+    status: WorkerStatus, died: bool
+) -> None:
+    worker_slot: Any = SimpleNamespace(proc=SimpleNamespace(poll=lambda: 0), status=status, order=3, departs=False)
+    worker_slot.set_status = lambda status: setattr(worker_slot, "status", status)
     agent: Any = SimpleNamespace(_serial=3, _hear=lambda _: None)
     assert Agent._died(agent, worker_slot) is died
-    assert (worker_slot.doing is Doing.FINISHED) is not died
+    assert (worker_slot.status is WorkerStatus.FINISHED) is not died
 
 
 def test_a_process_whose_device_failed_is_replaced_and_not_counted() -> None:
     """It says that it is unfit, which is no failure, and gives no reason that would hold for the processes of others."""
     worker = SimpleNamespace(local_rank=0, global_rank=4)
     worker_slot: Any = SimpleNamespace(
-        doing=Doing.RUNS,
+        status=WorkerStatus.RUNS,
         local_rank=0,
         order=2,
         silent=False,
@@ -391,7 +393,7 @@ def test_a_process_whose_device_failed_is_replaced_and_not_counted() -> None:
         departs=False,
         left=False,
     )
-    worker_slot.now = lambda doing: setattr(worker_slot, "doing", doing)
+    worker_slot.set_status = lambda status: setattr(worker_slot, "status", status)
     worker_slot.line = SimpleNamespace(
         receive=lambda wait: [{"op": "unfit", "number": 1, "why": ""}] if not wait else None
     )
@@ -402,7 +404,7 @@ def test_a_process_whose_device_failed_is_replaced_and_not_counted() -> None:
     agent._hear = lambda worker_slot: Agent._hear(agent, worker_slot)
     agent._note_state = lambda *_: None
     assert not Agent._died(agent, worker_slot), "it is judged as a failure"
-    assert (worker_slot.doing, agent._unfit) == (Doing.UNFIT, "")
+    assert (worker_slot.status, agent._unfit) == (WorkerStatus.UNFIT, "")
 
 
 @pytest.mark.usefixtures("survivor")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.elastic.launch import worker_eviction
-from holdfast.elastic.processes.worker_processes import Doing, WorkerSlot
+from holdfast.elastic.processes.worker_processes import WorkerSlot, WorkerStatus
 from holdfast.elastic.worker.agent_channel import Line
 from launch_kit import Job, wait_for
 
@@ -41,7 +41,7 @@ def worker_slot_of() -> Iterator[Callable[[str], WorkerSlot]]:
 
     def make(code: str) -> WorkerSlot:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        worker_slot = WorkerSlot(0, Child(code), Line(ours), -1, doing=Doing.LEAVES, since=1000.0, began=True)  # type: ignore[arg-type]
+        worker_slot = WorkerSlot(0, Child(code), Line(ours), -1, status=WorkerStatus.LEAVES, since=1000.0, began=True)  # type: ignore[arg-type]
         made.append((worker_slot, theirs))
         return worker_slot
 
@@ -58,7 +58,7 @@ def worker_slot_of() -> Iterator[Callable[[str], WorkerSlot]]:
 def look(worker_slot: WorkerSlot, first: float, last: float) -> float | None:
     """Looks at it every tenth of a second of that part of its order; when it was killed, in seconds."""
     for tenth in range(round(first * 10), round(last * 10)):
-        worker_eviction.urge(worker_slot, worker_slot.since + tenth / 10, store_port=1, exit_grace_s=60.0)
+        worker_eviction.enforce_deadlines(worker_slot, worker_slot.since + tenth / 10, store_port=1, exit_grace_s=60.0)
         if worker_slot.proc.killed:  # type: ignore[attr-defined]
             return tenth / 10
     return None

@@ -43,10 +43,10 @@ from holdfast.elastic.launch.incident_tracker import IncidentTracker, step_of
 from holdfast.elastic.launch.rendezvous.incarnation_rounds import Incarnation, Round, RoundOver
 from holdfast.elastic.launch.rendezvous.store_failover import LOST, RendezvousMoved
 from holdfast.elastic.launch.rendezvous_agent import RendezvousAgent
-from holdfast.elastic.launch.worker_eviction import urge
+from holdfast.elastic.launch.worker_eviction import enforce_deadlines
 from holdfast.elastic.processes.forkserver import NotForked, readable
 from holdfast.elastic.processes.process_supply import ProcessSupply
-from holdfast.elastic.processes.worker_processes import Doing, Workers, WorkerSlot
+from holdfast.elastic.processes.worker_processes import Workers, WorkerSlot, WorkerStatus
 from holdfast.elastic.watchdog.watchdog import Watchdog
 from holdfast.elastic.worker.agent_channel import Order
 
@@ -68,7 +68,12 @@ SAY_S = 60.0
 HINT_S = 300.0
 # How often other launchers of a job that was told to end are asked for their ranks.
 ASK_S = 1.0
-HEARD = {"started": Doing.RUNS, "finished": Doing.FINISHED, "raised": Doing.HOLDS, "failed": Doing.ENDS}
+HEARD = {
+    "started": WorkerStatus.RUNS,
+    "finished": WorkerStatus.FINISHED,
+    "raised": WorkerStatus.HOLDS,
+    "failed": WorkerStatus.ENDS,
+}
 
 
 class Agent(RendezvousAgent):
@@ -282,19 +287,19 @@ class Agent(RendezvousAgent):
                 message["op"] == "started"
             )  # also an order that was replaced: it needs help to leave that
             if message["op"] == "failed":  # whatever was ordered meanwhile: it has not heard of it, and ends
-                worker_slot.told = int(message["code"])
-                worker_slot.now(Doing.ENDS)
+                worker_slot.announced_code = int(message["code"])
+                worker_slot.set_status(WorkerStatus.ENDS)
                 if self._round is not None:
                     self._round.ends(self._current.number)
             if message["op"] == "unfit":  # of whatever run: it cannot run again
-                worker_slot.now(Doing.UNFIT)
+                worker_slot.set_status(WorkerStatus.UNFIT)
                 self._run_anew(message["why"], worker_slot)
             worker_slot.again = bool(message.get("again", worker_slot.again))
             if message["number"] != worker_slot.order or message["op"] not in HEARD:
                 continue  # of an incarnation before, or the greeting
-            worker_slot.now(HEARD[message["op"]])
+            worker_slot.set_status(HEARD[message["op"]])
             worker_slot.departs = bool(message.get("departs"))
-            if self._watch is not None and worker_slot.doing is not Doing.RUNS:  # it waits for a word of ours
+            if self._watch is not None and worker_slot.status is not WorkerStatus.RUNS:  # it waits for a word of ours
                 self._watch.gone(self._worker_group.workers[worker_slot.local_rank].global_rank)
             worker_slot.error = message.get("error", "")
 
@@ -355,7 +360,7 @@ class Agent(RendezvousAgent):
         assert self._workers is not None
         for worker in self._worker_group.workers:
             worker_slot = self._workers.worker_slots[worker.local_rank]
-            if worker_slot.doing is Doing.UNFIT and worker_slot.proc.poll() is not None:
+            if worker_slot.status is WorkerStatus.UNFIT and worker_slot.proc.poll() is not None:
                 self._replace(worker.local_rank, self._recoveries)
                 self._give_order(worker)
                 self._cases.renewed(worker.global_rank)
@@ -386,18 +391,24 @@ class Agent(RendezvousAgent):
         code = worker_slot.proc.poll()
         if (
             code is None
-            or worker_slot.doing is Doing.VACANT
-            or (worker_slot.doing is Doing.FINISHED and worker_slot.order == self._serial)
+            or worker_slot.status is WorkerStatus.VACANT
+            or (worker_slot.status is WorkerStatus.FINISHED and worker_slot.order == self._serial)
         ):
             return False
         self._hear(worker_slot)  # what it said last
-        if worker_slot.departs and worker_slot.doing is Doing.LEAVES:
-            worker_slot.now(Doing.UNFIT)  # it had finished, and ended as its order came: another one is needed
-        if worker_slot.doing is Doing.UNFIT:
+        if worker_slot.departs and worker_slot.status is WorkerStatus.LEAVES:
+            worker_slot.set_status(
+                WorkerStatus.UNFIT
+            )  # it had finished, and ended as its order came: another one is needed
+        if worker_slot.status is WorkerStatus.UNFIT:
             return False
         # Who has not begun its order ends a run that was broken off, whose results are void.
-        if code == 0 and worker_slot.order == self._serial and is_result(left=worker_slot.doing is Doing.LEAVES):
-            worker_slot.now(Doing.FINISHED)  # the script left by a way of its own, and well
+        if (
+            code == 0
+            and worker_slot.order == self._serial
+            and is_result(left=worker_slot.status is WorkerStatus.LEAVES)
+        ):
+            worker_slot.set_status(WorkerStatus.FINISHED)  # the script left by a way of its own, and well
             return False
         return True
 
@@ -414,7 +425,7 @@ class Agent(RendezvousAgent):
         )  # fmt: skip
         if self._watch is not None:
             self._watch.gone(self._worker_group.workers[rank].global_rank)
-        worker_slot.bury()
+        worker_slot.clean_up()
 
     def _why(self, code: int) -> str:
         return self._watch.why_it_ended(code) if self._watch is not None else _exit_text(code)
@@ -425,7 +436,9 @@ class Agent(RendezvousAgent):
     def _obey_watch(self, now: float, silent: Mapping[int, float]) -> RoundOver | None:
         """What is stuck gets SIGKILL, and goes the way of a dead process. A lost node is left; who all wait, meet anew."""
         assert self._round is not None
-        if self._watch is None or any(worker_slot.doing is Doing.LEAVES for worker_slot in self._worker_slots()):
+        if self._watch is None or any(
+            worker_slot.status is WorkerStatus.LEAVES for worker_slot in self._worker_slots()
+        ):
             return None
         mine = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
         nodes = {self._round.ranks_of(node): (node, seconds) for node, seconds in silent.items()}
@@ -465,7 +478,7 @@ class Agent(RendezvousAgent):
         holding = [
             worker_slot
             for worker_slot in self._worker_slots()
-            if worker_slot.doing is Doing.HOLDS and worker_slot.order == self._serial
+            if worker_slot.status is WorkerStatus.HOLDS and worker_slot.order == self._serial
         ]
         if not holding or self._round.wanted(self._current.number + 1):
             return None
@@ -531,12 +544,12 @@ class Agent(RendezvousAgent):
             self._round.leave()
         now = time.monotonic()
         for worker_slot in self._worker_slots():
-            if worker_slot.doing is Doing.HOLDS:  # its error stands; it prints it and ends
+            if worker_slot.status is WorkerStatus.HOLDS:  # its error stands; it prints it and ends
                 worker_slot.line.send("fail")
-                worker_slot.now(Doing.ENDS)
-                worker_slot.told = worker_slot.told or 1
+                worker_slot.set_status(WorkerStatus.ENDS)
+                worker_slot.announced_code = worker_slot.announced_code or 1
         for worker_slot in self._worker_slots():
-            if worker_slot.doing is Doing.ENDS and worker_slot.proc.poll() is None:
+            if worker_slot.status is WorkerStatus.ENDS and worker_slot.proc.poll() is None:
                 worker_slot.await_end(self._rules.exit_grace_s + worker_slot.since - now)
                 self._note_death(worker_slot)
         self._remaining_restarts = 0
@@ -607,7 +620,7 @@ class Agent(RendezvousAgent):
         assert self._round is not None
         for worker in self._worker_group.workers:
             worker_slot = self._workers.worker_slots[worker.local_rank]
-            if worker_slot.doing is not Doing.VACANT:
+            if worker_slot.status is not WorkerStatus.VACANT:
                 continue
             if now - worker_slot.since > VACANT_S:
                 what = f"no process could be had for rank {worker.global_rank} for {VACANT_S:.0f} s"
@@ -633,11 +646,11 @@ class Agent(RendezvousAgent):
         worker_slot = self._workers.worker_slots[worker.local_rank]
         worker.id = worker_slot.proc.pid
         worker_slot.order = self._serial
-        if worker_slot.doing in (Doing.ENDS, Doing.UNFIT, Doing.VACANT):
+        if worker_slot.status in (WorkerStatus.ENDS, WorkerStatus.UNFIT, WorkerStatus.VACANT):
             return  # it hears nothing any more, and is replaced when it has ended
         self._workers.forget_error(worker.local_rank)
         worker_slot.line.order(self._order(worker), self._workers.notes_of(worker.local_rank))
-        worker_slot.now(Doing.LEAVES)
+        worker_slot.set_status(WorkerStatus.LEAVES)
         if self._watch is not None:
             self._watch.started(worker.global_rank, worker_slot.proc.pid, worker_slot.page)
 
@@ -645,16 +658,22 @@ class Agent(RendezvousAgent):
         """Workers that have not begun their order are helped, then ended. A spare is forked in a quiet moment."""
         assert self._workers is not None
         for worker_slot in self._worker_slots():
-            urge(worker_slot, now, store_port=self._current.port, exit_grace_s=self._rules.exit_grace_s)
-            if worker_slot.doing is Doing.FINISHED and not worker_slot.departs and now - worker_slot.since > RELEASE_S:
+            enforce_deadlines(worker_slot, now, store_port=self._current.port, exit_grace_s=self._rules.exit_grace_s)
+            if (
+                worker_slot.status is WorkerStatus.FINISHED
+                and not worker_slot.departs
+                and now - worker_slot.since > RELEASE_S
+            ):
                 worker_slot.departs = True
                 worker_slot.line.send("end")
-        still = any(worker_slot.doing is Doing.LEAVES for worker_slot in self._worker_slots())
+        still = any(worker_slot.status is WorkerStatus.LEAVES for worker_slot in self._worker_slots())
         if not still and now - self._mended_at > SPARE_DELAY_S:
             self._refill(now)
 
     def _note_progress(self, now: float) -> None:
-        all_run = all(worker_slot.doing in (Doing.RUNS, Doing.FINISHED) for worker_slot in self._worker_slots())
+        all_run = all(
+            worker_slot.status in (WorkerStatus.RUNS, WorkerStatus.FINISHED) for worker_slot in self._worker_slots()
+        )
         ranks = [worker.global_rank for worker in self._worker_group.workers]
         self._tell(self._cases.look(now, dict(zip(ranks, self._readings(), strict=False)), all_run=all_run))
 
@@ -665,7 +684,7 @@ class Agent(RendezvousAgent):
     def _all_finished(self) -> bool:
         assert self._round is not None
         if any(
-            worker_slot.doing is not Doing.FINISHED or worker_slot.order != self._serial
+            worker_slot.status is not WorkerStatus.FINISHED or worker_slot.order != self._serial
             for worker_slot in self._worker_slots()
         ):
             return False
@@ -778,7 +797,9 @@ class Agent(RendezvousAgent):
         return self._workers.worker_slots if self._workers is not None else {}
 
     def _spared(self) -> set[int]:
-        return {worker_slot.proc.pid for worker_slot in self._worker_slots() if worker_slot.doing is Doing.FINISHED}
+        return {
+            worker_slot.proc.pid for worker_slot in self._worker_slots() if worker_slot.status is WorkerStatus.FINISHED
+        }
 
 
 def awaited(named: Mapping[int, int], after_s: float, *, num_ended: int) -> str:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import signal
 
-from holdfast.elastic.processes.worker_processes import Doing, WorkerSlot
+from holdfast.elastic.processes.worker_processes import WorkerSlot, WorkerStatus
 from holdfast.elastic.watchdog import proc_stats, worker_interrupt
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ KILL_S = 60.0  # a starved machine may need some tens of seconds for what takes 
 START_S = 300.0
 
 
-def urge(worker_slot: WorkerSlot, now: float, *, store_port: int, exit_grace_s: float) -> None:
-    """Does what is due now.
+def enforce_deadlines(worker_slot: WorkerSlot, now: float, *, store_port: int, exit_grace_s: float) -> None:
+    """Kill a worker that is past a deadline, and cut connections that keep it in its broken groups.
 
     Args:
         worker_slot: of a worker; only one that has an order and does not begin it, or ends, is touched.
@@ -44,9 +44,9 @@ def urge(worker_slot: WorkerSlot, now: float, *, store_port: int, exit_grace_s: 
         store_port: connections to it are the rendezvous store's, and are left alone.
         exit_grace_s: how long a worker that told of its error may take to end.
     """
-    if worker_slot.doing is Doing.ENDS and now - worker_slot.since > exit_grace_s and not worker_slot.cut_short:
+    if worker_slot.status is WorkerStatus.ENDS and now - worker_slot.since > exit_grace_s and not worker_slot.cut_short:
         worker_slot.cut_off()
-    if worker_slot.doing is not Doing.LEAVES:
+    if worker_slot.status is not WorkerStatus.LEAVES:
         return
     if now - worker_slot.since > (KILL_S if worker_slot.began else START_S):
         logger.error("process %d did not begin its order within %.0f s", worker_slot.proc.pid, now - worker_slot.since)

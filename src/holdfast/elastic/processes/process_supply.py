@@ -25,7 +25,7 @@ class ProcessSupply:
     """Supplies one agent with processes.
 
     Args:
-        fork server: in use.
+        forkserver: in use.
         program: the command that starts another one; the descriptor of its line is appended. Empty: there is none.
     """
 

@@ -33,7 +33,7 @@ EXIT_S = 30.0
 CLOSE_S = 5
 
 
-class Doing(enum.Enum):
+class WorkerStatus(enum.Enum):
     """Says what a worker is doing, as far as it has told."""
 
     WAITS = "waits for an order"
@@ -53,13 +53,13 @@ class WorkerSlot:
     Attributes:
         page: descriptor of its beats; ours to close.
         order: the number of the order that it was given.
-        since: when `doing` began, monotonic.
+        since: when `status` began, monotonic.
         error: what it said when it met a broken group.
         silent: its line has ended.
         began: it has run the script at least once.
         cut_at: when its sockets were last cut from outside, monotonic.
         num_still: at how many such cuts in a row its main thread was asleep or stopped.
-        told: the exit code that it said it would end with, after an error of its own.
+        announced_code: the exit code that it said it would end with, after an error of its own.
         cut_short: it had its time to end after that, and was killed.
         again: it runs the script for the second time or more.
         killed_at: when it was killed as one that hangs, monotonic; 0 if it was not.
@@ -71,7 +71,7 @@ class WorkerSlot:
     proc: Child
     line: Line
     page: int
-    doing: Doing = Doing.WAITS
+    status: WorkerStatus = WorkerStatus.WAITS
     order: int = 0
     since: float = 0.0
     error: str = ""
@@ -79,7 +79,7 @@ class WorkerSlot:
     cut_at: float = 0.0
     num_still: int = 0
     began: bool = False
-    told: int = 0
+    announced_code: int = 0
     cut_short: bool = False
     again: bool = False
     killed_at: float = 0.0
@@ -90,12 +90,12 @@ class WorkerSlot:
     def code(self) -> int:
         """The exit code (negative: the signal) of a process that ended; what it told, if it was killed after that."""
         code = self.proc.returncode or 0
-        return self.told if self.cut_short and self.told and code == -signal.SIGKILL else code
+        return self.announced_code if self.cut_short and self.announced_code and code == -signal.SIGKILL else code
 
-    def now(self, doing: Doing) -> None:
-        """It does something else from this moment."""
-        self.doing, self.since = doing, time.monotonic()
-        self.began = self.began or doing is Doing.RUNS
+    def set_status(self, status: WorkerStatus) -> None:
+        """Records what the worker does from this moment on."""
+        self.status, self.since = status, time.monotonic()
+        self.began = self.began or status is WorkerStatus.RUNS
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Signals the worker and all it started; torch calls this."""
@@ -108,7 +108,7 @@ class WorkerSlot:
             pass  # the group is gone
 
     def await_end(self, grace_s: float) -> None:
-        """Gives a worker that told of an error its time to end."""
+        """Give a worker that told of an error its time to end."""
         try:
             self.proc.wait(max(0.0, grace_s))
         except subprocess.TimeoutExpired:
@@ -127,8 +127,8 @@ class WorkerSlot:
         self.cut_short = True
         self.close(signal.SIGKILL)
 
-    def bury(self, *, well: bool = False) -> None:
-        """The process is dead: whatever it started dies too, and the line is closed.
+    def clean_up(self, *, well: bool = False) -> None:
+        """Kills what the dead process started, and closes its channel.
 
         Args:
             well: the job is over, and what it left running is the script's own, as with plain Python.
@@ -178,8 +178,8 @@ class Workers(SubprocessContext):
         Raises:
             NotForked: there is none now; the worker slot is vacant until the next attempt.
         """
-        self.worker_slots[local_rank].bury()
-        self.worker_slots[local_rank].now(Doing.VACANT)
+        self.worker_slots[local_rank].clean_up()
+        self.worker_slots[local_rank].set_status(WorkerStatus.VACANT)
         while self._spares:
             child, line, page = self._spares.pop(0)
             if child.poll() is None:
@@ -227,7 +227,7 @@ class Workers(SubprocessContext):
         super()._close(death_sig, min(timeout, CLOSE_S))  # the agent gave them their time, and killed them
         for worker_slot in self.worker_slots.values():
             # Of one that ended badly the fork server has killed the group; its number may be another one's by now.
-            worker_slot.bury(well=worker_slot.proc.returncode is not None and not worker_slot.proc.guessed)
+            worker_slot.clean_up(well=worker_slot.proc.returncode is not None and not worker_slot.proc.guessed)
         while self._notes:
             os.close(self._notes.popitem()[1])
 
