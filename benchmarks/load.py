@@ -49,7 +49,7 @@ from holdfast.core.model import BundleRef, Extent, Shard, Topology, Version
 from holdfast.core.recovery.version_choice import Facts, Fetch, Stored, choose_version, fetches
 from holdfast.core.versions.lineage import Lineage
 from holdfast.keeper.rpc.client import Assembly, KeeperClient
-from holdfast.keeper.rpc.paths import Place
+from holdfast.keeper.rpc.paths import RuntimePaths
 from holdfast.keeper.rpc.spawn import ensure_keeper
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.storage.incarnations import make_stamp
@@ -77,7 +77,7 @@ class Job:
         self.manifest = write(self.storage, self.version, world, num_bytes)
         self.topology = Topology(tuple(f"n{rank}" for rank in range(world)), tuple(range(world)))
 
-    def load(self, start: Callable[[str, Config], Place]) -> tuple[float, float]:
+    def load(self, start: Callable[[str, Config], RuntimePaths]) -> tuple[float, float]:
         """Seconds for all ranks with fresh keepers, and bytes read from storage over those of the state."""
         places = [start(self.root, Config(runtime_dir=self.runtime, node_label=n, linger_s=30.0)) for n in self.nodes]
         incarnation = self.storage.register_incarnation()
@@ -121,7 +121,7 @@ def _all(threads: list[threading.Thread]) -> None:
         thread.join()
 
 
-def end(clients: list[KeeperClient], places: list[Place]) -> None:
+def end(clients: list[KeeperClient], places: list[RuntimePaths]) -> None:
     """Ends the keepers and waits until they have cleared away."""
     for client in clients:
         pid = client.pid

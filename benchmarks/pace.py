@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.base.config import Config
-from holdfast.keeper.rpc.paths import Place, place_of
+from holdfast.keeper.rpc.paths import RuntimePaths, place_of
 from holdfast.keeper.service import keeper_main
 from holdfast.tiers.backends.interface import Backend
 from holdfast.tiers.storage import version_store
@@ -127,7 +127,7 @@ class PacedFile(io.FileIO):
         return bytes(data[: self.readinto(data)])
 
 
-def start_keeper(root: str, config: Config, line: Line) -> Place:
+def start_keeper(root: str, config: Config, line: Line) -> RuntimePaths:
     """A keeper of the node whose storage lies behind the line, once it listens. It is a child of this process."""
     place = place_of(root, config)
     place.make()

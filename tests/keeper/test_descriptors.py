@@ -13,7 +13,7 @@ import pytest
 from holdfast.base.errors import KeeperLost
 from holdfast.core.model import Level
 from holdfast.keeper.coordination import coordinator_client
-from holdfast.keeper.coordination.coordinator_client import Uplink
+from holdfast.keeper.coordination.coordinator_client import CoordinatorClient
 from keeper.rig import Rig, eventually, reached, save_all
 from keeper.test_replicas import Node, without_descriptors
 
@@ -65,7 +65,7 @@ def test_a_line_that_the_system_refuses_is_told_and_tried_again(
 
     monkeypatch.setattr(coordinator_client, "dial", dial)
     leading: Any = SimpleNamespace(report=lambda *_: None, close=lambda: None)
-    line = Uplink(node.state, lambda _: leading)
+    line = CoordinatorClient(node.state, lambda _: leading)
     with node.state.lock:
         assert node.state.assembly is not None
         line.follow(node.state.assembly, 1)

@@ -25,7 +25,7 @@ from holdfast.checkpoint.job.keeper_link import Link
 from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.messages import RANK, Cadence, Hello, encode
 from holdfast.keeper.rpc.server import Connection
-from holdfast.keeper.rpc.thread_pool import Crew
+from holdfast.keeper.rpc.thread_pool import ThreadPool
 from holdfast.keeper.service.keeper import TICK_S
 from holdfast.keeper.slots.sessions import Trainers
 from holdfast.tiers.memory.processes import start_time
@@ -98,7 +98,7 @@ def speaker(listener: socket.socket, said: bytes) -> Iterator[tuple[Connection, 
     child = int(process.stdout.readline())
     channel = frames.accept(listener)
     assert channel is not None
-    connection = Connection(channel, 1, Crew("test", 1))
+    connection = Connection(channel, 1, ThreadPool("test", 1))
     try:
         yield connection, process
     finally:

@@ -14,13 +14,13 @@ from holdfast.core.model import Topology, Version
 from holdfast.core.recovery.version_choice import Fetch, Source
 from holdfast.core.versions.lineage import Lineage
 from holdfast.core.versions.node_ledger import NodeLedger
-from holdfast.keeper.fetch.fetch_bundles import Obtainer
-from holdfast.keeper.fetch.streaming_relay import LandingDesk, Landings
+from holdfast.keeper.fetch.fetch_bundles import BundleFetcher
+from holdfast.keeper.fetch.streaming_relay import IncomingBundles, RelayRequests
 from holdfast.keeper.rpc import messages
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.progress import Activities
-from holdfast.keeper.slots.slot_pool import Arena, Held
-from holdfast.keeper.storage.lazy_storage import Vault
+from holdfast.keeper.slots.slot_pool import HeldSlot, SlotPool
+from holdfast.keeper.storage.lazy_storage import LazyStorage
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format.image import CHUNK_BYTES
 from holdfast.tiers.storage.manifest import Manifest
@@ -58,7 +58,7 @@ def stored(tmp_path: Path) -> tuple[Storage, Fetch]:
 @pytest.fixture
 def state(stored: tuple[Storage, Fetch]) -> Iterator[NodeState]:
     budget = SimpleNamespace(reserve=nothing, came=nothing, release=nothing, close=nothing)
-    made = NodeState(SimpleNamespace(node="a", job="j"), Arena(budget))
+    made = NodeState(SimpleNamespace(node="a", job="j"), SlotPool(budget))
     made.ledger = NodeLedger(node=0, topology=Topology(("a",), (0,)), incarnation=2, lineage=Lineage())
     made.ledger.resume(None)
     outlets = ("report", "push", "replicate", "writing", "began", "examine", "follow", "changed")
@@ -72,10 +72,10 @@ def test_what_failed_to_arrive_is_handed_on_no_more_before_its_slot_is_free(
 ) -> None:
     """Its first chunks were proved, and the next node asks for them just when the fetch is given up."""
     storage, fetch = stored
-    landings = Landings()
-    desk = LandingDesk(state, landings)
-    vault = Vault(storage.where, Events())
-    obtainer = Obtainer(state, vault, Activities(state), landings, nothing)
+    landings = IncomingBundles()
+    desk = RelayRequests(state, landings)
+    vault = LazyStorage(storage.where, Events())
+    obtainer = BundleFetcher(state, vault, Activities(state), landings, nothing)
     sent: list[int] = []
     channel = SimpleNamespace(send_bulk=lambda _, view, **__: sent.append(len(view)))
     connection = SimpleNamespace(greeted=SimpleNamespace(job_id="", incarnation=2), channel=channel)
@@ -87,21 +87,21 @@ def test_what_failed_to_arrive_is_handed_on_no_more_before_its_slot_is_free(
             messages.PullLanding(id=1, version=V, bundle_id=fetch.ref.bundle_id, start=0, length=CHUNK_BYTES),
         )
 
-    clear, known = Held.clear, Landings.proved
+    clear, known = HeldSlot.clear, IncomingBundles.proved
 
-    def proved(self: Landings, landing: object, num_bytes: int) -> None:
+    def proved(self: IncomingBundles, landing: object, num_bytes: int) -> None:
         known(self, landing, num_bytes)  # type: ignore[arg-type]
         if not sent:
             ask()
 
-    def cleared(self: Held) -> None:
+    def cleared(self: HeldSlot) -> None:
         asked.append(1)
         with pytest.raises(VersionNotFound):
             ask()
         clear(self)
 
-    monkeypatch.setattr(Landings, "proved", proved)
-    monkeypatch.setattr(Held, "clear", cleared)
+    monkeypatch.setattr(IncomingBundles, "proved", proved)
+    monkeypatch.setattr(HeldSlot, "clear", cleared)
     with pytest.raises(CorruptError, match="chunk 2"):
         obtainer.obtain(0, V, [fetch], 30.0)
     assert sent == [CHUNK_BYTES], "while it arrived it was handed on"

@@ -23,7 +23,7 @@ from holdfast.base.config import Config
 from holdfast.base.errors import LevelNotReached
 from holdfast.core.model import Level
 from holdfast.core.recovery.version_choice import choose_version
-from holdfast.keeper.rpc.paths import Place
+from holdfast.keeper.rpc.paths import RuntimePaths
 from keeper.rig import Rig, Trainer, eventually, reached, save_all
 from keeper.test_listener import secret_file  # noqa: F401  # a fixture
 from keeper.test_nodes import facts_of
@@ -99,10 +99,10 @@ class Net:
     def fast(self, node: int) -> None:
         subprocess.run(["tc", "-n", self.name("hub"), "qdisc", "del", "dev", f"p{node}", "root"], check=True)
 
-    def inside(self, node: int, work: Callable[[], Place]) -> Place:
+    def inside(self, node: int, work: Callable[[], RuntimePaths]) -> RuntimePaths:
         """Does `work` in a thread that stands in the node's namespace; what it starts stays there."""
 
-        def run() -> Place:
+        def run() -> RuntimePaths:
             with open(f"/run/netns/{self.name(node)}") as namespace:
                 if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
                     raise OSError(ctypes.get_errno(), "setns")
@@ -128,7 +128,7 @@ class NetRig(Rig):
         self.config["listen"] = self.net.host(node)
         return super().config_of(node)
 
-    def keeper(self, node: int) -> Place:
+    def keeper(self, node: int) -> RuntimePaths:
         return self.net.inside(node, lambda: super(NetRig, self).keeper(node))
 
 

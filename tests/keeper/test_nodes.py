@@ -32,7 +32,7 @@ from holdfast.keeper.rpc import messages
 from holdfast.keeper.rpc.caller import Caller, dial
 from holdfast.keeper.rpc.client import Inventory, KeeperClient
 from holdfast.keeper.service import peer_requests
-from holdfast.keeper.slots.slot_pool import Arena
+from holdfast.keeper.slots.slot_pool import SlotPool
 from holdfast.tiers.format import image as image_format
 from keeper.rig import Rig, Trainer, eventually, image_of, reached, save_all
 
@@ -434,7 +434,7 @@ def test_a_quarantined_copy_is_not_offered_again(make_rig: MakeRig) -> None:
 
 
 def test_of_copies_on_a_node_the_own_is_taken_first_and_a_replica_last() -> None:
-    arena, version, kept = Arena(SimpleNamespace()), Version(1, 4), []
+    arena, version, kept = SlotPool(SimpleNamespace()), Version(1, 4), []
     for number, (rank, is_replica) in enumerate(((7, True), (1, False), (0, False), (0, True)), 1):
         held = arena.add(SimpleNamespace(slot_id=number), rank, replica=is_replica)
         held.state, held.version, held.images = SlotState.SEALED, version, {"shared": number}

@@ -15,9 +15,9 @@ from holdfast.core.model import Version
 from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.messages import Message, Working
 from holdfast.keeper.rpc.paths import place_of
-from holdfast.keeper.slots.keeper_state import NodeState, Outlets
+from holdfast.keeper.slots.keeper_state import NodeState, StateCallbacks
 from holdfast.keeper.slots.progress import RESTORING, WRITING, Activities
-from holdfast.keeper.slots.slot_pool import Arena
+from holdfast.keeper.slots.slot_pool import SlotPool
 from holdfast.tiers.memory.memory_budget import Budget
 from tiers.samples import STAMP, local_backend, new_store, save
 
@@ -51,9 +51,9 @@ def test_trainers_hear_of_long_work_and_the_status_shows_it(tmp_path: Path, monk
     clock, pushed = Clock(monkeypatch), dict[str, Message]()
     place = place_of(str(tmp_path / "ck"), Config(runtime_dir=str(tmp_path / "rt"), node_label="n"))
     (tmp_path / "rt").mkdir(mode=0o700)
-    state = NodeState(place, Arena(Budget(place.budget, "1MiB")))
+    state = NodeState(place, SlotPool(Budget(place.budget, "1MiB")))
     ignore = lambda *_: None  # noqa: E731 - the other outlets
-    state.outlets = Outlets(**{**dict.fromkeys(Outlets.__slots__, ignore), "push": pushed.__setitem__})
+    state.outlets = StateCallbacks(**{**dict.fromkeys(StateCallbacks.__slots__, ignore), "push": pushed.__setitem__})
     activities = Activities(state)
     with activities.start(WRITING, V, 1 << 20), activities.start(RESTORING, V, 4 << 20, rank=2) as add:
         add(1 << 20)

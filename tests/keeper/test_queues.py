@@ -126,7 +126,7 @@ def test_what_failed_is_tried_again_after_pauses_that_double_and_five_failures_a
 ) -> None:
     now = SimpleNamespace(s=100.0)
     monkeypatch.setattr(writer.time, "monotonic", lambda: now.s)
-    again, order = writer._Again(), Order(Version(1, 4), (), 0, "")
+    again, order = writer._RetryState(), Order(Version(1, 4), (), 0, "")
     pauses, hopeless = [], []
     for _ in range(8):
         hopeless.append(again.failed(order, StorageFull("no space is left")))
@@ -144,7 +144,7 @@ def test_what_failed_is_tried_again_after_pauses_that_double_and_five_failures_a
 
 
 def test_a_newer_version_takes_the_place_of_one_that_failed() -> None:
-    again = writer._Again()
+    again = writer._RetryState()
     older, newer = (Order(Version(1, step), (), 0, "") for step in (4, 5))
     again.failed(older, StorageFull("no space is left"))
     again.forget(before=newer.version)

@@ -17,7 +17,7 @@ from holdfast.base.errors import CorruptError, HoldfastError, KeeperError, Versi
 from holdfast.core.model import Version
 from holdfast.core.recovery.version_choice import Facts, Fetch, Stored, choose_version, fetches
 from holdfast.core.versions.lineage import Lineage
-from holdfast.keeper.fetch.streaming_relay import LandingDesk, Landings
+from holdfast.keeper.fetch.streaming_relay import IncomingBundles, RelayRequests
 from holdfast.keeper.rpc import messages
 from holdfast.keeper.rpc.client import Located
 from holdfast.tiers.format import image as image_format
@@ -181,7 +181,7 @@ def test_a_torn_file_is_refused_by_every_rank(rig: Rig) -> None:
 # What is handed on while the rest still arrives.
 
 
-def desk(landings: Landings) -> tuple[LandingDesk, SimpleNamespace, list[bytes]]:
+def desk(landings: IncomingBundles) -> tuple[RelayRequests, SimpleNamespace, list[bytes]]:
     sent: list[bytes] = []
     state = SimpleNamespace(
         lock=threading.RLock(),
@@ -191,7 +191,11 @@ def desk(landings: Landings) -> tuple[LandingDesk, SimpleNamespace, list[bytes]]
         unpin=lambda held, why: held.unpin(why),
     )
     channel = SimpleNamespace(send_bulk=lambda _, view, **__: sent.append(bytes(view)))
-    return LandingDesk(state, landings), SimpleNamespace(channel=channel, greeted=SimpleNamespace(incarnation=1)), sent  # type: ignore[arg-type]
+    return (
+        RelayRequests(state, landings),
+        SimpleNamespace(channel=channel, greeted=SimpleNamespace(incarnation=1)),
+        sent,
+    )  # type: ignore[arg-type]
 
 
 def test_proved_chunks_are_handed_on_before_the_bundle_is_whole() -> None:
@@ -201,7 +205,7 @@ def test_proved_chunks_are_handed_on_before_the_bundle_is_whole() -> None:
     pins: Counter[str] = Counter()
     held = SimpleNamespace(slot=SimpleNamespace(view=data), pins=pins, unpin=lambda why: pins.subtract([why]))
     seal = image_format.seal("b", data)
-    landings = Landings()
+    landings = IncomingBundles()
     one, connection, sent = desk(landings)
     landing = landings.begin(ONCE, "b", held, 0)  # type: ignore[arg-type]
     landings.known(landing, seal)

@@ -28,8 +28,8 @@ from holdfast.core.versions.replication_lag import FIRST_PATIENCE_S
 from holdfast.keeper.replication import replicator as replicate
 from holdfast.keeper.replication.replicator import Replicator
 from holdfast.keeper.rpc.messages import Assembly, Inventory, News
-from holdfast.keeper.slots.keeper_state import NodeState, Outlets
-from holdfast.keeper.slots.slot_pool import Arena, Held
+from holdfast.keeper.slots.keeper_state import NodeState, StateCallbacks
+from holdfast.keeper.slots.slot_pool import HeldSlot, SlotPool
 from holdfast.tiers.memory.memory_budget import Budget
 from keeper.rig import Rig, eventually, reached, save_all
 
@@ -120,12 +120,12 @@ class Node:
             for part in range(parts)
         )
         place: Any = SimpleNamespace(job="j", node="n1")
-        self.state = NodeState(place, Arena(Budget(base / "budget", budget)))
+        self.state = NodeState(place, SlotPool(Budget(base / "budget", budget)))
         self.silent: tuple[tuple[int, str], ...] = ()
         self.asked: list[Callable[[], None]] = []
         self.replicator = Replicator(self.state, Events(), self._survey)
         drop: Callable[..., None] = lambda *_: None  # noqa: E731
-        self.state.outlets = Outlets(drop, drop, self.replicator.put, drop, drop, drop, drop, drop)
+        self.state.outlets = StateCallbacks(drop, drop, self.replicator.put, drop, drop, drop, drop, drop)
 
     def _survey(self) -> Inventory:
         """What this node holds at first, then what node 0 does: all of what was resumed from."""
@@ -174,7 +174,7 @@ class Node:
         """What stands in the replica slots of a rank."""
         return [(held.version, sorted(held.images)) for held in self.replicas(rank)]
 
-    def replicas(self, rank: int = 0) -> list[Held]:
+    def replicas(self, rank: int = 0) -> list[HeldSlot]:
         return self.state.arena.of_rank(rank, replica=True)
 
     def goes_on(self, *versions: Version) -> None:

@@ -12,7 +12,7 @@ from holdfast.base.errors import CorruptError, Fenced, InUse, UsageError
 from holdfast.base.events import Events
 from holdfast.core.model import Topology, Version
 from holdfast.keeper.rpc.messages import Assembly
-from holdfast.keeper.storage.retention import Retirement
+from holdfast.keeper.storage.retention import RetentionRunner
 from holdfast.tiers.storage.incarnations import make_stamp
 from holdfast.tiers.storage.manifest import Manifest
 from holdfast.tiers.storage.version_store import Storage, open_storage
@@ -31,7 +31,7 @@ def test_halves_of_dead_incarnations_go_and_what_is_being_written_stays(tmp_path
     being_written = tree(root / str(Version(2, 4)))
 
     assembly = Assembly(2, str(root), store.job_id(), Topology(("n",), (0,)), ())
-    Retirement(Events()).after(store, Version(2, 3), assembly, Version(1, 1))
+    RetentionRunner(Events()).after(store, Version(2, 3), assembly, Version(1, 1))
 
     assert store.unfinished() == [Version(2, 4)]
     assert tree(root / str(Version(2, 4))) == being_written
@@ -50,7 +50,7 @@ def test_a_damaged_version_stays_and_keeps_no_other(tmp_path: Path) -> None:
 
     assembly = Assembly(1, str(root), store.job_id(), Topology(("n",), (0,)), ())
     with pytest.raises(CorruptError, match="not the part that was committed"):
-        Retirement(Events()).after(store, Version(1, 5), assembly, None)
+        RetentionRunner(Events()).after(store, Version(1, 5), assembly, None)
 
     assert store.versions() == [Version(1, 1), Version(1, 4), Version(1, 5)]
     assert tree(root / str(Version(1, 1))) == damaged
@@ -64,7 +64,7 @@ def test_what_is_pinned_is_not_even_tried(tmp_path: Path) -> None:
     store.pin(Version(1, 1))
 
     assembly = Assembly(1, str(tmp_path / "root"), store.job_id(), Topology(("n",), (0,)), ())
-    Retirement(Events()).after(store, Version(1, 4), assembly, None)
+    RetentionRunner(Events()).after(store, Version(1, 4), assembly, None)
 
     assert store.versions() == [Version(1, 1), Version(1, 3), Version(1, 4)]
 
@@ -81,7 +81,7 @@ def test_what_is_held_stays_until_it_is_released_or_its_holder_is_dead(tmp_path:
     def commit(version: Version, resumed: Version | None) -> list[Version]:
         save(store, version)
         assembly = Assembly(version.incarnation, str(tmp_path / "root"), store.job_id(), Topology(("n",), (0,)), ())
-        Retirement(Events()).after(store, version, assembly, resumed)
+        RetentionRunner(Events()).after(store, version, assembly, resumed)
         return store.versions()
 
     assert commit(Version(1, 5), None) == [Version(1, step) for step in (1, 2, 4, 5)]
@@ -113,7 +113,7 @@ def test_a_committer_that_slept_removes_nothing_of_a_newer_incarnation(
 
     monkeypatch.setattr(Storage, "manifest", slept)
     with pytest.raises(Fenced, match="newer incarnation"):
-        Retirement(Events()).after(store, Version(1, 4), assembly, None)
+        RetentionRunner(Events()).after(store, Version(1, 4), assembly, None)
 
     assert store.versions() == [Version(1, step) for step in range(1, 5)]
     for version in store.versions():
@@ -135,7 +135,7 @@ def test_a_pin_that_was_set_meanwhile_counts(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(Storage, "manifest", slept)
     with pytest.raises(UsageError, match="is pinned"):
-        Retirement(Events()).after(store, Version(1, 3), assembly, None)
+        RetentionRunner(Events()).after(store, Version(1, 3), assembly, None)
     assert Version(1, 1) in store.versions()
 
 
@@ -160,7 +160,7 @@ def test_what_another_job_writes_in_a_replaced_directory_stays(tmp_path: Path, m
 
     monkeypatch.setattr(Storage, "look", slept)
     with pytest.raises(InUse, match="belongs to job"):
-        Retirement(Events()).after(store, Version(2, 3), assembly, None)
+        RetentionRunner(Events()).after(store, Version(2, 3), assembly, None)
     monkeypatch.undo()
     assert new_store(root).unfinished() == [Version(1, 2)]
     assert len(tree(root / str(Version(1, 2)))) == 4
@@ -175,7 +175,7 @@ def test_what_somebody_removed_meanwhile_keeps_no_place_of_the_last_good_ones(
 ) -> None:
     """Retention remembers what was committed, and looks anew at what a removal rests on."""
     root = tmp_path / "root"
-    store, retirement = new_store(root), Retirement(Events())
+    store, retirement = new_store(root), RetentionRunner(Events())
     assembly = Assembly(1, str(root), store.job_id(), Topology(("n",), (0,)), (), keep_every=keep_every)
     for step in range(1, 7):
         save(store, Version(1, step))

@@ -17,8 +17,8 @@ from holdfast.core.versions.coordinator_board import Announcement, Kind, WriteFa
 from holdfast.core.versions.node_ledger import Reports
 from holdfast.core.versions.slot_guard import SlotState
 from holdfast.keeper.observe.metrics import render
-from holdfast.keeper.slots.slot_pool import Held
-from holdfast.keeper.storage.writer_failover import Succession, Writing
+from holdfast.keeper.slots.slot_pool import HeldSlot
+from holdfast.keeper.storage.writer_failover import WriteAttempt, WriterFailover
 from holdfast.testing.checks.corrupt import damage_memory
 from keeper.rig import Rig, Trainer, eventually, image_of, reached, save_all
 
@@ -213,7 +213,7 @@ def test_who_cannot_write_says_so_and_the_next_in_line_begins_without_waiting_fo
     )
     ledger = SimpleNamespace(incarnation=1, parts_of=lambda _: parts)
 
-    def succession(node: int) -> Succession:
+    def succession(node: int) -> WriterFailover:
         state = SimpleNamespace(
             node=node,
             ledger=ledger,
@@ -221,7 +221,7 @@ def test_who_cannot_write_says_so_and_the_next_in_line_begins_without_waiting_fo
             arena=_Found(),
             outlets=SimpleNamespace(report=told.append),
         )
-        made = Succession(state, Events(), queued.append)
+        made = WriterFailover(state, Events(), queued.append)
         made.begin()
         made.hear(Announcement(Kind.PERSIST, version, ""))
         return made
@@ -238,8 +238,8 @@ def test_who_cannot_write_says_so_and_the_next_in_line_begins_without_waiting_fo
 def test_what_is_written_from_stays_until_every_order_that_needs_it_is_done() -> None:
     """One order of a version ends while another one of it still waits: its slots must not be given to a newer version."""
     version = Version(1, 4)
-    queued: list[Writing] = []
-    own, replica, other = (Held(None, rank, rank > 0) for rank in (0, 1, 2))
+    queued: list[WriteAttempt] = []
+    own, replica, other = (HeldSlot(None, rank, rank > 0) for rank in (0, 1, 2))
     for held, name in ((own, "mine"), (replica, "theirs"), (other, "nobody's")):
         held.state, held.version, held.images = SlotState.SEALED, version, {name: None}
     state = SimpleNamespace(
@@ -247,7 +247,7 @@ def test_what_is_written_from_stays_until_every_order_that_needs_it_is_done() ->
         ledger=SimpleNamespace(incarnation=1, standing=lambda _: (frozenset(), "", False)),
         unpin=lambda held, why: held.unpin(why),
     )
-    succession = Succession(state, Events(), queued.append)
+    succession = WriterFailover(state, Events(), queued.append)
     orders = [
         writer_failover.Order(
             version, (writer_failover.Part(index, (0,), (BundleRef(name, (0,), 0, 1, 8, ""),)),), term, ""
@@ -270,7 +270,7 @@ def test_what_is_written_from_stays_until_every_order_that_needs_it_is_done() ->
 def test_what_may_have_to_be_taken_over_stays_until_a_save_finds_no_other_slot() -> None:
     """Another node writes first; this one keeps its own copy meanwhile, and its replica is kept by other rules."""
     version, queued = Version(1, 4), []
-    own, replica, newer = (Held(None, rank, rank == 1) for rank in (0, 1, 0))
+    own, replica, newer = (HeldSlot(None, rank, rank == 1) for rank in (0, 1, 0))
     for held in (own, replica, newer):
         held.state, held.version, held.images = SlotState.SEALED, version, {"shared": None}
     newer.version = Version(1, 5)
@@ -278,7 +278,7 @@ def test_what_may_have_to_be_taken_over_stays_until_a_save_finds_no_other_slot()
     ledger = SimpleNamespace(incarnation=1, parts_of=lambda _: (part,))
     arena = _Found([own, replica, newer])
     state = SimpleNamespace(node=0, arena=arena, need_ledger=lambda: ledger, unpin=lambda held, why: held.unpin(why))
-    succession = Succession(state, Events(), queued.append)
+    succession = WriterFailover(state, Events(), queued.append)
     succession.begin()
 
     def pins() -> list[int]:
@@ -299,5 +299,5 @@ class _Found(list):
     def find(self, version: Version, bundle_id: str) -> object:
         return next(((held, held.images[bundle_id]) for held in self if bundle_id in held.images), None)
 
-    def of_rank(self, rank: int) -> list[Held]:
+    def of_rank(self, rank: int) -> list[HeldSlot]:
         return [held for held in self if held.rank == rank and not held.replica]

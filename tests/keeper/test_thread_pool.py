@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 
-from holdfast.keeper.rpc.thread_pool import Crew
+from holdfast.keeper.rpc.thread_pool import ThreadPool
 
 TIMEOUT_S = 10.0
 
 
 def test_work_waits_for_a_thread_and_all_of_it_is_done() -> None:
-    crew, at_work, most, done = Crew("test crew", 3), [0], [0], threading.Semaphore(0)
+    crew, at_work, most, done = ThreadPool("test crew", 3), [0], [0], threading.Semaphore(0)
     lock, together = threading.Lock(), threading.Barrier(3)
 
     def work() -> None:
@@ -34,7 +34,7 @@ def test_work_waits_for_a_thread_and_all_of_it_is_done() -> None:
 
 def test_who_steps_aside_makes_room() -> None:
     """Every piece of work waits for the next one, so one thread at work at once would never end."""
-    crew, events = Crew("test crew", 1), [threading.Event() for _ in range(20)]
+    crew, events = ThreadPool("test crew", 1), [threading.Event() for _ in range(20)]
 
     def wait_for(number: int) -> None:
         with crew.aside():
@@ -51,7 +51,7 @@ def test_who_steps_aside_makes_room() -> None:
 
 
 def test_work_that_fails_costs_no_thread() -> None:
-    crew, done = Crew("test crew", 1), threading.Event()
+    crew, done = ThreadPool("test crew", 1), threading.Event()
 
     def fail() -> None:
         raise ValueError("on purpose")
@@ -64,7 +64,7 @@ def test_work_that_fails_costs_no_thread() -> None:
 
 
 def test_what_was_lent_before_the_end_is_still_done() -> None:
-    crew, done, go = Crew("test crew", 1), [], threading.Event()
+    crew, done, go = ThreadPool("test crew", 1), [], threading.Event()
     crew.lend(lambda: go.wait(TIMEOUT_S) or None)
     for number in range(5):
         crew.lend(lambda number=number: done.append(number))

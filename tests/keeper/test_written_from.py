@@ -23,10 +23,10 @@ from holdfast.keeper.slots.job_queue import Worker
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.progress import Activities
 from holdfast.keeper.slots.sealer import Sealer
-from holdfast.keeper.slots.slot_pool import Arena, Held
-from holdfast.keeper.slots.twin_diff import Examiner
+from holdfast.keeper.slots.slot_pool import HeldSlot, SlotPool
+from holdfast.keeper.slots.twin_diff import TwinExaminer
 from holdfast.keeper.storage.writer import Persister
-from holdfast.keeper.storage.writer_failover import Succession, Writing
+from holdfast.keeper.storage.writer_failover import WriteAttempt, WriterFailover
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory.slots import ImagePlace
 from holdfast.tiers.storage.manifest import BundleFile
@@ -46,12 +46,12 @@ class Node:
     """Node 1 of two, one rank on each: it represents bundle r1 and is the backup of r0."""
 
     storage: Storage
-    queue: list[Writing] = field(default_factory=list)
+    queue: list[WriteAttempt] = field(default_factory=list)
     reports: list[Reports] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         budget = SimpleNamespace(reserve=nothing, came=nothing, release=nothing, close=nothing)
-        self.arena = Arena(budget)
+        self.arena = SlotPool(budget)
         self.state = NodeState(SimpleNamespace(node="b", job="j"), self.arena)
         self.ledger = NodeLedger(node=1, topology=Topology(("a", "b"), (0, 1)), incarnation=1, lineage=Lineage())
         self.ledger.resume(None)
@@ -61,19 +61,19 @@ class Node:
         outlets = ("push", "replicate", "writing", "began", "examine", "follow", "changed")
         self.state.outlets = SimpleNamespace(report=self.reports.append, **dict.fromkeys(outlets, nothing))
         events, vault = Events(), SimpleNamespace(open=lambda: self.storage, events=Events())
-        self.succession = Succession(self.state, events, self.queue.append)
+        self.succession = WriterFailover(self.state, events, self.queue.append)
         self.succession.begin()
         self.persister = Persister(self.state, vault, events, Activities(self.state), self.succession)
         self.replicator = Replicator(self.state, events, nothing)
 
-    def hold(self, version: Version, rank: int, byte: int, *, replica: bool = False) -> Held:
+    def hold(self, version: Version, rank: int, byte: int, *, replica: bool = False) -> HeldSlot:
         """A slot into which a bundle is being written; `arrive` seals it."""
         held = self.arena.add(self.arena.allocate(NUM_BYTES, "a test"), rank, replica=replica)
         held.start(version, layout="L", durable=True)
         held.slot.view[:NUM_BYTES] = bytes([byte]) * NUM_BYTES
         return held
 
-    def arrive(self, held: Held) -> ImagePlace:
+    def arrive(self, held: HeldSlot) -> ImagePlace:
         ref = REFS[held.rank]
         place = ImagePlace(ref, 0, image_format.seal(ref.bundle_id, held.slot.view[:NUM_BYTES]))
         held.images, held.state = {ref.bundle_id: place}, SlotState.SEALED
@@ -102,7 +102,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
     made.arena.close()
 
 
-def takes_over(node: Node) -> tuple[Held, ImagePlace]:
+def takes_over(node: Node) -> tuple[HeldSlot, ImagePlace]:
     """Node 0 fails at once, so the order to write r0 waits before the replica is here; then it arrives."""
     node.arrive(node.hold(V, 1, 1))
     theirs = node.hold(V, 0, 2, replica=True)
@@ -187,7 +187,7 @@ def test_what_waits_for_a_job_that_is_over_is_unpinned(node: Node, monkeypatch: 
     """A keeper takes up another job only when nothing is pinned any more; who does what was dropped would never unpin."""
     monkeypatch.setattr(Worker, "_add", lambda worker, job: worker._jobs.append(job))  # all wait, nobody works
     node.state.layouts = {1: SimpleNamespace(bundles=(REFS[1],))}
-    sealer, examiner = Sealer(node.state, Events(), SimpleNamespace()), Examiner(node.state)
+    sealer, examiner = Sealer(node.state, Events(), SimpleNamespace()), TwinExaminer(node.state)
     own, copied = node.hold(V, 1, 1), node.hold(V1, 1, 1)
     node.arrive(own)
     with node.state.lock:
@@ -209,7 +209,7 @@ def test_what_waits_for_a_job_that_is_over_is_unpinned(node: Node, monkeypatch: 
 def test_an_order_pins_each_slot_once(node: Node) -> None:
     own = node.hold(V, 1, 1)
     node.arrive(own)
-    writing = Writing(Order(V, (), 0, ""))
+    writing = WriteAttempt(Order(V, (), 0, ""))
     for _ in range(3):
         writing.find(node.arena, REFS[1])
     assert own.pins.total() == 1

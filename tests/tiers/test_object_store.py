@@ -29,7 +29,7 @@ from holdfast.base.events import Events
 from holdfast.cli import doctor
 from holdfast.core.model import Level, Topology, Version
 from holdfast.keeper.rpc.messages import Assembly
-from holdfast.keeper.storage.retention import Retirement
+from holdfast.keeper.storage.retention import RetentionRunner
 from holdfast.testing.contracts.backend import CHECKS
 from holdfast.tiers.backends import object_store
 from holdfast.tiers.backends.concurrency_limit import Limited
@@ -598,7 +598,7 @@ def requests_of_a_durable_version(server: Server, prefix: str, kept: int) -> lis
     """What is asked of the bucket for one more version, retention included, where `kept` are kept for good beside the newest."""
     store = claimed(prefix)
     retirement, assembly = (
-        Retirement(Events()),
+        RetentionRunner(Events()),
         Assembly(1, "x", store.job_id(), Topology(("n",), (0,)), (), keep_every=1),
     )
     for step in range(1, kept + 1):

@@ -12,7 +12,7 @@ import pytest
 from holdfast.base.errors import StorageError
 from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Seal, Version
-from holdfast.keeper.storage.lazy_storage import Vault
+from holdfast.keeper.storage.lazy_storage import LazyStorage
 from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.storage import manifest as manifests
@@ -78,7 +78,7 @@ def test_the_first_part_that_cannot_be_read_ends_it(stored: Storage, monkeypatch
 
 
 def test_a_keeper_reads_the_parts_once_for_all_its_ranks(stored: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    vault = Vault(stored.where, Events())
+    vault = LazyStorage(stored.where, Events())
     seen = reads(monkeypatch, lambda _: None)
     found: list[dict[str, BundleFile]] = []
     ranks = [threading.Thread(target=lambda: found.append(vault.files(V))) for _ in range(8)]
@@ -93,7 +93,7 @@ def test_a_keeper_reads_the_parts_once_for_all_its_ranks(stored: Storage, monkey
 
 
 def test_what_is_kept_is_not_believed_when_the_root_says_something_else(stored: Storage, tmp_path: Path) -> None:
-    vault = Vault(stored.where, Events())
+    vault = LazyStorage(stored.where, Events())
     assert len(vault.files(V)) == NUM_PARTS
     root = replace(stored.root(V), parts=dict(list(stored.root(V).parts.items())[:1]))
     (tmp_path / "root" / str(V) / manifests.ROOT_NAME).write_bytes(manifests.encode_root(root))

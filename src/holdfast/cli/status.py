@@ -20,10 +20,10 @@ from holdfast.base.errors import HoldfastError
 from holdfast.base.progress import progress_text
 from holdfast.cli import console
 from holdfast.keeper.observe import degraded_notice
-from holdfast.keeper.observe.degraded_notice import Notice
+from holdfast.keeper.observe.degraded_notice import DegradedNotice
 from holdfast.keeper.observe.metrics import render
 from holdfast.keeper.rpc.client import KeeperClient
-from holdfast.keeper.rpc.paths import Place
+from holdfast.keeper.rpc.paths import RuntimePaths
 
 ASK_TIMEOUT_S = 2.0
 # Erases the screen and goes to its top (ECMA-48, 8.3.39 and 8.3.21).
@@ -34,7 +34,7 @@ CLEAR = "\x1b[2J\x1b[H"
 class Answer:
     """Holds what one keeper said, or why it did not."""
 
-    place: Place
+    place: RuntimePaths
     facts: dict[str, Any]
     error: HoldfastError | None = None
 
@@ -72,14 +72,14 @@ def runtime_path(runtime_dir: str | None) -> Path:
     return path
 
 
-def places(runtime_dir: str | None) -> Iterator[Place]:
+def places(runtime_dir: str | None) -> Iterator[RuntimePaths]:
     """Every place beneath the runtime directory that has a socket."""
     runtime = runtime_path(runtime_dir)
     for socket in sorted(runtime.glob("*/*/s")):
-        yield Place(runtime, socket.parent.parent.name, socket.parent.name)
+        yield RuntimePaths(runtime, socket.parent.parent.name, socket.parent.name)
 
 
-def _ask(place: Place) -> Answer:
+def _ask(place: RuntimePaths) -> Answer:
     try:
         client = KeeperClient.connect(place.socket, job=place.job, timeout_s=ASK_TIMEOUT_S)
     except HoldfastError as error:
@@ -99,12 +99,12 @@ def _document(answer: Answer) -> dict[str, Any]:
     return document | {"alive": True, "status": answer.facts}
 
 
-def _noticed(told: Notice) -> dict[str, Any]:
+def _noticed(told: DegradedNotice) -> dict[str, Any]:
     facts = {"job": told.place.job, "node": told.place.node, "pid": told.pid, "root": told.root}
     return facts | {"reason": told.reason, "durable": told.durable or None}
 
 
-def _print_answers(answers: list[Answer], notices: list[Notice], *, clear: bool) -> None:
+def _print_answers(answers: list[Answer], notices: list[DegradedNotice], *, clear: bool) -> None:
     if clear:
         sys.stdout.write(CLEAR)
     for told in notices:

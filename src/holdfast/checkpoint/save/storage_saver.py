@@ -37,8 +37,8 @@ from holdfast.checkpoint.state.training_state import State
 from holdfast.core.layout.bundles import fingerprint_of
 from holdfast.core.model import Topology, Version
 from holdfast.keeper.observe import degraded_notice
-from holdfast.keeper.rpc.paths import Place, place_of
-from holdfast.keeper.storage.retention import Retirement
+from holdfast.keeper.rpc.paths import RuntimePaths, place_of
+from holdfast.keeper.storage.retention import RetentionRunner
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory.memory_budget import read_limits
 from holdfast.tiers.storage.incarnations import make_stamp
@@ -86,10 +86,10 @@ class DirectSaver:
         self._structure_key = -1
         self._shared = Shared(set(range(job.group.world_size)) - {job.group.rank})
         self._behind_s = config.close_timeout_s
-        self._retirement = Retirement(events)
+        self._retirement = RetentionRunner(events)
         topology, rank = job.topology, job.group.rank
         first = topology.ranks_on(topology.node_of[rank])[0] == rank
-        self._place: Place | None = place_of(job.assembly.root, config) if first else None
+        self._place: RuntimePaths | None = place_of(job.assembly.root, config) if first else None
         self._resumed: Version | None = None
         self.fence = Fence(timeout_s=config.fence_timeout_s, behind_s=config.close_timeout_s, events=events)
         self.fence.guard(state.optimizers)

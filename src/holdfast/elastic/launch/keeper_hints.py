@@ -14,7 +14,7 @@ from typing import Any
 from holdfast.base.errors import HoldfastError, KeeperLost
 from holdfast.keeper.rpc.caller import Caller, dial
 from holdfast.keeper.rpc.messages import OPERATOR, AnyMessage, Hello, Message, Preload
-from holdfast.keeper.rpc.paths import Place
+from holdfast.keeper.rpc.paths import RuntimePaths
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class KeeperHints:
         ranks_per_reader: as the trainers will have it.
     """
 
-    def __init__(self, place: Place | None = None, ranks_per_reader: int = 1) -> None:
+    def __init__(self, place: RuntimePaths | None = None, ranks_per_reader: int = 1) -> None:
         self._place = place
         self._ranks_per_reader = ranks_per_reader
 

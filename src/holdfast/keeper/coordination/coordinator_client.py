@@ -57,7 +57,7 @@ class _Line:
     leader: int
 
 
-class Uplink:
+class CoordinatorClient:
     """Owner of the thread, and of the coordinator while this node is it.
 
     Args:

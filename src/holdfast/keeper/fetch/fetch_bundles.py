@@ -22,12 +22,12 @@ from holdfast.base.errors import KeeperLost, MemoryRefused
 from holdfast.core.model import Version
 from holdfast.core.recovery.version_choice import Fetch, Source
 from holdfast.core.versions.slot_guard import SlotState, choose_slot
-from holdfast.keeper.fetch.fetch_sources import Sources, Spot
-from holdfast.keeper.fetch.streaming_relay import Landing, Landings
+from holdfast.keeper.fetch.fetch_sources import FetchTarget, Sources
+from holdfast.keeper.fetch.streaming_relay import IncomingBundle, IncomingBundles
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.progress import RESTORING, Activities
-from holdfast.keeper.slots.slot_pool import Arena, Held, PieceOf
-from holdfast.keeper.storage.lazy_storage import Vault
+from holdfast.keeper.slots.slot_pool import HeldSlot, PieceOf, SlotPool
+from holdfast.keeper.storage.lazy_storage import LazyStorage
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory import slots
 from holdfast.tiers.memory.slots import ImagePlace
@@ -38,16 +38,16 @@ PIN = "restoring"
 
 
 @dataclass(frozen=True, slots=True)
-class Present:
+class PresentBundle:
     """A bundle, or chunks of one, in a slot of this node; pinned."""
 
-    held: Held
+    held: HeldSlot
     place: ImagePlace | PieceOf
     source: Source
     seconds: float
 
 
-class Obtainer:
+class BundleFetcher:
     """Fetches what a rank needs; one per keeper.
 
     Args:
@@ -57,9 +57,9 @@ class Obtainer:
     def __init__(
         self,
         state: NodeState,
-        vault: Vault,
+        vault: LazyStorage,
         activities: Activities,
-        landings: Landings,
+        landings: IncomingBundles,
         await_slot: Callable[[int, int, float], None],
     ) -> None:
         self._state = state
@@ -75,14 +75,14 @@ class Obtainer:
         """Ends fetches at their next chunk."""
         self._stopping = True
 
-    def obtain(self, rank: int, version: Version, fetches: Sequence[Fetch], timeout_s: float) -> list[Present]:
+    def obtain(self, rank: int, version: Version, fetches: Sequence[Fetch], timeout_s: float) -> list[PresentBundle]:
         """All bundles, pinned, in order.
 
         Raises:
             HoldfastError: of the first copy that could not be had; nothing stays pinned then.
         """
         deadline = time.monotonic() + timeout_s
-        present: dict[str, Present] = {}
+        present: dict[str, PresentBundle] = {}
         try:
             while True:
                 with self._state.lock:
@@ -99,7 +99,7 @@ class Obtainer:
             self.release(found.held for found in present.values())
             raise
 
-    def release(self, held: Iterable[Held]) -> None:
+    def release(self, held: Iterable[HeldSlot]) -> None:
         """Let go of what was obtained: it is no longer read."""
         for slot in held:
             self._state.unpin(slot, PIN)
@@ -112,7 +112,7 @@ class Obtainer:
         self._landed.wait(left)
 
     def _collect(
-        self, rank: int, version: Version, fetches: Sequence[Fetch], present: dict[str, Present]
+        self, rank: int, version: Version, fetches: Sequence[Fetch], present: dict[str, PresentBundle]
     ) -> list[Fetch]:
         """Pins what is here; returns what is not."""
         missing = []
@@ -129,16 +129,16 @@ class Obtainer:
         return missing
 
     def _fetch(
-        self, rank: int, version: Version, fetches: Sequence[Fetch], present: dict[str, Present], deadline: float
+        self, rank: int, version: Version, fetches: Sequence[Fetch], present: dict[str, PresentBundle], deadline: float
     ) -> None:
         """Fetches into one slot and seals it."""
-        landings: dict[str, Landing] = {}
+        landings: dict[str, IncomingBundle] = {}
         try:
             fetches = sorted(fetches, key=lambda fetch: fetch.ref.bundle_id)
             lengths = [-(-fetch.seal.length // image_format.ALIGN) * image_format.ALIGN for fetch in fetches]
             self._await_slot(rank, sum(lengths), deadline)
             held = self._target(rank, version, sum(lengths))
-            spots = [Spot(fetch, offset) for fetch, offset in zip(fetches, _offsets(lengths), strict=True)]
+            spots = [FetchTarget(fetch, offset) for fetch, offset in zip(fetches, _offsets(lengths), strict=True)]
             for spot in spots:
                 spot.landing = self._landings.begin(version, spot.fetch.ref.bundle_id, held, spot.offset)
                 landings[spot.fetch.ref.bundle_id] = spot.landing
@@ -149,7 +149,7 @@ class Obtainer:
                 present.update(
                     (
                         spot.fetch.ref.bundle_id,
-                        Present(held, places[spot.fetch.ref.bundle_id], spot.came_from, spot.seconds),
+                        PresentBundle(held, places[spot.fetch.ref.bundle_id], spot.came_from, spot.seconds),
                     )
                     for spot in spots
                 )
@@ -166,7 +166,7 @@ class Obtainer:
                 self._landed.notify_all()
 
     def _bring(
-        self, version: Version, held: Held, spots: Sequence[Spot], progress: Callable[[int], None]
+        self, version: Version, held: HeldSlot, spots: Sequence[FetchTarget], progress: Callable[[int], None]
     ) -> dict[str, ImagePlace]:
         """Fills all spots: what this node reads for the job in one thread, what others hand on in another."""
         own = [spot for spot in spots if spot.fetch.source is Source.STORAGE and spot.fetch.via is None]
@@ -174,7 +174,7 @@ class Obtainer:
         places: dict[str, ImagePlace] = {}
         errors: list[BaseException] = []
 
-        def bring(some: Sequence[Spot]) -> None:
+        def bring(some: Sequence[FetchTarget]) -> None:
             sources = Sources(self._state, self._vault, self._landings, lambda: self._stopping or bool(errors))
             sources.progress = progress
             try:
@@ -198,14 +198,14 @@ class Obtainer:
             raise errors[0]
         return places
 
-    def _seal(self, held: Held, places: dict[str, ImagePlace]) -> None:
+    def _seal(self, held: HeldSlot, places: dict[str, ImagePlace]) -> None:
         with self._state.lock:
             held.images = places
             slots.write_header(held.slot, held.header(self._state.place.job))
             held.state = SlotState.SEALED
             held.pins[PIN] += len(places) - 1  # one per bundle, as for those that were here
 
-    def _forget(self, held: Held, present: dict[str, Present]) -> None:
+    def _forget(self, held: HeldSlot, present: dict[str, PresentBundle]) -> None:
         with self._state.lock:
             for bundle_id in [name for name, found in present.items() if found.held is held]:
                 del present[bundle_id]
@@ -213,7 +213,7 @@ class Obtainer:
             held.clear()
             self._state.arena.collect(self._state.is_free)
 
-    def _target(self, rank: int, version: Version, num_bytes: int) -> Held:
+    def _target(self, rank: int, version: Version, num_bytes: int) -> HeldSlot:
         """A slot of the rank that may be written, else memory of its own that goes when the guard allows.
 
         One slot of the rank at most: what is brought in several turns (a copy was bad, or a part is here already) would
@@ -240,28 +240,28 @@ class Obtainer:
             held.outgrown = True
             return self._claim(held, version)
 
-    def _free(self, own: Sequence[Held], num_bytes: int) -> Held | None:
+    def _free(self, own: Sequence[HeldSlot], num_bytes: int) -> HeldSlot | None:
         """A slot that the guard lets be overwritten, large enough. Under the state's lock."""
         state = self._state
         fitting = [held for held in own if held.slot.num_bytes >= num_bytes]
         chosen = choose_slot([state.view(held) for held in fitting], state.need_ledger().knowledge)
         return state.arena.get(chosen.value) if chosen.value is not None else None
 
-    def _claim(self, held: Held, version: Version) -> Held:
+    def _claim(self, held: HeldSlot, version: Version) -> HeldSlot:
         held.start(version, layout="", durable=False)
         held.pins[PIN] += 1
         return held
 
 
-def copy_here(arena: Arena, rank: int, version: Version, fetch: Fetch) -> Present | None:
+def copy_here(arena: SlotPool, rank: int, version: Version, fetch: Fetch) -> PresentBundle | None:
     """The whole bundle on this node, if it is the copy that was agreed on. Under the state's lock; nothing is pinned."""
     found = arena.find(version, fetch.ref.bundle_id, rank)
     if found is None or found[1].seal.digest != fetch.seal.digest:
         return None
     held, place = found
     if held.rank == rank and not held.replica:
-        return Present(held, place, Source.SLOT, 0.0)
-    return Present(held, place, Source.PRELOADED if held.preloaded else Source.NODE, 0.0)
+        return PresentBundle(held, place, Source.SLOT, 0.0)
+    return PresentBundle(held, place, Source.PRELOADED if held.preloaded else Source.NODE, 0.0)
 
 
 def _offsets(lengths: Sequence[int]) -> Iterable[int]:

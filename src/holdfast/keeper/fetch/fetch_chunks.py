@@ -20,12 +20,12 @@ from holdfast.core.layout import reshard
 from holdfast.core.layout.reshard import Runs
 from holdfast.core.model import Seal, Version
 from holdfast.core.recovery.version_choice import Fetch, Source
-from holdfast.keeper.fetch.fetch_bundles import PIN, Present, copy_here
+from holdfast.keeper.fetch.fetch_bundles import PIN, PresentBundle, copy_here
 from holdfast.keeper.replication.image_transfer import PeerReader, require
 from holdfast.keeper.slots.keeper_state import NodeState, greeting
 from holdfast.keeper.slots.progress import RESTORING, Activities
-from holdfast.keeper.slots.slot_pool import Held, PieceOf
-from holdfast.keeper.storage.lazy_storage import Vault
+from holdfast.keeper.slots.slot_pool import HeldSlot, PieceOf
+from holdfast.keeper.storage.lazy_storage import LazyStorage
 from holdfast.tiers.format.image import ALIGN, CHUNK_BYTES
 from holdfast.tiers.storage.manifest import BundleFile
 
@@ -45,10 +45,10 @@ class _Wanted:
     length: int
 
 
-class Pieces:
+class ChunkFetcher:
     """Fetches chunks; one per keeper."""
 
-    def __init__(self, state: NodeState, vault: Vault, events: Events, activities: Activities) -> None:
+    def __init__(self, state: NodeState, vault: LazyStorage, events: Events, activities: Activities) -> None:
         self._state = state
         self._vault = vault
         self._events = events
@@ -61,7 +61,7 @@ class Pieces:
         """Ends fetches at their next chunk."""
         self._stopping = True
 
-    def obtain(self, rank: int, version: Version, fetches: Sequence[Fetch], timeout_s: float) -> list[Present]:
+    def obtain(self, rank: int, version: Version, fetches: Sequence[Fetch], timeout_s: float) -> list[PresentBundle]:
         """Every chunk that is asked for, pinned: as a part of the whole image where that is here, else in runs.
 
         Raises:
@@ -70,7 +70,7 @@ class Pieces:
         for fetch in fetches:
             if not fetch.chunks or not 0 <= fetch.chunks[0][0] < fetch.chunks[-1][1] <= _num_chunks(fetch.seal):
                 raise UsageError(f"bundle {fetch.ref.bundle_id} has no chunks {fetch.chunks}")
-        fetched: list[Held] = []
+        fetched: list[HeldSlot] = []
         try:
             return self._obtain(rank, version, fetches, fetched, time.monotonic() + timeout_s)
         finally:
@@ -78,8 +78,8 @@ class Pieces:
                 self._state.unpin(held, PIN)
 
     def _obtain(
-        self, rank: int, version: Version, fetches: Sequence[Fetch], fetched: list[Held], deadline: float
-    ) -> list[Present]:
+        self, rank: int, version: Version, fetches: Sequence[Fetch], fetched: list[HeldSlot], deadline: float
+    ) -> list[PresentBundle]:
         while True:
             with self._state.lock:
                 present, missing = self._look(rank, version, fetches)
@@ -96,10 +96,10 @@ class Pieces:
 
     def _look(
         self, rank: int, version: Version, fetches: Sequence[Fetch]
-    ) -> tuple[list[Present], list[tuple[Fetch, Runs]]]:
+    ) -> tuple[list[PresentBundle], list[tuple[Fetch, Runs]]]:
         """What is here, and what is not."""
         arena = self._state.arena
-        present: list[Present] = []
+        present: list[PresentBundle] = []
         missing: list[tuple[Fetch, Runs]] = []
         for fetch in fetches:
             assert fetch.chunks is not None
@@ -111,7 +111,7 @@ class Pieces:
             for held, piece in arena.find_pieces(version, fetch.seal):
                 if reshard.minus(left, ((piece.first, piece.end),)) != left:
                     left = reshard.minus(left, ((piece.first, piece.end),))
-                    present.append(Present(held, piece, fetch.source, 0.0))
+                    present.append(PresentBundle(held, piece, fetch.source, 0.0))
             if left:
                 missing.append((fetch, left))
         return present, missing
@@ -127,7 +127,7 @@ class Pieces:
             raise KeeperLost("the chunks did not arrive in time", remedy="try again, or use an older version")
         self._landed.wait(left)
 
-    def _fetch(self, rank: int, version: Version, mine: Sequence[tuple[Fetch, Runs]], fetched: list[Held]) -> None:
+    def _fetch(self, rank: int, version: Version, mine: Sequence[tuple[Fetch, Runs]], fetched: list[HeldSlot]) -> None:
         """Fetches into memory of its own, which keeps one pin for `fetched`."""
         places = _Places(self._state, self._vault, lambda: self._stopping)
         try:
@@ -150,7 +150,7 @@ class Pieces:
                 self._landed.notify_all()
 
     def _read(
-        self, places: _Places, version: Version, item: _Wanted, held: Held, progress: Callable[[int], None]
+        self, places: _Places, version: Version, item: _Wanted, held: HeldSlot, progress: Callable[[int], None]
     ) -> None:
         fetch, view = item.fetch, held.slot.view[item.offset : item.offset + item.length]
         name = f"restore.{fetch.source.name.lower()}"
@@ -163,7 +163,7 @@ class Pieces:
 class _Places:
     """Where one fetch reads from; each peer is dialled once."""
 
-    def __init__(self, state: NodeState, vault: Vault, stopping: Callable[[], bool]) -> None:
+    def __init__(self, state: NodeState, vault: LazyStorage, stopping: Callable[[], bool]) -> None:
         self._state = state
         self._vault = vault
         self._stopping = stopping

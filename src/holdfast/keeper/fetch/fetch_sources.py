@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from holdfast.base.errors import CorruptError, HoldfastError, KeeperError, VersionNotFound
 from holdfast.core.model import Seal, Version
 from holdfast.core.recovery.version_choice import Fetch, Source
-from holdfast.keeper.fetch.streaming_relay import Landing, Landings
+from holdfast.keeper.fetch.streaming_relay import IncomingBundle, IncomingBundles
 from holdfast.keeper.replication.image_transfer import PeerReader, require
 from holdfast.keeper.rpc.messages import Assembly
 from holdfast.keeper.slots.keeper_state import NodeState, greeting
-from holdfast.keeper.storage.lazy_storage import Vault
+from holdfast.keeper.storage.lazy_storage import LazyStorage
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.storage.manifest import BundleFile
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Spot:
+class FetchTarget:
     """A bundle to fetch, and where in the slot it goes.
 
     Attributes:
@@ -38,7 +38,7 @@ class Spot:
 
     fetch: Fetch
     offset: int
-    landing: Landing | None = None
+    landing: IncomingBundle | None = None
     came_from: Source = Source.STORAGE
     seconds: float = 0.0
 
@@ -54,8 +54,8 @@ class Sources:
     def __init__(
         self,
         state: NodeState,
-        vault: Vault,
-        landings: Landings,
+        vault: LazyStorage,
+        landings: IncomingBundles,
         stopping: Callable[[], bool],
         assembly: Assembly | None = None,
     ) -> None:
@@ -69,7 +69,7 @@ class Sources:
         self._peers: dict[int, PeerReader] = {}
         self._stored: dict[str, BundleFile] = {}
 
-    def read(self, version: Version, spot: Spot, view: memoryview) -> Seal:
+    def read(self, version: Version, spot: FetchTarget, view: memoryview) -> Seal:
         """Fills `view` with the bundle and proves it; returns its seal with chunk digests."""
         fetch, started = spot.fetch, time.perf_counter()
         try:
@@ -88,7 +88,7 @@ class Sources:
         for peer in self._peers.values():
             peer.close()
 
-    def _from_storage_or_relay(self, version: Version, spot: Spot, view: memoryview) -> Seal:
+    def _from_storage_or_relay(self, version: Version, spot: FetchTarget, view: memoryview) -> Seal:
         via = spot.fetch.via
         if via is not None:
             try:
@@ -110,11 +110,11 @@ class Sources:
         with self._span("node.read", version, spot):
             return self._from_storage(version, spot, view)
 
-    def _span(self, name: str, version: Version, spot: Spot) -> AbstractContextManager[object]:
+    def _span(self, name: str, version: Version, spot: FetchTarget) -> AbstractContextManager[object]:
         ref = spot.fetch.ref
         return self._events.span(name, version=str(version), bundle=ref.bundle_id, size_bytes=spot.fetch.seal.length)
 
-    def _from_storage(self, version: Version, spot: Spot, view: memoryview) -> Seal:
+    def _from_storage(self, version: Version, spot: FetchTarget, view: memoryview) -> Seal:
         storage, bundle_id = self._vault.open(), spot.fetch.ref.bundle_id
         if not self._stored:
             self._stored = self._vault.files(version)
@@ -130,7 +130,7 @@ class Sources:
         image_format.check_digest(tuple(proof.digests), file.seal, where)
         return file.seal
 
-    def _from_relay(self, version: Version, spot: Spot, node: int, view: memoryview) -> Seal:
+    def _from_relay(self, version: Version, spot: FetchTarget, node: int, view: memoryview) -> Seal:
         seal = self._peer(node).read_landing_into(
             version,
             spot.fetch.ref.bundle_id,
@@ -152,13 +152,13 @@ class Sources:
             raise type(error)(what, where=error.where, remedy=error.remedy) from error
         return seal
 
-    def _known(self, spot: Spot, seal: Seal, where: str) -> None:
+    def _known(self, spot: FetchTarget, seal: Seal, where: str) -> None:
         if seal.digest != spot.fetch.seal.digest:
             raise CorruptError(f"bundle {seal.bundle_id} there is not the one that was agreed on", where=where)
         if spot.landing is not None:
             self._landings.known(spot.landing, seal)
 
-    def _proved(self, spot: Spot, count: int) -> None:
+    def _proved(self, spot: FetchTarget, count: int) -> None:
         self.progress(count)
         if spot.landing is not None:
             self._landings.proved(spot.landing, count)

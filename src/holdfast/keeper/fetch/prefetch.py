@@ -25,14 +25,14 @@ from holdfast.core.recovery import prefetch, version_choice
 from holdfast.core.recovery.version_choice import Choice, Facts, Fetch, MemoryCopy, Stored
 from holdfast.core.versions.lineage import Lineage
 from holdfast.core.versions.slot_guard import SlotState
-from holdfast.keeper.fetch.fetch_sources import Sources, Spot
-from holdfast.keeper.fetch.streaming_relay import Landings
+from holdfast.keeper.fetch.fetch_sources import FetchTarget, Sources
+from holdfast.keeper.fetch.streaming_relay import IncomingBundles
 from holdfast.keeper.rpc import messages
 from holdfast.keeper.rpc.messages import Assembly, Inventory, Ok
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.progress import PRELOADING, Activities
-from holdfast.keeper.slots.slot_pool import Held
-from holdfast.keeper.storage.lazy_storage import Vault
+from holdfast.keeper.slots.slot_pool import HeldSlot
+from holdfast.keeper.storage.lazy_storage import LazyStorage
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory.slots import ImagePlace
 from holdfast.tiers.storage.manifest import stored_of
@@ -47,7 +47,7 @@ BATCH_BYTES = 256 << 20
 
 
 @dataclass(slots=True)
-class _Told:
+class _PrefetchOutcome:
     """What became of it, for the status."""
 
     version: Version | None = None
@@ -67,7 +67,7 @@ class Preloader:
     def __init__(
         self,
         state: NodeState,
-        vault: Vault,
+        vault: LazyStorage,
         activities: Activities,
         survey: Callable[[Assembly, int], Inventory],
     ) -> None:
@@ -76,7 +76,7 @@ class Preloader:
         self._activities = activities
         self._survey = survey
         self._thread: threading.Thread | None = None
-        self._told = _Told()
+        self._told = _PrefetchOutcome()
         self._closed = False  # no further bundle
         self._stopping = False  # no further chunk
         state.arena.make_room = self._make_room
@@ -147,7 +147,7 @@ class Preloader:
         fitting = prefetch.that_fit(wanted.value, budget.allowed - budget.used)
         if len(fitting) < len(wanted.value):
             told.reason += f"; {len(fitting)} of {len(wanted.value)} bundles fit beside the slots"
-        sources = Sources(self._state, self._vault, Landings(), lambda: self._stopping, assembly)
+        sources = Sources(self._state, self._vault, IncomingBundles(), lambda: self._stopping, assembly)
         total = sum(fetch.seal.length for fetch in fitting)
         try:
             with self._activities.start(PRELOADING, choice.version, total) as sources.progress:
@@ -193,14 +193,14 @@ class Preloader:
             for fetch, length in zip(batch, lengths, strict=True):
                 if self._closed:
                     raise KeeperLost("the ranks join the job")
-                seal = sources.read(version, Spot(fetch, at), slot.view[at : at + fetch.seal.length])
+                seal = sources.read(version, FetchTarget(fetch, at), slot.view[at : at + fetch.seal.length])
                 self._told.sources[fetch.source.name.lower()] += fetch.seal.length
                 places[fetch.ref.bundle_id] = ImagePlace(fetch.ref, at, seal)
                 at += length
         finally:
             self._seal(held, places)
 
-    def _seal(self, held: Held, places: dict[str, ImagePlace]) -> None:
+    def _seal(self, held: HeldSlot, places: dict[str, ImagePlace]) -> None:
         size = sum(place.seal.length for place in places.values())
         with self._state.lock:
             held.images, held.state = places, SlotState.SEALED

@@ -21,7 +21,7 @@ from holdfast.keeper.rpc import messages
 from holdfast.keeper.rpc.messages import Bulk, Hello, Landed
 from holdfast.keeper.rpc.server import Connection
 from holdfast.keeper.slots.keeper_state import NodeState
-from holdfast.keeper.slots.slot_pool import Held
+from holdfast.keeper.slots.slot_pool import HeldSlot
 from holdfast.tiers.format.image import CHUNK_BYTES
 
 PIN = "handing on"
@@ -33,7 +33,7 @@ MAX_FAILED = 1000
 
 
 @dataclass(slots=True, eq=False)
-class Landing:
+class IncomingBundle:
     """One bundle on its way into a slot.
 
     Attributes:
@@ -42,44 +42,44 @@ class Landing:
         failed: why it will never be whole.
     """
 
-    held: Held
+    held: HeldSlot
     offset: int
     seal: Seal | None = None
     ready: int = 0
     failed: str = ""
 
 
-class Landings:
+class IncomingBundles:
     """All bundles that are landing on this node; one per keeper. Any thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._under_way: dict[tuple[Version, str], Landing] = {}
-        self._failed: dict[tuple[Version, str], Landing] = {}
+        self._under_way: dict[tuple[Version, str], IncomingBundle] = {}
+        self._failed: dict[tuple[Version, str], IncomingBundle] = {}
         self._moved = 0
 
-    def begin(self, version: Version, bundle_id: str, held: Held, offset: int) -> Landing:
+    def begin(self, version: Version, bundle_id: str, held: HeldSlot, offset: int) -> IncomingBundle:
         """A fetch begins."""
         with self._changed:
             self._failed.pop((version, bundle_id), None)
-            landing = self._under_way[version, bundle_id] = Landing(held, offset)
+            landing = self._under_way[version, bundle_id] = IncomingBundle(held, offset)
             self._changed.notify_all()
             return landing
 
-    def known(self, landing: Landing, seal: Seal) -> None:
+    def known(self, landing: IncomingBundle, seal: Seal) -> None:
         """Take the seal that will prove it."""
         with self._changed:
             landing.seal = seal
             self._changed.notify_all()
 
-    def proved(self, landing: Landing, num_bytes: int) -> None:
+    def proved(self, landing: IncomingBundle, num_bytes: int) -> None:
         """The next bytes of it matched their digest."""
         with self._changed:
             landing.ready += num_bytes
             self._moved += num_bytes
             self._changed.notify_all()
 
-    def end(self, version: Version, landings: dict[str, Landing], failed: str = "") -> None:
+    def end(self, version: Version, landings: dict[str, IncomingBundle], failed: str = "") -> None:
         """They are sealed, or will never be."""
         with self._changed:
             for bundle_id, landing in landings.items():
@@ -92,7 +92,7 @@ class Landings:
                 del self._failed[next(iter(self._failed))]
             self._changed.notify_all()
 
-    def find(self, version: Version, bundle_id: str) -> Landing | None:
+    def find(self, version: Version, bundle_id: str) -> IncomingBundle | None:
         """Return what is under way."""
         with self._changed:
             return self._under_way.get((version, bundle_id))
@@ -108,15 +108,15 @@ class Landings:
                 self._changed.wait(left)
             return self._moved
 
-    def peek(self, version: Version, bundle_id: str) -> Landing | None:
+    def peek(self, version: Version, bundle_id: str) -> IncomingBundle | None:
         """Return what is under way or failed last, for a `check`: the lock is held already."""
         return self._under_way.get((version, bundle_id)) or self._failed.get((version, bundle_id))
 
 
-class LandingDesk:
+class RelayRequests:
     """Knows what the next node of a tree may ask. Several threads."""
 
-    def __init__(self, state: NodeState, landings: Landings) -> None:
+    def __init__(self, state: NodeState, landings: IncomingBundles) -> None:
         self._state = state
         self._landings = landings
 
@@ -128,7 +128,7 @@ class LandingDesk:
         """
         self._require_present(connection.greeted)
         version, bundle_id = request.version, request.bundle_id
-        seen: Landing | None = None
+        seen: IncomingBundle | None = None
 
         def news() -> bool:
             nonlocal seen

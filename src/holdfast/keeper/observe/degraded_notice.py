@@ -15,7 +15,7 @@ from pathlib import Path
 
 from holdfast.base import private
 from holdfast.base.errors import ConfigError
-from holdfast.keeper.rpc.paths import Place
+from holdfast.keeper.rpc.paths import RuntimePaths
 from holdfast.tiers.format.strict_json import parse_loose
 from holdfast.tiers.memory.processes import has_ended, start_time
 
@@ -23,7 +23,7 @@ MAX_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class DegradedNotice:
     """The ranks of this node save to storage alone.
 
     Attributes:
@@ -31,14 +31,14 @@ class Notice:
         durable: the newest version that it made durable; empty if there is none yet.
     """
 
-    place: Place
+    place: RuntimePaths
     pid: int
     root: str
     reason: str
     durable: str
 
 
-def post(place: Place, *, root: str, reason: str, durable: str = "") -> None:
+def post(place: RuntimePaths, *, root: str, reason: str, durable: str = "") -> None:
     """Writes the note, or writes it anew.
 
     Raises:
@@ -54,7 +54,7 @@ def post(place: Place, *, root: str, reason: str, durable: str = "") -> None:
     fresh.rename(place.notice)
 
 
-def withdraw(place: Place) -> None:
+def withdraw(place: RuntimePaths) -> None:
     """Removes the note, and directories that nothing else is in. Of another user's directory nothing is removed."""
     with suppress(ConfigError, OSError):  # nothing is there, or a keeper, or another job
         private.prove(place.runtime)
@@ -63,25 +63,25 @@ def withdraw(place: Place) -> None:
             directory.rmdir()
 
 
-def posted(runtime: Path) -> Iterator[Notice]:
+def posted(runtime: Path) -> Iterator[DegradedNotice]:
     """The notes beneath a runtime directory whose writers live."""
     for file in sorted(runtime.glob("*/*/durable-only.json")):
-        told = _read(Place(runtime, file.parent.parent.name, file.parent.name))
+        told = _read(RuntimePaths(runtime, file.parent.parent.name, file.parent.name))
         if told is not None:
             yield told
 
 
-def sweep(place: Place) -> None:
+def sweep(place: RuntimePaths) -> None:
     """Removes the note of a process that was killed."""
     if _read(place) is None:
         place.notice.unlink(missing_ok=True)
 
 
-def _read(place: Place) -> Notice | None:
+def _read(place: RuntimePaths) -> DegradedNotice | None:
     """The note, if whoever wrote it lives."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         with place.notice.open("rb") as stream:
             said = parse_loose(stream.read(MAX_BYTES))
         if not has_ended(int(said["pid"]), said["since"]):
-            return Notice(place, int(said["pid"]), str(said["root"]), str(said["reason"]), str(said["durable"]))
+            return DegradedNotice(place, int(said["pid"]), str(said["root"]), str(said["reason"]), str(said["durable"]))
     return None

@@ -16,7 +16,7 @@ from holdfast.core.model import Level
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.progress import Activities
 from holdfast.keeper.slots.sessions import Trainer
-from holdfast.keeper.slots.slot_pool import Held
+from holdfast.keeper.slots.slot_pool import HeldSlot
 
 
 def report(
@@ -81,7 +81,7 @@ def _rank(state: NodeState, rank: int, trainer: Trainer | None) -> dict[str, Any
     }
 
 
-def _slot(held: Held) -> dict[str, Any]:
+def _slot(held: HeldSlot) -> dict[str, Any]:
     return {
         "slot": held.slot.slot_id,
         "version": str(held.version) if held.version else None,

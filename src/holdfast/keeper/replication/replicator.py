@@ -33,7 +33,7 @@ from holdfast.keeper.replication.image_transfer import PeerReader, require
 from holdfast.keeper.rpc.messages import Assembly, Inventory
 from holdfast.keeper.slots.job_queue import Worker
 from holdfast.keeper.slots.keeper_state import NodeState, greeting
-from holdfast.keeper.slots.slot_pool import Held
+from holdfast.keeper.slots.slot_pool import HeldSlot
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory import slots
 from holdfast.tiers.memory.slots import ImagePlace
@@ -310,7 +310,7 @@ class Replicator:
                 if bundle_id not in held.condemned
             }
 
-    def _slot_for(self, rank: int, version: Version, num_bytes: int) -> Held:
+    def _slot_for(self, rank: int, version: Version, num_bytes: int) -> HeldSlot:
         """A replica slot of the rank, pinned and being written; a new one while there are fewer than two.
 
         Where one of them has part of the version already, memory beside them: the rest must not take the other one too.
@@ -327,7 +327,7 @@ class Replicator:
             held.outgrown = beside
             return self._claim(held, version)
 
-    def _in_use(self, rank: int) -> list[Held]:
+    def _in_use(self, rank: int) -> list[HeldSlot]:
         """The replica slots of the rank that newer versions go into."""
         return self._state.arena.in_use(rank, replica=True)
 
@@ -335,7 +335,7 @@ class Replicator:
         """Whether one of the rank's replica slots has anything of the version that is worth something, or receives it."""
         return any(held.view.version == version for held in self._in_use(rank))
 
-    def _reuse(self, rank: int, version: Version, num_bytes: int) -> Held | None:
+    def _reuse(self, rank: int, version: Version, num_bytes: int) -> HeldSlot | None:
         arena = self._state.arena
         held_slots = self._in_use(rank)
         views = [held.view for held in held_slots]
@@ -349,7 +349,7 @@ class Replicator:
             raise _NotYet(f"no replica slot of rank {rank} is free: {decision.reason}")
         return None
 
-    def _claim(self, held: Held, version: Version) -> Held:
+    def _claim(self, held: HeldSlot, version: Version) -> HeldSlot:
         held.start(version, layout="", durable=False)
         held.pins[_PIN] += 1
         return held

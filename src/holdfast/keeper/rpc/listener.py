@@ -17,7 +17,7 @@ from ipaddress import ip_address
 
 from holdfast.base.errors import ConfigError
 from holdfast.keeper.rpc.messages import KEEPER
-from holdfast.keeper.rpc.paths import Place
+from holdfast.keeper.rpc.paths import RuntimePaths
 from holdfast.tiers.wire import tcp
 from holdfast.tiers.wire.tls import Credentials
 
@@ -60,7 +60,7 @@ class Door:
     address: str
 
 
-def open_door(network: Network, place: Place) -> Door | None:
+def open_door(network: Network, place: RuntimePaths) -> Door | None:
     """The door to other nodes, if there is to be one.
 
     Raises:
@@ -106,7 +106,7 @@ def _asks(host: str, question: Callable[..., bool]) -> bool:
         return False
 
 
-def _last_port(place: Place) -> tuple[int, ...]:
+def _last_port(place: RuntimePaths) -> tuple[int, ...]:
     try:
         return (int(place.port.read_text(encoding="ascii")),)
     except (OSError, ValueError):

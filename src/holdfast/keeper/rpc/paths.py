@@ -1,7 +1,7 @@
 """Tells where the keeper of one job on one node lives: `<runtime>/<job digest>/<node label>/`.
 
 The directory belongs to us alone (0700) or is refused. It holds the socket, the lock that elects the keeper, the lock
-that lets one of several starters spawn, and the log. The keeper removes all of it when it ends. Computing a Place
+that lets one of several starters spawn, and the log. The keeper removes all of it when it ends. Computing RuntimePaths
 touches nothing; `make` creates it.
 """
 
@@ -23,7 +23,7 @@ _ATTEMPTS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RuntimePaths:
     """The runtime directory of one job on one node.
 
     Attributes:
@@ -107,9 +107,9 @@ class Place:
             ) from error
 
 
-def place_of(root: str, config: Config) -> Place:
+def place_of(root: str, config: Config) -> RuntimePaths:
     """The place of the job that saves to `root` under these settings. `root` is made absolute unless it is a URL."""
-    return Place(Path(os.path.abspath(config.runtime_path)), job_digest(root, config.run_id), config.node)
+    return RuntimePaths(Path(os.path.abspath(config.runtime_path)), job_digest(root, config.run_id), config.node)
 
 
 def absolute_root(root: str) -> str:

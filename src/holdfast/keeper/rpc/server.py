@@ -44,7 +44,7 @@ from holdfast.keeper.rpc.messages import (
     encode,
     refusal,
 )
-from holdfast.keeper.rpc.thread_pool import Crew
+from holdfast.keeper.rpc.thread_pool import ThreadPool
 from holdfast.tiers.wire import frames
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Connection:
         number: counted as they were accepted: of two connections of one client the later has the higher.
     """
 
-    def __init__(self, channel: frames.Channel, number: int, crew: Crew) -> None:
+    def __init__(self, channel: frames.Channel, number: int, crew: ThreadPool) -> None:
         self.channel = channel
         self._crew = crew
         self.number = number
@@ -239,7 +239,7 @@ class Server:
         self._listener = frames.listen(path)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
-        self._crew = Crew("holdfast client", MAX_THREADS)
+        self._crew = ThreadPool("holdfast client", MAX_THREADS)
         self._poll = select.epoll()
         self._connections: dict[int, Connection] = {}  # by their number, in the order in which they came
         self._parked: dict[int, Connection] = {}  # those without a thread, by descriptor

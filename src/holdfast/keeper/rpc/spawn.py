@@ -22,7 +22,7 @@ from holdfast.base.errors import ConfigError, KeeperError, KeeperLost, KeeperNot
 from holdfast.keeper.rpc.caller import ring
 from holdfast.keeper.rpc.listener import Network, hidden
 from holdfast.keeper.rpc.messages import VIEWER, Hello
-from holdfast.keeper.rpc.paths import Place, absolute_root, place_of
+from holdfast.keeper.rpc.paths import RuntimePaths, absolute_root, place_of
 from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.wire.tls import read_secret
 
@@ -33,7 +33,7 @@ ATTEMPT_S = 5.0
 _MAX_READY_BYTES = 64 << 10
 
 
-def ensure_keeper(root: str, config: Config, *, timeout_s: float = START_TIMEOUT_S) -> Place:
+def ensure_keeper(root: str, config: Config, *, timeout_s: float = START_TIMEOUT_S) -> RuntimePaths:
     """The place of a keeper that listens for the job saving to `root`; started if there is none.
 
     Raises:
@@ -64,7 +64,7 @@ def ensure_keeper(root: str, config: Config, *, timeout_s: float = START_TIMEOUT
     return place
 
 
-def _make(place: Place, config: Config) -> None:
+def _make(place: RuntimePaths, config: Config) -> None:
     """Make the place. The name of a default runtime directory can be guessed: who takes it must not stop a job."""
     try:
         place.make()
@@ -74,7 +74,7 @@ def _make(place: Place, config: Config) -> None:
         raise KeeperNotStarted(error.what, where=error.where, remedy=error.remedy) from error
 
 
-def _answers(place: Place) -> bool:
+def _answers(place: RuntimePaths) -> bool:
     """Whether a keeper greets there. A connection alone proves nothing: the kernel accepts for a dying process too."""
     hello = Hello(job=place.job, role=VIEWER)
     try:
@@ -84,14 +84,14 @@ def _answers(place: Place) -> bool:
     return True
 
 
-def _holder(place: Place) -> str:
+def _holder(place: RuntimePaths) -> str:
     try:
         return place.keeper_lock.read_text().strip() or "?"
     except OSError:
         return "?"
 
 
-def _lock_within(place: Place, deadline: float) -> int:
+def _lock_within(place: RuntimePaths, deadline: float) -> int:
     """The start lock. flock knows no deadline, so a thread waits for it and may be left behind until it gets it."""
     taken: list[int] = []
     failed: list[OSError] = []
@@ -121,7 +121,7 @@ def _lock_within(place: Place, deadline: float) -> int:
     return taken[0]
 
 
-def _spawn(place: Place, root: str, config: Config, deadline: float) -> bool:
+def _spawn(place: RuntimePaths, root: str, config: Config, deadline: float) -> bool:
     """Starts a keeper; False if it found another one that holds the lock."""
     network = network_of(config)  # before anything is started: a wrong setting is told as such
     secret_fd = hidden(network.secret.hex().encode()) if network.secret is not None else -1
@@ -179,7 +179,7 @@ def _reap(launcher: subprocess.Popen[bytes], deadline: float) -> None:
         launcher.wait()
 
 
-def _await_ready(ready: int, place: Place, deadline: float) -> bool:
+def _await_ready(ready: int, place: RuntimePaths, deadline: float) -> bool:
     said = bytearray()
     while b"\n" not in said and len(said) < _MAX_READY_BYTES:
         if not select.select([ready], [], [], max(0.0, deadline - time.monotonic()))[0]:

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 IDLE_S = 30.0
 
 
-class Crew:
+class ThreadPool:
     """Lends threads until `stop`.
 
     Args:

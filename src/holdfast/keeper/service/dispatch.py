@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.base.errors import KeeperError
-from holdfast.keeper.coordination.coordinator_client import Uplink
-from holdfast.keeper.fetch.fetch_bundles import Obtainer, Present
-from holdfast.keeper.fetch.fetch_chunks import Pieces
+from holdfast.keeper.coordination.coordinator_client import CoordinatorClient
+from holdfast.keeper.fetch.fetch_bundles import BundleFetcher, PresentBundle
+from holdfast.keeper.fetch.fetch_chunks import ChunkFetcher
 from holdfast.keeper.fetch.prefetch import Preloader
-from holdfast.keeper.fetch.streaming_relay import LandingDesk
+from holdfast.keeper.fetch.streaming_relay import RelayRequests
 from holdfast.keeper.observe import describe_job
 from holdfast.keeper.replication.replicator import Replicator
 from holdfast.keeper.rpc import messages
@@ -35,14 +35,14 @@ from holdfast.keeper.rpc.messages import (
     Ok,
 )
 from holdfast.keeper.rpc.server import Answer, Connection
-from holdfast.keeper.service.job_change import Turnover
-from holdfast.keeper.service.peer_requests import PeerDesk
-from holdfast.keeper.service.save_requests import Saving
+from holdfast.keeper.service.job_change import JobChange
+from holdfast.keeper.service.peer_requests import PeerRequests
+from holdfast.keeper.service.save_requests import SaveRequests
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.sessions import Trainer, Trainers
-from holdfast.keeper.slots.slot_allocation import Reserve
+from holdfast.keeper.slots.slot_allocation import SlotAllocator
 from holdfast.keeper.slots.slot_pool import PieceOf
-from holdfast.keeper.storage.lazy_storage import Vault
+from holdfast.keeper.storage.lazy_storage import LazyStorage
 from holdfast.tiers.memory.slots import ImagePlace
 from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.wire.frames import SHARE, Principal
@@ -56,16 +56,16 @@ class Parts:
     """The parts of a keeper that answer requests."""
 
     state: NodeState
-    vault: Vault
-    turnover: Turnover
+    vault: LazyStorage
+    turnover: JobChange
     trainers: Trainers
-    reserve: Reserve
-    saving: Saving
-    obtainer: Obtainer
-    pieces: Pieces
-    landings: LandingDesk
-    peers: PeerDesk
-    uplink: Uplink
+    reserve: SlotAllocator
+    saving: SaveRequests
+    obtainer: BundleFetcher
+    pieces: ChunkFetcher
+    landings: RelayRequests
+    peers: PeerRequests
+    uplink: CoordinatorClient
     replicator: Replicator
     preloader: Preloader
     status: Callable[[], dict[str, Any]]
@@ -243,7 +243,7 @@ def _length(place: ImagePlace | PieceOf) -> int:
     return place.length if isinstance(place, PieceOf) else place.seal.length
 
 
-def _pack(request: int, present: list[Present], known: set[int]) -> Answer:
+def _pack(request: int, present: list[PresentBundle], known: set[int]) -> Answer:
     """Where the bundles are; a slot that the trainer has not mapped is sent read-only, once."""
     fds: dict[int, tuple[int, int]] = {}
     found = []

@@ -33,7 +33,7 @@ LOOK_EVERY_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Works:
+class KeeperWorkers:
     """The parts of a keeper that have work of their own.
 
     Attributes:
@@ -47,10 +47,10 @@ class Works:
     forget: tuple[Callable[[], None], ...]
 
 
-class Turnover:
+class JobChange:
     """Lets ranks assemble, one job at a time."""
 
-    def __init__(self, state: NodeState, trainers: Trainers, works: Works) -> None:
+    def __init__(self, state: NodeState, trainers: Trainers, works: KeeperWorkers) -> None:
         self._state = state
         self._trainers = trainers
         self._works = works

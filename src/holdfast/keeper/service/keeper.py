@@ -17,11 +17,11 @@ from typing import Any
 from holdfast.base.errors import InUse, KeeperError
 from holdfast.base.events import Events, Handler
 from holdfast.keeper.coordination.coordinator import Coordinator
-from holdfast.keeper.coordination.coordinator_client import Uplink
-from holdfast.keeper.fetch.fetch_bundles import Obtainer
-from holdfast.keeper.fetch.fetch_chunks import Pieces
+from holdfast.keeper.coordination.coordinator_client import CoordinatorClient
+from holdfast.keeper.fetch.fetch_bundles import BundleFetcher
+from holdfast.keeper.fetch.fetch_chunks import ChunkFetcher
 from holdfast.keeper.fetch.prefetch import Preloader
-from holdfast.keeper.fetch.streaming_relay import LandingDesk, Landings
+from holdfast.keeper.fetch.streaming_relay import IncomingBundles, RelayRequests
 from holdfast.keeper.observe import degraded_notice, status
 from holdfast.keeper.observe.metrics import MetricsPort, render
 from holdfast.keeper.observe.run_summary import NAME as JOURNAL
@@ -39,23 +39,23 @@ from holdfast.keeper.rpc.messages import (
     Message,
     Welcome,
 )
-from holdfast.keeper.rpc.paths import Place
+from holdfast.keeper.rpc.paths import RuntimePaths
 from holdfast.keeper.rpc.server import Connection, Server
 from holdfast.keeper.service.dispatch import Operations, Parts, Reply, require_role
-from holdfast.keeper.service.job_change import Turnover, Works
-from holdfast.keeper.service.peer_requests import PeerDesk
-from holdfast.keeper.service.save_requests import Saving
+from holdfast.keeper.service.job_change import JobChange, KeeperWorkers
+from holdfast.keeper.service.peer_requests import PeerRequests
+from holdfast.keeper.service.save_requests import SaveRequests
 from holdfast.keeper.slots.idle_windows import Windows
-from holdfast.keeper.slots.keeper_state import NodeState, Outlets
+from holdfast.keeper.slots.keeper_state import NodeState, StateCallbacks
 from holdfast.keeper.slots.progress import Activities
 from holdfast.keeper.slots.sealer import Sealer
 from holdfast.keeper.slots.sessions import Trainer, Trainers
-from holdfast.keeper.slots.slot_allocation import Reserve
-from holdfast.keeper.slots.slot_pool import Arena
-from holdfast.keeper.slots.twin_diff import Examiner
-from holdfast.keeper.storage.lazy_storage import Vault
+from holdfast.keeper.slots.slot_allocation import SlotAllocator
+from holdfast.keeper.slots.slot_pool import SlotPool
+from holdfast.keeper.slots.twin_diff import TwinExaminer
+from holdfast.keeper.storage.lazy_storage import LazyStorage
 from holdfast.keeper.storage.writer import Committer, Persister
-from holdfast.keeper.storage.writer_failover import Succession, Writing
+from holdfast.keeper.storage.writer_failover import WriteAttempt, WriterFailover
 from holdfast.tiers.memory.memory_budget import Budget
 from holdfast.tiers.storage.encryption import KeySource
 
@@ -80,7 +80,7 @@ class KeeperOptions:
         run_id: as in Config; names the journal of this node's launcher.
     """
 
-    place: Place
+    place: RuntimePaths
     root: str
     memory_budget: str
     linger_s: float
@@ -99,18 +99,18 @@ class Keeper:
         self._finished_s = 0.0
         self._events = Events()
         place = options.place
-        self._state = NodeState(place, Arena(Budget(place.budget, options.memory_budget)))
-        vault = Vault(options.root, self._events, encryption=options.encryption)
-        self._examiner = Examiner(self._state)
+        self._state = NodeState(place, SlotPool(Budget(place.budget, options.memory_budget)))
+        vault = LazyStorage(options.root, self._events, encryption=options.encryption)
+        self._examiner = TwinExaminer(self._state)
         self._activities = Activities(self._state)
         self._run_facts = RunFacts(place.runtime / f"run-{options.run_id}-{place.node}" / JOURNAL, options.root)
-        landings = Landings()
+        landings = IncomingBundles()
         self._trainers = Trainers(self._state, self._forget)
-        reserve = Reserve(self._state, self._trainers)
-        self._obtainer = Obtainer(self._state, vault, self._activities, landings, reserve.await_slot)
-        self._succession = Succession(self._state, self._events, self._write)
+        reserve = SlotAllocator(self._state, self._trainers)
+        self._obtainer = BundleFetcher(self._state, vault, self._activities, landings, reserve.await_slot)
+        self._succession = WriterFailover(self._state, self._events, self._write)
         self._persister = Persister(self._state, vault, self._events, self._activities, self._succession)
-        self._pieces = Pieces(self._state, vault, self._events, self._activities)
+        self._pieces = ChunkFetcher(self._state, vault, self._events, self._activities)
         self._committer = Committer(self._state, vault, self._events)
         self._replicator = Replicator(self._state, self._events, lambda: self._peers.inventory(wide=True))
         trainers = self._trainers
@@ -118,22 +118,24 @@ class Keeper:
             Windows(trainers.shown, trainers.listen, self._is_wanted, trainers.stay) for _ in range(2)
         )
         self._sealer = Sealer(self._state, self._events, self._hashing)
-        self._saving = Saving(self._state, self._trainers, self._sealer, self._succession)
-        self._uplink = Uplink(self._state, lambda assembly: Coordinator(self._state, self._committer, assembly))
+        self._saving = SaveRequests(self._state, self._trainers, self._sealer, self._succession)
+        self._uplink = CoordinatorClient(
+            self._state, lambda assembly: Coordinator(self._state, self._committer, assembly)
+        )
         pace = Pace(options.network.bandwidth)
-        self._peers = PeerDesk(self._state, lambda: self._uplink.coordinator, pace, self._sending)
+        self._peers = PeerRequests(self._state, lambda: self._uplink.coordinator, pace, self._sending)
         self._preloader = Preloader(self._state, vault, self._activities, self._peers.survey)
         self._operations = Operations(
             Parts(
                 state=self._state,
                 vault=vault,
-                turnover=Turnover(self._state, self._trainers, self._works(vault)),
+                turnover=JobChange(self._state, self._trainers, self._works(vault)),
                 trainers=self._trainers,
                 reserve=reserve,
                 saving=self._saving,
                 obtainer=self._obtainer,
                 pieces=self._pieces,
-                landings=LandingDesk(self._state, landings),
+                landings=RelayRequests(self._state, landings),
                 peers=self._peers,
                 uplink=self._uplink,
                 replicator=self._replicator,
@@ -141,7 +143,7 @@ class Keeper:
                 status=self._status,
             )
         )
-        self._state.outlets = Outlets(
+        self._state.outlets = StateCallbacks(
             report=self._uplink.report,
             push=self._trainers.push,
             replicate=self._replicator.put,
@@ -186,16 +188,16 @@ class Keeper:
         self._trainers.ending = True
         self._server.stop()
 
-    def _works(self, vault: Vault) -> Works:
+    def _works(self, vault: LazyStorage) -> KeeperWorkers:
         """What has to end, and what has to be forgotten, before this keeper serves another job."""
         workers = (self._sealer, self._examiner, self._persister, self._committer, self._replicator)
-        return Works(
+        return KeeperWorkers(
             leave=(self._uplink.leave, self._peers.leave, *(worker.leave for worker in workers)),
             idle=lambda: all(worker.idle for worker in workers),
             forget=(vault.forget, self._replicator.leave, self._state.forget_job),
         )
 
-    def _write(self, writing: Writing) -> None:
+    def _write(self, writing: WriteAttempt) -> None:
         self._persister.put(writing)
 
     # --- the server's handler
@@ -322,7 +324,7 @@ class Keeper:
         logger.info("keeper ends")
 
 
-def become_keeper(place: Place) -> int | None:
+def become_keeper(place: RuntimePaths) -> int | None:
     """The keeper lock, held for life; None if another keeper has it."""
     lock = place.lock(place.keeper_lock, blocking=False)
     if lock is not None:
@@ -331,7 +333,7 @@ def become_keeper(place: Place) -> int | None:
     return lock
 
 
-def clean(place: Place) -> None:
+def clean(place: RuntimePaths) -> None:
     """Removes the node's directory, and the job's and the runtime's if they are empty. Under the keeper lock.
 
     The lock's file goes last: until then no other keeper can begin, so everything else here is ours. A directory that

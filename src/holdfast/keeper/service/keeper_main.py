@@ -17,7 +17,7 @@ from holdfast.base.errors import HoldfastError
 from holdfast.base.label import label_process
 from holdfast.base.trace import TraceFile
 from holdfast.keeper.rpc.listener import Network
-from holdfast.keeper.rpc.paths import Place, job_digest
+from holdfast.keeper.rpc.paths import RuntimePaths, job_digest
 from holdfast.keeper.service.keeper import Keeper, KeeperOptions, become_keeper, clean
 from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.wire.tls import read_secret
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Runs a keeper; returns the exit status."""
-    place = Place(Path(options.runtime_dir), job_digest(options.root, options.run_id), options.node)
+    place = RuntimePaths(Path(options.runtime_dir), job_digest(options.root, options.run_id), options.node)
     os.chdir("/")  # no mount is held busy
     _allow_connections()
     label_process("hf keeper")

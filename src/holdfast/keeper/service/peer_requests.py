@@ -23,7 +23,7 @@ from holdfast.keeper.rpc.messages import AnyMessage, Bulk, Hello, Inventory, Ok,
 from holdfast.keeper.rpc.server import Connection
 from holdfast.keeper.slots.idle_windows import Turns, Windows
 from holdfast.keeper.slots.keeper_state import NodeState, greeting
-from holdfast.keeper.slots.slot_pool import Held
+from holdfast.keeper.slots.slot_pool import HeldSlot
 from holdfast.tiers.format.image import CHUNK_BYTES
 
 logger = logging.getLogger(__name__)
@@ -40,11 +40,11 @@ MAX_AT_ONCE = 32
 class _Sending:
     """What one peer is being sent."""
 
-    held: list[Held] = field(default_factory=list)
+    held: list[HeldSlot] = field(default_factory=list)
     moved_s: float = 0.0
 
 
-class PeerDesk:
+class PeerRequests:
     """The requests of other keepers. Several threads.
 
     Args:
@@ -191,7 +191,7 @@ class PeerDesk:
                 turns.done()
             self._state.unpin(held, PIN)
 
-    def _part(self, request: messages.Pull) -> tuple[Held, int, int]:
+    def _part(self, request: messages.Pull) -> tuple[HeldSlot, int, int]:
         """The slot, where in it the bytes begin, and the length of the image; a chunk may be here without the rest.
 
         Raises:

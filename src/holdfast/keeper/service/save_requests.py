@@ -18,7 +18,7 @@ from holdfast.keeper.rpc.server import Connection
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.sealer import Sealer
 from holdfast.keeper.slots.sessions import Trainer, Trainers
-from holdfast.keeper.storage.writer_failover import Succession
+from holdfast.keeper.storage.writer_failover import WriterFailover
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +39,10 @@ class _Waiting:
         return self.since_s + min(self.request.timeout_s, MAX_BEGIN_WAIT_S)
 
 
-class Saving:
+class SaveRequests:
     """Begins, takes over and abandons versions of local ranks."""
 
-    def __init__(self, state: NodeState, trainers: Trainers, sealer: Sealer, succession: Succession) -> None:
+    def __init__(self, state: NodeState, trainers: Trainers, sealer: Sealer, succession: WriterFailover) -> None:
         self._state = state
         self._trainers = trainers
         self._sealer = sealer

@@ -1,7 +1,7 @@
 """Holds what one keeper knows and holds, behind one lock: the pure ledger, the slots, and what follows from each fact.
 
 Every method is one fact or one question; decisions come from core (ledger, slots). Consequences that move bytes or
-messages leave through `Outlets`, whose functions only queue. Nothing here waits, so the lock is held for microseconds;
+messages leave through `StateCallbacks`, whose functions only queue. Nothing here waits, so the lock is held for microseconds;
 it is reentrant, because facts lead to further facts.
 """
 
@@ -25,8 +25,8 @@ from holdfast.core.versions.node_ledger import NodeLedger, Reports
 from holdfast.core.versions.replication_lag import Patience
 from holdfast.core.versions.slot_guard import SlotState, SlotView, reusable
 from holdfast.keeper.rpc.messages import KEEPER, Alarm, Appointed, Assembly, Hello, Inventory, Message, News, Progress
-from holdfast.keeper.rpc.paths import Place
-from holdfast.keeper.slots.slot_pool import Arena, Held
+from holdfast.keeper.rpc.paths import RuntimePaths
+from holdfast.keeper.slots.slot_pool import HeldSlot, SlotPool
 from holdfast.tiers.wire.frames import Security
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ MAX_ALARMS = 64
 
 
 @dataclass(slots=True)
-class Outlets:
+class StateCallbacks:
     """Says where consequences go. Each queues and returns at once."""
 
     report: Callable[[Reports], None]
@@ -60,7 +60,7 @@ class Warned:
 
 
 @dataclass(slots=True)
-class _Past:
+class _EarlierIncarnations:
     """What outlives an incarnation: needed to come back, and to answer questions."""
 
     tables: dict[Version, tuple[BundleRef, ...]] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class _Past:
 class NodeState:
     """The keeper's state. `lock` is the one lock; the desks take it too when they combine several questions."""
 
-    def __init__(self, place: Place, arena: Arena) -> None:
+    def __init__(self, place: RuntimePaths, arena: SlotPool) -> None:
         self.lock = threading.RLock()
         self.place = place
         self.arena = arena
@@ -84,9 +84,9 @@ class NodeState:
         self.idle: dict[int, Idle] = {}  # what a rank of a pipeline measured of its waits
         self._patience = Patience()
         self.alarms: OrderedDict[str, Warned] = OrderedDict()
-        self.outlets: Outlets
+        self.outlets: StateCallbacks
         self.security: Security | None = None
-        self._past = _Past()
+        self._past = _EarlierIncarnations()
         self._resumed: Version | None = None
         self._is_resumed = False
 
@@ -108,17 +108,17 @@ class NodeState:
         """Return what the incarnation resumed from."""
         return self._resumed
 
-    def view(self, held: Held) -> SlotView:
+    def view(self, held: HeldSlot) -> SlotView:
         """A slot as the overwrite guard is to see it: pinned, while the loss of a node would need its version."""
         if held.preloaded or not self.awaits_replicas(held):
             return held.view
         return replace(held.view, pins=held.view.pins + 1)
 
-    def is_free(self, held: Held) -> bool:
+    def is_free(self, held: HeldSlot) -> bool:
         """Return whether the guard lets a slot be overwritten."""
         return self.ledger is not None and reusable(self.view(held), self.ledger.knowledge).value
 
-    def awaits_replicas(self, held: Held) -> bool:
+    def awaits_replicas(self, held: HeldSlot) -> bool:
         """Return whether nothing newer than its version is known to be in two nodes, in a job that has two."""
         # Seen as the guard sees it: what all failed its digest is worth nothing and must not lock a slot.
         ledger, version = self.ledger, held.view.version
@@ -210,7 +210,7 @@ class NodeState:
             self.alarms.clear()
             self.cadences.clear()
             self.idle.clear()
-            self._past, self._patience = _Past(), Patience()
+            self._past, self._patience = _EarlierIncarnations(), Patience()
 
     def resume(self, incarnation: int, version: Version | None, table: tuple[BundleRef, ...] = ()) -> None:
         """All ranks loaded `version`; saving may begin. Of its `table` a keeper that came later has heard from nobody else."""
@@ -265,7 +265,7 @@ class NodeState:
 
     # --- saving
 
-    def sealed(self, held: Held, version: Version) -> None:
+    def sealed(self, held: HeldSlot, version: Version) -> None:
         """The header of a local rank's slot was written."""
         with self.lock:
             held.state = SlotState.SEALED
@@ -273,7 +273,7 @@ class NodeState:
                 self._seal(held, version)
             self.outlets.changed()
 
-    def _seal(self, held: Held, version: Version) -> None:
+    def _seal(self, held: HeldSlot, version: Version) -> None:
         done = self.need_ledger().seal(held.rank, version, _report_seals(held), durable=held.durable)
         if done:
             self.outlets.report(Reports(sealed=done))
@@ -345,7 +345,7 @@ class NodeState:
         if sources:
             self.outlets.replicate(told.version)
 
-    def condemn(self, version: Version, bundle_id: str, reason: str, *, only: Held | None = None) -> None:
+    def condemn(self, version: Version, bundle_id: str, reason: str, *, only: HeldSlot | None = None) -> None:
         """Takes this node's copies of a bundle out of use, or the one in slot `only`, and raises an alarm."""
         with self.lock:
             for held in self.arena.sealed():
@@ -358,7 +358,7 @@ class NodeState:
         text = f"{place}: the copy of bundle {bundle_id} of {version} is not used: {reason}"
         self.alarm(f"quarantine {version} {bundle_id} {place}", text)
 
-    def unpin(self, held: Held, why: str) -> None:
+    def unpin(self, held: HeldSlot, why: str) -> None:
         """An activity no longer needs the slot's bytes."""
         with self.lock:
             held.unpin(why)
@@ -473,7 +473,7 @@ def greeting(state: NodeState, assembly: Assembly) -> Hello:
     )
 
 
-def _report_seals(held: Held) -> tuple[Seal, ...]:
+def _report_seals(held: HeldSlot) -> tuple[Seal, ...]:
     """The coordinator compares digests of images; those of chunks would only make the report long."""
     return tuple(_short(place.seal) for place in held.images.values())
 

@@ -20,7 +20,7 @@ from holdfast.keeper.rpc.messages import ImageSpan
 from holdfast.keeper.slots.idle_windows import Windows
 from holdfast.keeper.slots.job_queue import Worker
 from holdfast.keeper.slots.keeper_state import NodeState
-from holdfast.keeper.slots.slot_pool import Held
+from holdfast.keeper.slots.slot_pool import HeldSlot
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory import slots
 from holdfast.tiers.memory.slots import ImagePlace
@@ -32,7 +32,7 @@ _PIN = "sealing"
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    held: Held
+    held: HeldSlot
     version: Version
     images: tuple[ImageSpan, ...]
 
@@ -52,7 +52,7 @@ class Sealer:
             niceness=0,  # it takes milliseconds, and the next save may wait for the level
         )
 
-    def put(self, held: Held, version: Version, images: Sequence[ImageSpan]) -> None:
+    def put(self, held: HeldSlot, version: Version, images: Sequence[ImageSpan]) -> None:
         """Takes a slot over from the trainer. Under the state's lock.
 
         Raises:
@@ -108,7 +108,7 @@ class Sealer:
         )
 
 
-def _check(held: Held, layout: RankLayout | None, images: Sequence[ImageSpan]) -> None:
+def _check(held: HeldSlot, layout: RankLayout | None, images: Sequence[ImageSpan]) -> None:
     known = {ref.bundle_id: ref for ref in layout.bundles} if layout else {}
     end = 0
     for span in sorted(images, key=lambda span: span.offset):

@@ -25,7 +25,7 @@ from holdfast.keeper.rpc.server import Connection
 from holdfast.keeper.slots import cpu_affinity
 from holdfast.keeper.slots.idle_windows import listen, look
 from holdfast.keeper.slots.keeper_state import NodeState
-from holdfast.keeper.slots.slot_pool import Held
+from holdfast.keeper.slots.slot_pool import HeldSlot
 from holdfast.tiers.memory.processes import has_ended, start_time
 
 # How long a new trainer of a rank waits for the old one to be gone; a killed one frees its memory first.
@@ -57,7 +57,7 @@ class Trainer:
     connection: Connection
     started: int | None = None
     known: set[int] = field(default_factory=set)
-    reading: list[Held] = field(default_factory=list)
+    reading: list[HeldSlot] = field(default_factory=list)
     job_id: str = ""
     restored: tuple[Version, Counter[str]] | None = None
     page: tuple[int, ...] = ()

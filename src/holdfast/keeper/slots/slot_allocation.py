@@ -21,7 +21,7 @@ from holdfast.keeper.rpc.messages import Slots, refusal
 from holdfast.keeper.rpc.server import Answer, Connection
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.sessions import Trainer, Trainers
-from holdfast.keeper.slots.slot_pool import Held
+from holdfast.keeper.slots.slot_pool import HeldSlot
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory import slots as memory
 from holdfast.tiers.memory.slots import Slot
@@ -39,7 +39,7 @@ class _Waiting:
     request: messages.Prepare
 
 
-class Reserve:
+class SlotAllocator:
     """Prepares and adopts slots."""
 
     def __init__(self, state: NodeState, trainers: Trainers) -> None:
@@ -87,7 +87,7 @@ class Reserve:
                     return
                 self._came.wait(left)
 
-    def _populated(self, held: Held, since_s: float, fault: MemoryRefused | None) -> None:
+    def _populated(self, held: HeldSlot, since_s: float, fault: MemoryRefused | None) -> None:
         """The pages of a slot are there, or will never be. In a thread of the arena."""
         state, size, seconds = self._state, held.slot.total_bytes, time.monotonic() - since_s
         with self._came:
@@ -152,7 +152,7 @@ class Reserve:
         if request.num_slots != len(fds):
             raise KeeperError(f"{request.num_slots} slots were announced and {len(fds)} descriptors came")
         rank = connection.greeted.rank
-        adopted: list[Held] = []
+        adopted: list[HeldSlot] = []
         while fds:
             slot = Slot.adopt(fds.pop(0))
             try:

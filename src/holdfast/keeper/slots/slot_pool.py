@@ -41,7 +41,7 @@ class PieceOf:
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class HeldSlot:
     """One slot and what the keeper knows of it.
 
     Attributes:
@@ -112,40 +112,40 @@ class Held:
             del self.pins[why]
 
 
-class Arena:
+class SlotPool:
     """All slots of this node within the memory budget."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
         self._populator = Populator(share_of_cores())
         self._numbers = itertools.count(1)
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, HeldSlot] = {}
         self.make_room: Callable[[], bool] = lambda: False
 
-    def __iter__(self) -> Iterator[Held]:
+    def __iter__(self) -> Iterator[HeldSlot]:
         return iter(tuple(self._held.values()))
 
-    def get(self, slot_id: int) -> Held | None:
+    def get(self, slot_id: int) -> HeldSlot | None:
         return self._held.get(slot_id)
 
-    def of_rank(self, rank: int, *, replica: bool = False) -> list[Held]:
+    def of_rank(self, rank: int, *, replica: bool = False) -> list[HeldSlot]:
         """The rank's slots, oldest first."""
         return [held for held in self._held.values() if held.rank == rank and held.replica is replica]
 
-    def in_use(self, rank: int, *, replica: bool = False) -> list[Held]:
+    def in_use(self, rank: int, *, replica: bool = False) -> list[HeldSlot]:
         """The rank's slots that new versions go into, oldest first: those that are not outgrown."""
         return [held for held in self.of_rank(rank, replica=replica) if not held.outgrown]
 
-    def writing(self, rank: int, version: Version) -> Held | None:
+    def writing(self, rank: int, version: Version) -> HeldSlot | None:
         """The rank's slot that `version` is being written into."""
         for held in self.of_rank(rank):
             if held.state is SlotState.WRITING and held.version == version:
                 return held
         return None
 
-    def find(self, version: Version, bundle_id: str, rank: int | None = None) -> tuple[Held, ImagePlace] | None:
+    def find(self, version: Version, bundle_id: str, rank: int | None = None) -> tuple[HeldSlot, ImagePlace] | None:
         """A sealed copy of the bundle; the rank's own slot first, then other ranks', then replicas."""
-        best: tuple[Held, ImagePlace] | None = None
+        best: tuple[HeldSlot, ImagePlace] | None = None
         for held in self.sealed():
             place = held.images.get(bundle_id)
             if place is None or held.version != version or bundle_id in held.condemned:
@@ -156,7 +156,7 @@ class Arena:
                 best = held, place
         return best
 
-    def find_pieces(self, version: Version, seal: Seal) -> list[tuple[Held, PieceOf]]:
+    def find_pieces(self, version: Version, seal: Seal) -> list[tuple[HeldSlot, PieceOf]]:
         """Return what is here of an image that was not fetched whole."""
         return [
             (held, piece)
@@ -166,7 +166,7 @@ class Arena:
             if piece.seal.bundle_id == seal.bundle_id and seal.digest in ("", piece.seal.digest)
         ]
 
-    def sealed(self) -> list[Held]:
+    def sealed(self) -> list[HeldSlot]:
         """Slots whose header and digests stand."""
         return [held for held in self._held.values() if held.state is SlotState.SEALED]
 
@@ -186,13 +186,13 @@ class Arena:
         self.budget.came(slot.total_bytes)
         return slot
 
-    def promise(self, rank: int, num_bytes: int, num_slots: int, what: str) -> list[Held]:
+    def promise(self, rank: int, num_bytes: int, num_slots: int, what: str) -> list[HeldSlot]:
         """New slots of a rank within the budget, without a page: all of them or none. `populate` makes the pages.
 
         Raises:
             MemoryRefused: with the numbers.
         """
-        made: list[Held] = []
+        made: list[HeldSlot] = []
         try:
             for _ in range(num_slots):
                 made.append(self.add(self._promise(num_bytes, what), rank))
@@ -203,12 +203,12 @@ class Arena:
             raise
         return made
 
-    def populate(self, held: Held, turn: int, done: Callable[[MemoryRefused | None], None]) -> None:
+    def populate(self, held: HeldSlot, turn: int, done: Callable[[MemoryRefused | None], None]) -> None:
         """Begins to make the pages of a slot that was promised; calls `done` in another thread, which calls `populated`."""
         held.pins[POPULATING] += 1
         self._populator.start(held.slot, done, turn=turn)
 
-    def populated(self, held: Held, fault: MemoryRefused | None) -> None:
+    def populated(self, held: HeldSlot, fault: MemoryRefused | None) -> None:
         """All pages of a slot are there, or will never be, and then it goes."""
         if self.get(held.slot.slot_id) is not held:
             return  # it was dropped meanwhile
@@ -241,22 +241,22 @@ class Arena:
                 raise
             reserve()
 
-    def add(self, slot: Slot, rank: int, *, replica: bool = False) -> Held:
+    def add(self, slot: Slot, rank: int, *, replica: bool = False) -> HeldSlot:
         """Makes a slot known; its memory is in the budget already."""
         if slot.slot_id < 0:
             slot.slot_id = next(self._numbers)
-        held = Held(slot, rank, replica)
+        held = HeldSlot(slot, rank, replica)
         self._held[slot.slot_id] = held
         return held
 
-    def drop(self, held: Held) -> None:
+    def drop(self, held: HeldSlot) -> None:
         """Gives a slot's memory back."""
         del self._held[held.slot.slot_id]
         total = held.slot.total_bytes
         held.slot.close()
         self.budget.release(total, to_come=held.state is SlotState.UNPOPULATED)
 
-    def collect(self, is_free: Callable[[Held], bool]) -> None:
+    def collect(self, is_free: Callable[[HeldSlot], bool]) -> None:
         """Frees outgrown slots that may be overwritten."""
         for held in self:
             empty = held.state is SlotState.EMPTY and not held.pins

@@ -15,7 +15,7 @@ from holdfast.core.versions.slot_guard import SlotState
 from holdfast.core.versions.twin_vote import MAX_ENTRIES, Examined
 from holdfast.keeper.slots.job_queue import Worker
 from holdfast.keeper.slots.keeper_state import NodeState
-from holdfast.keeper.slots.slot_pool import Held
+from holdfast.keeper.slots.slot_pool import HeldSlot
 from holdfast.tiers.format import image as image_format
 
 _PIN = "examined"
@@ -23,12 +23,12 @@ _PIN = "examined"
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    held: Held
+    held: HeldSlot
     version: Version
     bundle_id: str
 
 
-class Examiner:
+class TwinExaminer:
     """Looks at copies of bundles whose twins differ."""
 
     def __init__(self, state: NodeState) -> None:

@@ -1,6 +1,6 @@
 """The keeper's hold on storage: opened when first needed, by a worker thread, because a mount may hang.
 
-One Vault per keeper; the root never changes during its life. Everything durable goes through tiers.storage.
+One LazyStorage per keeper; the root never changes during its life. Everything durable goes through tiers.storage.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.tiers.storage.version_store import Storage, open_storage
 MAX_KEPT = 2
 
 
-class Vault:
+class LazyStorage:
     """Opens the storage once and remembers it; a failed attempt is made again by the next caller."""
 
     def __init__(self, root: str, events: Events, *, encryption: KeySource | None = None) -> None:

@@ -21,7 +21,7 @@ from holdfast.keeper.rpc.messages import Assembly
 from holdfast.tiers.storage.version_store import Storage
 
 
-class Retirement:
+class RetentionRunner:
     """Retention over the commits of one process."""
 
     def __init__(self, events: Events) -> None:

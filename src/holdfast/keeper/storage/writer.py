@@ -23,10 +23,10 @@ from holdfast.keeper.rpc.messages import Assembly
 from holdfast.keeper.slots.job_queue import Worker
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.progress import WRITING, Activities
-from holdfast.keeper.slots.slot_pool import Held
-from holdfast.keeper.storage.lazy_storage import Vault
-from holdfast.keeper.storage.retention import Retirement
-from holdfast.keeper.storage.writer_failover import Succession, Writing
+from holdfast.keeper.slots.slot_pool import HeldSlot
+from holdfast.keeper.storage.lazy_storage import LazyStorage
+from holdfast.keeper.storage.retention import RetentionRunner
+from holdfast.keeper.storage.writer_failover import WriteAttempt, WriterFailover
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory.slots import ImagePlace
 from holdfast.tiers.storage.incarnations import make_stamp
@@ -47,7 +47,7 @@ SILENCE_S = 5.0
 SLOWEST_BYTES_PER_S = 1 << 20
 
 
-class _Again:
+class _RetryState:
     """What failed of the newest version that did, and when it is tried again. Under the state's lock.
 
     After MAX_TRIES failures of storage in a row it counts as unserviceable: that is an alarm, and from then on there is
@@ -100,22 +100,22 @@ class Persister:
     """
 
     def __init__(
-        self, state: NodeState, vault: Vault, events: Events, activities: Activities, succession: Succession
+        self, state: NodeState, vault: LazyStorage, events: Events, activities: Activities, succession: WriterFailover
     ) -> None:
         self._state = state
         self._vault = vault
         self._events = events
         self._activities = activities
         self._succession = succession
-        self._worker: Worker[Writing] = Worker(
+        self._worker: Worker[WriteAttempt] = Worker(
             "holdfast persister", self._persist, lambda text: state.alarm("persister", text), on_idle=state.changed
         )
-        self._again = _Again()
-        self._writing: Writing | None = None
+        self._again = _RetryState()
+        self._writing: WriteAttempt | None = None
         self._moved_s = self._told_s = 0.0
         self._allowance_s = 0.0
 
-    def put(self, writing: Writing) -> None:
+    def put(self, writing: WriteAttempt) -> None:
         """Queues parts that are to be written. Under the state's lock."""
         self._again.forget(before=writing.order.version)
         if not self._worker.put(writing):
@@ -146,7 +146,7 @@ class Persister:
             for again in self._again.due() if not self._worker.stopping else ():
                 self._succession.again(again)
 
-    def _persist(self, writing: Writing) -> None:
+    def _persist(self, writing: WriteAttempt) -> None:
         state, order = self._state, writing.order
         try:
             with self._events.span("node.persisted", version=str(order.version), term=order.term) as facts:
@@ -175,7 +175,7 @@ class Persister:
                 f"levels in memory go on, storage is tried every {MAX_PAUSE_S:.0f} s and with every new version",
             )
 
-    def _write(self, writing: Writing) -> int:
+    def _write(self, writing: WriteAttempt) -> int:
         """Writes the order's bundles and parts; returns bytes. Nothing, if the version became durable meanwhile."""
         state, order = self._state, writing.order
         version = order.version
@@ -202,7 +202,7 @@ class Persister:
     def _write_parts(
         self,
         order: Order,
-        places: Mapping[str, tuple[Held, ImagePlace]],
+        places: Mapping[str, tuple[HeldSlot, ImagePlace]],
         assembly: Assembly | None,
         progress: Callable[[int], None],
     ) -> None:
@@ -231,7 +231,7 @@ class Persister:
                 written = PartReport(version, state.node, name, length, digest, ids, part.index)
                 self._succession.wrote(written)
 
-    def _condemn_if_bad(self, version: Version, held: Held, place: ImagePlace, why: str) -> None:
+    def _condemn_if_bad(self, version: Version, held: HeldSlot, place: ImagePlace, why: str) -> None:
         """Takes a copy out of use that does not hold what was sealed: what was refused is not to be written again."""
         view = held.slot.view[place.offset : place.offset + place.seal.length]
         try:
@@ -239,7 +239,7 @@ class Persister:
         except CorruptError:
             self._state.condemn(version, place.ref.bundle_id, why, only=held)
 
-    def _find(self, writing: Writing, ref: BundleRef) -> tuple[Held, ImagePlace]:
+    def _find(self, writing: WriteAttempt, ref: BundleRef) -> tuple[HeldSlot, ImagePlace]:
         found = writing.find(self._state.arena, ref)
         if found is None:
             raise CorruptError(
@@ -273,15 +273,15 @@ class CommitJob:
 class Committer:
     """Writes root manifests and applies retention; idle except on the coordinator's node."""
 
-    def __init__(self, state: NodeState, vault: Vault, events: Events) -> None:
+    def __init__(self, state: NodeState, vault: LazyStorage, events: Events) -> None:
         self._state = state
         self._vault = vault
         self._events = events
         self._worker: Worker[CommitJob] = Worker(
             "holdfast committer", self._commit, lambda text: state.alarm("committer", text), on_idle=state.changed
         )
-        self._retirement = Retirement(events)
-        self._again = _Again()
+        self._retirement = RetentionRunner(events)
+        self._again = _RetryState()
 
     def put(self, job: CommitJob) -> bool:
         """Queues a commit. Under the state's lock."""

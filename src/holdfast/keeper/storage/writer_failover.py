@@ -1,7 +1,7 @@
 """The lines of writers, carried out: what this node writes of a version, what it keeps to be able to take over.
 
 Feeds core.takeover.Watch with what the coordinator passes on and with the clock, and hands its orders to the persister.
-A slot that this node writes from is pinned from the moment it is found (`Writing`). One that it may have to write from,
+A slot that this node writes from is pinned from the moment it is found (`WriteAttempt`). One that it may have to write from,
 because another node is slower or fails, is kept too, but yields to a save that finds no other slot: a checkpoint that is
 being written must not be the reason that newer ones are not taken. All methods run under the state's lock and only queue.
 """
@@ -20,7 +20,7 @@ from holdfast.core.versions.node_ledger import Reports
 from holdfast.core.versions.slot_guard import SlotState
 from holdfast.core.versions.writer_failover import Order, Watch
 from holdfast.keeper.slots.keeper_state import NodeState
-from holdfast.keeper.slots.slot_pool import Arena, Held
+from holdfast.keeper.slots.slot_pool import HeldSlot, SlotPool
 from holdfast.tiers.memory.slots import ImagePlace
 
 logger = logging.getLogger(__name__)
@@ -30,33 +30,33 @@ WATCHING_PIN = "watching"
 
 
 @dataclass(slots=True, eq=False)
-class Writing:
-    """One attempt at an order. Its slots stay as they are from the moment they are found until `Succession.done`.
+class WriteAttempt:
+    """One attempt at an order. Its slots stay as they are from the moment they are found until `WriterFailover.done`.
 
     Attributes:
         held: the slots that are pinned for it, each once.
     """
 
     order: Order
-    held: list[Held] = field(default_factory=list)
+    held: list[HeldSlot] = field(default_factory=list)
 
-    def find(self, arena: Arena, ref: BundleRef) -> tuple[Held, ImagePlace] | None:
+    def find(self, arena: SlotPool, ref: BundleRef) -> tuple[HeldSlot, ImagePlace] | None:
         """Returns a sealed copy of a bundle, pinned; None if there is none here. Under the state's lock."""
         found = arena.find(self.order.version, ref.bundle_id)
         if found is not None:
             self._pin(found[0])
         return found
 
-    def _pin(self, held: Held) -> None:
+    def _pin(self, held: HeldSlot) -> None:
         if held not in self.held:
             held.pins[WRITING_PIN] += 1
             self.held.append(held)
 
 
-class Succession:
+class WriterFailover:
     """One keeper's place in all lines. `put` hands an order to the persister."""
 
-    def __init__(self, state: NodeState, events: Events, put: Callable[[Writing], None]) -> None:
+    def __init__(self, state: NodeState, events: Events, put: Callable[[WriteAttempt], None]) -> None:
         self._state = state
         self._events = events
         self._put = put
@@ -125,7 +125,7 @@ class Succession:
         if state.ledger is not None and version.incarnation == state.ledger.incarnation:
             state.outlets.report(Reports(at_work=(version,)))
 
-    def done(self, writing: Writing) -> None:
+    def done(self, writing: WriteAttempt) -> None:
         """Frees the slots of an order that is carried out, failed or dropped; those that another needs stay pinned."""
         held, writing.held = writing.held, []
         for slot in held:
@@ -150,7 +150,7 @@ class Succession:
 
     def _submit(self, order: Order) -> None:
         """Queues an order. What it needs and is here stays; what is still on its way here is looked for when its turn comes."""
-        writing = Writing(order)
+        writing = WriteAttempt(order)
         for part in order.parts:
             for ref in part.refs:
                 writing.find(self._state.arena, ref)

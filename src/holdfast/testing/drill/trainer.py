@@ -28,7 +28,7 @@ from holdfast.checkpoint.save.memory_saver import Saver
 from holdfast.core.model import Version
 from holdfast.keeper.rpc import spawn as start
 from holdfast.keeper.rpc.client import KeeperClient
-from holdfast.keeper.rpc.paths import Place
+from holdfast.keeper.rpc.paths import RuntimePaths
 from holdfast.testing.checks.evidence import state_digest
 from holdfast.testing.drill.crash_points import Journal
 from holdfast.testing.drill.plan import SHAPES, TWINS, Save
@@ -60,7 +60,7 @@ def forked_trainer(setup: Setup, ground: Ground) -> int:
 def _ask_the_lane(answers: int, journal: Journal) -> None:
     """A keeper that is missed is forked by the lane, instead of being started as a fresh interpreter."""
 
-    def spawn(place: Place, root: str, config: Config, deadline: float) -> bool:
+    def spawn(place: RuntimePaths, root: str, config: Config, deadline: float) -> bool:
         del root, config
         journal.write("keeper wanted")
         return start._await_ready(answers, place, deadline)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from holdfast.base.config import Config
 from holdfast.keeper.rpc import spawn
-from holdfast.keeper.rpc.paths import Place, place_of
+from holdfast.keeper.rpc.paths import RuntimePaths, place_of
 from holdfast.keeper.service.keeper import Keeper, KeeperOptions, become_keeper, clean
 from holdfast.testing.drill.keeper import options_of
 from holdfast.testing.drill.plan import LAST_LIFE, NO_STRIKE, SOLO, LifePlan, Trial, saves
@@ -68,7 +68,7 @@ def await_end(setup: Setup) -> None:
         time.sleep(_POLL_S)
 
 
-def await_keeper(place: Place, root: str, config: Config, deadline: float) -> bool:
+def await_keeper(place: RuntimePaths, root: str, config: Config, deadline: float) -> bool:
     """Instead of `start._spawn`: the lane is about to be the keeper."""
     del root, config
     while not (found := spawn._answers(place)) and time.monotonic() < deadline:

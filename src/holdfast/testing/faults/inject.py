@@ -31,13 +31,13 @@ from holdfast.base.errors import KeeperLost
 from holdfast.core.versions import writer_failover
 from holdfast.keeper.coordination import coordinator
 from holdfast.keeper.coordination.coordinator import Coordinator
-from holdfast.keeper.coordination.coordinator_client import Uplink
-from holdfast.keeper.fetch.fetch_bundles import Obtainer
+from holdfast.keeper.coordination.coordinator_client import CoordinatorClient
+from holdfast.keeper.fetch.fetch_bundles import BundleFetcher
 from holdfast.keeper.fetch.prefetch import Preloader
 from holdfast.keeper.replication.replicator import Replicator
 from holdfast.keeper.service import keeper_main
-from holdfast.keeper.service.peer_requests import PeerDesk
-from holdfast.keeper.service.save_requests import Saving
+from holdfast.keeper.service.peer_requests import PeerRequests
+from holdfast.keeper.service.save_requests import SaveRequests
 from holdfast.keeper.slots.sealer import Sealer
 from holdfast.keeper.storage import writer
 from holdfast.keeper.storage.writer import Persister
@@ -57,16 +57,16 @@ SILENCE_S = 1.5
 
 PLACES: dict[str, tuple[Any, str]] = {
     "pages": (memory_pages, "allocate"),
-    "begin": (Saving, "begin"),
+    "begin": (SaveRequests, "begin"),
     "seal": (Sealer, "_seal"),
-    "send": (PeerDesk, "pull"),
+    "send": (PeerRequests, "pull"),
     "receive": (Replicator, "_pull_rank"),
     "persist": (Storage, "write_bundle"),
     "part": (Storage, "write_part"),
     "commit": (Storage, "commit"),
     "retire": (Storage, "retire"),
     "announce": (Coordinator, "_announce"),
-    "obtain": (Obtainer, "obtain"),
+    "obtain": (BundleFetcher, "obtain"),
     "preload": (Preloader, "_fetch"),
 }
 SIGNALS = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}
@@ -129,7 +129,7 @@ class Wounds:
         setattr(Persister, "_write_parts", write_parts)  # noqa: B010  # mypy lets no method be assigned
 
     def _open_wire(self) -> None:
-        send, connect, flush = Channel.send_bulk, frames.connect, Uplink._flush
+        send, connect, flush = Channel.send_bulk, frames.connect, CoordinatorClient._flush
 
         def send_bulk(channel: Channel, body: bytes, view: memoryview, **more: Any) -> None:
             what, _, at = self._line().partition("@")
@@ -147,13 +147,13 @@ class Wounds:
             self._require_line(address)
             return connect(address, **more)
 
-        def flush_line(uplink: Uplink) -> None:
+        def flush_line(uplink: CoordinatorClient) -> None:
             if uplink.coordinator is None:
                 self._require_line("the coordinator")
             flush(uplink)
 
         setattr(Channel, "send_bulk", send_bulk)  # noqa: B010
-        setattr(Uplink, "_flush", flush_line)  # noqa: B010
+        setattr(CoordinatorClient, "_flush", flush_line)  # noqa: B010
         frames.connect = reach
 
     def _require_line(self, where: str) -> None:

@@ -21,13 +21,13 @@ from holdfast.keeper.replication import replicator
 from holdfast.keeper.replication.image_transfer import PeerReader
 from holdfast.keeper.replication.replicator import Replicator
 from holdfast.keeper.service import dispatch
-from holdfast.keeper.service.peer_requests import PeerDesk
-from holdfast.keeper.service.save_requests import Saving
+from holdfast.keeper.service.peer_requests import PeerRequests
+from holdfast.keeper.service.save_requests import SaveRequests
 from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.storage import retention as retire
 from holdfast.keeper.storage import writer
 from holdfast.keeper.storage.writer import Persister
-from holdfast.keeper.storage.writer_failover import WRITING_PIN, Succession, Writing
+from holdfast.keeper.storage.writer_failover import WRITING_PIN, WriteAttempt, WriterFailover
 from holdfast.testing.drill.planted.bugs import always, put, unproved_writes
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.storage.version_store import Storage
@@ -131,12 +131,12 @@ def _signs_for_ever() -> None:
 
 
 def _pins_of_another_order() -> None:
-    def done(self: Succession, writing: Writing) -> None:
+    def done(self: WriterFailover, writing: WriteAttempt) -> None:
         for held in self._state.arena:
             if held.version == writing.order.version:
                 held.pins.pop(WRITING_PIN, None)
 
-    put(Succession, "done", done)
+    put(WriterFailover, "done", done)
     unproved_writes()
 
 
@@ -180,7 +180,7 @@ def _suspect_is_captured() -> None:
 
 
 def _nothing_is_retried() -> None:
-    put(writer._Again, "due", always(()))
+    put(writer._RetryState, "due", always(()))
 
 
 # --- retention ------------------------------------------------------------------------------------------------------
@@ -212,8 +212,8 @@ _STORAGES: list[Storage] = []
 
 
 def _inventory_of_one() -> None:
-    inventory = PeerDesk.inventory
-    put(PeerDesk, "inventory", lambda self, **_: inventory(self, wide=False))
+    inventory = PeerRequests.inventory
+    put(PeerRequests, "inventory", lambda self, **_: inventory(self, wide=False))
 
 
 def _past_assembles() -> None:
@@ -227,15 +227,15 @@ def _past_assembles() -> None:
 
 
 def _past_saves() -> None:
-    begin = Saving.begin
+    begin = SaveRequests.begin
 
-    def anything(self: Saving, connection: Any, request: Any) -> None:
+    def anything(self: SaveRequests, connection: Any, request: Any) -> None:
         ledger = self._state.need_ledger()
         if request.version.incarnation < ledger.incarnation:
             request = _as_of(request, Version(ledger.incarnation, request.version.step))
         begin(self, connection, request)
 
-    put(Saving, "begin", anything)
+    put(SaveRequests, "begin", anything)
 
 
 def _as_of(request: Any, version: Version) -> Any:
@@ -244,7 +244,7 @@ def _as_of(request: Any, version: Version) -> Any:
 
 
 def _past_is_served() -> None:
-    put(PeerDesk, "_require_present", always(None))
+    put(PeerRequests, "_require_present", always(None))
 
 
 def _everybody_may_say_everything() -> None:

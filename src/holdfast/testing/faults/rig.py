@@ -26,7 +26,7 @@ from holdfast.core.layout.bundles import plan_bundles, rank_layout
 from holdfast.core.model import Bundle, Extent, Level, RankLayout, Shard, Topology, Version
 from holdfast.elastic.watchdog.proc_stats import state
 from holdfast.keeper.rpc.client import Assembly, ImageSpan, KeeperClient, Slot
-from holdfast.keeper.rpc.paths import Place, place_of
+from holdfast.keeper.rpc.paths import RuntimePaths, place_of
 from holdfast.keeper.rpc.spawn import ensure_keeper
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.memory.processes import start_time
@@ -105,7 +105,7 @@ class Rig:
         """Settings of the node's keeper."""
         return Config(runtime_dir=str(self.base / "rt"), node_label=self.labels[node], **self.config)
 
-    def keeper(self, node: int) -> Place:
+    def keeper(self, node: int) -> RuntimePaths:
         """Return where the node's keeper is; it is started if there is none."""
         place = ensure_keeper(self.root, self.config_of(node))
         self.pids.add(self.pid_of(place))
@@ -142,7 +142,7 @@ class Rig:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
 
-    def pid_of(self, place: Place) -> int:
+    def pid_of(self, place: RuntimePaths) -> int:
         """Process id of the keeper there."""
         viewer = KeeperClient.connect(place.socket, job=place.job)
         try:

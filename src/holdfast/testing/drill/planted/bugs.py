@@ -26,7 +26,7 @@ from holdfast.core.versions.coordinator_board import Announcement, Board, Commit
 from holdfast.core.versions.node_ledger import NodeLedger
 from holdfast.keeper.service.keeper import Keeper
 from holdfast.keeper.storage import retention as retire
-from holdfast.keeper.storage.writer_failover import Writing
+from holdfast.keeper.storage.writer_failover import WriteAttempt
 from holdfast.testing.drill import plan
 from holdfast.testing.drill.crash_points import RECORD
 from holdfast.testing.drill.plan import LAST_LIFE, PAIR, SOLO, TWINS, Aim, LifePlan, Save, Trial
@@ -179,7 +179,7 @@ def _pins_ignored() -> None:
         time.sleep(WINDOW_S)
         return write(self, *args, **kwargs)
 
-    put(Writing, "_pin", always(None))
+    put(WriteAttempt, "_pin", always(None))
     put(Storage, "write_bundle", write_bundle)
     unproved_writes()
 
