@@ -76,4 +76,4 @@ def test_a_line_that_the_system_refuses_is_told_and_tried_again(
     eventually(lambda: line.leader == 1)
     eventually(lambda: not node.state.alarms)
     line.stop()
-    node.state.arena.close()
+    node.state.slot_pool.close()

@@ -113,8 +113,8 @@ def registry(gone: list[int]) -> Trainers:
     """Of a keeper that has no slots; who leaves is noted in `gone`."""
     state = SimpleNamespace(
         lock=threading.RLock(),
-        arena=SimpleNamespace(of_rank=lambda _: []),
-        outlets=SimpleNamespace(changed=lambda: None),
+        slot_pool=SimpleNamespace(of_rank=lambda _: []),
+        callbacks=SimpleNamespace(changed=lambda: None),
         place=SimpleNamespace(node="n0"),
     )
     return Trainers(state, lambda trainer: gone.append(trainer.rank))

@@ -61,10 +61,10 @@ def state(stored: tuple[Storage, Fetch]) -> Iterator[NodeState]:
     made = NodeState(SimpleNamespace(node="a", job="j"), SlotPool(budget))
     made.ledger = NodeLedger(node=0, topology=Topology(("a",), (0,)), incarnation=2, lineage=Lineage())
     made.ledger.resume(None)
-    outlets = ("report", "push", "replicate", "writing", "began", "examine", "follow", "changed")
-    made.outlets = SimpleNamespace(**dict.fromkeys(outlets, nothing))
+    callbacks = ("report", "push", "replicate", "writing", "began", "examine", "follow", "changed")
+    made.callbacks = SimpleNamespace(**dict.fromkeys(callbacks, nothing))
     yield made
-    made.arena.close()
+    made.slot_pool.close()
 
 
 def test_what_failed_to_arrive_is_handed_on_no_more_before_its_slot_is_free(
@@ -72,10 +72,10 @@ def test_what_failed_to_arrive_is_handed_on_no_more_before_its_slot_is_free(
 ) -> None:
     """Its first chunks were proved, and the next node asks for them just when the fetch is given up."""
     storage, fetch = stored
-    landings = IncomingBundles()
-    desk = RelayRequests(state, landings)
-    vault = LazyStorage(storage.where, Events())
-    obtainer = BundleFetcher(state, vault, Activities(state), landings, nothing)
+    incoming = IncomingBundles()
+    desk = RelayRequests(state, incoming)
+    lazy_storage = LazyStorage(storage.where, Events())
+    bundle_fetcher = BundleFetcher(state, lazy_storage, Activities(state), incoming, nothing)
     sent: list[int] = []
     channel = SimpleNamespace(send_bulk=lambda _, view, **__: sent.append(len(view)))
     connection = SimpleNamespace(greeted=SimpleNamespace(job_id="", incarnation=2), channel=channel)
@@ -103,6 +103,6 @@ def test_what_failed_to_arrive_is_handed_on_no_more_before_its_slot_is_free(
     monkeypatch.setattr(IncomingBundles, "proved", proved)
     monkeypatch.setattr(HeldSlot, "clear", cleared)
     with pytest.raises(CorruptError, match="chunk 2"):
-        obtainer.obtain(0, V, [fetch], 30.0)
+        bundle_fetcher.obtain(0, V, [fetch], 30.0)
     assert sent == [CHUNK_BYTES], "while it arrived it was handed on"
     assert asked == [1]

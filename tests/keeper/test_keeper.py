@@ -584,5 +584,5 @@ def test_descriptors_and_threads_do_not_grow(make_rig: MakeRig) -> None:
     for step in range(5, 60):
         reached([trainer], trainer.save(step, durable=step % 5 == 0), Level.CAPTURED)
         rig.status(0)
-    # A thread of the crew, or a connection that is about to end, may come and go; what grows does so with every step.
+    # A thread of the pool, or a connection that is about to end, may come and go; what grows does so with every step.
     eventually(lambda: all(now < then + 5 for now, then in zip(counts(), before, strict=True)))

@@ -434,21 +434,21 @@ def test_a_quarantined_copy_is_not_offered_again(make_rig: MakeRig) -> None:
 
 
 def test_of_copies_on_a_node_the_own_is_taken_first_and_a_replica_last() -> None:
-    arena, version, kept = SlotPool(SimpleNamespace()), Version(1, 4), []
+    slot_pool, version, kept = SlotPool(SimpleNamespace()), Version(1, 4), []
     for number, (rank, is_replica) in enumerate(((7, True), (1, False), (0, False), (0, True)), 1):
-        held = arena.add(SimpleNamespace(slot_id=number), rank, replica=is_replica)
+        held = slot_pool.add(SimpleNamespace(slot_id=number), rank, replica=is_replica)
         held.state, held.version, held.images = SlotState.SEALED, version, {"shared": number}
         kept.append(held)
 
     def taken(rank: int) -> int:
-        found = arena.find(version, "shared", rank)
+        found = slot_pool.find(version, "shared", rank)
         return found[1] if found else 0
 
     assert [taken(rank) for rank in (0, 1, 7)] == [3, 2, 2]
     kept[1].condemned.add("shared")
     kept[2].condemned.add("shared")
     assert taken(0) == 1
-    assert arena.find(Version(1, 5), "shared", 0) is None
+    assert slot_pool.find(Version(1, 5), "shared", 0) is None
 
 
 def test_appointments_reach_every_rank(make_rig: MakeRig) -> None:

@@ -52,8 +52,8 @@ def test_trainers_hear_of_long_work_and_the_status_shows_it(tmp_path: Path, monk
     place = place_of(str(tmp_path / "ck"), Config(runtime_dir=str(tmp_path / "rt"), node_label="n"))
     (tmp_path / "rt").mkdir(mode=0o700)
     state = NodeState(place, SlotPool(Budget(place.budget, "1MiB")))
-    ignore = lambda *_: None  # noqa: E731 - the other outlets
-    state.outlets = StateCallbacks(**{**dict.fromkeys(StateCallbacks.__slots__, ignore), "push": pushed.__setitem__})
+    ignore = lambda *_: None  # noqa: E731 - the other callbacks
+    state.callbacks = StateCallbacks(**{**dict.fromkeys(StateCallbacks.__slots__, ignore), "push": pushed.__setitem__})
     activities = Activities(state)
     with activities.start(WRITING, V, 1 << 20), activities.start(RESTORING, V, 4 << 20, rank=2) as add:
         add(1 << 20)
@@ -82,7 +82,7 @@ def test_trainers_hear_of_long_work_and_the_status_shows_it(tmp_path: Path, monk
     }
     lines = list(status_tool._lines(facts))
     assert lines[-1] == f"restoring {V} for rank 2: 2.0 MiB of 4.0 MiB, 512.0 KiB/s, 4 s left"
-    state.arena.close()
+    state.slot_pool.close()
 
 
 def test_a_rank_logs_the_work_that_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:

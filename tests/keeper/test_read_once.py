@@ -181,18 +181,18 @@ def test_a_torn_file_is_refused_by_every_rank(rig: Rig) -> None:
 # What is handed on while the rest still arrives.
 
 
-def desk(landings: IncomingBundles) -> tuple[RelayRequests, SimpleNamespace, list[bytes]]:
+def desk(incoming: IncomingBundles) -> tuple[RelayRequests, SimpleNamespace, list[bytes]]:
     sent: list[bytes] = []
     state = SimpleNamespace(
         lock=threading.RLock(),
         assembly=None,
         incarnation=1,
-        arena=SimpleNamespace(find=lambda *_: None),
+        slot_pool=SimpleNamespace(find=lambda *_: None),
         unpin=lambda held, why: held.unpin(why),
     )
     channel = SimpleNamespace(send_bulk=lambda _, view, **__: sent.append(bytes(view)))
     return (
-        RelayRequests(state, landings),
+        RelayRequests(state, incoming),
         SimpleNamespace(channel=channel, greeted=SimpleNamespace(incarnation=1)),
         sent,
     )  # type: ignore[arg-type]
@@ -205,11 +205,11 @@ def test_proved_chunks_are_handed_on_before_the_bundle_is_whole() -> None:
     pins: Counter[str] = Counter()
     held = SimpleNamespace(slot=SimpleNamespace(view=data), pins=pins, unpin=lambda why: pins.subtract([why]))
     seal = image_format.seal("b", data)
-    landings = IncomingBundles()
-    one, connection, sent = desk(landings)
-    landing = landings.begin(ONCE, "b", held, 0)  # type: ignore[arg-type]
-    landings.known(landing, seal)
-    landings.proved(landing, 1000)
+    incoming = IncomingBundles()
+    one, connection, sent = desk(incoming)
+    landing = incoming.begin(ONCE, "b", held, 0)  # type: ignore[arg-type]
+    incoming.known(landing, seal)
+    incoming.proved(landing, 1000)
     answer = one.ask(connection, messages.AskLanding(id=1, version=ONCE, bundle_id="b", beyond=0))
     assert (answer.ready, answer.seal) == (1000, seal)
     one.pull(connection, messages.PullLanding(id=1, version=ONCE, bundle_id="b", start=0, length=1000))
@@ -220,10 +220,10 @@ def test_proved_chunks_are_handed_on_before_the_bundle_is_whole() -> None:
     ask = messages.AskLanding(id=1, version=ONCE, bundle_id="b", beyond=1000)
     thread = threading.Thread(target=lambda: waiting.append(one.ask(connection, ask).ready))
     thread.start()
-    landings.proved(landing, 2000)
+    incoming.proved(landing, 2000)
     thread.join(10)
     assert waiting == [3000]
-    landings.end(ONCE, {"b": landing}, "the disk is gone")
+    incoming.end(ONCE, {"b": landing}, "the disk is gone")
     with pytest.raises(VersionNotFound):
         one.pull(connection, messages.PullLanding(id=1, version=ONCE, bundle_id="b", start=0, length=1000))
     assert pins.total() == 0

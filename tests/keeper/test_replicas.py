@@ -1,6 +1,6 @@
 """Pulls that are repeated: a version is never brought twice, takes one slot of a rank, and never bars what is newer.
 
-The keeper's own Replicator, state and arena of node 1 of 2; only the reader of the peer and the news are stand-ins.
+The keeper's own Replicator, state and slot pool of node 1 of 2; only the reader of the peer and the news are stand-ins.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Node:
         self.asked: list[Callable[[], None]] = []
         self.replicator = Replicator(self.state, Events(), self._survey)
         drop: Callable[..., None] = lambda *_: None  # noqa: E731
-        self.state.outlets = StateCallbacks(drop, drop, self.replicator.put, drop, drop, drop, drop, drop)
+        self.state.callbacks = StateCallbacks(drop, drop, self.replicator.put, drop, drop, drop, drop, drop)
 
     def _survey(self) -> Inventory:
         """What this node holds at first, then what node 0 does: all of what was resumed from."""
@@ -175,7 +175,7 @@ class Node:
         return [(held.version, sorted(held.images)) for held in self.replicas(rank)]
 
     def replicas(self, rank: int = 0) -> list[HeldSlot]:
-        return self.state.arena.of_rank(rank, replica=True)
+        return self.state.slot_pool.of_rank(rank, replica=True)
 
     def goes_on(self, *versions: Version) -> None:
         """Newer versions are pulled of every rank and replicated, as if nothing had been."""
@@ -205,7 +205,7 @@ def make_node(tmp_path: Path) -> Iterator[MakeNode]:
     yield make
     for node in made:
         node.replicator.stop()
-        node.state.arena.close()
+        node.state.slot_pool.close()
 
 
 # --- the same once more
@@ -289,7 +289,7 @@ def test_a_bad_image_is_brought_again_beside_the_good_one(make_node: MakeNode) -
     node.assemble(1)
     node.state.resume(1, None)
     node.replicate(RESUMED)
-    used = node.state.arena.budget.used
+    used = node.state.slot_pool.budget.used
     node.replicas()[0].condemned.add("g0-0")
     node.come_back()
     node.replicator.refill(RESUMED)
@@ -298,7 +298,7 @@ def test_a_bad_image_is_brought_again_beside_the_good_one(make_node: MakeNode) -
     assert Peer.pulled.count((RESUMED, "g0-1")) == 1, "it is good, and not brought again"
     assert node.slots() == [(RESUMED, ["g0-0", "g0-1"]), (RESUMED, ["g0-0"])]
     node.goes_on(NEXT, Version(2, 101))
-    assert node.state.arena.budget.used == 2 * used
+    assert node.state.slot_pool.budget.used == 2 * used
 
 
 def test_a_copy_that_went_bad_altogether_gives_its_slot_back(make_node: MakeNode) -> None:
@@ -319,20 +319,20 @@ def test_parts_of_a_version_from_two_nodes_at_once_take_one_slot(make_node: Make
     node = make_node(parts=2)
     node.come_back()
     meeting = threading.Barrier(2, timeout=30)
-    allocate = node.state.arena.allocate
+    allocate = node.state.slot_pool.allocate
 
     def together(*args: Any) -> Any:
         slot = allocate(*args)
         meeting.wait()  # neither has a slot yet that the other could see
         return slot
 
-    node.state.arena.allocate = together  # type: ignore[method-assign]
+    node.state.slot_pool.allocate = together  # type: ignore[method-assign]
     first, second = (ref for ref in node.table if ref.ranks == (0,))
     with node.state.lock:
         node.replicator._queue(0, RESUMED, {0: [first]})
         node.replicator._queue(1, RESUMED, {0: [second]})
     node.rest()
-    node.state.arena.allocate = allocate  # type: ignore[method-assign]
+    node.state.slot_pool.allocate = allocate  # type: ignore[method-assign]
     assert sorted(node.slots()) == [(RESUMED, ["g0-0"]), (RESUMED, ["g0-1"])]
     assert [held.outgrown for held in node.replicas()] == [False, True]
     node.goes_on(NEXT, Version(2, 101))
@@ -423,7 +423,7 @@ def test_a_replica_for_which_no_descriptor_is_left_is_told_and_tried_again(make_
     node.hear(Kind.CAPTURED, Version(1, 3))
     node.rest()  # the puller's thread has begun, and opened what it needs
     for held in node.replicas():
-        node.state.arena.drop(held)
+        node.state.slot_pool.drop(held)
     with without_descriptors(os.getpid()):
         node.replicator.tick()
         eventually(lambda: node.replicator.idle)

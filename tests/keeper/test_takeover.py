@@ -213,20 +213,20 @@ def test_who_cannot_write_says_so_and_the_next_in_line_begins_without_waiting_fo
     )
     ledger = SimpleNamespace(incarnation=1, parts_of=lambda _: parts)
 
-    def succession(node: int) -> WriterFailover:
+    def failover(node: int) -> WriterFailover:
         state = SimpleNamespace(
             node=node,
             ledger=ledger,
             need_ledger=lambda: ledger,
-            arena=_Found(),
-            outlets=SimpleNamespace(report=told.append),
+            slot_pool=_Found(),
+            callbacks=SimpleNamespace(report=told.append),
         )
         made = WriterFailover(state, Events(), queued.append)
         made.begin()
         made.hear(Announcement(Kind.PERSIST, version, ""))
         return made
 
-    first, second = succession(1), succession(0)
+    first, second = failover(1), failover(0)
     (writing,) = queued
     first.failed(writing.order, "no space is left")
     assert told == [Reports(failures=(WriteFailure(version, (0, 2), "no space is left", gone=True),))]
@@ -243,11 +243,11 @@ def test_what_is_written_from_stays_until_every_order_that_needs_it_is_done() ->
     for held, name in ((own, "mine"), (replica, "theirs"), (other, "nobody's")):
         held.state, held.version, held.images = SlotState.SEALED, version, {name: None}
     state = SimpleNamespace(
-        arena=_Found([own, replica, other]),
+        slot_pool=_Found([own, replica, other]),
         ledger=SimpleNamespace(incarnation=1, standing=lambda _: (frozenset(), "", False)),
         unpin=lambda held, why: held.unpin(why),
     )
-    succession = WriterFailover(state, Events(), queued.append)
+    failover = WriterFailover(state, Events(), queued.append)
     orders = [
         writer_failover.Order(
             version, (writer_failover.Part(index, (0,), (BundleRef(name, (0,), 0, 1, 8, ""),)),), term, ""
@@ -255,15 +255,15 @@ def test_what_is_written_from_stays_until_every_order_that_needs_it_is_done() ->
         for index, (name, term) in enumerate((("mine", 0), ("theirs", 1)))
     ]
     for order in (*orders, orders[1]):
-        succession.again(order)
+        failover.again(order)
     assert [writing.order for writing in queued] == [*orders, orders[1]]
 
-    succession.done(queued[0])
-    succession.done(queued[0])  # doing it twice is doing it once
+    failover.done(queued[0])
+    failover.done(queued[0])  # doing it twice is doing it once
     assert (own.pins.total(), replica.pins.total(), other.pins.total()) == (0, 2, 0)
-    succession.done(queued[1])
+    failover.done(queued[1])
     assert replica.pins.total() == 1
-    succession.done(queued[2])
+    failover.done(queued[2])
     assert replica.pins.total() == 0
 
 
@@ -276,23 +276,25 @@ def test_what_may_have_to_be_taken_over_stays_until_a_save_finds_no_other_slot()
     newer.version = Version(1, 5)
     part = writer_failover.Part(0, (1, 0), (BundleRef("shared", (0, 1), 0, 1, 8, ""),))
     ledger = SimpleNamespace(incarnation=1, parts_of=lambda _: (part,))
-    arena = _Found([own, replica, newer])
-    state = SimpleNamespace(node=0, arena=arena, need_ledger=lambda: ledger, unpin=lambda held, why: held.unpin(why))
-    succession = WriterFailover(state, Events(), queued.append)
-    succession.begin()
+    slot_pool = _Found([own, replica, newer])
+    state = SimpleNamespace(
+        node=0, slot_pool=slot_pool, need_ledger=lambda: ledger, unpin=lambda held, why: held.unpin(why)
+    )
+    failover = WriterFailover(state, Events(), queued.append)
+    failover.begin()
 
     def pins() -> list[int]:
         return [held.pins.total() for held in (own, replica, newer)]
 
-    succession.hear(Announcement(Kind.PERSIST, version, ""))
+    failover.hear(Announcement(Kind.PERSIST, version, ""))
     assert (pins(), queued) == ([1, 0, 0], [])
-    succession.hear(Announcement(Kind.DURABLE, version, ""))
+    failover.hear(Announcement(Kind.DURABLE, version, ""))
     assert pins() == [0, 0, 0]
 
-    succession.hear(Announcement(Kind.PERSIST, version, ""))
-    assert succession.yield_slots(0), "a save waits"
+    failover.hear(Announcement(Kind.PERSIST, version, ""))
+    assert failover.yield_slots(0), "a save waits"
     assert pins() == [0, 0, 0]
-    assert not succession.yield_slots(0)
+    assert not failover.yield_slots(0)
 
 
 class _Found(list):

@@ -10,7 +10,7 @@ TIMEOUT_S = 10.0
 
 
 def test_work_waits_for_a_thread_and_all_of_it_is_done() -> None:
-    crew, at_work, most, done = ThreadPool("test crew", 3), [0], [0], threading.Semaphore(0)
+    thread_pool, at_work, most, done = ThreadPool("test pool", 3), [0], [0], threading.Semaphore(0)
     lock, together = threading.Lock(), threading.Barrier(3)
 
     def work() -> None:
@@ -23,53 +23,53 @@ def test_work_waits_for_a_thread_and_all_of_it_is_done() -> None:
         done.release()
 
     for _ in range(30):
-        crew.lend(work)
+        thread_pool.lend(work)
 
     for _ in range(30):
         assert done.acquire(timeout=TIMEOUT_S)
     assert most[0] == 3
-    crew.stop(TIMEOUT_S)
-    assert not [thread for thread in threading.enumerate() if thread.name == "test crew"]
+    thread_pool.stop(TIMEOUT_S)
+    assert not [thread for thread in threading.enumerate() if thread.name == "test pool"]
 
 
 def test_who_steps_aside_makes_room() -> None:
     """Every piece of work waits for the next one, so one thread at work at once would never end."""
-    crew, events = ThreadPool("test crew", 1), [threading.Event() for _ in range(20)]
+    thread_pool, events = ThreadPool("test pool", 1), [threading.Event() for _ in range(20)]
 
     def wait_for(number: int) -> None:
-        with crew.aside():
+        with thread_pool.aside():
             assert events[number + 1].wait(TIMEOUT_S)
         events[number].set()
 
     for number in range(19):
-        crew.lend(lambda number=number: wait_for(number))
-    crew.lend(events[19].set)
+        thread_pool.lend(lambda number=number: wait_for(number))
+    thread_pool.lend(events[19].set)
 
     assert events[0].wait(TIMEOUT_S)
-    crew.stop(TIMEOUT_S)
-    assert not [thread for thread in threading.enumerate() if thread.name == "test crew"]
+    thread_pool.stop(TIMEOUT_S)
+    assert not [thread for thread in threading.enumerate() if thread.name == "test pool"]
 
 
 def test_work_that_fails_costs_no_thread() -> None:
-    crew, done = ThreadPool("test crew", 1), threading.Event()
+    thread_pool, done = ThreadPool("test pool", 1), threading.Event()
 
     def fail() -> None:
         raise ValueError("on purpose")
 
-    crew.lend(fail)
-    crew.lend(done.set)
+    thread_pool.lend(fail)
+    thread_pool.lend(done.set)
 
     assert done.wait(TIMEOUT_S)
-    crew.stop(TIMEOUT_S)
+    thread_pool.stop(TIMEOUT_S)
 
 
 def test_what_was_lent_before_the_end_is_still_done() -> None:
-    crew, done, go = ThreadPool("test crew", 1), [], threading.Event()
-    crew.lend(lambda: go.wait(TIMEOUT_S) or None)
+    thread_pool, done, go = ThreadPool("test pool", 1), [], threading.Event()
+    thread_pool.lend(lambda: go.wait(TIMEOUT_S) or None)
     for number in range(5):
-        crew.lend(lambda number=number: done.append(number))
+        thread_pool.lend(lambda number=number: done.append(number))
     go.set()
 
-    crew.stop(TIMEOUT_S)
+    thread_pool.stop(TIMEOUT_S)
 
     assert done == list(range(5))

@@ -51,24 +51,24 @@ class Node:
 
     def __post_init__(self) -> None:
         budget = SimpleNamespace(reserve=nothing, came=nothing, release=nothing, close=nothing)
-        self.arena = SlotPool(budget)
-        self.state = NodeState(SimpleNamespace(node="b", job="j"), self.arena)
+        self.slot_pool = SlotPool(budget)
+        self.state = NodeState(SimpleNamespace(node="b", job="j"), self.slot_pool)
         self.ledger = NodeLedger(node=1, topology=Topology(("a", "b"), (0, 1)), incarnation=1, lineage=Lineage())
         self.ledger.resume(None)
         self.ledger.learn_table("L", REFS)
         self.state.node, self.state.ledger = 1, self.ledger
         self.state.assembly = SimpleNamespace(job_id=self.storage.job_id(), incarnation=1)
-        outlets = ("push", "replicate", "writing", "began", "examine", "follow", "changed")
-        self.state.outlets = SimpleNamespace(report=self.reports.append, **dict.fromkeys(outlets, nothing))
-        events, vault = Events(), SimpleNamespace(open=lambda: self.storage, events=Events())
-        self.succession = WriterFailover(self.state, events, self.queue.append)
-        self.succession.begin()
-        self.persister = Persister(self.state, vault, events, Activities(self.state), self.succession)
+        callbacks = ("push", "replicate", "writing", "began", "examine", "follow", "changed")
+        self.state.callbacks = SimpleNamespace(report=self.reports.append, **dict.fromkeys(callbacks, nothing))
+        events, lazy_storage = Events(), SimpleNamespace(open=lambda: self.storage, events=Events())
+        self.failover = WriterFailover(self.state, events, self.queue.append)
+        self.failover.begin()
+        self.persister = Persister(self.state, lazy_storage, events, Activities(self.state), self.failover)
         self.replicator = Replicator(self.state, events, nothing)
 
     def hold(self, version: Version, rank: int, byte: int, *, replica: bool = False) -> HeldSlot:
         """A slot into which a bundle is being written; `arrive` seals it."""
-        held = self.arena.add(self.arena.allocate(NUM_BYTES, "a test"), rank, replica=replica)
+        held = self.slot_pool.add(self.slot_pool.allocate(NUM_BYTES, "a test"), rank, replica=replica)
         held.start(version, layout="L", durable=True)
         held.slot.view[:NUM_BYTES] = bytes([byte]) * NUM_BYTES
         return held
@@ -84,7 +84,7 @@ class Node:
             news = Announcement(kind, version, "", "L")
             self.ledger.told(news)
             if kind is Kind.PERSIST:
-                self.succession.hear(news)
+                self.failover.hear(news)
 
     @property
     def written(self) -> set[str]:
@@ -99,7 +99,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
     made = Node(storage)
     yield made
     made.persister.stop()
-    made.arena.close()
+    made.slot_pool.close()
 
 
 def takes_over(node: Node) -> tuple[HeldSlot, ImagePlace]:
@@ -108,7 +108,7 @@ def takes_over(node: Node) -> tuple[HeldSlot, ImagePlace]:
     theirs = node.hold(V, 0, 2, replica=True)
     node.tell(V, Kind.CAPTURED, Kind.PERSIST)
     (part,) = (part for part in node.ledger.parts_of(V) if part.line[0] == 0)
-    node.succession.hear(Announcement(Kind.FAILED, V, "read-only file system", node=0, parts=(part.index,)))
+    node.failover.hear(Announcement(Kind.FAILED, V, "read-only file system", node=0, parts=(part.index,)))
     assert [writing.order.term for writing in node.queue] == [0, 1]
     place = node.arrive(theirs)
     node.ledger.replicated(V, ["r0"])
@@ -178,8 +178,8 @@ def test_bytes_that_change_in_a_pinned_slot_are_not_reported(node: Node) -> None
     assert list((root / ".tmp").iterdir()) == []
     keys = set(node.state.alarms)
     assert keys == {"storage", f"quarantine {V} r0 node b"}
-    assert node.arena.find(V, "r0") is None
-    assert node.arena.find(V1, "r0") is not None, "the same bundle of another version is as good as before"
+    assert node.slot_pool.find(V, "r0") is None
+    assert node.slot_pool.find(V1, "r0") is not None, "the same bundle of another version is as good as before"
     assert place.seal.bundle_id == "r0"
 
 
@@ -211,10 +211,10 @@ def test_an_order_pins_each_slot_once(node: Node) -> None:
     node.arrive(own)
     writing = WriteAttempt(Order(V, (), 0, ""))
     for _ in range(3):
-        writing.find(node.arena, REFS[1])
+        writing.find(node.slot_pool, REFS[1])
     assert own.pins.total() == 1
     assert not reusable(own.view, node.ledger.knowledge).value
-    node.succession.done(writing)
+    node.failover.done(writing)
     assert own.pins.total() == 0
 
 

@@ -78,10 +78,10 @@ def test_the_first_part_that_cannot_be_read_ends_it(stored: Storage, monkeypatch
 
 
 def test_a_keeper_reads_the_parts_once_for_all_its_ranks(stored: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    vault = LazyStorage(stored.where, Events())
+    lazy_storage = LazyStorage(stored.where, Events())
     seen = reads(monkeypatch, lambda _: None)
     found: list[dict[str, BundleFile]] = []
-    ranks = [threading.Thread(target=lambda: found.append(vault.files(V))) for _ in range(8)]
+    ranks = [threading.Thread(target=lambda: found.append(lazy_storage.files(V))) for _ in range(8)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -93,9 +93,9 @@ def test_a_keeper_reads_the_parts_once_for_all_its_ranks(stored: Storage, monkey
 
 
 def test_what_is_kept_is_not_believed_when_the_root_says_something_else(stored: Storage, tmp_path: Path) -> None:
-    vault = LazyStorage(stored.where, Events())
-    assert len(vault.files(V)) == NUM_PARTS
+    lazy_storage = LazyStorage(stored.where, Events())
+    assert len(lazy_storage.files(V)) == NUM_PARTS
     root = replace(stored.root(V), parts=dict(list(stored.root(V).parts.items())[:1]))
     (tmp_path / "root" / str(V) / manifests.ROOT_NAME).write_bytes(manifests.encode_root(root))
 
-    assert len(vault.files(V)) == 1
+    assert len(lazy_storage.files(V)) == 1

@@ -79,7 +79,7 @@ class CoordinatorClient:
         self._frozen_until: dict[int, float] = {}
         self._passed: dict[int, str] = {}  # why, as it was said
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="holdfast uplink", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="holdfast coordinator client", daemon=True)
         self._thread.start()
 
     @property
@@ -161,7 +161,7 @@ class CoordinatorClient:
                     self._drop(reason)
                     time.sleep(RETRY_S)  # what waits in the queue would let it go on at once
         except Exception as error:
-            logger.exception("the uplink failed")
+            logger.exception("the coordinator client failed")
             self._state.alarm(_ALARM, f"the line to the coordinator failed: {type(error).__name__}: {error}")
         finally:
             self._drop("")

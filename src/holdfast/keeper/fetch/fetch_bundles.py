@@ -57,16 +57,16 @@ class BundleFetcher:
     def __init__(
         self,
         state: NodeState,
-        vault: LazyStorage,
+        lazy_storage: LazyStorage,
         activities: Activities,
-        landings: IncomingBundles,
+        incoming: IncomingBundles,
         await_slot: Callable[[int, int, float], None],
     ) -> None:
         self._state = state
         self._await_slot = await_slot
-        self._vault = vault
+        self._lazy_storage = lazy_storage
         self._activities = activities
-        self._landings = landings
+        self._incoming = incoming
         self._landed = threading.Condition(state.lock)
         self._under_way: set[tuple[Version, str]] = set()
         self._stopping = False
@@ -120,7 +120,7 @@ class BundleFetcher:
             bundle_id = fetch.ref.bundle_id
             if bundle_id in present:
                 continue
-            found = copy_here(self._state.arena, rank, version, fetch)
+            found = copy_here(self._state.slot_pool, rank, version, fetch)
             if found is None:
                 missing.append(fetch)
                 continue
@@ -132,7 +132,7 @@ class BundleFetcher:
         self, rank: int, version: Version, fetches: Sequence[Fetch], present: dict[str, PresentBundle], deadline: float
     ) -> None:
         """Fetches into one slot and seals it."""
-        landings: dict[str, IncomingBundle] = {}
+        incoming: dict[str, IncomingBundle] = {}
         try:
             fetches = sorted(fetches, key=lambda fetch: fetch.ref.bundle_id)
             lengths = [-(-fetch.seal.length // image_format.ALIGN) * image_format.ALIGN for fetch in fetches]
@@ -140,8 +140,8 @@ class BundleFetcher:
             held = self._target(rank, version, sum(lengths))
             spots = [FetchTarget(fetch, offset) for fetch, offset in zip(fetches, _offsets(lengths), strict=True)]
             for spot in spots:
-                spot.landing = self._landings.begin(version, spot.fetch.ref.bundle_id, held, spot.offset)
-                landings[spot.fetch.ref.bundle_id] = spot.landing
+                spot.landing = self._incoming.begin(version, spot.fetch.ref.bundle_id, held, spot.offset)
+                incoming[spot.fetch.ref.bundle_id] = spot.landing
             try:
                 total = sum(fetch.seal.length for fetch in fetches)
                 with self._activities.start(RESTORING, version, total, rank=rank) as progress:
@@ -156,10 +156,10 @@ class BundleFetcher:
                 self._seal(held, places)
             except BaseException as error:
                 # First of all nobody is handed any more what lies in a slot that is about to be free.
-                self._landings.end(version, landings, str(error) or "its fetch was given up")
+                self._incoming.end(version, incoming, str(error) or "its fetch was given up")
                 self._forget(held, present)
                 raise
-            self._landings.end(version, landings)
+            self._incoming.end(version, incoming)
         finally:
             with self._landed:
                 self._under_way.difference_update((version, fetch.ref.bundle_id) for fetch in fetches)
@@ -175,7 +175,7 @@ class BundleFetcher:
         errors: list[BaseException] = []
 
         def bring(some: Sequence[FetchTarget]) -> None:
-            sources = Sources(self._state, self._vault, self._landings, lambda: self._stopping or bool(errors))
+            sources = Sources(self._state, self._lazy_storage, self._incoming, lambda: self._stopping or bool(errors))
             sources.progress = progress
             try:
                 for spot in some:
@@ -211,7 +211,7 @@ class BundleFetcher:
                 del present[bundle_id]
             held.pins.pop(PIN, None)
             held.clear()
-            self._state.arena.collect(self._state.is_free)
+            self._state.slot_pool.collect(self._state.is_free)
 
     def _target(self, rank: int, version: Version, num_bytes: int) -> HeldSlot:
         """A slot of the rank that may be written, else memory of its own that goes when the guard allows.
@@ -222,13 +222,13 @@ class BundleFetcher:
         """
         state = self._state
         with state.lock:
-            own = state.arena.in_use(rank)
+            own = state.slot_pool.in_use(rank)
             if not any(held.version == version and held.state is SlotState.SEALED for held in own):
                 held = self._free(own, num_bytes)
                 if held is not None:
                     return self._claim(held, version)
         try:
-            slot = state.arena.allocate(num_bytes, f"restoring {version} for rank {rank}")
+            slot = state.slot_pool.allocate(num_bytes, f"restoring {version} for rank {rank}")
         except MemoryRefused:  # coming back is worth more than the next save
             with state.lock:
                 held = self._free(own, num_bytes)
@@ -236,7 +236,7 @@ class BundleFetcher:
                     raise
                 return self._claim(held, version)
         with state.lock:
-            held = state.arena.add(slot, rank)
+            held = state.slot_pool.add(slot, rank)
             held.outgrown = True
             return self._claim(held, version)
 
@@ -245,7 +245,7 @@ class BundleFetcher:
         state = self._state
         fitting = [held for held in own if held.slot.num_bytes >= num_bytes]
         chosen = choose_slot([state.view(held) for held in fitting], state.need_ledger().knowledge)
-        return state.arena.get(chosen.value) if chosen.value is not None else None
+        return state.slot_pool.get(chosen.value) if chosen.value is not None else None
 
     def _claim(self, held: HeldSlot, version: Version) -> HeldSlot:
         held.start(version, layout="", durable=False)
@@ -253,9 +253,9 @@ class BundleFetcher:
         return held
 
 
-def copy_here(arena: SlotPool, rank: int, version: Version, fetch: Fetch) -> PresentBundle | None:
+def copy_here(slot_pool: SlotPool, rank: int, version: Version, fetch: Fetch) -> PresentBundle | None:
     """The whole bundle on this node, if it is the copy that was agreed on. Under the state's lock; nothing is pinned."""
-    found = arena.find(version, fetch.ref.bundle_id, rank)
+    found = slot_pool.find(version, fetch.ref.bundle_id, rank)
     if found is None or found[1].seal.digest != fetch.seal.digest:
         return None
     held, place = found

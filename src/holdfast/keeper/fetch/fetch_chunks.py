@@ -48,9 +48,9 @@ class _Wanted:
 class ChunkFetcher:
     """Fetches chunks; one per keeper."""
 
-    def __init__(self, state: NodeState, vault: LazyStorage, events: Events, activities: Activities) -> None:
+    def __init__(self, state: NodeState, lazy_storage: LazyStorage, events: Events, activities: Activities) -> None:
         self._state = state
-        self._vault = vault
+        self._lazy_storage = lazy_storage
         self._events = events
         self._activities = activities
         self._landed = threading.Condition(state.lock)
@@ -98,17 +98,17 @@ class ChunkFetcher:
         self, rank: int, version: Version, fetches: Sequence[Fetch]
     ) -> tuple[list[PresentBundle], list[tuple[Fetch, Runs]]]:
         """What is here, and what is not."""
-        arena = self._state.arena
+        slot_pool = self._state.slot_pool
         present: list[PresentBundle] = []
         missing: list[tuple[Fetch, Runs]] = []
         for fetch in fetches:
             assert fetch.chunks is not None
-            whole = copy_here(arena, rank, version, fetch)
+            whole = copy_here(slot_pool, rank, version, fetch)
             if whole is not None:
                 present.append(whole)
                 continue
             left = fetch.chunks
-            for held, piece in arena.find_pieces(version, fetch.seal):
+            for held, piece in slot_pool.find_pieces(version, fetch.seal):
                 if reshard.minus(left, ((piece.first, piece.end),)) != left:
                     left = reshard.minus(left, ((piece.first, piece.end),))
                     present.append(PresentBundle(held, piece, fetch.source, 0.0))
@@ -129,12 +129,12 @@ class ChunkFetcher:
 
     def _fetch(self, rank: int, version: Version, mine: Sequence[tuple[Fetch, Runs]], fetched: list[HeldSlot]) -> None:
         """Fetches into memory of its own, which keeps one pin for `fetched`."""
-        places = _Places(self._state, self._vault, lambda: self._stopping)
+        places = _Places(self._state, self._lazy_storage, lambda: self._stopping)
         try:
             wanted = list(_laid_out(mine))
-            slot = self._state.arena.allocate(wanted[-1].offset + wanted[-1].length, f"chunks of {version}")
+            slot = self._state.slot_pool.allocate(wanted[-1].offset + wanted[-1].length, f"chunks of {version}")
             with self._state.lock:
-                held = self._state.arena.add(slot, rank)
+                held = self._state.slot_pool.add(slot, rank)
                 held.passing = True
                 held.start(version, layout="", durable=False)
                 held.pins[PIN] += 1
@@ -163,9 +163,9 @@ class ChunkFetcher:
 class _Places:
     """Where one fetch reads from; each peer is dialled once."""
 
-    def __init__(self, state: NodeState, vault: LazyStorage, stopping: Callable[[], bool]) -> None:
+    def __init__(self, state: NodeState, lazy_storage: LazyStorage, stopping: Callable[[], bool]) -> None:
         self._state = state
-        self._vault = vault
+        self._lazy_storage = lazy_storage
         self._stopping = stopping
         self._peers: dict[int, PeerReader] = {}
         self._stored: dict[str, BundleFile] = {}
@@ -192,9 +192,9 @@ class _Places:
     def _from_storage(
         self, version: Version, fetch: Fetch, first: int, view: memoryview, progress: Callable[[int], None]
     ) -> Seal:
-        storage = self._vault.open()
+        storage = self._lazy_storage.open()
         if not self._stored:
-            self._stored = self._vault.files(version)
+            self._stored = self._lazy_storage.files(version)
         file = self._stored.get(fetch.ref.bundle_id)
         if file is None:
             raise VersionNotFound(f"the manifest of {version} does not list bundle {fetch.ref.bundle_id}")

@@ -54,16 +54,16 @@ class Sources:
     def __init__(
         self,
         state: NodeState,
-        vault: LazyStorage,
-        landings: IncomingBundles,
+        lazy_storage: LazyStorage,
+        incoming: IncomingBundles,
         stopping: Callable[[], bool],
         assembly: Assembly | None = None,
     ) -> None:
         self._state = state
         self._assembly = assembly
-        self._vault = vault
-        self._events = vault.events
-        self._landings = landings
+        self._lazy_storage = lazy_storage
+        self._events = lazy_storage.events
+        self._incoming = incoming
         self._stopping = stopping
         self.progress: Callable[[int], None] = lambda _: None
         self._peers: dict[int, PeerReader] = {}
@@ -115,9 +115,9 @@ class Sources:
         return self._events.span(name, version=str(version), bundle=ref.bundle_id, size_bytes=spot.fetch.seal.length)
 
     def _from_storage(self, version: Version, spot: FetchTarget, view: memoryview) -> Seal:
-        storage, bundle_id = self._vault.open(), spot.fetch.ref.bundle_id
+        storage, bundle_id = self._lazy_storage.open(), spot.fetch.ref.bundle_id
         if not self._stored:
-            self._stored = self._vault.files(version)
+            self._stored = self._lazy_storage.files(version)
         file = self._stored.get(bundle_id)
         if file is None:
             raise VersionNotFound(f"the manifest of {version} does not list bundle {bundle_id}")
@@ -156,12 +156,12 @@ class Sources:
         if seal.digest != spot.fetch.seal.digest:
             raise CorruptError(f"bundle {seal.bundle_id} there is not the one that was agreed on", where=where)
         if spot.landing is not None:
-            self._landings.known(spot.landing, seal)
+            self._incoming.known(spot.landing, seal)
 
     def _proved(self, spot: FetchTarget, count: int) -> None:
         self.progress(count)
         if spot.landing is not None:
-            self._landings.proved(spot.landing, count)
+            self._incoming.proved(spot.landing, count)
 
     def _peer(self, node: int) -> PeerReader:
         if node not in self._peers:

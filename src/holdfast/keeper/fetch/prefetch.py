@@ -67,24 +67,24 @@ class Preloader:
     def __init__(
         self,
         state: NodeState,
-        vault: LazyStorage,
+        lazy_storage: LazyStorage,
         activities: Activities,
         survey: Callable[[Assembly, int], Inventory],
     ) -> None:
         self._state = state
-        self._vault = vault
+        self._lazy_storage = lazy_storage
         self._activities = activities
         self._survey = survey
         self._thread: threading.Thread | None = None
         self._told = _PrefetchOutcome()
         self._closed = False  # no further bundle
         self._stopping = False  # no further chunk
-        state.arena.make_room = self._make_room
+        state.slot_pool.make_room = self._make_room
 
     def begin(self, request: messages.Preload) -> Ok:
         """These ranks start on this node. Returns at once."""
         with self._state.lock:
-            knows = self._closed or self._state.assembly is not None or any(True for _ in self._state.arena)
+            knows = self._closed or self._state.assembly is not None or any(True for _ in self._state.slot_pool)
             if self._thread is None and not knows:
                 self._thread = threading.Thread(target=self._run, args=(request,), name="holdfast preload", daemon=True)
                 self._thread.start()
@@ -113,7 +113,7 @@ class Preloader:
             "wanted_bytes": told.wanted_bytes,
             "bytes": dict(told.sources),
             "seconds": told.seconds,
-            "held_bytes": sum(held.slot.total_bytes for held in self._state.arena if held.preloaded),
+            "held_bytes": sum(held.slot.total_bytes for held in self._state.slot_pool if held.preloaded),
         }
 
     def _run(self, request: messages.Preload) -> None:
@@ -128,7 +128,7 @@ class Preloader:
 
     def _preload(self, request: messages.Preload) -> None:
         started, told = time.perf_counter(), self._told
-        storage = self._vault.open()
+        storage = self._lazy_storage.open()
         names = tuple(f"node {number}" for number in range(1 + max(request.node_of)))
         topology = Topology(names, request.node_of)
         assembly = Assembly(
@@ -143,11 +143,11 @@ class Preloader:
         wanted = prefetch.to_preload(choice, request.node, facts)
         told.version, told.reason = choice.version, wanted.reason
         told.wanted_bytes = sum(fetch.seal.length for fetch in wanted.value)
-        budget = self._state.arena.budget
+        budget = self._state.slot_pool.budget
         fitting = prefetch.that_fit(wanted.value, budget.allowed - budget.used)
         if len(fitting) < len(wanted.value):
             told.reason += f"; {len(fitting)} of {len(wanted.value)} bundles fit beside the slots"
-        sources = Sources(self._state, self._vault, IncomingBundles(), lambda: self._stopping, assembly)
+        sources = Sources(self._state, self._lazy_storage, IncomingBundles(), lambda: self._stopping, assembly)
         total = sum(fetch.seal.length for fetch in fitting)
         try:
             with self._activities.start(PRELOADING, choice.version, total) as sources.progress:
@@ -156,7 +156,7 @@ class Preloader:
         finally:
             sources.close()
             told.seconds = time.perf_counter() - started
-            self._vault.events.emit(
+            self._lazy_storage.events.emit(
                 "node.preloaded", version=str(told.version), size_bytes=told.sources.total(), seconds=told.seconds
             )
             logger.info("preloaded %s of %s in %.2f s: %s", dict(told.sources), told.version, told.seconds, told.reason)
@@ -181,9 +181,9 @@ class Preloader:
         if self._closed:
             raise KeeperLost("the ranks join the job")
         lengths = [-(-fetch.seal.length // image_format.ALIGN) * image_format.ALIGN for fetch in batch]
-        slot = self._state.arena.allocate(sum(lengths), f"preloading {version}")
+        slot = self._state.slot_pool.allocate(sum(lengths), f"preloading {version}")
         with self._state.lock:
-            held = self._state.arena.add(slot, batch[0].ref.ranks[0], replica=True)
+            held = self._state.slot_pool.add(slot, batch[0].ref.ranks[0], replica=True)
             held.preloaded = held.outgrown = True
             held.start(version, layout="", durable=False)
             held.pins[PRELOADING] += 1
@@ -207,15 +207,15 @@ class Preloader:
             if not places:
                 held.clear()
             held.unpin(PRELOADING)
-            self._state.arena.collect(self._state.is_free)
-        self._vault.events.count("preloaded_bytes", size)
+            self._state.slot_pool.collect(self._state.is_free)
+        self._lazy_storage.events.count("preloaded_bytes", size)
 
     def _make_room(self) -> bool:
         """Memory was refused: what was preloaded goes, unless a rank reads it. Whether anything did."""
         with self._state.lock:
-            gone = [held for held in self._state.arena if held.preloaded and not held.pins]
+            gone = [held for held in self._state.slot_pool if held.preloaded and not held.pins]
             for held in gone:
-                self._state.arena.drop(held)
+                self._state.slot_pool.drop(held)
             if gone:
                 logger.info("what was preloaded gives way: memory is needed")
             return bool(gone)

@@ -2,7 +2,7 @@
 
 A bundle that only storage holds is read by one node and goes down a tree (`core.recovery.broadcast_tree`). Each node of it announces what
 it is fetching here, moves `ready` forward as chunks match their digests, and serves no byte beyond it: what is damaged
-on one hop never reaches the next. When all are sealed the announcement ends and the arena serves them like any other copy.
+on one hop never reaches the next. When all are sealed the announcement ends and the slot pool serves them like any other copy.
 
 Asked by the next node, chunk by chunk: the one who receives decides the pace. Whoever waits is told how much moves here at
 all, so that a node that is busy with other bundles is not taken for a dead one.
@@ -79,10 +79,10 @@ class IncomingBundles:
             self._moved += num_bytes
             self._changed.notify_all()
 
-    def end(self, version: Version, landings: dict[str, IncomingBundle], failed: str = "") -> None:
+    def end(self, version: Version, incoming: dict[str, IncomingBundle], failed: str = "") -> None:
         """They are sealed, or will never be."""
         with self._changed:
-            for bundle_id, landing in landings.items():
+            for bundle_id, landing in incoming.items():
                 landing.failed = failed
                 if self._under_way.get((version, bundle_id)) is landing:
                     del self._under_way[version, bundle_id]
@@ -116,9 +116,9 @@ class IncomingBundles:
 class RelayRequests:
     """Knows what the next node of a tree may ask. Several threads."""
 
-    def __init__(self, state: NodeState, landings: IncomingBundles) -> None:
+    def __init__(self, state: NodeState, incoming: IncomingBundles) -> None:
         self._state = state
-        self._landings = landings
+        self._incoming = incoming
 
     def ask(self, connection: Connection, request: messages.AskLanding) -> Landed:
         """Return how far a bundle has come.
@@ -132,15 +132,15 @@ class RelayRequests:
 
         def news() -> bool:
             nonlocal seen
-            now = self._landings.peek(version, bundle_id)
+            now = self._incoming.peek(version, bundle_id)
             if seen is None:
                 seen = now
             # Sealed, failed, or further than the asker knows.
             return seen is not None and (now is not seen or bool(seen.failed) or seen.ready > request.beyond)
 
         copy = self._held(version, bundle_id)
-        # The arena's lock is not taken while this one is held: sealing ends the landing, and that wakes us.
-        moved = self._landings.wait(lambda: copy is not None or news(), WAIT_S)
+        # The slot pool's lock is not taken while this one is held: sealing ends the landing, and that wakes us.
+        moved = self._incoming.wait(lambda: copy is not None or news(), WAIT_S)
         copy = self._held(version, bundle_id)
         if copy is not None:
             return Landed(id=request.id, ready=copy.length, moved=moved, seal=None if request.beyond else copy)
@@ -159,8 +159,8 @@ class RelayRequests:
         self._require_present(connection.greeted)
         end = request.start + request.length
         with self._state.lock:
-            landing = self._landings.find(request.version, request.bundle_id)
-            copy = self._state.arena.find(request.version, request.bundle_id)
+            landing = self._incoming.find(request.version, request.bundle_id)
+            copy = self._state.slot_pool.find(request.version, request.bundle_id)
             if copy is not None:
                 held, offset, ready = copy[0], copy[1].offset, copy[1].seal.length
             elif landing is not None and not landing.failed:
@@ -182,7 +182,7 @@ class RelayRequests:
 
     def _held(self, version: Version, bundle_id: str) -> Seal | None:
         with self._state.lock:
-            copy = self._state.arena.find(version, bundle_id)
+            copy = self._state.slot_pool.find(version, bundle_id)
             return copy[1].seal if copy else None
 
     def _require_present(self, hello: Hello) -> None:

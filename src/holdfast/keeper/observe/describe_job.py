@@ -39,7 +39,7 @@ def describe(state: NodeState) -> dict[str, Any]:
             ],
             "entries": _entries(state),
             "slots": [
-                {"rank": held.rank, "replica": held.replica, "bytes": held.slot.total_bytes} for held in state.arena
+                {"rank": held.rank, "replica": held.replica, "bytes": held.slot.total_bytes} for held in state.slot_pool
             ],
         }
 
@@ -55,7 +55,7 @@ def _bundles(state: NodeState) -> dict[str, BundleRef]:
 def _entries(state: NodeState) -> dict[str, list[list[Any]]]:
     """By bundle: name, dtype, global shape, offsets, lengths of every piece in it."""
     found: dict[str, list[list[Any]]] = {}
-    for held in state.arena:
+    for held in state.slot_pool:
         for bundle_id, place in held.images.items():
             if held.state is not SlotState.SEALED or bundle_id in found or bundle_id in held.condemned:
                 continue

@@ -46,7 +46,7 @@ def report(
             "coordinator": leader,
             "ranks": {str(rank): _rank(state, rank, trainers.get(rank)) for rank in sorted({*local, *trainers})},
             "replicas": [
-                _slot(held) | {"rank": held.rank} for held in state.arena if held.replica and not held.preloaded
+                _slot(held) | {"rank": held.rank} for held in state.slot_pool if held.replica and not held.preloaded
             ],
             "newest": {level.name.lower(): _newest(state, level) for level in Level if level is not Level.NONE},
             "suspects": {str(version): why for version, why in (ledger.suspects() if ledger else {}).items()},
@@ -60,7 +60,7 @@ def report(
                 for message in state.progress()
             ],
             "activities": activities.report(),
-            "memory": {"used_bytes": state.arena.budget.used, "allowed_bytes": state.arena.budget.allowed},
+            "memory": {"used_bytes": state.slot_pool.budget.used, "allowed_bytes": state.slot_pool.budget.allowed},
             "alarms": [
                 {"key": key, "text": alarm.text, "age_s": time.monotonic() - alarm.at_s, "count": alarm.count}
                 for key, alarm in state.alarms.items()
@@ -77,7 +77,7 @@ def _rank(state: NodeState, rank: int, trainer: Trainer | None) -> dict[str, Any
         "finished": rank in state.finished,
         "cadence": state.cadences.get(rank, ""),
         "waits": asdict(state.idle[rank]) if rank in state.idle else None,
-        "slots": [_slot(held) for held in state.arena.of_rank(rank)],
+        "slots": [_slot(held) for held in state.slot_pool.of_rank(rank)],
     }
 
 

@@ -304,7 +304,7 @@ class Replicator:
         with self._state.lock:
             return {
                 (bundle_id, place.seal.digest)
-                for held in self._state.arena.of_rank(rank, replica=True)
+                for held in self._state.slot_pool.of_rank(rank, replica=True)
                 if held.version == version and held.state is SlotState.SEALED and not held.preloaded
                 for bundle_id, place in held.images.items()
                 if bundle_id not in held.condemned
@@ -320,31 +320,31 @@ class Replicator:
             held = None if self._is_begun(rank, version) else self._reuse(rank, version, num_bytes)
         if held is not None:
             return held
-        slot = state.arena.allocate(num_bytes, f"a replica of rank {rank}")
+        slot = state.slot_pool.allocate(num_bytes, f"a replica of rank {rank}")
         with state.lock:  # asked again: the puller of another node may have made a slot of this rank meanwhile
             beside = self._is_begun(rank, version) or len(self._in_use(rank)) >= NUM_REPLICA_SLOTS
-            held = state.arena.add(slot, rank, replica=True)
+            held = state.slot_pool.add(slot, rank, replica=True)
             held.outgrown = beside
             return self._claim(held, version)
 
     def _in_use(self, rank: int) -> list[HeldSlot]:
         """The replica slots of the rank that newer versions go into."""
-        return self._state.arena.in_use(rank, replica=True)
+        return self._state.slot_pool.in_use(rank, replica=True)
 
     def _is_begun(self, rank: int, version: Version) -> bool:
         """Whether one of the rank's replica slots has anything of the version that is worth something, or receives it."""
         return any(held.view.version == version for held in self._in_use(rank))
 
     def _reuse(self, rank: int, version: Version, num_bytes: int) -> HeldSlot | None:
-        arena = self._state.arena
+        slot_pool = self._state.slot_pool
         held_slots = self._in_use(rank)
         views = [held.view for held in held_slots]
         decision = choose_slot(views, self._protection(views))
-        chosen = arena.get(decision.value) if decision.value is not None else None
+        chosen = slot_pool.get(decision.value) if decision.value is not None else None
         if chosen is not None and chosen.slot.num_bytes >= num_bytes:
             return self._claim(chosen, version)
         if chosen is not None:
-            arena.drop(chosen)  # outgrown
+            slot_pool.drop(chosen)  # outgrown
         elif len(held_slots) >= NUM_REPLICA_SLOTS:
             raise _NotYet(f"no replica slot of rank {rank} is free: {decision.reason}")
         return None

@@ -1,6 +1,6 @@
 """The keeper's socket: who is let in, and threads that are lent to connections that have something to say or to hear.
 
-A connection that is silent has no thread: the kernel tells which ones are not (epoll), and a thread of the crew reads
+A connection that is silent has no thread: the kernel tells which ones are not (epoll), and a thread of the thread pool reads
 one message of such a connection and answers it. So thousands of keepers may report to one. The ranks of this node, of
 which there are few, keep a thread each, because a save waits for the answer.
 
@@ -74,15 +74,15 @@ class Connection:
     """One client as the keeper sees it. `send` and `push` never block.
 
     Args:
-        crew: lends the thread that writes.
+        thread pool: lends the thread that writes.
 
     Attributes:
         number: counted as they were accepted: of two connections of one client the later has the higher.
     """
 
-    def __init__(self, channel: frames.Channel, number: int, crew: ThreadPool) -> None:
+    def __init__(self, channel: frames.Channel, number: int, thread_pool: ThreadPool) -> None:
         self.channel = channel
-        self._crew = crew
+        self._thread_pool = thread_pool
         self.number = number
         self.pid = frames.peer_pid(channel)
         self.hello: Hello | None = None
@@ -139,7 +139,7 @@ class Connection:
         """Asks for a thread unless there is one; most who only ask whether somebody is there never need one. Under the lock."""
         if not self._writing and self._may_write and (self._outbox or self._pushes):
             self._writing = True
-            self._crew.lend(self._write)
+            self._thread_pool.lend(self._write)
 
     def end(self) -> None:
         """Closes the channel once nobody writes; only who reads it calls this."""
@@ -176,7 +176,7 @@ class Connection:
             self._changed.wait_for(lambda: not self._writing, timeout_s)
 
     def _write(self) -> None:
-        """Sends all that is queued, in a thread of the crew."""
+        """Sends all that is queued, in a thread of the thread pool."""
         try:
             while (item := self._next()) is not None:
                 body, fds = item
@@ -184,7 +184,7 @@ class Connection:
                     if self.channel.is_writable and len(body) <= frames.BULK_BLOCK_BYTES:
                         self.channel.send(body, fds=fds, timeout_s=SEND_TIMEOUT_S)
                     else:
-                        with self._crew.aside():
+                        with self._thread_pool.aside():
                             self.channel.send(body, fds=fds, timeout_s=SEND_TIMEOUT_S)
                 finally:
                     frames.close_fds(fds)
@@ -239,7 +239,7 @@ class Server:
         self._listener = frames.listen(path)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
-        self._crew = ThreadPool("holdfast client", MAX_THREADS)
+        self._thread_pool = ThreadPool("holdfast client", MAX_THREADS)
         self._poll = select.epoll()
         self._connections: dict[int, Connection] = {}  # by their number, in the order in which they came
         self._parked: dict[int, Connection] = {}  # those without a thread, by descriptor
@@ -305,7 +305,7 @@ class Server:
         channel = take()
         if channel is None:
             return False
-        connection = Connection(channel, next(self._numbers), self._crew)
+        connection = Connection(channel, next(self._numbers), self._thread_pool)
         with self._lock:
             known = self._connections.values()
             waiting = [c for c in known if c.hello is None and c.is_remote == connection.is_remote]
@@ -319,14 +319,14 @@ class Server:
             return True
         if crowded:
             waiting[0].channel.abort()
-        self._crew.lend(partial(self._welcome, connection))
+        self._thread_pool.lend(partial(self._welcome, connection))
         return True
 
     def _welcome(self, connection: Connection) -> None:
         """Lets a connection in; a rank's is served from here on."""
 
         def work() -> bool:
-            with self._crew.aside():
+            with self._thread_pool.aside():
                 stays = self._prove(connection) and self._greet(connection)
                 while stays and connection.greeted.role == RANK and not self._stopping:
                     self._serve_one(connection, None)
@@ -380,7 +380,7 @@ class Server:
         with self._lock:
             connection = self._parked.pop(fd, None)
         if connection is not None:  # else it ended meanwhile
-            self._crew.lend(partial(self._hear, connection))
+            self._thread_pool.lend(partial(self._hear, connection))
 
     def _finish(self, connection: Connection) -> None:
         """The connection is over; once for each, by who read it last."""
@@ -425,7 +425,7 @@ class Server:
                 if isinstance(message, SHORT) or connection.greeted.role == RANK:  # whose thread stands aside for good
                     reply = self._answer(connection, message, fds)
                 else:
-                    with self._crew.aside():
+                    with self._thread_pool.aside():
                         reply = self._answer(connection, message, fds)
             finally:
                 frames.close_fds(fds)
@@ -453,7 +453,7 @@ class Server:
             connection.channel.abort()
         for connection in parked:
             self._finish(connection)
-        self._crew.stop(JOIN_TIMEOUT_S)
+        self._thread_pool.stop(JOIN_TIMEOUT_S)
 
 
 def _refuse(message: AnyMessage, error: HoldfastError) -> Refusal | None:

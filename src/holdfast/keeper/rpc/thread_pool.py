@@ -45,7 +45,7 @@ class ThreadPool:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Around what a thread of the crew waits in."""
+        """Around what a thread of the thread pool waits in."""
         with self._changed:
             self._num_aside += 1
             self._hire()

@@ -56,16 +56,16 @@ class Parts:
     """The parts of a keeper that answer requests."""
 
     state: NodeState
-    vault: LazyStorage
-    turnover: JobChange
+    lazy_storage: LazyStorage
+    job_change: JobChange
     trainers: Trainers
     reserve: SlotAllocator
     saving: SaveRequests
-    obtainer: BundleFetcher
+    bundle_fetcher: BundleFetcher
     pieces: ChunkFetcher
-    landings: RelayRequests
+    incoming: RelayRequests
     peers: PeerRequests
-    uplink: CoordinatorClient
+    coordinator_client: CoordinatorClient
     replicator: Replicator
     preloader: Preloader
     status: Callable[[], dict[str, Any]]
@@ -103,8 +103,8 @@ class Operations:
             messages.Propose: parts.peers.propose,
             messages.AskSeals: parts.peers.seals,
             messages.Pull: parts.peers.pull,
-            messages.AskLanding: parts.landings.ask,
-            messages.PullLanding: parts.landings.pull,
+            messages.AskLanding: parts.incoming.ask,
+            messages.PullLanding: parts.incoming.pull,
             messages.Condemn: self._condemn,
         }
         operating: dict[type, Operation] = {messages.Condemn: self._condemn, messages.Preload: self._preload}
@@ -135,9 +135,9 @@ class Operations:
     def _assemble(self, connection: Connection, request: messages.Assemble) -> Ok:
         """Levels are told from here on and not before: those of another job may bear the same names."""
         self._parts.preloader.give_way()
-        self._parts.turnover.assemble(connection, request.assembly)
+        self._parts.job_change.assemble(connection, request.assembly)
         if request.key is not None:
-            self._parts.vault.use(KeySource(request.key, request.key_required), request.assembly.incarnation)
+            self._parts.lazy_storage.use(KeySource(request.key, request.key_required), request.assembly.incarnation)
         for progress in self._parts.state.progress():
             connection.push(f"progress {progress.version}", progress)
         return Ok(id=request.id)
@@ -166,7 +166,7 @@ class Operations:
 
     def _propose(self, _: Connection, request: messages.Propose) -> None:
         with self._parts.state.lock:
-            self._parts.uplink.propose(request.proposal)
+            self._parts.coordinator_client.propose(request.proposal)
 
     def _cadence(self, connection: Connection, request: messages.Cadence) -> None:
         with self._parts.state.lock:
@@ -180,7 +180,7 @@ class Operations:
         with self._parts.state.lock:
             if request.finished:
                 self._parts.state.finished.add(self._parts.trainers.finish(connection))
-            self._parts.state.outlets.changed()
+            self._parts.state.callbacks.changed()
         return Ok(id=request.id)
 
     def _condemn(self, _: Connection, request: messages.Condemn) -> Ok:
@@ -206,7 +206,7 @@ class Operations:
         with self._parts.state.lock:
             trainer = self._parts.trainers.of(connection)
         by_chunks = any(fetch.chunks is not None for fetch in request.fetches)
-        source = self._parts.pieces if by_chunks else self._parts.obtainer
+        source = self._parts.pieces if by_chunks else self._parts.bundle_fetcher
         present = source.obtain(trainer.rank, request.version, request.fetches, request.timeout_s)
         with self._parts.state.lock:
             trainer.reading += [item.held for item in present]
@@ -222,7 +222,7 @@ class Operations:
 
     def _let_go(self, trainer: Trainer) -> None:
         held, trainer.reading = trainer.reading, []
-        self._parts.obtainer.release(held)
+        self._parts.bundle_fetcher.release(held)
 
 
 def require_role(role: str, principal: Principal | None, *, has_secret: bool) -> None:

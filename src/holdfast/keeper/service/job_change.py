@@ -94,7 +94,7 @@ class JobChange:
         deadline = time.monotonic() + SETTLE_TIMEOUT_S
         while True:
             with state.lock:
-                if self._works.idle() and not any(held.pins for held in state.arena):
+                if self._works.idle() and not any(held.pins for held in state.slot_pool):
                     for forget in self._works.forget:
                         forget()
                     self._left = ""

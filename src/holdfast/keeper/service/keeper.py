@@ -100,57 +100,57 @@ class Keeper:
         self._events = Events()
         place = options.place
         self._state = NodeState(place, SlotPool(Budget(place.budget, options.memory_budget)))
-        vault = LazyStorage(options.root, self._events, encryption=options.encryption)
+        lazy_storage = LazyStorage(options.root, self._events, encryption=options.encryption)
         self._examiner = TwinExaminer(self._state)
         self._activities = Activities(self._state)
         self._run_facts = RunFacts(place.runtime / f"run-{options.run_id}-{place.node}" / JOURNAL, options.root)
-        landings = IncomingBundles()
+        incoming = IncomingBundles()
         self._trainers = Trainers(self._state, self._forget)
         reserve = SlotAllocator(self._state, self._trainers)
-        self._obtainer = BundleFetcher(self._state, vault, self._activities, landings, reserve.await_slot)
-        self._succession = WriterFailover(self._state, self._events, self._write)
-        self._persister = Persister(self._state, vault, self._events, self._activities, self._succession)
-        self._pieces = ChunkFetcher(self._state, vault, self._events, self._activities)
-        self._committer = Committer(self._state, vault, self._events)
+        self._bundle_fetcher = BundleFetcher(self._state, lazy_storage, self._activities, incoming, reserve.await_slot)
+        self._failover = WriterFailover(self._state, self._events, self._write)
+        self._persister = Persister(self._state, lazy_storage, self._events, self._activities, self._failover)
+        self._pieces = ChunkFetcher(self._state, lazy_storage, self._events, self._activities)
+        self._committer = Committer(self._state, lazy_storage, self._events)
         self._replicator = Replicator(self._state, self._events, lambda: self._peers.inventory(wide=True))
         trainers = self._trainers
         self._hashing, self._sending = (
             Windows(trainers.shown, trainers.listen, self._is_wanted, trainers.stay) for _ in range(2)
         )
         self._sealer = Sealer(self._state, self._events, self._hashing)
-        self._saving = SaveRequests(self._state, self._trainers, self._sealer, self._succession)
-        self._uplink = CoordinatorClient(
+        self._saving = SaveRequests(self._state, self._trainers, self._sealer, self._failover)
+        self._coordinator_client = CoordinatorClient(
             self._state, lambda assembly: Coordinator(self._state, self._committer, assembly)
         )
         pace = Pace(options.network.bandwidth)
-        self._peers = PeerRequests(self._state, lambda: self._uplink.coordinator, pace, self._sending)
-        self._preloader = Preloader(self._state, vault, self._activities, self._peers.survey)
+        self._peers = PeerRequests(self._state, lambda: self._coordinator_client.coordinator, pace, self._sending)
+        self._preloader = Preloader(self._state, lazy_storage, self._activities, self._peers.survey)
         self._operations = Operations(
             Parts(
                 state=self._state,
-                vault=vault,
-                turnover=JobChange(self._state, self._trainers, self._works(vault)),
+                lazy_storage=lazy_storage,
+                job_change=JobChange(self._state, self._trainers, self._works(lazy_storage)),
                 trainers=self._trainers,
                 reserve=reserve,
                 saving=self._saving,
-                obtainer=self._obtainer,
+                bundle_fetcher=self._bundle_fetcher,
                 pieces=self._pieces,
-                landings=RelayRequests(self._state, landings),
+                incoming=RelayRequests(self._state, incoming),
                 peers=self._peers,
-                uplink=self._uplink,
+                coordinator_client=self._coordinator_client,
                 replicator=self._replicator,
                 preloader=self._preloader,
                 status=self._status,
             )
         )
-        self._state.outlets = StateCallbacks(
-            report=self._uplink.report,
+        self._state.callbacks = StateCallbacks(
+            report=self._coordinator_client.report,
             push=self._trainers.push,
             replicate=self._replicator.put,
-            writing=self._succession.hear,
-            began=self._succession.begin,
+            writing=self._failover.hear,
+            began=self._failover.begin,
             examine=self._examiner.put,
-            follow=self._uplink.follow,
+            follow=self._coordinator_client.follow,
             changed=self._wake,
         )
         place.socket.unlink(missing_ok=True)  # of a keeper that was killed; we hold the lock, so nobody listens there
@@ -188,13 +188,13 @@ class Keeper:
         self._trainers.ending = True
         self._server.stop()
 
-    def _works(self, vault: LazyStorage) -> KeeperWorkers:
+    def _works(self, lazy_storage: LazyStorage) -> KeeperWorkers:
         """What has to end, and what has to be forgotten, before this keeper serves another job."""
         workers = (self._sealer, self._examiner, self._persister, self._committer, self._replicator)
         return KeeperWorkers(
-            leave=(self._uplink.leave, self._peers.leave, *(worker.leave for worker in workers)),
+            leave=(self._coordinator_client.leave, self._peers.leave, *(worker.leave for worker in workers)),
             idle=lambda: all(worker.idle for worker in workers),
-            forget=(vault.forget, self._replicator.leave, self._state.forget_job),
+            forget=(lazy_storage.forget, self._replicator.leave, self._state.forget_job),
         )
 
     def _write(self, writing: WriteAttempt) -> None:
@@ -243,9 +243,9 @@ class Keeper:
         self._peers.yield_slots(self._saving.starved())
         self._replicator.tick()
         with self._state.lock:
-            self._succession.tick()
-            if self._uplink.coordinator is not None:
-                self._uplink.coordinator.tick()
+            self._failover.tick()
+            if self._coordinator_client.coordinator is not None:
+                self._coordinator_client.coordinator.tick()
         self._persister.tick()
         self._committer.tick()
         next_s = self._saving.retry()
@@ -303,7 +303,7 @@ class Keeper:
             self._state,
             self._events,
             activities=self._activities,
-            leader=self._uplink.leader,
+            leader=self._coordinator_client.leader,
             trainers=self._trainers.connected,
             started_s=self._started_s,
         )
@@ -312,15 +312,15 @@ class Keeper:
 
     def _end(self) -> None:
         self._preloader.stop()
-        self._obtainer.stop()
+        self._bundle_fetcher.stop()
         self._pieces.stop()
-        self._uplink.stop()
+        self._coordinator_client.stop()
         self._replicator.stop()
         self._persister.stop()
         self._committer.stop()
         self._sealer.stop()
         self._examiner.stop()
-        self._state.arena.close()
+        self._state.slot_pool.close()
         logger.info("keeper ends")
 
 

@@ -143,8 +143,8 @@ class PeerRequests:
             sending = self._sending.setdefault(connection, _Sending())
             sending.moved_s = time.monotonic()
             for bundle_id in request.bundle_ids:
-                copy = self._state.arena.find(request.version, bundle_id)
-                copies = [copy] if copy else self._state.arena.find_pieces(request.version, Seal(bundle_id, 0, ""))
+                copy = self._state.slot_pool.find(request.version, bundle_id)
+                copies = [copy] if copy else self._state.slot_pool.find_pieces(request.version, Seal(bundle_id, 0, ""))
                 found += [place.seal for _, place in copies[:1]]
                 for held, _ in copies:
                     held.pins[PIN] += 1
@@ -197,11 +197,11 @@ class PeerRequests:
         Raises:
             VersionNotFound: it is not held (any more).
         """
-        arena = self._state.arena
-        copy = arena.find(request.version, request.bundle_id)
+        slot_pool = self._state.slot_pool
+        copy = slot_pool.find(request.version, request.bundle_id)
         if copy is not None:
             return copy[0], copy[1].offset + request.start, copy[1].seal.length
-        for held, piece in arena.find_pieces(request.version, Seal(request.bundle_id, 0, "")):
+        for held, piece in slot_pool.find_pieces(request.version, Seal(request.bundle_id, 0, "")):
             begin = piece.first * CHUNK_BYTES
             if begin <= request.start and request.start + request.length <= begin + piece.length:
                 return held, piece.offset + request.start - begin, piece.seal.length

@@ -42,11 +42,11 @@ class _Waiting:
 class SaveRequests:
     """Begins, takes over and abandons versions of local ranks."""
 
-    def __init__(self, state: NodeState, trainers: Trainers, sealer: Sealer, succession: WriterFailover) -> None:
+    def __init__(self, state: NodeState, trainers: Trainers, sealer: Sealer, failover: WriterFailover) -> None:
         self._state = state
         self._trainers = trainers
         self._sealer = sealer
-        self._succession = succession
+        self._failover = failover
         self._waiting: list[_Waiting] = []
 
     def begin(self, connection: Connection, request: Begin) -> None:
@@ -61,15 +61,15 @@ class SaveRequests:
             waiting = _Waiting(trainer, request, time.monotonic())
             if not self._try(waiting):
                 self._waiting.append(waiting)
-                self._state.outlets.changed()
+                self._state.callbacks.changed()
 
     def _skip(self, rank: int, version: Version) -> None:
         """A rank that goes on to `version` will never save the earlier ones that its neighbours wait with.
 
         The coordinator concludes the same from reports, but a node reports a version only when all its ranks sealed.
         """
-        own = {held.version for held in self._state.arena.of_rank(rank)}
-        for held in self._state.arena:
+        own = {held.version for held in self._state.slot_pool.of_rank(rank)}
+        for held in self._state.slot_pool:
             earlier = held.version
             if held.replica or earlier is None or earlier.incarnation != version.incarnation or earlier in own:
                 continue
@@ -79,11 +79,11 @@ class SaveRequests:
     def _try(self, waiting: _Waiting) -> bool:
         """Gives the slot if the guard allows; else notes why not."""
         state, request, rank = self._state, waiting.request, waiting.trainer.rank
-        slots = [h for h in state.arena.of_rank(rank) if not h.outgrown and h.slot.num_bytes >= request.num_bytes]
+        slots = [h for h in state.slot_pool.of_rank(rank) if not h.outgrown and h.slot.num_bytes >= request.num_bytes]
         decision = state.need_ledger().begin(rank, request.version, [self._state.view(held) for held in slots])
-        if decision.value is None and self._succession.yield_slots(rank):
+        if decision.value is None and self._failover.yield_slots(rank):
             decision = state.need_ledger().begin(rank, request.version, [self._state.view(held) for held in slots])
-        held = state.arena.get(decision.value) if decision.value is not None else None
+        held = state.slot_pool.get(decision.value) if decision.value is not None else None
         if held is None:
             kept = [str(slot.version) for slot in slots if state.awaits_replicas(slot)]
             why = f"; nothing newer than {kept[0]} has a second copy yet" if kept else ""
@@ -134,7 +134,7 @@ class SaveRequests:
         """The images lie in the slot."""
         with self._state.lock:
             rank, version = self._trainers.of(connection).rank, request.version
-            held = self._state.arena.writing(rank, version)
+            held = self._state.slot_pool.writing(rank, version)
             if held is None or held.copied:
                 logger.warning("rank %d copied %s, but is not writing it", rank, version)
                 return
@@ -160,7 +160,7 @@ class SaveRequests:
         """The rank gives a version up. The bytes of one that is being hashed stay until that ends."""
         with self._state.lock:
             rank = self._trainers.of(connection).rank
-            held = self._state.arena.writing(rank, request.version)
+            held = self._state.slot_pool.writing(rank, request.version)
             if held is not None:
                 held.clear()
             self._state.abandon(rank, request.version, request.reason[:1000])

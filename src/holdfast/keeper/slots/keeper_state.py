@@ -71,10 +71,10 @@ class _EarlierIncarnations:
 class NodeState:
     """The keeper's state. `lock` is the one lock; the desks take it too when they combine several questions."""
 
-    def __init__(self, place: RuntimePaths, arena: SlotPool) -> None:
+    def __init__(self, place: RuntimePaths, slot_pool: SlotPool) -> None:
         self.lock = threading.RLock()
         self.place = place
-        self.arena = arena
+        self.slot_pool = slot_pool
         self.node = -1
         self.assembly: Assembly | None = None
         self.ledger: NodeLedger | None = None
@@ -84,7 +84,7 @@ class NodeState:
         self.idle: dict[int, Idle] = {}  # what a rank of a pipeline measured of its waits
         self._patience = Patience()
         self.alarms: OrderedDict[str, Warned] = OrderedDict()
-        self.outlets: StateCallbacks
+        self.callbacks: StateCallbacks
         self.security: Security | None = None
         self._past = _EarlierIncarnations()
         self._resumed: Version | None = None
@@ -138,7 +138,7 @@ class NodeState:
         decision = self.need_ledger().give_up_copies(version)
         if decision.reason:
             logger.info("%s: its copies here are to count no more", decision.reason)
-            self.outlets.report(Reports(dropped=(version,)))
+            self.callbacks.report(Reports(dropped=(version,)))
         return decision.value
 
     def need_ledger(self) -> NodeLedger:
@@ -154,7 +154,7 @@ class NodeState:
     def changed(self) -> None:
         """Something that somebody may wait for; for those that do not hold the lock."""
         with self.lock:
-            self.outlets.changed()
+            self.callbacks.changed()
 
     # --- coming together
 
@@ -185,14 +185,14 @@ class NodeState:
         self.layouts, self.finished = {}, set()
         self._resumed, self._is_resumed = None, False
         self._patience.since_s = None
-        for held in self.arena:
+        for held in self.slot_pool:
             held.outgrown |= not held.replica and held.rank not in self.ledger.ranks
             if held.state is SlotState.WRITING and not held.pins:
                 held.clear()
         logger.info("incarnation %d: node %d of %d", assembly.incarnation, self.node, len(assembly.topology.nodes))
-        self.outlets.began()
-        self.outlets.follow(assembly, self.node)
-        self.outlets.changed()
+        self.callbacks.began()
+        self.callbacks.follow(assembly, self.node)
+        self.callbacks.changed()
 
     def leave_job(self) -> None:
         """The job is over: no fact of it has an effect any more. What it left stays until `forget_job`."""
@@ -200,13 +200,13 @@ class NodeState:
             self.node, self.assembly, self.ledger = -1, None, None
             self.layouts, self.finished = {}, set()
             self._resumed, self._is_resumed = None, False
-            self.outlets.began()
+            self.callbacks.began()
 
     def forget_job(self) -> None:
         """Slots, levels, tables and alarms of the job that is over. Nobody needs a byte of them."""
         with self.lock:
-            for held in self.arena:
-                self.arena.drop(held)
+            for held in self.slot_pool:
+                self.slot_pool.drop(held)
             self.alarms.clear()
             self.cadences.clear()
             self.idle.clear()
@@ -226,8 +226,8 @@ class NodeState:
                 if version is not None and table:
                     self._past.tables.setdefault(version, table)
                 self._feed()
-                self.arena.collect(self.is_free)
-                self.outlets.changed()
+                self.slot_pool.collect(self.is_free)
+                self.callbacks.changed()
 
     def register(self, layout: RankLayout, shared: tuple[str, ...] = ()) -> None:
         """Takes a local rank's bundles, and the names of the tensors that it shares with other local ranks."""
@@ -241,27 +241,27 @@ class NodeState:
                     raise UsageError(f"bundle {ref.bundle_id} of rank {layout.rank} has an impossible group")
             ledger.register(layout, shared)
             self.layouts[layout.rank] = layout
-            self.outlets.report(Reports(layouts=(layout,)))
+            self.callbacks.report(Reports(layouts=(layout,)))
             self._feed()
 
     def adopted(self) -> None:
-        """Slots of a dead keeper were added to the arena."""
+        """Slots of a dead keeper were added to the slot pool."""
         with self.lock:
             self._feed()
-            self.outlets.changed()
+            self.callbacks.changed()
 
     def _feed(self) -> None:
         """Sealed slots of this incarnation that the ledger does not know: they came from a keeper that died."""
         ledger = self.ledger
         if ledger is None or not self._is_resumed:
             return
-        own = [held for held in self.arena.sealed() if not held.replica and held.layout]
+        own = [held for held in self.slot_pool.sealed() if not held.replica and held.layout]
         for held in sorted(own, key=lambda held: held.version or Version(0, 0)):
             if held.version is not None and held.version.incarnation == ledger.incarnation:
                 seals = _report_seals(held)
                 done = ledger.adopt(held.rank, held.version, seals, layout=held.layout, durable=held.durable)
                 if done:
-                    self.outlets.report(Reports(sealed=done))
+                    self.callbacks.report(Reports(sealed=done))
 
     # --- saving
 
@@ -271,24 +271,24 @@ class NodeState:
             held.state = SlotState.SEALED
             if self.ledger is not None and version.incarnation == self.ledger.incarnation:
                 self._seal(held, version)
-            self.outlets.changed()
+            self.callbacks.changed()
 
     def _seal(self, held: HeldSlot, version: Version) -> None:
         done = self.need_ledger().seal(held.rank, version, _report_seals(held), durable=held.durable)
         if done:
-            self.outlets.report(Reports(sealed=done))
+            self.callbacks.report(Reports(sealed=done))
         if bundle_id := self.need_ledger().suspect_bundle(version):
-            self.outlets.examine(version, bundle_id)
+            self.callbacks.examine(version, bundle_id)
 
     def due(self, rank: int, version: Version) -> None:
         """A local rank asks for storage of a version that it began without."""
         with self.lock:
             if self.ledger is None or version.incarnation != self.ledger.incarnation:
                 return
-            for held in self.arena.of_rank(rank):
+            for held in self.slot_pool.of_rank(rank):
                 held.durable |= held.version == version
             if self.ledger.want_durable(version):
-                self.outlets.report(Reports(due=(version,)))
+                self.callbacks.report(Reports(due=(version,)))
 
     def abandon(self, rank: int, version: Version, reason: str) -> None:
         """A local rank gives a version up, or died in it."""
@@ -298,9 +298,9 @@ class NodeState:
             told = self.ledger.abandon(rank, version, reason)
             if told is not None:
                 logger.info("%s abandoned by rank %d: %s", version, rank, reason)
-                self.outlets.report(Reports(abandoned=(told,)))
+                self.callbacks.report(Reports(abandoned=(told,)))
                 self._publish(version)
-            self.outlets.changed()
+            self.callbacks.changed()
 
     def hear(self, news: News) -> None:
         """The coordinator announced something."""
@@ -311,13 +311,13 @@ class NodeState:
             if news.table:
                 ledger.learn_table(told.layout, news.table)
             if told.kind in OF_WRITING:
-                self.outlets.writing(told)
+                self.callbacks.writing(told)
                 return
             if not ledger.told(told):
                 return
             if told.kind is Kind.SUSPECT:
                 self._past.suspects[told.version] = told.reason
-                self.outlets.examine(told.version, told.bundle)
+                self.callbacks.examine(told.version, told.bundle)
                 self.alarm(f"twins {told.version}", f"twins differ in {told.version}: {told.reason}; not used again")
             self._publish(told.version)
             if told.kind is Kind.CAPTURED:
@@ -328,27 +328,27 @@ class NodeState:
                 self._patience.replicated(time.monotonic(), newest=newest)
                 self.calm("replication")
             if told.kind in (Kind.PERSIST, Kind.DURABLE):
-                self.outlets.writing(told)
-            self.arena.collect(self.is_free)
-            self.outlets.changed()
+                self.callbacks.writing(told)
+            self.slot_pool.collect(self.is_free)
+            self.callbacks.changed()
 
     def _captured(self, told: Announcement) -> None:
         ledger = self.need_ledger()
         table = ledger.table_of(told.version)
-        kept = {held.version for held in self.arena} | {told.version}
+        kept = {held.version for held in self.slot_pool} | {told.version}
         self._past.tables = {v: t for v, t in self._past.tables.items() if v in kept}
         self._past.suspects = {v: why for v, why in self._past.suspects.items() if v in kept}
         self._past.tables[told.version] = table
         sources = {rank for _, rank, _ in ledger.to_replicate(told.version)}
-        for held in self.arena:  # replicas that somebody else keeps by now
+        for held in self.slot_pool:  # replicas that somebody else keeps by now
             held.outgrown |= held.replica and held.rank not in sources
         if sources:
-            self.outlets.replicate(told.version)
+            self.callbacks.replicate(told.version)
 
     def condemn(self, version: Version, bundle_id: str, reason: str, *, only: HeldSlot | None = None) -> None:
         """Takes this node's copies of a bundle out of use, or the one in slot `only`, and raises an alarm."""
         with self.lock:
-            for held in self.arena.sealed():
+            for held in self.slot_pool.sealed():
                 if held.version == version and bundle_id in held.images and only in (None, held):
                     held.condemned.add(bundle_id)
             self.quarantined(version, bundle_id, f"node {self.place.node}", reason)
@@ -362,8 +362,8 @@ class NodeState:
         """An activity no longer needs the slot's bytes."""
         with self.lock:
             held.unpin(why)
-            self.arena.collect(self.is_free)
-            self.outlets.changed()
+            self.slot_pool.collect(self.is_free)
+            self.callbacks.changed()
 
     def replicated(self, version: Version, bundle_ids: Iterable[str]) -> None:
         """Replicas of another node's bundles are sealed here."""
@@ -371,14 +371,14 @@ class NodeState:
             if self.ledger is not None and version.incarnation == self.ledger.incarnation:
                 ids = tuple(sorted(bundle_ids))
                 self.ledger.replicated(version, ids)
-                self.outlets.report(Reports(replicas=((version, ids),)))
-            self.outlets.changed()
+                self.callbacks.report(Reports(replicas=((version, ids),)))
+            self.callbacks.changed()
 
     def repeat_part(self, version: Version) -> None:
         """Reports this node's part of a version once more: the coordinator then tries again to commit it."""
         with self.lock:
             if self.ledger is not None and version.incarnation == self.ledger.incarnation:
-                self.outlets.report(
+                self.callbacks.report(
                     Reports(parts=tuple(p for p in self.ledger.reports().parts if p.version == version))
                 )
 
@@ -386,7 +386,7 @@ class NodeState:
         """The coordinator named a step."""
         with self.lock:
             if message.incarnation == self.incarnation:
-                self.outlets.push(f"appointment {message.appointment.purpose.value}", message)
+                self.callbacks.push(f"appointment {message.appointment.purpose.value}", message)
 
     def appoint(self, appointment: Appointment) -> Appointed:
         """The message that carries an appointment of this incarnation."""
@@ -403,7 +403,7 @@ class NodeState:
                 self.alarms.popitem(last=False)
             if before is None or before.text != text:
                 logger.warning("%s: %s", key, text)
-                self.outlets.push(f"alarm {key}", Alarm(key=key, text=text))
+                self.callbacks.push(f"alarm {key}", Alarm(key=key, text=text))
 
     def calm(self, key: str) -> None:
         """End an alarm: what it was about is over."""
@@ -422,7 +422,7 @@ class NodeState:
         self._past.levels.move_to_end(version)
         while len(self._past.levels) > MAX_LEVELS:
             self._past.levels.popitem(last=False)
-        self.outlets.push(f"progress {version}", message)
+        self.callbacks.push(f"progress {version}", message)
 
     def inventory(self) -> Inventory:
         """Return what this keeper holds, of whichever incarnation."""
@@ -431,7 +431,7 @@ class NodeState:
                 MemoryCopy(
                     held.version, self.node, None if held.replica else held.rank, _short(place.seal), held.preloaded
                 )
-                for held in self.arena.sealed()
+                for held in self.slot_pool.sealed()
                 if held.version is not None
                 for bundle_id, place in held.images.items()
                 if bundle_id not in held.condemned
@@ -452,7 +452,7 @@ class NodeState:
                 return False
             durable = self.ledger.newest(Level.DURABLE)
             due = {part.version for part in self.ledger.reports().parts}
-            due |= {h.version for h in self.arena if h.durable and not h.replica and h.version is not None}
+            due |= {h.version for h in self.slot_pool if h.durable and not h.replica and h.version is not None}
             open_ = [v for v in due if v.incarnation == self.incarnation and (durable is None or v > durable)]
             return any(not self.ledger.standing(version)[2] for version in open_)
 

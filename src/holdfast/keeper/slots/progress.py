@@ -55,7 +55,7 @@ class Activities:
                 what=what, version=version, rank=rank, done_bytes=done_bytes, total_bytes=total_bytes, seconds=seconds
             )
             with self._state.lock:
-                self._state.outlets.push(f"working {what} {rank}", message)
+                self._state.callbacks.push(f"working {what} {rank}", message)
 
         activity = _Activity(what, version, rank, Meter(total_bytes, say))
         with self._state.lock:

@@ -251,7 +251,7 @@ class Trainers:
         del self._trainers[trainer.rank]
         self.last_seen_s = time.monotonic()
         self._on_leave(trainer)
-        for held in self._state.arena.of_rank(trainer.rank):
+        for held in self._state.slot_pool.of_rank(trainer.rank):
             version = held.version
             if held.state is SlotState.WRITING and not held.copied and not held.pins and version is not None:
                 held.clear()
@@ -259,7 +259,7 @@ class Trainers:
         _let_go(trainer)
         trainer.connection.channel.abort()
         self._came_or_went.notify_all()
-        self._state.outlets.changed()
+        self._state.callbacks.changed()
 
     def of(self, connection: Connection) -> Trainer:
         """The trainer at the other end; InUse if its rank is another process by now."""

@@ -1,7 +1,7 @@
 """Memory for ranks: slots within the budget, and the slots that a dead keeper left with its trainers.
 
 Only the budget is asked under the state's lock, so that two ranks do not both count on the same free memory. The pages
-are made by the threads of the arena, for all ranks at once, the first slot of each rank before any second. A request is
+are made by the threads of the slot pool, for all ranks at once, the first slot of each rank before any second. A request is
 answered when as many slots are there as it waits for, so no connection is held up; a slot that is not complete is
 offered to nobody, neither to a save nor to a restore.
 """
@@ -57,16 +57,16 @@ class SlotAllocator:
         wanted = request.num_slots if request.num_ready is None else request.num_ready
         if not (1 <= request.num_slots <= MAX_SLOTS and 0 <= wanted <= request.num_slots and request.num_bytes > 0):
             raise UsageError(f"{request.num_slots} slots of {request.num_bytes} bytes cannot be reserved")
-        arena = self._state.arena
+        slot_pool = self._state.slot_pool
         with self._state.lock:
             trainer = self._trainers.of(connection)
             missing = self._make_room(trainer.rank, request)
-            turn = len(arena.in_use(trainer.rank))
+            turn = len(slot_pool.in_use(trainer.rank))
             what = f"a slot of rank {trainer.rank}"
-            for held in arena.promise(trainer.rank, request.num_bytes, missing, what):
-                arena.populate(held, turn, partial(self._populated, held, time.monotonic()))
+            for held in slot_pool.promise(trainer.rank, request.num_bytes, missing, what):
+                slot_pool.populate(held, turn, partial(self._populated, held, time.monotonic()))
                 turn += 1
-            self._state.outlets.changed()
+            self._state.callbacks.changed()
             waiting = _Waiting(trainer, request)
             reply = self._answer(waiting)
             if reply is None:
@@ -80,7 +80,7 @@ class SlotAllocator:
         """
         with self._came:
             while True:
-                own = [held for held in self._state.arena.in_use(rank) if held.slot.num_bytes >= num_bytes]
+                own = [held for held in self._state.slot_pool.in_use(rank) if held.slot.num_bytes >= num_bytes]
                 made = [held for held in own if held.state is SlotState.UNPOPULATED]
                 left = deadline - time.monotonic()
                 if not made or len(made) < len(own) or left <= 0:
@@ -88,20 +88,20 @@ class SlotAllocator:
                 self._came.wait(left)
 
     def _populated(self, held: HeldSlot, since_s: float, fault: MemoryRefused | None) -> None:
-        """The pages of a slot are there, or will never be. In a thread of the arena."""
+        """The pages of a slot are there, or will never be. In a thread of the slot pool."""
         state, size, seconds = self._state, held.slot.total_bytes, time.monotonic() - since_s
         with self._came:
-            state.arena.populated(held, fault)
+            state.slot_pool.populated(held, fault)
             if fault is None:
                 logger.info("a slot of rank %d: %d bytes in %.2f s", held.rank, size, seconds)
             else:
                 state.alarm(f"memory of rank {held.rank}", f"a slot of {size} bytes is not to be had: {fault}")
-            state.arena.collect(state.is_free)
+            state.slot_pool.collect(state.is_free)
             for waiting in tuple(self._waiting):
                 if waiting.trainer.rank == held.rank:
                     self._settle(waiting, fault)
             self._came.notify_all()
-            state.outlets.changed()
+            state.callbacks.changed()
 
     def _settle(self, waiting: _Waiting, fault: MemoryRefused | None) -> None:
         """Answers a request that waits, if it can be answered now. Under the lock."""
@@ -120,7 +120,9 @@ class SlotAllocator:
         trainer, request = waiting.trainer, waiting.request
         if request.num_ready == 0:
             return Answer(Slots(id=request.id, slot_ids=()))
-        there = [held for held in self._state.arena.of_rank(trainer.rank) if held.state is not SlotState.UNPOPULATED]
+        there = [
+            held for held in self._state.slot_pool.of_rank(trainer.rank) if held.state is not SlotState.UNPOPULATED
+        ]
         fitting = [held for held in there if not held.outgrown and held.slot.num_bytes >= request.num_bytes]
         if len(fitting) < (request.num_ready or request.num_slots):
             return None
@@ -135,16 +137,16 @@ class SlotAllocator:
 
         All or nothing: if the new ones do not fit into the budget the old ones stay as they are.
         """
-        arena = self._state.arena
-        slots = arena.of_rank(rank)
+        slot_pool = self._state.slot_pool
+        slots = slot_pool.of_rank(rank)
         small = [held for held in slots if held.slot.num_bytes < request.num_bytes and not held.outgrown]
         missing = max(0, request.num_slots - sum(not held.outgrown and held not in small for held in slots))
         free = sum(held.slot.total_bytes for held in small if held.state is SlotState.EMPTY and not held.pins)
         needed = missing * memory.slot_bytes(request.num_bytes) - free
-        arena.with_room(lambda: arena.budget.check(needed, f"reserving {missing} slots for rank {rank}"))
+        slot_pool.with_room(lambda: slot_pool.budget.check(needed, f"reserving {missing} slots for rank {rank}"))
         for held in small:
             held.outgrown = True
-        arena.collect(self._state.is_free)
+        slot_pool.collect(self._state.is_free)
         return missing
 
     def adopt(self, connection: Connection, request: messages.Adopt, fds: list[int]) -> Answer:
@@ -156,13 +158,13 @@ class SlotAllocator:
         while fds:
             slot = Slot.adopt(fds.pop(0))
             try:
-                self._state.arena.budget.reserve(slot.total_bytes, f"adopting a slot of rank {rank}")
+                self._state.slot_pool.budget.reserve(slot.total_bytes, f"adopting a slot of rank {rank}")
             except BaseException:
                 slot.close()
                 raise
             header = self._proved(slot, rank)
             with self._state.lock:
-                held = self._state.arena.add(slot, rank)
+                held = self._state.slot_pool.add(slot, rank)
                 if header is None:
                     held.clear()
                 else:

@@ -171,7 +171,7 @@ class SlotPool:
         return [held for held in self._held.values() if held.state is SlotState.SEALED]
 
     def allocate(self, num_bytes: int, what: str) -> Slot:
-        """A new slot within the budget; not yet known to the arena. Takes about half a second per GiB.
+        """A new slot within the budget; not yet known to the slot pool. Takes about half a second per GiB.
 
         Raises:
             MemoryRefused: with the numbers.

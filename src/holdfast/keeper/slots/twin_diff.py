@@ -39,7 +39,7 @@ class TwinExaminer:
 
     def put(self, version: Version, bundle_id: str) -> None:
         """The bundle's twins differ in this version. Under the state's lock; a copy that is sealed later is put again."""
-        for held in self._state.arena:
+        for held in self._state.slot_pool:
             here = held.version == version and held.state is SlotState.SEALED and bundle_id in held.images
             new = here and not held.replica and not held.pins[_PIN]
             if new and self._worker.put(_Job(held, version, bundle_id)):
@@ -74,4 +74,4 @@ class TwinExaminer:
         with state.lock:
             if state.ledger is not None and job.version.incarnation == state.ledger.incarnation:
                 examined = Examined(job.version, held.rank, job.bundle_id, digests)
-                state.outlets.report(Reports(examined=(examined,)))
+                state.callbacks.report(Reports(examined=(examined,)))

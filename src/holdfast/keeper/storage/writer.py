@@ -1,6 +1,6 @@
 """Writes to storage, in the background, straight from the slots: bundles and parts by every node, the manifest by one.
 
-What a node writes, also for others, is node.succession's business. A slot is pinned from the moment it is found until
+What a node writes, also for others, is keeper.storage.writer_failover's business. A slot is pinned from the moment it is found until
 its order is done, and what is written is compared with the seal before it counts: a copy that differs is used no more, and
 whoever holds a good one writes it. Any error leaves the version without the durable level, says so, and touches nothing
 else: memory levels go on. The newest version that failed is written again from memory, with growing pauses, as long as it
@@ -96,17 +96,22 @@ class Persister:
     """Writes the parts that this node is ordered to write.
 
     Args:
-        succession: told of what was written and what failed.
+        failover: told of what was written and what failed.
     """
 
     def __init__(
-        self, state: NodeState, vault: LazyStorage, events: Events, activities: Activities, succession: WriterFailover
+        self,
+        state: NodeState,
+        lazy_storage: LazyStorage,
+        events: Events,
+        activities: Activities,
+        failover: WriterFailover,
     ) -> None:
         self._state = state
-        self._vault = vault
+        self._lazy_storage = lazy_storage
         self._events = events
         self._activities = activities
-        self._succession = succession
+        self._failover = failover
         self._worker: Worker[WriteAttempt] = Worker(
             "holdfast persister", self._persist, lambda text: state.alarm("persister", text), on_idle=state.changed
         )
@@ -119,7 +124,7 @@ class Persister:
         """Queues parts that are to be written. Under the state's lock."""
         self._again.forget(before=writing.order.version)
         if not self._worker.put(writing):
-            self._succession.done(writing)
+            self._failover.done(writing)
 
     @property
     def idle(self) -> bool:
@@ -128,7 +133,7 @@ class Persister:
     def leave(self) -> None:
         """Drops what waits: the job it is for is over. Under the state's lock."""
         for writing in self._worker.clear():
-            self._succession.done(writing)
+            self._failover.done(writing)
         self._again.forget()
 
     def stop(self) -> None:
@@ -142,9 +147,9 @@ class Persister:
             writing = self._writing
             if writing is not None and now - self._told_s >= SIGN_S and now - self._moved_s <= self._allowance_s:
                 self._told_s = now
-                self._succession.at_work(writing.order.version)
+                self._failover.at_work(writing.order.version)
             for again in self._again.due() if not self._worker.stopping else ():
-                self._succession.again(again)
+                self._failover.again(again)
 
     def _persist(self, writing: WriteAttempt) -> None:
         state, order = self._state, writing.order
@@ -160,13 +165,13 @@ class Persister:
         finally:
             with state.lock:
                 self._writing = None
-                self._succession.done(writing)
+                self._failover.done(writing)
 
     def _failed(self, order: Order, error: HoldfastError) -> None:
         state = self._state
         state.alarm("storage", f"{order.version} is not durable: {error}")
         with state.lock:
-            self._succession.failed(order, error.what)
+            self._failover.failed(order, error.what)
             hopeless = self._again.failed(order, error)
         if hopeless:
             state.alarm(
@@ -207,7 +212,7 @@ class Persister:
         progress: Callable[[int], None],
     ) -> None:
         state, version = self._state, order.version
-        storage = self._vault.open()
+        storage = self._lazy_storage.open()
         if assembly is not None:
             storage.require_job(assembly.job_id)  # else what follows would stand in somebody else's directory
         stamp = make_stamp(version.incarnation, order.term)
@@ -229,7 +234,7 @@ class Persister:
             ids = tuple(ref.bundle_id for ref in part.refs)
             with state.lock:
                 written = PartReport(version, state.node, name, length, digest, ids, part.index)
-                self._succession.wrote(written)
+                self._failover.wrote(written)
 
     def _condemn_if_bad(self, version: Version, held: HeldSlot, place: ImagePlace, why: str) -> None:
         """Takes a copy out of use that does not hold what was sealed: what was refused is not to be written again."""
@@ -240,7 +245,7 @@ class Persister:
             self._state.condemn(version, place.ref.bundle_id, why, only=held)
 
     def _find(self, writing: WriteAttempt, ref: BundleRef) -> tuple[HeldSlot, ImagePlace]:
-        found = writing.find(self._state.arena, ref)
+        found = writing.find(self._state.slot_pool, ref)
         if found is None:
             raise CorruptError(
                 f"no good copy of bundle {ref.bundle_id} of {writing.order.version} is held here any more"
@@ -273,9 +278,9 @@ class CommitJob:
 class Committer:
     """Writes root manifests and applies retention; idle except on the coordinator's node."""
 
-    def __init__(self, state: NodeState, vault: LazyStorage, events: Events) -> None:
+    def __init__(self, state: NodeState, lazy_storage: LazyStorage, events: Events) -> None:
         self._state = state
-        self._vault = vault
+        self._lazy_storage = lazy_storage
         self._events = events
         self._worker: Worker[CommitJob] = Worker(
             "holdfast committer", self._commit, lambda text: state.alarm("committer", text), on_idle=state.changed
@@ -310,7 +315,7 @@ class Committer:
     def _commit(self, job: CommitJob) -> None:
         version = job.order.version
         try:
-            storage = self._vault.open()
+            storage = self._lazy_storage.open()
             storage.require_job(job.assembly.job_id)
             manifest = Manifest(
                 version=version,

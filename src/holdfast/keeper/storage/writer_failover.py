@@ -40,9 +40,9 @@ class WriteAttempt:
     order: Order
     held: list[HeldSlot] = field(default_factory=list)
 
-    def find(self, arena: SlotPool, ref: BundleRef) -> tuple[HeldSlot, ImagePlace] | None:
+    def find(self, slot_pool: SlotPool, ref: BundleRef) -> tuple[HeldSlot, ImagePlace] | None:
         """Returns a sealed copy of a bundle, pinned; None if there is none here. Under the state's lock."""
-        found = arena.find(self.order.version, ref.bundle_id)
+        found = slot_pool.find(self.order.version, ref.bundle_id)
         if found is not None:
             self._pin(found[0])
         return found
@@ -101,7 +101,9 @@ class WriterFailover:
 
     def _holds(self, order: Order) -> bool:
         """Returns whether a good copy of everything that the order is to write is here."""
-        return all(self._state.arena.find(order.version, ref.bundle_id) for part in order.parts for ref in part.refs)
+        return all(
+            self._state.slot_pool.find(order.version, ref.bundle_id) for part in order.parts for ref in part.refs
+        )
 
     def wrote(self, part: PartReport) -> None:
         """This node wrote a part."""
@@ -109,7 +111,7 @@ class WriterFailover:
         if state.ledger is not None and part.version.incarnation == state.ledger.incarnation:
             self._watch.written(part.version, part.node, (part.index,))
             state.ledger.wrote(part)
-            state.outlets.report(Reports(parts=(part,)))
+            state.callbacks.report(Reports(parts=(part,)))
 
     def failed(self, order: Order, reason: str) -> None:
         """Tells those behind this node at once that it could not carry an order out."""
@@ -117,13 +119,13 @@ class WriterFailover:
         state, indices = self._state, tuple(part.index for part in order.parts)
         if state.ledger is not None and order.version.incarnation == state.ledger.incarnation:
             self._watch.failed(order.version, state.node, indices, reason, time.monotonic())
-            state.outlets.report(Reports(failures=(WriteFailure(order.version, indices, reason[:1000], gone),)))
+            state.callbacks.report(Reports(failures=(WriteFailure(order.version, indices, reason[:1000], gone),)))
 
     def at_work(self, version: Version) -> None:
         """This node is writing: a sign for those who watch it."""
         state = self._state
         if state.ledger is not None and version.incarnation == state.ledger.incarnation:
-            state.outlets.report(Reports(at_work=(version,)))
+            state.callbacks.report(Reports(at_work=(version,)))
 
     def done(self, writing: WriteAttempt) -> None:
         """Frees the slots of an order that is carried out, failed or dropped; those that another needs stay pinned."""
@@ -133,7 +135,7 @@ class WriterFailover:
 
     def yield_slots(self, rank: int) -> bool:
         """Lets go of what is only kept in case somebody fails; True if that freed a slot of this rank."""
-        held = [held for held in self._state.arena.of_rank(rank) if WATCHING_PIN in held.pins]
+        held = [held for held in self._state.slot_pool.of_rank(rank) if WATCHING_PIN in held.pins]
         for slot in held:
             del slot.pins[WATCHING_PIN]
         return bool(held)
@@ -153,19 +155,19 @@ class WriterFailover:
         writing = WriteAttempt(order)
         for part in order.parts:
             for ref in part.refs:
-                writing.find(self._state.arena, ref)
+                writing.find(self._state.slot_pool, ref)
         self._put(writing)
 
     def _keep_watched(self, version: Version) -> None:
         """Keeps the slots of local ranks that hold a bundle which this node may have to take over."""
         ids = {ref.bundle_id for part in self._watch.watched(version) for ref in part.refs}
-        for held in self._state.arena:
+        for held in self._state.slot_pool:
             # Replicas of what is not replicated anew are kept anyway, and one slot more would stop replication.
             here = held.version == version and held.state is SlotState.SEALED and not held.replica
             if here and not ids.isdisjoint(held.images):
                 held.pins[WATCHING_PIN] = 1
 
     def _keep_no_more(self, version: Version | None) -> None:
-        for held in self._state.arena:
+        for held in self._state.slot_pool:
             if WATCHING_PIN in held.pins and version in (None, held.version):
                 del held.pins[WATCHING_PIN]

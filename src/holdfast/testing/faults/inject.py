@@ -147,10 +147,10 @@ class Wounds:
             self._require_line(address)
             return connect(address, **more)
 
-        def flush_line(uplink: CoordinatorClient) -> None:
-            if uplink.coordinator is None:
+        def flush_line(coordinator_client: CoordinatorClient) -> None:
+            if coordinator_client.coordinator is None:
                 self._require_line("the coordinator")
-            flush(uplink)
+            flush(coordinator_client)
 
         setattr(Channel, "send_bulk", send_bulk)  # noqa: B010
         setattr(CoordinatorClient, "_flush", flush_line)  # noqa: B010

@@ -132,7 +132,7 @@ def _signs_for_ever() -> None:
 
 def _pins_of_another_order() -> None:
     def done(self: WriterFailover, writing: WriteAttempt) -> None:
-        for held in self._state.arena:
+        for held in self._state.slot_pool:
             if held.version == writing.order.version:
                 held.pins.pop(WRITING_PIN, None)
 

@@ -1,4 +1,4 @@
-"""The way to storage in the simulation: lines of writers, parts, manifest, retention; modelled after node.succession.
+"""The way to storage in the simulation: lines of writers, parts, manifest, retention; modelled after keeper.storage.writer_failover.
 
 Called by testing.simulator.job.
 """
