@@ -39,7 +39,7 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import holdfast
-from holdfast.checkpoint.capture.late_copy_check import Checks, CopyCheck
+from holdfast.checkpoint.capture.late_copy_check import CopyCheck, LateCopyChecker
 
 NUM_FIRSTS = 5
 NUM_AFTER_FIRST = 5  # what a first save is compared with: those of the same job right after it
@@ -295,7 +295,7 @@ class FenceClock:
 class ChecksClock:
     """Seconds in the checks of late copies, of all threads together."""
 
-    CLOCKED = ((Checks, "look"), (CopyCheck, "torn"), (CopyCheck, "moved"))
+    CLOCKED = ((LateCopyChecker, "look"), (CopyCheck, "torn"), (CopyCheck, "moved"))
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -27,7 +27,7 @@ from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture import bounce_buffers, mutation_check, side_stream_copy
 from holdfast.checkpoint.capture.copy_plan import batches
-from holdfast.checkpoint.capture.optimizer_fence import Fence, Job
+from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.checkpoint.capture.paced_copy import PacedCopy
 from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, SideStreams
 from holdfast.checkpoint.device import accelerator, chunk_staging
@@ -183,7 +183,7 @@ def memory_that_is_not_registered_gets_the_right_bytes() -> None:
 @case
 def what_no_driver_registers_goes_through_buffers() -> None:
     simulated.set_copy_rate(200 * MIB)
-    through = bounce_buffers.Bounce(place(), behind_s=20.0, num_bytes=MIB)
+    through = bounce_buffers.BounceBuffers(place(), behind_s=20.0, num_bytes=MIB)
     values = torch.arange(5 * MIB, dtype=torch.int32, device=place())
     sources = [values, values[:7].to(torch.uint8), values[: MIB // 2].view(512, -1).t(), values[:3].to(torch.bfloat16)]
     targets = [torch.empty_like(source, device="cpu") for source in sources]
@@ -198,12 +198,12 @@ def what_no_driver_registers_goes_through_buffers() -> None:
 
 @bug
 def a_bounce_is_not_awaited() -> None:
-    bounce_buffers.Bounce._await = lambda *_: None  # type: ignore[method-assign]
+    bounce_buffers.BounceBuffers._await = lambda *_: None  # type: ignore[method-assign]
 
 
 @case
 def a_copy_through_buffers_leaves_a_device_that_hangs() -> None:
-    through = bounce_buffers.Bounce(place(), behind_s=0.3, num_bytes=MIB)
+    through = bounce_buffers.BounceBuffers(place(), behind_s=0.3, num_bytes=MIB)
     source, target = torch.ones(4 * MIB, device=place()), torch.zeros(4 * MIB)
     stream = torch.accelerator.current_stream()
     simulated.hang(0)
@@ -457,7 +457,7 @@ def a_host_five_seconds_ahead_of_its_device_is_not_held_up() -> None:
 
 @bug
 def copies_are_not_late() -> None:
-    mutation_check.Trust.late = lambda *_: set()  # type: ignore[method-assign,assignment]
+    mutation_check.MutationHistory.late = lambda *_: set()  # type: ignore[method-assign,assignment]
 
 
 @case
@@ -601,18 +601,18 @@ def what_is_queued_behind_a_hung_collective_is_void() -> None:
     open_checkpointers.register(thing := SimpleThing(gate.void))
     with slot_of(hung.source.nbytes) as (slot, target):
         streams.pin(slot, hung.source.device)
-        gate.start(first := Job([], streams.queue([target], [hung.source]), reasons.append))
+        gate.start(first := LateCopyJob([], streams.queue([target], [hung.source]), reasons.append))
         assert first.done.wait(20)
         gate.release()
         simulated.hang(0)
         hung.source.fill_(float("nan"))  # unreduced gradients, and the optimizer's step
-        gate.start(second := Job([], streams.queue([target], [hung.source]), reasons.append))
+        gate.start(second := LateCopyJob([], streams.queue([target], [hung.source]), reasons.append))
         hung.break_off()
         assert second.done.wait(20)
         gate.release()
         assert reasons[0] == ""
         assert "broke off" in reasons[1], "a version of garbage is told as complete"
-        gate.start(third := Job([], streams.queue([target], [hung.source]), reasons.append))
+        gate.start(third := LateCopyJob([], streams.queue([target], [hung.source]), reasons.append))
         assert third.done.wait(20)
         assert reasons[2], "the host ran on after the abort, and saved"
         gate.close()
@@ -673,7 +673,7 @@ def what_a_device_passes_later_counts() -> None:
 def what_is_queued_later_counts() -> None:
     start = Fence.start
 
-    def begin(self: Fence, job: Job) -> None:
+    def begin(self: Fence, job: LateCopyJob) -> None:
         open_checkpointers.broken.reason = ""
         start(self, job)
 

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.checkpoint.job.keeper_link import Link
+from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.save.memory_saver import Saver
 from holdfast.keeper.rpc.client import KeeperClient
 
-KINDS: dict[str, Any] = {"Link": Link, "Saver": Saver, "KeeperClient": KeeperClient}
+KINDS: dict[str, Any] = {"KeeperLink": KeeperLink, "Saver": Saver, "KeeperClient": KeeperClient}
 
 
 def strike(checkpointer: Any, moment: str) -> None:

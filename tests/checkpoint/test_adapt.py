@@ -21,7 +21,7 @@ from torch.distributed.pipelining import schedules
 import holdfast
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.copy_plan import Batch
-from holdfast.checkpoint.capture.optimizer_fence import Fence, Job
+from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.checkpoint.pipeline import schedule_actions
 from holdfast.checkpoint.pipeline.bubbles import Bubbles
 from holdfast.checkpoint.pipeline.copy_gate import Gate
@@ -95,8 +95,8 @@ def test_a_schedule_that_makes_no_steps_holds_no_copy_back(bubbles: Bubbles, mon
     fence, source = Fence(timeout_s=5.0, events=Events()), torch.ones(1000)
     fence.pace, bubbles.on_wait = bubbles, fence.nudge
 
-    def job() -> Job:
-        return Job([Batch([torch.zeros(1000)], [source], source.nbytes)], None, nothing)
+    def job() -> LateCopyJob:
+        return LateCopyJob([Batch([torch.zeros(1000)], [source], source.nbytes)], None, nothing)
 
     try:
         for _ in range(2):

@@ -31,7 +31,7 @@ from holdfast.base.errors import (
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture import copy_plan
 from holdfast.checkpoint.capture.mutation_check import NUM_PROOFS
-from holdfast.checkpoint.job.keeper_link import Link
+from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.save import save_handle as handles
 from holdfast.checkpoint.save.memory_saver import Saver
 from holdfast.checkpoint.state.stateful import REMOVED
@@ -397,8 +397,8 @@ def saved_twice(make: Make) -> tuple[Trainee, Any, bytes]:
 @pytest.mark.parametrize(
     "moment",
     [
-        "Link.wait_mended",
-        "Link.assembled",
+        "KeeperLink.wait_mended",
+        "KeeperLink.assembled",
         "Saver.reserve",
         "KeeperClient.inventory",
         "KeeperClient.obtain",
@@ -411,7 +411,7 @@ def test_what_was_captured_is_found_although_the_keeper_dies_in_a_restore(
     """In the middle of training: the slots are this process's too, and the restore begins anew with the next keeper."""
     trainee, checkpointer, expected = saved_twice(make)
     link, (owner, name) = checkpointer._run.link, moment.split(".")
-    kind = {"Link": Link, "Saver": Saver, "KeeperClient": KeeperClient}[owner]
+    kind = {"KeeperLink": KeeperLink, "Saver": Saver, "KeeperClient": KeeperClient}[owner]
     real, killed = getattr(kind, name), []
 
     def struck(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -13,11 +13,11 @@ import torch
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture import copy_plan
 from holdfast.checkpoint.capture.copy_plan import SlotView, Split, Structure
-from holdfast.checkpoint.capture.mutation_check import NUM_PROOFS, Trust, differing, digest, same_bits
-from holdfast.checkpoint.capture.optimizer_fence import Fence, Job
+from holdfast.checkpoint.capture.mutation_check import NUM_PROOFS, MutationHistory, differing, digest, same_bits
+from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.checkpoint.entries.types import Gathered, LiveTensor, dtype_name
 from holdfast.checkpoint.restore import tensor_fill
-from holdfast.checkpoint.save.save_completion import Ending, Watched
+from holdfast.checkpoint.save.save_completion import ImmediatePiece, SaveCompletion
 from holdfast.core.model import Extent, Shard, Topology
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format import values as value_codec
@@ -210,8 +210,10 @@ def test_the_step_waits_for_the_copy_and_not_longer_than_its_bound(monkeypatch: 
     ends: list[str] = []
     first, second = torch.zeros(1000), torch.zeros(1000)
 
-    def job() -> Job:
-        return Job([copy_plan.Batch([t], [parameter.detach()], t.nbytes) for t in (first, second)], None, ends.append)
+    def job() -> LateCopyJob:
+        return LateCopyJob(
+            [copy_plan.Batch([t], [parameter.detach()], t.nbytes) for t in (first, second)], None, ends.append
+        )
 
     try:
         fence.start(job())
@@ -239,7 +241,7 @@ def test_the_step_waits_for_the_copy_and_not_longer_than_its_bound(monkeypatch: 
 
 
 def test_three_proofs_make_a_tensor_late_and_one_difference_never(caplog: pytest.LogCaptureFixture) -> None:
-    trust = Trust(overlap=True)
+    trust = MutationHistory(overlap=True)
     tensors = {"good": live("good", torch.ones(4)), "bad": live("bad", torch.ones(4))}
     tensors["buffer"] = live("buffer", torch.ones(4), late=False)
     for _ in range(3):  # the promise, whatever the constant says
@@ -252,15 +254,15 @@ def test_three_proofs_make_a_tensor_late_and_one_difference_never(caplog: pytest
     assert "bad" in caplog.records[0].getMessage()
     trust.forget()
     assert trust.watched(tensors) == {"good"}
-    assert Trust(overlap=False).watched(tensors) == set()
+    assert MutationHistory(overlap=False).watched(tensors) == set()
 
 
 def test_only_a_fence_before_a_step_proves_anything() -> None:
     """A read point waits for the copy as a step does; that nothing changed until then says nothing of the step's hooks."""
-    trust, tensor = Trust(overlap=True), torch.ones(4)
+    trust, tensor = MutationHistory(overlap=True), torch.ones(4)
     tensors = {"w": live("w", tensor)}
-    watched = [Watched("w", tensor, tensor.clone())]
-    ending = Ending(None, None, None, trust, lambda *_: None, watched)  # type: ignore[arg-type]
+    watched = [ImmediatePiece("w", tensor, tensor.clone())]
+    ending = SaveCompletion(None, None, None, trust, lambda *_: None, watched)  # type: ignore[arg-type]
     for _ in range(NUM_PROOFS):
         ending.at_fence(False)
     assert trust.watched(tensors) == {"w"}

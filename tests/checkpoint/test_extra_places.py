@@ -21,8 +21,8 @@ from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer import checkpointer as checkpointers
 from holdfast.checkpoint.save import durable_tracker as durables_module
 from holdfast.checkpoint.save import extra_places
-from holdfast.checkpoint.save.durable_tracker import Durables
-from holdfast.checkpoint.save.extra_places import MAX_WAITING, FurtherPlaces
+from holdfast.checkpoint.save.durable_tracker import DurableTracker
+from holdfast.checkpoint.save.extra_places import MAX_WAITING, ExtraPlaces
 from holdfast.core.model import Version
 from holdfast.tiers.storage.version_store import Storage, open_storage
 from keeper.rig import eventually
@@ -235,7 +235,7 @@ def test_places_are_collected_until_the_version_is_durable(tmp_path: Path, monke
     handle = Handle(version=Version(1, 4), durable=(False, "on its way"))
     source: Any = SimpleNamespace(hold=lambda *_: None, release=lambda *_: None)
     opened: Any = lambda place: place  # noqa: E731
-    durables = Durables(None, FurtherPlaces(source, opened, 1), timeout_s=DEADLINE_S)
+    durables = DurableTracker(None, ExtraPlaces(source, opened, 1), timeout_s=DEADLINE_S)
     for places in (["a"], [], ["b", "a"]):
         durables.add(handle, places)
     handle.durable = (True, "")
@@ -259,7 +259,7 @@ def test_a_place_that_falls_behind_gets_the_newest_versions(monkeypatch: pytest.
     monkeypatch.setattr(extra_places, "duplicate", copy)
     source: Any = SimpleNamespace(hold=lambda *_: None, release=lambda *_: None)
     opened: Any = lambda place: place  # noqa: E731
-    durables = Durables(tell, FurtherPlaces(source, opened, 1), timeout_s=DEADLINE_S)
+    durables = DurableTracker(tell, ExtraPlaces(source, opened, 1), timeout_s=DEADLINE_S)
     handle: Any = Handle(version=Version(1, 0), durable=(True, ""))
     durables.add(handle, ["slow"])
     assert running.wait(DEADLINE_S)
@@ -285,7 +285,7 @@ def test_a_keeper_that_dies_while_a_version_is_copied_makes_it_no_less_durable(m
     monkeypatch.setattr(extra_places, "duplicate", copy)
     source: Any = SimpleNamespace(hold=lambda *_: None, release=lambda *_: None)
     opened: Any = lambda place: place  # noqa: E731
-    durables = Durables(lambda *said: told.append(said), FurtherPlaces(source, opened, 1), timeout_s=0.2)
+    durables = DurableTracker(lambda *said: told.append(said), ExtraPlaces(source, opened, 1), timeout_s=0.2)
     handle: Any = Handle(version=Version(1, 0), durable=(True, ""))
     durables.add(handle, ["slow"])
     assert running.wait(DEADLINE_S)

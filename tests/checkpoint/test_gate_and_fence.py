@@ -24,7 +24,7 @@ from torch import nn
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture import optimizer_fence as fences
 from holdfast.checkpoint.capture.copy_plan import Batch
-from holdfast.checkpoint.capture.optimizer_fence import FIRST_RATE_BYTES_PER_S, Fence, Job
+from holdfast.checkpoint.capture.optimizer_fence import FIRST_RATE_BYTES_PER_S, Fence, LateCopyJob
 from holdfast.checkpoint.pipeline import copy_gate as gates
 from holdfast.checkpoint.pipeline.copy_gate import Gate
 
@@ -221,7 +221,7 @@ class Story:
                 assert not waiter.is_alive()
             self.judge(step, slot, wanted, ends)
 
-    def job(self, step: Step, slot: torch.Tensor, source: torch.Tensor, ends: list[str]) -> Job:
+    def job(self, step: Step, slot: torch.Tensor, source: torch.Tensor, ends: list[str]) -> LateCopyJob:
         batches = [
             Batch([slot[at : at + 1]], [source[at : at + 1]], int(seconds * FIRST_RATE_BYTES_PER_S))
             for at, seconds in enumerate(step.batches)
@@ -232,8 +232,8 @@ class Story:
             ends.append(reason)
 
         if step.opens:
-            return Job([], None, finish, opening=lambda: (batches, finish))
-        return Job(batches, None, finish)
+            return LateCopyJob([], None, finish, opening=lambda: (batches, finish))
+        return LateCopyJob(batches, None, finish)
 
     def judge(self, step: Step, slot: torch.Tensor, wanted: torch.Tensor, ends: list[str]) -> None:
         (reason,) = ends

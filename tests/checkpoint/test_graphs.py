@@ -11,8 +11,8 @@ import torch
 
 from checkpoint.test_copy_plan import live
 from holdfast.base.events import Events
-from holdfast.checkpoint.capture.mutation_check import NUM_PROOFS, Trust
-from holdfast.checkpoint.capture.optimizer_fence import Fence, Job
+from holdfast.checkpoint.capture.mutation_check import NUM_PROOFS, MutationHistory
+from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.save.memory_saver import Saver, _Late
 from holdfast.checkpoint.state.training_state import State
@@ -47,14 +47,14 @@ def optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([weight], lr=0.1)
 
 
-def trusted() -> Trust:
-    trust = Trust(overlap=True)
+def trusted() -> MutationHistory:
+    trust = MutationHistory(overlap=True)
     for _ in range(NUM_PROOFS):
         trust.judge({"w"}, ())
     return trust
 
 
-def saver(fence: Any, trust: Trust, last: _Late | None, given_up: list[str]) -> Any:
+def saver(fence: Any, trust: MutationHistory, last: _Late | None, given_up: list[str]) -> Any:
     """As much of a saver as looks for graphs."""
     config = SimpleNamespace(close_timeout_s=1.0)
     made: Any = SimpleNamespace(_last_late=last, fence=fence, _trust=trust, _config=config)
@@ -74,7 +74,7 @@ def test_a_capture_is_not_broken_and_nothing_is_copied_late_ever_after(graph: Gr
     never = SimpleNamespace(
         passed=lambda: False, hold_current_streams=lambda: pytest.fail("a capture was made to wait")
     )
-    fence._open = job = Job([], never, reasons.append)  # type: ignore[arg-type]
+    fence._open = job = LateCopyJob([], never, reasons.append)  # type: ignore[arg-type]
     try:
         assert trust.late(tensors) == {"w"}
         with graph:

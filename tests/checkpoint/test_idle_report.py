@@ -14,7 +14,7 @@ import pytest
 
 import forked
 from holdfast.checkpoint.pipeline.bubbles import MEMORY, Profile
-from holdfast.checkpoint.pipeline.idle_report import FIRST_STEPS, Teller
+from holdfast.checkpoint.pipeline.idle_report import FIRST_STEPS, IdleReporter
 from holdfast.core.pipeline.bubble_placement import Window, place
 from holdfast.core.pipeline.idle_stats import Idle
 
@@ -39,7 +39,7 @@ def test_it_is_logged_once_when_enough_was_measured_and_told_again_when_all_is_n
     told: list[Idle] = []
     now = 0
     bubbles: Any = SimpleNamespace(profile=lambda: measured(now))
-    teller = Teller(bubbles, told.append)
+    teller = IdleReporter(bubbles, told.append)
     fits, too_much = (place([0.004] * number, [Window(0, 0.02)]) for number in (4, 6))
 
     def versions(number: int, placement: Any = fits, copy_s: float = 0.016) -> None:

@@ -17,7 +17,7 @@ from checkpoint.test_checkpointer import Make, Trainee, kill_keeper, make  # noq
 from checkpoint.test_late_copies import Held, fill, held, trusted  # noqa: F401 - the fixture
 from holdfast.base.errors import LevelNotReached, UsageError
 from holdfast.base.events import Events
-from holdfast.checkpoint.capture.optimizer_fence import Fence, Job
+from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.core.model import Version
 from holdfast.tiers.storage.version_store import open_storage
 
@@ -238,7 +238,7 @@ def test_what_a_signals_handler_raises_at_the_fence_reaches_the_script() -> None
         return [], lambda _: None
 
     try:
-        fence.start(Job([], None, lambda _: None, opening=opening))
+        fence.start(LateCopyJob([], None, lambda _: None, opening=opening))
         with pytest.raises(Alarm):
             optimizer.step()
         assert bool((parameter.detach() == 1).all()), "the step was not made"

@@ -25,7 +25,7 @@ from holdfast.base.events import Events
 from holdfast.checkpoint.capture import copy_plan, mutation_check
 from holdfast.checkpoint.capture import optimizer_fence as fences
 from holdfast.checkpoint.capture.mutation_check import NUM_PROOFS
-from holdfast.checkpoint.capture.optimizer_fence import Fence, Job
+from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.checkpoint.capture.spot_check import SPOT_BYTES, Spots, has_spots
 from holdfast.checkpoint.save import memory_saver
 from holdfast.checkpoint.state.step_observer import Steps
@@ -443,7 +443,7 @@ def test_hooks_do_nothing_in_a_forked_child() -> None:
         return [], lambda _: None
 
     try:
-        fence.start(Job([], None, lambda _: None, opening=opening))
+        fence.start(LateCopyJob([], None, lambda _: None, opening=opening))
         child = os.fork()
         if child == 0:  # the copying thread is not here: nothing would ever end the wait
             try:

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import schedules
 
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.copy_plan import Batch
-from holdfast.checkpoint.capture.optimizer_fence import FIRST_RATE_BYTES_PER_S, Fence, Job
+from holdfast.checkpoint.capture.optimizer_fence import FIRST_RATE_BYTES_PER_S, Fence, LateCopyJob
 from holdfast.checkpoint.job.collectives import Alone
 from holdfast.checkpoint.pipeline import schedule_actions
 from holdfast.checkpoint.pipeline.bubbles import VERSIONS, Bubbles
@@ -133,7 +133,7 @@ def test_the_speed_of_copies_is_learnt() -> None:
     source = torch.ones(1 << 20)
     try:
         for _ in range(8):
-            fence.start(Job([Batch([torch.zeros(1 << 20)], [source], source.nbytes)], None, nothing))
+            fence.start(LateCopyJob([Batch([torch.zeros(1 << 20)], [source], source.nbytes)], None, nothing))
             fence.release()
             assert fence.idle(10)
     finally:
@@ -179,7 +179,7 @@ def test_the_step_waits_for_what_found_no_turn() -> None:
     fence.guard([optimizer])
     fence.pace = Shut()
     try:
-        fence.start(Job([Batch([target], [parameter.detach()], target.nbytes)], None, ends.append))
+        fence.start(LateCopyJob([Batch([target], [parameter.detach()], target.nbytes)], None, ends.append))
         optimizer.step()
         assert ends == [""]
         assert torch.equal(target, torch.ones(1000)), "the state before the step"

@@ -15,7 +15,7 @@ from checkpoint.test_adapt import nothing, schedule_of
 from checkpoint.test_timers import Device as Times
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.copy_plan import batches
-from holdfast.checkpoint.capture.optimizer_fence import Fence, Job
+from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.checkpoint.capture.paced_copy import PacedCopy
 from holdfast.checkpoint.capture.side_stream_copy import SideStreams
 from holdfast.checkpoint.pipeline.bubbles import Bubbles
@@ -169,7 +169,7 @@ def test_each_wait_of_a_schedule_feeds_the_copy_and_the_step_gets_the_rest(bubbl
     job = Copying(6)
     try:
         fence.begin()
-        fence.start(Job([], job.copy, nothing))
+        fence.start(LateCopyJob([], job.copy, nothing))
         counts = []
         for _ in range(2):
             bubbles.waited(nothing, [object()])

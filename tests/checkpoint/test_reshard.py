@@ -18,7 +18,7 @@ from torch import nn
 
 from holdfast.base.errors import ConfigError, HoldfastError, MismatchError
 from holdfast.checkpoint.entries.types import Gathered, LiveTensor
-from holdfast.checkpoint.job.bootstrap import Asked
+from holdfast.checkpoint.job.bootstrap import RestoreRequest
 from holdfast.checkpoint.job.collectives import Ranks
 from holdfast.checkpoint.restore.fetcher import Fault
 from holdfast.checkpoint.restore.reshard import OtherLayout
@@ -267,7 +267,7 @@ def test_another_number_of_ranks_is_another_layout_even_if_each_finds_its_own() 
     for world_size in (3, 2):
         state = stage(1, world_size, first=True, last=False)[0]
         job = SimpleNamespace(group=SimpleNamespace(rank=1, world_size=world_size))
-        restorer = Restorer(job, None, state=state, storage=None, asked=Asked(), timeout_s=1)  # type: ignore[arg-type]
+        restorer = Restorer(job, None, state=state, storage=None, asked=RestoreRequest(), timeout_s=1)  # type: ignore[arg-type]
         assert restorer._is_layout(saved.choice) == (world_size == 3)
 
 

@@ -10,16 +10,16 @@ import torch
 
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors import step_snapshot, survivor_state
-from holdfast.checkpoint.survivors.step_snapshot import Noter, Page
+from holdfast.checkpoint.survivors.step_snapshot import SnapshotPage, SnapshotWriter
 from holdfast.checkpoint.survivors.survivor_state import Survivor, notes_of
 from holdfast.core.model import Version
 
 
 @pytest.fixture
-def page() -> Iterator[Page]:
+def page() -> Iterator[SnapshotPage]:
     fd = step_snapshot.make_page()
     step_snapshot.attach(fd)
-    yield Page(fd)
+    yield SnapshotPage(fd)
     step_snapshot.attach(-1)
     survivor_state.remains.forget()
 
@@ -46,7 +46,7 @@ def version(step: int) -> Version:
     return Version(1, step)
 
 
-def test_the_two_newest_notes_are_there_and_nobody_elses(page: Page) -> None:
+def test_the_two_newest_notes_are_there_and_nobody_elses(page: SnapshotPage) -> None:
     job = Job()
     for step in range(4):
         job.step()
@@ -59,8 +59,8 @@ def test_the_two_newest_notes_are_there_and_nobody_elses(page: Page) -> None:
     assert any("optimizer.param_groups" in group for group in found[version(3)].decoded().values())
 
 
-def test_a_note_that_was_torn_is_none_and_the_one_before_stays(page: Page) -> None:
-    noter = Noter(page, job="job", rank=0, world_size=1)
+def test_a_note_that_was_torn_is_none_and_the_one_before_stays(page: SnapshotPage) -> None:
+    noter = SnapshotWriter(page, job="job", rank=0, world_size=1)
     job = Job()
     for step in range(2):
         assert noter.write(version(step), job.state.gather())
@@ -72,23 +72,23 @@ def test_a_note_that_was_torn_is_none_and_the_one_before_stays(page: Page) -> No
     assert set(page.read()) == {version(0)}
 
 
-def test_notes_that_cost_too_much_are_left_out(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    noter = Noter(page, job="job", rank=0, world_size=1)
+def test_notes_that_cost_too_much_are_left_out(page: SnapshotPage, monkeypatch: pytest.MonkeyPatch) -> None:
+    noter = SnapshotWriter(page, job="job", rank=0, world_size=1)
     assert noter.affordable()
     monkeypatch.setattr(step_snapshot, "CREDIT_S", 0.0)
     assert noter.write(version(0), Job().state.gather())
     assert not noter.affordable()
 
 
-def test_state_that_is_too_large_is_refused_with_its_size(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_that_is_too_large_is_refused_with_its_size(page: SnapshotPage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_snapshot, "MAX_BYTES", 100)
-    noter = Noter(page, job="job", rank=0, world_size=1)
+    noter = SnapshotWriter(page, job="job", rank=0, world_size=1)
     assert not noter.write(version(0), Job().state.gather())
     assert "bytes of state belong to no optimizer, at most 100" in noter.refused
     assert page.read() == {}
 
 
-def test_between_two_optimizer_steps_the_state_is_live_and_nobody_can_write_to_it(page: Page) -> None:
+def test_between_two_optimizer_steps_the_state_is_live_and_nobody_can_write_to_it(page: SnapshotPage) -> None:
     job = Job()
     job.step()
     job.survivor.note(version(0))
@@ -100,7 +100,7 @@ def test_between_two_optimizer_steps_the_state_is_live_and_nobody_can_write_to_i
     assert torch.equal(survivor_state.remains.late["model.weight"], before)
 
 
-def test_inside_and_after_the_next_optimizer_step_nothing_is_live(page: Page) -> None:
+def test_inside_and_after_the_next_optimizer_step_nothing_is_live(page: SnapshotPage) -> None:
     job = Job()
     job.step()
     job.survivor.note(version(0))
@@ -117,7 +117,7 @@ def test_inside_and_after_the_next_optimizer_step_nothing_is_live(page: Page) ->
     assert "went on" in survivor_state.remains.why
 
 
-def test_parameters_that_somebody_wrote_to_are_not_live(page: Page) -> None:
+def test_parameters_that_somebody_wrote_to_are_not_live(page: SnapshotPage) -> None:
     job = Job()
     job.step()
     job.survivor.note(version(0))
@@ -127,7 +127,7 @@ def test_parameters_that_somebody_wrote_to_are_not_live(page: Page) -> None:
     assert "outside of an optimizer step" in survivor_state.remains.why
 
 
-def test_state_that_was_put_elsewhere_is_not_live(page: Page) -> None:
+def test_state_that_was_put_elsewhere_is_not_live(page: SnapshotPage) -> None:
     job = Job()
     job.step()
     job.survivor.note(version(0))
@@ -139,7 +139,7 @@ def test_state_that_was_put_elsewhere_is_not_live(page: Page) -> None:
     assert "other tensors" in survivor_state.remains.why
 
 
-def test_while_a_restore_writes_nothing_is_live(page: Page) -> None:
+def test_while_a_restore_writes_nothing_is_live(page: SnapshotPage) -> None:
     job = Job()
     job.step()
     job.survivor.note(version(0))

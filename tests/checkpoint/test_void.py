@@ -17,7 +17,7 @@ import torch
 from holdfast.base.errors import Interrupted, LevelNotReached
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.copy_plan import batches
-from holdfast.checkpoint.capture.optimizer_fence import Fence, Job
+from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.checkpoint.capture.paced_copy import PacedCopy
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.job import collectives
@@ -134,8 +134,8 @@ class Ended:
     def __init__(self) -> None:
         self.reasons: list[str] = []
 
-    def job(self, device: Any, batches: list[Any] | None = None) -> Job:
-        return Job(batches or [], device, self.reasons.append)
+    def job(self, device: Any, batches: list[Any] | None = None) -> LateCopyJob:
+        return LateCopyJob(batches or [], device, self.reasons.append)
 
 
 def test_a_copy_that_a_device_had_not_passed_is_void_although_it_passes_it_later(fence: Fence) -> None:

@@ -331,7 +331,7 @@ def _note(data: bytes) -> Any:
         half = -(-(len(head) + len(data)) // 4096) * 4096
         os.ftruncate(descriptor, 2 * half)
         os.pwrite(descriptor, head + data, half)
-        found = step_snapshot.Page(descriptor).read()
+        found = step_snapshot.SnapshotPage(descriptor).read()
     finally:
         os.close(descriptor)
     for note in found.values():

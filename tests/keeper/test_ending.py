@@ -21,7 +21,7 @@ import pytest
 
 from holdfast.base.errors import InUse, KeeperLost
 from holdfast.base.events import Events
-from holdfast.checkpoint.job.keeper_link import Link
+from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.messages import RANK, Cadence, Hello, encode
 from holdfast.keeper.rpc.server import Connection
@@ -238,7 +238,7 @@ def test_a_rank_that_is_turned_away_finds_the_next_keeper(make_rig: MakeRig, mon
         return connect(*args, **options)
 
     monkeypatch.setattr(KeeperClient, "connect", too_late)
-    link = Link(rig.root, rig.config_of(0), rank=0, events=Events(), on_appointment=lambda _: None)
+    link = KeeperLink(rig.root, rig.config_of(0), rank=0, events=Events(), on_appointment=lambda _: None)
     client = link.open()
     assert client.pid != pid
     assert client.answers(5.0)

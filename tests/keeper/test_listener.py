@@ -21,7 +21,7 @@ import pytest
 
 from holdfast.base.errors import ConfigError, Fenced, HoldfastError, KeeperError, KeeperLost
 from holdfast.base.events import Events
-from holdfast.checkpoint.job.keeper_link import Link, Origin
+from holdfast.checkpoint.job.keeper_link import KeeperLink, Origin
 from holdfast.core.model import Level, Version
 from holdfast.core.recovery.version_choice import Facts, choose_version, fetches
 from holdfast.core.versions.coordinator_board import Announcement, Kind
@@ -151,7 +151,7 @@ def test_nobody_gets_the_port_of_a_killed_keeper_while_its_ranks_live(remote_rig
     for trainer in trainers:
         trainer.client.close()
         links.append(
-            Link(
+            KeeperLink(
                 rig.root, rig.config_of(trainer.node), rank=trainer.rank, events=Events(), on_appointment=lambda _: None
             )
         )

@@ -12,8 +12,8 @@ from typing import Any
 from holdfast.checkpoint.capture.late_copy_check import CopyCheck
 from holdfast.checkpoint.capture.optimizer_fence import Fence
 from holdfast.checkpoint.capture.twin_comparison import Shared
-from holdfast.checkpoint.save.save_completion import Ending
-from holdfast.checkpoint.state.optimizer_extras import Handed
+from holdfast.checkpoint.save.save_completion import SaveCompletion
+from holdfast.checkpoint.state.optimizer_extras import OptimizerExtras
 from holdfast.checkpoint.state.step_observer import Steps
 from holdfast.testing.drill.planted.bugs import always, put
 from redteam.case import Case
@@ -29,7 +29,7 @@ class Planted:
 
 def _unchecked() -> None:
     """Copies are not compared with what was seen at the call, which would find out what comes before them."""
-    put(Ending, "_wrong", always(""))
+    put(SaveCompletion, "_wrong", always(""))
     put(CopyCheck, "moved", always(set()))
 
 
@@ -73,7 +73,7 @@ def _twins_believed() -> None:
 
 def _handed_forgotten() -> None:
     """What an optimizer hands out beyond its state and groups is not kept."""
-    put(Handed, "more", always(None))
+    put(OptimizerExtras, "more", always(None))
 
 
 def torn(call: str, **more: Any) -> Case:

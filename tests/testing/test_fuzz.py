@@ -141,6 +141,6 @@ def test_a_ledger_of_odd_names_is_read_as_empty() -> None:
 
 
 def test_a_note_of_odd_rows_is_damaged() -> None:
-    note = step_snapshot.Note("j", 0, 1, msgspec.Raw(b"\x91\x01"), [], {})
+    note = step_snapshot.StepSnapshot("j", 0, 1, msgspec.Raw(b"\x91\x01"), [], {})
     with pytest.raises(CorruptError):
         note.tensors()

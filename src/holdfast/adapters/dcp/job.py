@@ -17,8 +17,8 @@ from holdfast.base.config import Config
 from holdfast.base.errors import LevelNotReached, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.job import collectives
-from holdfast.checkpoint.job.bootstrap import Asked, Job, assemble
-from holdfast.checkpoint.job.keeper_link import Link, Origin
+from holdfast.checkpoint.job.bootstrap import Job, RestoreRequest, assemble
+from holdfast.checkpoint.job.keeper_link import KeeperLink, Origin
 from holdfast.checkpoint.liveness import heartbeat, open_checkpointers
 from holdfast.checkpoint.save.memory_saver import Saver
 from holdfast.checkpoint.save.save_handle import SaveHandle
@@ -49,9 +49,9 @@ class DcpJob:
         self.contents = Contents()
         self.loaded: Version | None = None
         self._table: tuple[BundleRef, ...] = ()
-        self.link = Link(root, config, rank=self.group.rank, events=self.events, on_appointment=lambda _: None)
+        self.link = KeeperLink(root, config, rank=self.group.rank, events=self.events, on_appointment=lambda _: None)
         try:
-            asked = Asked(required=config.expect_checkpoint, wish=open_checkpointers.wish.take_version())
+            asked = RestoreRequest(required=config.expect_checkpoint, wish=open_checkpointers.wish.take_version())
             self.job: Job = assemble(self.group, root, self.config, storage=self.storage, link=self.link, asked=asked)
             newest = json.loads(collectives.share(self.group, self._newest_step))
         except BaseException:

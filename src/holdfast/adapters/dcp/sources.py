@@ -17,8 +17,8 @@ from holdfast.base.config import Config
 from holdfast.base.errors import CorruptError, VersionNotFound
 from holdfast.base.events import Events
 from holdfast.checkpoint.entries.types import LiveTensor, torch_dtype
-from holdfast.checkpoint.job.bootstrap import Asked
-from holdfast.checkpoint.restore.catalog import Catalogue, Head, Place
+from holdfast.checkpoint.job.bootstrap import RestoreRequest
+from holdfast.checkpoint.restore.catalog import BundleHeader, Catalogue, Place
 from holdfast.checkpoint.restore.restorer import Restorer
 from holdfast.checkpoint.state.training_state import State
 from holdfast.core.layout import reshard
@@ -74,11 +74,11 @@ class Alone:
         heads = [self._head(self._version, file) for file in manifest.bundles]
         return Catalogue(heads, world_size=manifest.world_size, random=())
 
-    def _head(self, version: Version, file: BundleFile) -> Head:
+    def _head(self, version: Version, file: BundleFile) -> BundleHeader:
         image = self._storage.image(version, file)
         raw = self._storage.read_entry(version, file, image.values) if image.values is not None else b""
         values = value_codec.decode(raw, where=file.file) if raw else {}
-        return Head(file.ref, file.seal, image, values)
+        return BundleHeader(file.ref, file.seal, image, values)
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Fills the tensors; an entry that is needed by several is read once per neighbour.
@@ -119,7 +119,7 @@ class Together:
             job.link.require(),
             state=State({}, rank=job.group.rank, world_size=job.group.world_size),
             storage=job.storage,
-            asked=Asked(),
+            asked=RestoreRequest(),
             timeout_s=job.config.close_timeout_s,
         )
         self._wanted: Version | None = None

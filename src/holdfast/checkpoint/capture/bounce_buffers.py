@@ -47,7 +47,7 @@ class _Buffer:
     passed: torch.Event | None = None
 
 
-class Bounce:
+class BounceBuffers:
     """The buffers of one device.
 
     Args:

@@ -24,7 +24,7 @@ import torch
 
 from holdfast.checkpoint.capture.copy_plan import SlotView, Structure, rows_of
 from holdfast.checkpoint.capture.mutation_check import same_bits
-from holdfast.checkpoint.capture.spot_check import Moved, Spots, has_spots
+from holdfast.checkpoint.capture.spot_check import MemoryMoved, Spots, has_spots
 from holdfast.checkpoint.entries.types import LiveTensor
 from holdfast.core.model import Piece
 
@@ -81,7 +81,7 @@ class CopyCheck:
         parts = self._parts
         try:
             changed = parts.spots.differing(self._spots, parts.spots.read(self.turn))
-        except Moved as error:
+        except MemoryMoved as error:
             changed = error.numbers
         return {parts.names[number] for number in changed}
 
@@ -160,7 +160,7 @@ def _stretches(tensor: torch.Tensor, most: int) -> Iterator[tuple[int, torch.Ten
         yield 0, tensor
 
 
-class Checks:
+class LateCopyChecker:
     """Makes the checks of one rank's saves."""
 
     def __init__(self) -> None:

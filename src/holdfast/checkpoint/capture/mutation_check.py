@@ -35,7 +35,7 @@ _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _libc.memcmp.restype = ctypes.c_int
 
 
-class Trust:
+class MutationHistory:
     """Holds what is known of each tensor of one structure; forgotten when the structure changes.
 
     Args:

@@ -95,12 +95,12 @@ class Pace(Protocol):
         """A batch was queued on a device, inside a wait or not; called in the trainer's thread."""
 
 
-# What opening a job's slot gives: its host copies, and what is called at their end as `Job.finish` is.
+# What opening a job's slot gives: its host copies, and what is called at their end as `LateCopyJob.finish` is.
 Opened: TypeAlias = tuple[list[Batch], Callable[[str], None]]
 
 
 @dataclass(eq=False, slots=True, repr=False)
-class Job:
+class LateCopyJob:
     """One version's late copies.
 
     Attributes:
@@ -169,12 +169,12 @@ class Fence:
         self._passing = threading.RLock()
         self._thread: threading.Thread | None = None
         self._wake = threading.Condition()
-        self._queue: Job | None = None
+        self._queue: LateCopyJob | None = None
         self._closed = False
         self._opening_s = FIRST_OPENING_S
         self._last_bytes = 0
         self.pace: Pace | None = None
-        self._open: Job | None = None  # no step has passed it yet
+        self._open: LateCopyJob | None = None  # no step has passed it yet
 
     @property
     def num_steps(self) -> int:
@@ -204,7 +204,7 @@ class Fence:
         if self.pace is not None:
             self.pace.begin()
 
-    def start(self, job: Job) -> None:
+    def start(self, job: LateCopyJob) -> None:
         """Copies `job` in the background. The one before must have passed `release`, and this one `begin`."""
         assert self._open is None, "the former copy was not released"
         self._open = job
@@ -233,7 +233,7 @@ class Fence:
             call()
             return [], _nothing
 
-        job = Job([], None, _nothing, opening=opened)
+        job = LateCopyJob([], None, _nothing, opening=opened)
         self.start(job)
         self._hurry()
         ended = job.done.wait(timeout_s)
@@ -253,7 +253,7 @@ class Fence:
     def watch(self, at_fence: Callable[[bool], None]) -> None:
         """Nothing is left to copy, but something to compare at the fence."""
         assert self._open is None, "the former copy was not released"
-        self._open = Job([], None, _nothing, at_fence)
+        self._open = LateCopyJob([], None, _nothing, at_fence)
         self._open.done.set()
 
     def settle(self, timeout_s: float = BEHIND_S) -> None:
@@ -345,12 +345,12 @@ class Fence:
                     self._compare(job, job.at_fence, who, min(behind_s, self._behind_s))
 
     @staticmethod
-    def _compare(job: Job, at_fence: Callable[[bool], None], who: Who, behind_s: float) -> None:
+    def _compare(job: LateCopyJob, at_fence: Callable[[bool], None], who: Who, behind_s: float) -> None:
         """What is compared is read behind all that is queued, and a device may hang there: then it is not compared."""
         if accelerator.caught_up(job.device.sources if job.device is not None else (), behind_s):
             at_fence(who is Who.STEP)
 
-    def _wait(self, job: Job, behind_s: float = BEHIND_S, *, ends: bool = True) -> None:
+    def _wait(self, job: LateCopyJob, behind_s: float = BEHIND_S, *, ends: bool = True) -> None:
         """Waits for the job; `ends`: it is given up where the device has not begun it in time."""
         if job.done.is_set() or job.stop_reason:
             return
@@ -377,7 +377,7 @@ class Fence:
         self._events.count("fence_wait_seconds", waited)
         self._events.emit("fence", seconds=waited, stopped=job.stop_reason)
 
-    def _await_device(self, job: Job, behind_s: float) -> bool:
+    def _await_device(self, job: LateCopyJob, behind_s: float) -> bool:
         """Waits until the device has come as far as the job's copies, or the job needs nobody to wait any more.
 
         Returns whether it has come so far in time.
@@ -422,7 +422,7 @@ class Fence:
                 self._queue = None
                 self._wake.notify_all()
 
-    def _open_slot(self, job: Job) -> None:
+    def _open_slot(self, job: LateCopyJob) -> None:
         """Makes the batches, in a turn of its own: most of it waits for another process, the rest is ours."""
         if job.opening is None:
             return
@@ -436,7 +436,7 @@ class Fence:
         job.batches, job.opening = batches, None
         self._last_bytes = job.num_bytes
 
-    def _copy(self, job: Job) -> None:
+    def _copy(self, job: LateCopyJob) -> None:
         self._open_slot(job)
         pace, rate = self.pace, self._rate
         seconds_of = [batch.num_bytes / rate for batch in job.batches]

@@ -26,7 +26,7 @@ import torch
 
 from holdfast.base.errors import LevelNotReached
 from holdfast.checkpoint.capture import copy_plan
-from holdfast.checkpoint.capture.bounce_buffers import Bounce
+from holdfast.checkpoint.capture.bounce_buffers import BounceBuffers
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.device.accelerator import device_of
 from holdfast.tiers.memory.slots import Slot
@@ -119,7 +119,7 @@ class SideStreams:
 
     def __init__(self, *, behind_s: float = BEHIND_S) -> None:
         self._behind_s = behind_s
-        self._bounces: dict[torch.device, Bounce] = {}
+        self._bounces: dict[torch.device, BounceBuffers] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
         self._registered: dict[int, tuple[int, torch.device]] = {}
         self._unfinished: deque[torch.Event] = deque()
@@ -191,9 +191,9 @@ class SideStreams:
             self._streams[device] = device_of(device.type).new_stream(device)
         return self._streams[device]
 
-    def _bounce(self, device: torch.device) -> Bounce:
+    def _bounce(self, device: torch.device) -> BounceBuffers:
         if device not in self._bounces:
-            self._bounces[device] = Bounce(device, behind_s=self._behind_s)
+            self._bounces[device] = BounceBuffers(device, behind_s=self._behind_s)
         return self._bounces[device]
 
     def _is_registered(self, target: torch.Tensor) -> bool:

@@ -38,7 +38,7 @@ _PRIME = np.uint64(0x9E3779B185EBCA87)
 Words: TypeAlias = npt.NDArray[np.uint64]
 
 
-class Moved(LevelNotReached):
+class MemoryMoved(LevelNotReached):
     """Tensors do not have the memory any more that they had; nothing was read.
 
     Attributes:
@@ -157,10 +157,10 @@ class Spots:
         """Reads all spots; which elements these are depends on `turn`. For `differing` and `folded`.
 
         Raises:
-            Moved: a tensor has other memory than it had.
+            MemoryMoved: a tensor has other memory than it had.
         """
         if moved := self.moved():
-            raise Moved(moved, [self._names[number] for number in moved])
+            raise MemoryMoved(moved, [self._names[number] for number in moved])
         return tuple(group.read(turn) for group in self._groups)
 
     def moved(self) -> list[int]:

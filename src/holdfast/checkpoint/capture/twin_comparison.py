@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 import xxhash
 
-from holdfast.checkpoint.capture.spot_check import Moved, Spots, Words, has_spots
+from holdfast.checkpoint.capture.spot_check import MemoryMoved, Spots, Words, has_spots
 from holdfast.checkpoint.entries.types import LiveTensor
 
 
@@ -70,7 +70,7 @@ class Shared:
     def _read(self, step: int) -> Words:
         try:
             return self._spots.folded(self._spots.read(step))
-        except Moved:  # the next save works the addresses out anew, whatever they are then
+        except MemoryMoved:  # the next save works the addresses out anew, whatever they are then
             self._key = None
             raise
 

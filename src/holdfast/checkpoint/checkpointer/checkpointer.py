@@ -32,18 +32,18 @@ from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer.save_mode import AnySaver, holder_of, reserved, schedule_of, settled
 from holdfast.checkpoint.checkpointer.session import Run
 from holdfast.checkpoint.checkpointer.stop_signal import StopSignal
-from holdfast.checkpoint.checkpointer.storage_fallback import Lower
+from holdfast.checkpoint.checkpointer.storage_fallback import StorageFallback
 from holdfast.checkpoint.job import collectives, redundancy_warning
-from holdfast.checkpoint.job.bootstrap import Asked, Job, assemble
-from holdfast.checkpoint.job.keeper_link import Link, Origin
+from holdfast.checkpoint.job.bootstrap import Job, RestoreRequest, assemble
+from holdfast.checkpoint.job.keeper_link import KeeperLink, Origin
 from holdfast.checkpoint.liveness import heartbeat, open_checkpointers
 from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
 from holdfast.checkpoint.pipeline import schedule_discovery
 from holdfast.checkpoint.pipeline.bubbles import Bubbles
 from holdfast.checkpoint.pipeline.step_trace import Recorder
 from holdfast.checkpoint.restore.restorer import Restorer, RestoreReport
-from holdfast.checkpoint.save.durable_tracker import Durables, OnDurable
-from holdfast.checkpoint.save.extra_places import FurtherPlaces
+from holdfast.checkpoint.save.durable_tracker import DurableTracker, OnDurable
+from holdfast.checkpoint.save.extra_places import ExtraPlaces
 from holdfast.checkpoint.save.save_handle import SaveHandle, as_level, as_version, never
 from holdfast.checkpoint.save.save_schedule import parse_cadence
 from holdfast.checkpoint.save.storage_saver import DirectSaver
@@ -214,7 +214,9 @@ class Checkpointer:
         durables.restarted(job.incarnation)
         rank, num_ranks = group.rank, group.world_size
         survivor = run.survivor if run else Survivor(state, job=job.assembly.job_id, rank=rank, world_size=num_ranks)
-        lower = Lower(job, state=state, link=link, storage=self._storage, config=self._config, events=self.events)
+        lower = StorageFallback(
+            job, state=state, link=link, storage=self._storage, config=self._config, events=self.events
+        )
         steps = saver.fence.num_steps
         start = 0 if report.version is None else report.version.step + 1
         run = Run(
@@ -467,7 +469,9 @@ class Checkpointer:
 
     # Inside.
 
-    def _asked(self, version: Version | None, *, fresh: bool, strict: bool | None, required: bool | None) -> Asked:
+    def _asked(
+        self, version: Version | None, *, fresh: bool, strict: bool | None, required: bool | None
+    ) -> RestoreRequest:
         """What the caller, the settings and the operator want of a restore, the stronger first."""
         if fresh and required:
             raise UsageError("a fresh start is asked for, and a checkpoint is required", remedy="leave one of them out")
@@ -476,10 +480,10 @@ class Checkpointer:
             logger.warning("--from-version %s is not obeyed: the script names what it restores itself", wish)
         strict = self._config.strict if strict is None else strict
         required = self._config.expect_checkpoint if required is None else required
-        return Asked(version, fresh, strict, required, "" if version is not None or fresh else wish)
+        return RestoreRequest(version, fresh, strict, required, "" if version is not None or fresh else wish)
 
     def _come_back(
-        self, run: Run | None, state: State, link: Link, asked: Asked
+        self, run: Run | None, state: State, link: KeeperLink, asked: RestoreRequest
     ) -> tuple[Job, AnySaver, Restorer, RestoreReport]:
         """The job comes together and loads; whatever fails, nothing is saved of what the objects hold then.
 
@@ -507,7 +511,7 @@ class Checkpointer:
             raise
 
     def _load(
-        self, run: Run | None, state: State, link: Link, asked: Asked, *, older: bool, live: bool
+        self, run: Run | None, state: State, link: KeeperLink, asked: RestoreRequest, *, older: bool, live: bool
     ) -> tuple[Job, AnySaver, Restorer, RestoreReport]:
         """One attempt. Collective: what fails, fails on all ranks."""
         group, before = self._ranks(), run.saver if run else None
@@ -562,8 +566,8 @@ class Checkpointer:
         self._began = state.began
         return state
 
-    def _new_link(self, group: collectives.Ranks) -> Link:
-        return Link(self._root, self._config, rank=group.rank, events=self.events, on_appointment=self._appointed)
+    def _new_link(self, group: collectives.Ranks) -> KeeperLink:
+        return KeeperLink(self._root, self._config, rank=group.rank, events=self.events, on_appointment=self._appointed)
 
     def _begin(self, run: Run, version: Version | None, saved: Version | None) -> int:
         """The step to go on with, after `version`."""
@@ -595,14 +599,14 @@ class Checkpointer:
         early, self._early = self._early, ()
         return Observer(self._objects, carried, start=run.start, count=lambda: fence.num_steps, early=early, says=says)
 
-    def _new_durables(self, job: Job) -> Durables:
+    def _new_durables(self, job: Job) -> DurableTracker:
         """Rank 0 copies to further places; the others only wait for what they saved."""
 
         def open_place(place: str) -> Storage:
             return open_storage(place, self.events, encryption=KeySource.of(self._config))
 
-        further = FurtherPlaces(self._storage, open_place, job.incarnation) if job.group.rank == 0 else None
-        return Durables(self._on_durable, further, timeout_s=self._config.close_timeout_s)
+        further = ExtraPlaces(self._storage, open_place, job.incarnation) if job.group.rank == 0 else None
+        return DurableTracker(self._on_durable, further, timeout_s=self._config.close_timeout_s)
 
     def _laid_out(self, job: Job, shards: Sequence[Shard]) -> None:
         """Who holds the same is known; `shards` are what this rank will train. Collective. The public door does more here."""

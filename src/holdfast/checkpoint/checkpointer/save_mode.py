@@ -15,10 +15,10 @@ from holdfast.base.events import Events
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.bootstrap import Job
 from holdfast.checkpoint.job.collectives import Ranks
-from holdfast.checkpoint.job.keeper_link import Link
+from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.pipeline.bubbles import Bubbles
 from holdfast.checkpoint.restore.fetcher import Holder
-from holdfast.checkpoint.restore.storage_source import Stored
+from holdfast.checkpoint.restore.storage_source import StorageSource
 from holdfast.checkpoint.save.memory_saver import Saver
 from holdfast.checkpoint.save.overhead_budget import Budget
 from holdfast.checkpoint.save.save_schedule import Schedule
@@ -32,7 +32,14 @@ AnySaver: TypeAlias = Saver | DirectSaver
 
 
 def reserved(
-    saver: AnySaver | None, *, state: State, link: Link, job: Job, storage: Storage, config: Config, events: Events
+    saver: AnySaver | None,
+    *,
+    state: State,
+    link: KeeperLink,
+    job: Job,
+    storage: Storage,
+    config: Config,
+    events: Events,
 ) -> AnySaver:
     """Return what saves from now on; `saver` is what did so before. Collective.
 
@@ -85,17 +92,17 @@ def settled(saver: AnySaver, timeout_s: float) -> None:
         saver.await_slots(timeout_s)
 
 
-def holder_of(saver: AnySaver, link: Link, job: Job, storage: Storage) -> Holder:
+def holder_of(saver: AnySaver, link: KeeperLink, job: Job, storage: Storage) -> Holder:
     """Return where copies are had from: the keepers, or storage alone if there are none, or if they hold nothing and
     have too little memory to bring anything. Collective.
     """
     if job.no_keeper:
-        return Stored(storage)
+        return StorageSource(storage)
     client = link.require()
     if isinstance(saver, DirectSaver):
         held = collectives.share(job.group, lambda: b"copies" if _may_hold(client.inventory()) else b"")
         if not held:
-            return Stored(storage)
+            return StorageSource(storage)
     return client
 
 
@@ -112,7 +119,7 @@ def schedule_of(
     missed: Callable[[int], None],
     events: Events,
     bubbles: Bubbles | None,
-    link: Link,
+    link: KeeperLink,
 ) -> Schedule | MeetingSchedule:
     """Return when `saver` saves."""
     if isinstance(saver, DirectSaver):

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from holdfast.checkpoint.checkpointer.save_mode import AnySaver
 from holdfast.checkpoint.job.bootstrap import Job
-from holdfast.checkpoint.job.keeper_link import Link
+from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.pipeline.step_trace import Recorder
-from holdfast.checkpoint.save.durable_tracker import Durables
+from holdfast.checkpoint.save.durable_tracker import DurableTracker
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.checkpoint.save.save_schedule import Schedule
 from holdfast.checkpoint.save.storage_only_schedule import MeetingSchedule
@@ -37,12 +37,12 @@ class Run:
     """Holds what exists between `restore` and `close`."""
 
     state: State
-    link: Link
+    link: KeeperLink
     saver: AnySaver
     job: Job
     schedule: Schedule | MeetingSchedule
     recorder: Recorder
-    durables: Durables
+    durables: DurableTracker
     survivor: Survivor
     lower: Levels
     start: int = 0  # what `restore` returned

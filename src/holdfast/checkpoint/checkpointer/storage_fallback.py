@@ -25,7 +25,7 @@ from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer.session import Run
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.bootstrap import Job
-from holdfast.checkpoint.job.keeper_link import Link
+from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.save.memory_saver import Saver
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.checkpoint.save.save_schedule import Schedule
@@ -79,7 +79,7 @@ def board_of(group: collectives.Ranks, incarnation: int) -> Callable[[int], Boar
     return lambda number: StoreBoard(PrefixStore(f"holdfast/lower/{incarnation}/{number}", store))
 
 
-class Lower:
+class StorageFallback:
     """The levels of one rank, between two restores."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Lower:
         job: Job,
         *,
         state: State,
-        link: Link,
+        link: KeeperLink,
         storage: Storage,
         config: Config,
         events: Events,

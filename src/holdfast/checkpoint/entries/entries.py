@@ -485,7 +485,7 @@ class Part(Protocol):
         """Takes over the values; all claimed tensors hold the saved bytes."""
 
 
-class Passing:
+class TransientPart:
     """A part of one save: nothing of it lasts, and what was restored is kept until somebody asks for it.
 
     Attributes:

@@ -19,8 +19,8 @@ from holdfast.base.config import Config
 from holdfast.base.errors import CorruptError, KeeperNotStarted, StorageFull, UsageError, VersionNotFound
 from holdfast.checkpoint.job import collectives, wait_for_storage
 from holdfast.checkpoint.job.collectives import Ranks
-from holdfast.checkpoint.job.keeper_link import Link
-from holdfast.checkpoint.job.wait_for_storage import Patience
+from holdfast.checkpoint.job.keeper_link import KeeperLink
+from holdfast.checkpoint.job.wait_for_storage import WaitLimit
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
 from holdfast.core.model import Topology, Version
@@ -43,7 +43,7 @@ Resumed = dict[int, Version | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class VersionOverride:
     """An operator's wish (`--from-version`), as it counts at this start.
 
     Attributes:
@@ -73,7 +73,7 @@ class Job:
     assembly: Assembly
     ranks_per_reader: int = RANKS_PER_READER
     no_keeper: str = ""
-    wish: Wish = Wish()
+    wish: VersionOverride = VersionOverride()
 
     @property
     def incarnation(self) -> int:
@@ -96,7 +96,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RestoreRequest:
     """Says what a restore was asked for.
 
     Attributes:
@@ -104,7 +104,7 @@ class Asked:
         fresh: the job is begun anew, whatever was there.
         strict: objects that do not fit are refused.
         required: there is something to go on from.
-        wish: what the operator named; see `open_checkpointers.Wish.version`.
+        wish: what the operator named; see `open_checkpointers.VersionOverride.version`.
     """
 
     version: Version | None = None
@@ -120,8 +120,8 @@ def assemble(
     config: Config,
     *,
     storage: Storage,
-    link: Link,
-    asked: Asked = Asked(),  # frozen
+    link: KeeperLink,
+    asked: RestoreRequest = RestoreRequest(),  # frozen
 ) -> Job:
     """Brings the job together. Collective.
 
@@ -131,7 +131,7 @@ def assemble(
     topology = _meet(group, root, config)
     known = _known(group, absolute_root(root), asked)
     # In the middle of a run a path that refuses may come back; at its first start the operator wants to know at once.
-    patience = Patience(config.close_timeout_s if known else 0.0)
+    patience = WaitLimit(config.close_timeout_s if known else 0.0)
     required = asked.required and not known
     occupy = partial(_occupy, storage, config.run_id, known=known, required=required)
     job_id, trouble = json.loads(wait_for_storage.share(group, occupy, patience))
@@ -158,11 +158,11 @@ def assemble(
     if not no_keeper:
         collectives.together(group, lambda: link.assemble(assembly))
     link.assembled(assembly)
-    wish = Wish(Version.parse(registered["back"]), registered["ends"])
+    wish = VersionOverride(Version.parse(registered["back"]), registered["ends"])
     return Job(group, assembly, config.ranks_per_reader, no_keeper, wish)
 
 
-def _connect(group: Ranks, link: Link, *, first: bool, required: bool) -> str:
+def _connect(group: Ranks, link: KeeperLink, *, first: bool, required: bool) -> str:
     """All ranks find their keeper, or none uses one: then why.
 
     The first rank of a node starts the keeper while the others wait, instead of all starting one.
@@ -182,7 +182,7 @@ def _connect(group: Ranks, link: Link, *, first: bool, required: bool) -> str:
     return ""
 
 
-def _known(group: Ranks, root: str, asked: Asked) -> str:
+def _known(group: Ranks, root: str, asked: RestoreRequest) -> str:
     """The id of the job that the path belonged to earlier in this run, as any rank's launcher knows; empty: to none.
 
     An empty path is then no beginning: it was unmounted, or removed.
@@ -228,7 +228,7 @@ def _named_backups(nodes: tuple[str, ...], names: list[str]) -> tuple[int, ...]:
     return tuple(nodes.index(name) if name else -1 for name in names) if any(names) else ()
 
 
-def _addresses(group: Ranks, topology: Topology, link: Link) -> tuple[str, ...]:
+def _addresses(group: Ranks, topology: Topology, link: KeeperLink) -> tuple[str, ...]:
     """Where the keepers find each other; each knows its own address, its port being the kernel's choice."""
     rows = collectives.gather_json(group, [link.require().address, machine()])
     firsts = [rows[topology.ranks_on(node)[0]] for node in range(len(topology.nodes))]
@@ -275,7 +275,7 @@ def _occupy(storage: Storage, run_id: str, *, known: str, required: bool) -> byt
     return json.dumps([job_id, ""]).encode()
 
 
-def _seen(group: Ranks, job_id: str, link: Link) -> tuple[int, Resumed]:
+def _seen(group: Ranks, job_id: str, link: KeeperLink) -> tuple[int, Resumed]:
     """The highest incarnation that any keeper has seen, and what they know of the lineage."""
     own, known = link.client.seen(job_id) if link.client is not None else (0, ())
     last = link.assembly

@@ -59,7 +59,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _KeeperKnowledge:
     """What a keeper knows of the incarnation that saves."""
 
     assembly: Assembly | None = None
@@ -73,7 +73,7 @@ class _Told:
         return self.assembly.incarnation if self.assembly is not None else 0
 
 
-class Link:
+class KeeperLink:
     """The connection of one rank.
 
     Args:
@@ -105,7 +105,7 @@ class Link:
         self.layout: RankLayout | None = None
         self.shared: tuple[str, ...] = ()  # registered with the layout
         self.resumed: Origin | None = None
-        self._before = _Told()
+        self._before = _KeeperKnowledge()
         self._captured: Version | None = None  # in slots that were given to another keeper, which may not know it yet
         self._page: Callable[[], tuple[int, ...]] = tuple
         self._port: tuple[str, socket.socket] | None = None
@@ -157,11 +157,11 @@ class Link:
         self.assembly, self.layout, self.resumed = assembly, None, None
 
     @property
-    def _saved(self) -> _Told:
+    def _saved(self) -> _KeeperKnowledge:
         """What a keeper must know of the incarnation that saves are of."""
         if self.resumed is None:
             return self._before
-        return _Told(self.assembly, self.layout, self.shared, self.resumed)
+        return _KeeperKnowledge(self.assembly, self.layout, self.shared, self.resumed)
 
     def hand_over(self, client: KeeperClient) -> None:
         """Gives the slots of a keeper that died to this one, which must know the job and the layout; if there are any."""
@@ -373,7 +373,7 @@ class Link:
             self._slots = (*self._slots, *self._client.detach())
             self._client = None
 
-    def _tell(self, client: KeeperClient, told: _Told) -> None:
+    def _tell(self, client: KeeperClient, told: _KeeperKnowledge) -> None:
         """A new keeper gets to know the job and the layout, and gets the slots of the one before."""
         if told.assembly is not None:
             client.assemble(told.assembly, self._encryption)
@@ -387,7 +387,7 @@ class Link:
         self._detach()
         client = self._connect()
         try:  # nobody may save before the new keeper knows the job and has the slots
-            self._tell(client, _Told(self.assembly, self.layout, self.shared, self.resumed))
+            self._tell(client, _KeeperKnowledge(self.assembly, self.layout, self.shared, self.resumed))
             self._show(client)
         except BaseException:
             self._slots = (*self._slots, *client.detach())

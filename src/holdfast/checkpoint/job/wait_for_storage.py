@@ -25,7 +25,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(tuple[float, bytes])
 
 
-class Patience:
+class WaitLimit:
     """Knows how long something is waited for, from the first time that it is missed.
 
     Args:
@@ -50,7 +50,7 @@ class Patience:
         return max(0.0, pause_s)
 
 
-def share(group: Ranks, make: Callable[[], bytes], patience: Patience) -> bytes:
+def share(group: Ranks, make: Callable[[], bytes], patience: WaitLimit) -> bytes:
     """Returns what rank 0 makes, on all ranks; an error that may pass by itself is waited out. Collective.
 
     Raises:
@@ -65,7 +65,7 @@ def share(group: Ranks, make: Callable[[], bytes], patience: Patience) -> bytes:
         time.sleep(pause_s)
 
 
-def _attempt(make: Callable[[], bytes], patience: Patience) -> bytes:
+def _attempt(make: Callable[[], bytes], patience: WaitLimit) -> bytes:
     try:
         return _encoder.encode((0.0, make()))
     except HoldfastError as error:

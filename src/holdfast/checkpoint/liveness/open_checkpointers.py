@@ -55,7 +55,7 @@ class Abandonable(Protocol):
         """The same, but its owner keeps it and will begin anew with it."""
 
 
-class Wish:
+class RestoreInstructions:
     """Says what the agent wants of the next restore, and who tells it what came of that.
 
     Attributes:
@@ -87,7 +87,7 @@ class Wish:
         return version
 
 
-wish = Wish()
+wish = RestoreInstructions()
 _open: weakref.WeakSet[Abandonable] = weakref.WeakSet()
 
 

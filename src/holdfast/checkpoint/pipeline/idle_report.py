@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 FIRST_STEPS = 16
 
 
-class Teller:
+class IdleReporter:
     """Tells of the waits of one rank, from restore to restore.
 
     Args:

@@ -18,9 +18,9 @@ from torch import nn
 from holdfast.base.errors import UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.optimizer_fence import Fence
-from holdfast.checkpoint.job.keeper_link import Link
+from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.pipeline.bubbles import Bubbles
-from holdfast.checkpoint.pipeline.idle_report import Teller
+from holdfast.checkpoint.pipeline.idle_report import IdleReporter
 from holdfast.checkpoint.pipeline.schedule_actions import stages_of
 
 logger = logging.getLogger(__name__)
@@ -52,13 +52,13 @@ def let_go(bubbles: Bubbles | None) -> Bubbles | None:
     return bubbles if bubbles.named else None
 
 
-def keep_to_waits(bubbles: Bubbles | None, fence: Fence, link: Link) -> None:
+def keep_to_waits(bubbles: Bubbles | None, fence: Fence, link: KeeperLink) -> None:
     """Keep copies to the waits of the schedule from now on, if there is one, and what the keeper hashes and sends of
     them too.
     """
     if bubbles is None:
         return
-    fence.pace, bubbles.on_wait, bubbles.on_placed = bubbles, fence.nudge, Teller(bubbles, link.note_idle).placed
+    fence.pace, bubbles.on_wait, bubbles.on_placed = bubbles, fence.nudge, IdleReporter(bubbles, link.note_idle).placed
     bubbles.attach()
     link.show_waits(bubbles.page_fds)
 

@@ -14,7 +14,7 @@ import msgspec
 
 from holdfast.base.errors import CorruptError
 from holdfast.checkpoint.job.collectives import Ranks
-from holdfast.checkpoint.restore.catalog import Catalogue, Head
+from holdfast.checkpoint.restore.catalog import BundleHeader, Catalogue
 from holdfast.checkpoint.restore.fetcher import Fault, Fetcher, Loaded, by_bundle, chunks_of, fetch_of, prove_seal
 from holdfast.core.layout import reshard
 from holdfast.core.layout.reshard import Runs
@@ -30,7 +30,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[tuple[str, bytes, bytes]])
 
 
-class Heads:
+class BundleHeaders:
     """The heads of one version, for one attempt.
 
     Args:
@@ -52,7 +52,7 @@ class Heads:
         mine = [ref for ref, rank in self._readers.items() if rank == self._group.rank]
         return _encoder.encode(self._read(mine, loaded))
 
-    def understand(self, told: Iterable[bytes]) -> list[Head]:
+    def understand(self, told: Iterable[bytes]) -> list[BundleHeader]:
         """The heads of all bundles, from what every rank told.
 
         Raises:
@@ -131,11 +131,11 @@ class Heads:
             found[name] = whole[start - begin : end - begin]
         return found
 
-    def _head(self, ref: BundleRef, header: bytes, raw: bytes) -> Head:
+    def _head(self, ref: BundleRef, header: bytes, raw: bytes) -> BundleHeader:
         seal = self._choice.seals[ref.bundle_id]
         image = image_format.read_header(header, seal.length, ref.bundle_id)
         values = value_codec.decode(raw, where=ref.bundle_id) if raw else {}
-        return Head(ref, seal, image, values)
+        return BundleHeader(ref, seal, image, values)
 
 
 def _header_bytes(image: Image) -> int:

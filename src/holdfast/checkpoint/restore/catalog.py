@@ -31,7 +31,7 @@ _OWNED = re.compile(r"rank(\d+)/(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class BundleHeader:
     """A bundle of the version: what its header says, and its values."""
 
     ref: BundleRef
@@ -109,7 +109,7 @@ class Catalogue:
         random: names of objects whose state is random numbers.
     """
 
-    def __init__(self, heads: Iterable[Head], *, world_size: int, random: Collection[str]) -> None:
+    def __init__(self, heads: Iterable[BundleHeader], *, world_size: int, random: Collection[str]) -> None:
         self.world_size = world_size
         self._random = tuple(random)
         self.heads = {head.ref.bundle_id: head for head in heads}
@@ -126,7 +126,7 @@ class Catalogue:
         for other, first in self._tied.items():
             self._also(other, first)
 
-    def _read(self, head: Head) -> None:
+    def _read(self, head: BundleHeader) -> None:
         for entry in head.image.entries:
             owner, path = self.split(entry.name)
             place = Place(head.ref.bundle_id, entry)

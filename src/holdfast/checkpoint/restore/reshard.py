@@ -33,7 +33,7 @@ from holdfast.checkpoint.entries.types import Group, LiveTensor, LoadRecord
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.collectives import Ranks
 from holdfast.checkpoint.restore import tensor_fill
-from holdfast.checkpoint.restore.bundle_headers import Heads
+from holdfast.checkpoint.restore.bundle_headers import BundleHeaders
 from holdfast.checkpoint.restore.catalog import Catalogue, Offer, Place, merged_groups, under_other_name
 from holdfast.checkpoint.restore.fetcher import Fault, Fetcher, Loaded, by_bundle, chunks_of, fetch_of, prove_seal
 from holdfast.checkpoint.restore.tensor_fill import Copy, Source
@@ -144,7 +144,7 @@ class OtherLayout:
             MismatchError: it does not fit; on every rank.
         """
         loaded = Loaded()
-        heads = Heads(self._group, self._fetcher, self._facts, choice)
+        heads = BundleHeaders(self._group, self._fetcher, self._facts, choice)
         catalogue = self._catalogue(heads, choice, loaded)
         if catalogue is None:
             return None
@@ -162,7 +162,7 @@ class OtherLayout:
 
     def catalogue(self, choice: Choice) -> Catalogue | None:
         """All that the version holds; None if some rank found a bad copy."""
-        return self._catalogue(Heads(self._group, self._fetcher, self._facts, choice), choice, Loaded())
+        return self._catalogue(BundleHeaders(self._group, self._fetcher, self._facts, choice), choice, Loaded())
 
     def take(self, choice: Choice, catalogue: Catalogue, wanted: Sequence[tuple[LiveTensor, Sequence[Place]]]) -> bool:
         """Fills tensors, each from places that make up its extent; False if some rank found a bad copy."""
@@ -190,7 +190,7 @@ class OtherLayout:
 
     # 1 and 2. Heads and plan.
 
-    def _catalogue(self, heads: Heads, choice: Choice, loaded: Loaded) -> Catalogue | None:
+    def _catalogue(self, heads: BundleHeaders, choice: Choice, loaded: Loaded) -> Catalogue | None:
         data = collectives.together(self._group, lambda: heads.read(loaded))
         if not self._vote(loaded.faults):
             return None

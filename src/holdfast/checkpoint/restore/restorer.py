@@ -25,7 +25,7 @@ from holdfast.base.progress import Meter, progress_text
 from holdfast.checkpoint.entries.entries import Loading, left_out_text, listed
 from holdfast.checkpoint.entries.types import Group, LoadRecord, SavedTensor
 from holdfast.checkpoint.job import collectives
-from holdfast.checkpoint.job.bootstrap import FIRST_START, Asked, Job
+from holdfast.checkpoint.job.bootstrap import FIRST_START, Job, RestoreRequest
 from holdfast.checkpoint.restore import tensor_fill as fill
 from holdfast.checkpoint.restore.fetcher import Fault, Fetcher, Holder, Loaded
 from holdfast.checkpoint.restore.reshard import OtherLayout
@@ -150,7 +150,7 @@ class Restorer:
         *,
         state: State,
         storage: Storage,
-        asked: Asked,
+        asked: RestoreRequest,
         timeout_s: float,
     ) -> None:
         self._job = job

@@ -21,7 +21,7 @@ from holdfast.tiers.storage.manifest import BundleFile
 from holdfast.tiers.storage.version_store import Storage
 
 
-class Stored:
+class StorageSource:
     """The only source of a rank that has no keeper."""
 
     alive = True

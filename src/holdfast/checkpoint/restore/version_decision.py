@@ -32,10 +32,10 @@ from holdfast.base.errors import (
 )
 from holdfast.checkpoint.job import collectives, wait_for_storage
 from holdfast.checkpoint.job.bootstrap import Job
-from holdfast.checkpoint.job.wait_for_storage import Patience
+from holdfast.checkpoint.job.wait_for_storage import WaitLimit
 from holdfast.checkpoint.restore import version_vote
 from holdfast.checkpoint.restore.fetcher import Fault, Holder
-from holdfast.checkpoint.restore.version_vote import Findings, Out, Verdict
+from holdfast.checkpoint.restore.version_vote import Exclusions, Findings, Verdict
 from holdfast.core.model import Version
 from holdfast.core.recovery.version_choice import Awaited, Choice, Copy, Facts, Quarantine
 from holdfast.tiers.storage.version_store import Storage
@@ -63,7 +63,7 @@ class Decisions:
         self._client = client
         self._storage = storage
         self._timeout_s = timeout_s
-        self._out = Out()
+        self._out = Exclusions()
         self._stuck = False  # the last round met nothing but what was left out already
         self._bad_once: set[Copy] = set()
         self._num_bad = 0
@@ -73,8 +73,8 @@ class Decisions:
     def look_again(self) -> None:
         """Forgets what was found and how long it was waited for, but not which copies are bad."""
         self._findings: Findings | None = None
-        self._for_storage = Patience(self._timeout_s)
-        self._for_keepers = Patience(min(KEEPER_PATIENCE_S, self._timeout_s))
+        self._for_storage = WaitLimit(self._timeout_s)
+        self._for_keepers = WaitLimit(min(KEEPER_PATIENCE_S, self._timeout_s))
 
     @property
     def facts(self) -> Facts:
@@ -283,6 +283,6 @@ class Decisions:
         quarantine = self._out.quarantine
         passed = Quarantine(quarantine.copies, {**quarantine.versions, version: "unreachable"})
         with contextlib.suppress(HoldfastError):
-            found = version_vote.decide(findings, self._job, Out(passed, ignores_silent=True), wanted=None)
+            found = version_vote.decide(findings, self._job, Exclusions(passed, ignores_silent=True), wanted=None)
             return found.choice.version if found.choice is not None else None
         return None

@@ -52,7 +52,7 @@ _decoder = msgspec.msgpack.Decoder(Verdict)
 
 
 @dataclass(frozen=True, slots=True)
-class Out:
+class Exclusions:
     """Copies and keepers that a plan leaves out, as far as this rank knows.
 
     Attributes:
@@ -119,7 +119,7 @@ def _read(storage: Storage, version: Version) -> Stored:
         return stored_of(storage.manifest(version))
 
 
-def planned(job: Job, out: Out) -> Facts:
+def planned(job: Job, out: Exclusions) -> Facts:
     """Returns the facts that every rank has, to plan with once a version is chosen."""
     return Facts(
         (), {}, {}, job.lineage, job.topology,
@@ -127,7 +127,7 @@ def planned(job: Job, out: Out) -> Facts:
     )  # fmt: skip
 
 
-def decide(findings: Findings, job: Job, out: Out, *, wanted: Version | None) -> Verdict:
+def decide(findings: Findings, job: Job, out: Exclusions, *, wanted: Version | None) -> Verdict:
     """Rank 0: the verdict.
 
     Raises:
@@ -162,7 +162,9 @@ def require_known(findings: Findings, found: Verdict, topology: Topology) -> Non
         )
 
 
-def _require_something(findings: Findings, reason: str, out: Out, lineage: Lineage, *, wanted: Version | None) -> None:
+def _require_something(
+    findings: Findings, reason: str, out: Exclusions, lineage: Lineage, *, wanted: Version | None
+) -> None:
     useless = findings.useless
     if wanted is not None and wanted in useless:
         raise useless[wanted]
@@ -186,7 +188,7 @@ CUT = (
 BEGIN_ANEW = "restore(fresh=True) starts a new lineage and leaves these alone, until `holdfast rm` removes them"
 
 
-def _facts(findings: Findings, job: Job, out: Out) -> Facts:
+def _facts(findings: Findings, job: Job, out: Exclusions) -> Facts:
     inventory = findings.inventory
     silent = () if out.ignores_silent else tuple(job.topology.nodes[node] for node in findings.inventory.unheard)
     unread = {version: str(error) for version, error in findings.unread.items()}

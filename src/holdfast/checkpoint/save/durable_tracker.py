@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from holdfast.base.errors import HoldfastError, LevelNotReached
 from holdfast.checkpoint.liveness import open_checkpointers
-from holdfast.checkpoint.save.extra_places import LEFT, FurtherPlaces, PlaceCopy
+from holdfast.checkpoint.save.extra_places import LEFT, ExtraPlaces, PlaceCopy
 from holdfast.checkpoint.save.save_handle import PROGRESS_S, SaveHandle
 from holdfast.core.model import Version
 
@@ -73,7 +73,7 @@ class _Awaited:
         return f"{self.handle.version} at {', '.join(far)}"
 
 
-class Durables:
+class DurableTracker:
     """The durable saves of one rank that have not ended.
 
     Args:
@@ -85,7 +85,7 @@ class Durables:
     def __init__(
         self,
         on_durable: OnDurable | None,
-        further: FurtherPlaces | None,
+        further: ExtraPlaces | None,
         *,
         timeout_s: float,
     ) -> None:

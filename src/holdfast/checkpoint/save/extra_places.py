@@ -59,7 +59,7 @@ class PlaceCopy:
         return progress_text(self.done_bytes, self.total_bytes, time.monotonic() - self.started_s)
 
 
-class FurtherPlaces:
+class ExtraPlaces:
     """Copies versions to further places.
 
     Args:

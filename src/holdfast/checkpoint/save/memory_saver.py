@@ -29,19 +29,19 @@ from holdfast.base.errors import HoldfastError, KeeperLost, LevelNotReached, Mem
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture import copy_plan, paced_copy
 from holdfast.checkpoint.capture.copy_plan import Batch, Copies, Plan, SlotView, Split, Structure
-from holdfast.checkpoint.capture.late_copy_check import Checks, CopyCheck
-from holdfast.checkpoint.capture.mutation_check import Trust, can_digest, differing, digest, named
-from holdfast.checkpoint.capture.optimizer_fence import BEHIND_S, STEPPED, Fence, Job, Opened, Pace
+from holdfast.checkpoint.capture.late_copy_check import CopyCheck, LateCopyChecker
+from holdfast.checkpoint.capture.mutation_check import MutationHistory, can_digest, differing, digest, named
+from holdfast.checkpoint.capture.optimizer_fence import BEHIND_S, STEPPED, Fence, LateCopyJob, Opened, Pace
 from holdfast.checkpoint.capture.paced_copy import PacedCopy
 from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, SideStreams
 from holdfast.checkpoint.capture.twin_comparison import Shared
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.entries.types import Gathered
-from holdfast.checkpoint.job.keeper_link import Link
+from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.job.slot_reservation import Reservation
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.restore.tensor_fill import MAX_THREADS
-from holdfast.checkpoint.save.save_completion import Ending, Pledged, Watched
+from holdfast.checkpoint.save.save_completion import ImmediatePiece, LatePiece, SaveCompletion
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.core.model import Shard, Topology, Version
 from holdfast.core.versions.fence_rules import counts, may_be_late
@@ -116,7 +116,7 @@ class Saver:
     """
 
     def __init__(
-        self, state: Contents, link: Link, topology: Topology, *, rank: int, config: Config, events: Events
+        self, state: Contents, link: KeeperLink, topology: Topology, *, rank: int, config: Config, events: Events
     ) -> None:
         self._state = state
         self._link = link
@@ -129,7 +129,7 @@ class Saver:
         self._num_threads = min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // len(here)))
         self._shared = Shared(set(here) - {rank})
         optimizers = state.optimizers
-        self._trust = Trust(overlap=config.overlap and bool(optimizers))
+        self._trust = MutationHistory(overlap=config.overlap and bool(optimizers))
         self.fence = Fence(timeout_s=config.fence_timeout_s, behind_s=config.close_timeout_s, events=events)
         self.fence.guard(optimizers)
         self._streams = SideStreams(behind_s=config.close_timeout_s)
@@ -144,7 +144,7 @@ class Saver:
         self._split: Split | None = None
         self._watched: tuple[int, ...] = ()
         self._pledged: tuple[int, ...] = ()
-        self._checks = Checks()
+        self._checks = LateCopyChecker()
         self._last_late: _Late | None = None
         self._owed: list[tuple[SaveHandle, str]] = []
         self._aside_key: object = None
@@ -436,21 +436,21 @@ class Saver:
             job.at_fence = ending.at_fence
             return self._batches(late), ending.copied
 
-        job = Job([], None, lambda reason: self.give_up(handle, reason), opening=opened, steps=taken.steps)
+        job = LateCopyJob([], None, lambda reason: self.give_up(handle, reason), opening=opened, steps=taken.steps)
         self.fence.start(job)
 
     def _copy(self, taken: _Taken, view: SlotView, *, watch: bool = True) -> None:
         """Copies in the call what may change, and what has to be compared, which `watch` asks for; queues the rest."""
         now, late = view.assign(taken.gathered.tensors, taken.split)
         parts, sources, targets = view.plan.parts, view.sources, view.targets
-        pledged = [Pledged(parts[i].name, digest(sources[i]), targets[i]) for i in self._pledged if watch]
+        pledged = [LatePiece(parts[i].name, digest(sources[i]), targets[i]) for i in self._pledged if watch]
         device = self._queue(now, late) if now.device_targets or late.device_targets else None
         copy_plan.copy_at_once(now.targets, now.sources, self._num_threads)
-        watched = [Watched(parts[i].name, sources[i], targets[i]) for i in self._watched if watch]
+        watched = [ImmediatePiece(parts[i].name, sources[i], targets[i]) for i in self._watched if watch]
         ending = replace(self._ending(taken, view), watched=watched, pledged=pledged)
         at_fence = ending.at_fence if ending.needs_fence else None
         if late.targets or device is not None:
-            job = Job(self._batches(late), device, ending.copied, at_fence, steps=taken.steps)
+            job = LateCopyJob(self._batches(late), device, ending.copied, at_fence, steps=taken.steps)
             self._events.count("late_copied_bytes", job.num_bytes)
             if late.device_targets:
                 names = [parts[i].name for i in taken.split.late if sources[i].device.type != "cpu"]
@@ -472,9 +472,9 @@ class Saver:
             return open_checkpointers.broken.reason
         return STEPPED if self.fence.is_void(steps) else ""
 
-    def _ending(self, taken: _Taken, view: SlotView) -> Ending:
+    def _ending(self, taken: _Taken, view: SlotView) -> SaveCompletion:
         handle, client = taken.handle, taken.client
-        return Ending(handle, client, view, self._trust, self.give_up, check=taken.check, spots=taken.spots)
+        return SaveCompletion(handle, client, view, self._trust, self.give_up, check=taken.check, spots=taken.spots)
 
     def _batches(self, late: Copies) -> list[Batch]:
         most = copy_plan.PACED_BATCH_BYTES if self.fence.pace else copy_plan.BATCH_BYTES

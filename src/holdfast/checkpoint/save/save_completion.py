@@ -20,7 +20,7 @@ import torch
 from holdfast.base.errors import KeeperLost
 from holdfast.checkpoint.capture.copy_plan import SlotView
 from holdfast.checkpoint.capture.late_copy_check import CopyCheck
-from holdfast.checkpoint.capture.mutation_check import Trust, differing, digest, named
+from holdfast.checkpoint.capture.mutation_check import MutationHistory, differing, digest, named
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.keeper.rpc.client import KeeperClient
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class ImmediatePiece:
     """A piece that was copied at once; to be compared with the live tensor at the fence."""
 
     name: str
@@ -37,7 +37,7 @@ class Watched:
 
 
 @dataclass(frozen=True, slots=True)
-class Pledged:
+class LatePiece:
     """A piece that is copied late, with its digest at the call."""
 
     name: str
@@ -46,7 +46,7 @@ class Pledged:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class SaveCompletion:
     """Holds what is left to do for one version.
 
     Attributes:
@@ -59,10 +59,10 @@ class Ending:
     handle: SaveHandle
     client: KeeperClient
     view: SlotView
-    trust: Trust
+    trust: MutationHistory
     give_up: Callable[[SaveHandle, str], None]
-    watched: Sequence[Watched] = ()
-    pledged: Sequence[Pledged] = ()
+    watched: Sequence[ImmediatePiece] = ()
+    pledged: Sequence[LatePiece] = ()
     check: CopyCheck | None = None
     spots: bytes = b""
 

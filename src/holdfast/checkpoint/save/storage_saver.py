@@ -30,7 +30,7 @@ from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.entries.types import Gathered
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.bootstrap import Job
-from holdfast.checkpoint.job.keeper_link import Link
+from holdfast.checkpoint.job.keeper_link import KeeperLink
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.checkpoint.state.training_state import State
@@ -71,7 +71,7 @@ class DirectSaver:
     """
 
     def __init__(
-        self, state: State, link: Link, job: Job, storage: Storage, *, reason: str, config: Config, events: Events
+        self, state: State, link: KeeperLink, job: Job, storage: Storage, *, reason: str, config: Config, events: Events
     ) -> None:
         self._state = state
         self._link = link

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from holdfast.base.errors import UsageError
-from holdfast.checkpoint.entries.entries import Collector, Loading, Passing
+from holdfast.checkpoint.entries.entries import Collector, Loading, TransientPart
 from holdfast.checkpoint.entries.pytree import flatten, references
 from holdfast.tiers.format import values as value_codec
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
-class CarriedPart(Passing):
+class CarriedPart(TransientPart):
     """The values of one rank, which are its own.
 
     Args:

@@ -34,7 +34,7 @@ from holdfast.checkpoint.state.divergent_ranks import refuse_averagers
 from holdfast.checkpoint.state.nested_optimizers import attributes, chain_to_stepper, others
 from holdfast.checkpoint.state.optimizer_extras import (
     OWN_KEYS,
-    Handed,
+    OptimizerExtras,
     hooks_of,
     is_handed,
     keep_objects,
@@ -84,7 +84,7 @@ class OptimizerPart:
         self._dealt = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
         self._stepper = _stepper_of(name, optimizer) if self._dealt else optimizer
         speakers = [] if self._dealt else [each for each in self.chain if overrides(each, "state_dict")]
-        self._handed = Handed(name, speakers[0] if speakers else self._stepper, self._stepper)
+        self._handed = OptimizerExtras(name, speakers[0] if speakers else self._stepper, self._stepper)
         self._refs: dict[int, TensorRef] = {}
         self._rank: Group = ()
         self._inner = [] if self._dealt else list(others(name, self._stepper))

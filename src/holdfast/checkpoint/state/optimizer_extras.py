@@ -30,7 +30,7 @@ OWN_KEYS = ("state", "param_groups")
 REFUSALS = (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError)
 
 
-class Handed:
+class OptimizerExtras:
     """Asks one optimizer what it hands out, and gives it back.
 
     Args:
@@ -221,7 +221,7 @@ class Handed:
 
 
 def is_handed(saved: Any) -> bool:
-    """Returns whether a value has the form of what `Handed.more` returns; a checkpoint may hold anything."""
+    """Returns whether a value has the form of what `OptimizerExtras.more` returns; a checkpoint may hold anything."""
     return (
         isinstance(saved, dict)
         and saved.keys() == {"as_kept", "more"}

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 
 from holdfast.base.errors import UsageError
-from holdfast.checkpoint.entries.entries import Collector, Loading, Passing, templates
+from holdfast.checkpoint.entries.entries import Collector, Loading, TransientPart, templates
 from holdfast.checkpoint.entries.pytree import Emit, flatten, unflatten
 from holdfast.checkpoint.entries.rng import GeneratorState, OwnRandomness, ProcessRandomness
 from holdfast.checkpoint.entries.types import LiveTensor
@@ -190,7 +190,7 @@ def _apart(emit: Emit) -> Emit:
     return take
 
 
-class InfoPart(Passing):
+class InfoPart(TransientPart):
     """Holds what a caller wrote beside one save (`Checkpointer.save(info=...)`); a checkpoint need not have it.
 
     Attributes:

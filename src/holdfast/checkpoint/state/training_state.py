@@ -39,7 +39,7 @@ from holdfast.checkpoint.state.loop_values import CarriedPart
 from holdfast.checkpoint.state.model import ModelPart
 from holdfast.checkpoint.state.optimizer import OptimizerPart
 from holdfast.checkpoint.state.stateful import DictPart, InfoPart, Keys, ScalerState, Stateful, StatefulPart
-from holdfast.checkpoint.state.unsaved_state import Overlooked
+from holdfast.checkpoint.state.unsaved_state import UnsavedStateCheck
 from holdfast.core.model import Shard
 
 __all__ = ["Gathered", "Group", "LiveTensor", "LoadRecord", "SavedTensor", "State"]
@@ -95,7 +95,7 @@ class State:
         self.carried = CarriedPart(_CARRIED)
         self._parts += [self.info, self.excluded, self._order, self.carried, StatefulPart(_RNG, ProcessRandomness())]
         self._lasting = Collector(self._layouts)
-        self._overlooked = Overlooked(self._in_no_version)
+        self._overlooked = UnsavedStateCheck(self._in_no_version)
         self._watch: Tensors | None = None
         self._loading: Loading | None = None
         self._structure = 0

@@ -30,7 +30,7 @@ MAX_OBJECTS, MAX_ELEMENTS = 500, 16
 _NUMBERS = (int, float, complex, str, bytes)
 
 
-class Overlooked:
+class UnsavedStateCheck:
     """Looks at the first saves of one rank.
 
     Args:

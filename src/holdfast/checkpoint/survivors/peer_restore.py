@@ -29,7 +29,7 @@ from holdfast.checkpoint.entries.types import Group, LiveTensor, SavedTensor
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.bootstrap import Job
 from holdfast.checkpoint.state.training_state import State
-from holdfast.checkpoint.survivors.step_snapshot import Note, as_bytes, lasting
+from holdfast.checkpoint.survivors.step_snapshot import StepSnapshot, as_bytes, lasting
 from holdfast.checkpoint.survivors.survivor_state import notes_of, remains
 from holdfast.core.model import Shard, Version
 from holdfast.core.recovery import survivor_vote as rules
@@ -62,7 +62,7 @@ class Filled:
 class _Plan:
     """One rank's part: what it holds, what goes where."""
 
-    note: Note
+    note: StepSnapshot
     shards: Mapping[str, Shard]
     values: dict[Group, Mapping[str, Any]]
     loading: Loading

@@ -40,14 +40,14 @@ _HEAD = struct.Struct("<IIQQ16s")
 _PAGE = mmap.PAGESIZE
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class SnapshotRow(msgspec.Struct, frozen=True, array_like=True):
     """A tensor of the state: what it is, and whether twins or the note have its bytes."""
 
     shard: Shard
     late: bool
 
 
-class Note(msgspec.Struct, frozen=True):
+class StepSnapshot(msgspec.Struct, frozen=True):
     """One step of one rank.
 
     Attributes:
@@ -64,14 +64,14 @@ class Note(msgspec.Struct, frozen=True):
     values: list[tuple[tuple[int, ...], bytes]]
     small: dict[str, bytes]
 
-    def tensors(self) -> list[Row]:
+    def tensors(self) -> list[SnapshotRow]:
         """The rows, read.
 
         Raises:
             CorruptError: they are no rows.
         """
         try:
-            return msgspec.msgpack.decode(bytes(self.rows), type=list[Row])
+            return msgspec.msgpack.decode(bytes(self.rows), type=list[SnapshotRow])
         except _NO_MESSAGE as error:
             raise CorruptError(f"its rows are not valid: {error}", where="a note") from error
 
@@ -85,10 +85,10 @@ class Note(msgspec.Struct, frozen=True):
 
 
 _NO_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-_note_of = msgspec.msgpack.Decoder(Note)
+_note_of = msgspec.msgpack.Decoder(StepSnapshot)
 
 
-class Page:
+class SnapshotPage:
     """The two halves behind a descriptor of the launcher's. Reading and writing are the trainer's thread's."""
 
     def __init__(self, fd: int) -> None:
@@ -109,7 +109,7 @@ class Page:
         os.pwrite(self._fd, blob, at + _HEAD.size)
         os.pwrite(self._fd, head, at)
 
-    def read(self) -> dict[Version, Note]:
+    def read(self) -> dict[Version, StepSnapshot]:
         """The notes that are whole."""
         half, found = self._half(), {}
         for index in range(2 if half else 0):
@@ -160,19 +160,19 @@ def attach(fd: int) -> None:
     _worker_slot.fd = fd
 
 
-def page() -> Page | None:
+def page() -> SnapshotPage | None:
     """The page of this process, if its launcher gave it one."""
-    return Page(_worker_slot.fd) if _worker_slot.fd >= 0 else None
+    return SnapshotPage(_worker_slot.fd) if _worker_slot.fd >= 0 else None
 
 
-class Noter:
+class SnapshotWriter:
     """Writes the notes of one rank.
 
     Attributes:
         refused: why there are none; empty if there are.
     """
 
-    def __init__(self, page: Page, *, job: str, rank: int, world_size: int) -> None:
+    def __init__(self, page: SnapshotPage, *, job: str, rank: int, world_size: int) -> None:
         self._page = page
         self._job, self._rank, self._world_size = job, rank, world_size
         self._began_s = time.monotonic()
@@ -210,9 +210,9 @@ class Noter:
         if self.refused:
             return b""
         if gathered.structure != self._structure:
-            rows = [Row(live.shard, live.late) for live in gathered.tensors.values()]
+            rows = [SnapshotRow(live.shard, live.late) for live in gathered.tensors.values()]
             self._rows, self._structure = msgspec.Raw(msgspec.msgpack.encode(rows)), gathered.structure
-        note = Note(
+        note = StepSnapshot(
             self._job,
             self._rank,
             self._world_size,
@@ -228,6 +228,6 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def lasting(shards: Sequence[Row]) -> dict[str, Shard]:
+def lasting(shards: Sequence[SnapshotRow]) -> dict[str, Shard]:
     """The tensors that twins hold too."""
     return {row.shard.name: row.shard for row in shards if row.late}

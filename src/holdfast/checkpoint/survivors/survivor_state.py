@@ -25,8 +25,8 @@ from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.device.accelerator import device_of
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors import step_snapshot
-from holdfast.checkpoint.survivors.step_snapshot import Note, Noter
-from holdfast.checkpoint.survivors.unchanged_state import Still
+from holdfast.checkpoint.survivors.step_snapshot import SnapshotWriter, StepSnapshot
+from holdfast.checkpoint.survivors.unchanged_state import UnchangedStateCheck
 from holdfast.checkpoint.survivors.update_window import Window
 from holdfast.core.model import Version
 from holdfast.core.recovery.survivor_vote import Offer
@@ -40,7 +40,7 @@ CATCH_UP_S = 3.0
 
 
 @dataclass(slots=True)
-class Remains:
+class InterruptedState:
     """Holds the remains of one process, from an interruption to the next restore.
 
     Attributes:
@@ -59,17 +59,17 @@ class Remains:
         """Lets go of the memory."""
         self.job, self.version, self.late, self.why = "", None, {}, ""
 
-    def offer(self, job: str, found: Mapping[Version, Note]) -> Offer:
+    def offer(self, job: str, found: Mapping[Version, StepSnapshot]) -> Offer:
         """Return what this rank can offer to `job`, of which it `found` these notes."""
         if self.job != job:
             return Offer(None, tuple(sorted(found)), "its process is new")
         return Offer(self.version, tuple(sorted(found)), self.why)
 
 
-remains = Remains()
+remains = InterruptedState()
 
 
-def notes_of(job: str, rank: int, world_size: int) -> dict[Version, Note]:
+def notes_of(job: str, rank: int, world_size: int) -> dict[Version, StepSnapshot]:
     """The notes that this worker slot has of this rank of the job."""
     page = step_snapshot.page()
     found = page.read() if page is not None else {}
@@ -89,14 +89,14 @@ class Survivor:
         self._job = job
         page = step_snapshot.page()
         self._window = Window(state.optimizers if page is not None else ())
-        self._noter = Noter(page, job=job, rank=rank, world_size=world_size) if page is not None else None
+        self._noter = SnapshotWriter(page, job=job, rank=rank, world_size=world_size) if page is not None else None
         # The newest note, and events behind all that makes up its state; one value, as `void` comes from another thread.
         self._noted: tuple[Version | None, tuple[torch.Event, ...]] = (None, ())
         self._is_void = False
         self._passed: Version | None = None  # what the devices had finished when the job broke off
         self._begun = -1
         self._unseen = False  # between the last two notes no optimizer made a step, as far as anybody saw
-        self._still = Still(state)
+        self._still = UnchangedStateCheck(state)
 
     def note(self, version: Version) -> None:
         """The state is that of `version` now. Outside of an optimizer's step."""

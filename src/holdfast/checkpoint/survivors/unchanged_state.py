@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.capture.spot_check import Moved, Spots, has_spots
+from holdfast.checkpoint.capture.spot_check import MemoryMoved, Spots, has_spots
 from holdfast.checkpoint.state.training_state import State
 
 
-class Still:
+class UnchangedStateCheck:
     """Notes the parameters and the optimizer state of one moment, and compares.
 
     Attributes:
@@ -46,7 +46,7 @@ class Still:
         self._turn = turn
         try:
             self._seen = self._look()
-        except Moved:
+        except MemoryMoved:
             self._seen = None
 
     def why_not(self) -> str:
@@ -58,7 +58,7 @@ class Still:
             return "parameters or optimizer state are other tensors by now"
         try:
             writes, spots = self._look()
-        except Moved as error:
+        except MemoryMoved as error:
             return error.what
         if writes != self._seen[0] or self._spots.differing(spots, self._seen[1]):
             return "parameters or optimizer state were written outside of an optimizer step"

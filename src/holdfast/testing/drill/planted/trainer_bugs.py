@@ -13,7 +13,7 @@ from holdfast.checkpoint.capture import copy_plan
 from holdfast.checkpoint.capture.optimizer_fence import Fence
 from holdfast.checkpoint.restore import version_vote
 from holdfast.checkpoint.restore.restorer import Restorer, RestoreReport
-from holdfast.checkpoint.save.save_completion import Ending
+from holdfast.checkpoint.save.save_completion import SaveCompletion
 from holdfast.checkpoint.state.stateful import StatefulPart
 from holdfast.core.model import Version
 from holdfast.core.recovery import version_choice
@@ -66,7 +66,7 @@ def _stale_snapshot() -> None:
 def _fence_removed() -> None:
     _slow_copy()
     put(Fence, "_wait", always(None))
-    put(Ending, "_wrong", always(""))  # which would find it out
+    put(SaveCompletion, "_wrong", always(""))  # which would find it out
 
 
 def _newest_step() -> None:
