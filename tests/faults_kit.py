@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from holdfast.core.elastic.failure_detector import LATE_S, Exit, Watch, cause, first_failure
 from holdfast.core.elastic.watch_mode import MODES
-from holdfast.core.elastic.worker_facts import Beat, Phase, Sight
+from holdfast.core.elastic.worker_facts import Beat, Phase, WorkerSample
 from scenario_kit import Args, Lines, numbers
 
 LOOK_EVERY_S = 0.05
@@ -32,7 +32,7 @@ WAYS = {
 @dataclass
 class Worker:
     way: str
-    sight: Sight
+    sight: WorkerSample
     every_s: float = 0.1
     stack: Phase | None = None
 
@@ -62,7 +62,7 @@ class Watching:
 
     def _start(self, rank: int, every_s: float) -> None:
         self.watch.started(rank, self.now_s)
-        self.workers[rank] = Worker("steps", Sight(rank, Beat(phase=Phase.STEP), wakes=1), every_s)
+        self.workers[rank] = Worker("steps", WorkerSample(rank, Beat(phase=Phase.STEP), wakes=1), every_s)
 
     def do_ranks(self, args: Args) -> None:
         """`ranks who=1,2 way=hangs phase=data stack=collective at=20`: the step, if it is another one."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast.core.elastic.failure_detector import Kind, Verdict, Watch
 from holdfast.core.elastic.watch_mode import Mode
-from holdfast.core.elastic.worker_facts import Beat, Phase, Sight
+from holdfast.core.elastic.worker_facts import Beat, Phase, WorkerSample
 
 LOOK_S = 0.25
 STEP_S = 0.1
@@ -63,7 +63,7 @@ WAITS = Way(inside=True, phase=Phase.COLLECTIVE)
 class Rank:
     """One rank and how it lives at this moment."""
 
-    sight: Sight
+    sight: WorkerSample
     way: Way = STEPS
     since_s: float = 0.0
     looks: int = 0
@@ -78,7 +78,7 @@ class Node:
         self.now_s, self.world = 0.0, world
         self.watch = Watch(mode)
         self.elsewhere: Sequence[int] = ()
-        self.ranks = {rank: Rank(Sight(rank, Beat(phase=Phase.STEP), wakes=1)) for rank in range(here)}
+        self.ranks = {rank: Rank(WorkerSample(rank, Beat(phase=Phase.STEP), wakes=1)) for rank in range(here)}
         for rank in self.ranks:
             self.watch.started(rank, 0.0)
 

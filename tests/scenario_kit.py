@@ -15,8 +15,8 @@ from holdfast.core.layout import bundles, replica_placement
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Topology, Version
 from holdfast.core.recovery import version_choice
 from holdfast.core.recovery.version_choice import (
-    Awaited,
     Choice,
+    ChoiceDeferred,
     Copy,
     Facts,
     MemoryCopy,
@@ -535,7 +535,7 @@ class Archive(Parts):
         wanted = version_of(args["wanted"]) if "wanted" in args else None
         decision = version_choice.choose_version(self._facts(), wanted=wanted)
         chosen = decision.value
-        if isinstance(chosen, Awaited):
+        if isinstance(chosen, ChoiceDeferred):
             what = f"{chosen.version or 'whatever there is'}{', which is durable' if chosen.durable else ''}"
             return [f"waits for {what}", *decision.reason.split("; ")]
         return [f"chosen: {chosen.version if chosen else 'none'}", *decision.reason.split("; ")]

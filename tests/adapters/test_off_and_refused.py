@@ -11,12 +11,12 @@ import torch
 
 import holdfast
 from holdfast.adapters import deepspeed, huggingface
-from holdfast.adapters.zero.launcher import Unasked
+from holdfast.adapters.zero.launcher import ScriptLauncher
 from holdfast.adapters.zero.script import HOOK
 from holdfast.base.errors import UsageError
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.core.model import Level
-from holdfast.elastic.worker.agent_channel import Order
+from holdfast.elastic.worker.agent_channel import RunOrder
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def run_unasked(tmp_path: Path) -> None:
     open_checkpointers.abandon_all()  # what earlier tests left open is not the script's
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    Unasked(str(tmp_path / "root"))(Order(1, arguments=(str(script),)))
+    ScriptLauncher(str(tmp_path / "root"))(RunOrder(1, arguments=(str(script),)))
 
 
 def test_a_script_that_can_be_kept_is_changed_before_it_runs(

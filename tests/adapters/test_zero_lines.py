@@ -17,7 +17,7 @@ import torch
 import forked
 from doors_kit import untouched
 from holdfast.adapters.zero.frameworks import Finder
-from holdfast.adapters.zero.launcher import Unasked
+from holdfast.adapters.zero.launcher import ScriptLauncher
 from holdfast.adapters.zero.loop import KeptLoop, Names
 from holdfast.adapters.zero.objects import Kept, sort_out
 from holdfast.adapters.zero.reach import Reach
@@ -25,7 +25,7 @@ from holdfast.adapters.zero.script import Loop, find
 from holdfast.base.events import Events
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.liveness import open_checkpointers
-from holdfast.elastic.worker.agent_channel import Order
+from holdfast.elastic.worker.agent_channel import RunOrder
 from holdfast.testing.contracts.adapter import CHECKS, Check, Door, Task, Workshop
 from holdfast.testing.contracts.processes import keepers_under
 from holdfast.tiers.storage.version_store import open_storage
@@ -206,12 +206,12 @@ def test_there_is_a_version_only_behind_a_step_of_the_optimizer_and_behind_the_l
     monkeypatch.setenv("HOLDFAST_DURABLE_EVERY", "1")
     script = tmp_path / "train.py"
     script.write_text(ACCUMULATES)
-    kept = Unasked(str(tmp_path / "root"))
-    kept(Order(1, arguments=(str(script),)))
+    kept = ScriptLauncher(str(tmp_path / "root"))
+    kept(RunOrder(1, arguments=(str(script),)))
     assert "through" in capfd.readouterr().out
     assert [version.step for version in open_storage(tmp_path / "root", Events()).versions()] == [1, 3]
     open_checkpointers.abandon_all()
-    kept(Order(2, arguments=(str(script),)))
+    kept(RunOrder(2, arguments=(str(script),)))
     told = capfd.readouterr()
     assert "all 4 steps are made" in told.err
     assert "through" in told.out
@@ -221,7 +221,7 @@ def test_a_script_with_a_trainer_is_not_frightened(tmp_path: Path, capfd: pytest
     """It has no loop of its own, and need not have one."""
     script = tmp_path / "train.py"
     script.write_text("x = 1\n")
-    Unasked(str(tmp_path / "root"))(Order(1, arguments=(str(script),)))
+    ScriptLauncher(str(tmp_path / "root"))(RunOrder(1, arguments=(str(script),)))
     (line,) = capfd.readouterr().err.splitlines()
     assert "no loop of this script is kept" not in line
     assert "a Trainer of transformers or Lightning is kept when it is built" in line

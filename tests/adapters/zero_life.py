@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from holdfast.adapters.zero import loop
-from holdfast.adapters.zero.launcher import Unasked
+from holdfast.adapters.zero.launcher import ScriptLauncher
 from holdfast.checkpoint.state.training_state import State
-from holdfast.elastic.worker.agent_channel import Order
+from holdfast.elastic.worker.agent_channel import RunOrder
 from holdfast.elastic.worker.worker_main import run_script
 from state_kit import restore, save
 
@@ -54,11 +54,11 @@ class Pocket:
 torch.set_num_threads(1)
 torch.set_num_threads(int(os.environ.get("THREADS", "1")))  # with more than one nothing is rehearsed
 root, script = sys.argv[1:]
-order = Order(1, arguments=(script,), environment=dict(os.environ))
+order = RunOrder(1, arguments=(script,), environment=dict(os.environ))
 sys.path.insert(0, os.path.dirname(script))
 if "POCKET" in os.environ:
     loop.Checkpointer = Pocket
 if root == "-":
     run_script(order)
 else:
-    Unasked(root)(order)
+    ScriptLauncher(root)(order)

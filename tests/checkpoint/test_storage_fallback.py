@@ -173,6 +173,9 @@ def test_the_last_save_is_durable_without_a_keeper(
 
 
 def test_memory_returns_only_where_every_rank_could_have_it() -> None:
-    words = [storage_only_steps.Word(stop=False, memory=True), storage_only_steps.Word(stop=False, memory=False)]
+    words = [
+        storage_only_steps.MeetingInput(stop=False, memory=True),
+        storage_only_steps.MeetingInput(stop=False, memory=False),
+    ]
     assert not storage_only_steps.outcome(words).memory
     assert storage_only_steps.outcome(words[:1] * 2).memory

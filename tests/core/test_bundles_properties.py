@@ -24,7 +24,15 @@ from holdfast.core.model import (
     Version,
 )
 from holdfast.core.recovery import version_choice
-from holdfast.core.recovery.version_choice import Awaited, Choice, Facts, MemoryCopy, Quarantine, Stored, Unreachable
+from holdfast.core.recovery.version_choice import (
+    Choice,
+    ChoiceDeferred,
+    Facts,
+    MemoryCopy,
+    Quarantine,
+    Stored,
+    Unreachable,
+)
 from holdfast.core.versions import retention
 from holdfast.core.versions.lineage import Lineage
 
@@ -401,7 +409,7 @@ def test_what_cannot_be_reached_delays_the_choice_and_never_changes_it(facts: Fa
         ),
     )
     found = version_choice.choose_version(partial).value
-    if isinstance(found, Awaited):
+    if isinstance(found, ChoiceDeferred):
         assert unread or away or silent
         assert not found.durable or found.version in facts.stored
     else:
@@ -411,7 +419,7 @@ def test_what_cannot_be_reached_delays_the_choice_and_never_changes_it(facts: Fa
 
 def chosen(facts: Facts) -> Choice | None:
     found = version_choice.choose_version(facts).value
-    assert not isinstance(found, Awaited), "everything answers"
+    assert not isinstance(found, ChoiceDeferred), "everything answers"
     return found
 
 

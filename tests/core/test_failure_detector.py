@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from faults_kit import Watching
 from holdfast.core.elastic.failure_detector import Kind, Verdict, Watch
 from holdfast.core.elastic.watch_mode import CAREFUL, MODES, QUICK
-from holdfast.core.elastic.worker_facts import Beat, Phase, Sight
+from holdfast.core.elastic.worker_facts import Beat, Phase, WorkerSample
 
 HEALTHY = ("steps", "waits", "moves", "reads", "traced", "device", "starved", "unheard")
 STUCK = ("hangs", "stopped")
@@ -110,8 +110,8 @@ def hung_at(step: int, watch: Watch, now_s: float, seconds: float, *, state: str
     watch.started(1, now_s)
     said: list[Verdict] = []
     for look in range(round(seconds / 0.25)):
-        hung = Sight(1, Beat(step, step, Phase.STEP, samples=known), state, wakes=1)
-        waits = Sight(0, Beat(step, step, Phase.COLLECTIVE, "all_reduce", 3, True, samples=known), wakes=1)
+        hung = WorkerSample(1, Beat(step, step, Phase.STEP, samples=known), state, wakes=1)
+        waits = WorkerSample(0, Beat(step, step, Phase.COLLECTIVE, "all_reduce", 3, True, samples=known), wakes=1)
         said += watch.look(now_s + 0.25 * look, [waits, hung], world_size=2, **more)
     return [verdict for verdict in said if verdict.kind not in (Kind.WAIT, Kind.LOOK)]
 
@@ -120,7 +120,7 @@ def test_a_rank_that_is_to_be_replaced_is_gone_and_its_evidence_stands() -> None
     watch = Watch()
     (first,) = hung_at(30, watch, 0.0, 130)
     assert (first.kind, first.rank) == (Kind.RESTART_RANK, 1)
-    zombie = Sight(1, Beat(30, 30, Phase.STEP), "Z", wakes=1)
+    zombie = WorkerSample(1, Beat(30, 30, Phase.STEP), "Z", wakes=1)
     later = [verdict for look in range(4000) for verdict in watch.look(130 + look / 4, [zombie], world_size=2)]
     assert [verdict for verdict in later if verdict.rank == 1] == []
 
@@ -157,7 +157,7 @@ def test_who_waits_for_each_other_at_the_same_step_again_is_only_reported() -> N
             watch.started(rank, began)
         for look in range(400):
             beats = [Beat(9, 9, Phase.COLLECTIVE, "barrier", rank, True, samples=known) for rank in range(2)]
-            sights = [Sight(rank, beat, wakes=1) for rank, beat in enumerate(beats)]
+            sights = [WorkerSample(rank, beat, wakes=1) for rank, beat in enumerate(beats)]
             kinds += [v.kind for v in watch.look(began + 0.25 * look, sights, world_size=2)]
     assert [kind for kind in kinds if kind not in (Kind.WAIT, Kind.LOOK)] == [Kind.RESTART_ALL, Kind.REPORT]
 
@@ -168,7 +168,7 @@ def test_all_ranks_in_a_long_kernel_are_not_taken_for_a_collective_that_hangs() 
     for inside, seconds in ((False, 880), (False, 920), (True, 80)):
         watch, kinds = Watch(), set()
         beat = Beat(9, 9, Phase.STEP, samples=known, inside=inside)
-        sights = [Sight(rank, beat, wakes=1, device=True, stands=Phase.COLLECTIVE) for rank in range(2)]
+        sights = [WorkerSample(rank, beat, wakes=1, device=True, stands=Phase.COLLECTIVE) for rank in range(2)]
         for look in range(4 * seconds):
             kinds |= {verdict.kind for verdict in watch.look(0.25 * look, sights, world_size=2)}
         found.append(Kind.RESTART_ALL in kinds)
@@ -181,13 +181,15 @@ def test_ranks_that_all_may_hang_on_their_devices_are_told_of_once_and_left_alon
     said: list[tuple[float, Verdict]] = []
     for look in range(4 * 2000):
         now_s, beat = 0.25 * look, Beat(9, 9, Phase.STEP, samples=known)
-        sights = [Sight(rank, beat, "R", busy_s=1 + now_s, wakes=1, device=True) for rank in range(2)]
+        sights = [WorkerSample(rank, beat, "R", busy_s=1 + now_s, wakes=1, device=True) for rank in range(2)]
         said += [(now_s, verdict) for verdict in watch.look(now_s, sights, world_size=2)]
     orders = [(round(now_s), v.kind, v.ranks) for now_s, v in said if v.kind not in (Kind.WAIT, Kind.LOOK)]
     assert orders == [(900, Kind.REPORT, (0, 1))]
 
 
-AT_A_LOCK = Sight(0, Beat(9, 9, Phase.STEP, samples=dict.fromkeys(Phase, 300)), wakes=1, places=("acquire (job.py)",))
+AT_A_LOCK = WorkerSample(
+    0, Beat(9, 9, Phase.STEP, samples=dict.fromkeys(Phase, 300)), wakes=1, places=("acquire (job.py)",)
+)
 MAY_SAVE = {
     "computes": replace(AT_A_LOCK, places=("digest (job.py)",)),
     "waits for its keeper": replace(AT_A_LOCK, waits_in="a thread"),
@@ -202,7 +204,7 @@ MAY_SAVE = {
 }
 
 
-def hopeless_s(watch: Watch, *sights: Sight, busy: float = 0.0) -> float | None:
+def hopeless_s(watch: Watch, *sights: WorkerSample, busy: float = 0.0) -> float | None:
     """Seconds after which ranks that were told to end are not waited for any more; None: they have ten minutes."""
     for look in range(4 * 600):
         seen = [replace(sight, rank=rank, busy_s=1 + busy * look / 4) for rank, sight in enumerate(sights)]

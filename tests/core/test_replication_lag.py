@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from holdfast.core.versions.replication_lag import FACTOR, FIRST_PATIENCE_S, LEAST_PATIENCE_S, Patience
+from holdfast.core.versions.replication_lag import FACTOR, FIRST_PATIENCE_S, LEAST_PATIENCE_S, ReplicationLag
 
 
 def test_there_is_patience_while_nothing_is_outstanding() -> None:
-    assert Patience().lasts(1e9)
+    assert ReplicationLag().lasts(1e9)
 
 
 def test_it_counts_from_the_first_version_that_waits() -> None:
-    patience = Patience()
+    patience = ReplicationLag()
     patience.captured(100.0)
     patience.captured(105.0)
     assert patience.lasts(100.0 + FIRST_PATIENCE_S)
@@ -18,7 +18,7 @@ def test_it_counts_from_the_first_version_that_waits() -> None:
 
 
 def test_it_learns_how_long_replication_takes() -> None:
-    patience = Patience()
+    patience = ReplicationLag()
     patience.captured(0.0)
     patience.replicated(8.0, newest=True)
     patience.captured(20.0)
@@ -27,7 +27,7 @@ def test_it_learns_how_long_replication_takes() -> None:
 
 
 def test_it_never_falls_below_the_least() -> None:
-    patience = Patience()
+    patience = ReplicationLag()
     patience.captured(0.0)
     patience.replicated(0.01, newest=True)
     patience.captured(1.0)
@@ -35,7 +35,7 @@ def test_it_never_falls_below_the_least() -> None:
 
 
 def test_success_with_a_newer_version_outstanding_starts_anew() -> None:
-    patience = Patience()
+    patience = ReplicationLag()
     patience.captured(0.0)
     patience.replicated(9.0, newest=False)
     assert patience.lasts(9.0 + LEAST_PATIENCE_S)

@@ -6,13 +6,13 @@ import signal
 
 import pytest
 
-from holdfast.core.elastic.rerun import BURST_S, EARLY_S, Burst, Left, cannot_run_twice, why_not
+from holdfast.core.elastic.rerun import BURST_S, EARLY_S, Burst, Leftover, cannot_run_twice, why_not
 
 
 def test_nothing_left_is_no_reason_and_many_things_are_named_shortly() -> None:
     assert why_not([]) == ""
-    assert why_not([Left("threads", ())]) == ""
-    assert why_not([Left("threads", ["a"]), Left("files", list("bcdef"))]) == "threads: a; files: b, c, d ..."
+    assert why_not([Leftover("threads", ())]) == ""
+    assert why_not([Leftover("threads", ["a"]), Leftover("files", list("bcdef"))]) == "threads: a; files: b, c, d ..."
 
 
 @pytest.mark.parametrize(

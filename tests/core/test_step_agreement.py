@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from holdfast.core.scheduling.step_agreement import REPEAT_STEPS, Appointment, Calendar, Diary, Proposal, Purpose
+from holdfast.core.scheduling.step_agreement import REPEAT_STEPS, Appointment, Diary, Proposal, Purpose, StepAgreement
 
 
 def test_an_appointment_lies_ahead_of_the_proposer_and_stands() -> None:
@@ -15,7 +15,7 @@ def test_an_appointment_lies_ahead_of_the_proposer_and_stands() -> None:
 
 
 def test_a_rank_that_is_past_the_step_says_so_and_proposes_to_stop_again() -> None:
-    calendar = Calendar(rank=1)
+    calendar = StepAgreement(rank=1)
     calendar.take(Appointment(Purpose.STOP, 5))
     due = calendar.finished(7)
     assert not due.stop
@@ -24,7 +24,7 @@ def test_a_rank_that_is_past_the_step_says_so_and_proposes_to_stop_again() -> No
 
 
 def test_a_lost_proposal_is_repeated_but_not_every_step() -> None:
-    calendar = Calendar(rank=0)
+    calendar = StepAgreement(rank=0)
     calendar.want(Purpose.SAVE)
     sent = [step for step in range(60) if calendar.finished(step).propose]
     assert sent == [0, REPEAT_STEPS, 2 * REPEAT_STEPS]
@@ -34,7 +34,7 @@ def test_ranks_that_run_apart_stop_at_one_step() -> None:
     """Whatever the skew and the delay of the word, all ranks end at the same step, or none has ended yet."""
     for seed in range(300):
         rng = random.Random(seed)
-        diary, calendars = Diary(), [Calendar(rank) for rank in range(3)]
+        diary, calendars = Diary(), [StepAgreement(rank) for rank in range(3)]
         position = [rng.randrange(3) for _ in calendars]
         waiting: dict[int, int] = {}  # rank -> step it stands at, its save not complete
         mail: list[tuple[int, Appointment]] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from holdfast.core.scheduling.storage_fallback import MAX_ROUNDS, Descent, Move
+from holdfast.core.scheduling.storage_fallback import MAX_ROUNDS, FallbackState, FallbackStep
 
 
 class Board:
@@ -31,7 +31,7 @@ class Rank:
     """One rank that trains at its own pace, waits with little patience, and looks at the board only when unsure."""
 
     def __init__(self, board: Board, rank: int, size: int, draw: random.Random) -> None:
-        self.descent = Descent(board, rank=rank, world_size=size)
+        self.descent = FallbackState(board, rank=rank, world_size=size)
         self.draw = draw
         self.step = draw.randrange(5)
         self.unsure_from = draw.randrange(20)
@@ -44,9 +44,9 @@ class Rank:
         if self.waited >= 0:
             move = self.descent.outcome()
             self.waited += 1
-            if move is Move.WAIT and self.waited > patience:
+            if move is FallbackStep.WAIT and self.waited > patience:
                 move = self.descent.give_up()
-            if move is Move.WAIT:
+            if move is FallbackStep.WAIT:
                 return
             self.waited = -1
         else:
@@ -54,9 +54,9 @@ class Rank:
             if not trouble and self.step < self.unsure_from:
                 return
             move = self.descent.after(self.step, trouble)
-            if move is Move.WAIT:
+            if move is FallbackStep.WAIT:
                 self.waited = 0
-        if move is Move.GO:
+        if move is FallbackStep.GO:
             self.went = self.step
 
 
@@ -105,32 +105,32 @@ def test_without_anybody_in_trouble_nothing_is_written() -> None:
 
 def test_who_never_comes_is_waited_for_a_few_times_only() -> None:
     board = Board()
-    one = Descent(board, rank=0, world_size=2)
+    one = FallbackState(board, rank=0, world_size=2)
     waits = 0
     for step in range(200):
         board.rows.setdefault(f"{waits}/at/1", "0")  # it notes its step, and then hangs
-        if one.after(step, "no keeper") is Move.WAIT:
+        if one.after(step, "no keeper") is FallbackStep.WAIT:
             waits += 1
-            assert one.give_up() is Move.STAY
+            assert one.give_up() is FallbackStep.STAY
     assert waits == MAX_ROUNDS
 
 
 def test_at_the_end_all_meet_once_somebody_cannot_save() -> None:
     board = Board()
-    ranks = [Descent(board, rank=rank, world_size=2) for rank in range(2)]
+    ranks = [FallbackState(board, rank=rank, world_size=2) for rank in range(2)]
     assert not ranks[0].meets_at_the_end("")
     assert ranks[1].meets_at_the_end("no keeper")
-    assert ranks[1].outcome() is Move.WAIT
+    assert ranks[1].outcome() is FallbackStep.WAIT
     assert ranks[0].meets_at_the_end("")
-    assert [rank.outcome() for rank in ranks] == [Move.GO, Move.GO]
+    assert [rank.outcome() for rank in ranks] == [FallbackStep.GO, FallbackStep.GO]
 
 
 def test_who_is_past_the_step_sends_the_waiting_home() -> None:
     board = Board()
-    slow, fast = (Descent(board, rank=rank, world_size=2) for rank in range(2))
-    assert slow.after(1, "no keeper") is Move.STAY
-    assert fast.after(1, "") is Move.STAY
-    assert slow.after(2, "no keeper") is Move.STAY
-    assert slow.after(3, "no keeper") is Move.WAIT
-    assert fast.after(10, "") is Move.STAY
-    assert slow.outcome() is Move.STAY
+    slow, fast = (FallbackState(board, rank=rank, world_size=2) for rank in range(2))
+    assert slow.after(1, "no keeper") is FallbackStep.STAY
+    assert fast.after(1, "") is FallbackStep.STAY
+    assert slow.after(2, "no keeper") is FallbackStep.STAY
+    assert slow.after(3, "no keeper") is FallbackStep.WAIT
+    assert fast.after(10, "") is FallbackStep.STAY
+    assert slow.outcome() is FallbackStep.STAY

@@ -16,7 +16,7 @@ import psutil
 from torch.distributed import TCPStore
 
 from holdfast.checkpoint.liveness.heartbeat_page import make_page
-from holdfast.elastic.worker.agent_channel import Line, Order
+from holdfast.elastic.worker.agent_channel import AgentChannel, RunOrder
 from holdfast.elastic.worker.worker_main import serve
 
 SCRIPT = str(Path(__file__).with_name("rerun_script.py"))
@@ -25,7 +25,7 @@ STARTED_WITH = dict(os.environ)  # what the script changes is not what its launc
 
 def main() -> None:
     ours, theirs = socket.socketpair()
-    line = Line(ours)
+    line = AgentChannel(ours)
     count, losses, script = int(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else SCRIPT
     thread = threading.Thread(target=order_again_and_again, args=(line, count, losses, script), daemon=True)
     thread.start()
@@ -33,13 +33,13 @@ def main() -> None:
     assert code == 0, code
 
 
-def order_again_and_again(line: Line, count: int, losses: str, script: str) -> None:
+def order_again_and_again(line: AgentChannel, count: int, losses: str, script: str) -> None:
     me = psutil.Process()
     told = list(line.receive(wait=True) or [])
     for number in range(1, count + 1):
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         last = number == count
-        line.order(Order(number, environment(store.port), (script, losses, "end" if last else "raise")))
+        line.order(RunOrder(number, environment(store.port), (script, losses, "end" if last else "raise")))
         wanted = ("finished" if last else "raised", number)
         while wanted not in [(message["op"], message["number"]) for message in told]:
             told += line.receive(wait=True) or []

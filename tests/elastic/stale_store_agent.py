@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from elastic.rerun_agent import SCRIPT, environment
 from holdfast.checkpoint.liveness.heartbeat_page import make_page
-from holdfast.elastic.worker.agent_channel import Line, Order
+from holdfast.elastic.worker.agent_channel import AgentChannel, RunOrder
 from holdfast.elastic.worker.worker_main import serve
 
 
@@ -25,18 +25,18 @@ def reaches() -> bool:
 
 def main() -> None:
     ours, theirs = socket.socketpair()
-    line = Line(ours)
+    line = AgentChannel(ours)
     over = threading.Event()
 
     def agent() -> None:
         gone = socket.create_server(("localhost", 0))
         arguments = (SCRIPT, sys.argv[1], "end")
-        line.order(Order(1, environment(gone.getsockname()[1]), arguments))
+        line.order(RunOrder(1, environment(gone.getsockname()[1]), arguments))
         gone.close()
         while not reaches():
             over.wait(0.001)
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        line.order(Order(2, environment(store.port), arguments))
+        line.order(RunOrder(2, environment(store.port), arguments))
         told: list[tuple[str, int]] = []
         while ("finished", 2) not in told:
             told += [(message["op"], message["number"]) for message in line.receive(wait=True) or []]

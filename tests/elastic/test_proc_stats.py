@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.elastic.worker_facts import PERSON, SLEEP
-from holdfast.elastic.watchdog.proc_stats import Examiner, Vitals, is_frozen, vitals
+from holdfast.elastic.watchdog.proc_stats import ProcessSampler, ProcessStats, is_frozen, vitals
 
 WAIT_S = 30.0
 # A worker that waits, and a child of it (a data loader) that does the work.
@@ -33,7 +33,7 @@ def worker(*command: str) -> Iterator[int]:
         process.communicate()
 
 
-def becomes(pid: int, right: Callable[[Vitals], bool], examiner: Examiner | None = None) -> Vitals:
+def becomes(pid: int, right: Callable[[ProcessStats], bool], examiner: ProcessSampler | None = None) -> ProcessStats:
     """What a look shows as soon as it is right; several looks of one examiner see the dear things now and then."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
@@ -77,7 +77,7 @@ while link.recv(65536): pass
 
 def test_bytes_that_come_through_its_connections_are_seen() -> None:
     """`recv` is in none of the kernel's counters of a process."""
-    examiner = Examiner()
+    examiner = ProcessSampler()
     with worker(SENDER) as pid:
         first = becomes(pid, lambda seen: (seen.socket_bytes or 0) > 0, examiner)
         assert first.socket_bytes is not None
@@ -114,9 +114,9 @@ def test_a_lock_held_by_a_thread_that_waits_outside_is_told_and_a_server_of_ours
     waits = "import threading; threading.Thread(target=lambda: pair[0].recv(1)).start(); lock = threading.Lock(); lock.acquire(); lock.acquire()"
     tcp = "import socket; server = socket.create_server(('127.0.0.1', 0)); pair = [socket.create_connection(server.getsockname())]; "
     with worker(tcp + waits) as pid:
-        becomes(pid, lambda seen: "of its own thread" in seen.call, Examiner())
+        becomes(pid, lambda seen: "of its own thread" in seen.call, ProcessSampler())
     with worker("import socket; pair = socket.socketpair(); " + waits) as pid:
-        becomes(pid, lambda seen: seen.state == "S" and seen.wakes > 0 and not seen.call, Examiner())
+        becomes(pid, lambda seen: seen.state == "S" and seen.wakes > 0 and not seen.call, ProcessSampler())
         threads = {int(entry) for entry in os.listdir(f"/proc/{pid}/task")}
         assert len(threads) == 2
         assert not vitals(pid).call  # type: ignore[union-attr]

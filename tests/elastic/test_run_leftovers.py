@@ -16,9 +16,9 @@ import os, sys
 import psutil
 from holdfast.core.elastic.rerun import why_not
 from holdfast.elastic.worker import main_module
-from holdfast.elastic.worker.agent_channel import Order
-from holdfast.elastic.worker.script_sandbox import Stage
-stage, order = Stage(), Order(1, dict(os.environ), (sys.argv[1],))
+from holdfast.elastic.worker.agent_channel import RunOrder
+from holdfast.elastic.worker.script_sandbox import ScriptSandbox
+stage, order = ScriptSandbox(), RunOrder(1, dict(os.environ), (sys.argv[1],))
 for _ in range(2):
     stage.enter(order)
     main_module.run_path(order.arguments[0])

@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 from holdfast.checkpoint.device import accelerator
 from holdfast.elastic.worker import script_sandbox as stages
-from holdfast.elastic.worker.agent_channel import Order
-from holdfast.elastic.worker.script_sandbox import Stage
+from holdfast.elastic.worker.agent_channel import RunOrder
+from holdfast.elastic.worker.script_sandbox import ScriptSandbox
 
 
 @pytest.fixture
-def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Stage]:
+def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ScriptSandbox]:
     before, path, argv, seed = dict(os.environ), list(sys.path), list(sys.argv), torch.get_rng_state()
-    threads, made = torch.get_num_threads(), Stage()
+    threads, made = torch.get_num_threads(), ScriptSandbox()
     yield made
     made.torch_import.end()
     torch.set_num_threads(threads)
@@ -36,11 +36,11 @@ def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Stage]:
     torch.set_rng_state(seed)
 
 
-def again(stage: Stage) -> None:
-    stage.enter(Order(2, dict(os.environ), ("script.py",)))
+def again(stage: ScriptSandbox) -> None:
+    stage.enter(RunOrder(2, dict(os.environ), ("script.py",)))
 
 
-def test_where_and_how_tensors_are_made_is_as_in_a_new_process(stage: Stage) -> None:
+def test_where_and_how_tensors_are_made_is_as_in_a_new_process(stage: ScriptSandbox) -> None:
     torch.set_default_device("meta")
     torch.set_autocast_enabled("cpu", True)
     torch.set_autocast_cache_enabled(False)
@@ -52,7 +52,7 @@ def test_where_and_how_tensors_are_made_is_as_in_a_new_process(stage: Stage) -> 
     assert not torch.is_anomaly_enabled()
 
 
-def test_kernels_are_chosen_as_in_a_new_process(stage: Stage) -> None:
+def test_kernels_are_chosen_as_in_a_new_process(stage: ScriptSandbox) -> None:
     backends = torch.backends
     backends.cudnn.benchmark = backends.cudnn.deterministic = True
     backends.cudnn.enabled = False
@@ -63,7 +63,7 @@ def test_kernels_are_chosen_as_in_a_new_process(stage: Stage) -> None:
 
 
 def test_numbers_are_rounded_checked_and_printed_as_in_a_new_process(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    stage: ScriptSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def settings() -> tuple[object, ...]:
         rounded = str(decimal.Decimal(1) / 3)
@@ -84,7 +84,7 @@ def test_numbers_are_rounded_checked_and_printed_as_in_a_new_process(
     assert settings() == before
 
 
-def begins(stage: Stage, **variables: str) -> tuple[int, object, int]:
+def begins(stage: ScriptSandbox, **variables: str) -> tuple[int, object, int]:
     """Return threads, debug level and level of a logger after a script that sets variables and then imports torch."""
     again(stage)
     os.environ.update(variables)
@@ -95,7 +95,7 @@ def begins(stage: Stage, **variables: str) -> tuple[int, object, int]:
 
 
 def test_variables_that_a_script_sets_before_it_imports_torch_are_read(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    stage: ScriptSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = {"OMP_NUM_THREADS": "3", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_LOGS": "+dynamo"}
     for name in names:
@@ -108,14 +108,14 @@ def test_variables_that_a_script_sets_before_it_imports_torch_are_read(
     assert begins(stage) == before, "the next run has set none"
 
 
-def test_a_variable_that_torch_refuses_fails_the_import_as_in_a_new_process(stage: Stage) -> None:
+def test_a_variable_that_torch_refuses_fails_the_import_as_in_a_new_process(stage: ScriptSandbox) -> None:
     with pytest.raises(ValueError, match="nonsense"):
         begins(stage, TORCH_LOGS="nonsense")
     del os.environ["TORCH_LOGS"]
     begins(stage)
 
 
-def test_a_script_that_never_imports_torch_may_still_look_for_it(stage: Stage) -> None:
+def test_a_script_that_never_imports_torch_may_still_look_for_it(stage: ScriptSandbox) -> None:
     again(stage)
     spec = importlib.util.find_spec("torch")
     assert spec is not None
@@ -126,7 +126,7 @@ def test_a_script_that_never_imports_torch_may_still_look_for_it(stage: Stage) -
 
 
 @pytest.mark.parametrize("warn_only", [False, True])
-def test_algorithms_are_chosen_as_in_a_new_process(stage: Stage, *, warn_only: bool) -> None:
+def test_algorithms_are_chosen_as_in_a_new_process(stage: ScriptSandbox, *, warn_only: bool) -> None:
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     again(stage)
     assert not torch.are_deterministic_algorithms_enabled()
@@ -137,15 +137,15 @@ def test_algorithms_are_chosen_as_in_a_new_process(stage: Stage, *, warn_only: b
 def test_a_script_begins_without_the_import_of_torchs_compiler() -> None:
     """It takes seconds, which every new process of a job lost before its script's first line."""
     begins = (
-        "import os, sys; from holdfast.elastic.worker.agent_channel import Order; from holdfast.elastic.worker.script_sandbox import Stage;"
-        " Stage().enter(Order(1, dict(os.environ), ('script.py',)));"
+        "import os, sys; from holdfast.elastic.worker.agent_channel import RunOrder; from holdfast.elastic.worker.script_sandbox import ScriptSandbox;"
+        " ScriptSandbox().enter(RunOrder(1, dict(os.environ), ('script.py',)));"
         " sys.exit(str([name for name in ('torch._dynamo', 'torch._inductor') if name in sys.modules]))"
     )
     ended = subprocess.run([sys.executable, "-c", begins], capture_output=True, text=True, timeout=100, check=False)
     assert ended.stderr.strip().endswith("[]"), ended.stderr
 
 
-def test_precision_of_matrix_products_is_as_in_a_new_process(stage: Stage) -> None:
+def test_precision_of_matrix_products_is_as_in_a_new_process(stage: ScriptSandbox) -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
@@ -155,7 +155,7 @@ def test_precision_of_matrix_products_is_as_in_a_new_process(stage: Stage) -> No
         torch.set_float32_matmul_precision(before)
 
 
-def test_the_device_of_the_process_is_reset_too(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_of_the_process_is_reset_too(stage: ScriptSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
     class Device:

@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.elastic.launch import worker_eviction
 from holdfast.elastic.processes.worker_processes import WorkerSlot, WorkerStatus
-from holdfast.elastic.worker.agent_channel import Line
+from holdfast.elastic.worker.agent_channel import AgentChannel
 from launch_kit import Job, wait_for
 
 SLEEPS = "import time; print(flush=True); time.sleep(1000)"
@@ -41,7 +41,9 @@ def worker_slot_of() -> Iterator[Callable[[str], WorkerSlot]]:
 
     def make(code: str) -> WorkerSlot:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        worker_slot = WorkerSlot(0, Child(code), Line(ours), -1, status=WorkerStatus.LEAVES, since=1000.0, began=True)  # type: ignore[arg-type]
+        worker_slot = WorkerSlot(
+            0, Child(code), AgentChannel(ours), -1, status=WorkerStatus.LEAVES, since=1000.0, began=True
+        )  # type: ignore[arg-type]
         made.append((worker_slot, theirs))
         return worker_slot
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from holdfast.core.elastic.rerun import Left
+from holdfast.core.elastic.rerun import Leftover
 
 
 def _any_group(module: Any) -> bool:
@@ -41,7 +41,7 @@ KNOWN: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-def left() -> Iterator[Left]:
+def left() -> Iterator[Leftover]:
     """Yield what is set up now."""
     found = []
     for module, (name, is_set_up) in KNOWN.items():
@@ -54,4 +54,4 @@ def left() -> Iterator[Left]:
         except Exception as error:  # noqa: BLE001 - another release than those that we know: not proven clean
             found.append(f"{name} (cannot be asked: {type(error).__name__}: {error})")
     if found:
-        yield Left("libraries that are set up once per process", found)
+        yield Leftover("libraries that are set up once per process", found)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from holdfast.adapters.dcp.job import DcpJob
-from holdfast.adapters.dcp.sources import Together, values_of
+from holdfast.adapters.dcp.sources import JobSource, values_of
 from holdfast.base.config import Config
 from holdfast.core.model import Version
 
@@ -30,7 +30,7 @@ def newest(root: str, config: Config, read: Callable[[Mapping[str, Any], int], T
     """
     job = DcpJob(root, config)
     try:
-        source = Together(job)
+        source = JobSource(job)
         if source.choose(None, None) is None:
             return None
         values = values_of(source.catalogue())

@@ -38,7 +38,7 @@ from torch.futures import Future
 
 from holdfast.adapters.dcp.items import BOX, MAPPING, OPAQUE, STREAM
 from holdfast.adapters.dcp.job import number_in
-from holdfast.adapters.dcp.sources import Alone, Together, Wanted, values_of
+from holdfast.adapters.dcp.sources import JobSource, SingleProcessSource, Wanted, values_of
 from holdfast.adapters.dcp.writer import StorageWriter, stock_place
 from holdfast.base import config as settings
 from holdfast.base.config import Config
@@ -85,11 +85,11 @@ class StorageReader(TorchReader):
         root = source.root if isinstance(source, StorageWriter) else str(source)
         self._root = root
         self._stock = FileSystemReader(stock_place(root)) if settings.disabled() else None
-        self._source: Alone | Together | None = None
+        self._source: SingleProcessSource | JobSource | None = None
         if self._stock is None and isinstance(source, StorageWriter):
-            self._source = Together(source.job)
+            self._source = JobSource(source.job)
         elif self._stock is None:
-            self._source = Alone(root, settings.load() if config is None else config)
+            self._source = SingleProcessSource(root, settings.load() if config is None else config)
 
     def find(self) -> int | None:
         """The step of the version that `dcp.load` would read; None if there is none at all. With a writer: collective.

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 Wanted: TypeAlias = tuple[LiveTensor, Sequence[Place]]
 
 
-class Alone:
+class SingleProcessSource:
     """Storage only, for this process."""
 
     def __init__(self, root: str, config: Config) -> None:
@@ -109,7 +109,7 @@ class Alone:
         return self._version
 
 
-class Together:
+class JobSource:
     """All ranks of a job: memory first, storage read once."""
 
     def __init__(self, job: DcpJob) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 
 from holdfast.adapters.checkpointer import Checkpointer
 from holdfast.adapters.dcp.peek import newest
-from holdfast.adapters.lightning.hooks import Handed
+from holdfast.adapters.lightning.hooks import FitHooks
 from holdfast.adapters.lightning.loops import Place
 from holdfast.adapters.options import checked
 from holdfast.base import config as settings
@@ -108,7 +108,7 @@ class Keeping:
             return
         self.failed(None)
         self._place = place = Place(trainer)
-        handed = Handed(trainer, own)
+        handed = FitHooks(trainer, own)
         objects = {
             "model": trainer.strategy.model,
             "optimizer": _one(trainer.optimizers),

@@ -17,7 +17,7 @@ WEIGHTS = "state_dict"
 _EMPTY = ("lightning.pytorch.c", "pytorch_lightning.c")
 
 
-class Handed:
+class FitHooks:
     """The additions of a fit.
 
     Args:

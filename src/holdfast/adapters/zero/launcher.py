@@ -16,11 +16,11 @@ from holdfast.adapters.zero.script import HOOK, ITSELF, NO_LOOP, find
 from holdfast.base import config
 from holdfast.elastic.launch import run_command
 from holdfast.elastic.worker import main_module
-from holdfast.elastic.worker.agent_channel import Order
+from holdfast.elastic.worker.agent_channel import RunOrder
 from holdfast.elastic.worker.worker_main import run_script
 
 
-class Unasked:
+class ScriptLauncher:
     """Runs a script, kept if that is safe.
 
     Args:
@@ -30,7 +30,7 @@ class Unasked:
     def __init__(self, root: str) -> None:
         self._root = root
 
-    def __call__(self, order: Order) -> None:
+    def __call__(self, order: RunOrder) -> None:
         """Runs the order's script as `__main__`."""
         if order.is_module or config.disabled():
             run_script(order)
@@ -67,7 +67,7 @@ def _said(reason: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the job; returns the exit code."""
     root = run_command.checkpoint_dir(argv)
-    return run_command.main(argv, script=Unasked(root) if root else run_script, looks=[singletons.left])
+    return run_command.main(argv, script=ScriptLauncher(root) if root else run_script, looks=[singletons.left])
 
 
 if __name__ == "__main__":

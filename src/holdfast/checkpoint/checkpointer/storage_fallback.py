@@ -33,7 +33,7 @@ from holdfast.checkpoint.save.storage_only_schedule import MeetingSchedule
 from holdfast.checkpoint.save.storage_saver import DirectSaver
 from holdfast.checkpoint.state.training_state import State
 from holdfast.core.model import Level
-from holdfast.core.scheduling.storage_fallback import Board, Descent, Move
+from holdfast.core.scheduling.storage_fallback import Board, FallbackState, FallbackStep
 from holdfast.tiers.storage.version_store import Storage
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,9 @@ class StorageFallback:
                 trouble = self._trouble(saver)
                 if self._boards is None:
                     return bool(trouble) and self._down(run, trouble)
-                last_one = Descent(self._boards(0), rank=self._job.group.rank, world_size=self._job.group.world_size)
+                last_one = FallbackState(
+                    self._boards(0), rank=self._job.group.rank, world_size=self._job.group.world_size
+                )
                 if last_one.meets_at_the_end(trouble):
                     return self._arrived(last_one, deadline) and self._down(run, trouble or last_one.reason)
                 time.sleep(CLOSING_EVERY_S)
@@ -168,24 +170,24 @@ class StorageFallback:
         if self._descent is None:
             return bool(trouble)
         move = self._descent.after(step, trouble)
-        if move is Move.WAIT:
+        if move is FallbackStep.WAIT:
             return self._arrived(self._descent, time.monotonic() + ARRIVAL_S)
-        return move is Move.GO
+        return move is FallbackStep.GO
 
-    def _arrived(self, descent: Descent, deadline: float) -> bool:
-        while (move := descent.outcome()) is Move.WAIT:
+    def _arrived(self, descent: FallbackState, deadline: float) -> bool:
+        while (move := descent.outcome()) is FallbackStep.WAIT:
             if time.monotonic() > deadline:
                 move = descent.give_up()
                 break
             time.sleep(LOOK_EVERY_S)
-        return move is Move.GO
+        return move is FallbackStep.GO
 
-    def _new_descent(self) -> Descent | None:
+    def _new_descent(self) -> FallbackState | None:
         self._number += 1
         if self._boards is None:
             return None
         group = self._job.group
-        return Descent(self._boards(self._number), rank=group.rank, world_size=group.world_size)
+        return FallbackState(self._boards(self._number), rank=group.rank, world_size=group.world_size)
 
     # Down and up. Collective.
 

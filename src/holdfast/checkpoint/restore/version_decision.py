@@ -37,7 +37,7 @@ from holdfast.checkpoint.restore import version_vote
 from holdfast.checkpoint.restore.fetcher import Fault, Holder
 from holdfast.checkpoint.restore.version_vote import Exclusions, Findings, Verdict
 from holdfast.core.model import Version
-from holdfast.core.recovery.version_choice import Awaited, Choice, Copy, Facts, Quarantine
+from holdfast.core.recovery.version_choice import Choice, ChoiceDeferred, Copy, Facts, Quarantine
 from holdfast.tiers.storage.version_store import Storage
 
 logger = logging.getLogger(__name__)
@@ -223,7 +223,7 @@ class Decisions:
             awaited, choice = found.awaited, found.choice
             if choice is not None and self._stuck:
                 reasons = (error.what for copy, error in self._out.away.items() if copy[0] == choice.version)
-                awaited = Awaited(choice.version, "; ".join(reasons), choice.in_storage)
+                awaited = ChoiceDeferred(choice.version, "; ".join(reasons), choice.in_storage)
             if awaited is None:
                 version_vote.require_known(findings, found, self._job.topology)
                 if wanted is not None and choice is not None:
@@ -246,14 +246,14 @@ class Decisions:
             what = "going back to %s leaves %d newer versions behind, up to %s; retention removes what is not pinned"
             logger.warning(what, wanted, len(left), max(left))
 
-    def _error(self, findings: Findings, awaited: Awaited) -> HoldfastError:
+    def _error(self, findings: Findings, awaited: ChoiceDeferred) -> HoldfastError:
         """What was met where it was looked for."""
         if awaited.version is not None and awaited.version in findings.unread:
             return findings.unread[awaited.version]
         met = (error for copy, error in self._out.away.items() if copy[0] == awaited.version)
         return next(met, KeeperLost(awaited.reason, remedy="see its log; if it hangs, end it"))
 
-    def _give_up(self, awaited: Awaited) -> None:
+    def _give_up(self, awaited: ChoiceDeferred) -> None:
         """What keepers had who are as good as lost."""
         logger.error("%s is given up: %s; %s", awaited.version or "a keeper", awaited.reason, self._for_keepers)
         if awaited.version is None:
@@ -263,7 +263,7 @@ class Decisions:
             self._out, self._stuck = replace(self._out, away={}), False
 
     def _in_vain(
-        self, findings: Findings, awaited: Awaited, error: HoldfastError, wanted: Version | None
+        self, findings: Findings, awaited: ChoiceDeferred, error: HoldfastError, wanted: Version | None
     ) -> HoldfastError:
         """What is raised instead of taking an older version."""
         version = awaited.version

@@ -18,7 +18,7 @@ from holdfast.checkpoint.job.bootstrap import Job
 from holdfast.checkpoint.restore.fetcher import Holder
 from holdfast.core.model import Topology, Version
 from holdfast.core.recovery import version_choice
-from holdfast.core.recovery.version_choice import Awaited, Choice, Copy, Facts, Quarantine, Stored, Unreachable
+from holdfast.core.recovery.version_choice import Choice, ChoiceDeferred, Copy, Facts, Quarantine, Stored, Unreachable
 from holdfast.core.versions.lineage import Lineage
 from holdfast.keeper.rpc.client import Inventory
 from holdfast.tiers.storage.manifest import stored_of
@@ -43,7 +43,7 @@ class Verdict:
     choice: Choice | None
     reason: str
     exists: bool
-    awaited: Awaited | None = None
+    awaited: ChoiceDeferred | None = None
     pause_s: float = 0.0
 
 
@@ -141,7 +141,7 @@ def decide(findings: Findings, job: Job, out: Exclusions, *, wanted: Version | N
         reasons.append(f"{_labels(findings.inventory.unheard, job.topology)} did not answer: what it holds is left out")
     reason = "; ".join(reasons)
     exists = bool(findings.stored or findings.useless or findings.unread or _is_any_whole(findings.inventory))
-    if isinstance(decision.value, Awaited):
+    if isinstance(decision.value, ChoiceDeferred):
         return Verdict(None, reason, exists, decision.value)
     if decision.value is None:
         _require_something(findings, reason, out, job.lineage, wanted=wanted)

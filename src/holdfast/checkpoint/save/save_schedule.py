@@ -21,7 +21,7 @@ from holdfast.base.config import Config
 from holdfast.base.errors import ConfigError
 from holdfast.checkpoint.save.overhead_budget import Budget
 from holdfast.core.scheduling.cadence import Cadence
-from holdfast.core.scheduling.step_agreement import Appointment, Calendar, Proposal, Purpose
+from holdfast.core.scheduling.step_agreement import Appointment, Proposal, Purpose, StepAgreement
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Schedule:
         self._rank = rank
         self._alone = world_size == 1
         self._missed = missed
-        self._calendar = Calendar(rank)
+        self._calendar = StepAgreement(rank)
         self._lock = threading.Lock()
         self._finished = -1
         self._saved_step: int | None = None

@@ -16,7 +16,7 @@ from holdfast.checkpoint.job.collectives import Ranks
 from holdfast.checkpoint.save.save_schedule import Due, parse_cadence
 from holdfast.core.scheduling import storage_only_steps
 from holdfast.core.scheduling.step_agreement import Appointment
-from holdfast.core.scheduling.storage_only_steps import Word
+from holdfast.core.scheduling.storage_only_steps import MeetingInput
 
 
 class MeetingSchedule:
@@ -64,7 +64,7 @@ class MeetingSchedule:
         if step < self._next_step:
             return Due(by_steps, by_steps)
         could = self._could is not None and self._could()
-        found = self._meet(step, now, Word(stop_wanted, (due and not by_steps) or overdue, memory=could))
+        found = self._meet(step, now, MeetingInput(stop_wanted, (due and not by_steps) or overdue, memory=could))
         self.back = found.memory
         return Due(by_steps or found.save, by_steps or found.save, found.stop)
 
@@ -75,7 +75,7 @@ class MeetingSchedule:
         """`step` was saved, or tried."""
         self._saved_step, self._saved_s = step, self._clock()
 
-    def _meet(self, step: int, now: float, word: Word) -> storage_only_steps.Outcome:
+    def _meet(self, step: int, now: float, word: MeetingInput) -> storage_only_steps.Outcome:
         gap = 0 if self._met_step is None else step - self._met_step
         wait_s = storage_only_steps.MAX_GAP_S
         if self._cadence.needs_agreement and not word.save:
@@ -85,6 +85,6 @@ class MeetingSchedule:
         )
         self._longest = max(self._longest, gap)
         said = json.dumps([word.stop, word.save, following, word.memory]).encode()
-        found = storage_only_steps.outcome([Word(*json.loads(row)) for row in self._group.gather(said)])
+        found = storage_only_steps.outcome([MeetingInput(*json.loads(row)) for row in self._group.gather(said)])
         self._met_step, self._met_s, self._next_step = step, now, found.next_step
         return found

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 
 from holdfast.core.elastic.watch_mode import BUSY_FACTOR, CAREFUL, DEVICE_FACTOR, Mode
 from holdfast.core.elastic.worker_activity import WINDOW_S, Activity
-from holdfast.core.elastic.worker_facts import DEBUGGER, HELD, STEPPING, Beat, Phase, Sight
+from holdfast.core.elastic.worker_facts import DEBUGGER, HELD, STEPPING, Beat, Phase, WorkerSample
 
 # A node of which nothing is heard for so long, while ranks elsewhere stand still for as long, is lost: longer than a
 # virtual machine stands still when it is moved.
@@ -121,7 +121,7 @@ class _Track:
         num_asked: how often it was asked for its stacks after its limit.
     """
 
-    sight: Sight
+    sight: WorkerSample
     since_s: float
     starved_s: float
     activity: Activity
@@ -172,7 +172,7 @@ class Watch:
         self._gone.discard(rank)
         self._condemned.discard(rank)
         self._interrupts = False
-        self._track(Sight(rank, Beat()), now_s)
+        self._track(WorkerSample(rank, Beat()), now_s)
 
     def gone(self, rank: int) -> None:
         """The rank has no process here any more that is to be judged."""
@@ -182,7 +182,7 @@ class Watch:
     def look(
         self,
         now_s: float,
-        sights: Iterable[Sight],
+        sights: Iterable[WorkerSample],
         silent_nodes: Mapping[int, tuple[float, tuple[int, ...]]] | None = None,
         *,
         world_size: int | None = None,
@@ -216,7 +216,7 @@ class Watch:
             self._remember(verdict)
         return news
 
-    def why_hopeless(self, now_s: float, sights: Sequence[Sight]) -> str:
+    def why_hopeless(self, now_s: float, sights: Sequence[WorkerSample]) -> str:
         """Returns why none of these workers will save or end any more, though told to; empty if one may.
 
         In quick mode: no progress for longer than the limit of its phase, and no byte or memory that moves. In careful mode
@@ -267,10 +267,10 @@ class Watch:
         phase = _phase(sight, self.mode)
         return float(self.mode.limit_s(sight.beat, phase) * 2 ** self._memory.doubled[rank, phase])
 
-    def _track(self, sight: Sight, now_s: float) -> None:
+    def _track(self, sight: WorkerSample, now_s: float) -> None:
         self._tracks[sight.rank] = _Track(sight, now_s, sight.starved_s, Activity(now_s), disk_s=now_s)
 
-    def _take(self, sight: Sight, now_s: float, late_s: float) -> None:
+    def _take(self, sight: WorkerSample, now_s: float, late_s: float) -> None:
         track = self._tracks.get(sight.rank)
         if track is None or sight.beat.changes != track.sight.beat.changes:
             self._track(sight, now_s)
@@ -414,7 +414,7 @@ class Watch:
         called = f"it waits in {sight.call}" if sight.call else ""
         return self._condemn(rank, now_s, silence, patience, (second, called, others))
 
-    def _unwaited_s(self, sight: Sight, patience: float) -> float:
+    def _unwaited_s(self, sight: WorkerSample, patience: float) -> float:
         """How long a quiet rank is left alone that harms nobody; for ever, if it is known what it waits for."""
         if sight.waits_in or sight.call:
             return math.inf
@@ -547,7 +547,7 @@ class Watch:
         return now_s - self._tracks[rank].activity.moved_s > max(limit, silence / 2)
 
 
-def _phase(sight: Sight, mode: Mode) -> Phase:
+def _phase(sight: WorkerSample, mode: Mode) -> Phase:
     """Where it says it is, unless its stack shows something slower, or a collective inside a step."""
     said, shown = sight.beat.phase, sight.stands
     if shown is None:

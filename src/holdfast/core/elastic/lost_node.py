@@ -26,7 +26,7 @@ MOST_SILENCE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Signs:
+class NodeFacts:
     """Holds what is known of one node.
 
     Attributes:
@@ -45,7 +45,7 @@ def patience_s(longest_s: float) -> float:
     return min(MOST_SILENCE_S, max(LEAST_SILENCE_S, FACTOR * longest_s))
 
 
-def lost(nodes: Mapping[int, Signs], *, broken: bool) -> Decision[int]:
+def lost(nodes: Mapping[int, NodeFacts], *, broken: bool) -> Decision[int]:
     """Return the group rank of the node that is lost, -1 if none is.
 
     Args:

@@ -24,7 +24,7 @@ _FROM_OUTSIDE = (-1, -2, -9, -15)  # hang-up, interrupt, kill, terminate
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Leftover:
     """Things of one kind that a run left in its process.
 
     Attributes:
@@ -36,7 +36,7 @@ class Left:
     names: Sequence[str] = ()
 
 
-def why_not(left: Iterable[Left]) -> str:
+def why_not(left: Iterable[Leftover]) -> str:
     """Return why the script may not run again in this process; empty if it may."""
     return "; ".join(
         f"{one.kind}: {', '.join(list(one.names)[:MAX_NAMED])}{' ...' if len(one.names) > MAX_NAMED else ''}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from holdfast.core.elastic.worker_facts import Sight
+from holdfast.core.elastic.worker_facts import WorkerSample
 
 WINDOW_S = 10.0
 # Processor time: a share, and what a look from outside costs. Waking: as often as a wait with a timeout does.
@@ -33,14 +33,14 @@ class Activity:
     def __init__(self, now_s: float) -> None:
         self.moved_s = self.transferred_s = now_s
         self.main_s = self.threads_s = -math.inf
-        self._from: Sight | None = None  # of what computes and wakes
+        self._from: WorkerSample | None = None  # of what computes and wakes
         self._from_s = now_s
-        self._bytes: Sight | None = (
+        self._bytes: WorkerSample | None = (
             None  # of what moves bytes, which may come slowly beside quick signs of the other kind
         )
         self._bytes_s = now_s
 
-    def take(self, sight: Sight, now_s: float) -> None:
+    def take(self, sight: WorkerSample, now_s: float) -> None:
         """Compares with an earlier look. A sight without anything of the kernel is no look."""
         if not sight.busy_s and not sight.wakes:
             return
@@ -68,7 +68,7 @@ class Activity:
         self._from_s += seconds
         self._bytes_s += seconds
 
-    def _computed(self, before: Sight, now: Sight, now_s: float) -> bool:
+    def _computed(self, before: WorkerSample, now: WorkerSample, now_s: float) -> bool:
         """Whether anything computes, wakes, or is kept from it."""
         elapsed = now_s - self._from_s
         noise = max(QUIET_S, QUIET_SHARE * elapsed)
@@ -84,7 +84,7 @@ class Activity:
         return main or threads or family or woke or starved
 
 
-def _transferred(before: Sight, now: Sight, elapsed: float) -> bool:
+def _transferred(before: WorkerSample, now: WorkerSample, elapsed: float) -> bool:
     allowed = QUIET_BYTES + QUIET_BYTES_HZ * elapsed
     sockets = (now.socket_bytes or 0) - (before.socket_bytes or 0)
     known = now.socket_bytes is not None and before.socket_bytes is not None

@@ -9,7 +9,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# Some of what `Sight.waits_in` may say. Who is held by a person is left alone.
+# Some of what `WorkerSample.waits_in` may say. Who is held by a person is left alone.
 DEBUGGER, PERSON, SLEEP = "a debugger", "a person at a terminal", "a time that it has set itself"
 HELD = (DEBUGGER, PERSON)
 
@@ -63,7 +63,7 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class WorkerSample:
     """Holds what is seen of one worker at one moment. Counters run from the start of the processes.
 
     Attributes:

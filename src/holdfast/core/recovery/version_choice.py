@@ -124,7 +124,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Awaited:
+class ChoiceDeferred:
     """Nothing is chosen yet: what cannot be reached now may be newer than all that can.
 
     Attributes:
@@ -158,7 +158,7 @@ class Fetch:
 
 
 # What is to be loaded, what is waited for, or neither; with the reason.
-Judged: TypeAlias = Decision[Choice | Awaited | None]
+Judged: TypeAlias = Decision[Choice | ChoiceDeferred | None]
 
 
 def choose_version(facts: Facts, *, wanted: Version | None = None) -> Judged:
@@ -189,7 +189,7 @@ def choose_version(facts: Facts, *, wanted: Version | None = None) -> Judged:
 
 
 def _awaited(version: Version | None, reason: str, why: str, *, durable: bool = False) -> Judged:
-    return Decision(Awaited(version, reason, durable), f"{reason}; {why}" if why else reason)
+    return Decision(ChoiceDeferred(version, reason, durable), f"{reason}; {why}" if why else reason)
 
 
 def fetches(choice: Choice, rank: int, facts: Facts) -> tuple[Fetch, ...]:

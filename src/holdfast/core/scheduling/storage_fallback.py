@@ -38,7 +38,7 @@ class Board(Protocol):
         """Writes it unless something stands there already; returns what stands there now."""
 
 
-class Move(enum.Enum):
+class FallbackStep(enum.Enum):
     """Names what a rank does after a step."""
 
     STAY = "stay"  # as before
@@ -46,7 +46,7 @@ class Move(enum.Enum):
     GO = "go"  # down, together with all others, at this step
 
 
-class Descent:
+class FallbackState:
     """One rank's part."""
 
     def __init__(self, board: Board, *, rank: int, world_size: int) -> None:
@@ -61,26 +61,26 @@ class Descent:
         """Return who cannot save, and why."""
         return self._board.get(self._key("why")) or ""
 
-    def after(self, step: int, trouble: str) -> Move:
+    def after(self, step: int, trouble: str) -> FallbackStep:
         """`step` is finished, and versions do not become captured. `trouble`: why this rank cannot save, if it cannot."""
         if self._round >= MAX_ROUNDS:
-            return Move.STAY
+            return FallbackStep.STAY
         if trouble:
             self._board.first(self._key("why"), f"rank {self._rank}: {trouble}")
         elif not self.reason:
-            return Move.STAY
+            return FallbackStep.STAY
         if not self._is_noted:
             self._is_noted = True
             self._board.put(self._key(f"at/{self._rank}"), str(step))
         meeting = self._meeting()
         if meeting is None or step < meeting:
-            return Move.STAY
+            return FallbackStep.STAY
         if step > meeting:
             self._say(NO)
-            return Move.STAY
+            return FallbackStep.STAY
         if self._board.add(self._key("arrived")) == self._world_size:
-            return Move.GO if self._say(GO) else Move.STAY
-        return Move.WAIT
+            return FallbackStep.GO if self._say(GO) else FallbackStep.STAY
+        return FallbackStep.WAIT
 
     def meets_at_the_end(self, trouble: str) -> bool:
         """Nobody takes another step: whether somebody cannot save, so that this rank has arrived."""
@@ -92,16 +92,16 @@ class Descent:
             self._say(GO)
         return True
 
-    def outcome(self) -> Move:
+    def outcome(self) -> FallbackStep:
         """Return what came of it so far, for who waits."""
         said = self._board.get(self._key("word"))
         if said is None:
-            return Move.WAIT
-        return Move.GO if self._take(said) else Move.STAY
+            return FallbackStep.WAIT
+        return FallbackStep.GO if self._take(said) else FallbackStep.STAY
 
-    def give_up(self) -> Move:
+    def give_up(self) -> FallbackStep:
         """Patience has ended."""
-        return Move.GO if self._say(NO) else Move.STAY
+        return FallbackStep.GO if self._say(NO) else FallbackStep.STAY
 
     def _meeting(self) -> int | None:
         """The step that was named; rank 0 names it as soon as it knows where all are."""

@@ -18,7 +18,7 @@ GROWTH = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class MeetingInput:
     """Holds what one rank brings to a meeting. `save` and `next_step` of rank 0 count. `memory`: it could save there
     again.
     """
@@ -39,7 +39,7 @@ class Outcome:
     memory: bool = False
 
 
-def outcome(words: Sequence[Word]) -> Outcome:
+def outcome(words: Sequence[MeetingInput]) -> Outcome:
     """The same on every rank, from what each said, by rank."""
     stop = any(word.stop for word in words)
     return Outcome(words[0].save or stop, stop, words[0].next_step, all(word.memory for word in words))

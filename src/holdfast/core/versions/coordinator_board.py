@@ -81,7 +81,7 @@ class WriteFailure:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class KnownCapture:
     """A version that a node knows to be captured, for a coordinator that was not there.
 
     Attributes:
@@ -244,7 +244,7 @@ class Board:
             actions += self._try_persist(version, entry)
         return actions
 
-    def heard(self, facts: Iterable[Heard]) -> list[Action]:
+    def heard(self, facts: Iterable[KnownCapture]) -> list[Action]:
         """Versions that an earlier coordinator called captured. So they are, although ranks of a node that died with it
         never report them here.
         """

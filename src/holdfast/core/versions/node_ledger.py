@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 from holdfast.core.layout import bundles, replica_placement
 from holdfast.core.model import BundleRef, Decision, Level, RankLayout, Seal, Topology, Version
 from holdfast.core.versions import coordinator_board, slot_guard, twin_vote, writer_failover
-from holdfast.core.versions.coordinator_board import Announcement, Heard, Kind, PartReport, RankReport, WriteFailure
+from holdfast.core.versions.coordinator_board import (
+    Announcement,
+    Kind,
+    KnownCapture,
+    PartReport,
+    RankReport,
+    WriteFailure,
+)
 from holdfast.core.versions.lineage import Lineage
 from holdfast.core.versions.slot_guard import Knowledge, SlotView
 from holdfast.core.versions.twin_vote import Examined
@@ -67,7 +74,7 @@ class Reports:
     replicas: tuple[tuple[Version, tuple[str, ...]], ...] = ()
     due: tuple[Version, ...] = ()
     parts: tuple[PartReport, ...] = ()
-    heard: tuple[Heard, ...] = ()
+    heard: tuple[KnownCapture, ...] = ()
     failures: tuple[WriteFailure, ...] = ()
     at_work: tuple[Version, ...] = ()
     examined: tuple[Examined, ...] = ()
@@ -365,8 +372,8 @@ class NodeLedger:
         open_ = Level.CAPTURED in local.reached and Level.DURABLE not in local.reached and bool(self.table_of(version))
         return open_ and (local.persist_told or version == self._captured)
 
-    def _heard(self, version: Version, local: _Local) -> Heard:
-        return Heard(version, local.layout, self.table_of(version), local.persist_told)
+    def _heard(self, version: Version, local: _Local) -> KnownCapture:
+        return KnownCapture(version, local.layout, self.table_of(version), local.persist_told)
 
     def _local(self, version: Version) -> _Local:
         return self._versions.setdefault(version, _Local())

@@ -19,7 +19,7 @@ FACTOR = 3.0
 
 
 @dataclass(slots=True)
-class Patience:
+class ReplicationLag:
     """One node's view of how replication keeps up.
 
     Attributes:

@@ -34,7 +34,7 @@ from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.liveness import heartbeat_page
 from holdfast.core.elastic.escalation import Failure, Fault, RecoveryAction, RecoveryDecision
 from holdfast.core.elastic.failure_detector import Exit, Verdict, first_failure
-from holdfast.core.elastic.lost_node import Signs, lost
+from holdfast.core.elastic.lost_node import NodeFacts, lost
 from holdfast.core.elastic.rerun import cannot_run_twice
 from holdfast.core.versions.fence_rules import is_result
 from holdfast.elastic.launch import worker_assignment
@@ -48,7 +48,7 @@ from holdfast.elastic.processes.forkserver import NotForked, readable
 from holdfast.elastic.processes.process_supply import ProcessSupply
 from holdfast.elastic.processes.worker_processes import Workers, WorkerSlot, WorkerStatus
 from holdfast.elastic.watchdog.watchdog import Watchdog
-from holdfast.elastic.worker.agent_channel import Order
+from holdfast.elastic.worker.agent_channel import RunOrder
 
 logger = logging.getLogger(__name__)
 
@@ -504,12 +504,12 @@ class Agent(RendezvousAgent):
         answer = self._cases.judge(failure, now, self._readings())
         return self._act(answer, f"groups broke, and no process died: {first.error[:200]}")
 
-    def _signs(self, silent: Mapping[int, float]) -> dict[int, Signs]:
+    def _signs(self, silent: Mapping[int, float]) -> dict[int, NodeFacts]:
         """Return what is known of the nodes that are silent or proven gone."""
         assert self._round is not None
         gone = self._meeting.links.gone() if self._meeting is not None else {}
         return {
-            node: Signs(silent.get(node, 0.0), self._round.longest_silence_s(node), gone.get(node, ""))
+            node: NodeFacts(silent.get(node, 0.0), self._round.longest_silence_s(node), gone.get(node, ""))
             for node in {*silent, *gone}
         }
 
@@ -766,7 +766,7 @@ class Agent(RendezvousAgent):
             self._set_local_rank_env(env, worker.local_rank, self._worker_group.spec)  # type: ignore[arg-type]
         return {"LOCAL_RANK": str(worker.local_rank), **env}
 
-    def _order(self, worker: Worker) -> Order:
+    def _order(self, worker: Worker) -> RunOrder:
         assert self._workers is not None
         assert self._program is not None
         rank = worker.local_rank
@@ -777,7 +777,7 @@ class Agent(RendezvousAgent):
         if logged is not None:
             environment["TORCHELASTIC_ERROR_FILE"] = logged
         arguments = macros.substitute(list(self._program.arguments), str(rank))
-        return Order(
+        return RunOrder(
             self._serial,
             environment,
             tuple(arguments),

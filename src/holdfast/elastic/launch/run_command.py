@@ -76,7 +76,7 @@ from holdfast.elastic.processes.exit_guard import ExitGuard
 from holdfast.elastic.processes.process_supply import ProcessSupply
 from holdfast.elastic.watchdog.watchdog import directory_of, make_watch
 from holdfast.elastic.worker import worker_main
-from holdfast.elastic.worker.agent_channel import Order
+from holdfast.elastic.worker.agent_channel import RunOrder
 from holdfast.elastic.worker.run_leftovers import Look
 from holdfast.keeper.rpc.paths import absolute_root
 from holdfast.keeper.rpc.spawn import ensure_keeper
@@ -200,7 +200,7 @@ def checkpoint_dir(argv: Sequence[str] | None = None) -> str:
 def main(
     argv: Sequence[str] | None = None,
     *,
-    script: Callable[[Order], None] = worker_main.run_script,
+    script: Callable[[RunOrder], None] = worker_main.run_script,
     looks: Sequence[Look] = (),
 ) -> int:
     """Runs the job; returns the exit code.

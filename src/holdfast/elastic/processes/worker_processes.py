@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from holdfast.checkpoint.liveness.heartbeat_page import make_page
 from holdfast.checkpoint.survivors import step_snapshot
 from holdfast.elastic.processes.forkserver import Child, ForkServer, NotForked
-from holdfast.elastic.worker.agent_channel import Line, pair
+from holdfast.elastic.worker.agent_channel import AgentChannel, pair
 from holdfast.elastic.worker.kill_descendants import kill_group
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class WorkerSlot:
 
     local_rank: int
     proc: Child
-    line: Line
+    line: AgentChannel
     page: int
     status: WorkerStatus = WorkerStatus.WAITS
     order: int = 0
@@ -151,7 +151,7 @@ class Workers(SubprocessContext):
         self._logs_specs = logs_specs
         self._num_spares = num_spares
         self._prefixes: dict[int, str] | None = given.get("log_line_prefixes")
-        self._spares: list[tuple[Child, Line, int]] = []
+        self._spares: list[tuple[Child, AgentChannel, int]] = []
         self._notes: dict[int, int] = {}
 
     @property
@@ -235,7 +235,7 @@ class Workers(SubprocessContext):
         """Replacements come from this fork server from now on."""
         self._forkserver = forkserver
 
-    def _fork(self) -> tuple[Child, Line, int]:
+    def _fork(self) -> tuple[Child, AgentChannel, int]:
         """Fork a process with its line and its page; the same refusal for both, as a cause that lasts is told once."""
         line, page = None, -1
         try:

@@ -55,7 +55,7 @@ _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/davinci", "/dev/accel"
 
 
 @dataclass(frozen=True, slots=True)
-class Vitals:
+class ProcessStats:
     """See core.sight.Sight. `catches`: the signals that the process handles, as the kernel's mask."""
 
     state: str = "S"
@@ -74,7 +74,7 @@ class Vitals:
 
 
 @dataclass(slots=True)
-class _Rare:
+class _ExpensiveSample:
     """What is too dear for every look: when it was seen last, and what."""
 
     at_s: float = -math.inf
@@ -89,17 +89,17 @@ class _Rare:
     thread_call: str = ""
 
 
-class Examiner:
+class ProcessSampler:
     """Looks at the workers of one launcher. What is dear is seen so seldom that it takes `SHARE` of the launcher's time."""
 
     def __init__(self) -> None:
-        self._rare: dict[int, _Rare] = {}
+        self._rare: dict[int, _ExpensiveSample] = {}
         self._processes: _Processes = {}
         self._listed_s = -math.inf
         self._cost_s = 0.0  # of what was dear, summed over the workers, and less with every second
         self._cost_at_s = 0.0
 
-    def look(self, pid: int, now_s: float, *, ours: int = 0) -> Vitals | None:
+    def look(self, pid: int, now_s: float, *, ours: int = 0) -> ProcessStats | None:
         """The worker's vitals; None if it is gone. Bytes of sockets only where the kernel lets us ask (as for our children).
 
         Args:
@@ -117,12 +117,12 @@ class Examiner:
         except (OSError, ValueError, IndexError):
             self._rare.pop(pid, None)
             return None
-        rare = self._rare.setdefault(pid, _Rare())
+        rare = self._rare.setdefault(pid, _ExpensiveSample())
         self._look_closer(pid, rare, now_s, ours)
         call, waits_in = _waits_in(pid) if state == "S" else ("", "")
         if state == "S" and not call:  # at a lock, for which a thread of its own may be the one that waits
             call = rare.thread_call
-        return Vitals(
+        return ProcessStats(
             state="F" if rare.frozen and state in "SD" else state,
             busy_s=int(run_ns) / 1e9,
             spent_s=(user + system) / _TICKS_HZ,
@@ -142,7 +142,7 @@ class Examiner:
         """The worker is not watched any more."""
         self._rare.pop(pid, None)
 
-    def _look_closer(self, pid: int, rare: _Rare, now_s: float, ours: int) -> None:
+    def _look_closer(self, pid: int, rare: _ExpensiveSample, now_s: float, ours: int) -> None:
         """Sees the rare things again, if it is time and the launcher has the time."""
         if now_s - rare.at_s < FAMILY_EVERY_S:
             return
@@ -163,9 +163,9 @@ class Examiner:
         self._cost_s += time.perf_counter() - began
 
 
-def vitals(pid: int) -> Vitals | None:
+def vitals(pid: int) -> ProcessStats | None:
     """One look by itself; None if the process is gone."""
-    return Examiner().look(pid, time.monotonic())
+    return ProcessSampler().look(pid, time.monotonic())
 
 
 def state(pid: int) -> str:
@@ -235,7 +235,7 @@ def _members(pid: int, processes: _Processes) -> tuple[int, ...]:
     return tuple(sorted(members - {pid}))
 
 
-def _count(pid: int, rare: _Rare, processes: _Processes) -> None:
+def _count(pid: int, rare: _ExpensiveSample, processes: _Processes) -> None:
     """Adds up what the worker's descendants did."""
     busy, moved, memory = 0, 0, 0
     rare.members = _members(pid, processes)

@@ -27,9 +27,9 @@ from holdfast.base.errors import ConfigError
 from holdfast.checkpoint.liveness import heartbeat_page
 from holdfast.core.elastic.failure_detector import Exit, Kind, Verdict, Watch, cause
 from holdfast.core.elastic.watch_mode import CAREFUL, MODES, Mode
-from holdfast.core.elastic.worker_facts import Phase, Sight
+from holdfast.core.elastic.worker_facts import Phase, WorkerSample
 from holdfast.elastic.watchdog import worker_interrupt
-from holdfast.elastic.watchdog.proc_stats import Examiner, oom_kills, vitals
+from holdfast.elastic.watchdog.proc_stats import ProcessSampler, oom_kills, vitals
 from holdfast.elastic.watchdog.run_journal import Journal
 from holdfast.elastic.watchdog.stack_dump import UNKNOWN, Stack, read_stack
 
@@ -54,7 +54,7 @@ class _Worker:
     since_s: float = 0.0
     asked: bool = False
     asked_s: float = -math.inf
-    sight: Sight | None = None
+    sight: WorkerSample | None = None
     looked_s: float = 0.0
     stack: Stack = UNKNOWN
     places: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ class Watchdog:
         self.directory = directory
         self.journal = Journal(directory, mode.name)
         self._watch = Watch(mode)
-        self._examiner = Examiner()
+        self._examiner = ProcessSampler()
         self._workers: dict[int, _Worker] = {}
         self._num_stacks = 0
         self._oom_kills = oom_kills()
@@ -201,7 +201,7 @@ class Watchdog:
     def _workers_read(self) -> dict[int, int]:
         return {rank: worker.page_fd for rank, worker in self._workers.items() if worker.page_fd >= 0}
 
-    def _look(self, rank: int, worker: _Worker, now: float) -> Sight:
+    def _look(self, rank: int, worker: _Worker, now: float) -> WorkerSample:
         reading = (
             heartbeat_page.read(worker.page_fd)
             if worker.page_fd >= 0
@@ -211,7 +211,7 @@ class Watchdog:
             worker.changes, worker.since_s = reading.beat.changes, now
             worker.asked, worker.stack, worker.places, worker.sight = False, UNKNOWN, (), None
         if now - worker.since_s < CLOSER_AFTER_S:
-            return Sight(rank, reading.beat)
+            return WorkerSample(rank, reading.beat)
         if worker.asked:
             self._collect(rank, worker)
         if worker.sight is None or now - worker.looked_s >= CLOSER_EVERY_S:
@@ -220,11 +220,11 @@ class Watchdog:
         call = "" if worker.stack.explained else worker.sight.call
         return replace(worker.sight, stands=worker.stack.stands, waits_in=waits_in, call=call, places=worker.places)
 
-    def _look_closer(self, rank: int, worker: _Worker, reading: heartbeat_page.Reading, now: float) -> Sight:
+    def _look_closer(self, rank: int, worker: _Worker, reading: heartbeat_page.Reading, now: float) -> WorkerSample:
         beat, seen = reading.beat, self._examiner.look(worker.pid, now, ours=reading.dump_thread)
         if seen is None:
-            return Sight(rank, beat, state="Z")
-        return Sight(
+            return WorkerSample(rank, beat, state="Z")
+        return WorkerSample(
             rank,
             beat,
             state=seen.state,

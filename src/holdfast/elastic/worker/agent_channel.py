@@ -1,6 +1,6 @@
 """The line between a worker and its agent: JSON lines over a socket pair, nothing else passes between them.
 
-Agent to worker: an `Order` (run the script as this rank), `end` (leave when you are done), `fail` (your error stands).
+Agent to worker: an `RunOrder` (run the script as this rank), `end` (leave when you are done), `fail` (your error stands).
 Worker to agent: `idle`, and of order n: `started`, `works on`, `restored`, `saved`, `finished` (`departs`: and its process ends), `raised` (its groups broke; it
 waits), `failed` (an error of its own; it ends), `left` (the script of a run that is over; it clears up), `unfit` (the script cannot run again in this process; it ends at once;
 without a reason others may).
@@ -23,7 +23,7 @@ _INT = struct.Struct("i")
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RunOrder:
     """Run the script.
 
     Attributes:
@@ -35,7 +35,7 @@ class Order:
         older: restore the version before the newest: the newest led to the same failure again and again.
         version: restore this one, because the operator named it (`--from-version`); `NO_WISH`, or empty: see `open_checkpointers.Wish`.
         jobs: checkpoint path -> id of the job that it belonged to earlier in this run: an empty path is no beginning then.
-        notes: a descriptor of the worker slot's page of notes comes with it (`Line.descriptors`).
+        notes: a descriptor of the worker slot's page of notes comes with it (`AgentChannel.descriptors`).
         anew: no script of this job runs again in its process: whoever would ends, and is replaced.
     """
 
@@ -52,7 +52,7 @@ class Order:
     anew: bool = False
 
 
-class Line:
+class AgentChannel:
     """One end. `send` may be called by any thread, `receive` by one.
 
     Attributes:
@@ -74,7 +74,7 @@ class Line:
         """Send an operation with its facts; return whether the other end is still there."""
         return self._send(json.dumps({"op": op, "number": number, **facts}).encode() + b"\n")
 
-    def order(self, order: Order, notes: int = -1) -> bool:
+    def order(self, order: RunOrder, notes: int = -1) -> bool:
         """Sends an order, with the descriptor `notes` if that is one; whether somebody was there."""
         facts = {"op": "run", **asdict(order), "notes": notes >= 0}
         return self._send(json.dumps(facts).encode() + b"\n", *([notes] if notes >= 0 else []))
@@ -117,9 +117,9 @@ class Line:
             os.close(self.descriptors.pop())
 
 
-def order_of(message: Mapping[str, Any]) -> Order:
+def order_of(message: Mapping[str, Any]) -> RunOrder:
     """The order in a message of op `run`."""
-    return Order(
+    return RunOrder(
         int(message["number"]),
         message["environment"],
         tuple(message["arguments"]),
@@ -134,9 +134,9 @@ def order_of(message: Mapping[str, Any]) -> Order:
     )
 
 
-def pair() -> tuple[Line, socket.socket]:
+def pair() -> tuple[AgentChannel, socket.socket]:
     """Our end, and the end that the worker gets. Ours is not inherited."""
     ours, theirs = socket.socketpair()
     # A worker that does not read (stopped, or stuck with the interpreter's lock) must not stop its agent.
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))
-    return Line(ours), theirs
+    return AgentChannel(ours), theirs

@@ -1,6 +1,6 @@
 """Looks for what a run of a script left in its process: threads, children, hooks, redirected files, its own old modules.
 
-`Traces` is made when a script is about to run for the first time and remembers what was there. `left` is asked when a
+`ProcessBaseline` is made when a script is about to run for the first time and remembers what was there. `left` is asked when a
 run is over and everything that can be put back has been (`elastic.worker.script_sandbox`). It finds what cannot be put back: whoever
 holds it would meet the next run. What decides is `core.elastic.rerun`.
 
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from holdfast.core.elastic.rerun import Left
+from holdfast.core.elastic.rerun import Leftover
 
 # Threads, pin-memory loops and workers of loaders that were just freed need a moment to end.
 SETTLE_S = 1.0
@@ -37,10 +37,10 @@ _HARMLESS_CHILDREN = (b"torch/_inductor/compile_worker", b"multiprocessing.resou
 _OWN_HOOKS = ("holdfast.", "torch.")
 
 # Further kinds, of libraries that are loaded: called without arguments.
-Look = Callable[[], Iterable[Left]]
+Look = Callable[[], Iterable[Leftover]]
 
 
-class Traces:
+class ProcessBaseline:
     """Remembers how the process was before the script ran for the first time."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Traces:
             with contextlib.suppress(TypeError):  # none, or one that many modules share and nobody can watch
                 self._loaders.append((name, weakref.ref(loader)))
 
-    def left(self, *looks: Look) -> list[Left]:
+    def left(self, *looks: Look) -> list[Leftover]:
         """Return what the run left, after everything that can be put back was. May take `SETTLE_S` seconds."""
         for_good = [*self._changed(), *(one for look in looks for one in look())]
         deadline = time.monotonic() + (0.0 if for_good else SETTLE_S)
@@ -70,18 +70,18 @@ class Traces:
         self._loaders.clear()
         return [*found, *for_good]
 
-    def _running(self) -> Iterator[Left]:
+    def _running(self) -> Iterator[Leftover]:
         threads = [thread.name for thread in threading.enumerate() if self._is_left(thread)]
         children = [name for pid, name in _children().items() if pid not in self._children]
-        yield from (Left("threads", threads),) if threads else ()
-        yield from (Left("child processes", children),) if children else ()
+        yield from (Leftover("threads", threads),) if threads else ()
+        yield from (Leftover("child processes", children),) if children else ()
 
-    def _held(self) -> Iterator[Left]:
+    def _held(self) -> Iterator[Leftover]:
         alive = [name for name, loader in self._loaders if loader() is not None]
         if alive:
-            yield Left("old modules that something still holds", alive)
+            yield Leftover("old modules that something still holds", alive)
 
-    def _changed(self) -> Iterator[Left]:
+    def _changed(self) -> Iterator[Leftover]:
         hooks = [where for where, hook in _hooks() if id(hook) not in self._hooks]
         modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
         process = [
@@ -96,7 +96,7 @@ class Traces:
         ]
         locks = [name for fd, name in _locks() if (fd, name) not in self._locks]
         files = [name for name, file in _standard_files().items() if file != self._files[name]]
-        yield from (Left(kind, names) for kind, names in (
+        yield from (Leftover(kind, names) for kind, names in (
             ("global hooks of torch", hooks), ("changes of the process", process), ("redirected files", files),
             ("locks on files", locks),
         ) if names)  # fmt: skip

@@ -41,11 +41,11 @@ import torch
 from holdfast.base.installed import is_of_package
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.liveness import open_checkpointers
-from holdfast.core.elastic.rerun import Left
+from holdfast.core.elastic.rerun import Leftover
 from holdfast.elastic.worker import group_teardown, main_module
-from holdfast.elastic.worker.agent_channel import Order
+from holdfast.elastic.worker.agent_channel import RunOrder
 from holdfast.elastic.worker.library_settings import LibrarySettings
-from holdfast.elastic.worker.run_leftovers import Look, Traces
+from holdfast.elastic.worker.run_leftovers import Look, ProcessBaseline
 from holdfast.elastic.worker.signal_mask import deaf
 from holdfast.elastic.worker.torch_environment import TorchImport
 
@@ -115,7 +115,7 @@ def leave_logging_to_the_script() -> None:
 
 
 @dataclass(slots=True)
-class Stage:
+class ScriptSandbox:
     """Remembers how the process was before the script ran for the first time."""
 
     path: list[str] = field(default_factory=lambda: _without_ours(sys.path))
@@ -143,10 +143,10 @@ class Stage:
     home: str = ""  # of the script
     # Modules of the launcher in whose place the script has its own.
     shadowed: dict[str, ModuleType] = field(default_factory=dict)
-    traces: Traces | None = None  # what was there before its first line
+    traces: ProcessBaseline | None = None  # what was there before its first line
     at_exit: list[Callable[..., Any]] = field(default_factory=list)  # exit handlers that the script registered
 
-    def enter(self, order: Order) -> None:
+    def enter(self, order: RunOrder) -> None:
         """Everything is as a new interpreter would have it."""
         os.environ.clear()
         os.environ.update(order.environment)
@@ -165,7 +165,7 @@ class Stage:
             self._reset_torch()
             self.torch_import.begin(order.environment)
         if self.traces is None:
-            self.traces = Traces()
+            self.traces = ProcessBaseline()
             atexit.register = self._registering(atexit.register)
 
     def _uncover(self, home: str) -> None:
@@ -240,7 +240,7 @@ class Stage:
             except RuntimeError as error:
                 logger.info("%s was not reset: %s", device.kind, error)
 
-    def clear(self, error: BaseException | None, *looks: Look) -> list[Left]:
+    def clear(self, error: BaseException | None, *looks: Look) -> list[Leftover]:
         """Free what the run left behind and return what cannot be freed. The error's frames hold its tensors, so they go first."""
         for timer in _TIMERS:
             signal.setitimer(timer, 0)

@@ -41,10 +41,10 @@ from holdfast.checkpoint.survivors import step_snapshot
 from holdfast.core.elastic.rerun import why_not
 from holdfast.core.versions.fence_rules import LEAVING
 from holdfast.elastic.worker import group_teardown, interruptible_store, main_module
-from holdfast.elastic.worker.agent_channel import Line, Order, order_of
+from holdfast.elastic.worker.agent_channel import AgentChannel, RunOrder, order_of
 from holdfast.elastic.worker.kill_descendants import kill_group
 from holdfast.elastic.worker.run_leftovers import Look
-from holdfast.elastic.worker.script_sandbox import Stage, leave_logging_to_the_script
+from holdfast.elastic.worker.script_sandbox import ScriptSandbox, leave_logging_to_the_script
 from holdfast.elastic.worker.signal_mask import deaf
 
 logger = logging.getLogger(__name__)
@@ -67,17 +67,19 @@ class Runner:
 
     current: Runner | None = None
 
-    def __init__(self, link: socket.socket, page: int, script: Callable[[Order], None], looks: Sequence[Look]) -> None:
+    def __init__(
+        self, link: socket.socket, page: int, script: Callable[[RunOrder], None], looks: Sequence[Look]
+    ) -> None:
         self._script = script
         self._looks = looks
-        self._line = Line(link)
+        self._line = AgentChannel(link)
         self._page = page
         leave_logging_to_the_script()
-        self._stage = Stage()
+        self._stage = ScriptSandbox()
         self._sockets = group_teardown.GroupSockets()
         self._changed = threading.Condition()
-        self._order: Order | None = None  # the newest; under _changed
-        self._running: Order | None = None  # what the main thread runs; under _changed
+        self._order: RunOrder | None = None  # the newest; under _changed
+        self._running: RunOrder | None = None  # what the main thread runs; under _changed
         self._notes = -1  # descriptor of the page that came with the newest order, until it is attached; under _changed
         self._verdict = ""  # "end" or "fail"; under _changed
         self._lingers = False  # a script has finished, and what it left stands until the next run or the end
@@ -112,7 +114,7 @@ class Runner:
 
     # The main thread.
 
-    def _next(self) -> Order | None:
+    def _next(self) -> RunOrder | None:
         """The next order to run; None: it is over."""
         with self._changed:
             done = self._running.number if self._running else -1
@@ -121,10 +123,10 @@ class Runner:
             self._departs = newer is None
             return newer
 
-    def _newer(self, than: int) -> Order | None:
+    def _newer(self, than: int) -> RunOrder | None:
         return self._order if self._order is not None and self._order.number > than else None
 
-    def _run(self, order: Order) -> int | None:
+    def _run(self, order: RunOrder) -> int | None:
         """Runs the script once; the exit code if the process is to end."""
         error: BaseException | None = None
         if self._lingers:
@@ -145,7 +147,7 @@ class Runner:
             return _end_of_child(error)
         return self._after(self._running or order, error)  # a resumable function may have taken a newer one
 
-    def begin(self, order: Order) -> None:
+    def begin(self, order: RunOrder) -> None:
         """This process is `order` from now on."""
         with self._changed:
             again = self._running is not None
@@ -172,10 +174,10 @@ class Runner:
         if running is not None:
             self._line.send("saved", running.number, step=step)
 
-    def _execute(self, order: Order) -> None:
+    def _execute(self, order: RunOrder) -> None:
         self._script(order)
 
-    def _after(self, order: Order, error: BaseException | None) -> int | None:
+    def _after(self, order: RunOrder, error: BaseException | None) -> int | None:
         """What the end of a run means: None goes on, in this process."""
         if error is None:
             return self._finish(order)
@@ -189,7 +191,7 @@ class Runner:
         _print(error)
         return code
 
-    def _finish(self, order: Order) -> int | None:
+    def _finish(self, order: RunOrder) -> int | None:
         """The script has finished. The process stays for a run that may be needed if it holds groups, else it ends: 0."""
         with self._changed:
             self._departs = not group_teardown.holds_groups() and self._newer(order.number) is None
@@ -203,7 +205,7 @@ class Runner:
         heartbeat.forget()
         self._running = Runner.current = None
 
-    def _make_ready(self, order: Order, error: BaseException | None) -> None:
+    def _make_ready(self, order: RunOrder, error: BaseException | None) -> None:
         """Clear the process for `order`, or end it: at once, so that its rank has another one within milliseconds."""
         unfit = "" if order.anew else why_not(self._stage.clear(error, *self._looks))
         self._end_if_stuck()
@@ -220,7 +222,7 @@ class Runner:
         if self._verdict == "end":
             group_teardown.destroy_groups()
 
-    def is_over(self, order: Order, error: BaseException) -> bool:
+    def is_over(self, order: RunOrder, error: BaseException) -> bool:
         """Return whether `error` is no fault of ours: a newer order is there, or comes after we told of broken groups.
 
         If it is, the process may stay: its device works. Else this does not return.
@@ -231,7 +233,7 @@ class Runner:
         self._line.send("left", order.number)
         return True
 
-    def _prove_device(self, order: Order) -> None:
+    def _prove_device(self, order: RunOrder) -> None:
         """Returns if the device of a process that left a run can be used in the next one; else the process ends."""
         with self._changed:
             self._break_off(order)  # the newer order may have come a moment ago
@@ -241,7 +243,7 @@ class Runner:
             open_checkpointers.broken.stuck = f"a device of it did not run one more kernel within {PROBE_S:g} s"
         self._end_if_stuck()
 
-    def _is_replaced(self, order: Order, error: BaseException) -> bool:
+    def _is_replaced(self, order: RunOrder, error: BaseException) -> bool:
         with self._changed:
             if self._newer(order.number) is not None:
                 return True
@@ -254,7 +256,7 @@ class Runner:
             self._changed.wait_for(lambda: bool(self._verdict) or self._newer(order.number) is not None)
             return self._newer(order.number) is not None
 
-    def _break_off(self, order: Order) -> None:
+    def _break_off(self, order: RunOrder) -> None:
         """Ends what the processes of a run have in common. Under the lock, from any thread, as often as it takes.
 
         The order of the steps is an invariant of the protocol (S20): an aborted collective ends, what a device has queued
@@ -277,7 +279,7 @@ class Runner:
             self._line.send("unfit", self._running.number, why="")
         _end_now()
 
-    def rejoin(self, after: Order) -> None:
+    def rejoin(self, after: RunOrder) -> None:
         """The process takes the order that replaces `after`, in the middle of the script. For `elastic.worker.resumable`."""
         self._end_if_stuck()
         with self._changed:
@@ -289,7 +291,7 @@ class Runner:
             self._running = newer
         self._started(newer)
 
-    def _started(self, order: Order, *, again: bool = False) -> None:
+    def _started(self, order: RunOrder, *, again: bool = False) -> None:
         wish = open_checkpointers.wish
         wish.older, wish.version, wish.jobs = order.older, order.version, order.jobs
         label_process(f"hf rank {order.environment.get('RANK', '')}")
@@ -302,7 +304,7 @@ class Runner:
         self._line.send("started", order.number, again=again)
 
     @property
-    def running(self) -> Order | None:
+    def running(self) -> RunOrder | None:
         """Return what the main thread runs."""
         return self._running
 
@@ -333,7 +335,7 @@ class Runner:
                     signal.pthread_kill(self._main, WAKE)
                     self._changed.wait(AGAIN_S)
 
-    def _take(self, order: Order) -> None:
+    def _take(self, order: RunOrder) -> None:
         """Under the lock."""
         if self._departs:  # what the script does at its end belongs to a run that is void now
             self._line.send("unfit", order.number, why="")
@@ -349,7 +351,7 @@ class Runner:
         return running is not None and order is not None and order.number > running.number
 
 
-def run_script(order: Order) -> None:
+def run_script(order: RunOrder) -> None:
     """Runs the script or module of the order as `__main__`."""
     if order.is_module:
         main_module.run_module(order.arguments[0])
@@ -374,7 +376,7 @@ def looks_broken(error: BaseException) -> bool:
     return False
 
 
-def _store_port(order: Order) -> int:
+def _store_port(order: RunOrder) -> int:
     return int(order.environment.get("MASTER_PORT", "0"))
 
 
@@ -391,7 +393,7 @@ def _ours(innermost: FrameType | None) -> bool:
     return True
 
 
-def _redirect(order: Order) -> None:
+def _redirect(order: RunOrder) -> None:
     for path, target in ((order.stdout, 1), (order.stderr, 2)):
         if path:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
@@ -432,7 +434,7 @@ def _scripts_part(error: BaseException) -> TracebackType | None:
 
 
 def serve(
-    link: socket.socket, page: int, *, looks: Sequence[Look], script: Callable[[Order], None] = run_script
+    link: socket.socket, page: int, *, looks: Sequence[Look], script: Callable[[RunOrder], None] = run_script
 ) -> int:
     """Serve as a forked worker, for the fork server; returns the exit code.
 

@@ -22,7 +22,7 @@ from holdfast.core.scheduling.step_agreement import Appointment
 from holdfast.core.versions.coordinator_board import OF_WRITING, Announcement, Kind
 from holdfast.core.versions.lineage import Lineage
 from holdfast.core.versions.node_ledger import NodeLedger, Reports
-from holdfast.core.versions.replication_lag import Patience
+from holdfast.core.versions.replication_lag import ReplicationLag
 from holdfast.core.versions.slot_guard import SlotState, SlotView, reusable
 from holdfast.keeper.rpc.messages import KEEPER, Alarm, Appointed, Assembly, Hello, Inventory, Message, News, Progress
 from holdfast.keeper.rpc.paths import RuntimePaths
@@ -82,7 +82,7 @@ class NodeState:
         self.finished: set[int] = set()
         self.cadences: dict[int, str] = {}  # how often a rank found it can save, in words
         self.idle: dict[int, Idle] = {}  # what a rank of a pipeline measured of its waits
-        self._patience = Patience()
+        self._patience = ReplicationLag()
         self.alarms: OrderedDict[str, Warned] = OrderedDict()
         self.callbacks: StateCallbacks
         self.security: Security | None = None
@@ -210,7 +210,7 @@ class NodeState:
             self.alarms.clear()
             self.cadences.clear()
             self.idle.clear()
-            self._past, self._patience = _EarlierIncarnations(), Patience()
+            self._past, self._patience = _EarlierIncarnations(), ReplicationLag()
 
     def resume(self, incarnation: int, version: Version | None, table: tuple[BundleRef, ...] = ()) -> None:
         """All ranks loaded `version`; saving may begin. Of its `table` a keeper that came later has heard from nobody else."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from holdfast.core.layout import bundles
 from holdfast.core.model import BundleRef, RankLayout, Topology, Version
 from holdfast.core.recovery import version_choice
-from holdfast.core.recovery.version_choice import Awaited, Choice, Quarantine
+from holdfast.core.recovery.version_choice import Choice, ChoiceDeferred, Quarantine
 from holdfast.core.versions.coordinator_board import OF_WRITING, Announcement, Board, CommitOrder, Kind
 from holdfast.core.versions.lineage import Lineage
 from holdfast.core.versions.node_ledger import Reports
@@ -417,7 +417,7 @@ class Job:
         there = all(keeper.alive for keeper in self.keepers) and not self.storage.down
         there = there and all(self.network.both_ways(a, b) for a in nodes for b in nodes)
         chosen = version_choice.choose_version(choosing.facts(self, quarantine)).value if there else None
-        if not there or isinstance(chosen, Awaited):
+        if not there or isinstance(chosen, ChoiceDeferred):
             if self.clock.now_s - since_s > 120:
                 raise Violation("V2", "a recovery found no end")
             self.clock.after(0.3, lambda: self._gather(attempt, quarantine, since_s))

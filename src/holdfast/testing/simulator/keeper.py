@@ -13,7 +13,7 @@ from holdfast.core.model import BundleRef, Level, Seal, Topology, Version
 from holdfast.core.versions import slot_guard
 from holdfast.core.versions.coordinator_board import Announcement, Board, Kind
 from holdfast.core.versions.node_ledger import NodeLedger, Reports
-from holdfast.core.versions.replication_lag import Patience
+from holdfast.core.versions.replication_lag import ReplicationLag
 from holdfast.core.versions.slot_guard import SlotState, SlotView
 from holdfast.core.versions.writer_failover import Watch as Line
 
@@ -64,7 +64,7 @@ class Keeper:
         self.suspects: set[Version] = set()
         self.ledger: NodeLedger | None = None
         self.resumed: Version | None = None
-        self.patience = Patience()
+        self.patience = ReplicationLag()
         self.dropping: list[Version] = []
         self.follows: tuple[int, int] | None = None  # node and life of the coordinator
         self.desk: Desk | None = None
@@ -93,7 +93,7 @@ class Keeper:
         """The next incarnation begins here, and the ranks tell of which bundles the version consists that they resumed from."""
         self.ledger = NodeLedger(node=self.node, topology=self.topology, incarnation=incarnation, lineage=lineage)
         self.ledger.resume(resumed)
-        self.resumed, self.patience, self.line = resumed, Patience(), Line(self.node)
+        self.resumed, self.patience, self.line = resumed, ReplicationLag(), Line(self.node)
         self.learn(resumed, table)
         for own in self.slots.values():
             for held in own:

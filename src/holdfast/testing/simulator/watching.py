@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from holdfast.core.elastic.failure_detector import LATE_S, LOST_S, Kind, Verdict, Watch
 from holdfast.core.elastic.watch_mode import CAREFUL, QUICK, Mode
-from holdfast.core.elastic.worker_facts import Beat, Phase, Sight
+from holdfast.core.elastic.worker_facts import Beat, Phase, WorkerSample
 from holdfast.core.model import Topology
 from holdfast.testing.simulator.clock import Violation
 
@@ -79,15 +79,15 @@ def find_lost_node(chance: random.Random, lost: int, topology: Topology) -> floa
     raise Violation("V4", f"node {lost} was lost for {now:.1f} s and nobody said so")
 
 
-def _sight(rank: int, step_s: float, way: str) -> Sight:
+def _sight(rank: int, step_s: float, way: str) -> WorkerSample:
     phase = Phase.EVALUATION if way == "evaluates" else Phase.DATA if way == "reads" else Phase.STEP
     known = dict.fromkeys(Phase, step_s)
     inside = way == "waits"
     beat = Beat(9, 9, phase, "all_reduce", 9, inside, known, dict.fromkeys(Phase, 99), step_s)
-    return Sight(rank, beat, wakes=1)
+    return WorkerSample(rank, beat, wakes=1)
 
 
-def _live(sight: Sight, way: str, seconds: float) -> Sight:
+def _live(sight: WorkerSample, way: str, seconds: float) -> WorkerSample:
     if way == "stopped":
         return replace(sight, state="T")
     if way == "evaluates":

@@ -88,7 +88,7 @@ class Dialler:
         return known
 
 
-class Standby:
+class StandbyStore:
     """Ours.
 
     Args:

@@ -38,7 +38,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from holdfast.core.elastic.rendezvous_failover import is_whole, where
 from holdfast.elastic.launch.rendezvous.peer_links import PeerLinks
 from holdfast.elastic.launch.rendezvous.prompt_rendezvous import be_prompt, drop_participant, look_first
-from holdfast.elastic.launch.rendezvous.standby_store import USES, Dialler, Standby, address_of, call_apart
+from holdfast.elastic.launch.rendezvous.standby_store import USES, Dialler, StandbyStore, address_of, call_apart
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class MovingRendezvous(RendezvousHandler):
         _, store = create_backend(params)
         self._begin(self._endpoint, store)
         address = params.local_addr or self._handler._this_node.addr
-        self._standby = Standby(address, params.local_addr or "", self._endpoint)
+        self._standby = StandbyStore(address, params.local_addr or "", self._endpoint)
         self._standby.start(
             met=lambda: self._round is not None and not self._lost_s, members=lambda: tuple(self._members.values())
         )
