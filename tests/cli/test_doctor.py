@@ -41,7 +41,7 @@ def test_foreign_files_are_a_problem(holdfast: Run, tmp_path: Path, runtime_dir:
 
 
 def test_a_fresh_file_system_is_as_good_as_empty(tmp_path: Path) -> None:
-    """As the job sees it, which would take it (tiers.registry)."""
+    """As the job sees it, which would take it (tiers.backends.open_url)."""
     (tmp_path / "lost+found").mkdir()
     (tmp_path / ".tmp").mkdir()
     assert (doctor.ownership(tmp_path).state, doctor.ownership(tmp_path).detail) == (

@@ -184,7 +184,7 @@ def test_interchangeable_ranks_are_the_intersection_over_all_entries(layout: Job
 
 @dataclass(frozen=True)
 class Job:
-    """A layout on nodes, and everything that core.bundles says of it rank by rank."""
+    """A layout on nodes, and everything that core.layout.bundles says of it rank by rank."""
 
     layout: JobLayout
     topology: Topology

@@ -1,4 +1,4 @@
-"""The keeper's process, the program `holdfast.keeper`. Started by node.start, never by hand: `python -m` would search the
+"""The keeper's process, the program `holdfast.keeper`. Started by keeper.rpc.spawn, never by hand: `python -m` would search the
 working directory (base.program).
 
 Forks at once, so that whoever started it has no child to reap and no process group that reaches us; only then imports

@@ -55,7 +55,7 @@ _hooks = _Hooks()
 
 
 def attach(fd: int, *, dump_thread: int = 0) -> None:
-    """Writes beats into the page `fd` (train.page.make_page) from now on; called again it starts a new record.
+    """Writes beats into the page `fd` (checkpoint.liveness.heartbeat_page.make_page) from now on; called again it starts a new record.
 
     A process that was forked calls it anew: the hooks are its own then.
 

@@ -20,8 +20,7 @@ from holdfast.core.layout import reshard
 from holdfast.core.layout.reshard import Runs
 from holdfast.core.model import BundleRef
 from holdfast.core.recovery import version_choice
-from holdfast.core.recovery.version_choice import Choice, Facts
-from holdfast.core.recovery.version_choice import Source as Where
+from holdfast.core.recovery.version_choice import Choice, Facts, Source
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format import values as value_codec
 from holdfast.tiers.format.image import CHUNK_BYTES, Image
@@ -66,7 +65,7 @@ class BundleHeaders:
         """Chunks of headers and values that came from storage, and who read them: bundle -> chunk -> rank."""
         found: dict[str, dict[int, int]] = {}
         for ref, rank in self._readers.items():
-            if version_choice.cheapest(ref, self._choice, rank, self._facts).source is not Where.STORAGE:
+            if version_choice.cheapest(ref, self._choice, rank, self._facts).source is not Source.STORAGE:
                 continue
             image = catalogue.heads[ref.bundle_id].image
             spans = [(0, _header_bytes(image))]

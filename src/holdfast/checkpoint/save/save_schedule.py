@@ -2,7 +2,7 @@
 together.
 
 Cadences in steps need no talk. A cadence in seconds is rank 0's: it proposes, and the coordinator's keeper appoints a
-step for all ranks (core.appointments). A stop is agreed in the same way, whoever got the signal. Whether a version is
+step for all ranks (core.scheduling.step_agreement). A stop is agreed in the same way, whoever got the signal. Whether a version is
 due for storage needs no agreement: one rank that says so is enough.
 
 An appointment may arrive when this rank is past its step. That is reported at once, from the thread that heard it and

@@ -32,7 +32,7 @@ from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors.step_snapshot import StepSnapshot, as_bytes, lasting
 from holdfast.checkpoint.survivors.survivor_state import notes_of, remains
 from holdfast.core.model import Shard, Version
-from holdfast.core.recovery import survivor_vote as rules
+from holdfast.core.recovery import survivor_vote
 from holdfast.core.recovery.survivor_vote import Offer
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class LiveFill:
 
     def run(self, offers: Sequence[Offer], newest: Version | None) -> Filled | None:
         """Fills everything, or changes nothing that a restore does not fill anew. `newest`: what was saved last."""
-        decision = rules.agree(offers, newest=newest, lineage=self._job.lineage)
+        decision = survivor_vote.agree(offers, newest=newest, lineage=self._job.lineage)
         if decision.value is None:
             logger.info("the job goes on from what was saved: %s", decision.reason)
             return None
@@ -131,7 +131,7 @@ class LiveFill:
             for receiver in shard.ranks:
                 if receiver in live:
                     continue
-                twin = rules.giver(shard.ranks, live, receiver)
+                twin = survivor_vote.giver(shard.ranks, live, receiver)
                 if receiver == rank and twin is None:
                     raise MismatchError(f"no living rank holds the same as rank {rank}", where=name)
                 if receiver == rank and twin is not None:

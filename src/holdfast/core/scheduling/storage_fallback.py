@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 from typing import Protocol
 
-# As in core.appointments: one step may be under way on every rank, and the word needs a moment.
+# As in core.scheduling.step_agreement: one step may be under way on every rank, and the word needs a moment.
 MARGIN_STEPS = 2
 # After so many attempts that came to nothing nobody tries again before the next restore.
 MAX_ROUNDS = 5

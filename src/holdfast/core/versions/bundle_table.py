@@ -1,6 +1,6 @@
 """Every bundle of a job under one layout, and what follows from it: who holds it, who writes it, what is wrong.
 
-Pure. Made once per layout by the coordinator's board (core.commit).
+Pure. Made once per layout by the coordinator's board (core.versions.coordinator_board).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def to_retire(
     Args:
         durable: versions whose root manifest stands.
         keep_last: how many of the newest stay; never fewer than two.
-        keep_every: of so many steps the first version stays, in every line, counted as core.cadence counts them
+        keep_every: of so many steps the first version stays, in every line, counted as core.scheduling.cadence counts them
             (100: steps 0 to 98, 99 to 198, ..); 0 for none.
         protected: the one resumed from until a newer is durable, pinned ones, the newest not suspect.
         lineage: with the running incarnation in it. Versions of dead lineage are never recovered from, so the newest

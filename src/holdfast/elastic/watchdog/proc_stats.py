@@ -56,7 +56,7 @@ _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/davinci", "/dev/accel"
 
 @dataclass(frozen=True, slots=True)
 class ProcessStats:
-    """See core.sight.Sight. `catches`: the signals that the process handles, as the kernel's mask."""
+    """See core.elastic.worker_facts.WorkerSample. `catches`: the signals that the process handles, as the kernel's mask."""
 
     state: str = "S"
     busy_s: float = 0.0

@@ -37,7 +37,7 @@ class Stack:
 
     Attributes:
         stands: the phase that it shows; None if nothing is known of its kind.
-        waits_in: what it waits for, see core.sight.Sight; empty if nothing is known.
+        waits_in: what it waits for, see core.elastic.worker_facts.WorkerSample; empty if nothing is known.
         place: its innermost frames; empty without a dump.
         explained: whether the phase accounts for whatever it waits in: a collective, a loader that waits for its workers.
     """

@@ -1,4 +1,4 @@
-"""The coordinator's desk: the board of core.commit, fed by reports, spreading what it concludes.
+"""The coordinator's desk: the board of core.versions.coordinator_board, fed by reports, spreading what it concludes.
 
 Runs in the keeper of the lowest live node. It only spreads knowledge: if it dies the next one is fed by every node
 repeating what it knows. All methods run under the state's lock and only queue.

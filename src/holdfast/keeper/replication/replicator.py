@@ -1,4 +1,4 @@
-"""Replicas: what lives in one node only is pulled by the node that keeps them (core.backups), off everybody's way.
+"""Replicas: what lives in one node only is pulled by the node that keeps them (core.layout.replica_placement), off everybody's way.
 
 One puller per source node, so that a slow one delays nobody else. Newest wins: of versions that wait only the newest
 is pulled. Two replica slots per source rank; the one that holds the newest replicated version is never written, so a

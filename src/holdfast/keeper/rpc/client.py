@@ -111,7 +111,7 @@ class KeeperClient:
         """Connects to the keeper that listens at `socket_path`.
 
         Args:
-            socket_path: `Place.socket` of node.places, or `unix:<path>`.
+            socket_path: `RuntimePaths.socket` of keeper.rpc.paths, or `unix:<path>`.
             job: `Place.job`; a keeper of another job refuses.
             rank: the trainer's rank; None for a viewer, who may only look.
             timeout_s: for connecting and being welcomed; a predecessor that is dying is waited for.
@@ -172,7 +172,7 @@ class KeeperClient:
             return tuple(self._alarms.values())
 
     def working(self, what: str, version: Version) -> str:
-        """Return how far the keeper is with `what` (of node.activity) of `version`, in words; empty if it did not say."""
+        """Return how far the keeper is with `what` (of keeper.slots.progress) of `version`, in words; empty if it did not say."""
         with self._changed:
             told = self._working.get(what)
         if told is None or told.version != version:
@@ -308,7 +308,7 @@ class KeeperClient:
         self._caller.tell(messages.Cadence(idle=idle))
 
     def show_waits(self, fds: tuple[int, ...]) -> None:
-        """Have what this rank saves hashed and sent in the waits that a page shows (its descriptors, of node.windows)."""
+        """Have what this rank saves hashed and sent in the waits that a page shows (its descriptors, of keeper.slots.idle_windows)."""
         _, got = self._call(messages.ShowWaits(), messages.Ok, CALL_TIMEOUT_S, fds)
         frames.close_fds(got)
 

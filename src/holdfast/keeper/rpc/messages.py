@@ -348,7 +348,7 @@ class Cadence(Message, tag="cadence", frozen=True, kw_only=True):
 
 
 class ShowWaits(Message, tag="show-waits", frozen=True):
-    """The descriptors beside this are the page of the rank's waits and its bell (node.windows); they replace those before."""
+    """The descriptors beside this are the page of the rank's waits and its bell (keeper.slots.idle_windows); they replace those before."""
 
 
 class Appointed(Message, tag="appointed", frozen=True, kw_only=True):

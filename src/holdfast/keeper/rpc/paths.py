@@ -60,7 +60,7 @@ class RuntimePaths:
 
     @property
     def notice(self) -> Path:
-        """Return the path of the notice of ranks that go on without a keeper; see node.notice."""
+        """Return the path of the notice of ranks that go on without a keeper; see keeper.observe.degraded_notice."""
         return self.directory / "durable-only.json"
 
     @property

@@ -1,6 +1,6 @@
 """The lines of writers, carried out: what this node writes of a version, what it keeps to be able to take over.
 
-Feeds core.takeover.Watch with what the coordinator passes on and with the clock, and hands its orders to the persister.
+Feeds core.versions.writer_failover.Watch with what the coordinator passes on and with the clock, and hands its orders to the persister.
 A slot that this node writes from is pinned from the moment it is found (`WriteAttempt`). One that it may have to write from,
 because another node is slower or fails, is kept too, but yields to a save that finds no other slot: a checkpoint that is
 being written must not be the reason that newer ones are not taken. All methods run under the state's lock and only queue.

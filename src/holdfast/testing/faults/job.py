@@ -20,8 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from holdfast.base.errors import CorruptError, Fenced, HoldfastError
-from holdfast.checkpoint.job import bootstrap as assembled
-from holdfast.checkpoint.job import collectives
+from holdfast.checkpoint.job import bootstrap, collectives
 from holdfast.checkpoint.restore.fetcher import Fault, Fetcher
 from holdfast.checkpoint.restore.version_decision import Decisions
 from holdfast.core.model import Level, Version
@@ -310,7 +309,7 @@ class Job:
             for trainer in back:
                 trainer.join(assembly)
             room = Room(len(back), timeout_s=LOAD_S)
-            jobs = [assembled.Job(room.rank(trainer.rank), assembly) for trainer in back]
+            jobs = [bootstrap.Job(room.rank(trainer.rank), assembly) for trainer in back]
             relenting = threading.Timer(REFUSES_S, self._relent)
             relenting.start()
             with ThreadPoolExecutor(len(back)) as pool:
@@ -322,8 +321,8 @@ class Job:
                 trainer.client.close()
             raise
 
-    def _load_rank(self, job: assembled.Job, trainer: Trainer, timeout_s: float) -> Resumed:
-        """As train.restore does it: everybody verifies what it got, side by side, and one NO begins it anew."""
+    def _load_rank(self, job: bootstrap.Job, trainer: Trainer, timeout_s: float) -> Resumed:
+        """As checkpoint.restore.restorer does it: everybody verifies what it got, side by side, and one NO begins it anew."""
         client = trainer.client
         decisions = Decisions(job, client, self.rig.storage, timeout_s=timeout_s)
         fetcher = Fetcher(client, timeout_s=timeout_s)

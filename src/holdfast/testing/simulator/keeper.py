@@ -1,6 +1,6 @@
 """One node of the simulated cluster: its keeper's memory, and the real NodeLedger that decides about it.
 
-What surrounds the ledger is modelled as node.saving, node.state and node.replicate do it: slots are views with digests
+What surrounds the ledger is modelled as keeper.service.save_requests, keeper.slots.keeper_state and keeper.replication.replicator do it: slots are views with digests
 in place of bytes, messages are calls through testing.simulator.network. Called by testing.simulator.job.
 """
 
@@ -107,7 +107,7 @@ class Keeper:
         if version is not None:
             self.tables[version] = table
 
-    # --- the guard, as node.state sees it
+    # --- the guard, as keeper.slots.keeper_state sees it
 
     def views(self, rank: int, now_s: float) -> list[SlotView]:
         """All slots of a rank, as the guard is shown them."""

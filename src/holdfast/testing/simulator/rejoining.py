@@ -56,7 +56,7 @@ class Memory:
             self.truth, self.behind = version, False
 
     def void(self) -> None:
-        """The job breaks off: what the device has not passed is no step's state (train.remains)."""
+        """The job breaks off: what the device has not passed is no step's state (checkpoint.survivors.survivor_state)."""
         if self.behind:
             self.noted = None
 
@@ -66,7 +66,7 @@ class Memory:
         self.torn = self.behind = False
 
     def offer(self) -> Offer:
-        """Return the offer as train.remains makes it, from what the process itself can know."""
+        """Return the offer as checkpoint.survivors.survivor_state makes it, from what the process itself can know."""
         live = None if self.torn else self.noted
         return Offer(live, tuple(self.notes), "" if live else "it holds nothing whole")
 

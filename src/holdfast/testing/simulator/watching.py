@@ -1,4 +1,4 @@
-"""A hang, or a lost node, before the real Watch of core.faults: random workers around it, in virtual time.
+"""A hang, or a lost node, before the real Watch of core.elastic.failure_detector: random workers around it, in virtual time.
 
 V4: who hangs is found, and within its limit; nobody healthy is condemned, whatever the others do meanwhile. Called by
 testing.simulator.run.

@@ -6,7 +6,7 @@ one writer, the agent of group rank 0, opens a fresh store for the workers and p
 So every key that workers write belongs to one incarnation, and late writes of an older one go to a store that is gone.
 
 Agents also leave a beat here every second, and in it whether all their ranks stand in collectives; what it means that one
-is silent, or that all stand, is `agent`'s and core.faults' business.
+is silent, or that all stand, is `agent`'s and core.elastic.failure_detector' business.
 Calls are short; only `open` waits. One thread uses it. Keys: `recoveries/<group rank>`, `version/<group rank>`,
 `keeper/<group rank>`, `ranks/<group rank>`, `now`, `want/<n>`, `ends/<n>`, `anew`, `done/<n>`, `beat/<group rank>`, `spent/<group rank>`, `over`, `left`.
 """

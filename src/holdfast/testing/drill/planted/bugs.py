@@ -25,7 +25,7 @@ from holdfast.core.versions import slot_guard
 from holdfast.core.versions.coordinator_board import Announcement, Board, CommitOrder, Kind
 from holdfast.core.versions.node_ledger import NodeLedger
 from holdfast.keeper.service.keeper import Keeper
-from holdfast.keeper.storage import retention as retire
+from holdfast.keeper.storage import retention
 from holdfast.keeper.storage.writer_failover import WriteAttempt
 from holdfast.testing.drill import plan
 from holdfast.testing.drill.crash_points import RECORD
@@ -356,7 +356,7 @@ def _retired_before_commit() -> None:
 
 
 def _newest_retired() -> None:
-    put(retire, "to_retire", lambda durable, **_: tuple(sorted(durable)[2:]))
+    put(retention, "to_retire", lambda durable, **_: tuple(sorted(durable)[2:]))
 
 
 def _strangers_deleted() -> None:
@@ -368,12 +368,12 @@ def _strangers_deleted() -> None:
 
 
 def _files_before_manifest() -> None:
-    def retire(self: Storage, version: Version, **_: Any) -> None:
+    def retention(self: Storage, version: Version, **_: Any) -> None:
         manifest = self.manifest(version)
         names = [*(bundle.file for bundle in manifest.bundles), *manifest.parts, "manifest.json"]
         self._backend.delete(*(f"{version}/{name}" for name in names), f"{version}/")
 
-    put(Storage, "retire", retire)
+    put(Storage, "retire", retention)
 
 
 # --- coming back ----------------------------------------------------------------------------------------------------
