@@ -25,7 +25,7 @@ from holdfast.cli.planning import pipeline_plan as pipeline_tool
 from holdfast.cli.planning import plan as plan_tool
 from holdfast.cli.stored import export as export_tool
 from holdfast.cli.stored import remove as remove_tool
-from holdfast.cli.stored import versions as look
+from holdfast.cli.stored import versions as versions_tool
 
 HELP = """Keeps distributed PyTorch training alive.
 
@@ -156,7 +156,7 @@ def list_versions(root: Root, json: Json = False) -> None:
     holdfast ls /ckpts/run1
     """
     with errors_shown(as_json=json):
-        raise typer.Exit(look.list_versions(root, as_json=json))
+        raise typer.Exit(versions_tool.list_versions(root, as_json=json))
 
 
 @app.command("rm")
@@ -191,7 +191,7 @@ def inspect(root: Root, version: VersionName = None, json: Json = False) -> None
     holdfast inspect /ckpts/run1 i000001-s0000000120 --json | jq .entries[0]
     """
     with errors_shown(as_json=json):
-        raise typer.Exit(look.inspect_version(root, version, as_json=json))
+        raise typer.Exit(versions_tool.inspect_version(root, version, as_json=json))
 
 
 @app.command()
@@ -210,7 +210,7 @@ def verify(
     holdfast verify /ckpts/run1 --sha256 run1.sha256    # then, in a copy: sha256sum --check run1.sha256
     """
     with errors_shown(as_json=json):
-        raise typer.Exit(look.verify_versions(root, version, as_json=json, sha256=sha256))
+        raise typer.Exit(versions_tool.verify_versions(root, version, as_json=json, sha256=sha256))
 
 
 @app.command()

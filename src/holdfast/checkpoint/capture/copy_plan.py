@@ -19,7 +19,7 @@ import torch
 
 from holdfast.base.errors import UsageError
 from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, torch_dtype
-from holdfast.core.layout import bundles as cutting
+from holdfast.core.layout import bundles as bundle_layout
 from holdfast.core.model import Bundle, BundleRef, Piece, RankLayout, Shard, Topology
 from holdfast.keeper.rpc.client import ImageSpan
 from holdfast.tiers.format import image as image_format
@@ -110,8 +110,8 @@ class Structure:
     ) -> None:
         self._shards = {shard.name: shard for shard in shards}
         self._groups = frozenset(value_groups)
-        planned = cutting.plan_bundles(self._shards.values(), values_of=self._groups, topology=topology)
-        self.layout: RankLayout = cutting.rank_layout(planned, rank, topology)
+        planned = bundle_layout.plan_bundles(self._shards.values(), values_of=self._groups, topology=topology)
+        self.layout: RankLayout = bundle_layout.rank_layout(planned, rank, topology)
         mine = set(self.layout.captures)
         self._bundles = tuple(bundle for bundle in planned if bundle.bundle_id in mine)
         self._refs = {ref.bundle_id: ref for ref in self.layout.bundles}

@@ -42,7 +42,7 @@ from holdfast.core.layout import reshard
 from holdfast.core.layout.reshard import Runs
 from holdfast.core.recovery import version_choice
 from holdfast.core.recovery.version_choice import Choice, Facts, Fetch
-from holdfast.core.recovery.version_choice import Source as Where
+from holdfast.core.recovery.version_choice import Source as SourceKind
 from holdfast.keeper.rpc.client import Located
 from holdfast.tiers.format.image import CHUNK_BYTES
 
@@ -281,7 +281,7 @@ class OtherLayout:
         before, loaded = found
         node_of, me, heads = self._facts.topology.node_of, self._group.rank, catalogue.heads
         fetches = {name: fetch_of(choice, heads[name].ref, me, self._facts, need.runs) for name, need in needs.items()}
-        stored = {name: need.runs for name, need in needs.items() if fetches[name].source is Where.STORAGE}
+        stored = {name: need.runs for name, need in needs.items() if fetches[name].source is SourceKind.STORAGE}
         told = [_needs_decoder.decode(data) for data in self._group.gather(_encoder.encode(stored))]
         wanted = {rank: {name: tuple(runs) for name, runs in rows.items()} for rank, rows in enumerate(told)}
         readers = reshard.readers(wanted, node_of, before)
@@ -389,15 +389,15 @@ def _from_readers(
 ) -> Iterable[Fetch]:
     """Chunks that came from storage, fetched from whoever read them; `home`: this rank, and the node of every rank."""
     me, node_of = home
-    by_place: dict[tuple[Where, int | None], list[int]] = defaultdict(list)
+    by_place: dict[tuple[SourceKind, int | None], list[int]] = defaultdict(list)
     for first, end in runs:
         for chunk in range(first, end):
             reader = readers[chunk]
             if reader == me:
-                by_place[Where.STORAGE, None].append(chunk)
+                by_place[SourceKind.STORAGE, None].append(chunk)
             else:
                 near = node_of[reader] == node_of[me]
-                by_place[Where.NODE if near else Where.PEER, node_of[reader]].append(chunk)
+                by_place[SourceKind.NODE if near else SourceKind.PEER, node_of[reader]].append(chunk)
     for (source, node), chunks in by_place.items():
         yield Fetch(fetch.ref, fetch.seal, source, node, reshard.merged((c, c + 1) for c in chunks))
 

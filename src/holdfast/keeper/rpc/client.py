@@ -31,7 +31,7 @@ from holdfast.core.scheduling.step_agreement import Appointment, Proposal
 from holdfast.keeper.rpc import messages
 from holdfast.keeper.rpc.caller import Caller, dial
 from holdfast.keeper.rpc.messages import Assembly, ImageSpan, Inventory, Message
-from holdfast.tiers.memory import slots as memory
+from holdfast.tiers.memory import slots as slot_memory
 from holdfast.tiers.memory.slots import Slot
 from holdfast.tiers.storage.encryption import KeySource
 from holdfast.tiers.wire import frames
@@ -228,7 +228,7 @@ class KeeperClient:
             MemoryRefused: names what is needed, what is allowed, and what to change. KeeperLost: the keeper is gone.
         """
         request = messages.Prepare(num_bytes=num_bytes, num_slots=num_slots, num_ready=num_ready)
-        limit_s = memory.patience_s(num_bytes * num_slots) if timeout_s is None else timeout_s
+        limit_s = slot_memory.patience_s(num_bytes * num_slots) if timeout_s is None else timeout_s
         if num_ready == 0:
             frames.close_fds(self._call(request, messages.Slots, limit_s)[1])
             return ()
@@ -247,7 +247,7 @@ class KeeperClient:
         The slots stay valid and may be passed to `begin`'s result as before. Call after `assemble` and `register`.
         """
         fds = [slot.fd for slot in slots]
-        limit_s = memory.patience_s(sum(slot.total_bytes for slot in slots))
+        limit_s = slot_memory.patience_s(sum(slot.total_bytes for slot in slots))
         reply, got = self._call(messages.Adopt(num_slots=len(fds)), messages.Slots, limit_s, fds)
         frames.close_fds(got)
         if len(reply.slot_ids) != len(slots):
@@ -476,9 +476,9 @@ class KeeperClient:
         if slot is not None:  # mapped already; a second mapping would cost its page faults
             view = slot.window(found.start, found.length).toreadonly()
         elif 0 <= found.fd < len(fds):
-            view = memory.map_readonly(fds[found.fd], found.start, found.length)
+            view = slot_memory.map_readonly(fds[found.fd], found.start, found.length)
         elif found.fd < 0:  # another thread of ours maps it
-            limit_s = memory.patience_s(found.length)
+            limit_s = slot_memory.patience_s(found.length)
             view = self._slot(found.slot_id, limit_s).window(found.start, found.length).toreadonly()
         else:
             raise KeeperError("the keeper named a descriptor that it did not send")

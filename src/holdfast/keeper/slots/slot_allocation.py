@@ -23,7 +23,7 @@ from holdfast.keeper.slots.keeper_state import NodeState
 from holdfast.keeper.slots.sessions import Trainer, Trainers
 from holdfast.keeper.slots.slot_pool import HeldSlot
 from holdfast.tiers.format import image as image_format
-from holdfast.tiers.memory import slots as memory
+from holdfast.tiers.memory import slots as slot_memory
 from holdfast.tiers.memory.slots import Slot
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class SlotAllocator:
         small = [held for held in slots if held.slot.num_bytes < request.num_bytes and not held.outgrown]
         missing = max(0, request.num_slots - sum(not held.outgrown and held not in small for held in slots))
         free = sum(held.slot.total_bytes for held in small if held.state is SlotState.EMPTY and not held.pins)
-        needed = missing * memory.slot_bytes(request.num_bytes) - free
+        needed = missing * slot_memory.slot_bytes(request.num_bytes) - free
         slot_pool.with_room(lambda: slot_pool.budget.check(needed, f"reserving {missing} slots for rank {rank}"))
         for held in small:
             held.outgrown = True
@@ -178,10 +178,10 @@ class SlotAllocator:
             self._state.adopted()
         return Answer(Slots(id=request.id, slot_ids=tuple(held.slot.slot_id for held in adopted)))
 
-    def _proved(self, slot: Slot, rank: int) -> memory.SlotHeader | None:
+    def _proved(self, slot: Slot, rank: int) -> slot_memory.SlotHeader | None:
         """The header of an adopted slot if it and every image stand."""
         try:
-            header = memory.read_header(slot)
+            header = slot_memory.read_header(slot)
             if header is None or header.job != self._state.place.job or header.rank != rank or header.replica:
                 return None
             for image in header.images:

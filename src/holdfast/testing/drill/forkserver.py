@@ -21,7 +21,7 @@ import msgspec
 import torch
 from torch import distributed as dist
 
-from holdfast.keeper.rpc import spawn as start
+from holdfast.keeper.rpc import spawn as keeper_spawn
 from holdfast.testing.drill import warmup
 from holdfast.testing.drill.crash_points import Journal
 from holdfast.testing.drill.shared import Ground, Setup, die_with, multiply
@@ -87,14 +87,14 @@ class DrillForkServer:
 
 def live(sandbox: str, line: socket.socket) -> None:
     """The lives of a trainer, in this process; the lane is its keeper. One that is refused has warmed it all the same."""
-    spawn, start._spawn = start._spawn, warmup.await_keeper
+    spawn, keeper_spawn._spawn = keeper_spawn._spawn, warmup.await_keeper
     with open(os.devnull, "wb") as nowhere, warmup.unseen():
         for setup in warmup.setups(sandbox):
             journal = Journal(nowhere.fileno(), "t0", setup.life)
             line.sendall(READY)
             trainer(setup, journal)
             warmup.await_end(setup)  # or the next life would meet the keeper of this one
-    start._spawn = spawn
+    keeper_spawn._spawn = spawn
     store = dist.FileStore(f"{sandbox}/store", 1)  # type: ignore[attr-defined]  # torch does not list it
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     dist.all_gather_object([None], None)

@@ -24,7 +24,7 @@ from holdfast.keeper.service import dispatch
 from holdfast.keeper.service.peer_requests import PeerRequests
 from holdfast.keeper.service.save_requests import SaveRequests
 from holdfast.keeper.slots.keeper_state import NodeState
-from holdfast.keeper.storage import retention as retire
+from holdfast.keeper.storage import retention as retention_rules
 from holdfast.keeper.storage import writer
 from holdfast.keeper.storage.writer import Persister
 from holdfast.keeper.storage.writer_failover import WRITING_PIN, WriteAttempt, WriterFailover
@@ -187,7 +187,7 @@ def _nothing_is_retried() -> None:
 
 
 def _one_is_kept() -> None:
-    put(retire, "to_retire", lambda durable, **_: tuple(sorted(durable)[:-1]))
+    put(retention_rules, "to_retire", lambda durable, **_: tuple(sorted(durable)[:-1]))
 
 
 def _unfinished_counts() -> None:
@@ -202,7 +202,7 @@ def _unfinished_counts() -> None:
         return look(self, known)
 
     put(Storage, "look", remember)
-    put(retire, "to_retire", with_unfinished)
+    put(retention_rules, "to_retire", with_unfinished)
 
 
 _STORAGES: list[Storage] = []

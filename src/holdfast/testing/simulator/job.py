@@ -20,7 +20,7 @@ from holdfast.core.versions.lineage import Lineage
 from holdfast.core.versions.node_ledger import Reports
 from holdfast.core.versions.slot_guard import SlotState, SlotView
 from holdfast.testing.simulator import persisting
-from holdfast.testing.simulator import version_choice as choosing
+from holdfast.testing.simulator import version_choice as choice_model
 from holdfast.testing.simulator.clock import Clock, Violation
 from holdfast.testing.simulator.escalation import Climb
 from holdfast.testing.simulator.keeper import Desk, Held, Keeper, as_seals
@@ -416,7 +416,7 @@ class Job:
         nodes = range(len(self.keepers))
         there = all(keeper.alive for keeper in self.keepers) and not self.storage.down
         there = there and all(self.network.both_ways(a, b) for a in nodes for b in nodes)
-        chosen = version_choice.choose_version(choosing.facts(self, quarantine)).value if there else None
+        chosen = version_choice.choose_version(choice_model.facts(self, quarantine)).value if there else None
         if not there or isinstance(chosen, ChoiceDeferred):
             if self.clock.now_s - since_s > 120:
                 raise Violation("V2", "a recovery found no end")
@@ -428,8 +428,8 @@ class Job:
         """Every rank verifies what it was told to load; one NO, and the plan is made again."""
         if attempt != self.attempt:
             return
-        facts = choosing.facts(self, quarantine)
-        bad = choosing.bad_copies(self, choice, facts) if choice else set()
+        facts = choice_model.facts(self, quarantine)
+        bad = choice_model.bad_copies(self, choice, facts) if choice else set()
         if bad:
             if len(quarantine.copies | bad) == len(quarantine.copies):
                 raise Violation("V2", f"a copy that failed is tried again: {sorted(bad)[0]}")
@@ -438,7 +438,7 @@ class Job:
             return
         version = choice.version if choice else None
         self.observer.check_choice(version, self.storage, self.keepers)
-        older = choosing.older(self, version, quarantine) if self.climb.wants_older else version
+        older = choice_model.older(self, version, quarantine) if self.climb.wants_older else version
         self.climb.came_back(older, version)
         live = self.memories.agreed(version, Lineage(dict(self.storage.resumed))) if older == version else None
         self._resume(older, live)
