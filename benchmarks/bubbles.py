@@ -67,7 +67,7 @@ from torch.distributed.pipelining import schedules
 import holdfast
 from holdfast.base.events import Events
 from holdfast.checkpoint.pipeline.bubbles import MAX_SPANS, Bubbles, Seen
-from holdfast.testing.contracts.processes import keepers_under
+from holdfast.testing.contracts.adapter_processes import keepers_under
 from holdfast.testing.gpt import Shape, Text
 from holdfast.testing.pipeline_gpt import loss_of, stage
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from holdfast.testing.contracts.processes import keepers_under
+from holdfast.testing.contracts.adapter_processes import keepers_under
 
 # What `tests/conftest.py` gives everything that is left at the end of the suite.
 GRACE_S = 10.0

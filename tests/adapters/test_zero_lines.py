@@ -27,7 +27,7 @@ from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.elastic.worker.agent_channel import RunOrder
 from holdfast.testing.contracts.adapter import CHECKS, Check, Door, Task, Workshop
-from holdfast.testing.contracts.processes import keepers_under
+from holdfast.testing.contracts.adapter_processes import keepers_under
 from holdfast.tiers.storage.version_store import open_storage
 from ranks_kit import on_all
 

@@ -33,7 +33,7 @@ from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors import step_snapshot
 from holdfast.checkpoint.survivors.survivor_state import Survivor, remains
 from holdfast.core.model import Version
-from holdfast.core.versions import fence_rules as rules
+from holdfast.core.versions import late_copy_rules as rules
 
 
 class Held:

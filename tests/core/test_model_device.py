@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.core.versions import fence_rules
+from holdfast.core.versions import late_copy_rules
 from holdfast.testing.model_check import device
 from holdfast.testing.model_check.device import check
 
@@ -24,19 +24,19 @@ def test_no_order_of_events_believes_what_a_device_had_not_finished(offloaded: b
 
 def nothing_is_void(patch: Patch) -> None:
     """As it was: a copy behind an aborted collective is told as complete."""
-    patch.setattr(fence_rules, "counts", lambda **_: True)
+    patch.setattr(late_copy_rules, "counts", lambda **_: True)
 
 
 def cut_first(patch: Patch) -> None:
-    patch.setattr(fence_rules, "LEAVING", ("cut", "void", "abort"))
+    patch.setattr(late_copy_rules, "LEAVING", ("cut", "void", "abort"))
 
 
 def abort_first(patch: Patch) -> None:
-    patch.setattr(fence_rules, "LEAVING", ("abort", "void", "cut"))
+    patch.setattr(late_copy_rules, "LEAVING", ("abort", "void", "cut"))
 
 
 def a_good_end_is_a_result(patch: Patch) -> None:
-    patch.setattr(fence_rules, "is_result", lambda **_: True)
+    patch.setattr(late_copy_rules, "is_result", lambda **_: True)
 
 
 def what_is_passed_later_counts(patch: Patch) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.core.versions import fence_rules
-from holdfast.core.versions.fence_rules import Who
+from holdfast.core.versions import late_copy_rules
+from holdfast.core.versions.late_copy_rules import Who
 from holdfast.testing.model_check import fence
 from holdfast.testing.model_check.fence import check
 
@@ -32,27 +32,27 @@ def test_no_order_of_events_mixes_two_steps_or_waits_for_ever(trainer: Calls) ->
 
 def waits_open_it(patch: Patch) -> None:
     """As it was: whoever waits takes the copy out of the fence, and the next step runs into it."""
-    patch.setattr(fence_rules, "opens", lambda who, *, ended: ended or who is Who.WAIT)
+    patch.setattr(late_copy_rules, "opens", lambda who, *, ended: ended or who is Who.WAIT)
 
 
 def steps_do_not_wait(patch: Patch) -> None:
-    patch.setattr(fence_rules, "opens", lambda who, *, ended: ended or who is Who.STEP)
+    patch.setattr(late_copy_rules, "opens", lambda who, *, ended: ended or who is Who.STEP)
 
 
 def settling_opens_it_at_once(patch: Patch) -> None:
-    patch.setattr(fence_rules, "opens", lambda who, *, ended: ended or who is Who.SETTLE)
+    patch.setattr(late_copy_rules, "opens", lambda who, *, ended: ended or who is Who.SETTLE)
 
 
 def late_within_a_step(patch: Patch) -> None:
-    patch.setattr(fence_rules, "may_be_late", lambda **_: True)
+    patch.setattr(late_copy_rules, "may_be_late", lambda **_: True)
 
 
 def steps_of_others_do_not_count(patch: Patch) -> None:
-    patch.setattr(fence_rules, "is_void", lambda **_: False)
+    patch.setattr(late_copy_rules, "is_void", lambda **_: False)
 
 
 def steps_under_way_do_not_count(patch: Patch) -> None:
-    patch.setattr(fence_rules, "is_void", lambda *, steps_before, steps_now, **_: steps_before != steps_now)
+    patch.setattr(late_copy_rules, "is_void", lambda *, steps_before, steps_now, **_: steps_before != steps_now)
 
 
 def saves_within_saves(patch: Patch) -> None:

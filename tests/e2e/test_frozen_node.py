@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 
 from holdfast.base.events import Events
 from holdfast.core.model import Version
-from holdfast.testing.contracts.processes import keepers_under
+from holdfast.testing.contracts.adapter_processes import keepers_under
 from holdfast.testing.soak import soak
 from holdfast.tiers.storage.version_store import open_storage
 from launch_kit import Job, Nodes, family, wait_for

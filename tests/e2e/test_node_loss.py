@@ -22,7 +22,7 @@ import pytest
 import forked
 from e2e import hsdp_worker
 from holdfast.base.events import Events
-from holdfast.testing.contracts.processes import keepers_under
+from holdfast.testing.contracts.adapter_processes import keepers_under
 from holdfast.tiers.storage.version_store import open_storage
 from keepers_kit import end_keepers
 

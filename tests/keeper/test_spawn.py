@@ -27,7 +27,7 @@ from holdfast.keeper.rpc.caller import dial
 from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.paths import job_digest, place_of
 from holdfast.keeper.rpc.spawn import ensure_keeper
-from holdfast.testing.contracts.processes import keepers_under
+from holdfast.testing.contracts.adapter_processes import keepers_under
 from holdfast.tiers.memory.processes import start_time
 from holdfast.tiers.wire import frames
 from keeper.rig import Rig, eventually

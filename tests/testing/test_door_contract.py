@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.testing.contracts import processes
+from holdfast.testing.contracts import adapter_processes
 from holdfast.testing.contracts.adapter import CHECKS, Door, Task, Workshop, violations
-from holdfast.testing.contracts.processes import Told
+from holdfast.testing.contracts.adapter_processes import Told
 
 FAKE = Path(__file__).with_name("door_fake.py")
 
@@ -61,10 +61,10 @@ def test_the_kill_comes_when_all_ranks_have_finished_the_step(monkeypatch: pytes
     text = "".join(f'door {{"rank": {rank}, "step": {step}, "digest": ""}}\n' for rank, step in told)
     killed: list[dict[tuple[int, int], str]] = []
     heard = Told()
-    monkeypatch.setattr(processes, "kill_tree", lambda _: killed.append(dict(heard.steps)))
+    monkeypatch.setattr(adapter_processes, "kill_tree", lambda _: killed.append(dict(heard.steps)))
     process = SimpleNamespace(pid=0, stdout=io.StringIO(text))
 
-    assert processes._listen(process, heard, {(0, 1), (1, 1)})
+    assert adapter_processes._listen(process, heard, {(0, 1), (1, 1)})
 
     assert [list(steps) for steps in killed] == [told[:5]]
 

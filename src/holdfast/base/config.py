@@ -43,7 +43,7 @@ DISABLE_VARIABLE = "HOLDFAST_DISABLE"
 # Not ours: MindSpore's jobs name here where each rank writes who holds the same slices; ours write it too.
 GROUP_INFO_VARIABLE = "GROUP_INFO_FILE"
 # Nor are these: scripts that start MindSpore's dynamic cluster set them for each process; `holdfast run` takes them as
-# defaults of its flags (elastic/launch/mindspore_env.py).
+# defaults of its flags (elastic/launch/foreign_launcher_env.py).
 ALIASES = (
     "MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_ENABLE_RECOVERY", "MS_RECOVERY_PATH",
     "MS_COMPILER_CACHE_ENABLE", "MS_COMPILER_CACHE_PATH",

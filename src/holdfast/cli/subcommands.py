@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from holdfast.base import program
 from holdfast.base.errors import UsageError
-from holdfast.base.standard_files import open_standard_files
+from holdfast.base.standard_streams import open_standard_files
 
 PROGRAMS = {
     "run": "holdfast.adapters.zero.launcher",

@@ -42,7 +42,7 @@ from holdfast.checkpoint.capture.side_stream_copy import DeviceCopy, Span
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.liveness import open_checkpointers
 from holdfast.checkpoint.state.step_observer import Steps
-from holdfast.core.versions.fence_rules import Who, counts, is_void, opens
+from holdfast.core.versions.late_copy_rules import Who, counts, is_void, opens
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from torch import distributed as dist
 from holdfast.base.errors import HoldfastError, Interrupted, UsageError, kind_of
 from holdfast.checkpoint.device.accelerator import device_of
 from holdfast.checkpoint.liveness import open_checkpointers
-from holdfast.core.versions.fence_rules import counts
+from holdfast.core.versions.late_copy_rules import counts
 
 T = TypeVar("T")
 

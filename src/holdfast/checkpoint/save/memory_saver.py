@@ -44,7 +44,7 @@ from holdfast.checkpoint.restore.tensor_fill import MAX_THREADS
 from holdfast.checkpoint.save.save_completion import ImmediatePiece, LatePiece, SaveCompletion
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.core.model import Shard, Topology, Version
-from holdfast.core.versions.fence_rules import counts, may_be_late
+from holdfast.core.versions.late_copy_rules import counts, may_be_late
 from holdfast.keeper.rpc.client import CALL_TIMEOUT_S, KeeperClient, Slot
 from holdfast.tiers.memory.slots import SPARE_BYTES, patience_s
 

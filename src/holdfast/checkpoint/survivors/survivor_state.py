@@ -30,7 +30,7 @@ from holdfast.checkpoint.survivors.unchanged_state import UnchangedStateCheck
 from holdfast.checkpoint.survivors.update_window import Window
 from holdfast.core.model import Version
 from holdfast.core.recovery.survivor_vote import Offer
-from holdfast.core.versions.fence_rules import counts
+from holdfast.core.versions.late_copy_rules import counts
 
 logger = logging.getLogger(__name__)
 

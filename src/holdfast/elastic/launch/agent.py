@@ -36,7 +36,7 @@ from holdfast.core.elastic.escalation import Failure, Fault, RecoveryAction, Rec
 from holdfast.core.elastic.failure_detector import Exit, Verdict, first_failure
 from holdfast.core.elastic.lost_node import NodeFacts, lost
 from holdfast.core.elastic.rerun import cannot_run_twice
-from holdfast.core.versions.fence_rules import is_result
+from holdfast.core.versions.late_copy_rules import is_result
 from holdfast.elastic.launch import worker_assignment
 from holdfast.elastic.launch.agent_options import Program, Rules
 from holdfast.elastic.launch.incident_tracker import IncidentTracker, step_of

@@ -55,16 +55,16 @@ from torch.distributed.run import run as torchrun
 from holdfast.base.config import DISABLE_VARIABLE, ENVIRONMENT, Config, disabled, hand_on, is_relative, load
 from holdfast.base.config import aliases as config_aliases
 from holdfast.base.errors import HoldfastError, UsageError
-from holdfast.base.label import label_process
+from holdfast.base.process_label import label_process
 from holdfast.base.program import command
-from holdfast.base.standard_files import open_standard_files
+from holdfast.base.standard_streams import open_standard_files
 from holdfast.checkpoint.liveness.open_checkpointers import NO_WISH
 from holdfast.core.elastic.escalation import Limits
 from holdfast.core.elastic.node_lease import GUARD_S
 from holdfast.core.elastic.watch_mode import CAREFUL, MODES
 from holdfast.core.model import Version
 from holdfast.core.scheduling.cadence import Cadence
-from holdfast.elastic.launch import mindspore_env
+from holdfast.elastic.launch import foreign_launcher_env
 from holdfast.elastic.launch.agent import Agent
 from holdfast.elastic.launch.agent_options import EXIT_GRACE_S, Program, Rules
 from holdfast.elastic.launch.compile_cache import CompileCache, make_cache
@@ -219,11 +219,11 @@ def main(
     try:
         if disabled():
             return _plain_torchrun(argv)
-        found = mindspore_env.read(config_aliases())
+        found = foreign_launcher_env.read(config_aliases())
         for note in found.notes:
             sys.stderr.write(f"holdfast run: {note}\n")
         if found.scheduler:
-            return mindspore_env.keep_store(found)
+            return foreign_launcher_env.keep_store(found)
         parser = build_parser()
         parser.set_defaults(**found.defaults)
         args = parser.parse_args(argv)
@@ -262,7 +262,7 @@ def main(
     try:
         code = guard.code = launch(agent, spec, config)
         if code == 0:
-            mindspore_env.tell_done(found)
+            foreign_launcher_env.tell_done(found)
         return code
     finally:
         supply.close()

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from holdfast.base.label import label_process
+from holdfast.base.process_label import label_process
 from holdfast.elastic.worker.kill_descendants import kill_group
 
 logger = logging.getLogger(__name__)

@@ -34,12 +34,12 @@ from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 
 from holdfast.base.errors import Interrupted
-from holdfast.base.label import label_process
+from holdfast.base.process_label import label_process
 from holdfast.checkpoint.device import accelerator
 from holdfast.checkpoint.liveness import heartbeat, open_checkpointers
 from holdfast.checkpoint.survivors import step_snapshot
 from holdfast.core.elastic.rerun import why_not
-from holdfast.core.versions.fence_rules import LEAVING
+from holdfast.core.versions.late_copy_rules import LEAVING
 from holdfast.elastic.worker import group_teardown, interruptible_store, main_module
 from holdfast.elastic.worker.agent_channel import AgentChannel, RunOrder, order_of
 from holdfast.elastic.worker.kill_descendants import kill_group

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.base.errors import HoldfastError
-from holdfast.base.label import label_process
+from holdfast.base.process_label import label_process
 from holdfast.base.trace import TraceFile
 from holdfast.keeper.rpc.listener import Network
 from holdfast.keeper.rpc.paths import RuntimePaths, job_digest

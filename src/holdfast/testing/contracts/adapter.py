@@ -24,7 +24,7 @@ from pathlib import Path
 from holdfast.base.errors import HoldfastError
 from holdfast.base.events import Events
 from holdfast.core.model import Version
-from holdfast.testing.contracts.processes import Task, Told, Violation, Workshop
+from holdfast.testing.contracts.adapter_processes import Task, Told, Violation, Workshop
 from holdfast.tiers.storage.manifest import Manifest
 from holdfast.tiers.storage.version_store import open_storage
 

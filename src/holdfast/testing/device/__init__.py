@@ -12,7 +12,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from holdfast.testing.device import build, collectives, module
+from holdfast.testing.device import build, collectives, torch_sim
 
 BuildFailed = build.BuildFailed
 unavailable = build.unavailable
@@ -38,11 +38,11 @@ __all__ = [
     "unregister",
 ]
 
-Device = module.Device
-_loaded: list[module.DeviceModule] = []
+Device = torch_sim.Device
+_loaded: list[torch_sim.DeviceModule] = []
 
 
-def load() -> module.DeviceModule:
+def load() -> torch_sim.DeviceModule:
     """Make the device known to PyTorch, building it first where that was never done, and return `torch.sim`.
 
     Must come before the first use of any accelerator. Starts no device: forking is allowed until one is used. May be
@@ -53,7 +53,7 @@ def load() -> module.DeviceModule:
     """
     if not _loaded:
         native = _import(build.build())
-        made = module.make(native)
+        made = torch_sim.make(native)
         collectives.register(native)
         atexit.register(native.stop)
         _loaded.append(made)

@@ -5,7 +5,7 @@ in order, and a copy of ours on a side stream, which the next update waits for. 
 are offloaded) the host waits for the collective instead, and updates and copies itself. A collective whose peer is dead does
 not end by itself. It ends when the run is left, with gradients that nobody reduced, and from then on the state is spoiled;
 the host may run on for as long as it likes. What is believed, and the order in which a run is left, are the real rules
-(`core.versions.fence_rules`).
+(`core.versions.late_copy_rules`).
 
   S20  what a device had not finished when its communicators were cut or aborted counts as neither saved nor live, nor as a result
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from holdfast.core.versions import fence_rules
+from holdfast.core.versions import late_copy_rules
 from holdfast.testing.model_check.search import search
 from holdfast.testing.model_check.state import Broken
 
@@ -57,7 +57,7 @@ class World:
     @property
     def left(self) -> tuple[str, ...]:
         """The steps of leaving that were made."""
-        return fence_rules.LEAVING[: self.leaving]
+        return late_copy_rules.LEAVING[: self.leaving]
 
 
 def ends_by_itself() -> bool:
@@ -75,8 +75,8 @@ def moves(world: World) -> Iterator[tuple[str, World]]:
     """Every event that may come next, with the world behind it."""
     if world.peer:
         yield "the peer dies", replace(world, peer=False)
-    elif world.leaving < len(fence_rules.LEAVING):
-        yield f"the run is left: {fence_rules.LEAVING[world.leaving]}", _left(world)
+    elif world.leaving < len(late_copy_rules.LEAVING):
+        yield f"the run is left: {late_copy_rules.LEAVING[world.leaving]}", _left(world)
     yield from _device(world)
     if world.todo:
         yield from _host(world)
@@ -84,7 +84,7 @@ def moves(world: World) -> Iterator[tuple[str, World]]:
 
 def _left(world: World) -> World:
     """The next step of leaving. Void sees what the device has passed."""
-    if fence_rules.LEAVING[world.leaving] == "void":
+    if late_copy_rules.LEAVING[world.leaving] == "void":
         unmade = {step for what, step in world.queue if what == "copy"} | set(world.copies)
         passed = frozenset(range(NUM_STEPS + 1)) - unmade - {step for what, step in world.todo if what == "save"}
         world = replace(world, voided=(passed, world.noted[0] if world.noted[2] else None))
@@ -156,13 +156,13 @@ def _copied(world: World, step: int) -> World:
     """A copy was made; is it believed, and is it the state?"""
     broke_off = world.voided is not None
     passed = world.voided is None or step in world.voided[0]
-    if fence_rules.counts(broke_off=broke_off, passed_by_then=passed) and world.live != step:
+    if late_copy_rules.counts(broke_off=broke_off, passed_by_then=passed) and world.live != step:
         raise Broken("S20", f"what is saved as {step} is {_named(world.live)}")
     return world
 
 
 def _result(world: World) -> World:
-    if fence_rules.is_result(left=bool(world.leaving)) and world.live != NUM_STEPS:
+    if late_copy_rules.is_result(left=bool(world.leaving)) and world.live != NUM_STEPS:
         raise Broken("S20", f"the script ends well, and its result is {_named(world.live)}")
     return world
 
@@ -174,14 +174,14 @@ def offered(world: World) -> int | None:
     whole = begun == world.begun
     return (
         step
-        if whole and fence_rules.counts(broke_off=world.voided is not None, passed_by_then=passed_by_then)
+        if whole and late_copy_rules.counts(broke_off=world.voided is not None, passed_by_then=passed_by_then)
         else None
     )
 
 
 def _judged(world: World) -> None:
     """The host is interrupted here, and its device has run dry: what the process offers is the state of that step."""
-    if world.leaving < len(fence_rules.LEAVING) or world.queue or world.copies:
+    if world.leaving < len(late_copy_rules.LEAVING) or world.queue or world.copies:
         return
     step = offered(world)
     if step is not None and world.live != step:
@@ -216,7 +216,7 @@ def check(*, offloaded: bool = False) -> Result:
     def judged(world: World) -> Iterator[tuple[str, World]]:
         nonlocal num_kept
         _judged(world)
-        if world.leaving == len(fence_rules.LEAVING) and not world.queue and not world.copies:
+        if world.leaving == len(late_copy_rules.LEAVING) and not world.queue and not world.copies:
             num_kept += offered(world) is not None
         return moves(world)
 

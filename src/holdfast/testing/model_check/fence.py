@@ -3,7 +3,7 @@
 The state is two tensors, which steps write one after the other. The copying thread copies one tensor at a time. The thread
 that trains saves and steps; some steps save within (a closure), or a signal makes the thread save wherever it is. Another
 thread waits for the version, settles, or steps by an optimizer of its own. Who takes a copy out of the fence, what is
-copied late and when a version is void are the real rules (`core.versions.fence_rules`); the checks of late copies, which would find
+copied late and when a version is void are the real rules (`core.versions.late_copy_rules`); the checks of late copies, which would find
 out most of what goes wrong, are left out.
 
   S12  what is complete is the state at its call
@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from holdfast.core.versions import fence_rules
-from holdfast.core.versions.fence_rules import Who
+from holdfast.core.versions import late_copy_rules
+from holdfast.core.versions.late_copy_rules import Who
 from holdfast.testing.model_check.search import Found, search
 from holdfast.testing.model_check.state import Broken
 
@@ -127,18 +127,18 @@ def _acting(world: World, thread: int, action: str, rest: tuple[str, ...]) -> It
     elif action == "locked":
         owner, depth = world.passing
         last, who = world.copies[-1], Who[rest[0]]
-        if world.in_fence and not last.ended and not fence_rules.opens(who, ended=False):
+        if world.in_fence and not last.ended and not late_copy_rules.opens(who, ended=False):
             return  # it waits
         if world.in_fence:
             _ended(last, who)
-        still = world.in_fence and not fence_rules.opens(who, ended=True)
+        still = world.in_fence and not late_copy_rules.opens(who, ended=True)
         lock = (owner, depth - 1) if depth > 1 else (-1, 0)
         yield f"{name} passes", replace(after, todo=_tail(after, thread, rest[1:]), in_fence=still, passing=lock)
     elif action == "wait":
         copy = world.copies[-1] if world.copies else None
         if copy is None or copy.ended:
             yield f"{name} has waited", after
-        elif fence_rules.opens(Who.WAIT, ended=False) and world.in_fence:
+        elif late_copy_rules.opens(Who.WAIT, ended=False) and world.in_fence:
             _ended(copy, Who.WAIT)
     else:
         yield f"{name}: {action}", _done(after, thread, action)
@@ -187,8 +187,8 @@ def _started(world: World) -> World:
     *looked, (at_call, steps, others, within) = world.looked
     if world.in_fence:
         _ended(world.copies[-1], Who.SAVE)
-    void = fence_rules.is_void(others_within=others, steps_before=steps, steps_now=world.steps)
-    late = fence_rules.may_be_late(within_step=within)
+    void = late_copy_rules.is_void(others_within=others, steps_before=steps, steps_now=world.steps)
+    late = late_copy_rules.may_be_late(within_step=within)
     slot: tuple[int | None, ...] = (None,) * NUM_TENSORS if late else world.live
     copy = Copy(at_call, slot, given_up=void)
     if copy.ended and not void and slot != at_call:

@@ -26,7 +26,7 @@ from holdfast.testing.simulator.escalation import Climb
 from holdfast.testing.simulator.keeper import Desk, Held, Keeper, as_seals
 from holdfast.testing.simulator.network import Network, Storage
 from holdfast.testing.simulator.observer import Observer
-from holdfast.testing.simulator.rejoining import Memories, stepper
+from holdfast.testing.simulator.trainer_state import Memories, stepper
 
 STEP_S, TICK_S, BEGIN_S, RETRY_S = 0.4, 0.25, 1.0, 0.2
 DURABLE_EVERY, MAX_HISTORY = 5, 128

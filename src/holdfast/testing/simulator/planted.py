@@ -23,7 +23,7 @@ from holdfast.core.versions.lineage import Lineage
 from holdfast.core.versions.node_ledger import NodeLedger
 from holdfast.core.versions.slot_guard import Knowledge, SlotView
 from holdfast.testing.simulator import persisting
-from holdfast.testing.simulator.rejoining import Memory
+from holdfast.testing.simulator.trainer_state import Memory
 
 
 @dataclass(frozen=True, slots=True)

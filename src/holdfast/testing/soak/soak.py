@@ -30,7 +30,7 @@ from pathlib import Path
 import psutil
 
 from holdfast.base import program
-from holdfast.testing.contracts.processes import keepers_under
+from holdfast.testing.contracts.adapter_processes import keepers_under
 
 WORKER = str(Path(__file__).with_name("soak_train.py"))
 RANKS = (0, 1)

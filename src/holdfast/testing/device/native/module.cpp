@@ -1,4 +1,4 @@
-// The Python module: what module.py and the tests call.
+// The Python module: what torch_sim.py and the tests call.
 
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>

@@ -16,7 +16,7 @@ from holdfast.base.config import ALIASES, aliases
 from holdfast.base.errors import UsageError
 from holdfast.elastic.launch import compile_cache, run_command
 from holdfast.elastic.launch.compile_cache import MAX_ARCHIVES, CompileCache, make_cache, pack, unpack
-from holdfast.elastic.launch.mindspore_env import read
+from holdfast.elastic.launch.foreign_launcher_env import read
 from holdfast.tiers.backends.local import LocalBackend
 from launch_kit import Job, kill_tree, wait_for
 
