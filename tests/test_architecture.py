@@ -531,3 +531,14 @@ def test_promises_cover_every_requirement_once() -> None:
 @pytest.mark.parametrize(("name", "most"), [("README.md", 121), ("ARCHITECTURE.md", 220)])
 def test_the_first_pages_stay_short(name: str, most: int) -> None:
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) < most
+
+
+def test_no_test_file_imports_from_another_one() -> None:
+    """What several of them need stands in `tests/kit/`, in a kit or in a `conftest.py`."""
+    found = [
+        f"{path.relative_to(ROOT)}:{imported.line}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for imported in _imports(path, tree(path), in_function=False)
+        if any(part.startswith("test_") for part in imported.target.split("."))
+    ]
+    assert not found

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint.test_checkpointer import kill_keeper
 from holdfast.adapters.checkpointer import SaveOnly
 from holdfast.base.config import Config
 from holdfast.base.errors import LevelNotReached
 from holdfast.core.model import Level
+from kit.checkpointers import kill_keeper
 
 
 class Handed:

@@ -10,48 +10,22 @@ import threading
 from collections.abc import Callable, Iterator
 from operator import itemgetter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.pipelining import schedules
 
 import holdfast
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.copy_plan import Batch
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
-from holdfast.checkpoint.pipeline import schedule_actions
 from holdfast.checkpoint.pipeline.bubbles import Bubbles
 from holdfast.checkpoint.pipeline.copy_gate import Gate
 from holdfast.cli.trace import read
+from kit.schedules import nothing, schedule_of
 
 WORKER = str(Path(__file__).with_name("stay_worker.py"))
-NAMES = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
-
-
-class Work:
-    def wait(self) -> None:
-        pass
-
-
-def nothing(*_: object, **__: object) -> None:
-    pass
-
-
-def schedule_of(model: nn.Module) -> Any:
-    """The first of two ranks of a pipeline; a step waits as often as it is told, and computes nothing."""
-    stage = SimpleNamespace(
-        **{**vars(schedule_actions._stage(0, 2, 1)), **dict.fromkeys(NAMES, nothing), "submod": model}
-    )
-    return Waiting(stage, 4, loss_fn=nn.functional.mse_loss)
-
-
-class Waiting(schedules.Schedule1F1B):
-    def step(self, num_waits: int, **_: object) -> None:
-        for _ in range(num_waits):
-            schedules._wait_batch_p2p([Work()])
 
 
 @pytest.fixture

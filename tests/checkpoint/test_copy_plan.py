@@ -15,13 +15,14 @@ from holdfast.checkpoint.capture import copy_plan
 from holdfast.checkpoint.capture.copy_plan import SlotView, Split, Structure
 from holdfast.checkpoint.capture.mutation_check import NUM_PROOFS, MutationHistory, differing, digest, same_bits
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
-from holdfast.checkpoint.entries.types import Gathered, LiveTensor, dtype_name
+from holdfast.checkpoint.entries.types import Gathered
 from holdfast.checkpoint.restore import tensor_fill
 from holdfast.checkpoint.save.save_completion import ImmediatePiece, SaveCompletion
-from holdfast.core.model import Extent, Shard, Topology
+from holdfast.core.model import Topology
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format import values as value_codec
 from holdfast.tiers.memory.slots import Slot
+from kit.live_tensors import live
 
 ALONE = Topology(("n0",), (0,))
 
@@ -33,12 +34,6 @@ def slot_of(num_bytes: int) -> Iterator[Slot]:
         yield slot
     finally:
         slot.close()
-
-
-def live(name: str, tensor: torch.Tensor, *, ranks: tuple[int, ...] = (0,), late: bool = True) -> LiveTensor:
-    shape = tuple(tensor.shape)
-    extent = Extent((0,) * len(shape), shape)
-    return LiveTensor(Shard(name, dtype_name(tensor.dtype, where=name), shape, extent, ranks), tensor, late)
 
 
 def gathered(tensors: dict[str, torch.Tensor], *, ranks: tuple[int, ...] = (0,)) -> Gathered:

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import holdfast
-from checkpoint.test_checkpointer import Make, Trainee, kill_keeper, leave, make, wait_gone  # noqa: F401 - the fixture
 from holdfast.base.errors import CorruptError, HoldfastError, LevelNotReached, StorageError, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.copy_plan import Structure
@@ -29,6 +28,7 @@ from holdfast.core.model import Level, Version
 from holdfast.core.versions.lineage import Lineage
 from holdfast.tiers.storage.version_store import open_storage
 from keeper.rig import eventually, start_hurtable
+from kit.checkpointers import Make, Trainee, leave, wait_gone
 
 DEADLINE_S = 20.0
 
@@ -55,7 +55,7 @@ def versions(path: Path) -> list[Version]:
     return open_storage(path, Events()).versions()
 
 
-def test_flush_callbacks_pins_and_further_places(make: Make, tmp_path: Path) -> None:  # noqa: F811
+def test_flush_callbacks_pins_and_further_places(make: Make, tmp_path: Path) -> None:
     trainee, told = Trainee(), Told()
     checkpointer = make(trainee, on_durable=told)
     checkpointer.restore()
@@ -95,7 +95,7 @@ def test_flush_callbacks_pins_and_further_places(make: Make, tmp_path: Path) -> 
     leave(elsewhere)
 
 
-def test_what_does_not_become_durable_is_said_by_flush_and_by_the_callback(make: Make, tmp_path: Path) -> None:  # noqa: F811
+def test_what_does_not_become_durable_is_said_by_flush_and_by_the_callback(make: Make, tmp_path: Path) -> None:
     trainee, told = Trainee(), Told()
     checkpointer = make(trainee, on_durable=told, close_timeout_s=1.0)
     checkpointer.restore()
@@ -122,7 +122,7 @@ def test_what_does_not_become_durable_is_said_by_flush_and_by_the_callback(make:
     assert Version(1, 1) in versions(tmp_path / "job")
 
 
-def test_after_an_exception_the_last_whole_version_goes_to_storage(make: Make, tmp_path: Path) -> None:  # noqa: F811
+def test_after_an_exception_the_last_whole_version_goes_to_storage(make: Make, tmp_path: Path) -> None:
     trainee = Trainee()
     checkpointer = make(trainee, every=1, linger_s=5.0)
     checkpointer.restore()
@@ -138,7 +138,7 @@ def test_after_an_exception_the_last_whole_version_goes_to_storage(make: Make, t
         time.sleep(0.02)
 
 
-def test_a_stop_file_ends_the_job_after_the_step_with_its_state_in_storage(make: Make, tmp_path: Path) -> None:  # noqa: F811
+def test_a_stop_file_ends_the_job_after_the_step_with_its_state_in_storage(make: Make, tmp_path: Path) -> None:
     trainee, file = Trainee(), tmp_path / "stop.json"
     checkpointer = make(trainee, every=1, stop_file=str(file))
     checkpointer.restore()
@@ -153,7 +153,7 @@ def test_a_stop_file_ends_the_job_after_the_step_with_its_state_in_storage(make:
     assert versions(tmp_path / "job")[-1] == Version(1, 4)
 
 
-def test_one_version_of_so_many_minutes_is_kept(make: Make, tmp_path: Path) -> None:  # noqa: F811
+def test_one_version_of_so_many_minutes_is_kept(make: Make, tmp_path: Path) -> None:
     trainee = Trainee()
     checkpointer = make(trainee, keep_every="60m")
     checkpointer.restore()
@@ -166,7 +166,7 @@ def test_one_version_of_so_many_minutes_is_kept(make: Make, tmp_path: Path) -> N
     assert versions(tmp_path / "job") == kept
 
 
-def test_a_frozen_keeper_holds_up_one_save_for_a_moment_and_no_other(make: Make) -> None:  # noqa: F811
+def test_a_frozen_keeper_holds_up_one_save_for_a_moment_and_no_other(make: Make) -> None:
     trainee = Trainee()
     checkpointer = make(trainee)
     seen: list[str] = []
@@ -197,7 +197,7 @@ def test_a_frozen_keeper_holds_up_one_save_for_a_moment_and_no_other(make: Make)
 
 
 def test_slow_storage_holds_up_no_save_and_gets_the_state_of_its_step(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     runtime_dir: Path,
 ) -> None:
@@ -232,7 +232,7 @@ def test_slow_storage_holds_up_no_save_and_gets_the_state_of_its_step(
 
 
 def test_what_is_written_beside_a_save_is_shown_and_comes_back(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -262,7 +262,7 @@ def test_what_is_written_beside_a_save_is_shown_and_comes_back(
 
 
 def test_info_is_what_it_was_at_the_call_whatever_its_containers_become(
-    make: Make,  # noqa: F811
+    make: Make,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Late copies are trusted after a few saves; then the copying thread is held until the containers have changed."""
@@ -295,7 +295,7 @@ def test_info_is_what_it_was_at_the_call_whatever_its_containers_become(
 
 @pytest.mark.parametrize("call", ["scandir", "open"], ids=["the list of versions", "the newest manifest"])
 def test_storage_that_cannot_be_read_is_no_fresh_start_and_is_left_as_it_is(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     call: str,
@@ -349,7 +349,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 
 def test_an_older_version_is_taken_once_and_no_live_state_instead_of_it(
-    make: Make,  # noqa: F811
+    make: Make,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the launcher wishes for when the newest version leads to the same failure again and again."""
@@ -373,7 +373,7 @@ def test_an_older_version_is_taken_once_and_no_live_state_instead_of_it(
     assert live == [True, False, True]
 
 
-def test_memory_for_what_the_first_step_will_make_is_taken_before_it(make: Make) -> None:  # noqa: F811
+def test_memory_for_what_the_first_step_will_make_is_taken_before_it(make: Make) -> None:
     """Moments do not exist yet at the restore; too little memory for them is no surprise of the first save."""
     trainee = Trainee(width=1 << 16)
     checkpointer = make(trainee)
@@ -387,7 +387,7 @@ def test_memory_for_what_the_first_step_will_make_is_taken_before_it(make: Make)
     assert before > 2 * parameters, "moments count"
 
 
-def test_another_place_knows_the_incarnations_between(make: Make, tmp_path: Path) -> None:  # noqa: F811
+def test_another_place_knows_the_incarnations_between(make: Make, tmp_path: Path) -> None:
     """Of which no version was copied there: what came before them is an ancestor all the same."""
     place = tmp_path / "far"
     for number in range(3):
@@ -403,7 +403,7 @@ def test_another_place_knows_the_incarnations_between(make: Make, tmp_path: Path
     assert {line.first for line in lines} == {1}, "one run, not one that a fresh start ended and another"
 
 
-def test_a_place_with_a_cut_chain_says_so_and_the_next_copy_mends_it(make: Make, tmp_path: Path) -> None:  # noqa: F811
+def test_a_place_with_a_cut_chain_says_so_and_the_next_copy_mends_it(make: Make, tmp_path: Path) -> None:
     """As an older holdfast left it: the record of the incarnation between is missing there."""
     place, job = tmp_path / "far", tmp_path / "job"
     for number in range(3):

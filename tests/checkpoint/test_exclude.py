@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from checkpoint.test_checkpointer import Make, make  # noqa: F401 - the fixture
 from holdfast.base.errors import MismatchError, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.job import collectives
 from holdfast.cli.stored import versions
 from holdfast.tiers.storage.version_store import open_storage
+from kit.checkpointers import Make
 from ranks_kit import on_all
 
 
@@ -55,7 +55,7 @@ LEFT_OUT = ("model.base.bias", "model.base.scale", "model.base.weight")
 
 
 def test_what_is_excluded_is_not_saved_and_stays_as_the_script_makes_it(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -83,7 +83,7 @@ def test_what_is_excluded_is_not_saved_and_stays_as_the_script_makes_it(
     assert "model.base.weight" in str(again.last_restore)
 
 
-def test_who_expects_them_is_told_how_they_were_left_out(make: Make) -> None:  # noqa: F811
+def test_who_expects_them_is_told_how_they_were_left_out(make: Make) -> None:
     model = Adapted()
     checkpointer = make(model=model, exclude=["model.base"])
     checkpointer.restore()
@@ -93,7 +93,7 @@ def test_who_expects_them_is_told_how_they_were_left_out(make: Make) -> None:  #
         make(model=Adapted()).restore()
 
 
-def test_a_version_that_has_them_all_the_same_fills_them(make: Make) -> None:  # noqa: F811
+def test_a_version_that_has_them_all_the_same_fills_them(make: Make) -> None:
     model = Adapted(fill=3.0)
     checkpointer = make(model=model)
     checkpointer.restore()
@@ -107,7 +107,7 @@ def test_a_version_that_has_them_all_the_same_fills_them(make: Make) -> None:  #
     assert again.last_restore.left_out == ()
 
 
-def test_what_an_optimizer_steps_is_never_left_out(make: Make) -> None:  # noqa: F811
+def test_what_an_optimizer_steps_is_never_left_out(make: Make) -> None:
     model = Adapted()
     with pytest.raises(UsageError, match=r"cannot be left out.*model.adapter"):
         make(model=model, optimizer=optimizer_of(model), exclude=["model.adapter"]).restore()

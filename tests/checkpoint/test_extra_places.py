@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from checkpoint.test_checkpointer import Make, Trainee, leave, make  # noqa: F401 - the fixture
 from holdfast.base.errors import HoldfastError, LevelNotReached
 from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer import checkpointer as checkpointers
@@ -26,6 +25,7 @@ from holdfast.checkpoint.save.extra_places import MAX_WAITING, ExtraPlaces
 from holdfast.core.model import Version
 from holdfast.tiers.storage.version_store import Storage, open_storage
 from keeper.rig import eventually
+from kit.checkpointers import Make, Trainee, leave
 
 DEADLINE_S = 20.0
 Hold = Callable[[str], threading.Event]
@@ -64,7 +64,7 @@ def durable(checkpointer: Any, trainee: Trainee, *steps: int) -> None:
         checkpointer.save(step, "durable").wait()
 
 
-def test_a_version_stays_while_it_waits_and_while_it_is_copied(make: Make, tmp_path: Path, slow: Hold) -> None:  # noqa: F811
+def test_a_version_stays_while_it_waits_and_while_it_is_copied(make: Make, tmp_path: Path, slow: Hold) -> None:
     """Five more become durable meanwhile, of which retention keeps two; the second one waits for its turn all the time."""
     job, far, gate = tmp_path / "job", tmp_path / "far", slow("far")
     trainee = Trainee()
@@ -90,7 +90,7 @@ def test_a_version_stays_while_it_waits_and_while_it_is_copied(make: Make, tmp_p
 
 
 def test_a_slow_place_dooms_no_other_and_a_restart_in_between_neither(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     slow: Hold,
 ) -> None:
@@ -118,7 +118,7 @@ def test_a_slow_place_dooms_no_other_and_a_restart_in_between_neither(
     leave(checkpointer)
 
 
-def test_a_place_that_is_asked_for_while_a_copy_runs_is_not_lost(make: Make, tmp_path: Path, slow: Hold) -> None:  # noqa: F811
+def test_a_place_that_is_asked_for_while_a_copy_runs_is_not_lost(make: Make, tmp_path: Path, slow: Hold) -> None:
     gate, told = slow("slow"), []
     checkpointer = make(Trainee(), on_durable=lambda version, error: told.append((version, error)))
     checkpointer.restore()
@@ -133,7 +133,7 @@ def test_a_place_that_is_asked_for_while_a_copy_runs_is_not_lost(make: Make, tmp
 
 
 def test_close_says_what_it_waits_for_and_what_did_not_arrive(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     slow: Hold,
     monkeypatch: pytest.MonkeyPatch,
@@ -160,7 +160,7 @@ def test_close_says_what_it_waits_for_and_what_did_not_arrive(
     assert held(tmp_path / "job") == []
 
 
-def test_close_waits_for_a_copy_that_arrives(make: Make, tmp_path: Path, slow: Hold) -> None:  # noqa: F811
+def test_close_waits_for_a_copy_that_arrives(make: Make, tmp_path: Path, slow: Hold) -> None:
     gate = slow("slow")
     checkpointer = make(Trainee())
     checkpointer.restore()
@@ -174,7 +174,7 @@ def test_close_waits_for_a_copy_that_arrives(make: Make, tmp_path: Path, slow: H
     assert versions(tmp_path / "slow") == [Version(1, 0)]
 
 
-def test_an_interrupted_job_ends_its_copies_and_holds_nothing(make: Make, tmp_path: Path, slow: Hold) -> None:  # noqa: F811
+def test_an_interrupted_job_ends_its_copies_and_holds_nothing(make: Make, tmp_path: Path, slow: Hold) -> None:
     gate, told = slow("slow"), []
     checkpointer = make(Trainee(), on_durable=lambda version, error: told.append((version, str(error))))
     checkpointer.restore()
@@ -208,7 +208,7 @@ signal.pause()
 
 
 def test_what_a_killed_process_held_goes_when_the_next_incarnation_commits(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     runtime_dir: Path,
 ) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from checkpoint.test_checkpointer import Make, Trainee, make  # noqa: F401 - the fixture
 from holdfast.core.model import Level
+from kit.checkpointers import Make, Trainee
 
 # Versions whose level is remembered are bounded (64 and 128 of them): beyond these nothing may grow.
 REMEMBERED = 140
@@ -35,7 +35,7 @@ class Size:
     ("warm_up", "saves"),
     [(15, 25), pytest.param(REMEMBERED, 1000, marks=[pytest.mark.slow, pytest.mark.timeout(550)])],
 )
-def test_nothing_grows_from_save_to_save(make: Make, tmp_path: Path, warm_up: int, saves: int) -> None:  # noqa: F811
+def test_nothing_grows_from_save_to_save(make: Make, tmp_path: Path, warm_up: int, saves: int) -> None:
     trainee = Trainee()
     checkpointer = make(trainee)
     checkpointer.restore()

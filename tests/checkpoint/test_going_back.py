@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from checkpoint.test_checkpointer import Make, Trainee, leave, make  # noqa: F401 - the fixture
 from holdfast.base.errors import CorruptError
 from holdfast.base.events import Events
 from holdfast.checkpoint.liveness import open_checkpointers
@@ -18,6 +17,7 @@ from holdfast.elastic.launch.rendezvous.incarnation_rounds import Round
 from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.storage import incarnations
 from holdfast.tiers.storage.version_store import open_storage
+from kit.checkpointers import Make, Trainee, leave
 from tiers.samples import new_store
 
 OLD = Version(1, 1)
@@ -28,7 +28,7 @@ def _wish_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_checkpointers.wish, "version", NO_WISH)
 
 
-def start(make: Make, wish: str, *, steps: int = 0, version: Version | None = None, fresh: bool = False) -> int:  # noqa: F811
+def start(make: Make, wish: str, *, steps: int = 0, version: Version | None = None, fresh: bool = False) -> int:
     """One start of the job, as a launcher makes it; returns the step that it went on with."""
     open_checkpointers.wish.version = wish
     trainee = Trainee()
@@ -44,7 +44,7 @@ def start(make: Make, wish: str, *, steps: int = 0, version: Version | None = No
 
 
 def test_a_wish_holds_for_the_first_start_and_newer_versions_are_not_passed_over(
-    make: Make,  # noqa: F811
+    make: Make,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert start(make, NO_WISH, steps=4) == 0
@@ -56,7 +56,7 @@ def test_a_wish_holds_for_the_first_start_and_newer_versions_are_not_passed_over
     assert start(make, str(OLD)) == OLD.step + 5, "nor at the next start"
 
 
-def test_the_same_wish_counts_again_after_another_or_a_start_without(make: Make) -> None:  # noqa: F811
+def test_the_same_wish_counts_again_after_another_or_a_start_without(make: Make) -> None:
     other = Version(1, 0)
     assert start(make, NO_WISH, steps=3) == 0
     assert start(make, str(OLD), steps=1) == OLD.step + 1
@@ -66,7 +66,7 @@ def test_the_same_wish_counts_again_after_another_or_a_start_without(make: Make)
     assert start(make, str(other), steps=1) == other.step + 2
 
 
-def test_a_start_that_did_not_come_so_far_fulfils_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_start_that_did_not_come_so_far_fulfils_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     assert start(make, NO_WISH, steps=3) == 0
     record = incarnations.record_resumed
 
@@ -81,7 +81,7 @@ def test_a_start_that_did_not_come_so_far_fulfils_nothing(make: Make, monkeypatc
 
 
 def test_what_the_script_names_itself_goes_before_and_the_wish_is_named(
-    make: Make,  # noqa: F811
+    make: Make,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert start(make, NO_WISH, steps=3) == 0

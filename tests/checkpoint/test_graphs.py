@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint.test_copy_plan import live
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.mutation_check import NUM_PROOFS, MutationHistory
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
@@ -19,6 +18,7 @@ from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors import step_snapshot, survivor_state
 from holdfast.checkpoint.survivors.survivor_state import Survivor
 from holdfast.core.model import Version
+from kit.live_tensors import live
 
 
 class Graph:

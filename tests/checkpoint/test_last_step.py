@@ -13,13 +13,13 @@ import psutil
 import pytest
 import torch
 
-from checkpoint.test_checkpointer import Make, Trainee, kill_keeper, make  # noqa: F401 - the fixture
-from checkpoint.test_late_copies import Held, fill, held, trusted  # noqa: F401 - the fixture
 from holdfast.base.errors import LevelNotReached, UsageError
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.core.model import Version
 from holdfast.tiers.storage.version_store import open_storage
+from kit.checkpointers import Make, Trainee, kill_keeper
+from kit.late_copies import Held, fill, trusted
 
 
 def stored(tmp_path: Path) -> list[Version]:
@@ -45,7 +45,7 @@ CHANGES = [load_best, fill, halve, step_again]
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_came_after_the_last_step_is_not_saved_as_its_state(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     change: Callable[[Trainee], None],
@@ -73,7 +73,7 @@ def test_what_came_after_the_last_step_is_not_saved_as_its_state(
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_where_nothing_can_be_made_durable_close_says_so(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     change: Callable[[Trainee], None],
 ) -> None:
@@ -89,7 +89,7 @@ def test_where_nothing_can_be_made_durable_close_says_so(
     assert stored(tmp_path) == []
 
 
-def test_the_last_step_is_saved_at_the_end_where_nothing_came_after_it(make: Make, tmp_path: Path) -> None:  # noqa: F811
+def test_the_last_step_is_saved_at_the_end_where_nothing_came_after_it(make: Make, tmp_path: Path) -> None:
     trainee = Trainee()
     checkpointer = make(trainee, every="60s", durable_every="0")
     checkpointer.restore()
@@ -108,7 +108,7 @@ def test_the_last_step_is_saved_at_the_end_where_nothing_came_after_it(make: Mak
 
 
 def test_a_keeper_that_died_at_the_last_save_costs_that_one_and_no_more(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -132,8 +132,8 @@ def test_a_keeper_that_died_at_the_last_save_costs_that_one_and_no_more(
 
 
 def test_after_an_exception_the_last_whole_version_is_stored_if_the_last_was_given_up(
-    make: Make,  # noqa: F811
-    held: Held,  # noqa: F811
+    make: Make,
+    held: Held,
     tmp_path: Path,
 ) -> None:
     trainee = Trainee()
@@ -154,7 +154,7 @@ def test_after_an_exception_the_last_whole_version_is_stored_if_the_last_was_giv
     assert [version.step for version in stored(tmp_path)] == [10]
 
 
-def test_a_step_number_is_saved_once(make: Make) -> None:  # noqa: F811
+def test_a_step_number_is_saved_once(make: Make) -> None:
     """Epochs as step numbers: the second state would not be saved, though it was said to be."""
     trainee = Trainee()
     checkpointer = make(trainee)
@@ -186,7 +186,7 @@ CHILD_VERBS: dict[str, Callable[[Any, Any], object]] = {
 
 
 @pytest.mark.parametrize("what", [*CHILD_ENDS, *CHILD_VERBS])
-def test_a_forked_child_ends_nothing_of_its_parent(make: Make, what: str) -> None:  # noqa: F811
+def test_a_forked_child_ends_nothing_of_its_parent(make: Make, what: str) -> None:
     trainee = Trainee()
     checkpointer = make(trainee)
     checkpointer.restore()

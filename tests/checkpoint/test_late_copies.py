@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,9 @@ import psutil
 import pytest
 import torch
 
-from checkpoint.test_checkpointer import Make, Trainee, make  # noqa: F401 - the fixture
 from holdfast.base.errors import LevelNotReached
 from holdfast.base.events import Events
-from holdfast.checkpoint.capture import copy_plan, mutation_check
+from holdfast.checkpoint.capture import mutation_check
 from holdfast.checkpoint.capture import optimizer_fence as fences
 from holdfast.checkpoint.capture.mutation_check import NUM_PROOFS
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
@@ -34,45 +33,8 @@ from holdfast.checkpoint.survivors import step_snapshot
 from holdfast.checkpoint.survivors.survivor_state import Survivor, remains
 from holdfast.core.model import Version
 from holdfast.core.versions import late_copy_rules as rules
-
-
-class Held:
-    """Holds late copies back until `let_go`; copies in the call go through."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.gate = threading.Event()
-        self.gate.set()
-        self._copy = copy_plan.copy
-        monkeypatch.setattr(copy_plan, "copy", self._held)
-
-    def _held(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        if threading.current_thread().name == "holdfast-capture":
-            assert self.gate.wait(30.0)
-        self._copy(targets, sources)
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    holder = Held(monkeypatch)
-    yield holder
-    holder.gate.set()
-
-
-def trusted(make: Make, trainee: Trainee, **options: Any) -> Any:  # noqa: F811
-    """A checkpointer whose next save copies late."""
-    checkpointer = make(trainee, fence_timeout_s=20.0, **options)
-    checkpointer.restore()
-    for step in range(NUM_PROOFS + 1):
-        trainee.train()
-        checkpointer.save(step).wait("captured", 10)
-    trainee.train()
-    assert checkpointer.events.counters()["late_copied_bytes"] > 0
-    return checkpointer
-
-
-def fill(trainee: Trainee) -> None:
-    for parameter in trainee.model.parameters():
-        parameter.data.fill_(7.0)
+from kit.checkpointers import Make, Trainee
+from kit.late_copies import Held, fill, trusted
 
 
 def counted(trainee: Trainee) -> None:
@@ -99,7 +61,7 @@ WRITES = [fill, counted, foreach, moments, loaded]
 
 @pytest.mark.parametrize("write", WRITES)
 def test_writes_during_a_late_copy_give_the_version_up(
-    make: Make,  # noqa: F811
+    make: Make,
     held: Held,
     caplog: pytest.LogCaptureFixture,
     write: Callable[[Trainee], None],
@@ -121,7 +83,7 @@ def test_writes_during_a_late_copy_give_the_version_up(
     assert trainee.fingerprint() == expected
 
 
-def test_one_element_written_past_the_counts_is_found_by_the_stretch(make: Make, held: Held) -> None:  # noqa: F811
+def test_one_element_written_past_the_counts_is_found_by_the_stretch(make: Make, held: Held) -> None:
     """The stretch moves on at every save: after so many, every byte was compared once."""
     trainee = Trainee(width=8)
     checkpointer = trusted(make, trainee)
@@ -139,7 +101,7 @@ def test_one_element_written_past_the_counts_is_found_by_the_stretch(make: Make,
     assert given_up == 1, "once, and never late again"
 
 
-def test_a_wait_in_another_thread_leaves_the_fence_shut(make: Make, held: Held) -> None:  # noqa: F811
+def test_a_wait_in_another_thread_leaves_the_fence_shut(make: Make, held: Held) -> None:
     trainee = Trainee()
     checkpointer = trusted(make, trainee)
     expected = trainee.fingerprint()
@@ -165,7 +127,7 @@ def test_a_wait_in_another_thread_leaves_the_fence_shut(make: Make, held: Held) 
     assert trainee.fingerprint() == expected
 
 
-def test_a_handler_may_save_while_the_step_waits(make: Make, held: Held) -> None:  # noqa: F811
+def test_a_handler_may_save_while_the_step_waits(make: Make, held: Held) -> None:
     """As schedulers send SIGUSR1 before they preempt; it comes in the thread that waits for the copy."""
     trainee = Trainee()
     checkpointer = trusted(make, trainee)
@@ -199,7 +161,7 @@ def test_a_handler_may_save_while_the_step_waits(make: Make, held: Held) -> None
     assert [trainee.fingerprint()] == expected
 
 
-def test_a_save_within_a_step_is_copied_in_the_call(make: Make, held: Held) -> None:  # noqa: F811
+def test_a_save_within_a_step_is_copied_in_the_call(make: Make, held: Held) -> None:
     """A closure is called in the middle of the step, whose rest passes no fence."""
     trainee = Trainee()
     checkpointer = trusted(make, trainee)
@@ -240,7 +202,7 @@ class Slow(torch.optim.SGD):
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("when", ["before the call", "in the call"])
 def test_a_step_of_another_thread_during_the_call_gives_it_up(
-    make: Make,  # noqa: F811
+    make: Make,
     monkeypatch: pytest.MonkeyPatch,
     when: str,
     late: bool,
@@ -272,7 +234,7 @@ def test_a_step_of_another_thread_during_the_call_gives_it_up(
 
 
 def test_a_save_in_the_middle_of_a_save_is_given_up_by_name(
-    make: Make,  # noqa: F811
+    make: Make,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A signal's handler that saves, and it comes in a save; or a state_dict() that saves."""
@@ -322,7 +284,7 @@ def test_a_step_that_raised_is_not_under_way() -> None:
 
 @pytest.mark.parametrize("who", ["another", "successor"])
 def test_steps_of_an_optimizer_that_was_not_given_wait_too(
-    make: Make,  # noqa: F811
+    make: Make,
     held: Held,
     caplog: pytest.LogCaptureFixture,
     who: str,
@@ -343,7 +305,7 @@ def test_steps_of_an_optimizer_that_was_not_given_wait_too(
     assert caplog.text.count("Adagrad steps parameters") == 1
 
 
-def test_an_optimizer_of_other_parameters_waits_for_nothing(make: Make, held: Held) -> None:  # noqa: F811
+def test_an_optimizer_of_other_parameters_waits_for_nothing(make: Make, held: Held) -> None:
     trainee = Trainee()
     checkpointer = trusted(make, trainee)
     stranger = torch.nn.Parameter(torch.ones(3))
@@ -356,7 +318,7 @@ def test_an_optimizer_of_other_parameters_waits_for_nothing(make: Make, held: He
     assert handle.wait("captured", 10)
 
 
-def test_after_settle_weights_may_be_swapped(make: Make, held: Held, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+def test_after_settle_weights_may_be_swapped(make: Make, held: Held, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is given up, nobody is warned, and saves stay late."""
     trainee = Trainee()
     checkpointer = trusted(make, trainee)
@@ -379,7 +341,7 @@ def test_after_settle_weights_may_be_swapped(make: Make, held: Held, caplog: pyt
 
 
 def test_steps_that_pass_no_fence_end_late_copies_with_one_warning(
-    make: Make,  # noqa: F811
+    make: Make,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As a replayed CUDA graph steps: the parameters move and no hook is called."""
@@ -402,7 +364,7 @@ def test_steps_that_pass_no_fence_end_late_copies_with_one_warning(
 
 @pytest.mark.parametrize("when", ["watched", "late"])
 def test_no_fault_of_a_comparison_reaches_the_step(
-    make: Make,  # noqa: F811
+    make: Make,
     monkeypatch: pytest.MonkeyPatch,
     when: str,
 ) -> None:
@@ -474,7 +436,7 @@ def test_an_exception_in_a_hook_does_not_leave_the_step(caplog: pytest.LogCaptur
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own
-def test_a_compiled_step_passes_the_fence_and_proves_as_a_plain_one(make: Make) -> None:  # noqa: F811
+def test_a_compiled_step_passes_the_fence_and_proves_as_a_plain_one(make: Make) -> None:
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     checkpointer: Any = make(model=model, optimizer=optimizer)
@@ -492,7 +454,7 @@ def test_a_compiled_step_passes_the_fence_and_proves_as_a_plain_one(make: Make) 
     assert torch.equal(model.weight, expected)
 
 
-def test_a_frozen_keeper_holds_a_save_that_outgrew_its_slots_for_its_bound(make: Make) -> None:  # noqa: F811
+def test_a_frozen_keeper_holds_a_save_that_outgrew_its_slots_for_its_bound(make: Make) -> None:
     trainee = Trainee()
     checkpointer = make(trainee, begin_timeout_s=0.5)
     checkpointer.restore()
@@ -629,7 +591,7 @@ def test_memory_that_torch_moves_in_place_ends_no_training(tmp_path: Path, how: 
     assert "went on" in done.stdout
 
 
-def test_an_inner_part_of_a_large_tensor_that_is_written_and_put_back_is_found(make: Make, held: Held) -> None:  # noqa: F811
+def test_an_inner_part_of_a_large_tensor_that_is_written_and_put_back_is_found(make: Make, held: Held) -> None:
     """The copy took half of it as it never was; nothing tells that but elements within."""
     trainee = Trainee(width=1 << 17)
     large = max(trainee.model.parameters(), key=torch.numel)

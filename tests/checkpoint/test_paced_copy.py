@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from checkpoint.test_adapt import nothing, schedule_of
-from checkpoint.test_timers import Device as Times
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture.copy_plan import batches
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
@@ -20,6 +18,8 @@ from holdfast.checkpoint.capture.paced_copy import PacedCopy
 from holdfast.checkpoint.capture.side_stream_copy import SideStreams
 from holdfast.checkpoint.pipeline.bubbles import Bubbles
 from holdfast.checkpoint.pipeline.timers import DeviceClock
+from kit.device_times import Device as Times
+from kit.schedules import nothing, schedule_of
 
 RATE = 1000.0
 BATCH = 10  # bytes: ten milliseconds

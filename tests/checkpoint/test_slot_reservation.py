@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from checkpoint.test_checkpointer import Make, Trainee, make  # noqa: F401 - the fixture
 from holdfast.base.events import Events
 from holdfast.checkpoint.checkpointer import checkpointer as door
 from holdfast.core.model import Level, Version
 from holdfast.testing.faults.rig import start_hurtable
 from holdfast.tiers.storage.version_store import open_storage
 from keeper.rig import eventually
+from kit.checkpointers import Make, Trainee
 
 BOUND_S = 0.2
 
@@ -51,7 +51,7 @@ def versions(base: Path) -> list[Version]:
     return open_storage(base / "job", Events()).versions()
 
 
-def test_training_begins_before_its_memory_is_made(make: Make, memory: Memory) -> None:  # noqa: F811
+def test_training_begins_before_its_memory_is_made(make: Make, memory: Memory) -> None:
     checkpointer = make(Trainee(), begin_timeout_s=0.1)
     began = time.monotonic()
     assert checkpointer.restore() == 0
@@ -67,7 +67,7 @@ def test_training_begins_before_its_memory_is_made(make: Make, memory: Memory) -
 
 
 def test_the_last_step_is_saved_although_its_memory_came_after_it(
-    make: Make,  # noqa: F811
+    make: Make,
     memory: Memory,
     tmp_path: Path,
 ) -> None:
@@ -85,7 +85,7 @@ def test_the_last_step_is_saved_although_its_memory_came_after_it(
 
 
 def test_memory_that_is_refused_after_it_was_granted_leaves_storage(
-    make: Make,  # noqa: F811
+    make: Make,
     memory: Memory,
     tmp_path: Path,
 ) -> None:
@@ -108,7 +108,7 @@ def test_memory_that_is_refused_after_it_was_granted_leaves_storage(
 
 
 def test_a_job_that_needs_memory_waits_for_all_of_it_and_is_refused_otherwise(
-    make: Make,  # noqa: F811
+    make: Make,
     memory: Memory,
 ) -> None:
     memory.refuse()
@@ -117,7 +117,7 @@ def test_a_job_that_needs_memory_waits_for_all_of_it_and_is_refused_otherwise(
 
 
 def test_a_keeper_that_dies_before_all_slots_are_there_is_replaced_by_one_that_makes_them(
-    make: Make,  # noqa: F811
+    make: Make,
     memory: Memory,
 ) -> None:
     checkpointer = make(Trainee(), begin_timeout_s=5.0)

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import holdfast
-from checkpoint.test_checkpointer import Make, Trainee, kill_keeper, make  # noqa: F401 - the fixture
 from holdfast.base import program
 from holdfast.base.events import Events
 from holdfast.core.model import Level, Version
 from holdfast.core.scheduling import storage_only_steps
 from holdfast.tiers.storage.version_store import open_storage
+from kit.checkpointers import Make, Trainee, kill_keeper
 
 
 class Growing:
@@ -45,7 +45,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_only_steps, "MAX_GAP_S", 0.0)
 
 
-def test_a_state_that_grew_is_saved_to_storage_until_it_fits_again(make: Make, tmp_path: Path) -> None:  # noqa: F811
+def test_a_state_that_grew_is_saved_to_storage_until_it_fits_again(make: Make, tmp_path: Path) -> None:
     growing, names = Growing(100_000), []
     checkpointer = make(growing=growing, durable_every=1, memory_budget="4MB", keep_every="1")
     checkpointer.events.subscribe(lambda event: names.append(event.name))
@@ -86,7 +86,7 @@ def no_keeper(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 
 def test_a_keeper_that_is_gone_for_good_costs_one_save_and_memory_returns_with_the_next(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     no_keeper: Callable[[bool], None],
 ) -> None:
@@ -155,7 +155,7 @@ def test_a_job_goes_on_where_another_user_made_the_default_runtime_directory(
 
 
 def test_the_last_save_is_durable_without_a_keeper(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     runtime_dir: Path,
     no_keeper: Callable[[bool], None],

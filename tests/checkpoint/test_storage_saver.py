@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import holdfast
-from checkpoint.test_checkpointer import Make, Trainee, make, wait_gone  # noqa: F401 - the fixture
 from holdfast.base import program
 from holdfast.base.errors import KeeperNotStarted, LevelNotReached, MemoryRefused
 from holdfast.base.events import Events
@@ -25,6 +24,7 @@ from holdfast.core.model import Level, Version
 from holdfast.core.scheduling import storage_only_steps
 from holdfast.keeper.observe import degraded_notice
 from holdfast.tiers.storage.version_store import open_storage
+from kit.checkpointers import Make, Trainee
 
 NO_MEMORY = {"memory_budget": "100KB"}
 
@@ -41,7 +41,7 @@ def no_keeper(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def test_too_little_memory_leaves_durable_saves_and_everybody_is_told(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     runtime_dir: Path,
     caplog: pytest.LogCaptureFixture,
@@ -97,7 +97,7 @@ def wait_ended(pid: int) -> bool:
 
 
 def test_without_a_keeper_training_goes_on_and_the_level_returns_with_one(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     no_keeper: Callable[[], None],
 ) -> None:
@@ -129,7 +129,7 @@ def test_without_a_keeper_training_goes_on_and_the_level_returns_with_one(
     assert versions(tmp_path / "job")[-1] == Version(3, 8)
 
 
-def test_who_requires_the_level_in_memory_is_refused(make: Make, no_keeper: Callable[[], None]) -> None:  # noqa: F811
+def test_who_requires_the_level_in_memory_is_refused(make: Make, no_keeper: Callable[[], None]) -> None:
     with pytest.raises(KeeperNotStarted, match="ended while it started"):
         make(Trainee(), require_memory=True).restore()
     no_keeper()
@@ -137,7 +137,7 @@ def test_who_requires_the_level_in_memory_is_refused(make: Make, no_keeper: Call
         make(Trainee(), require_memory=True, **NO_MEMORY).restore()
 
 
-def test_storage_that_refuses_costs_the_version_and_nothing_else(make: Make, tmp_path: Path) -> None:  # noqa: F811
+def test_storage_that_refuses_costs_the_version_and_nothing_else(make: Make, tmp_path: Path) -> None:
     trainee = Trainee()
     checkpointer = make(trainee, **NO_MEMORY)
     checkpointer.restore()
@@ -155,7 +155,7 @@ def test_storage_that_refuses_costs_the_version_and_nothing_else(make: Make, tmp
     assert versions(tmp_path / "job") == [Version(1, 0)], "the last step is tried again at the end"
 
 
-def test_what_cannot_be_saved_is_refused_before_training(make: Make) -> None:  # noqa: F811
+def test_what_cannot_be_saved_is_refused_before_training(make: Make) -> None:
     class Odd:
         def state_dict(self) -> dict[str, object]:
             return {"thing": object()}
@@ -245,7 +245,7 @@ def test_a_cadence_in_steps_needs_no_meeting_of_its_own() -> None:
     assert ranks == [([24, 49, 74, 99], None)] * 3
 
 
-def test_a_bundle_is_written_from_tensors_of_any_strides(make: Make, tmp_path: Path) -> None:  # noqa: F811
+def test_a_bundle_is_written_from_tensors_of_any_strides(make: Make, tmp_path: Path) -> None:
     model = torch.nn.Linear(33, 17)
     with torch.no_grad():
         model.weight = torch.nn.Parameter(torch.randn(33, 17).t())
@@ -260,7 +260,7 @@ def test_a_bundle_is_written_from_tensors_of_any_strides(make: Make, tmp_path: P
     assert torch.equal(model.weight, before)
 
 
-def test_the_note_of_a_killed_process_means_nothing_and_goes(make: Make, runtime_dir: Path) -> None:  # noqa: F811
+def test_the_note_of_a_killed_process_means_nothing_and_goes(make: Make, runtime_dir: Path) -> None:
     checkpointer = make(Trainee(), **NO_MEMORY)
     checkpointer.restore()
     (told,) = degraded_notice.posted(runtime_dir)

@@ -20,8 +20,6 @@ import pytest
 import torch
 
 import holdfast
-from checkpoint.test_checkpointer import Make, Trainee, kill_keeper, leave, make  # noqa: F401 - the fixture
-from e2e.test_bad_input import rewrite
 from holdfast.base.errors import (
     ConfigError,
     HoldfastError,
@@ -43,6 +41,8 @@ from holdfast.core.recovery.version_choice import Stored
 from holdfast.keeper.rpc.client import Inventory
 from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.storage.version_store import Storage, open_storage
+from kit.checkpointers import Make, Trainee, kill_keeper, leave
+from kit.manifest_edits import rewrite
 from ranks_kit import on_all
 from tiers.samples import new_store, save
 
@@ -58,7 +58,7 @@ class Bare(Trainee):
 
 
 def trained(
-    make: Make,  # noqa: F811
+    make: Make,
     steps: int = NUM_STEPS,
     *,
     kind: type[Trainee] = Trainee,
@@ -134,7 +134,7 @@ def directory_of(root: Path, version: Version = NEWEST) -> Path:
 
 @pytest.mark.parametrize("file", [manifest_of, bundle_of, directory_of])
 def test_a_file_that_cannot_be_read_for_a_while_is_waited_for(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     file: Callable[[Path], Path],
 ) -> None:
@@ -155,7 +155,7 @@ def test_a_file_that_cannot_be_read_for_a_while_is_waited_for(
 
 @pytest.mark.parametrize("file", [manifest_of, bundle_of])
 def test_a_durable_version_out_of_reach_is_an_error_and_nothing_older_is_taken(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     file: Callable[[Path], Path],
 ) -> None:
@@ -183,7 +183,7 @@ def test_a_durable_version_out_of_reach_is_an_error_and_nothing_older_is_taken(
 
 
 def test_the_way_back_that_the_error_names_is_open(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -199,7 +199,7 @@ def test_the_way_back_that_the_error_names_is_open(
 
 @pytest.mark.parametrize("file", [manifest_of, directory_of])
 def test_an_older_version_out_of_reach_holds_nobody_up(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     file: Callable[[Path, Version], Path],
 ) -> None:
@@ -212,7 +212,7 @@ def test_an_older_version_out_of_reach_holds_nobody_up(
 
 
 def test_what_memory_holds_is_restored_although_its_manifest_cannot_be_read(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
 ) -> None:
     trainee = Trainee()
@@ -232,7 +232,7 @@ def test_what_memory_holds_is_restored_although_its_manifest_cannot_be_read(
 @pytest.mark.parametrize("name", ["manifest.json", ".safetensors"])
 @pytest.mark.parametrize("fault", ["error", "flip"])
 def test_one_bad_read_takes_no_older_version(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
@@ -269,7 +269,7 @@ def test_one_bad_read_takes_no_older_version(
     leave(following)
 
 
-def test_a_newer_format_is_not_passed_over(make: Make, tmp_path: Path) -> None:  # noqa: F811
+def test_a_newer_format_is_not_passed_over(make: Make, tmp_path: Path) -> None:
     trained(make)
     rewrite(manifest_of(tmp_path / "job"), '"format_version":1', '"format_version":4')
     following = make(Trainee())
@@ -282,7 +282,7 @@ def test_a_newer_format_is_not_passed_over(make: Make, tmp_path: Path) -> None: 
     leave(following)
 
 
-def test_a_missing_key_is_not_passed_over(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_missing_key_is_not_passed_over(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The versions before it are plain, and could be read."""
     trained(make, steps=2)
     key = tmp_path / "key"
@@ -317,7 +317,7 @@ def test_a_missing_key_is_not_passed_over(make: Make, tmp_path: Path, monkeypatc
 
 
 def test_a_path_that_vanishes_while_it_is_looked_at_is_no_fresh_start(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -363,7 +363,7 @@ def test_a_missing_file_under_a_vanished_path_is_not_damage(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("by", ["argument", "setting"])
 def test_an_empty_path_is_an_error_where_a_checkpoint_is_expected(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     by: str,
 ) -> None:
@@ -379,7 +379,7 @@ def test_an_empty_path_is_an_error_where_a_checkpoint_is_expected(
     assert make(Trainee()).restore() == 0, "which is a fresh start where nothing is expected"
 
 
-def test_a_job_that_never_saved_anything_is_none_where_a_checkpoint_is_expected(make: Make) -> None:  # noqa: F811
+def test_a_job_that_never_saved_anything_is_none_where_a_checkpoint_is_expected(make: Make) -> None:
     first = make(Trainee())
     first.restore()
     leave(first)
@@ -387,7 +387,7 @@ def test_a_job_that_never_saved_anything_is_none_where_a_checkpoint_is_expected(
         make(Trainee()).restore(required=True)
 
 
-def test_what_is_expected_and_there_is_restored(make: Make) -> None:  # noqa: F811
+def test_what_is_expected_and_there_is_restored(make: Make) -> None:
     trained(make)
     following = make(Trainee(), expect_checkpoint=True)
     assert following.restore() == NUM_STEPS
@@ -402,7 +402,7 @@ def test_what_is_expected_and_there_is_restored(make: Make) -> None:  # noqa: F8
 # --- what a fresh start and a roll-back leave
 
 
-def test_a_fresh_start_leaves_the_newest_of_the_run_before(make: Make, tmp_path: Path) -> None:  # noqa: F811
+def test_a_fresh_start_leaves_the_newest_of_the_run_before(make: Make, tmp_path: Path) -> None:
     trained(make, steps=5)
     trainee = Trainee()
     anew = make(trainee)
@@ -420,7 +420,7 @@ def test_a_fresh_start_leaves_the_newest_of_the_run_before(make: Make, tmp_path:
 
 
 def test_a_version_that_is_passed_over_unproven_is_kept(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -9,29 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.layout import bundles
-from holdfast.core.model import BundleRef, Extent, RankLayout, Shard, Topology
+from holdfast.core.model import BundleRef, RankLayout
 from holdfast.core.rank_runs import MAX_RANKS, Runs, is_in, runs_of, spread
 from holdfast.core.recovery.broadcast_tree import upstreams
 from holdfast.core.versions import bundle_table
 from holdfast.core.versions.coordinator_board import Board
-
-WORLD = 16_384
-PER_NODE = 8
-
-
-def topology(world_size: int = WORLD) -> Topology:
-    return Topology(
-        tuple(f"n{node}" for node in range(world_size // PER_NODE)),
-        tuple(rank // PER_NODE for rank in range(world_size)),
-    )
-
-
-def state_of(num_bytes: int, world_size: int = WORLD) -> list[Shard]:
-    """So many bytes in 400 tensors, alike on all ranks."""
-    columns = 4096
-    rows = num_bytes // 400 // columns // 4
-    extent = Extent((0, 0), (rows, columns))
-    return [Shard(f"t{i:03}", "F32", (rows, columns), extent, tuple(range(world_size))) for i in range(400)]
+from kit.large_jobs import WORLD, state_of, topology
 
 
 @given(st.sets(st.integers(0, 300)))

@@ -27,7 +27,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import xxhash
 from torch import nn
 
 import holdfast
@@ -52,8 +51,9 @@ from holdfast.tiers.format import image as image_format
 from holdfast.tiers.storage.incarnations import make_stamp
 from holdfast.tiers.storage.manifest import Manifest
 from holdfast.tiers.storage.version_store import Storage, open_storage
+from kit.hostile_images import HOSTILE
+from kit.manifest_edits import rewrite
 from tiers.faults import damage, mounted
-from tiers.test_image import HOSTILE
 
 # "Within a second", and as much again for a machine that does other things.
 SOON_S = 6.0  # within a second on a quiet machine
@@ -519,18 +519,6 @@ def test_a_hostile_file_with_a_right_digest_is_refused_all_the_same(
     assert equal(content(model), sample[1][BAD])
     assert checkpointer.last_restore is not None
     assert str(version) in " ".join(checkpointer.last_restore.refused)
-
-
-def sealed_record(text: str) -> bytes:
-    body = text.encode()
-    return body + b',"checksum":"%s"}\n' % xxhash.xxh3_128_hexdigest(body).encode()
-
-
-def rewrite(file: Path, old: str, new: str) -> None:
-    """Changes a record and seals it again, as somebody who knows the format would."""
-    text = file.read_text().rpartition(',"checksum"')[0]
-    assert old in text
-    file.write_bytes(sealed_record(text.replace(old, new, 1)))
 
 
 @pytest.mark.parametrize(

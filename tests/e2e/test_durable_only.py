@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from e2e.test_layouts import Jobs, hop, jobs, stored_bytes, whole  # noqa: F401 - the fixture
+from kit.layout_jobs import Jobs, hop, stored_bytes, whole
 
 
 @pytest.mark.timeout(240)
 def test_ranks_without_memory_write_one_copy_and_come_back_in_any_layout(
-    jobs: Jobs,  # noqa: F811
+    jobs: Jobs,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_memory = jobs.run("ddp", 2, nodes=2)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import forked
-from tiers.test_stock_torch import READER
+from kit.stock_reader import READER
 
 # Three processes without holdfast that place every tensor on a mesh of their own, cut along its first or last dimension
 # or not at all; then one that merges the files with PyTorch's own tool.

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from keeper.rig import Rig
+from kit.secrets import secret_file  # noqa: F401 - a fixture
 
 
 @pytest.fixture

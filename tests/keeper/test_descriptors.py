@@ -15,7 +15,7 @@ from holdfast.core.model import Level
 from holdfast.keeper.coordination import coordinator_client
 from holdfast.keeper.coordination.coordinator_client import CoordinatorClient
 from keeper.rig import Rig, eventually, reached, save_all
-from keeper.test_replicas import Node, without_descriptors
+from kit.replica_nodes import Node, without_descriptors
 
 MakeRig = Callable[..., Rig]
 

@@ -31,8 +31,7 @@ from holdfast.tiers.format import image as image_format
 from holdfast.tiers.wire import frames
 from holdfast.tiers.wire.frames import Channel
 from keeper.rig import Rig, Trainer, reached, save_all
-from keeper.test_listener import secret_file  # noqa: F401  # a fixture
-from keeper.test_nodes import facts_of, reborn, restored
+from kit.nodes import facts_of, reborn, restored
 
 MakeRig = Callable[..., Rig]
 PAGE = 4096
@@ -368,7 +367,7 @@ def drain(channel: Channel) -> None:
 
 
 @pytest.fixture(params=[2, 3, 5])
-def nodes(request: pytest.FixtureRequest, make_rig: MakeRig, secret_file: Path) -> Rig:  # noqa: F811
+def nodes(request: pytest.FixtureRequest, make_rig: MakeRig, secret_file: Path) -> Rig:
     return make_rig(
         num_nodes=request.param, own_bytes=256 << 10, listen="127.0.0.1", secret_file=str(secret_file), linger_s=90.0
     )
@@ -432,7 +431,7 @@ def save_until_killed(rig: Rig, trainers: list[Trainer], step: int, chance: rand
     return newest, step
 
 
-def test_with_both_holders_lost_the_durable_version_comes_back(make_rig: MakeRig, secret_file: Path) -> None:  # noqa: F811
+def test_with_both_holders_lost_the_durable_version_comes_back(make_rig: MakeRig, secret_file: Path) -> None:
     rig = make_rig(num_nodes=3, own_bytes=64 << 10, listen="127.0.0.1", secret_file=str(secret_file))
     trainers = rig.start()
     durable = save_all(trainers, 0, durable=True)

@@ -33,19 +33,11 @@ from holdfast.keeper.rpc.listener import Network
 from holdfast.tiers.wire import frames, tcp, tls
 from holdfast.tiers.wire.tls import MAX_UNPROVED_BYTES, Credentials, read_secret
 from keeper.rig import Rig, Trainer, eventually, image_of, reached, save_all
-from keeper.test_nodes import facts_of, reborn, restored
 from keepers_kit import open_files
+from kit.nodes import facts_of, reborn, restored
+from kit.secrets import SECRET
 
 MakeRig = Callable[..., Rig]
-SECRET = bytes(range(32))
-
-
-@pytest.fixture
-def secret_file(tmp_path: Path) -> Path:
-    path = tmp_path / "job.secret"
-    path.write_text(SECRET.hex() + "\n")
-    path.chmod(0o600)
-    return path
 
 
 @pytest.fixture

@@ -25,8 +25,7 @@ from holdfast.core.model import Level
 from holdfast.core.recovery.version_choice import choose_version
 from holdfast.keeper.rpc.paths import RuntimePaths
 from keeper.rig import Rig, Trainer, eventually, reached, save_all
-from keeper.test_listener import secret_file  # noqa: F401  # a fixture
-from keeper.test_nodes import facts_of
+from kit.nodes import facts_of
 
 pytestmark = [
     pytest.mark.slow,  # 15 s
@@ -133,7 +132,7 @@ class NetRig(Rig):
 
 
 @pytest.fixture
-def make_net(base: Path, secret_file: Path) -> Iterator[Callable[..., NetRig]]:  # noqa: F811
+def make_net(base: Path, secret_file: Path) -> Iterator[Callable[..., NetRig]]:
     rigs: list[NetRig] = []
 
     def make(num_nodes: int, **config: object) -> NetRig:

@@ -16,7 +16,7 @@ from holdfast.keeper.fetch import prefetch
 from holdfast.keeper.rpc import messages
 from holdfast.keeper.rpc.caller import dial
 from keeper.rig import Rig, Trainer, eventually, reached, save_all
-from keeper.test_nodes import facts_of, reborn, restored
+from kit.nodes import facts_of, reborn, restored
 
 MakeRig = Callable[..., Rig]
 

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from core.test_rank_runs import PER_NODE, WORLD, state_of, topology
 from holdfast.base.errors import KeeperError
 from holdfast.core.layout import bundles
 from holdfast.core.model import Level, RankLayout, Version
@@ -26,6 +25,7 @@ from holdfast.keeper.rpc.messages import VIEWER, AskStatus, Assembly, Hello, New
 from holdfast.tiers.wire import frames
 from holdfast.tiers.wire.frames import Channel
 from keeper.rig import TIMEOUT_S, Rig, eventually, reached
+from kit.large_jobs import PER_NODE, WORLD, state_of, topology
 
 V = Version(1, 3)
 NUM_CONNECTIONS = 4096
