@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,23 +17,11 @@ NEVER = {
 }  # fmt: skip
 
 
-def public(node: ast.AST) -> Iterator[tuple[str, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Yield a module's public classes, functions and methods by name; what stands inside a function is its own business."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if child.name.startswith("_") and not child.name.startswith("__"):
-                continue
-            yield child.name, child
-            if isinstance(child, ast.ClassDef):
-                yield from public(child)
-        elif isinstance(child, ast.If | ast.Try | ast.With):
-            yield from public(child)
-
-
 def openings(source: str) -> list[tuple[str, str]]:
-    """Return (name, first word) of each public docstring of a module, its own included."""
-    tree = ast.parse(source)
-    documented = [(name, ast.get_docstring(node)) for name, node in [("module", tree), *public(tree)]]
+    """Return (name, first word) of each docstring of a module: its own, and those of classes and functions at any depth."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    documented = [(getattr(node, "name", "module"), ast.get_docstring(node)) for node in nodes]
     return [(name, text.split()[0].strip("`*.,:")) for name, text in documented if text]
 
 
@@ -47,12 +34,13 @@ def test_no_docstring_opens_with_a_relative_clause(room: str) -> None:
     ]
 
 
-def test_the_first_word_of_each_public_docstring_is_looked_at() -> None:
+def test_first_word_of_each_docstring_is_looked_at() -> None:
     source = '"""What a module is."""\nclass A:\n    """Of one."""\n    def b(self):\n        """Whether."""\n'
     assert openings(source + '    def _c(self):\n        """Who."""\n') == [
         ("module", "What"),
         ("A", "Of"),
         ("b", "Whether"),
+        ("_c", "Who"),
     ]
 
 

@@ -46,7 +46,7 @@ class Loaders:
 
 
 class _Beginning:
-    """How the epoch of a loader began.
+    """Holds how the epoch of a loader began.
 
     Args:
         loader: one that Accelerate prepared.
@@ -111,7 +111,7 @@ class _Beginning:
         self._loader.load_state_dict({})
 
     def rows(self, make: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-        """What the sampler draws, in an epoch that begins now or went on elsewhere."""
+        """Yield what the sampler draws, in an epoch that begins now or went on elsewhere."""
         resumed, self._resumed = self._resumed, None
         generator = self._generator()
         if resumed is not None and "random" in resumed:
@@ -142,7 +142,7 @@ class _Beginning:
 
 
 def _has_begun(loader: Any) -> bool:
-    """Whether workers read the first epoch already: a stateful loader has an iterator from the beginning."""
+    """Return whether workers read the first epoch already: a stateful loader has an iterator from the beginning."""
     iterator = getattr(getattr(loader, "base_dataloader", None), "_iterator", None)
     return iterator is not None and getattr(loader, "num_workers", 0) > 0
 

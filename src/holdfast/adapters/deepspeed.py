@@ -79,7 +79,7 @@ def checkpoint_engine(
 
 
 class _Files:
-    """What one rank holds of a checkpoint: base name of a file -> its tree. The object that is saved.
+    """Holds what one rank holds of a checkpoint: base name of a file -> its tree. The object that is saved.
 
     Args:
         shared: whether all ranks hold the same weights.

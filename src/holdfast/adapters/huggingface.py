@@ -125,7 +125,7 @@ def _parameters(model: Any) -> Iterator[str]:
 
 
 class _Keeping:
-    """What holdfast knows of one trainer."""
+    """Holds what holdfast knows of one trainer."""
 
     def __init__(self, trainer: Any, root: str, config: Config, options: dict[str, Any]) -> None:
         self._trainer = trainer
@@ -195,7 +195,7 @@ class _Keeping:
         return self._place.name
 
     def owns(self, place: object) -> bool:
-        """Whether this is the directory that `place` made."""
+        """Return whether this is the directory that `place` made."""
         return self._place is not None and place == self._place.name
 
     def begin(self) -> None:
@@ -218,7 +218,9 @@ class _Keeping:
         self._random = ProcessRandomness().state_dict()
 
     def counted(self) -> dict[str, Any]:
-        """What a version says of the run besides the trainer's state: seconds of training, and whether it stopped there."""
+        """Return what a version says of the run besides the trainer's state: seconds of training, and whether it
+        stopped there.
+        """
         spent_s = self._spent_s + time.monotonic() - self._began_s
         return {
             "run": settings.launch(),
@@ -237,12 +239,12 @@ class _Keeping:
 
     @property
     def goes_on(self) -> bool:
-        """Whether this training began in an earlier process."""
+        """Return whether this training began in an earlier process."""
         return self._version is not None
 
     @property
     def is_over(self) -> bool:
-        """Whether the version that was restored is the last of the training: nothing is left to train."""
+        """Return whether the version that was restored is the last of the training: nothing is left to train."""
         state = self._trainer.state
         if self._version is None or state.global_step != self._version.step + 1:
             return False
@@ -315,7 +317,7 @@ class _Keeping:
 
 
 class _Kept:
-    """What a kept trainer does instead of its class; every method is the class's own unless the place is ours."""
+    """Holds what a kept trainer does instead of its class; every method is the class's own unless the place is ours."""
 
     holdfast: _Keeping
 
@@ -461,7 +463,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _bare(wrapped: Any, name: str) -> Any:
-    """What Accelerate wrapped; the object itself if it did not."""
+    """Return what Accelerate wrapped; the object itself if it did not."""
     return getattr(wrapped, name, wrapped)
 
 

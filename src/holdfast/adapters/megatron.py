@@ -201,7 +201,7 @@ class LoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]  # Megat
 
 
 def _name(part: Any) -> str:
-    """What tells a part of the whole apart from the others; the same on all ranks that hold it."""
+    """Return what tells a part of the whole apart from the others; the same on all ranks that hold it."""
     if isinstance(part, ShardedObject):
         return str(part.unique_key)
     return f"{part.key}@{'_'.join(map(str, part.global_offset))}"

@@ -112,7 +112,7 @@ class RayCheckpointer(Checkpointer):
             self._report({"step": run.last.version.step})
 
     def _is_durable(self, version: Version, error: HoldfastError | None) -> None:
-        """In a thread of the Checkpointer."""
+        """Takes note of a durable version, in a thread of the Checkpointer."""
         with self._lock:
             if error is None and (self._newest is None or version > self._newest):
                 self._newest = version

@@ -148,7 +148,7 @@ def _settings(theirs: Any, own: Config | None) -> Config:
 
 
 def _objects(states: Mapping[str, Any], excluded: list[str]) -> dict[str, Any]:
-    """What is kept, by name: TorchTitan's own names where they are not known to the Checkpointer by another."""
+    """Return what is kept, by name: TorchTitan's own names where they are not known to the Checkpointer by another."""
     objects: dict[str, Any] = {}
     for name, state in states.items():
         if name == MODEL:
@@ -193,7 +193,7 @@ class _Part:
         self._kind: Any = StatefulDataLoader if isinstance(inner, StatefulDataLoader) else type(inner)
 
     def state_dict(self) -> Any:
-        """As plain values."""
+        """Return the state as plain values."""
         return self._kind.state_dict(self._inner)
 
     def load_state_dict(self, state: Any) -> None:

@@ -112,7 +112,7 @@ def _twins(world_size: int, found: _Groups) -> list[tuple[int, ...]]:
 
 
 def _alone(found: _Groups, topology: Topology) -> dict[int, list[Shard]]:
-    """By node, what no other node held."""
+    """Return by node what no other node held."""
     alone: dict[int, list[Shard]] = defaultdict(list)
     for ranks, shards in found.items():
         homes = {topology.node_of[rank] for rank in ranks}
@@ -122,7 +122,7 @@ def _alone(found: _Groups, topology: Topology) -> dict[int, list[Shard]]:
 
 
 def _keepers(alone: Mapping[int, Sequence[Shard]], topology: Topology) -> dict[int, list[int]]:
-    """By node that holds something alone, the nodes that keep its replicas; empty in a job of one node."""
+    """Return, by node that holds something alone, the nodes that keep its replicas; empty in a job of one node."""
     if len(topology.nodes) < 2:
         return {}
     totals = [sum(shard.num_bytes for shard in alone.get(node, ())) for node in range(len(topology.nodes))]

@@ -35,7 +35,7 @@ class _Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Inside(msgspec.Struct, frozen=True):
-    """Of one keeper's answer what is needed here; docs/spec/keeper.md, section 6."""
+    """Holds what is needed here of one keeper's answer; docs/spec/keeper.md, section 6."""
 
     root: str
     incarnation: int
@@ -88,7 +88,7 @@ def live_job(root: str | None) -> LiveJob:
 
 
 def _answers() -> list[tuple[str, _Inside]]:
-    """What every keeper of this machine says that serves a job."""
+    """Return what every keeper of this machine says that serves a job."""
     found = []
     for place in places(None):
         try:

@@ -124,7 +124,7 @@ def _print_answers(answers: list[Answer], notices: list[DegradedNotice], *, clea
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:
-    """What a person wants to know; `--json` has everything. Field list: docs/spec/keeper.md."""
+    """Yield what a person wants to know; `--json` has everything. Field list: docs/spec/keeper.md."""
     memory, newest = facts["memory"], facts["newest"]
     yield f"process   {facts['pid']}, up {facts['uptime_s']:.0f} s, {console.size_text(facts['resident_bytes'])} resident"
     yield f"memory    {console.size_text(memory['used_bytes'])} of {console.size_text(memory['allowed_bytes'])} allowed"
@@ -174,7 +174,7 @@ def _rank(rank: str, found: dict[str, Any]) -> Iterator[str]:
 
 
 def _trailing(facts: dict[str, Any]) -> Iterator[str]:
-    """What is behind, and what others had to do; nothing where all is as it should be."""
+    """Yield what is behind, and what others had to do; nothing where all is as it should be."""
     replication, takeovers = facts["replication"], facts["counters"].get("takeovers", 0)
     if len(facts["nodes"]) > 1 and (count := replication["behind_versions"]):
         yield f"lag       {count} captured and not in two nodes yet, the oldest for {replication['lag_s']:.1f} s"

@@ -176,7 +176,7 @@ class Front:
         return found
 
     def _settle(self) -> None:
-        """What was saved before a load in the same process goes to storage first: the load begins a new incarnation."""
+        """Send what was saved before a load in the same process to storage first: the load begins a new incarnation."""
         try:
             self._checkpointer.flush()
         except LevelNotReached as error:

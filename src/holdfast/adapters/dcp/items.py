@@ -214,7 +214,7 @@ def _value_of(note: Note, planner: SavePlanner, tensors: dict[str, LiveTensor]) 
 
 
 def _look_up(planner: SavePlanner) -> Callable[[MetadataIndex], Any] | None:
-    """How the stock planner finds objects; None for one that turns them into bytes in its own way."""
+    """Return how the stock planner finds objects; None for one that turns them into bytes in its own way."""
     if not isinstance(planner, DefaultSavePlanner):
         return None
     own = [getattr(type(planner), name) for name in ("resolve_data", "transform_object")]

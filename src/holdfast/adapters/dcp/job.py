@@ -71,7 +71,9 @@ class DcpJob:
         self.closed = False
 
     def _newest_step(self) -> bytes:
-        """Of all versions in storage; those of memory only belong to older incarnations and are no hindrance."""
+        """Return the newest step of all versions in storage; those of memory only belong to older incarnations and are
+        no hindrance.
+        """
         return json.dumps(max((version.step for version in self.storage.versions()), default=-1)).encode()
 
     def next_version(self, step: int | None) -> Version:

@@ -284,7 +284,7 @@ def _metadata(catalogue: Catalogue) -> Metadata:
 
 
 def _mapping(catalogue: Catalogue, names: Mapping[str, Any]) -> dict[str, tuple[str | int, ...]]:
-    """How flat names lie in nested dicts: as they were saved; of versions without that, one level each."""
+    """Return how flat names lie in nested dicts: as they were saved; of versions without that, one level each."""
     found: dict[str, tuple[str | int, ...]] = {name: (name,) for name in names}
     for head in catalogue.heads.values():
         for name, tree in head.values.items():

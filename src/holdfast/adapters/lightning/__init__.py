@@ -233,7 +233,7 @@ class Keeping:
         self._step()
 
     def _step(self) -> None:
-        """If the optimizer stepped since, a step is over. Behind the last one others may write weights."""
+        """Count a step as over if the optimizer stepped since. Behind the last one others may write weights."""
         step = self._fit.epoch_loop.global_step - 1
         if self.checkpointer is None or self._place is None or step <= self._last:
             return

@@ -94,7 +94,7 @@ def _torch_io() -> Any:
 
 
 class _Checkpoint:
-    """What rank 0 was given; the object that is saved."""
+    """Holds what rank 0 was given; the object that is saved."""
 
     def __init__(self) -> None:
         self.tree: dict[str, Any] = {}
@@ -213,7 +213,7 @@ def _pointed(path: str) -> list[Version]:
 
 
 def _handed_on(ranks: collectives.Ranks, tree: dict[str, Any]) -> dict[str, Any]:
-    """What rank 0 has, on every rank; nothing is pickled. Collective."""
+    """Return what rank 0 has, on every rank; nothing is pickled. Collective."""
     tensors: list[torch.Tensor] = []
 
     def emit(_: str, tensor: torch.Tensor) -> TensorRef:

@@ -121,7 +121,7 @@ def _irregular() -> UsageError:
 
 
 def _index(extent: Extent, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Which of the even pieces along each dimension this is."""
+    """Return which of the even pieces along each dimension this is."""
     for offset, length, whole in zip(extent.offsets, extent.lengths, shape, strict=True):
         if whole % max(length, 1) or offset % max(length, 1):
             raise _irregular()

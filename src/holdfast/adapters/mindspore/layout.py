@@ -129,7 +129,7 @@ class Layout:
 
 
 def _problem(layout: Layout) -> str:
-    """What is wrong with it, or nothing."""
+    """Return what is wrong with it, or nothing."""
     if any(length < 1 for length in layout.dev_matrix):
         return "a box of devices has no axis below 1"
     if len(layout.dev_matrix) > MAX_DIMS or len(layout.tensor_map) > MAX_DIMS:

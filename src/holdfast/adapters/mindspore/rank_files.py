@@ -188,7 +188,9 @@ class RankCheckpoints:
         return self._directory / f"rank_{rank}"
 
     def _candidates(self, faults: list[str]) -> dict[tuple[int, int], list[Found]]:
-        """By step the files of this rank and its twins that fit as far as their proofs say; this rank's own first."""
+        """Return by step the files of this rank and its twins that fit as far as their proofs say; this rank's own
+        first.
+        """
         slices = slices_digest(self._shards())
         rank = self._group.rank
         found: dict[tuple[int, int], list[Found]] = defaultdict(list)
@@ -233,7 +235,7 @@ class RankCheckpoints:
         self._state.apply(parts.values, targets)
 
     def _shards(self) -> list[Shard]:
-        """What twins share of the state, optimizer state to come included; what a file of it holds."""
+        """Return what twins share of the state, optimizer state to come included; what a file of it holds."""
         shards = self._state.predict() or {n: live.shard for n, live in self._state.gather().tensors.items()}
         return [shard for name, shard in shards.items() if not _OWNED.match(name)]
 
@@ -255,7 +257,7 @@ def _numbers(gathered: Gathered) -> dict[tuple[int, ...], dict[str, Any]]:
 
 
 def _number(prefix: str) -> int:
-    """Which of a row of runs the prefix stands for."""
+    """Return which of a row of runs the prefix stands for."""
     tail = prefix.rpartition("_")[2]
     return int(tail) if tail.isdigit() else 0
 
@@ -271,7 +273,9 @@ def _tensor(data: memoryview, entry: Entry) -> torch.Tensor:
 
 
 def _nothing_common(told: Sequence[Any]) -> HoldfastError:
-    """Why there is no step that all ranks can load. `told` by rank: files that might do, and what is wrong with others."""
+    """Return why there is no step that all ranks can load. `told` by rank: files that might do, and what is wrong with
+    others.
+    """
     faults = list(dict.fromkeys(fault for _, problems in told for fault in problems))
     without = [rank for rank, (count, problems) in enumerate(told) if problems or not count]
     what = f"no step can be loaded on all ranks: ranks {without} find no good file, neither their own nor a twin's"

@@ -86,7 +86,7 @@ def rank_list_for_transform(
 
 
 def _parameters(strategy: PathLike | Strategy, rank: int | None) -> dict[str, _Parameter]:
-    """By name without stage.
+    """Return the parameters by name without stage.
 
     Of a parameter in several stages one layout counts: without a rank that of the first stage; for a rank of the first
     stage that of the first, for any other the last one that is not of the first.
@@ -193,7 +193,7 @@ def _check_step(layout: Layout, free: list[int]) -> None:
 
 
 def _grid_by_dimensions(layout: Layout, shape: tuple[int, ...], shards: int) -> _Grid:
-    """With the free axis outermost, MindSpore takes the axes in the order of the tensor's dimensions."""
+    """Return the grid: with the free axis outermost, MindSpore takes the axes in the order of the tensor's dimensions."""
     parts = layout.num_slices
     repeats = layout.num_devices // (layout.opt_weight_shard_step * shards)
     head = (repeats, shards) if repeats > 1 else (shards,)

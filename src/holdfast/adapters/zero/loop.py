@@ -302,7 +302,7 @@ class Names:
 
 
 class _Count:
-    """How many steps optimizers have made."""
+    """Holds how many steps optimizers have made."""
 
     def __init__(self) -> None:
         self.steps = 0

@@ -724,7 +724,7 @@ def _itself(value: Any) -> Any:
 
 
 def _refill(owners: Mapping[str, Owner], live: Any, hold: tuple[str, str | int], value: Any) -> None:
-    """In place, for others may hold it too; unless it is something else now."""
+    """Refill a container in place, for others may hold it too; unless it is something else now."""
     if isinstance(live, dict) is not isinstance(value, dict) or not isinstance(value, list | dict | set):
         owners[hold[0]].put(hold[1], value)
         return

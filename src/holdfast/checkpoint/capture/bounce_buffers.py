@@ -121,7 +121,7 @@ class BounceBuffers:
             raise LevelNotReached(f"{self._device} failed before it had copied: {error}") from error
 
     def _pin(self) -> bool:
-        """Whether there are buffers that the device reaches; made once."""
+        """Return whether there are buffers that the device reaches; made once."""
         try:
             while self._can_pin and len(self._buffers) < NUM_BUFFERS:
                 memory = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -132,7 +132,7 @@ class _Parts:
         return [tensor._version for tensor in self._counted]
 
     def look(self, turn: int) -> CopyCheck:
-        """What they are now."""
+        """Return what they are now."""
         return CopyCheck(self, turn, self.spots.read(turn), self.writes(), tuple(self._take()))
 
     def _take(self) -> list[_Stretch]:

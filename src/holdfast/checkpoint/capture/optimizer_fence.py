@@ -346,7 +346,7 @@ class Fence:
 
     @staticmethod
     def _compare(job: LateCopyJob, at_fence: Callable[[bool], None], who: Who, behind_s: float) -> None:
-        """What is compared is read behind all that is queued, and a device may hang there: then it is not compared."""
+        """Compare what was read behind all that is queued, and a device may hang there: then it is not compared."""
         if accelerator.caught_up(job.device.sources if job.device is not None else (), behind_s):
             at_fence(who is Who.STEP)
 

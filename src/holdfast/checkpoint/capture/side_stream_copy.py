@@ -197,7 +197,9 @@ class SideStreams:
         return self._bounces[device]
 
     def _is_registered(self, target: torch.Tensor) -> bool:
-        """Whether a copy there may be queued: memory that the driver does not know is written before the call returns."""
+        """Return whether a copy there may be queued: memory that the driver does not know is written before the call
+        returns.
+        """
         at = target.data_ptr()
         return target.is_pinned() or any(
             address <= at < address + length for address, (length, _) in self._registered.items()

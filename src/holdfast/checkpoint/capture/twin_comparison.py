@@ -64,7 +64,7 @@ class Shared:
         self.names = tuple(keys)
 
     def _now(self, tensors: Mapping[str, LiveTensor]) -> list[int]:
-        """Where the tensors of the names are."""
+        """Return where the tensors of the names are."""
         return [tensors[name].local.data_ptr() for name in self._tensors]
 
     def _read(self, step: int) -> Words:

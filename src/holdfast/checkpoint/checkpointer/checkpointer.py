@@ -472,7 +472,7 @@ class Checkpointer:
     def _asked(
         self, version: Version | None, *, fresh: bool, strict: bool | None, required: bool | None
     ) -> RestoreRequest:
-        """What the caller, the settings and the operator want of a restore, the stronger first."""
+        """Return what the caller, the settings and the operator want of a restore, the stronger first."""
         if fresh and required:
             raise UsageError("a fresh start is asked for, and a checkpoint is required", remedy="leave one of them out")
         wish = open_checkpointers.wish.take_version()
@@ -535,7 +535,7 @@ class Checkpointer:
 
     @property
     def _is_forked(self) -> bool:
-        """Whether this process was forked from the trainer: what the checkpointer has is its parent's."""
+        """Return whether this process was forked from the trainer: what the checkpointer has is its parent's."""
         return os.getpid() != self._pid
 
     def _require_own(self) -> None:
@@ -594,7 +594,7 @@ class Checkpointer:
             self._proof = Proof(self._objects, state, says=group.rank == 0)
 
     def _observer(self, run: Run, *, says: bool) -> Observer:
-        """Who looks at the names of the script's loop."""
+        """Return who looks at the names of the script's loop."""
         fence, carried = run.saver.fence, run.state.carried
         early, self._early = self._early, ()
         return Observer(self._objects, carried, start=run.start, count=lambda: fence.num_steps, early=early, says=says)
@@ -609,7 +609,9 @@ class Checkpointer:
         return DurableTracker(self._on_durable, further, timeout_s=self._config.close_timeout_s)
 
     def _laid_out(self, job: Job, shards: Sequence[Shard]) -> None:
-        """Who holds the same is known; `shards` are what this rank will train. Collective. The public door does more here."""
+        """Take note that it is known who holds the same; `shards` are what this rank will train. Collective. The public
+        door does more here.
+        """
         redundancy_warning.warn(job.group, job.topology, shards, self.events)
 
     @heartbeat.phase(Phase.SAVING)

@@ -107,7 +107,7 @@ def holder_of(saver: AnySaver, link: KeeperLink, job: Job, storage: Storage) -> 
 
 
 def _may_hold(inventory: Inventory) -> bool:
-    """Whether keepers have copies, or some that do not answer may have."""
+    """Return whether keepers have copies, or some that do not answer may have."""
     return bool(inventory.copies or inventory.unheard)
 
 

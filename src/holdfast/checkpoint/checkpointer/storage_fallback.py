@@ -150,11 +150,11 @@ class StorageFallback:
     # Whether.
 
     def _trouble(self, saver: Saver) -> str:
-        """Why this rank cannot save to memory; empty if it can, or may soon."""
+        """Return why this rank cannot save to memory; empty if it can, or may soon."""
         return saver.refused or self._link.trouble
 
     def _is_unsure(self, run: Run) -> bool:
-        """Whether versions are saved and none becomes captured."""
+        """Return whether versions are saved and none becomes captured."""
         recent, last = self._recent, run.last
         if last is not None and (not recent or recent[-1] is not last):
             self._since_s = self._since_s if recent else time.monotonic()
@@ -221,7 +221,7 @@ class StorageFallback:
                 saver.give_up(handle, "the ranks go on with storage alone")
 
     def _could(self, saver: Saver) -> bool:
-        """Whether this rank could save to memory again."""
+        """Return whether this rank could save to memory again."""
         if self._link.client is None:
             self._link.mend()
             return False

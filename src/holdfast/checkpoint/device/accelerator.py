@@ -119,7 +119,7 @@ class Device:
             torch.accelerator.set_device_index(0)
 
     def _has_context(self, index: int) -> bool:
-        """Whether making a device the current one begins nothing on it."""
+        """Return whether making a device the current one begins nothing on it."""
         return index < self.count()
 
     def release(self) -> None:

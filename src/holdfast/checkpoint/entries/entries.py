@@ -414,7 +414,7 @@ def _once(local: torch.Tensor) -> torch.Tensor:
 
 
 def _difference(saved: SavedTensor, shard: Shard) -> str:
-    """What keeps an entry from being loaded into a shard; empty if nothing does."""
+    """Return what keeps an entry from being loaded into a shard; empty if nothing does."""
     if saved.dtype != shard.dtype:
         return f"saved as {saved.dtype}, here {shard.dtype}"
     if saved.global_shape != shard.global_shape:

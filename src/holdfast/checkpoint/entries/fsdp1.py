@@ -86,7 +86,9 @@ def _units(module: nn.Module) -> list[Any]:
 
 
 def _holders(unit: Any, rank: int, *, cut: bool) -> Group:
-    """Who holds the same: nobody else, the same place in the other replicas (hybrid), or everybody (no sharding)."""
+    """Return who holds the same: nobody else, the same place in the other replicas (hybrid), or everybody (no
+    sharding).
+    """
     replicas = getattr(unit, "_inter_node_pg", None)
     if not cut:
         return tuple(sorted(get_process_group_ranks(unit.process_group)))

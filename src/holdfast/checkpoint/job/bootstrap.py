@@ -192,7 +192,7 @@ def _known(group: Ranks, root: str, asked: RestoreRequest) -> str:
 
 
 def _meet(group: Ranks, root: str, config: Config) -> Topology:
-    """Who runs where."""
+    """Return who runs where."""
     place = place_of(root, config)
     rows = collectives.gather_json(
         group, [absolute_root(root), config.run_id, place.node, config.rack_label, config.backup_node]
@@ -229,7 +229,7 @@ def _named_backups(nodes: tuple[str, ...], names: list[str]) -> tuple[int, ...]:
 
 
 def _addresses(group: Ranks, topology: Topology, link: KeeperLink) -> tuple[str, ...]:
-    """Where the keepers find each other; each knows its own address, its port being the kernel's choice."""
+    """Return where the keepers find each other; each knows its own address, its port being the kernel's choice."""
     rows = collectives.gather_json(group, [link.require().address, machine()])
     firsts = [rows[topology.ranks_on(node)[0]] for node in range(len(topology.nodes))]
     deaf = [node for node, (address, _) in enumerate(firsts) if not address.startswith("tcp:")]

@@ -194,6 +194,8 @@ def _retell(text: bytes, rank: int, count: int) -> HoldfastError:
 
 
 def _device() -> torch.device:
-    """Where collectives of the default group can be run: on the host, or on the current device of the group's kind."""
+    """Return where collectives of the default group can be run: on the host, or on the current device of the group's
+    kind.
+    """
     kinds = [part.partition(":")[0] for part in str(dist.get_backend_config()).split(",")]
     return torch.device("cpu") if "cpu" in kinds else device_of(kinds[0]).current()

@@ -60,7 +60,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class _KeeperKnowledge:
-    """What a keeper knows of the incarnation that saves."""
+    """Holds what a keeper knows of the incarnation that saves."""
 
     assembly: Assembly | None = None
     layout: RankLayout | None = None
@@ -158,7 +158,7 @@ class KeeperLink:
 
     @property
     def _saved(self) -> _KeeperKnowledge:
-        """What a keeper must know of the incarnation that saves are of."""
+        """Return what a keeper must know of the incarnation that saves are of."""
         if self.resumed is None:
             return self._before
         return _KeeperKnowledge(self.assembly, self.layout, self.shared, self.resumed)

@@ -37,7 +37,7 @@ DUMP_SIGNAL = signal.SIGRTMIN + 11
 
 
 class _Hooks:
-    """What was hung into torch; lasts as long as the process. The page that they write into may change."""
+    """Holds what was hung into torch; lasts as long as the process. The page that they write into may change."""
 
     def __init__(self) -> None:
         self.writer: Writer | None = None
@@ -197,7 +197,9 @@ def _wrap_eval() -> None:
 
 
 def _wrap_compile() -> None:
-    """From the first `torch.compile` on, compiling is a phase of its own: it may take long, and is told in incidents."""
+    """Make compiling a phase: from the first `torch.compile` on, compiling is a phase of its own: it may take long, and
+    is told in incidents.
+    """
     original = torch.compile
 
     @functools.wraps(original)

@@ -76,7 +76,7 @@ class BundleHeaders:
         return found
 
     def _deal(self) -> dict[BundleRef, int]:
-        """Who reads the header of each bundle: a rank of a node that holds it, else all ranks alike."""
+        """Return who reads the header of each bundle: a rank of a node that holds it, else all ranks alike."""
         topology, choice = self._facts.topology, self._choice
         far = {ref.bundle_id: ref.num_bytes for ref in choice.bundles if not choice.holders[ref.bundle_id]}
         dealt = reshard.deal(far, topology.world_size)

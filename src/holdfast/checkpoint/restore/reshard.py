@@ -104,7 +104,7 @@ class OtherLoading(Loading):
 
 @dataclass(slots=True)
 class _Need:
-    """What this rank copies from one bundle."""
+    """Holds what this rank copies from one bundle."""
 
     copies: list[Copy]
     runs: Runs
@@ -210,7 +210,7 @@ class OtherLayout:
         return offer
 
     def _judge(self, catalogue: Catalogue, offer: Offer) -> tuple[str, ...]:
-        """What does not fit, in the whole job; what became of the state of single ranks.
+        """Return what does not fit, in the whole job; what became of the state of single ranks.
 
         Raises:
             MismatchError: strict, and something is missing, different, or taken by nobody.
@@ -243,7 +243,7 @@ class OtherLayout:
         return tuple(self._by_rank(catalogue, offer, kept, stateful))
 
     def _is_of_a_rank(self, catalogue: Catalogue, name: str) -> bool:
-        """Whether this is the whole state of an object which other ranks had, and each one of its own."""
+        """Return whether this is the whole state of an object which other ranks had, and each one of its own."""
         _, path = catalogue.split(name)
         path = path if path in self._state.stateful else name.removeprefix(f"rank{self._group.rank}/")
         return path in self._state.stateful and bool(catalogue.owners(path))
@@ -310,14 +310,15 @@ class OtherLayout:
         return self._vote(loaded.faults)
 
     def _node(self, choice: Choice, bundle_id: str) -> int | None:
-        """Whose copy is to blame."""
+        """Return whose copy is to blame."""
         ref = next(ref for ref in choice.bundles if ref.bundle_id == bundle_id)
         return version_choice.cheapest(ref, choice, self._group.rank, self._facts).node
 
     # 5. Comparison.
 
     def _compare(self, scratch: _Scratch, offer: Offer) -> tuple[str, ...]:
-        """What several ranks had of their own under one name, or is tied here, was the same, or it is for no other rank.
+        """Return what several ranks had of their own under one name, or is tied here, was the same, or it is for no
+        other rank.
 
         Raises:
             MismatchError: parameters or optimizer state differ. On every rank.
@@ -358,12 +359,12 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _is_tied(path: str, tied: Iterable[Sequence[str]]) -> bool:
-    """Whether this is a second name of a tensor that is kept under its first, or optimizer state of one."""
+    """Return whether this is a second name of a tensor that is kept under its first, or optimizer state of one."""
     return any(under_other_name(path, other, first) is not None for other, first in tied)
 
 
 def _needs(wanted: Iterable[tuple[LiveTensor, Sequence[Place]]]) -> dict[str, _Need]:
-    """Which boxes of which entries go where, by bundle, and the chunks in which they lie."""
+    """Return which boxes of which entries go where, by bundle, and the chunks in which they lie."""
     found: dict[str, list[Copy]] = defaultdict(list)
     spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for live, places in wanted:

@@ -116,7 +116,7 @@ class RestoreReport:
 
 @dataclass(slots=True)
 class _Fitting:
-    """What one attempt brought, before anything of it is loaded.
+    """Holds what one attempt brought, before anything of it is loaded.
 
     Attributes:
         sources: the images.
@@ -216,7 +216,8 @@ class Restorer:
         )
 
     def _living(self) -> RestoreReport | None:
-        """From what the survivors hold, where that is newer than all that was saved; None: it is not, or not enough.
+        """Restore from what the survivors hold, where that is newer than all that was saved; None: it is not, or not
+        enough.
 
         What is recorded is the saved version: the lineage holds what can be found again. For that it need not be read.
         """
@@ -289,7 +290,7 @@ class Restorer:
     # One attempt, on this rank.
 
     def _is_layout(self, choice: Choice) -> bool:
-        """Whether this rank would save the very bundles of the version: then each is loaded whole."""
+        """Return whether this rank would save the very bundles of the version: then each is loaded whole."""
         group = self._job.group
         if choice.world_size != group.world_size:
             return False
@@ -301,7 +302,7 @@ class Restorer:
         return later is not None and reshard.is_layout(refs, later.values())
 
     def _load_elsewhere(self, choice: Choice) -> Loaded | None:
-        """From any other layout; None if some rank found a bad copy."""
+        """Load from any other layout; None if some rank found a bad copy."""
         logger.info("loading %s, saved by %d ranks, into another layout", choice.version, choice.world_size)
         other = self.reading(choice)
         num_bytes = sum(live.local.nbytes for live in self._state.gather().tensors.values())
@@ -411,7 +412,7 @@ class Restorer:
 
 
 def _ways(fetches: Iterable[Fetch], located: Iterable[Located], nodes: Sequence[str]) -> dict[str, str]:
-    """Where each bundle came from, and why; a plan that was not kept is named."""
+    """Return where each bundle came from, and why; a plan that was not kept is named."""
     planned = {fetch.ref.bundle_id: fetch for fetch in fetches}
     found: dict[str, str] = {}
     for item in located:

@@ -85,7 +85,7 @@ class _Chunk:
 
     @property
     def goes_to_device(self) -> bool:
-        """Whether a part of it goes to memory that is not the host's."""
+        """Return whether a part of it goes to memory that is not the host's."""
         return any(not target.is_cpu for target in self.targets)
 
 
@@ -265,7 +265,7 @@ def _plan(chunks: Mapping[int, _Chunk], copy: Copy) -> None:
 
 
 def _is_plain(target: torch.Tensor) -> bool:
-    """Whether the tensor is its bytes, one after the other, in host memory."""
+    """Return whether the tensor is its bytes, one after the other, in host memory."""
     return target.is_cpu and target.is_contiguous() and not target.is_conj() and not target.is_neg()
 
 
@@ -280,7 +280,7 @@ def _plan_moves(chunk: _Chunk, at: int, place: int, length: int) -> None:
 
 
 def _plan_boxes(chunk: _Chunk, copy: Copy, target: torch.Tensor, span: tuple[int, int]) -> int:
-    """What the box has of bytes `span` of the image, by torch, once the chunk is proven; returns the elements."""
+    """Plan what the box has of bytes `span` of the image, by torch, once the chunk is proven; returns the elements."""
     entry, dtype = copy.entry, torch_dtype(copy.entry.dtype)
     begin = chunk.index * CHUNK_BYTES
     first, last = ((at - entry.start) // dtype.itemsize for at in span)

@@ -187,7 +187,7 @@ class Decisions:
         self._out = replace(self._out, quarantine=passed)
 
     def _shared(self, decide: Callable[[Findings], Verdict]) -> Verdict:
-        """What rank 0 decides; if that is to wait, all ranks wait and it is looked for anew."""
+        """Return what rank 0 decides; if that is to wait, all ranks wait and it is looked for anew."""
         rank = self._group.rank
         while True:
             wait_for_storage.share(self._group, self._find, self._for_storage)
@@ -247,14 +247,14 @@ class Decisions:
             logger.warning(what, wanted, len(left), max(left))
 
     def _error(self, findings: Findings, awaited: ChoiceDeferred) -> HoldfastError:
-        """What was met where it was looked for."""
+        """Return what was met where it was looked for."""
         if awaited.version is not None and awaited.version in findings.unread:
             return findings.unread[awaited.version]
         met = (error for copy, error in self._out.away.items() if copy[0] == awaited.version)
         return next(met, KeeperLost(awaited.reason, remedy="see its log; if it hangs, end it"))
 
     def _give_up(self, awaited: ChoiceDeferred) -> None:
-        """What keepers had who are as good as lost."""
+        """Give up what keepers had who are as good as lost."""
         logger.error("%s is given up: %s; %s", awaited.version or "a keeper", awaited.reason, self._for_keepers)
         if awaited.version is None:
             self._out = replace(self._out, ignores_silent=True)
@@ -265,7 +265,7 @@ class Decisions:
     def _in_vain(
         self, findings: Findings, awaited: ChoiceDeferred, error: HoldfastError, wanted: Version | None
     ) -> HoldfastError:
-        """What is raised instead of taking an older version."""
+        """Return what is raised instead of taking an older version."""
         version = awaited.version
         what = f"{version} cannot be read: {awaited.reason}" + (f" ({self._for_storage})" if error.retryable else "")
         remedies = [error.remedy or "make it readable, and start again"]

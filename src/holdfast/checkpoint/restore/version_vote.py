@@ -207,7 +207,7 @@ def _labels(nodes: Sequence[int], topology: Topology) -> str:
 
 
 def _is_any_whole(inventory: Inventory) -> bool:
-    """Whether memory may hold a version that was captured: of such a one keepers have the table of its bundles.
+    """Return whether memory may hold a version that was captured: of such a one keepers have the table of its bundles.
 
     In doubt it does: a keeper that does not answer may have the table, and what is suspected was looked at.
     """

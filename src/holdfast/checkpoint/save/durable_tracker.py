@@ -57,17 +57,17 @@ class _Awaited:
 
     @property
     def outstanding(self) -> list[str]:
-        """Where it does not stand yet."""
+        """Return where it does not stand yet."""
         return [place for place, copy in self.places.items() if copy is None or not copy.ended]
 
     @property
     def lacking(self) -> list[str]:
-        """Where it will not stand, each with the reason."""
+        """Return where it will not stand, each with the reason."""
         return [f"{place}: {copy.why}" for place, copy in self.places.items() if copy is not None and copy.why]
 
     @property
     def text(self) -> str:
-        """How far its copies are."""
+        """Return how far its copies are."""
         copies = ((place, self.places[place]) for place in self.outstanding)
         far = (f"{place} ({copy.text if copy is not None else 'is not durable yet'})" for place, copy in copies)
         return f"{self.handle.version} at {', '.join(far)}"

@@ -96,7 +96,7 @@ class SaveCompletion:
         self.trust.judge(unchanged, changed | moved)
 
     def _wrong(self) -> str:
-        """Why the copy is not the state at the call; empty if it is."""
+        """Return why the copy is not the state at the call; empty if it is."""
         try:
             wrong = {piece.name for piece in self.pledged if digest(piece.copy) != piece.digest}
             if self.check is not None:

@@ -146,7 +146,7 @@ class SaveHandle:
 
 
 def _alarms(client: KeeperClient) -> str:
-    """What the keeper warns of now; it is most likely the reason."""
+    """Return what the keeper warns of now; it is most likely the reason."""
     try:
         return "".join(f"; {alarm['text']}" for alarm in client.status(timeout_s=ASK_TIMEOUT_S)["alarms"][:MAX_ALARMS])
     except HoldfastError:

@@ -164,7 +164,7 @@ class DirectSaver:
             self._retire(version)
 
     def _write_still(self, version: Version) -> _Written | None:
-        """As `_write`, while no other thread steps.
+        """Write as `_write` does, while no other thread steps.
 
         Raises:
             LevelNotReached: one does.

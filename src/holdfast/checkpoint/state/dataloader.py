@@ -177,7 +177,7 @@ class _Counted:
         self._indices.append(indices)
 
     def samples(self, sampler: _Skipping) -> None:
-        """What asks the sampler of this iterator."""
+        """Note what asks the sampler of this iterator."""
         self._sampler = sampler
 
     def skip(self) -> None:

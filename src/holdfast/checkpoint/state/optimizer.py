@@ -309,7 +309,7 @@ class OptimizerPart:
         return f"{self.name}.state.{owner.fqn}.{key}"
 
     def _state_path(self, parameter: torch.Tensor) -> tuple[str, Group | None]:
-        """Where values of a parameter's state go, and who holds the same."""
+        """Return where values of a parameter's state go, and who holds the same."""
         owner = self._owners[id(parameter)]
         return f"{self.name}.state.{owner.fqn}", self._rank if self._dealt else spread(owner)
 
@@ -412,7 +412,7 @@ class OptimizerPart:
         return loading.tensor(live.shard.name) if live is not None and loading.claim(live, tensor) else None
 
     def _on_device(self, parameter: torch.Tensor, key: str) -> bool:
-        """Whether state of a class that cannot be asked lies on the parameter's device; the rule of torch.optim."""
+        """Return whether state of a class that cannot be asked lies on the parameter's device; the rule of torch.optim."""
         group = next((g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"])), {})
         return key != "step" or bool(group.get("fused") or group.get("capturable"))
 

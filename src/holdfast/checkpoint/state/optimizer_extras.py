@@ -204,7 +204,7 @@ class OptimizerExtras:
         return {id(p): number for number, p in reversed(list(enumerate(listed)))}
 
     def _as_kept(self, said: Any) -> list[str]:
-        """Which of the two keys say nothing but what `.state` and `.param_groups` hold, by identity."""
+        """Return which of the two keys say nothing but what `.state` and `.param_groups` hold, by identity."""
         if not isinstance(said, dict):
             return []
         numbers, (states, groups) = self._numbers(), (said.get(key) for key in OWN_KEYS)

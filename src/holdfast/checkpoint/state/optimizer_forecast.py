@@ -74,7 +74,7 @@ def _kinds(optimizer: Optimizer, group: dict[str, Any]) -> dict[int, Kind]:
 
 
 def _made(optimizer: Optimizer, kinds: Sequence[Mapping[int, Kind]]) -> Made | None:
-    """What a step makes of each kind; remembered where nothing but numbers decides it."""
+    """Return what a step makes of each kind; remembered where nothing but numbers decides it."""
     question = _question(optimizer, kinds)
     if question is None:
         return _step(optimizer, kinds)
@@ -135,13 +135,16 @@ def _twin(kind: Kind) -> nn.Parameter:
 
 
 def _on_meta(kind: Kind) -> torch.Tensor:
-    """By its numbers, not by asking the tensor: one of a rehearsal would give one of its own kind."""
+    """Return the tensor on the meta device, by its numbers, not by asking the tensor: one of a rehearsal would give one
+    of its own kind.
+    """
     shape, stride, dtype = kind
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
 def _as_made(group: Mapping[str, Any], state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """With the step count as the chosen implementation will make it: a float32 on the parameter's device if fused or
+    """Return the state with the step count as the chosen implementation will make it: a float32 on the parameter's
+    device if fused or
     capturable (torch.optim, note on special device hosting for step).
     """
     if "step" in state and (group.get("fused") or group.get("capturable")):

@@ -276,13 +276,13 @@ def _removed(began: Keys, content: Mapping[Any, Any]) -> Keys:
 
 
 def _split(tree: Mapping[Any, Any]) -> tuple[dict[Any, Any], Keys]:
-    """What was saved, and the keys that had been taken out."""
+    """Return what was saved, and the keys that had been taken out."""
     saved = dict(tree)
     return saved, saved.pop(REMOVED, {})
 
 
 def _at(content: Mapping[Any, Any], keys: Keys) -> list[Any]:
-    """What stands at these keys."""
+    """Return what stands at these keys."""
     found: list[Any] = []
     for key, below in keys.items():
         if key in content and below is None:

@@ -121,7 +121,7 @@ class Steps:
         return known[1]
 
     def _shares(self, optimizer: Optimizer) -> bool:
-        """Whether a stranger steps a parameter of ours, or memory of one."""
+        """Return whether a stranger steps a parameter of ours, or memory of one."""
         ours = {key for given in self._given for key in _memory(given)}
         shared = not ours.isdisjoint(_memory(optimizer))
         if shared and self._warn and not any(optimizer in _inner(given) for given in self._given):
@@ -134,7 +134,7 @@ class Steps:
 
 
 def _steps(frame: FrameType | None) -> bool:
-    """Whether a stack has a frame of torch's own around a step, compiled or not."""
+    """Return whether a stack has a frame of torch's own around a step, compiled or not."""
     while frame is not None and frame.f_code.co_filename != _AROUND_STEPS:
         frame = frame.f_back
     return frame is not None
@@ -158,7 +158,7 @@ def _inner(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _of_a_handler(error: BaseException) -> bool:
-    """Whether a signal's handler of the user's raised it, while the hook waited."""
+    """Return whether a signal's handler of the user's raised it, while the hook waited."""
     handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     return not handlers.isdisjoint(frames)

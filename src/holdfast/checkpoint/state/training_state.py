@@ -199,7 +199,7 @@ class State:
         return [len(optimizer.state) for optimizer in self.optimizers]
 
     def _is_grown(self) -> bool:
-        """Whether nothing was looked at yet, or an optimizer's state has another size than at the last glance."""
+        """Return whether nothing was looked at yet, or an optimizer's state has another size than at the last glance."""
         return self._described is None or self._sizes() != self._glanced
 
     def still(self) -> bool:

@@ -149,7 +149,7 @@ class LiveFill:
     # The bytes.
 
     def _fill(self, plan: _Plan, filled: Filled) -> bool:
-        """Whether all of it is here, proven."""
+        """Return whether all of it is here, proven."""
         num_bytes = {"live": 0, "twin": 0, "note": 0}
         if not accelerator.caught_up((live.local for live in plan.targets.values()), chunk_staging.TAKE_S):
             raise LevelNotReached("a device does not take what is restored to it")

@@ -256,7 +256,7 @@ def orders(plan: Plan) -> tuple[Order, ...]:
 
 
 def _forward(pairs: Mapping[str, str], num_stages: int) -> tuple[float, ...]:
-    """Of every stage, from that of one or from those of the layers."""
+    """Return the forward seconds of every stage, from that of one or from those of the layers."""
     if "layers" not in pairs:
         return _each(pairs, "forward", "", num_stages, parse_seconds)
     if pairs.keys() & {"forward", "backward"}:

@@ -85,7 +85,7 @@ def _waits(rank: RankTimeline, placement: Placement | None) -> list[Span]:
 
 
 def _work(rank: RankTimeline) -> list[tuple[float, float]]:
-    """When the rank computes, from wait to wait."""
+    """Return when the rank computes, from wait to wait."""
     starts = [rank.start, *(wait.end for wait in rank.waits)]
     ends = [*(wait.start for wait in rank.waits), rank.ends]
     return [(start, end) for start, end in zip(starts, ends, strict=True) if end > start]
@@ -115,7 +115,7 @@ def draw(shown: Sequence[Track], picture: Picture) -> list[str]:
 
 
 def _letters(track: Track, picture: Picture, count: int) -> str:
-    """What happens in the middle of each column."""
+    """Return what happens in the middle of each column."""
     cells = [" "] * count
     # A copy lies in a wait, and hides it.
     for span in sorted(track.spans, key=lambda span: span.what == "copy"):
@@ -127,7 +127,7 @@ def _letters(track: Track, picture: Picture, count: int) -> str:
 
 
 def _letter(what: str) -> str:
-    """Of a span; empty for one that is not drawn."""
+    """Return the letter of a span; empty for one that is not drawn."""
     action = _ACTION.match(what)
     if action is None:
         return _MARKS.get(what, "")
@@ -139,7 +139,7 @@ def _letter(what: str) -> str:
 
 
 def _shades(track: Track, picture: Picture, count: int) -> str:
-    """What fills each column."""
+    """Return what fills each column."""
     filled: list[dict[str, float]] = [{} for _ in range(count)]
     for span in track.spans:
         action = _ACTION.match(span.what)
@@ -154,7 +154,7 @@ def _shades(track: Track, picture: Picture, count: int) -> str:
 
 
 def _shade(filled: Mapping[str, float], shades: str) -> str:
-    """Of one column, by the seconds of what is in it."""
+    """Return the shade of one column, by the seconds of what is in it."""
     waited, copied = filled.get(IDLE, 0.0), filled.get(COPY, 0.0)
     work = {what: seconds for what, seconds in filled.items() if what not in (IDLE, COPY)}
     worked = sum(work.values())

@@ -204,7 +204,7 @@ def _print_nodes(costs: JobPlan) -> None:
 
 
 def _print_memory(costs: JobPlan) -> None:
-    """What a node has to allow, and what its kernel may do for it."""
+    """Print what a node has to allow, and what its kernel may do for it."""
     needed = max(_host_bytes(costs, alike[0]) for alike in costs.nodes_alike())
     console.say(
         f"\nA node allows a quarter of its memory, so host memory of {console.size_text(needed)} fits from "
@@ -217,7 +217,7 @@ def _print_memory(costs: JobPlan) -> None:
 
 
 def _print_losses(costs: JobPlan, *, safe: bool) -> None:
-    """What is gone with any one node, and where it comes back from; nodes that lose the same in one line."""
+    """Print what is gone with any one node, and where it comes back from; nodes that lose the same in one line."""
     console.say()
     if not any(costs.nodes.alone):
         console.say("Any one node may die: every part of every tensor has a twin on another node.")

@@ -26,7 +26,7 @@ class _Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """What a rehearsal says: parts, or what went wrong and what to do."""
+    """Holds what a rehearsal says: parts, or what went wrong and what to do."""
 
     shards: tuple[_Row, ...] = ()
     error: tuple[str, str] = ("", "")

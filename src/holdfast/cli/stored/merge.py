@@ -154,7 +154,7 @@ def _names(path: str, names: Sequence[str], *, alike: bool) -> dict[str, str | N
 
 
 def _digest(storage: Storage, version: Version, pieces: Sequence[Piece]) -> str:
-    """Of the bytes of a tensor that one rank had whole, cut along rows at most."""
+    """Return the digest of the bytes of a tensor that one rank had whole, cut along rows at most."""
     state = xxhash.xxh3_128()
     first = pieces[0].entry
     state.update(repr((first.dtype, first.global_shape)).encode())
@@ -170,7 +170,7 @@ def _digest(storage: Storage, version: Version, pieces: Sequence[Piece]) -> str:
 
 
 def _check_groups(storage: Storage, version: Version, pieces: Sequence[Piece]) -> None:
-    """What several groups had under one name, each the whole of it, is the same where they cut it alike."""
+    """Check that what several groups had under one name, each the whole of it, is the same where they cut it alike."""
     first = pieces[0].entry
     layers = reshard.layers(first.global_shape, [piece.extent for piece in pieces])
     cuts: dict[tuple[Extent, ...], set[str]] = defaultdict(set)
@@ -277,7 +277,7 @@ def _by_file(content: Content) -> dict[BundleFile, dict[int, list[_Copy]]]:
 
 
 def _put(fd: int, base: int, copy: _Copy, view: memoryview, begin: int) -> None:
-    """What one chunk, whose first byte is number `begin` of its image, has of one box."""
+    """Put in place what one chunk, whose first byte is number `begin` of its image, has of one box."""
     import numpy as np  # noqa: PLC0415 - commands that only look do not pay for it
 
     entry, size = copy.piece.entry, DTYPE_BYTES[copy.whole.dtype]

@@ -71,7 +71,9 @@ def _rows(storage: Storage) -> Iterator[Row]:
 
 
 def _state(error: HoldfastError) -> str:
-    """What an error says of a version. One that could not be read may be good, and must not be taken for damaged."""
+    """Return what an error says of a version. One that could not be read may be good, and must not be taken for
+    damaged.
+    """
     if isinstance(error, InUse):
         return "another job's"
     return "damaged" if error.condemns else "not readable now" if error.retryable else "not readable here"
@@ -237,7 +239,7 @@ def examine(storage: Storage, version: Version) -> Verdict:
 
 
 def _problems(storage: Storage, manifest: Manifest) -> Iterator[HoldfastError]:
-    """What is wrong with a version's files.
+    """Yield what is wrong with a version's files.
 
     Raises:
         VersionNotFound: it was retired meanwhile.

@@ -132,7 +132,7 @@ class _Track:
 
 @dataclass(slots=True)
 class _Memory:
-    """What was decided about ranks in this job, whatever process has them.
+    """Holds what was decided about ranks in this job, whatever process has them.
 
     Attributes:
         places: (rank, step) at which a rank was replaced; rank -1: all were interrupted.
@@ -289,7 +289,7 @@ class Watch:
         track.num_disk += sight.state == "D"
 
     def _news(self, verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
-        """What was not said at the last look already: reasons to wait are told when they change, orders once."""
+        """Return what was not said at the last look already: reasons to wait are told when they change, orders once."""
         said = {(verdict.kind, verdict.ranks): verdict for verdict in verdicts}
         fresh = tuple(verdict for key, verdict in said.items() if key not in self._said)
         self._said = frozenset(said)
@@ -385,7 +385,7 @@ class Watch:
         return self._condemn(rank, now_s, silence, limit, ("its process is stopped",))
 
     def _judge_disk(self, rank: int, now_s: float, limit: float) -> Verdict:
-        """In state D a process cannot be killed; its device and number are not to be used again."""
+        """Judge a process in state D: there a process cannot be killed; its device and number are not to be used again."""
         track = self._tracks[rank]
         waited = now_s - track.disk_s
         if track.num_disk < DISK_LOOKS or waited <= max(DEVICE_FACTOR * limit, self.mode.disk_s):
@@ -415,7 +415,7 @@ class Watch:
         return self._condemn(rank, now_s, silence, patience, (second, called, others))
 
     def _unwaited_s(self, sight: WorkerSample, patience: float) -> float:
-        """How long a quiet rank is left alone that harms nobody; for ever, if it is known what it waits for."""
+        """Return how long a quiet rank is left alone that harms nobody; for ever, if it is known what it waits for."""
         if sight.waits_in or sight.call:
             return math.inf
         return max(patience, self.mode.alone_s if self._world_size <= 1 else self.mode.unwaited_s)
@@ -437,7 +437,7 @@ class Watch:
         return self._condemn(rank, now_s, silence, patience, evidence)
 
     def _granted_s(self) -> float:
-        """How long the script lets ranks wait for one that does something else."""
+        """Return how long the script lets ranks wait for one that does something else."""
         return max(self.mode.granted_s(track.sight.beat) for track in self._tracks.values())
 
     def _judge_all(self, now_s: float) -> Verdict:
@@ -483,7 +483,7 @@ class Watch:
         return "; ".join(f"rank {rank} in {_place(self._tracks[rank].sight.beat)}" for rank in ranks)
 
     def _is_past_hope(self, rank: int, now_s: float) -> bool:
-        """Whether it stands in a collective for longer than all may, and no byte of it moves."""
+        """Return whether it stands in a collective for longer than all may, and no byte of it moves."""
         track = self._tracks[rank]
         moving = now_s - track.activity.threads_s < WINDOW_S
         limit = self.mode.together_limit_s(track.sight.beat, moving=moving)
@@ -522,7 +522,7 @@ class Watch:
         return sight.state not in "TF" and (sight.beat.inside or sight.stands is Phase.COLLECTIVE)
 
     def _waiters(self, rank: int, now_s: float) -> list[int]:
-        """Who stands in a collective because of this rank; nobody, if any other rank here makes progress.
+        """Return who stands in a collective because of this rank; nobody, if any other rank here makes progress.
 
         Where no other rank is here, those of other nodes count: if all of them are stuck, this one is what they wait for.
         """
@@ -535,7 +535,7 @@ class Watch:
         return [other for other in others if self._stands(other)]
 
     def _all_wait(self, rank: int, now_s: float) -> bool:
-        """Whether every other rank that is known stands in a collective, and has for its limit."""
+        """Return whether every other rank that is known stands in a collective, and has for its limit."""
         return all(
             self._stands(other) and self.silence_s(other, now_s) > self.mode.limit_s(track.sight.beat, Phase.COLLECTIVE)
             for other, track in self._tracks.items()
@@ -543,12 +543,12 @@ class Watch:
         )
 
     def _is_quiet(self, rank: int, now_s: float, silence: float, limit: float) -> bool:
-        """Whether nothing has moved for as long as the limit, and for most of the time without progress."""
+        """Return whether nothing has moved for as long as the limit, and for most of the time without progress."""
         return now_s - self._tracks[rank].activity.moved_s > max(limit, silence / 2)
 
 
 def _phase(sight: WorkerSample, mode: Mode) -> Phase:
-    """Where it says it is, unless its stack shows something slower, or a collective inside a step."""
+    """Return where it says it is, unless its stack shows something slower, or a collective inside a step."""
     said, shown = sight.beat.phase, sight.stands
     if shown is None:
         return said

@@ -72,7 +72,9 @@ class _Sums:
 
 @dataclass(slots=True)
 class _Lives:
-    """How many steps are finished, and made by whom: `first` by runs before, `num_made` by this one, repeats included."""
+    """Holds how many steps are finished, and made by whom: `first` by runs before, `num_made` by this one, repeats
+    included.
+    """
 
     first: int = 0
     newest: int = 0

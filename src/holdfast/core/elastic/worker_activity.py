@@ -69,7 +69,7 @@ class Activity:
         self._bytes_s += seconds
 
     def _computed(self, before: WorkerSample, now: WorkerSample, now_s: float) -> bool:
-        """Whether anything computes, wakes, or is kept from it."""
+        """Return whether anything computes, wakes, or is kept from it."""
         elapsed = now_s - self._from_s
         noise = max(QUIET_S, QUIET_SHARE * elapsed)
         if main := now.busy_s - before.busy_s > noise:

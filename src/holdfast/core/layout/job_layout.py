@@ -226,7 +226,7 @@ class JobLayout:
             names.add(tensor.name)
 
     def _problem(self, tensor: Tensor) -> str:
-        """What is wrong with the tensor alone; empty if nothing is."""
+        """Return what is wrong with the tensor alone; empty if nothing is."""
         if not 0 <= tensor.mesh < len(self.meshes):
             return f"there is no mesh {tensor.mesh}"
         sizes = self.meshes[tensor.mesh].sizes
@@ -271,7 +271,7 @@ def _role(placed: Placement, size: int) -> Role:
 
 
 def _misplaced(placed: Placement, size: int, num_dims: int) -> str:
-    """What is wrong with a placement on an axis of `size` coordinates; empty if nothing is."""
+    """Return what is wrong with a placement on an axis of `size` coordinates; empty if nothing is."""
     if placed.kind in (Kind.SHARD, Kind.STRIDED):
         if not 0 <= placed.dim < num_dims:
             return f"it has no dimension for {placed}"

@@ -105,7 +105,7 @@ def _parts(shards: Sequence[Shard]) -> Parts:
 
 
 def _owned_tensors(world_size: int, mesh: Mesh, owned: Mapping[str, Mapping[int, Shard]]) -> Iterator[Tensor]:
-    """What each rank has of its own, and what one rank has for all."""
+    """Yield what each rank has of its own, and what one rank has for all."""
     for name, found in owned.items():
         forms = {(one.dtype, one.global_shape) for one in found.values()}
         if len(forms) == 1 and len(found) == world_size:
@@ -135,7 +135,7 @@ def _mesh(world_size: int, parts: Mapping[str, Parts]) -> Mesh:
 
 
 def _group_edges(world_size: int, parts: Parts) -> set[int]:
-    """Where axes must end because groups consist of evenly spaced ranks, of evenly spaced such rows, and so on."""
+    """Return where axes must end because groups consist of evenly spaced ranks, of evenly spaced such rows, and so on."""
     edges: set[int] = set()
     for left in {tuple(rank - ranks[0] for rank in ranks) for ranks, _ in parts}:
         while len(left) > 1:
@@ -147,7 +147,7 @@ def _group_edges(world_size: int, parts: Parts) -> set[int]:
 
 
 def _part_edges(world_size: int, parts: Parts, name: str) -> set[int]:
-    """Where axes must end because what ranks hold changes there, and begins anew there."""
+    """Return where axes must end because what ranks hold changes there, and begins anew there."""
     holds: list[Extent | None] = [None] * world_size
     for ranks, extent in parts:
         for rank in ranks:
@@ -169,7 +169,7 @@ def _part_edges(world_size: int, parts: Parts, name: str) -> set[int]:
 
 
 def _placements(world_size: int, mesh: Mesh, sample: Shard, parts: Parts) -> tuple[Placement, ...]:
-    """What each axis does to a tensor with these parts; the first combination that has exactly these parts."""
+    """Return what each axis does to a tensor with these parts; the first combination that has exactly these parts."""
     choices = [_choices(axis, mesh, len(sample.global_shape), parts) for axis in range(len(mesh.sizes))]
     for plain in product(*choices):
         for placements in {plain, _strided(plain, mesh)}:

@@ -207,7 +207,7 @@ def _move(giver: _Color, taker: _Color, amount: int, found: list[list[tuple[int,
 
 
 def _room(free: Sequence[int], fixed: Sequence[int], color: Sequence[str | int]) -> list[int]:
-    """What every node is to take: equal loads, but no colour more than the others have to give it."""
+    """Return what every node is to take: equal loads, but no colour more than the others have to give it."""
     to_give, of_color = sum(free), _sums(free, color)
     room = _level(to_give, fixed, range(len(free)))
     for name, gives in of_color.items():

@@ -232,7 +232,7 @@ _WAYS = {
 
 
 def _upstreams(choice: Choice, facts: Facts) -> Mapping[str, Mapping[int, int | None]]:
-    """For every bundle of the job that only storage holds."""
+    """Return the upstreams of every bundle of the job that only storage holds."""
     stored = [ref for ref in choice.bundles if not choice.holders[ref.bundle_id]]
     return upstreams(stored, facts.topology.node_of, ranks_per_reader=facts.ranks_per_reader)
 
@@ -260,7 +260,7 @@ def _judge(version: Version, facts: Facts, *, explicit: bool) -> Judged:
 
 
 def _complete(version: Version, table: tuple[BundleRef, ...], facts: Facts) -> Judged:
-    """Whether every bundle has a copy that is not out, all with one seal per bundle."""
+    """Return whether every bundle has a copy that is not out, all with one seal per bundle."""
     stored = facts.stored.get(version)
     found = _copies_by_bundle(version, facts)
     seals: dict[str, Seal] = {}

@@ -117,7 +117,7 @@ class FallbackState:
         return self._take(self._board.first(self._key("word"), word))
 
     def _take(self, word: str) -> bool:
-        """Whether it is "go"; after a "no" the next round begins."""
+        """Return whether it is "go"; after a "no" the next round begins."""
         if word != GO:
             self._round, self._is_noted = self._round + 1, False
         return word == GO

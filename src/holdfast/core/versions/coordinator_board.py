@@ -169,7 +169,7 @@ class _Entry:
 
     @property
     def is_open(self) -> bool:
-        """Whether it may still become complete."""
+        """Return whether it may still become complete."""
         return not self.reached and not self.abandoned
 
 
@@ -355,7 +355,7 @@ class Board:
         return entry
 
     def _is_settled(self, version: Version) -> bool:
-        """Whether the version was decided so long ago that its entry is gone."""
+        """Return whether the version was decided so long ago that its entry is gone."""
         return version not in self._entries and self._forgotten is not None and version <= self._forgotten
 
     def _tell_again(self, version: Version) -> list[Action]:

@@ -36,7 +36,7 @@ _LEVELS = {Kind.CAPTURED: Level.CAPTURED, Kind.REPLICATED: Level.REPLICATED, Kin
 
 @dataclass(slots=True)
 class _Local:
-    """What this node knows of one version."""
+    """Holds what this node knows of one version."""
 
     layout_of: dict[int, str] = field(default_factory=dict)
     reports: dict[int, RankReport] = field(default_factory=dict)

@@ -61,7 +61,7 @@ def differing(one: Mapping[str, bytes], other: Mapping[str, bytes]) -> str:
 
 
 def _judge(digest_of: Mapping[int, str]) -> str:
-    """Who differs from whom in one entry."""
+    """Return who differs from whom in one entry."""
     camps: dict[str, list[int]] = {}
     for rank, digest in digest_of.items():
         camps.setdefault(digest, []).append(rank)

@@ -91,7 +91,7 @@ class _Open:
 
     @property
     def writer(self) -> int | None:
-        """Whose turn it is; None if everybody in the line is out."""
+        """Return whose turn it is; None if everybody in the line is out."""
         return next((node for node in self.part.line if node not in self.out), None)
 
 
@@ -167,7 +167,7 @@ class Watch:
         return orders
 
     def _orders(self, version: Version, now_s: float) -> list[Order]:
-        """What is this node's turn by now, by term."""
+        """Return what is this node's turn by now, by term."""
         by_term: dict[int, list[Part]] = {}
         reasons: dict[int, str] = {}
         for item in self._open[version].values() if version in self._open else ():

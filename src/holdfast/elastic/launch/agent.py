@@ -241,7 +241,9 @@ class Agent(RendezvousAgent):
         return why if why and self._is_nowhere_awaited(now) else ""
 
     def _is_nowhere_awaited(self, now: float) -> bool:
-        """Whether the ranks of all other launchers have ended or hang, as those launchers say, or are gone with them."""
+        """Return whether the ranks of all other launchers have ended or hang, as those launchers say, or are gone with
+        them.
+        """
         if self._round is None or self._round.size == 1:
             return True
         if now - self._asked_at < ASK_S:
@@ -256,7 +258,7 @@ class Agent(RendezvousAgent):
             return self._round.size == 2 and bool(gone)
 
     def _tell_that_ranks_are_gone(self) -> None:
-        """For the launchers whose ranks hang. The store may be gone with the job, or hang: then they wait."""
+        """Tell the launchers whose ranks hang. The store may be gone with the job, or hang: then they wait."""
         if self._round is None or self._round.size == 1:
             return
         try:
@@ -304,7 +306,7 @@ class Agent(RendezvousAgent):
             worker_slot.error = message.get("error", "")
 
     def _note_state(self, worker_slot: WorkerSlot, message: Mapping[str, Any]) -> None:
-        """What a worker tells of its job's state: whose it is, where it came back from, what is safe by now."""
+        """Note what a worker tells of its job's state: whose it is, where it came back from, what is safe by now."""
         if message["op"] == "works on":
             if self._watch is not None and message["root"] not in self._jobs:
                 self._watch.works_on(message["root"])
@@ -366,7 +368,7 @@ class Agent(RendezvousAgent):
                 self._cases.renewed(worker.global_rank)
 
     def _run_anew(self, why: str, worker_slot: WorkerSlot) -> None:
-        """From now on no process of this job runs its script again: what holds for one holds for others."""
+        """Note that from now on no process of this job runs its script again: what holds for one holds for others."""
         assert self._round is not None
         rank = self._worker_group.workers[worker_slot.local_rank].global_rank
         if why and not self._unfit:
@@ -434,7 +436,9 @@ class Agent(RendezvousAgent):
         return [heartbeat_page.read(worker_slot.page) for worker_slot in self._worker_slots() if worker_slot.page >= 0]
 
     def _obey_watch(self, now: float, silent: Mapping[int, float]) -> RoundOver | None:
-        """What is stuck gets SIGKILL, and goes the way of a dead process. A lost node is left; who all wait, meet anew."""
+        """Obey the watchdog: what is stuck gets SIGKILL, and goes the way of a dead process. A lost node is left; who
+        all wait, meet anew.
+        """
         assert self._round is not None
         if self._watch is None or any(
             worker_slot.status is WorkerStatus.LEAVES for worker_slot in self._worker_slots()

@@ -194,12 +194,12 @@ def _told(case: _OpenIncident, parts: dict[str, float]) -> dict[str, Any]:
 
 
 def _began(case: _OpenIncident, rank: int) -> int:
-    """How many steps the rank had behind it when it began anew: it counts from 0, or from what it came back to."""
+    """Return how many steps the rank had behind it when it began anew: it counts from 0, or from what it came back to."""
     return int(case.restored[rank]["step"]) + 1 if rank in case.restored else 0
 
 
 def _back(case: _OpenIncident) -> dict[str, Any]:
-    """Where each rank came back from, and how many steps are made again."""
+    """Return where each rank came back from, and how many steps are made again."""
     if not case.restored:
         return {}
     facts: dict[str, Any] = {"came_back": {str(rank): told["source"] for rank, told in sorted(case.restored.items())}}
@@ -215,6 +215,6 @@ def step_of(reading: Reading) -> int:
 
 
 def _step_seconds(reading: Reading) -> float:
-    """What a step of this worker takes, waits and data included."""
+    """Return what a step of this worker takes, waits and data included."""
     spent = sum(reading.spent_s[phase] for phase in (Phase.STEP, Phase.COLLECTIVE, Phase.DATA))
     return spent / reading.num_steps if reading.num_steps else 0.0

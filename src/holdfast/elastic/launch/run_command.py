@@ -310,7 +310,7 @@ def _plain_torchrun(argv: Sequence[str] | None) -> int:
 
 
 def _program(args: argparse.Namespace, config: LaunchConfig) -> Program | None:
-    """What workers run, if that is a Python script or module of this interpreter."""
+    """Return what workers run, if that is a Python script or module of this interpreter."""
     foreign = args.no_python or args.run_path or "PYTHON_EXEC" in os.environ or getattr(config, "numa_options", None)
     if foreign or getattr(args, "use_env", True) is False:
         return None
@@ -516,7 +516,7 @@ def _meeting(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def _over_tcp(params: RendezvousParameters) -> bool:
-    """Whether several launchers meet in a store that one of them may host."""
+    """Return whether several launchers meet in a store that one of them may host."""
     return params.backend == "c10d" and params.max_nodes > 1 and params.get("store_type", "tcp") == "tcp"
 
 

@@ -324,7 +324,7 @@ class _ForkServerProcess:
                 _import_quietly(self._to_warm.pop(0))
 
     def _receive(self) -> list[int]:
-        """For each worker that is wanted its line and its page."""
+        """Receive for each worker that is wanted its line and its page."""
         data, descriptors, _, _ = socket.recv_fds(self._link, _MAX_MESSAGE, 16)
         if not data:
             self._end()
@@ -386,7 +386,7 @@ class _ForkServerProcess:
 
 
 def _import_quietly(name: str) -> None:
-    """What is missing or fails costs the next worker a moment, nothing else."""
+    """Import modules; what is missing or fails costs the next worker a moment, nothing else."""
     try:
         pkgutil.resolve_name(name)
     except Exception as error:  # noqa: BLE001 - whatever an import may raise, the script will meet it by itself

@@ -75,7 +75,7 @@ class ProcessStats:
 
 @dataclass(slots=True)
 class _ExpensiveSample:
-    """What is too dear for every look: when it was seen last, and what."""
+    """Holds what is too dear for every look: when it was seen last, and what."""
 
     at_s: float = -math.inf
     members: tuple[int, ...] = ()

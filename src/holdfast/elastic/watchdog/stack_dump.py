@@ -108,7 +108,7 @@ def _waits_in(frames: list[str], own: bool) -> str:
 
 
 def _is_of(frame: str, names: tuple[str, ...]) -> bool:
-    """Whether a frame is of one of the modules: a user may call a file `queue.py` too."""
+    """Return whether a frame is of one of the modules: a user may call a file `queue.py` too."""
     own = _PYTHONS_OWN.search(frame)
     return any(name in frame if name.startswith("/") else own and own["module"] == name for name in names)
 

@@ -179,7 +179,7 @@ class ScriptSandbox:
                 self.shadowed[name] = sys.modules.pop(name)
 
     def _is_from(self, home: str, name: str) -> bool:
-        """Whether the module of this name that is loaded is the one in this directory."""
+        """Return whether the module of this name that is loaded is the one in this directory."""
         file = getattr(sys.modules.get(name), "__file__", None)
         return file is not None and os.path.realpath(file).startswith(home + os.sep)
 
@@ -220,7 +220,9 @@ class ScriptSandbox:
             tracker._rng_tracker = None  # type: ignore[union-attr]  # of a mesh that is gone
 
     def _reset_devices(self) -> None:
-        """What a script may have chosen for all that comes: where tensors are made, in which precision, by which kernels."""
+        """Reset what a script may have chosen for all that comes: where tensors are made, in which precision, by which
+        kernels.
+        """
         torch.set_default_device(None)
         device = accelerator.in_use()
         for kind in ("cpu", *([device.kind] if device is not None else [])):
@@ -305,7 +307,8 @@ class ScriptSandbox:
         return noting
 
     def _is_users(self, name: str, module: ModuleType) -> bool:
-        """Whether the script brought this module from its own directory: it is made anew, as its state may matter.
+        """Return whether the script brought this module from its own directory: it is made anew, as its state may
+        matter.
 
         Libraries stay, wherever they were installed: some cannot be loaded twice in one process.
         """

@@ -178,7 +178,7 @@ class Runner:
         self._script(order)
 
     def _after(self, order: RunOrder, error: BaseException | None) -> int | None:
-        """What the end of a run means: None goes on, in this process."""
+        """Return what the end of a run means: None goes on, in this process."""
         if error is None:
             return self._finish(order)
         if self.is_over(order, error):
@@ -200,7 +200,9 @@ class Runner:
         return 0 if self._departs else None
 
     def _leave_child_alone(self) -> None:
-        """In a process that the script has forked: nothing of it is the rank's, so nothing of ours is left there."""
+        """Leave a process alone that the script has forked: nothing of it is the rank's, so nothing of ours is left
+        there.
+        """
         self._line.close()
         heartbeat.forget()
         self._running = Runner.current = None
@@ -309,7 +311,7 @@ class Runner:
         return self._running
 
     def _wake(self, _: int, frame: FrameType | None) -> None:
-        """In the main thread, between two instructions of Python."""
+        """Interrupt a run that a newer order replaces. A handler: it runs in the main thread, between two instructions."""
         running = self._running
         if running is not None and self._order is not None and self._order.number > running.number and not _ours(frame):
             raise Interrupted(f"incarnation {self._order.number} replaces {running.number}")
@@ -360,7 +362,7 @@ def run_script(order: RunOrder) -> None:
 
 
 def _end_now() -> None:
-    """With everything that the script started."""
+    """End this process with everything that the script started."""
     kill_group(os.getpid())
     os.kill(os.getpid(), signal.SIGKILL)  # it leads no group: not forked by the fork server
 
@@ -381,7 +383,9 @@ def _store_port(order: RunOrder) -> int:
 
 
 def _ours(innermost: FrameType | None) -> bool:
-    """Whether the main thread is in our own bookkeeping (here or in `elastic.worker.resumable`) and not in the script."""
+    """Return whether the main thread is in our own bookkeeping (here or in `elastic.worker.resumable`) and not in the
+    script.
+    """
     frame = innermost
     while frame is not None:
         name = frame.f_globals.get("__name__")

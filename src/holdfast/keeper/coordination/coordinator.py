@@ -149,7 +149,7 @@ class Coordinator:
                 self._carry_out(self._board.lost(node))
 
     def _pass_on(self, announcement: Announcement) -> None:
-        """To those in the same lines; nobody else is told, and nobody later: silence tells them as well."""
+        """Pass on to those in the same lines; nobody else is told, and nobody later: silence tells them as well."""
         concerned = self._board.in_line_with(announcement.version, announcement.node)
         news = self._news(announcement, with_table=False)
         body = encode(news)
@@ -185,7 +185,7 @@ class Coordinator:
             self._committed(order.version, False)
 
     def _committed(self, version: Version, success: bool) -> None:
-        """From the committer's thread."""
+        """Take note of a commit; called from the committer's thread."""
         with self._state.lock:
             if success:
                 self._carry_out(self._board.committed(version))

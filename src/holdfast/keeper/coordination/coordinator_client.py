@@ -43,7 +43,7 @@ _ALARM = "uplink"
 
 
 class _Verdict(enum.Enum):
-    """What became of asking a lower node."""
+    """Holds what became of asking a lower node."""
 
     FOLLOW = "it coordinates"
     WAIT = "it is up, but not ready"

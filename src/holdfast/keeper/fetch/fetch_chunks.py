@@ -97,7 +97,7 @@ class ChunkFetcher:
     def _look(
         self, rank: int, version: Version, fetches: Sequence[Fetch]
     ) -> tuple[list[PresentBundle], list[tuple[Fetch, Runs]]]:
-        """What is here, and what is not."""
+        """Return what is here, and what is not."""
         slot_pool = self._state.slot_pool
         present: list[PresentBundle] = []
         missing: list[tuple[Fetch, Runs]] = []
@@ -117,7 +117,7 @@ class ChunkFetcher:
         return present, missing
 
     def _free(self, version: Version, fetch: Fetch, runs: Runs) -> Runs:
-        """Of these chunks, those that nobody fetches."""
+        """Return those of these chunks that nobody fetches."""
         busy = [c for v, name, c in self._under_way if v == version and name == fetch.ref.bundle_id]
         return reshard.minus(runs, reshard.merged((chunk, chunk + 1) for chunk in busy))
 
@@ -161,7 +161,7 @@ class ChunkFetcher:
 
 
 class _Places:
-    """Where one fetch reads from; each peer is dialled once."""
+    """Holds where one fetch reads from; each peer is dialled once."""
 
     def __init__(self, state: NodeState, lazy_storage: LazyStorage, stopping: Callable[[], bool]) -> None:
         self._state = state

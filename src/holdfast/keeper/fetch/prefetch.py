@@ -48,7 +48,7 @@ BATCH_BYTES = 256 << 20
 
 @dataclass(slots=True)
 class _PrefetchOutcome:
-    """What became of it, for the status."""
+    """Holds what became of it, for the status."""
 
     version: Version | None = None
     reason: str = ""
@@ -162,7 +162,7 @@ class Preloader:
             logger.info("preloaded %s of %s in %.2f s: %s", dict(told.sources), told.version, told.seconds, told.reason)
 
     def _find(self, storage: Storage, assembly: Assembly, request: messages.Preload) -> Facts:
-        """What a restore would be told now; what others have preloaded is theirs to read, as if they had not."""
+        """Return what a restore would be told now; what others have preloaded is theirs to read, as if they had not."""
         memory: tuple[MemoryCopy, ...] = ()
         tables: dict[Version, tuple[BundleRef, ...]] = {}
         suspects: frozenset[Version] = frozenset()

@@ -186,7 +186,7 @@ class RelayRequests:
             return copy[1].seal if copy else None
 
     def _require_present(self, hello: Hello) -> None:
-        """Of the same job, and of no incarnation that is over (S7)."""
+        """Refuse a request that is of another job, or of an incarnation that is over (S7)."""
         assembly = self._state.assembly
         if assembly is not None and hello.job_id != assembly.job_id:
             raise KeeperError(f"this keeper serves job {assembly.job_id}")

@@ -53,7 +53,7 @@ def _bundles(state: NodeState) -> dict[str, BundleRef]:
 
 
 def _entries(state: NodeState) -> dict[str, list[list[Any]]]:
-    """By bundle: name, dtype, global shape, offsets, lengths of every piece in it."""
+    """Return by bundle: name, dtype, global shape, offsets, lengths of every piece in it."""
     found: dict[str, list[list[Any]]] = {}
     for held in state.slot_pool:
         for bundle_id, place in held.images.items():

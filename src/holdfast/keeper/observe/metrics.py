@@ -86,7 +86,7 @@ def _families(facts: Facts) -> Iterator[tuple[str, str, str, list[Sample]]]:
 
 
 def _run(run: Facts | None) -> Iterator[tuple[str, str, str, list[Sample]]]:
-    """Of the run that this node's launcher writes down."""
+    """Yield the samples of the run that this node's launcher writes down."""
     if run is None:
         return
     yield (

@@ -54,7 +54,7 @@ class _NotYet(KeeperLost):
 
 @dataclass(frozen=True, slots=True)
 class _Pull:
-    """What is to be pulled from one node: bundles by the rank whose slot holds them."""
+    """Holds what is to be pulled from one node: bundles by the rank whose slot holds them."""
 
     version: Version
     wanted: Mapping[int, tuple[BundleRef, ...]]
@@ -263,7 +263,7 @@ class Replicator:
             self._state.alarm(_alarm_of(home), text)
 
     def _is_well(self, home: int) -> None:
-        """What was to be had from that node was had, or is needed no more."""
+        """Take note that what was to be had from that node was had, or is needed no more."""
         with self._state.lock:
             self._waiting.pop(home, None)
             self._state.calm(_alarm_of(home))
@@ -332,7 +332,9 @@ class Replicator:
         return self._state.slot_pool.in_use(rank, replica=True)
 
     def _is_begun(self, rank: int, version: Version) -> bool:
-        """Whether one of the rank's replica slots has anything of the version that is worth something, or receives it."""
+        """Return whether one of the rank's replica slots has anything of the version that is worth something, or
+        receives it.
+        """
         return any(held.view.version == version for held in self._in_use(rank))
 
     def _reuse(self, rank: int, version: Version, num_bytes: int) -> HeldSlot | None:
@@ -366,7 +368,8 @@ class Replicator:
         return Knowledge(min(kept, default=None), useless | ledger.knowledge.abandoned, ledger.knowledge.lineage)
 
     def _counted(self, version: Version) -> bool:
-        """Whether a replica that stands must stay: it may be what the last holder is waiting for to call it replicated.
+        """Return whether a replica that stands must stay: it may be what the last holder is waiting for to call it
+        replicated.
 
         If that does not come, the coordinator is asked to count it no more. Under the state's lock.
         """

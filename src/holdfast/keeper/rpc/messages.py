@@ -467,7 +467,7 @@ _hello_decoder = msgspec.msgpack.Decoder(Hello)
 
 
 class _AnyHello(msgspec.Struct, frozen=True):
-    """What a greeting says in every protocol."""
+    """Holds what a greeting says in every protocol."""
 
     protocol: int
 

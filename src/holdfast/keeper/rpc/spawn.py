@@ -75,7 +75,9 @@ def _make(place: RuntimePaths, config: Config) -> None:
 
 
 def _answers(place: RuntimePaths) -> bool:
-    """Whether a keeper greets there. A connection alone proves nothing: the kernel accepts for a dying process too."""
+    """Return whether a keeper greets there. A connection alone proves nothing: the kernel accepts for a dying process
+    too.
+    """
     hello = Hello(job=place.job, role=VIEWER)
     try:
         ring(place.address, hello, timeout_s=ANSWER_TIMEOUT_S)

@@ -244,7 +244,7 @@ def _length(place: ImagePlace | PieceOf) -> int:
 
 
 def _pack(request: int, present: list[PresentBundle], known: set[int]) -> Answer:
-    """Where the bundles are; a slot that the trainer has not mapped is sent read-only, once."""
+    """Return where the bundles are; a slot that the trainer has not mapped is sent read-only, once."""
     fds: dict[int, tuple[int, int]] = {}
     found = []
     for item in present:

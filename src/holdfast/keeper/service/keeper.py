@@ -189,7 +189,7 @@ class Keeper:
         self._server.stop()
 
     def _works(self, lazy_storage: LazyStorage) -> KeeperWorkers:
-        """What has to end, and what has to be forgotten, before this keeper serves another job."""
+        """Return what has to end, and what has to be forgotten, before this keeper serves another job."""
         workers = (self._sealer, self._examiner, self._persister, self._committer, self._replicator)
         return KeeperWorkers(
             leave=(self._coordinator_client.leave, self._peers.leave, *(worker.leave for worker in workers)),

@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _allow_connections() -> None:
-    """As many descriptors as the system lets this process have: one per keeper that reports, two per slot."""
+    """Allow as many descriptors as the system lets this process have: one per keeper that reports, two per slot."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -140,7 +140,7 @@ def _network(options: argparse.Namespace) -> Network:
 
 
 def _key_source(fd: int) -> KeySource:
-    """Where the key of encrypted files comes from."""
+    """Return where the key of encrypted files comes from."""
     if fd < 0:
         return KeySource()
     with os.fdopen(fd, "rb") as file:

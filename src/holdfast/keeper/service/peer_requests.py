@@ -38,7 +38,7 @@ MAX_AT_ONCE = 32
 
 @dataclass(slots=True)
 class _Sending:
-    """What one peer is being sent."""
+    """Holds what one peer is being sent."""
 
     held: list[HeldSlot] = field(default_factory=list)
     moved_s: float = 0.0

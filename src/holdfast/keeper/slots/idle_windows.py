@@ -171,13 +171,15 @@ class Turns:
         self._stay(None)
 
     def _stay(self, rank: int | None) -> None:
-        """As `Windows.stay`; blocks follow one another in a wait, and most of them find the thread where it should be."""
+        """Stay as `Windows.stay` does; blocks follow one another in a wait, and most of them find the thread where it
+        should be.
+        """
         if rank != self._beside:
             self._beside = rank
             self._windows.stay(rank)
 
     def _count(self) -> None:
-        """What is known of the block that began last, now that it is hashed or sent."""
+        """Count what is known of the block that began last, now that it is hashed or sent."""
         if self._begun is None:
             return
         rank, num_bytes, number, began_s = self._begun

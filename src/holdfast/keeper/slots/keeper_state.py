@@ -61,7 +61,7 @@ class Warned:
 
 @dataclass(slots=True)
 class _EarlierIncarnations:
-    """What outlives an incarnation: needed to come back, and to answer questions."""
+    """Holds what outlives an incarnation: needed to come back, and to answer questions."""
 
     tables: dict[Version, tuple[BundleRef, ...]] = field(default_factory=dict)
     suspects: dict[Version, str] = field(default_factory=dict)

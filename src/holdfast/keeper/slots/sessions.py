@@ -270,12 +270,14 @@ class Trainers:
 
 
 def _let_go(trainer: Trainer) -> None:
-    """Of its page. Under the lock."""
+    """Let go of its page. Under the lock."""
     for fd in trainer.page:
         os.close(fd)
     trainer.page = ()
 
 
 def _same_process(one: Connection, other: Connection) -> bool:
-    """Whether a process connects again; not known, and so not believed, of those of another pid namespace (no pid)."""
+    """Return whether a process connects again; not known, and so not believed, of those of another pid namespace (no
+    pid).
+    """
     return one.pid == other.pid > 0

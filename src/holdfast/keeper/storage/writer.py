@@ -48,7 +48,7 @@ SLOWEST_BYTES_PER_S = 1 << 20
 
 
 class _RetryState:
-    """What failed of the newest version that did, and when it is tried again. Under the state's lock.
+    """Holds what failed of the newest version that did, and when it is tried again. Under the state's lock.
 
     After MAX_TRIES failures of storage in a row it counts as unserviceable: that is an alarm, and from then on there is
     one try in MAX_PAUSE_S and one for every new version.
@@ -76,7 +76,7 @@ class _RetryState:
         return not lacking and self._tries >= MAX_TRIES
 
     def due(self) -> tuple[Order, ...]:
-        """What is to be tried again now; each is named once, unless it fails again."""
+        """Return what is to be tried again now; each is named once, unless it fails again."""
         if time.monotonic() < self._at_s:
             return ()
         orders, self._orders = tuple(self._orders.values()), {}

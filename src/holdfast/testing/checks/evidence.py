@@ -199,7 +199,7 @@ def _ranks(runs: Sequence[tuple[int, int, int]]) -> list[int]:
 
 
 def _torn(file: Path) -> list[str]:
-    """What contradicts the proof that a file of ours carries in its name or in its tail."""
+    """Return what contradicts the proof that a file of ours carries in its name or in its tail."""
     named = _BUNDLE_FILE.match(file.name)
     if named is not None:
         return [] if image_digest(file.read_bytes()) == named[1] else [f"{file.name} stands torn at its final name"]

@@ -248,7 +248,7 @@ def _all_resumed(life: Life) -> bool:
 
 
 def _survivors(levels: Mapping[Version, Level], lost: frozenset[int]) -> dict[Version, Level]:
-    """What the loss of the memory of these nodes leaves of the acknowledged levels."""
+    """Return what the loss of the memory of these nodes leaves of the acknowledged levels."""
     if not lost:
         return dict(levels)
     left: dict[Version, Level] = {v: level for v, level in levels.items() if level is Level.DURABLE}
@@ -413,7 +413,7 @@ def retention_keeps(lives: Sequence[Life], *, keep_last: int) -> list[Violation]
 
 
 def _is_dead(version: Version, resumed: Mapping[int, Version | None]) -> bool:
-    """Whether a later incarnation resumed from before `version`."""
+    """Return whether a later incarnation resumed from before `version`."""
     later = (start for incarnation, start in resumed.items() if incarnation > version.incarnation)
     return any(start is None or version > start for start in later)
 

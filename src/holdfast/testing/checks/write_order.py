@@ -49,7 +49,7 @@ class NamedDurable:
 
 @dataclass(slots=True)
 class _Disk:
-    """What is not safe yet."""
+    """Holds what is not safe yet."""
 
     root: str
     dirty: set[str] = field(default_factory=set)
@@ -68,7 +68,7 @@ class _Disk:
         return os.path.relpath(path, self.root)
 
     def is_final(self, path: str) -> bool:
-        """Whether the name promises that the file is whole: a file of a version, or a record beside them."""
+        """Return whether the name promises that the file is whole: a file of a version, or a record beside them."""
         return not self.short(path).startswith((".tmp", ".."))
 
 

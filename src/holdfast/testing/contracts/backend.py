@@ -300,7 +300,7 @@ def _create_numbered(backend: Backend, name: str, index: int) -> bool:
 
 
 def _race(call: Callable[[int], object]) -> list[object]:
-    """What each of several threads got that started together: an answer or an error of ours."""
+    """Return what each of several threads got that started together: an answer or an error of ours."""
     answers: list[object] = [None] * NUM_RACERS
     start = threading.Barrier(NUM_RACERS)
 

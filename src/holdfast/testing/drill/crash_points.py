@@ -147,7 +147,7 @@ class Probe:
         return passage
 
     def _enter(self, phase: str) -> tuple[int, int]:
-        """Which life runs, and which pass through the phase in it this is; what is planned for that is begun."""
+        """Return which life runs, and which pass through the phase in it this is; what is planned for that is begun."""
         life, strike = self._field.orders()
         with self._lock:
             self._passes[life, phase] += 1
@@ -215,7 +215,7 @@ class Probe:
 
 
 def _subject(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Which files a call is about, as absolute paths."""
+    """Return which files a call is about, as absolute paths."""
     if name in {"pwrite", "ftruncate", "fsync"}:
         return {"path": _path_of(args[0])}
     if name in {"rename", "link"}:

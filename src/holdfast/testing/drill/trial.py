@@ -129,7 +129,7 @@ class Stage:
         return True
 
     def _start_keeper(self, node: int) -> None:
-        """What the first rank that finds none would do."""
+        """Start a keeper as the first rank that finds none would."""
         known = self._cast.members.get(f"k{node}")
         if known is not None and self._cast.is_alive(known.name) and not self._cast.is_dying(known):
             os.write(self._ground.answers[node][1], b'{"pid": 0}\n')  # somebody else asked before
@@ -223,7 +223,7 @@ class Stage:
         self._cast.kill(names)
 
     def _adopted(self, node: int) -> bool:
-        """Whether the new keeper has all slots that the trainer has."""
+        """Return whether the new keeper has all slots that the trainer has."""
         trainer, new = self._cast.members[f"t{node}"], self._cast.members[f"k{node}"]
         return trainer.status is None and slot_inodes(trainer.pid) <= slot_inodes(new.pid)
 

@@ -322,7 +322,9 @@ class Job:
             raise
 
     def _load_rank(self, job: bootstrap.Job, trainer: Trainer, timeout_s: float) -> Resumed:
-        """As checkpoint.restore.restorer does it: everybody verifies what it got, side by side, and one NO begins it anew."""
+        """Load as checkpoint.restore.restorer does: everybody verifies what it got, side by side, and one NO begins it
+        anew.
+        """
         client = trainer.client
         decisions = Decisions(job, client, self.rig.storage, timeout_s=timeout_s)
         fetcher = Fetcher(client, timeout_s=timeout_s)
@@ -339,7 +341,7 @@ class Job:
             client.release()
 
     def _read(self, choice: Choice, facts: Facts, fetcher: Fetcher, rank: int) -> tuple[dict[str, bytes], list[Fault]]:
-        """What the rank gets of its bundles, and the copies that cannot be used."""
+        """Return what the rank gets of its bundles, and the copies that cannot be used."""
         plan = {fetch.ref.bundle_id: fetch for fetch in version_choice.fetches(choice, rank, facts)}
         images: dict[str, bytes] = {}
         faults: list[Fault] = []

@@ -54,7 +54,7 @@ def start_hurtable(root: str, config: Config, control: Path, *, plant: str = "")
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether every thread of it is, or it is gone."""
+    """Return whether every thread of it is, or it is gone."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:

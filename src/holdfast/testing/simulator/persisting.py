@@ -191,7 +191,7 @@ def commit(job: Job, keeper: Keeper, order: CommitOrder) -> None:
 
 
 def _retire(job: Job) -> None:
-    """What retention removes; the manifest first."""
+    """Remove what retention removes; the manifest first."""
     storage = job.storage
     lineage = Lineage(dict(storage.resumed))
     start = storage.resumed.get(storage.incarnation)

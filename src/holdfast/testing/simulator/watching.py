@@ -102,7 +102,7 @@ def _live(sight: WorkerSample, way: str, seconds: float) -> WorkerSample:
 
 
 def _judge(verdicts: tuple[Verdict, ...], culprit: int) -> bool:
-    """Whether the culprit is condemned; somebody else must not be."""
+    """Return whether the culprit is condemned; somebody else must not be."""
     for verdict in verdicts:
         if verdict.kind in (Kind.RESTART_RANK, Kind.RESTART_ALL):
             wrong = [rank for rank in verdict.ranks if rank != culprit]

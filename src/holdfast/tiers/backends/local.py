@@ -226,7 +226,7 @@ def _make_directory(root: int, directory: str) -> None:
 
 
 def _mode(root: int) -> int:
-    """Who may look at the root, and so at what is made beneath it; never less than we need ourselves.
+    """Return who may look at the root, and so at what is made beneath it; never less than we need ourselves.
 
     Where all write and each removes only what is theirs (the sticky bit), the same holds beneath.
     """

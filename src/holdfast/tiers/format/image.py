@@ -210,7 +210,7 @@ def _is_name(name: str) -> bool:
 
 
 def _is_left_out(shape: tuple[int, ...], global_shape: tuple[int, ...]) -> bool:
-    """Whether a piece is only noted.
+    """Return whether a piece is only noted.
 
     The stock reader keeps one piece per (name, offsets), so a piece without rows at the offsets of a full one would
     hide it. A tensor that is empty as a whole must be there, or it would be missing.

@@ -162,7 +162,7 @@ class Budget:
 
 
 def _parse(data: bytes) -> dict[str, int]:
-    """What is readable; a file cut short by a crash only forgets reservations, and its owners write them again."""
+    """Return what is readable; a file cut short by a crash only forgets reservations, and its owners write them again."""
     try:
         found = parse_loose(data or b"{}")
     except ValueError:

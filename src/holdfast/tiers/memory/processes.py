@@ -63,7 +63,7 @@ def machine_id() -> str:
 
 
 def _stat(pid: int) -> list[bytes]:
-    """What /proc tells of a process, from its state on; nothing if it tells nothing."""
+    """Return what /proc tells of a process, from its state on; nothing if it tells nothing."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

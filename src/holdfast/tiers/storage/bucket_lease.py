@@ -179,7 +179,7 @@ def _name(number: int) -> str:
 
 
 def _words(run_id: str) -> dict[str, Any]:
-    """What this process says of itself when it takes the lock."""
+    """Return what this process says of itself when it takes the lock."""
     me = {"pid": os.getpid(), "started": start_time(os.getpid()), "machine": machine_id()}
     return {**me, "host": socket.gethostname(), "run_id": run_id, "key": secrets.token_hex(8), "beat": 0}
 
@@ -189,7 +189,7 @@ def _encode(words: dict[str, Any]) -> bytes:
 
 
 def _decode(data: bytes) -> dict[str, Any]:
-    """What a holder says of itself; nothing if it left. What nobody can read is a holder that is not known."""
+    """Return what a holder says of itself; nothing if it left. What nobody can read is a holder that is not known."""
     if not data:
         return {}
     try:

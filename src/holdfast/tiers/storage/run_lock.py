@@ -164,7 +164,7 @@ class RunLock:
         return True
 
     def _may_be_dead(self) -> bool:
-        """Whether the kernel of another machine would have to let go of it, on a file system that several reach."""
+        """Return whether the kernel of another machine would have to let go of it, on a file system that several reach."""
         try:
             words = parse_loose(self._words())
         except ValueError:
@@ -173,7 +173,7 @@ class RunLock:
         return elsewhere and is_remote(self._path.parent)
 
     def _words(self) -> bytes:
-        """What the holder wrote of itself."""
+        """Return what the holder wrote of itself."""
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:

@@ -80,7 +80,8 @@ def open_storage(url: str | Path, events: Events, *, encryption: KeySource | Non
 
 
 def _in_place(read: Callable[Concatenate[Storage, P], T]) -> Callable[Concatenate[Storage, P], T]:
-    """What a reader misses or finds damaged is so in a root that is still ours: under an unmounted path all is missing.
+    """Return what a reader misses or finds damaged is so in a root that is still ours: under an unmounted path all is
+    missing.
 
     The reader then also raises StorageError, if the root has vanished, and InUse, if it is another job's by now.
     """
@@ -635,7 +636,7 @@ class Storage:
         return self._key.authenticate(manifests.proved_texts(root, parts)) if self._key else ""
 
     def _require_proof(self, whole: Manifest, parts: Mapping[str, bytes], where: str) -> None:
-        """With a key: somebody who has it made this version.
+        """Require, with a key, that somebody who has it made this version.
 
         A version of which every file is of other keys can prove nothing, and nothing of it opens: who reads is told which key.
         """

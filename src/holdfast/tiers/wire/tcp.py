@@ -75,7 +75,7 @@ def _bind(host: str, port: int, *options: int) -> socket.socket:
 
 
 def _is_served(host: str, port: int) -> bool:
-    """Whether somebody listens there; on an address of all interfaces, on loopback too."""
+    """Return whether somebody listens there; on an address of all interfaces, on loopback too."""
     try:
         socket.create_connection((host, port), timeout=_KNOCK_S).close()
     except OSError:

@@ -173,7 +173,7 @@ class TlsLink:
 
 
 def _peek(sock: socket.socket) -> bytes:
-    """What came first, as far as it came."""
+    """Return what came first, as far as it came."""
     try:
         return sock.recv(1, socket.MSG_PEEK)
     except BlockingIOError:

@@ -168,7 +168,7 @@ def _read_run(
 
 
 def _stop(field: Field, source: Source, wire_type: int, at: tuple[int, int]) -> tuple[int, int]:
-    """Where the bytes of a delimited field start and stop."""
+    """Return where the bytes of a delimited field start and stop."""
     start, end = at
     if wire_type != _DELIMITED:
         raise source.damage(f"{field.name} cannot have wire type {wire_type}", start)

@@ -141,11 +141,11 @@ class Identity:
         return raw, Claim(**json.loads(raw))
 
     def _write(self, before: str) -> bool:
-        """Whether nobody was quicker."""
+        """Return whether nobody was quicker."""
         text = json.dumps(asdict(self._mine))
         return bool(self._store.compare_set(self._name, before, text).decode() == text)
 
 
 def _is_gone(known: Claim | None) -> bool:
-    """Whether the process behind the claim is proven to be gone: it was on this machine, and is not there."""
+    """Return whether the process behind the claim is proven to be gone: it was on this machine, and is not there."""
     return known is not None and known.machine == machine_id() and has_ended(known.pid, known.started or None)

@@ -25,7 +25,7 @@ AGAIN_S = 1.0
 
 @dataclass(slots=True)
 class _Link:
-    """To one launcher.
+    """A connection to one launcher.
 
     Attributes:
         place: its family and address as the kernel takes them; None: its name was not found.
