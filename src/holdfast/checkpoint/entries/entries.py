@@ -74,7 +74,7 @@ class Collector:
         self.tied: dict[str, str] = {}  # other names of memory that is kept under its first
         self._by_memory: dict[tuple[Any, ...], str] = {}
 
-    def lasting(
+    def persistent(
         self,
         name: str,
         tensor: torch.Tensor,
@@ -121,7 +121,7 @@ class Collector:
             )
         return self.layouts.live(name, tensor, group=group, piece=piece)
 
-    def passing(
+    def transient(
         self,
         path: str,
         tree: Any,

@@ -176,7 +176,7 @@ def _connect(group: Ranks, link: KeeperLink, *, first: bool, required: bool) -> 
     except KeeperNotStarted as error:
         if required:
             raise
-        link.forgo(finished=False)
+        link.go_without_keeper(finished=False)
         return str(error)
     link.recollect()
     return ""

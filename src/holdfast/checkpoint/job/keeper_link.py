@@ -169,7 +169,7 @@ class KeeperLink:
             client.adopt(self._slots)
             self._slots = ()
 
-    def forgo(self, *, finished: bool) -> None:
+    def go_without_keeper(self, *, finished: bool) -> None:
         """The job goes on without keepers; until `open` none is looked for. `finished`: what this one holds may go."""
         with self._lock:
             self._closed = True

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from holdfast.base.events import Events
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.job.collectives import Ranks
-from holdfast.core.layout.bundles import lonely
+from holdfast.core.layout.bundles import single_node
 from holdfast.core.model import Shard, Topology
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ def warn(group: Ranks, topology: Topology, shards: Sequence[Shard], events: Even
         shards: what this rank holds of all that is trained.
         events: hears of every node that holds something alone.
     """
-    alone = lonely(shards, topology)
+    alone = single_node(shards, topology)
     # Twins of one node hold it once: the lowest of them speaks for all.
     mine = [shard for shard in alone if shard.ranks[0] == group.rank]
     told = [len(mine), sum(shard.num_bytes for shard in mine), [shard.name for shard in mine[:MAX_NAMES]]]

@@ -148,7 +148,7 @@ class DirectSaver:
         if not handle.given_up:
             # What keepers still hold of earlier runs is older than this; their memory is needed more elsewhere.
             if not self.keeps_link:
-                self._link.forgo(finished=True)
+                self._link.go_without_keeper(finished=True)
             self._post(str(handle.version))
 
     def _save(self, version: Version) -> None:

@@ -96,7 +96,7 @@ class CarriedPart(TransientPart):
     def report(self, out: Collector) -> None:
         """Adds the values, with their tensors."""
         if self._value:
-            out.passing(self.name, self._value)
+            out.transient(self.name, self._value)
 
     def plan(self, loading: Loading) -> None:
         """Claims them if they are there: in another layout they may be those of other ranks, and are left."""

@@ -59,7 +59,7 @@ class ModelPart:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = module
-        self._lasting: list[tuple[LiveTensor, torch.Tensor]] = []
+        self._persistent: list[tuple[LiveTensor, torch.Tensor]] = []
         self._extra: dict[str, nn.Module] = {}
         self._made_up: dict[str, str] = {}
         self._tied: dict[str, tuple[TensorRef, Group | None]] = {}
@@ -78,7 +78,7 @@ class ModelPart:
         )
         extra = {f"{path}.{EXTRA}".lstrip("."): m for path, m in self.module.named_modules(remove_duplicate=False)}
         self._watch = Containers(_containers(self.module))
-        self._lasting, self._extra, self._made_up, self._tied, self._excluded = [], {}, {}, {}, []
+        self._persistent, self._extra, self._made_up, self._tied, self._excluded = [], {}, {}, {}, []
         for raw, value in state.items():
             name = f"{self.name}.{_clean(raw, wrappers)}"
             if raw in extra:
@@ -92,10 +92,10 @@ class ModelPart:
                 if out.layouts.excludes(name):
                     self._excluded.append((out.left_out(name, value, group=group, piece=piece), value))
                     continue
-                ref = out.lasting(name, value, group=group, piece=piece)
+                ref = out.persistent(name, value, group=group, piece=piece)
                 if ref is None:
                     continue
-                self._lasting.append((out.tensors[ref.name], value))
+                self._persistent.append((out.tensors[ref.name], value))
                 if ref.name not in (name, out.layouts.resolve(name, group)[0]):
                     self._tied[name] = ref, mesh_ranks(value) if isinstance(value, DTensor) else group
 
@@ -117,17 +117,17 @@ class ModelPart:
     def report(self, out: Collector) -> None:
         """Adds extra state, whatever hooks make up, and other names."""
         for name, module in self._extra.items():
-            out.passing(name, module.get_extra_state())
+            out.transient(name, module.get_extra_state())
         if self._made_up:
             state = self.module.state_dict()
             for raw, name in self._made_up.items():
-                out.passing(name, state[raw])
+                out.transient(name, state[raw])
         for name, (ref, group) in self._tied.items():
             out.value(name, ref, group=group)
 
     def plan(self, loading: Loading) -> None:
         """Claims every parameter and buffer in place."""
-        for live, tensor in self._lasting:
+        for live, tensor in self._persistent:
             if live.shard.name not in loading.targets:
                 loading.claim(live, tensor)
         for left, tensor in self._excluded:

@@ -131,7 +131,7 @@ class OptimizerPart:
                 loose[key] = None
                 continue
             name, group = self._entry(owner, key), self._follow(owner, value)
-            ref = out.lasting(name, value, group=group, late=True, piece=owner.cut(value))
+            ref = out.persistent(name, value, group=group, late=True, piece=owner.cut(value))
             if ref is not None:
                 self._refs[id(value)] = ref
             if ref is not None and ref.name in (name, out.layouts.resolve(name, group)[0]):
@@ -153,14 +153,14 @@ class OptimizerPart:
         """Adds parameter groups, and of the state all that is not a tensor."""
         named = zip(self.optimizer.param_groups, self._names, strict=True)
         groups = [{**group, "params": names} for group, names in named]
-        out.passing(f"{self.name}.param_groups", groups, group=self._group)
+        out.transient(f"{self.name}.param_groups", groups, group=self._group)
         for parameter, loose in self._loose.items():
             rest = {key: self._state[parameter][key] if ref is None else ref for key, ref in loose.items()}
             path, group = self._state_path(parameter)
-            out.passing(path, rest, group=group)
+            out.transient(path, rest, group=group)
         more = self._handed.more()
         if more is not None:
-            out.passing(self._more, more, known=self._refs)
+            out.transient(self._more, more, known=self._refs)
 
     def ask(self) -> None:
         """Lets the optimizer say what it hands out, before anything is read of it."""

@@ -72,7 +72,7 @@ class StatefulPart:
 
     def report(self, out: Collector) -> None:
         """Asks the object for its state."""
-        out.passing(self.name, self._object.state_dict(), holders=getattr(self._object, HOLDERS, None))
+        out.transient(self.name, self._object.state_dict(), holders=getattr(self._object, HOLDERS, None))
 
     def plan(self, loading: Loading) -> None:
         """Claims the saved state, with memory of its own for every tensor in it; of all ranks if the object can do that.
@@ -115,7 +115,7 @@ class DictPart:
         self.name = name
         self._content = content
         self.began = _keys(content) if began is None else began
-        self._lasting: list[tuple[LiveTensor, torch.Tensor]] = []
+        self._persistent: list[tuple[LiveTensor, torch.Tensor]] = []
         self._refs: dict[str, TensorRef | None] = {}
         self._seen: dict[str, torch.Tensor] = {}
         self._tree: Any = None
@@ -123,11 +123,11 @@ class DictPart:
     def build(self, out: Collector) -> None:
         """Adds every tensor of the dict."""
         self._look()
-        self._lasting, self._refs = [], {}
+        self._persistent, self._refs = [], {}
         for name, tensor in self._seen.items():
-            ref = self._refs[name] = out.lasting(name, tensor)
+            ref = self._refs[name] = out.persistent(name, tensor)
             if ref is not None:
-                self._lasting.append((out.tensors[ref.name], tensor))
+                self._persistent.append((out.tensors[ref.name], tensor))
 
     def unchanged(self) -> bool:
         """Return whether the dict holds the very same tensors at the same places."""
@@ -146,7 +146,7 @@ class DictPart:
         tree = unflatten(loading.offered(self.name), lambda _: torch.empty(0))
         saved, removed = _split(tree) if isinstance(tree, dict) else ({}, {})
         gone = set(map(id, _tensors(_at(self._content, removed))))
-        for live, tensor in self._lasting:
+        for live, tensor in self._persistent:
             if id(tensor) not in gone:
                 loading.claim(live, tensor)
         if loading.claim_value(self.name, kind=dict) is not None:

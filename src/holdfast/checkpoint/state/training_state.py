@@ -94,7 +94,7 @@ class State:
         self._order = InfoPart(MEMORY_ORDER)
         self.carried = CarriedPart(_CARRIED)
         self._parts += [self.info, self.excluded, self._order, self.carried, StatefulPart(_RNG, ProcessRandomness())]
-        self._lasting = Collector(self._layouts)
+        self._persistent = Collector(self._layouts)
         self._overlooked = UnsavedStateCheck(self._in_no_version)
         self._watch: Tensors | None = None
         self._loading: Loading | None = None
@@ -112,7 +112,7 @@ class State:
     @property
     def tied(self) -> Mapping[str, str]:
         """Other names of tensors that are kept under one, as of the last look."""
-        return self._lasting.tied
+        return self._persistent.tied
 
     @property
     def stateful(self) -> dict[str, bool]:
@@ -150,24 +150,24 @@ class State:
             each.ask()
         if not self._unchanged():
             self._build()
-        passing = Collector(self._layouts)
+        transient = Collector(self._layouts)
         for part in self._parts:
-            part.report(passing)
-        self._add_orders(passing)
-        tensors = {**self._lasting.tensors, **passing.tensors}
-        if len(tensors) != len(self._lasting.tensors) + len(passing.tensors):
-            raise twice(next(iter(self._lasting.tensors.keys() & passing.tensors.keys())))
+            part.report(transient)
+        self._add_orders(transient)
+        tensors = {**self._persistent.tensors, **transient.tensors}
+        if len(tensors) != len(self._persistent.tensors) + len(transient.tensors):
+            raise twice(next(iter(self._persistent.tensors.keys() & transient.tensors.keys())))
         described = (
             self._storages,
-            [(live.shard, live.local.device) for live in passing.tensors.values()],
-            sorted(passing.values),
+            [(live.shard, live.local.device) for live in transient.tensors.values()],
+            sorted(transient.values),
         )
         if described != self._described:
-            self._note_structure(tensors, passing)
+            self._note_structure(tensors, transient)
             self._described = described
         if self._layouts.allocated:
-            self._overlooked.look(live.local for live in self._lasting.tensors.values() if live.late)
-        return Gathered(tensors, passing.values, self._structure, self._storages)
+            self._overlooked.look(live.local for live in self._persistent.tensors.values() if live.late)
+        return Gathered(tensors, transient.values, self._structure, self._storages)
 
     @torch.no_grad()
     def glance(self) -> Gathered:
@@ -179,11 +179,13 @@ class State:
         if self._is_grown():
             self._glanced = self._sizes()
             return self.gather()
-        passing = Collector(self._layouts)
+        transient = Collector(self._layouts)
         for part in self._parts:
-            part.report(passing)
-        self._add_orders(passing)
-        return Gathered({**self._lasting.tensors, **passing.tensors}, passing.values, self._structure, self._storages)
+            part.report(transient)
+        self._add_orders(transient)
+        return Gathered(
+            {**self._persistent.tensors, **transient.tensors}, transient.values, self._structure, self._storages
+        )
 
     def storages(self) -> int:
         """Returns `Gathered.storages`, looked at again when an optimizer's state has grown; for every step."""
@@ -193,7 +195,7 @@ class State:
 
     def owned(self) -> dict[str, torch.Tensor]:
         """Returns what optimizers own by entry name, as of the last look."""
-        return {name: live.local for name, live in self._lasting.tensors.items() if live.late}
+        return {name: live.local for name, live in self._persistent.tensors.items() if live.late}
 
     def _sizes(self) -> list[int]:
         return [len(optimizer.state) for optimizer in self.optimizers]
@@ -226,8 +228,8 @@ class State:
         redundancy is about: random numbers and positions in the data are each rank's own by nature.
         """
         self.gather()
-        lasting = self._lasting.tensors
-        found = {name: live.shard for name, live in lasting.items() if live.late or not self.optimizers}
+        persistent = self._persistent.tensors
+        found = {name: live.shard for name, live in persistent.items() if live.late or not self.optimizers}
         for part in self._parts:
             if isinstance(part, OptimizerPart):
                 found.update((live.shard.name, live.shard) for live in part.predict(self._layouts) or ())
@@ -329,9 +331,9 @@ class State:
             if isinstance(part, OptimizerPart | ModelPart):
                 yield from part.in_no_version()
 
-    def _add_orders(self, passing: Collector) -> None:
-        if self._lasting.orders or passing.orders:
-            passing.value(MEMORY_ORDER, {**self._lasting.orders, **passing.orders})
+    def _add_orders(self, transient: Collector) -> None:
+        if self._persistent.orders or transient.orders:
+            transient.value(MEMORY_ORDER, {**self._persistent.orders, **transient.orders})
 
     def _unchanged(self) -> bool:
         return self._watch is not None and all(part.unchanged() for part in self._parts) and self._watch.unchanged()
@@ -339,14 +341,17 @@ class State:
     def _build(self) -> None:
         self._watch = None
         owned = (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
-        self._lasting = Collector(self._layouts, late=frozenset(map(id, owned)))
+        self._persistent = Collector(self._layouts, late=frozenset(map(id, owned)))
         for part in self._parts:
-            part.build(self._lasting)
-        self._watch = Tensors(self._lasting.sources if self._layouts.allocated else ())
+            part.build(self._persistent)
+        self._watch = Tensors(self._persistent.sources if self._layouts.allocated else ())
         self._storages += 1
 
-    def _note_structure(self, tensors: Mapping[str, LiveTensor], passing: Collector) -> None:
-        shape = ({n: (live.shard, live.local.device, live.late) for n, live in tensors.items()}, sorted(passing.values))
+    def _note_structure(self, tensors: Mapping[str, LiveTensor], transient: Collector) -> None:
+        shape = (
+            {n: (live.shard, live.local.device, live.late) for n, live in tensors.items()},
+            sorted(transient.values),
+        )
         if shape != self._shape:
             self._structure += 1
             self._shape = shape

@@ -150,7 +150,7 @@ def only_home(bundle: BundleRef, topology: Topology) -> int | None:
     return replica_placement.only_home(bundle, topology)
 
 
-def lonely(shards: Iterable[Shard], topology: Topology) -> list[Shard]:
+def single_node(shards: Iterable[Shard], topology: Topology) -> list[Shard]:
     """Those of which no other node holds the bytes: what its own redundancy does not protect against a lost node."""
     found = []
     for shard in shards:

@@ -246,15 +246,15 @@ class JobPlan:
 
     def _spread_replicas(self) -> None:
         """Nodes whose bytes go to several: their bundles one by one, as `backups.place` deals them."""
-        lonely: dict[int, list[BundleRef]] = {}
+        single_node: dict[int, list[BundleRef]] = {}
         for members, kind in self._groups():
             homes = {self.topology.node_of[rank] for rank in members}
             if len(homes) == 1 and len(self._backups[home := min(homes)]) > 1:
                 ranks = tuple(members)
                 count = bundles.num_shares(ranks, self._sizes[kind], self.topology) if len(ranks) > 1 else 1
                 for index, num_bytes in self._shares_of(kind, count):
-                    lonely.setdefault(home, []).append(BundleRef("", ranks, index, count, num_bytes, ""))
-        for home, refs in lonely.items():
+                    single_node.setdefault(home, []).append(BundleRef("", ranks, index, count, num_bytes, ""))
+        for home, refs in single_node.items():
             refs.sort(key=lambda ref: (ref.ranks, ref.index))
             for ref, node in replica_placement.deal(refs, self._backups[home]):
                 self._spread.setdefault(ref.ranks, set()).add(node)

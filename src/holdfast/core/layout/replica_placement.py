@@ -56,14 +56,14 @@ def place_again(refs: Sequence[BundleRef], holders: Mapping[str, int], topology:
 
 def _dealt(homes: Iterable[tuple[BundleRef, int]], topology: Topology) -> dict[str, int]:
     """The backup node of each bundle, given where it is."""
-    lonely: dict[int, list[BundleRef]] = defaultdict(list)
+    single_node: dict[int, list[BundleRef]] = defaultdict(list)
     for ref, home in homes:
-        lonely[home].append(ref)
-    totals = [sum(ref.num_bytes for ref in lonely.get(node, ())) for node in range(len(topology.nodes))]
+        single_node[home].append(ref)
+    totals = [sum(ref.num_bytes for ref in single_node.get(node, ())) for node in range(len(topology.nodes))]
     shared = shares(totals, topology)
     return {
         ref.bundle_id: node
-        for home, mine in lonely.items()
+        for home, mine in single_node.items()
         for ref, node in deal(sorted(mine, key=lambda r: (r.ranks, r.index)), shared[home])
     }
 

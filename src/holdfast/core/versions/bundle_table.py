@@ -20,7 +20,7 @@ class Table:
     """Every bundle of the job under one layout.
 
     Attributes:
-        lonely: of those that live in one node only, which one.
+        single_node: of those that live in one node only, which one.
         homes: the nodes of the ranks that hold each.
         parts: who writes them.
         flaw: why no version under this layout can be complete; empty if it can.
@@ -28,7 +28,7 @@ class Table:
 
     refs: tuple[BundleRef, ...]
     ids: frozenset[str]
-    lonely: Mapping[str, int]
+    single_node: Mapping[str, int]
     homes: Mapping[str, frozenset[int]]
     parts: tuple[writer_failover.Part, ...]
     flaw: str
@@ -42,8 +42,8 @@ def new_table(table: Mapping[str, BundleRef], topology: Topology, flaw: str = ""
         if ref.runs not in of_group:
             of_group[ref.runs] = frozenset(topology.node_of[rank] for rank in ref.ranks)
     homes = {ref.bundle_id: of_group[ref.runs] for ref in refs}
-    lonely = {bundle_id: min(nodes) for bundle_id, nodes in homes.items() if len(nodes) == 1}
-    return Table(refs, frozenset(table), lonely, homes, writer_failover.parts(refs, topology), flaw)
+    single_node = {bundle_id: min(nodes) for bundle_id, nodes in homes.items() if len(nodes) == 1}
+    return Table(refs, frozenset(table), single_node, homes, writer_failover.parts(refs, topology), flaw)
 
 
 def disagreement(table: Mapping[str, BundleRef], layouts: Mapping[int, RankLayout]) -> str:

@@ -157,7 +157,7 @@ class _Entry:
     dropped: set[int] = field(default_factory=set)
     parts: dict[str, PartReport] = field(default_factory=dict)
     layout: str = ""
-    thin: set[str] = field(default_factory=set)
+    under_replicated: set[str] = field(default_factory=set)
     unwritten: set[str] = field(default_factory=set)
     reached: set[Level] = field(default_factory=set)
     abandoned: str = ""
@@ -266,7 +266,7 @@ class Board:
         entry = self._entry(version)
         for bundle_id in bundle_ids:
             entry.replicas.setdefault(bundle_id, set()).add(node)
-            self._thicken(entry, bundle_id)
+            self._count_copy(entry, bundle_id)
         return self._try_replicated(version, entry)
 
     def dropped(self, node: int, version: Version) -> list[Action]:
@@ -277,8 +277,8 @@ class Board:
         entry.dropped.add(node)
         lost = False
         if Level.CAPTURED in entry.reached:
-            entry.thin = self._thin(entry)
-            lost = bool(entry.thin) and Level.REPLICATED in entry.reached
+            entry.under_replicated = self._under_replicated(entry)
+            lost = bool(entry.under_replicated) and Level.REPLICATED in entry.reached
             entry.reached -= {Level.REPLICATED} if lost else set()
         reason = "no second copy any more" if lost else "given up before it had a second copy"
         return [Announcement(Kind.DROPPED, version, f"{reason}: replication did not keep up", node=node, lost=lost)]
@@ -289,7 +289,7 @@ class Board:
             for nodes in entry.replicas.values():
                 nodes.discard(node)
             if Level.CAPTURED in entry.reached and Level.REPLICATED not in entry.reached:
-                entry.thin = self._thin(entry)
+                entry.under_replicated = self._under_replicated(entry)
         return []
 
     def written(self, report: PartReport) -> list[Action]:
@@ -437,9 +437,9 @@ class Board:
         self._newest = max(self._newest or version, version)
         if self._owed is not None and self._owed < version:
             entry.durable_due, self._owed = True, None
-        entry.thin = set(table.lonely) if not entry.dropped else set(table.ids)
-        for bundle_id in sorted(entry.thin):
-            self._thicken(entry, bundle_id)
+        entry.under_replicated = set(table.single_node) if not entry.dropped else set(table.ids)
+        for bundle_id in sorted(entry.under_replicated):
+            self._count_copy(entry, bundle_id)
         entry.unwritten = set(table.ids).difference(*(part.bundle_ids for part in entry.parts.values()))
         captured = Announcement(Kind.CAPTURED, version, reason, entry.layout)
         later = [*self._try_replicated(version, entry), *self._try_persist(version, entry)]
@@ -466,12 +466,12 @@ class Board:
             self._tables[name] = new_table(table, self._topology, disagreement(table, layouts))
         return self._named[key]
 
-    def _thicken(self, entry: _Entry, bundle_id: str) -> None:
+    def _count_copy(self, entry: _Entry, bundle_id: str) -> None:
         """A bundle that lives in one node is safe as soon as another node holds a replica."""
-        if bundle_id in entry.thin and len(self._holders(entry, bundle_id)) > 1:
-            entry.thin.discard(bundle_id)
+        if bundle_id in entry.under_replicated and len(self._holders(entry, bundle_id)) > 1:
+            entry.under_replicated.discard(bundle_id)
 
-    def _thin(self, entry: _Entry) -> set[str]:
+    def _under_replicated(self, entry: _Entry) -> set[str]:
         """All bundles that are in fewer than two nodes."""
         return {name for name in self._tables[entry.layout].ids if len(self._holders(entry, name)) < 2}
 
@@ -480,7 +480,7 @@ class Board:
         return (homes | entry.replicas.get(bundle_id, set())) - entry.dropped
 
     def _try_replicated(self, version: Version, entry: _Entry) -> list[Action]:
-        if Level.CAPTURED not in entry.reached or Level.REPLICATED in entry.reached or entry.thin:
+        if Level.CAPTURED not in entry.reached or Level.REPLICATED in entry.reached or entry.under_replicated:
             return []
         if self._safest is not None and version < self._safest:
             return []  # its slots may be overwritten since the newer one is safe

@@ -135,7 +135,7 @@ class ChunkFetcher:
             slot = self._state.slot_pool.allocate(wanted[-1].offset + wanted[-1].length, f"chunks of {version}")
             with self._state.lock:
                 held = self._state.slot_pool.add(slot, rank)
-                held.passing = True
+                held.transient = True
                 held.start(version, layout="", durable=False)
                 held.pins[PIN] += 1
                 fetched.append(held)

@@ -398,12 +398,12 @@ def to_refill(
     for copy in copies:
         if copy.version == version:
             holders.setdefault(copy.seal.bundle_id, {}).setdefault(copy.node, copy.rank)
-    lonely = {name: next(iter(held)) for name, held in holders.items() if len(held) == 1}
-    placed = replica_placement.place_again(table, lonely, topology)
+    single_node = {name: next(iter(held)) for name, held in holders.items() if len(held) == 1}
+    placed = replica_placement.place_again(table, single_node, topology)
     plan: dict[int, dict[int, list[BundleRef]]] = {}
     for ref in table:
         if placed.get(ref.bundle_id) == node:
-            holder = lonely[ref.bundle_id]
+            holder = single_node[ref.bundle_id]
             rank = holders[ref.bundle_id][holder]
             plan.setdefault(holder, {}).setdefault(ref.ranks[0] if rank is None else rank, []).append(ref)
     return plan

@@ -52,7 +52,7 @@ class HeldSlot:
         pins: why its bytes are needed, counted.
         condemned: images whose digest failed; not offered any more.
         outgrown: too small for the rank by now, or made beside its slots; freed as soon as the guard allows.
-        passing: it holds pieces of images on their way into another layout; goes with its last pin.
+        transient: it holds pieces of images on their way into another layout; goes with its last pin.
         pieces: those that have come.
     """
 
@@ -69,7 +69,7 @@ class HeldSlot:
     pins: Counter[str] = field(default_factory=Counter)
     condemned: set[str] = field(default_factory=set)
     outgrown: bool = False
-    passing: bool = False
+    transient: bool = False
     pieces: list[PieceOf] = field(default_factory=list)
 
     @property
@@ -161,7 +161,7 @@ class SlotPool:
         return [
             (held, piece)
             for held in self._held.values()
-            if held.passing and held.version == version
+            if held.transient and held.version == version
             for piece in held.pieces
             if piece.seal.bundle_id == seal.bundle_id and seal.digest in ("", piece.seal.digest)
         ]
@@ -260,7 +260,7 @@ class SlotPool:
         """Frees outgrown slots that may be overwritten."""
         for held in self:
             empty = held.state is SlotState.EMPTY and not held.pins
-            if held.passing:
+            if held.transient:
                 gone = not held.pins
             else:
                 gone = held.outgrown and (empty or is_free(held))

@@ -190,9 +190,11 @@ def announced(job: Rules, world: World, news: Announcement) -> World:
     """S13: what is called replicated is in two nodes at that moment."""
     if news.kind is Kind.REPLICATED:
         world = world._replace(safest=max(world.safest or news.version, news.version))
-        thin = _thin(job, world, news.version) if job.bounds.replicas else None
-        if thin is not None:
-            raise Broken("S13", f"{news.version} is called replicated; rank {thin} is in fewer than two nodes")
+        under_replicated = _under_replicated(job, world, news.version) if job.bounds.replicas else None
+        if under_replicated is not None:
+            raise Broken(
+                "S13", f"{news.version} is called replicated; rank {under_replicated} is in fewer than two nodes"
+            )
     if news.kind is Kind.DROPPED and news.lost and world.safest is not None and news.version >= world.safest:
         world = world._replace(safest=None)
     return world
@@ -200,8 +202,12 @@ def announced(job: Rules, world: World, news: Announcement) -> World:
 
 def check(job: Rules, world: World) -> None:
     """S1: the newest version that is called replicated is in two nodes at every moment."""
-    if world.safest is not None and job.bounds.replicas and (thin := _thin(job, world, world.safest)) is not None:
-        raise Broken("S1", f"{world.safest} is called replicated; rank {thin} has one copy left")
+    if (
+        world.safest is not None
+        and job.bounds.replicas
+        and (under_replicated := _under_replicated(job, world, world.safest)) is not None
+    ):
+        raise Broken("S1", f"{world.safest} is called replicated; rank {under_replicated} has one copy left")
 
 
 def arrive(job: Rules, world: World) -> World:
@@ -220,7 +226,7 @@ def arrive(job: Rules, world: World) -> World:
             return world
 
 
-def _thin(job: Rules, world: World, version: Version) -> int | None:
+def _under_replicated(job: Rules, world: World, version: Version) -> int | None:
     for rank in job.ranks:
         home = job.topology.node_of[rank]
         own = any(slot.version == version and slot.state is SlotState.SEALED for slot in world.slots[rank])

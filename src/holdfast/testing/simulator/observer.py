@@ -28,7 +28,7 @@ class Observer:
         state: (version, bundle) -> digest of the state at the save.
         acked: per level the newest version that was announced since the last recovery.
         spoiled: versions in which a twin's bytes were wrong at the save.
-        thin: the newest version that was called replicated and then, by word of the coordinator, no more.
+        under_replicated: the newest version that was called replicated and then, by word of the coordinator, no more.
         living: versions that descend from no rolled-back step.
         origin: what the present incarnation resumed from.
         lost: nodes whose memory was lost since the last recovery; `renewed`: those whose keeper died.
@@ -46,7 +46,7 @@ class Observer:
     renewed: set[int] = field(default_factory=set)
     flipped: bool = False
     complete: Version | None = None
-    thin: Version | None = None
+    under_replicated: Version | None = None
     origin: Version | None = None
 
     def saves(self, version: Version, ref: BundleRef) -> str:
@@ -78,11 +78,13 @@ class Observer:
             if version in self.spoiled:
                 raise Violation("S16", f"{version} is called captured although its twins differ")
         if news.kind is Kind.REPLICATED:
-            thin = [r.bundle_id for r in self.table if len(self.nodes_of.get((version, r.bundle_id), set())) < 2]
-            if thin:
-                raise Violation("S13", f"{version} is called replicated; {thin[0]} was never in two nodes")
+            under_replicated = [
+                r.bundle_id for r in self.table if len(self.nodes_of.get((version, r.bundle_id), set())) < 2
+            ]
+            if under_replicated:
+                raise Violation("S13", f"{version} is called replicated; {under_replicated[0]} was never in two nodes")
         if news.kind is Kind.DROPPED and news.lost:
-            self.thin = max(self.thin or version, version)
+            self.under_replicated = max(self.under_replicated or version, version)
             if version >= self.acked.get(Level.REPLICATED, version):
                 self.acked.pop(Level.REPLICATED, None)
         if news.kind is Kind.DURABLE:
@@ -95,7 +97,7 @@ class Observer:
     def told(self, news: Announcement) -> None:
         """A keeper whose trainer lives has heard it: from here on it is acknowledged."""
         level = {Kind.CAPTURED: Level.CAPTURED, Kind.REPLICATED: Level.REPLICATED}.get(news.kind)
-        if level is Level.REPLICATED and self.thin is not None and news.version <= self.thin:
+        if level is Level.REPLICATED and self.under_replicated is not None and news.version <= self.under_replicated:
             return  # it was told late: it is withdrawn
         if level is not None:
             self._ack(level, news.version)
@@ -164,7 +166,7 @@ class Observer:
     def resumes(self, version: Version | None, keepers: Sequence[Keeper]) -> None:
         """A new incarnation trains."""
         self.living = {v for v in self.living if version is not None and v <= version}
-        self.acked, self.lost, self.renewed, self.flipped, self.thin = {}, set(), set(), False, None
+        self.acked, self.lost, self.renewed, self.flipped, self.under_replicated = {}, set(), set(), False, None
         self.origin = version
         kept = version is not None and self.is_complete(version, keepers) and self._intact(version, keepers)
         self.complete = version if kept else None

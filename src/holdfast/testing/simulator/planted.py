@@ -78,7 +78,7 @@ def _all_but_one_is_enough(original: Any) -> Any:
 
 def _replicated_at_once(_: Any) -> Any:
     def try_replicated(_self: Any, version: Version, entry: Any) -> Any:
-        entry.thin.clear()
+        entry.under_replicated.clear()
         return [Announcement(Kind.REPLICATED, version, "surely")] if entry.is_open is False else []
 
     return try_replicated
