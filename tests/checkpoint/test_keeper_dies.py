@@ -12,7 +12,7 @@ import pytest
 import forked
 
 WORKER = str(Path(__file__).with_name("keeper_dies_worker.py"))
-MOMENTS = ["KeeperClient.obtain", "Link.assembled", "Saver.reserve", "KeeperClient.resume"]
+MOMENTS = ["KeeperClient.obtain", "KeeperLink.assembled", "Saver.reserve", "KeeperClient.resume"]
 
 
 @pytest.mark.parametrize(
