@@ -225,7 +225,7 @@ def test_from_the_second_save_on_the_stager_copies_straight_into_the_slot(
     assert len(copied) == 2
 
 
-def test_several_boxes_of_one_tensor_on_a_rank_are_entries_of_their_own_and_one_tensor_again() -> None:
+def test_boxes_of_one_tensor_are_stored_separately_and_rejoined() -> None:
     def note(*offsets: int) -> items.Note:
         return items.Note("w", "shard", "F32", (4, 2), offsets, (2, 2))
 

@@ -106,7 +106,7 @@ def whole(*names: str) -> Notes:
     return tuple(Note(name, "shard", "F32", (4,), (0,), (4,)) for name in names)
 
 
-def test_a_cached_plan_is_told_from_a_new_one_and_a_change_in_what_it_shares_is_refused(writer: StorageWriter) -> None:
+def test_cached_plan_is_recognised_and_shared_changes_are_refused(writer: StorageWriter) -> None:
     """The coordinator's part: a planner that has a plan in its cache sends none."""
 
     def holders(*ranks: Notes | None) -> list[dict[str, Group] | None]:

@@ -54,7 +54,7 @@ def test_the_contract_of_doors(check: Check, workshop: tuple[Door, Workshop]) ->
     check(*workshop)
 
 
-def test_workers_that_ray_starts_again_go_on_bit_for_bit_and_ray_is_told_of_durable_versions_alone(
+def test_restarted_ray_workers_resume_exactly_and_report_durable_versions(
     workshop: tuple[Door, Workshop],
 ) -> None:
     """Worker 1 kills itself with SIGKILL in the middle; Ray makes a new worker group in the same run."""

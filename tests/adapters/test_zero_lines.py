@@ -200,7 +200,7 @@ print("through")
 
 
 @pytest.mark.usefixtures("nothing_open")
-def test_there_is_a_version_only_behind_a_step_of_the_optimizer_and_behind_the_last_the_rest_of_the_script_runs(
+def test_versions_follow_optimizer_steps_and_script_ends_normally(
     tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOLDFAST_DURABLE_EVERY", "1")

@@ -66,7 +66,7 @@ def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> M
     return made
 
 
-def test_a_rank_that_comes_back_on_another_device_of_its_node_goes_on_with_its_own_sequence(module: Module) -> None:
+def test_rank_on_another_device_keeps_its_random_sequence(module: Module) -> None:
     module.device = 1
     random.seed(5)
     saved = ProcessRandomness().state_dict()

@@ -32,7 +32,7 @@ def test_a_turn_is_given_in_a_wait_with_room_and_taken_back_when_it_ends() -> No
     assert said == [True], "a wait that nobody knows may be used"
 
 
-def test_no_chunk_is_begun_that_would_outlast_the_wait_but_what_lasts_longer_than_ever_is_used() -> None:
+def test_chunks_longer_than_the_wait_are_not_begun() -> None:
     gate = Gate()
     gate.open(0.15)
     began = time.monotonic()
@@ -61,7 +61,7 @@ JOB = Path(__file__).with_name("pipeline_job.py")
 DRIFT = Path(__file__).with_name("drift_job.py")
 
 
-def test_the_cadence_is_found_from_what_a_save_may_cost_and_is_the_same_on_all_ranks(
+def test_cadence_follows_the_budget_alike_on_all_ranks(
     runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = tmp_path / "settings.toml"

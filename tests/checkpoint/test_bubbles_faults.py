@@ -63,9 +63,7 @@ def test_stages_that_several_ranks_divide_are_copied_in_their_waits_and_go_on_bi
 
 
 @pytest.mark.slow
-def test_a_kill_in_every_phase_of_a_pipeline_that_changes_costs_two_steps_at_most_and_no_bit(
-    runtime_dir: Path, tmp_path: Path
-) -> None:
+def test_kill_in_any_pipeline_phase_costs_two_steps(runtime_dir: Path, tmp_path: Path) -> None:
     """A stage three times as slow; its peer that hangs in a wait; all waits cut to a third."""
     with Lives(tmp_path / "straight", DRIFT, 48, "none") as straight:
         straight.live()
@@ -138,9 +136,7 @@ def test_at_least_nine_tenths_of_the_copying_lie_in_waits(runtime_dir: Path, tmp
 
 
 @pytest.mark.slow
-def test_a_stage_that_slows_a_peer_that_hangs_and_waits_cut_short_cost_a_chunk_per_wait_at_most(
-    runtime_dir: Path, tmp_path: Path
-) -> None:
+def test_disturbed_waits_cost_at_most_one_chunk_each(runtime_dir: Path, tmp_path: Path) -> None:
     """Against steps of the same phase of the same run that were not saved."""
     with Lives(tmp_path / "job", DRIFT, 61, "block", 384) as job:
         ends = [rows[-1] for rows in job.live()]

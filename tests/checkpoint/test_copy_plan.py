@@ -143,7 +143,7 @@ def test_a_fill_cuts_at_steps_and_chunks_and_names_the_bad_chunk() -> None:
         del view, sources
 
 
-def test_every_chunk_that_is_here_is_proved_although_the_image_is_not_and_nothing_of_it_is_copied() -> None:
+def test_present_chunks_are_proved_without_their_image_and_uncopied() -> None:
     """As in another layout, where a rank gets only those chunks that hold a box of its own."""
     with slot_of(40 << 20) as slot:
         view = save_into(slot, gathered({"w": torch.randn(5 << 20)}))

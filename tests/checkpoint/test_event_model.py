@@ -103,7 +103,7 @@ def test_one_schedule_does_not_pass_for_another(names: tuple[str, str]) -> None:
     assert kit.disorder(kit.Seen(names[1], other, told.ranks)) != []
 
 
-def test_a_wait_at_another_place_and_an_idle_time_that_is_wrong_by_more_than_a_tenth_are_told() -> None:
+def test_misplaced_waits_and_wrong_idle_times_are_reported() -> None:
     orders = orders_of("1F1B", 4)
     work = {(stage, kind): FORWARD_S for stage in range(4) for kind in (Kind.FORWARD, Kind.BACKWARD)}
     told = as_seen("1F1B", orders, simulate(orders, Costs(work)))

@@ -159,7 +159,7 @@ def test_a_copy_that_a_device_had_passed_counts(fence: Fence) -> None:
     assert (alive_before, ended.reasons) == ("", [""])
 
 
-def test_what_is_queued_after_the_job_broke_off_is_void_and_that_of_the_next_run_is_not(fence: Fence) -> None:
+def test_copies_queued_after_a_break_are_void_until_rerun(fence: Fence) -> None:
     """The host runs on until it is interrupted: it may save a step whose collectives were aborted."""
     ended = Ended()
     open_checkpointers.void()

@@ -71,7 +71,7 @@ def test_split_backwards_wait_for_the_input_gradient_only() -> None:
     assert starts["0I0"] == starts["1W0"] == starts["1I0"] + 1.0
 
 
-def test_of_a_joined_pair_both_results_leave_at_its_end_and_the_rank_itself_has_the_first_at_once() -> None:
+def test_joined_pair_sends_both_results_at_its_end() -> None:
     """A V of three stages: forwards of the second micro-batch beside backwards of the first, on the rank with the ends."""
     joined, forward, backward = Action(0, Kind.FORWARD, 1, joined=True), Kind.FORWARD, Kind.BACKWARD
     first = (Action(0, forward, 0), joined, Action(2, forward, 0), Action(2, backward, 0))

@@ -218,7 +218,7 @@ def test_in_careful_mode_a_rank_that_may_save_still_has_the_whole_grace(way: str
     assert hopeless_s(Watch(), AT_A_LOCK, MAY_SAVE[way], busy=0.5 if way == "computes" else 0.0) is None
 
 
-def test_ranks_that_all_stand_still_are_not_waited_for_after_minutes_in_careful_and_seconds_in_quick_mode() -> None:
+def test_stalled_job_is_judged_after_its_modes_limit() -> None:
     waits = replace(AT_A_LOCK, beat=replace(AT_A_LOCK.beat, phase=Phase.COLLECTIVE, inside=True))
     assert hopeless_s(Watch(), AT_A_LOCK, waits) == pytest.approx(120, abs=1)
     assert hopeless_s(Watch(QUICK), AT_A_LOCK, waits) == pytest.approx(8.4, abs=1)

@@ -53,7 +53,7 @@ def test_a_rank_that_dies_again_is_counted_again() -> None:
     assert not burst.joins([2, 3], 0.7)
 
 
-def test_the_order_after_a_failure_of_another_node_opens_a_burst_and_the_first_order_does_not() -> None:
+def test_order_after_another_nodes_failure_opens_a_burst() -> None:
     burst = Burst()
     burst.ordered(0.0, survivors=False)
     assert not burst.joins([1], 0.1)

@@ -74,9 +74,7 @@ def starts(out: Path, cell: str) -> list[int]:
     return sorted({int(path.stem.rsplit("-", 1)[1]) for path in out.glob(f"trained-{cell}-0-*.json")})
 
 
-def test_from_a_twins_live_state_no_step_is_lost_and_never_from_the_middle_of_an_update(
-    tmp_path: Path, runtime_dir: Path
-) -> None:
+def test_live_twin_restores_every_step_but_never_mid_update(tmp_path: Path, runtime_dir: Path) -> None:
     live = ["resumable:backward:3", "ddp:save:100"]
     saved = ["ddp:inside:3", "ddp:caught:3", "ddp:spoilt:3"]
     check(tmp_path, live + saved)

@@ -132,7 +132,7 @@ def test_groups_of_devices_are_aborted_all_together_and_others_are_not(monkeypat
         group.may_end.set()
 
 
-def test_an_error_of_broken_groups_is_known_by_its_type_or_its_words_also_as_a_cause() -> None:
+def test_broken_group_errors_are_known_by_type_or_text() -> None:
     assert worker_main.looks_broken(torch.distributed.DistBackendError("NCCL is not named here")) is True
     assert worker_main.looks_broken(torch.distributed.DistStoreError("wait timeout")) is True
     assert (

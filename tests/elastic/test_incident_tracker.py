@@ -149,7 +149,7 @@ def test_steps_that_were_made_before_are_no_progress() -> None:
     assert actions[4] is RecoveryAction.STOP
 
 
-def test_the_same_error_of_a_script_without_steps_stops_the_job_unless_something_was_saved_in_between() -> None:
+def test_repeated_error_without_progress_stops_the_job() -> None:
     def fail(cases: IncidentTracker, now: float, text: str = "ValueError: a bug") -> RecoveryAction:
         cases.look(now, {1: page(0)}, all_run=True)
         failure = Failure(Fault.PROCESS, rank=1, first_error=text, said=True)
@@ -183,7 +183,7 @@ def test_of_workers_that_tell_no_steps_running_for_a_while_is_progress() -> None
     assert mended(cases, 9.0, 0) is RecoveryAction.REPLACE
 
 
-def test_a_recovery_that_the_end_of_the_job_cuts_short_is_told_as_far_as_it_came() -> None:
+def test_recovery_cut_short_by_job_end_is_reported() -> None:
     cases = IncidentTracker(Limits())
     cases.judge(died(), 100.0, [page(9), page(9)], {"ranks": [1]})
     cases.ordered(101.0, [0])

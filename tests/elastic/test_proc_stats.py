@@ -110,7 +110,7 @@ def test_a_call_that_is_no_lock_is_told_and_a_lock_is_not() -> None:
         assert not seen.waits_in
 
 
-def test_a_lock_held_by_a_thread_that_waits_outside_is_told_and_a_server_of_ours_is_not() -> None:
+def test_lock_holder_waiting_outside_is_reported_unlike_own_servers() -> None:
     waits = "import threading; threading.Thread(target=lambda: pair[0].recv(1)).start(); lock = threading.Lock(); lock.acquire(); lock.acquire()"
     tcp = "import socket; server = socket.create_server(('127.0.0.1', 0)); pair = [socket.create_connection(server.getsockname())]; "
     with worker(tcp + waits) as pid:

@@ -156,7 +156,7 @@ def test_a_dead_trainer_is_not_kept_by_a_thread_that_still_works_for_it(
         assert gone == [3]
 
 
-def test_the_next_process_of_a_rank_is_let_in_when_all_is_heard_that_the_one_before_said(tmp_path: Path) -> None:
+def test_next_process_connects_after_its_predecessors_messages(tmp_path: Path) -> None:
     trainers = registry([])
     successor: Any = SimpleNamespace(pid=os.getpid(), hello=None)
     here: list[object] = []

@@ -145,7 +145,7 @@ def test_what_fits_into_the_waits_of_a_step_is_sent_in_them() -> None:
     assert clock.stays == [0, None], "moved there once, and away when no block follows"
 
 
-def test_a_block_that_would_outlast_the_wait_is_not_begun_once_it_is_known_how_long_blocks_take() -> None:
+def test_block_longer_than_the_wait_is_not_begun() -> None:
     """Three of 30 ms fit into a wait of 100 ms; the fourth would begin in it and end outside."""
     clock = Clock((0.3, 0.4), (0.7, 0.8))
     sent = clock.send(6, 0.03)

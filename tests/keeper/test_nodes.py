@@ -478,7 +478,7 @@ def test_a_version_whose_copy_has_to_go_is_no_longer_called_replicated(make_rig:
     reached(trainers, trainers[0].version(3), Level.REPLICATED)
 
 
-def test_what_a_node_said_on_a_line_that_it_gave_up_is_not_heard_after_its_next_one(make_rig: MakeRig) -> None:
+def test_messages_of_an_abandoned_connection_are_ignored(make_rig: MakeRig) -> None:
     """A frozen coordinator reads it late; the board would take it for newer than what it was told meanwhile."""
     rig = make_rig(num_nodes=2)
     rig.next_incarnation()
