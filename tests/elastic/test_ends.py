@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -474,17 +475,23 @@ def test_a_launcher_that_waits_without_an_end_is_ended_by_its_guard(grace: str, 
     command = [sys.executable, "-c", STUCK, grace]
     with forked.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
         worker = int(launcher.stdout.readline())
-        wchan = Path(f"/proc/{launcher.pid}/wchan")
-        wait_for(lambda: "futex" in wchan.read_text(), "its wait", str)
-        launcher.terminate()
-        if signals == 2:
-            wait_for(lambda: not _pending(launcher.pid), "the first signal being heard", str)
+        try:
+            wchan = Path(f"/proc/{launcher.pid}/wchan")
+            wait_for(lambda: "futex" in wchan.read_text(), "its wait", str)
             launcher.terminate()
-        out, said = launcher.communicate(timeout=30)
+            if signals == 2:
+                wait_for(lambda: not _pending(launcher.pid), "the first signal being heard", str)
+                launcher.terminate()
+            out, said = launcher.communicate(timeout=30)
+            status = Path(f"/proc/{worker}/status")
+            assert not status.exists() or "zombie" in status.read_text()
+        finally:
+            launcher.kill()  # leaving the block waits for it without a limit
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker, signal.SIGKILL)
         assert launcher.returncode == 128 + signal.SIGTERM
     assert "the newest state is that after step 7" in said
     assert "handled" not in out, "the main thread was not stuck, so nothing was tried"
-    assert not os.path.exists(f"/proc/{worker}/status") or "zombie" in Path(f"/proc/{worker}/status").read_text()
 
 
 def _pending(pid: int) -> bool:

@@ -150,7 +150,7 @@ class _OneFile:
         return self._data[offset:][:length]
 
     def listing(self, name: str) -> list[tuple[str, int]]:
-        return [("000001.json", len(self._data)), ("000001.resumed.json", len(self._data))]
+        return [(f"000001{kind}.json", len(self._data)) for kind in ("", ".resumed", ".wished")]
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,9 @@ _RECORDS = [incarnations.encode_record(incarnations._Job(job_id="ab" * 8))]
 _RESUMED = [
     incarnations.encode_record(incarnations._Resumed(incarnation=2, resumed_from="1-7")),
     incarnations.encode_record(incarnations._Resumed(incarnation=1, resumed_from=None)),
+]
+_WISHED = [
+    incarnations.encode_record(incarnations._Wished(incarnation=1, version=version)) for version in ("1-7", None)
 ]
 _TRAILERS = (
     Trailer("1" * 16, 9 << 20, (b"t" * 28, b"u" * 28), b"d" * 16),
@@ -429,6 +432,7 @@ PARSERS = {
         ),
         Parser("job", forms.RECORD, lambda: _RECORDS, _registry, (CorruptError, ForeignDirectory)),
         Parser("resumed", forms.RECORD, lambda: _RESUMED, _lineage, _BROKEN, _same(incarnations.encode_record)),
+        Parser("wished", forms.RECORD, lambda: _WISHED, lambda d: incarnations.fulfilled(_OneFile(d)), _BROKEN),  # type: ignore[arg-type]
         Parser("values", forms.JSON, _valued, values.decode, _BROKEN, _same_value),
         Parser("image", forms.IMAGE, _images, lambda d: image_format.read_image(d, "f"), _BROKEN, _fits),
         Parser(
