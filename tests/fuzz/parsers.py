@@ -173,7 +173,8 @@ _RESUMED = [
     incarnations.encode_record(incarnations._Resumed(incarnation=1, resumed_from=None)),
 ]
 _WISHED = [
-    incarnations.encode_record(incarnations._Wished(incarnation=1, version=version)) for version in ("i000001-s0000000007", None)
+    incarnations.encode_record(incarnations._Wished(incarnation=1, version=version))
+    for version in ("i000001-s0000000007", None)
 ]
 _TRAILERS = (
     Trailer("1" * 16, 9 << 20, (b"t" * 28, b"u" * 28), b"d" * 16),
