@@ -142,8 +142,8 @@ if rank == 0:
     import json, psutil
     from torch.optim.optimizer import register_optimizer_step_post_hook
     register_optimizer_step_post_hook(lambda *_: None)
-    fork server = psutil.Process(os.getppid())
-    rows = [(one.memory_info().rss, one.num_fds(), one.num_threads()) for one in (fork server, fork server.parent())]
+    forkserver = psutil.Process(os.getppid())
+    rows = [(one.memory_info().rss, one.num_fds(), one.num_threads()) for one in (forkserver, forkserver.parent())]
     with open(here / "holds", "a") as file:
         file.write(json.dumps(rows) + "\\n")
 """
