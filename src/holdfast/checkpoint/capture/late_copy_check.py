@@ -15,6 +15,7 @@ Tensors on devices are not looked at here. Used by `checkpoint.save.memory_saver
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ MIN_STRETCH_BYTES, MAX_STRETCH_BYTES = 4 << 10, 4 << 20
 MAX_STRETCH_TENSORS = 8
 # At one in so many fences the live tensors are looked at: who writes them outside of a step is seen within a few saves.
 FENCES = 4
+_WRITES = operator.attrgetter("_version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,8 @@ class CopyCheck:
         """Names of entries that are not in the slot as they were at the call, or were written before the copy ended."""
         parts, targets = self._parts, view.targets
         moved = self.moved()  # asked first: what is moved away is not read
-        wrong = set(parts.spots.differing(self._spots, parts.spots_in(view).read(self.turn))) | self._written()
+        wrong = set(parts.spots.differing(self._spots, parts.spots_in(view).read_where_they_were(self.turn)))
+        wrong |= self._written()
         wrong |= {
             s.part
             for s in self._stretches
@@ -87,6 +90,8 @@ class CopyCheck:
 
     def _written(self) -> set[int]:
         now = self._parts.writes()
+        if now == self._writes:
+            return set()
         return {number for number, (then, count) in enumerate(zip(self._writes, now, strict=True)) if then != count}
 
 
@@ -124,12 +129,14 @@ class _Parts:
         """The same spots in a slot; worked out once per slot."""
         spots = self._copies.get(view)
         if spots is None:
-            spots = self._copies[view] = Spots([view.targets[index] for index in self.indices], self.names)
+            spots = self._copies[view] = Spots(
+                [view.targets[index] for index in self.indices], self.names, copied=self.spots
+            )
         return spots
 
     def writes(self) -> list[int]:
         """The counts of writes that torch keeps of each entry; they do not see every write."""
-        return [tensor._version for tensor in self._counted]
+        return list(map(_WRITES, self._counted))
 
     def look(self, turn: int) -> CopyCheck:
         """Return what they are now."""

@@ -14,6 +14,7 @@ have no spots here.
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -78,10 +79,16 @@ class _Group:
         numbers: which tensors they are.
         tensors: themselves.
         salts: one each, from which its positions are drawn.
+        elements: which element of its tensor each spot is, by turn; kept here, and shared with copies of the tensors.
     """
 
     def __init__(
-        self, size: int, numbers: Sequence[int], tensors: Sequence[torch.Tensor], salts: Sequence[int]
+        self,
+        size: int,
+        numbers: Sequence[int],
+        tensors: Sequence[torch.Tensor],
+        salts: Sequence[int],
+        elements: dict[int, npt.NDArray[np.int64]],
     ) -> None:
         self.numbers = np.array(numbers, dtype=np.intp)
         self._size = size
@@ -103,21 +110,27 @@ class _Group:
         shape = ((max(ends) - first) // size,)
         interface = {"data": (first, True), "shape": shape, "typestr": words.str, "version": 3}
         self._memory = np.asarray(_Memory(interface))
+        self.elements = elements
         self._places: dict[int, npt.NDArray[np.int64]] = {}
 
     def read(self, turn: int) -> npt.NDArray[Any]:
         """Returns the spots of every tensor, one after the other."""
         turn %= TURNS
         if turn not in self._places:
-            self._places[turn] = self._drawn(turn)
+            if turn not in self.elements:
+                self.elements[turn] = self._drawn(turn)
+            self._places[turn] = self._placed(self.elements[turn])
         return self._memory.take(self._places[turn], mode="clip")
 
     def _drawn(self, turn: int) -> npt.NDArray[np.int64]:
         counts, others = self._counts[self.owners], np.maximum(self._which - 2, 0).astype(np.uint64)
         number = self._salts[self.owners] + np.uint64(turn) + np.uint64(TURNS) * others
         drawn = (number * np.uint64(_GOLDEN)) & np.uint64(0xFFFFFFFF)
-        places = (drawn.astype(np.float64) / 2**32 * counts).astype(np.int64)
-        places = np.where(self._which == 0, 0, np.where(self._which == 1, counts - 1, places))
+        elements = (drawn.astype(np.float64) / 2**32 * counts).astype(np.int64)
+        return np.where(self._which == 0, 0, np.where(self._which == 1, counts - 1, elements))
+
+    def _placed(self, elements: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        places = elements.copy() if self._strided else elements
         for index, shape, strides in self._strided:
             mine = slice(self.firsts[index], self.firsts[index] + np.count_nonzero(self.owners == index))
             rows = np.unravel_index(places[mine], shape)
@@ -137,21 +150,28 @@ class Spots:
     Args:
         tensors: each with `has_spots`.
         names: one each; tensors of one name and number of elements have their spots at the same elements everywhere.
+        copied: the spots of the tensors of which these are copies; what was worked out for them is not worked out again.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], names: Sequence[str], *, copied: Spots | None = None) -> None:
         self.num_tensors = len(tensors)
         self._tensors = tuple(tensors)  # kept alive: they are read by their addresses
         self._names = tuple(names)
-        self._addresses = [tensor.data_ptr() for tensor in tensors]
+        self._addresses = self._where()
         by_size: dict[int, list[int]] = {}
         for number, tensor in enumerate(tensors):
             by_size.setdefault(tensor.element_size(), []).append(number)
-        self._groups = [self._group(size, numbers, names) for size, numbers in sorted(by_size.items())]
+        drawn: list[dict[int, npt.NDArray[np.int64]]] = [{} for _ in by_size]
+        if copied is not None:
+            drawn = [group.elements for group in copied._groups]
+        rows = zip(sorted(by_size.items()), drawn, strict=True)
+        self._groups = [self._group(size, numbers, names, elements) for (size, numbers), elements in rows]
 
-    def _group(self, size: int, numbers: Sequence[int], names: Sequence[str]) -> _Group:
+    def _group(
+        self, size: int, numbers: Sequence[int], names: Sequence[str], elements: dict[int, npt.NDArray[np.int64]]
+    ) -> _Group:
         salts = [zlib.crc32(names[number].encode()) for number in numbers]
-        return _Group(size, numbers, [self._tensors[number] for number in numbers], salts)
+        return _Group(size, numbers, [self._tensors[number] for number in numbers], salts, elements)
 
     def read(self, turn: int) -> tuple[npt.NDArray[Any], ...]:
         """Reads all spots; which elements these are depends on `turn`. For `differing` and `folded`.
@@ -161,14 +181,21 @@ class Spots:
         """
         if moved := self.moved():
             raise MemoryMoved(moved, [self._names[number] for number in moved])
+        return self.read_where_they_were(turn)
+
+    def read_where_they_were(self, turn: int) -> tuple[npt.NDArray[Any], ...]:
+        """Read as `read` does, without asking where the memory is: for tensors whose memory nobody can move."""
         return tuple(group.read(turn) for group in self._groups)
 
     def moved(self) -> list[int]:
         """Returns the numbers of the tensors whose memory is not where it was."""
-        now = [tensor.data_ptr() for tensor in self._tensors]
+        now = self._where()
         if now == self._addresses:
             return []
         return [number for number, pair in enumerate(zip(now, self._addresses, strict=True)) if pair[0] != pair[1]]
+
+    def _where(self) -> array[int]:
+        return array("Q", map(torch.Tensor.data_ptr, self._tensors))
 
     def differing(self, left: Sequence[npt.NDArray[Any]], right: Sequence[npt.NDArray[Any]]) -> list[int]:
         """Returns the numbers of the tensors of which two readings of one turn differ."""
