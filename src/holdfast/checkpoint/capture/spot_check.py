@@ -165,7 +165,7 @@ class Spots:
         if copied is not None:
             drawn = [group.elements for group in copied._groups]
         rows = zip(sorted(by_size.items()), drawn, strict=True)
-        self._groups = [self._group(size, numbers, names, elements) for (size, numbers), elements in rows]
+        self._groups: list[_Group] = [self._group(size, numbers, names, elements) for (size, numbers), elements in rows]
 
     def _group(
         self, size: int, numbers: Sequence[int], names: Sequence[str], elements: dict[int, npt.NDArray[np.int64]]
