@@ -273,6 +273,8 @@ def test_what_a_rule_can_be_told_is_told_by_the_product() -> None:
             called = name.split(".")[-2 if name.endswith("__init__") else -1]
             for place, parameter in _optional(function):
                 where = f"{label(path)}: {name} {parameter}"
+                if name.split(".")[0] in PUBLIC_NAMES:  # users bring it
+                    continue
                 if not {(called, parameter), (called, place), (called, "*")} & told and where not in FOR_TESTS_ALONE:
                     wrong.append(where)
     assert not wrong, "\n".join(wrong)
@@ -331,6 +333,18 @@ def test_public_names_are_loaded_lazily() -> None:
 def test_public_names_exist() -> None:
     code = "import holdfast; print(*[getattr(holdfast, name).__name__ for name in holdfast.__all__])"
     assert in_fresh_interpreter(code).split() == PUBLIC_NAMES
+
+
+def test_the_checkpointer_is_one_class_whose_help_is_whole() -> None:
+    """A user of plain PyTorch loads no adapter with it."""
+    code = """
+import inspect, sys
+from holdfast import Checkpointer
+print(Checkpointer.__mro__[1:] == (object,))
+print(*[name for name, value in inspect.getmembers(Checkpointer) if name[0] != "_" and not value.__doc__])
+print(*[name for name in sys.modules if name.startswith("holdfast.adapters")])
+"""
+    assert in_fresh_interpreter(code) == "True\n\n\n"
 
 
 def test_no_print_outside_the_commands() -> None:
