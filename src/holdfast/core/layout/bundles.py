@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from holdfast.core.layout import replica_placement
 from holdfast.core.model import Bundle, BundleRef, Piece, RankLayout, Shard, Topology
-from holdfast.core.rank_runs import Runs, runs_of
+from holdfast.core.rank_runs import runs_of
 
 # A share below this many bytes is not worth a file of its own; a group is cut finer only as far as the ranks of one
 # node need it to divide the capture among themselves, and a group of a few kilobytes not at all.
@@ -117,13 +117,14 @@ def plan_bundles(
 def captures(bundles: Iterable[Bundle | BundleRef], rank: int, topology: Topology) -> tuple[str, ...]:
     """Ids of the bundles that `rank` copies; within each node every bundle of a group is captured exactly once."""
     here = set(topology.ranks_on(topology.node_of[rank]))
-    local: dict[tuple[int, ...], list[int]] = {}  # groups recur, and may have very many members
+    # Groups recur as the same object, and may have very many members: to hash all of them for each bundle takes long.
+    local: dict[int, tuple[tuple[int, ...], list[int]]] = {}
     found = []
     for bundle in bundles:
         ranks = bundle.ranks
-        if ranks not in local:
-            local[ranks] = [r for r in ranks if r in here]
-        if _capturer(bundle, local[ranks]) == rank:
+        if id(ranks) not in local:
+            local[id(ranks)] = ranks, [r for r in ranks if r in here]
+        if _capturer(bundle, local[id(ranks)][1]) == rank:
             found.append(bundle.bundle_id)
     return tuple(found)
 
@@ -172,12 +173,11 @@ def fingerprint(bundle: Bundle) -> str:
 
 def rank_layout(bundles: Sequence[Bundle], rank: int, topology: Topology) -> RankLayout:
     """Return what a rank tells its keeper about its bundles."""
-    runs: dict[tuple[int, ...], Runs] = {}
-    for bundle in bundles:
-        if bundle.ranks not in runs:
-            runs[bundle.ranks] = runs_of(bundle.ranks)
+    groups = {id(bundle.ranks): bundle.ranks for bundle in bundles}
+    runs = {key: runs_of(ranks) for key, ranks in groups.items()}
     refs = tuple(
-        BundleRef(b.bundle_id, (), b.index, b.count, b.num_bytes, fingerprint(b), runs=runs[b.ranks]) for b in bundles
+        BundleRef(b.bundle_id, (), b.index, b.count, b.num_bytes, fingerprint(b), runs=runs[id(b.ranks)])
+        for b in bundles
     )
     return RankLayout(rank, refs, captures(refs, rank, topology))
 
