@@ -192,16 +192,13 @@ class Checkpointer:
         """
         if self.off:
             logger.warning("%s is set: nothing is restored and nothing is saved", settings.DISABLE_VARIABLE)
-            self.last_restore = RestoreReport(None, f"{settings.DISABLE_VARIABLE} is set")
-            return 0
+            return self._without_restore(0, f"{settings.DISABLE_VARIABLE} is set")
         self._require_own()
         if self._run is None:
             self._early = early_iterators(sys._getframe(1), self._objects)
             self._begin_proof()
             if self._again is not None:
-                start = self._again.resume()
-                self.last_restore = RestoreReport(Version(1, start - 1), "the first steps are made again")
-                return start
+                return self._without_restore(self._again.resume(), "the first steps are made again")
         asked = self._asked(as_version(version), fresh=fresh, strict=strict, required=required)
         group = self._ranks()
         run = self._run
@@ -557,6 +554,10 @@ class Checkpointer:
     def _is_forked(self) -> bool:
         """Return whether this process was forked from the trainer: what the checkpointer has is its parent's."""
         return os.getpid() != self._pid
+
+    def _without_restore(self, start: int, reason: str) -> int:
+        self.last_restore = RestoreReport(Version(1, start - 1) if start else None, reason)
+        return start
 
     def _require_own(self) -> None:
         if self._is_forked:
