@@ -485,6 +485,28 @@ def test_the_package_asks_for_what_it_says_and_its_tests_for_no_less() -> None:
     assert tools["pytest"]["ini_options"]["filterwarnings"] == ["error"]
 
 
+def test_the_wheel_has_what_proves_an_installation_and_nothing_that_only_tests_need() -> None:
+    code = """
+from setuptools import Distribution
+found = Distribution({"script_name": "setup.py"})
+found.parse_config_files(["pyproject.toml"])
+build = found.get_command_obj("build_py")
+build.ensure_finalized()
+print(*build.get_outputs(include_bytecode=False), sep="\\n")
+"""
+    names = [name.partition("build/lib/")[2] for name in in_fresh_interpreter(code).splitlines()]
+    assert {label(path) for path in files()} == {n.removeprefix("holdfast/") for n in names if n.endswith(".py")}
+    assert [name for name in names if re.search(r"planted|bugs|model_check|test_|_kit|conftest", name)] == []
+    needed = {
+        "demo/demo.py",
+        "contracts/backend.py",
+        "drill/command.py",
+        "simulator/__main__.py",
+        "device/native/all.cpp",
+    }
+    assert {f"holdfast/testing/{name}" for name in needed} <= set(names)
+
+
 def project_files() -> Iterator[Path]:
     """Every file of the project that is under version control or will be."""
     listing = subprocess.run(

@@ -7,7 +7,6 @@ from argparse import Namespace
 
 from holdfast.keeper.service import keeper_main
 from holdfast.keeper.slots.sealer import Sealer
-from holdfast.testing.drill.planted import bugs
 from holdfast.testing.drill.shared import Ground, Setup, enter
 from holdfast.tiers.memory import slots
 from holdfast.tiers.storage.version_store import Storage
@@ -24,11 +23,10 @@ POINTS = ((slots, "invalidate"), (slots, "write_header"))
 def keeper(setup: Setup, ground: Ground, ready: int) -> int:
     """A keeper's whole life; tells through `ready` that it listens. Returns the exit code."""
     name = f"k{setup.rank}"
-    enter(setup.sandbox, name, setup.life)
-    bugs.apply(setup.trial.plant)
+    enter(setup, name)
     ground.probe(name, setup).watch(PHASES, POINTS)
     # The drill has its own log, which outlives the keeper's directory.
-    bugs.put(keeper_main, "_log_to", bugs.always(None))
+    keeper_main._log_to = lambda *_: None
     return keeper_main.run(options_of(setup, ready))
 
 

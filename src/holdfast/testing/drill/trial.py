@@ -23,9 +23,9 @@ from holdfast.core.model import Version
 from holdfast.testing.checks import corrupt, evidence, invariants
 from holdfast.testing.checks.invariants import Life
 from holdfast.testing.checks.power_cut_disk import Disk
+from holdfast.testing.drill import late_writer
 from holdfast.testing.drill.keeper import keeper
 from holdfast.testing.drill.plan import SHAPES, Aim, LifePlan, Trial
-from holdfast.testing.drill.planted import late_writer
 from holdfast.testing.drill.processes import Cast, Member, slot_inodes
 from holdfast.testing.drill.record import Measured, Record
 from holdfast.testing.drill.shared import FAILED, NUM_ENTRIES, REFUSED, Ground, Setup

@@ -1,7 +1,6 @@
 """A keeper of a dead incarnation that wakes up: commits the newest version again with other content, and a new one.
 
-Protocol section 6: a paused writer that wakes up after a takeover changes nothing. Runs in a forked child of the lane,
-with the planted bug of the trial in it, if there is one.
+Protocol section 6: a paused writer that wakes up after a takeover changes nothing. Runs in a forked child of the lane.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from dataclasses import replace
 from holdfast.base.errors import HoldfastError
 from holdfast.base.events import Events
 from holdfast.core.model import Version
-from holdfast.testing.drill.planted import bugs
 from holdfast.testing.drill.shared import Setup, enter
 from holdfast.tiers.storage.incarnations import make_stamp
 from holdfast.tiers.storage.version_store import Storage, open_storage
@@ -22,8 +20,7 @@ logger = logging.getLogger(__name__)
 
 def commit_again(setup: Setup) -> int:
     """Tries; whatever is refused is logged. The lane compares the manifests before and after."""
-    enter(setup.sandbox, "late", setup.life)
-    bugs.apply(setup.trial.plant)
+    enter(setup, "late")
     storage = open_storage(setup.root, Events())
     committed = storage.versions()
     if not committed:
