@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import functools
+import logging
 from argparse import Namespace
+from dataclasses import replace
 
+from holdfast.base.errors import HoldfastError
+from holdfast.base.events import Events
+from holdfast.core.model import Version
 from holdfast.keeper.service import keeper_main
 from holdfast.keeper.slots.sealer import Sealer
 from holdfast.testing.drill.shared import Ground, Setup, enter
 from holdfast.tiers.memory import slots
-from holdfast.tiers.storage.version_store import Storage
+from holdfast.tiers.storage.incarnations import make_stamp
+from holdfast.tiers.storage.version_store import Storage, open_storage
+
+logger = logging.getLogger(__name__)
 
 PHASES = {
     "seal": ((Sealer, "_seal"),),
@@ -43,3 +51,36 @@ def options_of(setup: Setup, ready: int) -> Namespace:
 @functools.cache
 def _defaults() -> dict[str, object]:
     return vars(keeper_main.parse(["--root", "", "--run-id", "", "--node", "", "--runtime-dir", ""]))
+
+
+def commit_again(setup: Setup) -> int:
+    """Be a keeper of a dead incarnation that wakes up: it commits the newest version again, and a new one.
+
+    Protocol section 6: that changes nothing. Whatever is refused is logged. The lane compares the manifests before and after.
+    """
+    enter(setup, "late")
+    storage = open_storage(setup.root, Events())
+    committed = storage.versions()
+    if not committed:
+        return 0
+    _try(storage, committed[-1], committed[-1])
+    _try(storage, committed[-1], Version(1, committed[-1].step + 1))
+    return 0
+
+
+def _try(storage: Storage, source: Version, version: Version) -> None:
+    """Commits the bundles of `source` as `version`, under a layout that nobody agreed on."""
+    stamp = make_stamp(version.incarnation)
+    try:
+        known = storage.manifest(source)
+        for file in known.bundles:
+            image = bytearray(file.length)
+            storage.read_bundle_into(source, file, memoryview(image))
+            storage.write_bundle(version, file.ref, file.seal, memoryview(image), stamp=stamp)
+        part = storage.write_part(version, 0, known.bundles, stamp=stamp)
+        name, length, digest = part
+        manifest = replace(known, version=version, layout="of nobody", parts={name: (length, digest)}, bundles=())
+        storage.commit(manifest, stamp=stamp)
+        logger.warning("%s was committed again", version)
+    except HoldfastError as error:
+        logger.warning("refused: %s", error)
