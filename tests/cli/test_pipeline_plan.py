@@ -4,126 +4,143 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from cli.conftest import Run
 from holdfast.base.errors import UsageError
 from holdfast.cli import subcommands
-from holdfast.cli.planning.pipeline_plan import WORDS, parse, pipeline, predicted
+from holdfast.cli.planning.pipeline_plan import HELP, Description, load, pipeline, predicted
 from holdfast.cli.planning.pipeline_timeline import Picture, draw
 from holdfast.cli.trace import Span, Track
+from kit.pipelines import described
+
+Tell = Callable[..., dict[str, Any]]
 
 
-def test_the_figures_are_those_of_the_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
-    assert pipeline("1F1B ranks=4 microbatches=12 forward=10ms state=100MB rate=10GB", html=None, as_json=True) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["period_seconds"] == pytest.approx((12 + 3) * 0.03)
-    assert [rank["idle_share"] for rank in told["ranks"]] == pytest.approx([3 / 15] * 4)
-    assert all(rank["left_seconds"] == 0 for rank in told["ranks"])
-    assert all(rank["hidden_seconds"] == pytest.approx(0.01) for rank in told["ranks"]), "bytes over bandwidth"
-    assert told["every"] == 1
+@pytest.fixture
+def told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Tell:
+    """What the command says of a pipeline."""
+
+    def tell(*counts: Any, **keys: Any) -> dict[str, Any]:
+        assert pipeline(described(tmp_path, *counts, **keys), html=None, as_json=True) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return tell
 
 
-def test_what_fits_into_no_wait_decides_the_cadence_by_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_figures_are_those_of_the_closed_form(told: Tell) -> None:
+    found = told("1F1B", 4, 12, forward="10ms", state="100MB", rate="10GB")
+    assert found["period_seconds"] == pytest.approx((12 + 3) * 0.03)
+    assert [rank["idle_share"] for rank in found["ranks"]] == pytest.approx([3 / 15] * 4)
+    assert all(rank["left_seconds"] == 0 for rank in found["ranks"])
+    assert all(rank["hidden_seconds"] == pytest.approx(0.01) for rank in found["ranks"]), "bytes over bandwidth"
+    assert found["every"] == 1
+
+
+def test_what_fits_into_no_wait_decides_the_cadence_by_the_budget(told: Tell) -> None:
     """One rank never waits: a second of copying in a step of ten, the optimizer's included, is saved every so many steps."""
-    words = "GPipe ranks=1 microbatches=3 forward=1s optimizer=1s state=1GB rate=1GB"
     cadences = []
     for budget in (0.06, 0.0011):
-        assert pipeline(f"{words} budget={budget}", html=None, as_json=True) == 0
-        told = json.loads(capsys.readouterr().out)
-        assert told["period_seconds"] == pytest.approx(10.0)
-        assert told["ranks"][0]["left_seconds"] == pytest.approx(1.0)
-        cadences.append(told["every"])
+        found = told("GPipe", 1, 3, forward="1s", optimizer="1s", state="1GB", rate="1GB", budget=budget)
+        assert found["period_seconds"] == pytest.approx(10.0)
+        assert found["ranks"][0]["left_seconds"] == pytest.approx(1.0)
+        cadences.append(found["every"])
     assert cadences == [2, 91]
 
 
-def test_the_picture_shows_work_waits_and_copies(capsys: pytest.CaptureFixture[str]) -> None:
-    assert pipeline("GPipe ranks=2 microbatches=2 forward=10ms state=100MB rate=1GB", html=None, as_json=False) == 0
-    told = capsys.readouterr().out
-    assert "rank 0" in told
-    assert {"0", "a", "#"} <= set(told)
-    assert "checkpoint every" in told
+def test_the_picture_shows_work_waits_and_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = described(tmp_path, "GPipe", 2, 2, forward="10ms", state="100MB", rate="1GB")
+    assert pipeline(file, html=None, as_json=False) == 0
+    text = capsys.readouterr().out
+    assert "rank 0" in text
+    assert {"0", "a", "#"} <= set(text)
+    assert "checkpoint every" in text
 
 
-def test_layers_make_stages_and_the_slowest_stage_makes_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_make_stages_and_the_slowest_stage_makes_the_step(tmp_path: Path, told: Tell) -> None:
     """Ten equal layers and a head of four on four stages: 3, 3, 3 and 1 + 4 of a layer."""
-    assert parse("1F1B ranks=4 microbatches=12 layers=10x1ms+4ms").forward == pytest.approx((3e-3, 3e-3, 3e-3, 5e-3))
-    assert pipeline("1F1B ranks=4 microbatches=12 layers=10x1ms+4ms state=1MB", html=None, as_json=True) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["period_seconds"] == pytest.approx(3 * (12 * 5e-3 + 3 * 3e-3))
-    idle = [rank["idle_share"] for rank in told["ranks"]]
+    pipe = {"layers": [[10, "1ms"], "4ms"]}
+    assert load(described(tmp_path, "1F1B", 4, 12, **pipe)).forward == pytest.approx((3e-3, 3e-3, 3e-3, 5e-3))
+    found = told("1F1B", 4, 12, **pipe, state="1MB")
+    assert found["period_seconds"] == pytest.approx(3 * (12 * 5e-3 + 3 * 3e-3))
+    idle = [rank["idle_share"] for rank in found["ranks"]]
     assert idle[3] < min(idle[:3])
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("keys", "named"),
     [
-        ("", "missing: the schedule"),
-        ("1F1B ranks=4", "missing: microbatches, forward"),
-        ("1F1B ranks=4 microbatches=8 forward=10ms colour=red", "unknown: colour"),
-        ("1F1B ranks=4 microbatches=8 forward=10ms ranks=8", "twice: ranks"),
-        ("1F1B ranks=four microbatches=8 forward=10ms", "ranks: 'four' is not a whole number"),
-        ("1F1B ranks=0 microbatches=8 forward=10ms", "ranks is zero"),
-        ("1F1B ranks=4 microbatches=8 forward=0s", "forward is zero"),
-        ("1F1B ranks=4 microbatches=8 layers=3x1ms", "4 stages cannot share 3 layers"),
-        ("1F1B ranks=4 microbatches=8 layers=8x1ms forward=1ms", "layers say what forward"),
-        ("1F1B ranks=4 microbatches=8 layers=eightx1ms", "layers: 'eight'"),
-        ("1F1B ranks=4 microbatches=8 forward=10ms,12ms", "forward has 2 values for 4 stages; give one for all"),
-        ("Interleaved1F1B ranks=4 microbatches=8 forward=1ms state=1GB,1GB", "state has 2 values for 8 stages"),
-        ("1F1B ranks=4 microbatches=8 forward=1ms sync=1ms,2ms,3ms", "sync has 3 values for 4 ranks"),
-        ("1F1B ranks=4 microbatches=8 forward=1ms hop=quick", "hop: 'quick' is not a duration; write it as"),
-        ("1F1B ranks=4 microbatches=8 forward=1ms state=1GB,big,1GB,1GB", "state: 'big' is not a size"),
-        ("1F1B ranks=4 microbatches=8 forward=1ms call=-1ms", "call: '-1ms' is not a duration"),
-        ("1F1B ranks=4 microbatches=8 forward=1ms budget=2", "budget: '2' is not a share"),
-        ("1F1B ranks=4 microbatches=8 forward=1ms from=2ms to=1ms", "to=1ms is not after from=2ms"),
+        ({"colour": "red"}, "unknown field `colour`"),
+        ({"ranks": "four"}, r"Expected `int`, got `str` - at `\$.ranks`"),
+        ({"ranks": 0}, r"Expected `int` >= 1 - at `\$.ranks`"),
+        ({"forward": []}, "forward or layers is missing"),
+        ({"forward": "0s"}, "forward is zero"),
+        ({"forward": [], "layers": [[3, "1ms"]]}, "4 stages cannot share 3 layers"),
+        ({"layers": [[8, "1ms"]]}, "layers say what forward"),
+        ({"forward": [], "layers": [["eight", "1ms"]]}, r"Expected `int`, got `str` - at `\$.layers"),
+        ({"forward": ["10ms", "12ms"]}, "forward has 2 values for 4 stages; give one for all"),
+        ({"schedule": "Interleaved1F1B", "state": ["1GB", "1GB"]}, "state has 2 values for 8 stages"),
+        ({"sync": ["1ms", "2ms", "3ms"]}, "sync has 3 values for 4 ranks"),
+        ({"hop": "quick"}, "hop: 'quick' is not a duration; write it as"),
+        ({"state": ["1GB", "big", "1GB", "1GB"]}, "state: 'big' is not a size"),
+        ({"call": "-1ms"}, "call: '-1ms' is not a duration"),
+        ({"budget": 2}, "budget: '2' is not a share"),
+        ({"rate": "0B"}, "rate is zero"),
+        ({"start": "2ms", "end": "1ms"}, "to = 1ms is not after from = 2ms"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_an_example(text: str, named: str) -> None:
+def test_what_cannot_be_read_is_named(tmp_path: Path, keys: dict[str, Any], named: str) -> None:
+    file = described(tmp_path, **{"schedule": "1F1B", "ranks": 4, "microbatches": 8, "forward": "10ms", **keys})
     with pytest.raises(UsageError, match=named) as caught:
-        parse(text)
-    assert "1F1B ranks=4" in str(caught.value)
-    assert caught.value.where == f"--pipeline {text!r}"
+        load(file)
+    assert "--help" in caught.value.remedy
+    assert file in caught.value.where
 
 
-def told(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, Any]:
-    assert pipeline(text, html=None, as_json=True) == 0
-    return json.loads(capsys.readouterr().out)
+def test_words_are_refused_with_the_way_to_a_file(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no longer described by words") as caught:
+        load("1F1B ranks=4 microbatches=8 forward=10ms")
+    assert "TOML file" in caught.value.remedy
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        load(str(tmp_path / "pipeline.toml"))
 
 
-def test_what_lies_between_ranks_and_after_the_last_action_lengthens_the_step(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_lies_between_ranks_and_after_the_last_action_lengthens_the_step(told: Tell) -> None:
     """Two stages of 1 + 2 ms, GPipe, two micro-batches: 9 ms; a hop forth and one back; rank 1 ends first, rank 0 last."""
-    words = "GPipe ranks=2 microbatches=2 forward=1ms state=1MB"
-    assert told(capsys, words)["period_seconds"] == pytest.approx(9e-3)
-    assert told(capsys, f"{words} hop=0.5ms")["period_seconds"] == pytest.approx(10e-3)
-    assert told(capsys, f"{words} sync=3ms optimizer=1ms")["period_seconds"] == pytest.approx(13e-3)
-    one = told(capsys, f"{words} hop=0.5ms sync=3ms,5ms optimizer=1ms,2ms")
+    two = partial(told, "GPipe", 2, 2, forward="1ms", state="1MB")
+    assert two()["period_seconds"] == pytest.approx(9e-3)
+    assert two(hop="0.5ms")["period_seconds"] == pytest.approx(10e-3)
+    assert two(sync="3ms", optimizer="1ms")["period_seconds"] == pytest.approx(13e-3)
+    one = two(hop="0.5ms", sync=["3ms", "5ms"], optimizer=["1ms", "2ms"])
     assert [(rank["sync_seconds"], rank["optimizer_seconds"]) for rank in one["ranks"]] == [(3e-3, 1e-3), (5e-3, 2e-3)]
     assert one["period_seconds"] == pytest.approx(13e-3 + 1e-3), "3 ms more on a rank that had 2 ms of room"
 
 
-def test_each_stage_has_its_bytes_and_a_rank_copies_those_of_its_stages(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "Interleaved1F1B ranks=2 microbatches=4 forward=10ms rate=1GB"
-    for state, seconds in (("2MB", [0.004, 0.004]), ("1MB,2MB,4MB,8MB", [0.005, 0.010])):
-        ranks = told(capsys, f"{words} state={state}")["ranks"]
+def test_each_stage_has_its_bytes_and_a_rank_copies_those_of_its_stages(tmp_path: Path, told: Tell) -> None:
+    for state, seconds in (("2MB", [0.004, 0.004]), (["1MB", "2MB", "4MB", "8MB"], [0.005, 0.010])):
+        ranks = told("Interleaved1F1B", 2, 4, forward="10ms", rate="1GB", state=state)["ranks"]
         assert [one["hidden_seconds"] + one["left_seconds"] for one in ranks] == pytest.approx(seconds)
-    forward = parse("1F1B ranks=2 microbatches=4 forward=10ms,30ms")
+    forward = load(described(tmp_path, "1F1B", 2, 4, forward=["10ms", "30ms"]))
     assert (forward.forward, forward.backward) == ((0.01, 0.03), (0.02, 0.06))
 
 
-def test_the_call_of_a_save_counts_in_the_cadence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_call_of_a_save_counts_in_the_cadence(told: Tell) -> None:
     """Everything fits into the waits of a step of 9 ms; a call of 0.09 ms is a hundredth of it."""
-    words = "GPipe ranks=2 microbatches=2 forward=1ms state=1MB chunk=100kB"
-    assert told(capsys, words)["every"] == 1
-    assert told(capsys, f"{words} call=0.09ms")["every"] == 2
-    assert told(capsys, f"{words} call=0.09ms budget=1.1%")["every"] == 1
+    two = partial(told, "GPipe", 2, 2, forward="1ms", state="1MB", chunk="100kB")
+    assert two()["every"] == 1
+    assert two(call="0.09ms")["every"] == 2
+    assert two(call="0.09ms", budget="1.1%")["every"] == 1
 
 
-SIXTEEN = "Interleaved1F1B ranks=16 microbatches=64 forward=10ms state=2GiB"
+SIXTEEN: dict[str, Any] = {
+    "schedule": "Interleaved1F1B", "ranks": 16, "microbatches": 64, "forward": "10ms", "state": "2GiB"
+}  # fmt: skip
 
 
 def rows(text: str) -> list[str]:
@@ -134,7 +151,7 @@ def rows(text: str) -> list[str]:
 def test_a_big_pipeline_is_drawn_by_what_fills_a_column_with_a_page_beside_it(holdfast: Run, tmp_path: Path) -> None:
     """16 ranks of two stages, 64 micro-batches: actions of 10 and 20 ms in columns of 38 ms."""
     page = tmp_path / "step.html"
-    answer = holdfast("plan", "--pipeline", SIXTEEN, "--html", page)
+    answer = holdfast("plan", "--pipeline", described(tmp_path, **SIXTEEN), "--html", page)
     assert answer.returncode == 0, answer.stderr
     drawn = rows(answer.stdout)
     assert len(drawn) == 16
@@ -158,19 +175,21 @@ def test_a_big_pipeline_is_drawn_by_what_fills_a_column_with_a_page_beside_it(ho
         assert all(any(w[2] <= s[2] and s[3] <= w[3] for w in by_kind["bubble"]) for s in copies)
 
 
-def test_a_part_of_the_step_is_drawn_action_by_action(capsys: pytest.CaptureFixture[str]) -> None:
-    assert pipeline(f"{SIXTEEN} from=330ms to=1330ms", html=None, as_json=False) == 0
+def test_a_part_of_the_step_is_drawn_action_by_action(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pipeline(described(tmp_path, **SIXTEEN, start="330ms", end="1330ms"), html=None, as_json=False) == 0
     text = capsys.readouterr().out
     assert "from 0.33 s to 1.33 s, 8.3 ms a column" in text
     # Its last forwards ahead, its wait with the copy, and then a backward and a forward in turn.
     assert re.fullmatch(r"[0-9]{40,}#{10,}\.+a{2,3}\d?b{2,3}#{10,}\.+\d+c{2,3}\d{1,2}d{2,3}.*", rows(text)[0])
-    with pytest.raises(UsageError, match=r"from=9s: the step is over after 4\.\d+ s"):
-        pipeline(f"{SIXTEEN} from=9s", html=None, as_json=False)
+    with pytest.raises(UsageError, match=r"from = 9 s: the step is over after 4\.\d+ s"):
+        pipeline(described(tmp_path, **SIXTEEN, start="9s"), html=None, as_json=False)
 
 
-def test_gradient_sync_and_optimizer_are_drawn_after_the_last_backward(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "GPipe ranks=2 microbatches=2 forward=10ms sync=10ms optimizer=20ms state=10MB"
-    assert pipeline(words, html=None, as_json=False) == 0
+def test_gradient_sync_and_optimizer_are_drawn_after_the_last_backward(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = described(tmp_path, "GPipe", 2, 2, forward="10ms", sync="10ms", optimizer="20ms", state="10MB")
+    assert pipeline(file, html=None, as_json=False) == 0
     text = capsys.readouterr().out
     assert all(re.search(r"b~{8,9}={16,18}$", row) for row in rows(text)), text
     assert "~ gradient sync; = optimizer" in text
@@ -178,7 +197,7 @@ def test_gradient_sync_and_optimizer_are_drawn_after_the_last_backward(capsys: p
 
 def test_what_no_wait_hides_stands_beside_the_work(tmp_path: Path) -> None:
     """One rank never waits: its second of copying runs beside its first second of work."""
-    found = predicted(parse("GPipe ranks=1 microbatches=3 forward=1s state=1GB rate=1GB"))
+    found = predicted(load(described(tmp_path, "GPipe", 1, 3, forward="1s", state="1GB", rate="1GB")))
     (beside,) = [span for span in found.tracks[0].spans if span.kind == "copy"]
     assert (beside.what, beside.start, beside.end) == ("copy beside", 0.0, pytest.approx(1.0))
 
@@ -212,30 +231,36 @@ def test_a_page_needs_a_step_and_a_place(holdfast: Run, tmp_path: Path) -> None:
     assert "--pipeline" in caught.value.remedy
     missing = tmp_path / "missing" / "step.html"
     with pytest.raises(UsageError, match="the page cannot be written: No such file") as caught:
-        pipeline("GPipe ranks=2 microbatches=2 forward=10ms", html=str(missing), as_json=False)
+        pipeline(described(tmp_path, "GPipe", 2, 2, forward="10ms"), html=str(missing), as_json=False)
     assert str(missing) in caught.value.where
 
 
-def test_help_tells_every_word(holdfast: Run) -> None:
+def test_help_shows_every_key_in_a_file_that_can_be_read(holdfast: Run, tmp_path: Path) -> None:
     text = holdfast("plan", "--help").stdout
-    assert all(re.search(rf"^ +{word} +{re.escape(what)}$", text, re.MULTILINE) for word, what in WORDS.items()), text
+    lines = [line for line in HELP.splitlines() if " = " in line]
+    assert all(line.strip() in text for line in lines)
+    keys = {field.encode_name for field in msgspec.structs.fields(Description)}
+    assert {line.split()[0] for line in lines} == keys
+    file = tmp_path / "pipeline.toml"
+    file.write_text("\n".join(line for line in lines if not line.strip().startswith("layers")))
+    assert load(str(file)).schedule == "1F1B"
 
 
 def test_the_interleaved_schedule_halves_the_bubbles_and_torch_is_not_asked(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    told: Tell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Narayanan et al. 2021: two stages a rank halve them. Torch's micro-batches that make no rounds are refused."""
     monkeypatch.setattr(subcommands, "ask", lambda *_: pytest.fail("that takes seconds"))
-    ranks = told(capsys, "Interleaved1F1B ranks=16 microbatches=64 forward=10ms")["ranks"]
+    ranks = told("Interleaved1F1B", 16, 64, forward="10ms")["ranks"]
     assert [rank["idle_share"] for rank in ranks] == pytest.approx([7.5 / (64 + 7.5)] * 16, rel=0.02)
     with pytest.raises(UsageError, match="9 micro-batches cannot be divided into 2 rounds"):
-        pipeline("Interleaved1F1B ranks=4 microbatches=9 forward=10ms", html=None, as_json=True)
+        told("Interleaved1F1B", 4, 9, forward="10ms")
 
 
 @pytest.mark.slow
-def test_other_schedules_are_asked_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
-    ranks = told(capsys, "ZBVZeroBubble ranks=4 microbatches=16 forward=10ms backward=20ms state=1GiB")["ranks"]
+def test_other_schedules_are_asked_of_torch(told: Tell) -> None:
+    ranks = told("ZBVZeroBubble", 4, 16, forward="10ms", backward="20ms", state="1GiB")["ranks"]
     assert len(ranks) == 4
     assert max(rank["idle_share"] for rank in ranks) < 0.1
     with pytest.raises(UsageError, match="no schedule of the installed torch"):
-        pipeline("NoSuch ranks=2 microbatches=4 forward=1ms", html=None, as_json=True)
+        told("NoSuch", 2, 4, forward="1ms")

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from browser_kit import CHROMIUM, Browser, Pixel, contrast, rgb
-from holdfast.cli.planning.pipeline_plan import parse, pipeline, predicted
+from holdfast.cli.planning.pipeline_plan import load, pipeline, predicted
 from holdfast.cli.trace import trace
+from kit.pipelines import described
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
 
@@ -213,9 +214,10 @@ def test_every_text_can_be_read_in_both_themes_and_a_button_changes_them(
 
 def test_a_predicted_pipeline_is_looked_at_like_a_run(tmp_path: Path) -> None:
     """16 ranks of two stages each, 64 micro-batches: the times of the event model, where they belong."""
-    text = "Interleaved1F1B ranks=16 microbatches=64 forward=10ms state=2GiB hop=1ms sync=100ms optimizer=50ms"
-    assert pipeline(text, html=str(tmp_path / "step.html"), as_json=True) == 0
-    found = predicted(parse(text))
+    times = {"forward": "10ms", "hop": "1ms", "sync": "100ms", "optimizer": "50ms"}
+    file = described(tmp_path, "Interleaved1F1B", 16, 64, state="2GiB", **times)
+    assert pipeline(file, html=str(tmp_path / "step.html"), as_json=True) == 0
+    found = predicted(load(file))
     end = max(span.end for track in found.tracks for span in track.spans)
     with Browser(tmp_path / "profile", width=1600, height=600) as browser:
         view = opened(browser, tmp_path / "step.html")

@@ -264,7 +264,8 @@ def plan(  # noqa: PLR0913 - an option is a parameter
     lost_nodes: Annotated[str, typer.Option(metavar="0,4-6", help="Show what is lost with these nodes.")] = "",
     lost_ranks: Annotated[str, typer.Option(metavar="0,4-6", help="Show what is lost with these ranks.")] = "",
     pipeline: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Plan a pipeline's step, and a checkpoint in its bubbles.")
+        str | None,
+        typer.Option(metavar="FILE", help="Plan the step of a pipeline (TOML, JSON), and a checkpoint in its bubbles."),
     ] = None,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write that step as a page.")] = None,
     json: Json = False,
@@ -280,7 +281,7 @@ def plan(  # noqa: PLR0913 - an option is a parameter
     holdfast plan job.toml --lost-nodes 2,3
     holdfast plan job.toml --like run1            how often to save, after what run1 was like
     holdfast plan train.py --nnodes 2 --ranks-per-node 8 -- --width 4096
-    holdfast plan --pipeline "Interleaved1F1B ranks=16 microbatches=64 forward=10ms hop=1ms" --html step.html
+    holdfast plan --pipeline step.toml --html step.html
     \b
     A script runs once per rank, without memory, network or devices, up to its Checkpointer.restore().
     \b

@@ -29,7 +29,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
@@ -46,6 +46,7 @@ MAX_FILE_BYTES = 16 << 20
 MAX_TENSORS = 10**6
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+_Described = TypeVar("_Described")
 _Axes: TypeAlias = dict[str, _Count]
 
 
@@ -82,6 +83,15 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load(path: Path) -> Description:
+    """Reads the description of a job.
+
+    Raises:
+        UsageError: it cannot be read or understood; says where.
+    """
+    return read(path, Description, what="job")
+
+
+def read(path: Path, kind: type[_Described], *, what: str) -> _Described:
     """Reads a description; TOML, unless the name ends in `.json`.
 
     Raises:
@@ -96,11 +106,11 @@ def load(path: Path) -> Description:
         raise UsageError(f"the description has more than {MAX_FILE_BYTES >> 20} MiB", where=str(path))
     try:
         if path.suffix == ".json":
-            return msgspec.json.decode(data, type=Description)
-        return msgspec.convert(tomllib.loads(data.decode()), Description)
+            return msgspec.json.decode(data, type=kind)
+        return msgspec.convert(tomllib.loads(data.decode()), kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UsageError(
-            f"this describes no job: {error}", where=str(path), remedy="`holdfast plan --help` shows an example"
+            f"this describes no {what}: {error}", where=str(path), remedy="`holdfast plan --help` shows an example"
         ) from error
 
 

@@ -12,12 +12,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
 
 from holdfast.base.config import parse_seconds, parse_share, parse_size
 from holdfast.base.errors import UsageError
 from holdfast.cli import console, subcommands, trace
-from holdfast.cli.planning import pipeline_timeline
+from holdfast.cli.planning import job_file, pipeline_timeline
 from holdfast.core.pipeline.bubble_placement import Load, Placement, Window, highest_cadence, place
 from holdfast.core.pipeline.event_model import (
     Action,
@@ -37,30 +39,55 @@ _INTERLEAVED = "interleaved1f1b"
 _SHARE_OF_INPUT = 0.5  # of a backward that is split: gradients of inputs, then of weights
 COLUMNS = 120
 MAX_LINES = 32
-# Each word of a description, and what it says; in the order in which `holdfast plan --help` tells them.
-WORDS = {
-    "ranks": "of the pipeline",
-    "stages": "per rank (1 for GPipe and 1F1B, else 2)",
-    "microbatches": "of a step",
-    "forward": "time of a stage for one micro-batch; 10ms for each stage, or a list: 10ms,12ms,...",
-    "backward": "the same (twice forward)",
-    "layers": "instead of forward: the model's, shared by all stages: 30x1ms+4ms",
-    "hop": "from the end of an action until its result is at the next rank: send, transfer, receive (0s)",
-    "sync": "reduction of gradients after the last backward, of each rank or a list by rank (0s)",
-    "optimizer": "after that; the same (0s)",
-    "state": "bytes that a stage holds, 8GiB for each or a list: 8GiB,6GiB,... (1GiB)",
-    "rate": "bytes per second of the copy (10GB)",
-    "chunk": "bytes that are copied at a time (4MiB)",
-    "call": "what the call of a save stops a step for (0s)",
-    "budget": "share of a step that saves may cost (0.5%)",
-    "from": "draw the step from this time on",
-    "to": "and until this time",
-}
-HELP = "\n\n\b\nThe words of --pipeline, after the schedule; in brackets what holds without them:\n" + "\n".join(
-    f"  {word:<13} {what}" for word, what in WORDS.items()
-)
-_REMEDY = 'write "1F1B ranks=4 microbatches=8 forward=10ms state=2GiB"; `holdfast plan --help` tells every word'
+HELP = """
+
+\b
+A pipeline for --pipeline; in brackets what holds without a line:
+  schedule = "1F1B"          # GPipe, Interleaved1F1B, or another of torch
+  ranks = 4                  # of the pipeline
+  microbatches = 8           # of a step
+  stages = 1                 # per rank (1 for GPipe and 1F1B, else 2)
+  forward = "10ms"           # time of a stage for one micro-batch, or a list by stage
+  backward = "20ms"          # the same (twice forward)
+  layers = [[30, "1ms"], "4ms"]  # instead of both: the model's, shared by all stages
+  hop = "0s"                 # from the end of an action until its result is at the next rank (0s)
+  sync = "0s"                # reduction of gradients after the last backward, or a list by rank (0s)
+  optimizer = "0s"           # after that; the same (0s)
+  state = "1GiB"             # bytes that a stage holds, or a list by stage (1GiB)
+  rate = "10GB"              # bytes per second of the copy (10GB)
+  chunk = "4MiB"             # bytes that are copied at a time (4MiB)
+  call = "0s"                # what the call of a save stops a step for (0s)
+  budget = "0.5%"            # share of a step that saves may cost (0.5%)
+  from = "0s"                # draw the step from this time on
+  to = "1s"                  # and until this time
+"""
+_REMEDY = "`holdfast plan --help` shows an example"
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+_One: TypeAlias = str | int | float
+_Each: TypeAlias = _One | tuple[_One, ...]
 Value = TypeVar("Value")
+
+
+class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"start": "from", "end": "to"}):
+    """The file, as HELP shows it."""
+
+    schedule: str
+    ranks: _Count
+    microbatches: _Count
+    stages: _Count | None = None
+    forward: _Each = ()
+    backward: _Each = ()
+    layers: tuple[_One | tuple[_Count, _One], ...] = ()
+    hop: _One = "0s"
+    sync: _Each = "0s"
+    optimizer: _Each = "0s"
+    state: _Each = "1GiB"
+    rate: _One = "10GB"
+    chunk: _One = "4MiB"
+    call: _One = "0s"
+    budget: _One = "0.5%"
+    start: _One = "0s"
+    end: _One | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,108 +129,86 @@ class Prediction:
     tracks: Sequence[trace.Track]
 
 
-def parse(text: str) -> Plan:
-    """The plan that a line such as `1F1B ranks=4 microbatches=8 forward=10ms state=2GiB` describes.
+def load(file: str) -> Plan:
+    """The plan that a file describes.
 
     Raises:
-        UsageError: a word that is none, or one that is missing or cannot be read; names it.
+        UsageError: it cannot be read or understood; says where.
     """
-    schedule, *words = text.split() or [""]
-    keys = [word.partition("=")[0] for word in words]
-    pairs = {key: value for key, _, value in (word.partition("=") for word in words)}
-    missing = [key for key in ("ranks", "microbatches") if key not in pairs]
-    missing += ["forward"] if not pairs.keys() & {"forward", "layers"} else []
-    for what, names in (
-        ("unknown", [key for key in pairs if key not in WORDS]),
-        ("missing", missing if schedule else ["the schedule"]),
-        ("twice", [key for key in pairs if keys.count(key) > 1]),
-    ):
-        if names:
-            raise _wrong(text, f"{what}: {', '.join(names)}")
+    if "=" in file and not Path(file).exists():
+        remedy = f"write them into a TOML file, a `key = value` each, and give its name; {_REMEDY}"
+        raise UsageError("a pipeline is no longer described by words", where=f"--pipeline {file!r}", remedy=remedy)
+    described = job_file.read(Path(file), Description, what="pipeline")
     try:
-        return _plan(schedule, pairs)
+        return _plan(described)
     except ValueError as error:
-        raise _wrong(text, str(error)) from error
+        raise UsageError(str(error), where=f"--pipeline {file}", remedy=_REMEDY) from error
 
 
-def _wrong(text: str, what: str) -> UsageError:
-    return UsageError(what, where=f"--pipeline {text!r}", remedy=_REMEDY)
-
-
-def _plan(schedule: str, pairs: Mapping[str, str]) -> Plan:
-    counts = {word: _read(pairs, word, "", int) for word in ("ranks", "microbatches")}
-    counts["stages"] = _read(pairs, "stages", "1" if schedule.lower() in _KNOWN else "2", int)
-    sizes = {word: _read(pairs, word, usual, parse_size) for word, usual in (("rate", "10GB"), ("chunk", "4MiB"))}
-    if zeros := [word for word, value in (counts | sizes).items() if value < 1]:
-        raise ValueError(f"{zeros[0]} is zero; it must be at least 1")
-    ranks, num_stages = counts["ranks"], counts["ranks"] * counts["stages"]
-    forward = _forward(pairs, num_stages)
-    backward = _each(pairs, "backward", "", num_stages, parse_seconds) if "backward" in pairs else None
+def _plan(described: Description) -> Plan:
+    ranks = described.ranks
+    stages = described.stages or (1 if described.schedule.lower() in _KNOWN else 2)
+    rate, chunk = (_one(word, getattr(described, word), parse_size) for word in ("rate", "chunk"))
+    if not (rate and chunk):
+        raise ValueError(f"{'chunk' if rate else 'rate'} is zero; it must be at least 1")
+    forward = _forward(described, ranks * stages)
     if not any(forward):
         raise ValueError("forward is zero for every stage; there is nothing to draw")
-    start = _read(pairs, "from", "0s", parse_seconds)
-    end = _read(pairs, "to", "", parse_seconds) if "to" in pairs else None
+    start = _one("from", described.start, parse_seconds)
+    end = None if described.end is None else _one("to", described.end, parse_seconds)
     if end is not None and end <= start:
-        raise ValueError(f"to={pairs['to']} is not after from={pairs.get('from', '0s')}")
+        raise ValueError(f"to = {described.end} is not after from = {described.start}")
+    backward = _each("backward", described.backward, ranks * stages, parse_seconds) if described.backward != () else ()
     return Plan(
-        schedule=schedule,
+        schedule=described.schedule,
         ranks=ranks,
-        stages=counts["stages"],
-        microbatches=counts["microbatches"],
+        stages=stages,
+        microbatches=described.microbatches,
         forward=forward,
         backward=backward or tuple(2 * each for each in forward),
-        hop=_read(pairs, "hop", "0s", parse_seconds),
-        sync=_each(pairs, "sync", "0s", ranks, parse_seconds),
-        optimizer=_each(pairs, "optimizer", "0s", ranks, parse_seconds),
-        state=_each(pairs, "state", "1GiB", num_stages, parse_size),
-        rate=float(sizes["rate"]),
-        chunk=sizes["chunk"],
-        call=_read(pairs, "call", "0s", parse_seconds),
-        budget=_read(pairs, "budget", "0.5%", parse_share),
+        hop=_one("hop", described.hop, parse_seconds),
+        sync=_each("sync", described.sync, ranks, parse_seconds),
+        optimizer=_each("optimizer", described.optimizer, ranks, parse_seconds),
+        state=_each("state", described.state, ranks * stages, parse_size),
+        rate=float(rate),
+        chunk=chunk,
+        call=_one("call", described.call, parse_seconds),
+        budget=_one("budget", described.budget, parse_share),
         shown=(start, end),
     )
 
 
-def _read(pairs: Mapping[str, str], word: str, usual: str, parse_one: Callable[[str], Value]) -> Value:
-    """One value of one word."""
-    return _one(word, pairs.get(word, usual), parse_one)
-
-
-def _one(word: str, text: str, parse_one: Callable[[str], Value]) -> Value:
+def _one(word: str, value: _One, parse_one: Callable[[str], Value]) -> Value:
     try:
-        return parse_one(text)
+        return parse_one(str(value))
     except UsageError as error:
         raise ValueError(f"{word}: {error.what}; {error.remedy}") from error
-    except ValueError as error:
-        raise ValueError(f"{word}: {text!r} is not a whole number") from error
 
 
-def _each(
-    pairs: Mapping[str, str], word: str, usual: str, count: int, parse_one: Callable[[str], Value]
-) -> tuple[Value, ...]:
-    """The values of a word that stands for every stage, or every rank: one for all, or as many as there are."""
-    values = tuple(_one(word, text, parse_one) for text in pairs.get(word, usual).split(","))
+def _each(word: str, given: _Each, count: int, parse_one: Callable[[str], Value]) -> tuple[Value, ...]:
+    """The values of a key that stands for every stage, or every rank: one for all, or as many as there are."""
+    values = tuple(_one(word, value, parse_one) for value in (given if isinstance(given, tuple) else (given,)))
     if len(values) not in (1, count):
         whose = "ranks" if word in ("sync", "optimizer") else "stages"
         raise ValueError(f"{word} has {len(values)} values for {count} {whose}; give one for all of them, or {count}")
     return values if len(values) == count else values * count
 
 
-def pipeline(text: str | None, *, html: str | None, as_json: bool) -> int:
+def pipeline(file: str | None, *, html: str | None, as_json: bool) -> int:
     """Shows the step, its waits and where a checkpoint goes; returns the exit code.
 
     Args:
-        text: the description; None: there is none, which is an error.
+        file: of the description; None: there is none, which is an error.
         html: where the step is written as a page; None: nowhere.
         as_json: figures instead of a picture.
 
     Raises:
         UsageError: a description or a schedule that does not exist, a page that cannot be written.
     """
-    if text is None:
+    if file is None:
         raise UsageError("there is no step to draw", where=f"--html {html}", remedy="give --pipeline with it")
-    found = predicted(parse(text))
-    _check_shown(found, text)
+    found = predicted(load(file))
+    _check_shown(found, file)
     if html is not None:
         _write(found, Path(html))
     if as_json:
@@ -255,17 +260,16 @@ def orders(plan: Plan) -> tuple[Order, ...]:
     )
 
 
-def _forward(pairs: Mapping[str, str], num_stages: int) -> tuple[float, ...]:
+def _forward(described: Description, num_stages: int) -> tuple[float, ...]:
     """Return the forward seconds of every stage, from that of one or from those of the layers."""
-    if "layers" not in pairs:
-        return _each(pairs, "forward", "", num_stages, parse_seconds)
-    if pairs.keys() & {"forward", "backward"}:
+    if not described.layers:
+        if described.forward == ():
+            raise ValueError("forward or layers is missing")
+        return _each("forward", described.forward, num_stages, parse_seconds)
+    if described.forward != () or described.backward != ():
         raise ValueError("layers say what forward and backward would")
-    layers: list[float] = []
-    for term in pairs["layers"].split("+"):
-        count, _, seconds = term.rpartition("x")
-        layers += [_one("layers", seconds, parse_seconds)] * _one("layers", count or "1", int)
-    return stages_of(layers, num_stages)
+    terms = (term if isinstance(term, tuple) else (1, term) for term in described.layers)
+    return stages_of([_one("layers", s, parse_seconds) for count, s in terms for _ in range(count)], num_stages)
 
 
 def _costs(plan: Plan) -> Costs:
@@ -294,10 +298,10 @@ def _end(found: Prediction) -> float:
     return max(span.end for track in found.tracks for span in track.spans)
 
 
-def _check_shown(found: Prediction, text: str) -> None:
+def _check_shown(found: Prediction, file: str) -> None:
     start, end = found.plan.shown[0], _end(found)
     if start >= end:
-        raise _wrong(text, f"from={start:g}s: the step is over after {end:.3g} s")
+        raise UsageError(f"from = {start:g} s: the step is over after {end:.3g} s", where=f"--pipeline {file}")
 
 
 def _title(plan: Plan) -> str:
