@@ -24,7 +24,7 @@ SECONDS ?= 60
 SEED ?=
 CASE ?=
 
-.PHONY: help venv demo test lint format bench gpu fuzz redteam clean doors $(DOORS:%=door-%)
+.PHONY: help venv demo test lint format bench gpu fuzz redteam planted clean doors $(DOORS:%=door-%)
 .PRECIOUS: .venv-%/.installed
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo "make bench   the benchmarks in their short form"
 	@echo "make redteam what scripts do around a save x faults x moments x settings, for SECONDS= (60), drawn from SEED=;"
 	@echo "             one of them again: make redteam SEED=7 CASE=12; what fails is made as plain as it can be"
+	@echo "make planted every bug that a drill is known to find, DRILL=crash, faults, power or sim; some of them: BUGS='one-is-kept'"
 	@echo "make fuzz    every parser of foreign bytes for SECONDS= (600) each, drawn from SEED=; some of them: PARSERS='values image'"
 	@echo "make gpu     everything that only a card can show, in two calls of under ten minutes; needs no venv and no network:"
 	@echo "             make gpu PYTHON=python3 SITE=DIR, where DIR has what that python3 lacks"
@@ -74,6 +75,11 @@ bench: $(STAMP)
 
 redteam: $(STAMP)
 	cd tests && ../$(BIN)/python -m redteam --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE))
+
+DRILL ?= crash
+BUGS ?=
+planted: $(STAMP)
+	cd tests && ../$(BIN)/python -m planted $(DRILL) $(BUGS)
 
 FUZZ_SECONDS := $(if $(filter command line environment,$(origin SECONDS)),$(SECONDS),600)
 PARSERS ?=

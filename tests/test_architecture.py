@@ -273,6 +273,8 @@ def test_what_a_rule_can_be_told_is_told_by_the_product() -> None:
             called = name.split(".")[-2 if name.endswith("__init__") else -1]
             for place, parameter in _optional(function):
                 where = f"{label(path)}: {name} {parameter}"
+                if name.split(".")[0] in PUBLIC_NAMES:  # users bring it
+                    continue
                 if not {(called, parameter), (called, place), (called, "*")} & told and where not in FOR_TESTS_ALONE:
                     wrong.append(where)
     assert not wrong, "\n".join(wrong)
@@ -331,6 +333,18 @@ def test_public_names_are_loaded_lazily() -> None:
 def test_public_names_exist() -> None:
     code = "import holdfast; print(*[getattr(holdfast, name).__name__ for name in holdfast.__all__])"
     assert in_fresh_interpreter(code).split() == PUBLIC_NAMES
+
+
+def test_the_checkpointer_is_one_class_whose_help_is_whole() -> None:
+    """A user of plain PyTorch loads no adapter with it."""
+    code = """
+import inspect, sys
+from holdfast import Checkpointer
+print(Checkpointer.__mro__[1:] == (object,))
+print(*[name for name, value in inspect.getmembers(Checkpointer) if name[0] != "_" and not value.__doc__])
+print(*[name for name in sys.modules if name.startswith("holdfast.adapters")])
+"""
+    assert in_fresh_interpreter(code) == "True\n\n\n"
 
 
 def test_no_print_outside_the_commands() -> None:
@@ -469,6 +483,28 @@ def test_the_package_asks_for_what_it_says_and_its_tests_for_no_less() -> None:
     assert re.search(r"^torch==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert tools["mypy"]["strict"] is True
     assert tools["pytest"]["ini_options"]["filterwarnings"] == ["error"]
+
+
+def test_the_wheel_has_what_proves_an_installation_and_nothing_that_only_tests_need() -> None:
+    code = """
+from setuptools import Distribution
+found = Distribution({"script_name": "setup.py"})
+found.parse_config_files(["pyproject.toml"])
+build = found.get_command_obj("build_py")
+build.ensure_finalized()
+print(*build.get_outputs(include_bytecode=False), sep="\\n")
+"""
+    names = [name.partition("build/lib/")[2] for name in in_fresh_interpreter(code).splitlines()]
+    assert {label(path) for path in files()} == {n.removeprefix("holdfast/") for n in names if n.endswith(".py")}
+    assert [name for name in names if re.search(r"planted|bugs|model_check|test_|_kit|conftest", name)] == []
+    needed = {
+        "demo/demo.py",
+        "contracts/backend.py",
+        "drill/command.py",
+        "simulator/__main__.py",
+        "device/native/all.cpp",
+    }
+    assert {f"holdfast/testing/{name}" for name in needed} <= set(names)
 
 
 def project_files() -> Iterator[Path]:

@@ -10,9 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.adapters.checkpointer import Checkpointer
     from holdfast.base.config import Config
     from holdfast.base.errors import HoldfastError
+    from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
     from holdfast.checkpoint.restore.restorer import RestoreReport
     from holdfast.checkpoint.save.save_handle import SaveHandle
     from holdfast.core.model import Level, Version
@@ -23,7 +23,7 @@ __version__ = "0.2.0.dev0"
 __all__ = ["Checkpointer", "Config", "HoldfastError", "Level", "RestoreReport", "SaveHandle", "Version", "resumable"]
 
 _HOMES = {
-    "Checkpointer": "holdfast.adapters.checkpointer",
+    "Checkpointer": "holdfast.checkpoint.checkpointer.checkpointer",
     "Config": "holdfast.base.config",
     "HoldfastError": "holdfast.base.errors",
     "Level": "holdfast.core.model",
@@ -31,6 +31,8 @@ _HOMES = {
     "SaveHandle": "holdfast.checkpoint.save.save_handle",
     "Version": "holdfast.core.model",
     "resumable": "holdfast.elastic.worker.resumable",
+    # What the checkpointer asks for where GROUP_INFO_FILE is set.
+    "write_group_info_of_shards": "holdfast.adapters.mindspore.redundancy",
 }
 
 

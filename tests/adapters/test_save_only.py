@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.adapters.checkpointer import SaveOnly
+from holdfast.adapters.save_only import SaveOnly
 from holdfast.base.config import Config
 from holdfast.base.errors import LevelNotReached
 from holdfast.core.model import Level

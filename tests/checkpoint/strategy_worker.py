@@ -29,12 +29,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import command_kit
 import gloo_kit
 from checkpoint.strategies import PLAN, STRATEGIES, WORLD, Block, Strategy, adamw, device_mesh
-from holdfast.adapters.checkpointer import Checkpointer
 from holdfast.adapters.mindspore import restore_group_info_list
 from holdfast.adapters.mindspore.rank_files import RankCheckpoints
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError
 from holdfast.base.events import Events
+from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpoint.dry_run import rehearse
 from holdfast.checkpoint.job import collectives as agree
 from holdfast.checkpoint.job import redundancy_warning

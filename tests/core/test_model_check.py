@@ -18,9 +18,9 @@ from holdfast.core.versions.coordinator_board import Board
 from holdfast.core.versions.lineage import Lineage
 from holdfast.core.versions.node_ledger import NodeLedger
 from holdfast.core.versions.slot_guard import Knowledge, SlotView
-from holdfast.testing.model_check import replicas, world
-from holdfast.testing.model_check.explorer import Result, check
-from holdfast.testing.model_check.state import Bounds
+from model_check import replicas, world
+from model_check.explorer import Result, check
+from model_check.state import Bounds
 
 Patch = pytest.MonkeyPatch
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from holdfast.core.versions import late_copy_rules
-from holdfast.testing.model_check import device
-from holdfast.testing.model_check.device import check
+from model_check import device
+from model_check.device import check
 
 Patch = pytest.MonkeyPatch
 

@@ -8,8 +8,8 @@ import pytest
 
 from holdfast.core.versions import late_copy_rules
 from holdfast.core.versions.late_copy_rules import Who
-from holdfast.testing.model_check import fence
-from holdfast.testing.model_check.fence import check
+from model_check import fence
+from model_check.fence import check
 
 Patch = pytest.MonkeyPatch
 Calls = tuple[str, ...]

@@ -15,7 +15,7 @@ from holdfast.checkpoint.capture.twin_comparison import Shared
 from holdfast.checkpoint.save.save_completion import SaveCompletion
 from holdfast.checkpoint.state.optimizer_extras import OptimizerExtras
 from holdfast.checkpoint.state.step_observer import Steps
-from holdfast.testing.drill.planted.bugs import always, put
+from planted.crash import always, put
 from redteam.case import Case
 
 

@@ -9,8 +9,8 @@ import pytest
 from holdfast.testing.checks.power_cut_disk import JOURNAL_LOST, JOURNAL_WRITTEN, KINDS, why_not
 from holdfast.testing.drill.command import Progress, open_lanes, run
 from holdfast.testing.drill.plan import Trial
-from holdfast.testing.drill.planted import bugs
 from holdfast.testing.power import power
+from planted import hunt
 
 CUTS = 200
 FOUND = {("ext4", large): [("persist", 1, 0), ("persist", 1, 1), ("commit", 1, 3)] for large in power.SIZES}
@@ -47,7 +47,7 @@ def test_without_root_it_says_why_and_ends_with_two(
 
 
 def test_wrong_usage_ends_with_two() -> None:
-    for arguments in (["--trials", "-1"], ["--filesystem", "floppy"], ["--plant", "values-forgotten"]):
+    for arguments in (["--trials", "-1"], ["--filesystem", "floppy"]):
         with pytest.raises(SystemExit) as error:
             power.main(arguments)
         assert error.value.code == 2
@@ -85,8 +85,8 @@ def test_two_hundred_cuts_on_two_file_systems_lose_and_tear_nothing() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("cuttable")
 def test_every_planted_bug_is_found() -> None:
-    with open_lanes(3) as lanes:
+    with hunt.open_lanes(3) as lanes:
         trials = power.plan({(kind, False): power.boundaries(lanes, kind, False, 1) for kind in KINDS}, 1)
-        quarries = power.hunt(lanes, tuple(power.BUGS), trials, 1, quiet(len(power.BUGS)))
-    missed = [f"{quarry.name}: {bugs.BUGS[quarry.name].what}" for quarry in quarries if quarry.found_by is None]
+        quarries = hunt.hunt_by_cuts(lanes, tuple(hunt.CUT_IN), trials, quiet(len(hunt.CUT_IN)))
+    missed = [str(quarry) for quarry in quarries if quarry.found_by is None]
     assert not missed, "\n".join(missed)

@@ -12,12 +12,12 @@ import pytest
 import forked
 from holdfast.core.model import Version
 from holdfast.core.versions.coordinator_board import Announcement, Kind
-from holdfast.testing.simulator.__main__ import hunt, simulate
+from holdfast.testing.simulator.__main__ import simulate
 from holdfast.testing.simulator.clock import Clock, Violation
 from holdfast.testing.simulator.network import Storage
 from holdfast.testing.simulator.observer import Observer
-from holdfast.testing.simulator.planted import BUGS
 from holdfast.testing.simulator.run import MIN_FAULTS, run
+from planted.simulator import BUGS, hunt
 
 FAULTS = {
     "crash", "hang", "keeper death", "coordinator death", "node loss", "partition", "one-way partition", "delay",

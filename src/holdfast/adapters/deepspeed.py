@@ -29,8 +29,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from holdfast.adapters.checkpointer import SaveOnly
 from holdfast.adapters.native_tree import Classes, Native, NativeWriter, copied, live, plain
+from holdfast.adapters.save_only import SaveOnly
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import UsageError

@@ -30,12 +30,12 @@ from typing import Any
 import torch
 
 from holdfast.adapters.accelerate_loaders import Loaders
-from holdfast.adapters.checkpointer import Checkpointer
 from holdfast.adapters.dcp.peek import newest
 from holdfast.adapters.options import checked
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import HoldfastError, UsageError
+from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.checkpoint.job import collectives
 from holdfast.core.model import Version

@@ -30,8 +30,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistSaveShardedStrategy,
 )
 
-from holdfast.adapters.checkpointer import SaveOnly
 from holdfast.adapters.native_tree import live, plain
+from holdfast.adapters.save_only import SaveOnly
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import UsageError

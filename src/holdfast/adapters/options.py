@@ -11,8 +11,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.adapters.checkpointer import Checkpointer
 from holdfast.base.errors import UsageError
+from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpoint.save.save_schedule import parse_cadence
 
 

@@ -32,8 +32,8 @@ from typing import Any
 import pyarrow.fs
 import ray.train
 
-from holdfast.adapters.checkpointer import Checkpointer
 from holdfast.base.errors import HoldfastError, UsageError
+from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpoint.save.durable_tracker import OnDurable
 from holdfast.checkpoint.save.save_handle import SaveHandle
 from holdfast.core.model import Level, Version

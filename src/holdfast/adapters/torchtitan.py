@@ -33,10 +33,10 @@ from torchtitan.components.checkpointer import (
     CheckpointManager,
 )
 
-from holdfast.adapters.checkpointer import Checkpointer
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import UsageError
+from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 
 logger = logging.getLogger(__name__)
 

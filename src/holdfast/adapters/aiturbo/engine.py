@@ -32,7 +32,7 @@ import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from holdfast.adapters.checkpointer import SaveOnly
+from holdfast.adapters.save_only import SaveOnly
 from holdfast.base import config as settings
 from holdfast.base.errors import LevelNotReached, MismatchError, StorageError, UsageError, VersionNotFound
 from holdfast.base.replacing import replacing

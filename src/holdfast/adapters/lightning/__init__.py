@@ -26,13 +26,13 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from holdfast.adapters.checkpointer import Checkpointer
 from holdfast.adapters.dcp.peek import newest
 from holdfast.adapters.lightning.hooks import FitHooks
 from holdfast.adapters.lightning.loops import Place
 from holdfast.adapters.options import checked
 from holdfast.base import config as settings
 from holdfast.base.errors import HoldfastError, UsageError
+from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpoint.entries.rng import ProcessRandomness
 from holdfast.core.model import Version
 

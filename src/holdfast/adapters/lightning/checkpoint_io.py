@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from holdfast.adapters.checkpointer import SaveOnly
 from holdfast.adapters.native_tree import durably, live, plain
+from holdfast.adapters.save_only import SaveOnly
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import LevelNotReached, UsageError, VersionNotFound

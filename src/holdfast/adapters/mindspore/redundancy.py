@@ -17,7 +17,8 @@ from holdfast.adapters.mindspore.formats.files import PathLike
 from holdfast.adapters.mindspore.groups import GroupInfo, named_groups, write_group_info
 from holdfast.adapters.mindspore.layout import Layout
 from holdfast.adapters.mindspore.strategy import Strategy, read_strategy, stage_layouts
-from holdfast.base.errors import UsageError
+from holdfast.base.config import GROUP_INFO_VARIABLE
+from holdfast.base.errors import StorageError, UsageError
 from holdfast.core.model import Shard
 
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
@@ -248,3 +249,20 @@ def group_info_of_shards(shards: Iterable[Shard], rank: int, world_size: int) ->
     made = dict.fromkeys(shard.ranks for shard in shards)
     common = set[int].intersection(*map(set, made)) if made else {rank}
     return GroupInfo(named_groups(g for g in made if 1 < len(g) < world_size), sorted(common))
+
+
+def write_group_info_of_shards(path: str, shards: Iterable[Shard], rank: int, world_size: int) -> None:
+    """Write the group information file of a rank from what it holds; `{rank}` in the path is its number.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    path = path.replace("{rank}", str(rank))
+    try:
+        write_group_info(path, group_info_of_shards(shards, rank, world_size))
+    except OSError as error:
+        raise StorageError(
+            f"the group information cannot be written: {error.strerror}",
+            where=path,
+            remedy=f"correct or unset {GROUP_INFO_VARIABLE}",
+        ) from error

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from holdfast.adapters.checkpointer import Checkpointer
 from holdfast.adapters.zero.changes import Changed, Changes
 from holdfast.adapters.zero.objects import Kept, sort_out
 from holdfast.adapters.zero.reach import MAX_ELEMENTS, Look, Reach, has_set, is_plain
 from holdfast.adapters.zero.script import Loop
 from holdfast.base.errors import LevelNotReached, MismatchError, UsageError
+from holdfast.checkpoint.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpoint.entries.sharding import local_of
 from holdfast.checkpoint.job import collectives
 from holdfast.checkpoint.liveness import open_checkpointers

@@ -9,7 +9,8 @@
 
 This file holds the order of things and nothing else: restore in `assembly` and `restore`, saves in `saver`, cadence and
 stop in `schedule`. Rules: nothing is saved before `restore` returned; a fault of the memory level never raises into the
-training loop; `close` says what is missing or the last save is durable; after an exception nothing is saved.
+training loop; `close` says what is missing or the last save is durable; after an exception nothing is saved. With
+HOLDFAST_DISABLE=1 the object does nothing: the script trains from the start as if its lines were not there.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
+import holdfast
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import KeeperLost, LevelNotReached, UsageError
@@ -93,6 +95,9 @@ class Checkpointer:
         config: the settings; default: file and environment.
         objects: more objects with `state_dict` and `load_state_dict`, by name (at a restore their tensors take memory twice).
 
+    With HOLDFAST_DISABLE=1 in the environment it does nothing. With GROUP_INFO_FILE every rank writes, before its first
+    step, whose slices can replace its own.
+
     Attributes:
         last_restore: what the last `restore` did; None before.
         events: what happens here, for observers and tests.
@@ -151,6 +156,11 @@ class Checkpointer:
         self._storage = open_storage(self._root, self.events, encryption=encryption)
         open_checkpointers.register(self)
 
+    @property
+    def off(self) -> bool:
+        """Return whether HOLDFAST_DISABLE switched everything off."""
+        return settings.disabled()
+
     @heartbeat.phase(Phase.LOADING)
     def restore(
         self,
@@ -162,8 +172,8 @@ class Checkpointer:
     ) -> int:
         """Loads the newest version that is complete everywhere into the objects; returns the step to go on with.
 
-        Collective: every rank calls it, after the process group exists. 0 on a fresh start. Call it before training,
-        and again to go back to a version in the middle of it.
+        Collective: every rank calls it, after the process group exists. 0 on a fresh start, and with HOLDFAST_DISABLE=1.
+        Call it before training, and again to go back to a version in the middle of it.
 
         Args:
             version: only this one, as `ls` names it.
@@ -180,14 +190,15 @@ class Checkpointer:
             cannot be read and an older one would have to be taken. On every rank the same class, and no rank has begun to
             train.
         """
+        if self.off:
+            logger.warning("%s is set: nothing is restored and nothing is saved", settings.DISABLE_VARIABLE)
+            return self._without_restore(0, f"{settings.DISABLE_VARIABLE} is set")
         self._require_own()
         if self._run is None:
             self._early = early_iterators(sys._getframe(1), self._objects)
             self._begin_proof()
             if self._again is not None:
-                start = self._again.resume()
-                self.last_restore = RestoreReport(Version(1, start - 1), "the first steps are made again")
-                return start
+                return self._without_restore(self._again.resume(), "the first steps are made again")
         asked = self._asked(as_version(version), fresh=fresh, strict=strict, required=required)
         group = self._ranks()
         run = self._run
@@ -250,6 +261,8 @@ class Checkpointer:
         Raises:
             UsageError: before `restore`, the name was asked for already, or a value that cannot be saved.
         """
+        if self.off:
+            return value
         carried = self._again.carried if self._again is not None else self._running().state.carried
         taken: T = carried.take(name, value)
         return taken
@@ -265,6 +278,8 @@ class Checkpointer:
             UsageError: before `restore`, not later than the step before, or before the one that `restore` returned; other
             values than those that `carry` was asked for; `prove` found what differs after a restart. SystemExit: after a SIGTERM, once the last save is durable.
         """
+        if self.off:
+            return None
         if self._again is not None:
             self._again.again(step, carry, sys._getframe(1))
             return None
@@ -317,6 +332,8 @@ class Checkpointer:
             UsageError: before `restore`, an unknown level, a step before the last one saved, that one again after an
                 optimizer's step, info that cannot be kept, or values are carried and `step` was not told them before.
         """
+        if self.off:
+            return never(step, as_level(level), f"{settings.DISABLE_VARIABLE} is set")
         if self._again is not None:
             return never(step, as_level(level), "the first steps are made again")
         run = self._running()
@@ -343,7 +360,7 @@ class Checkpointer:
         Raises:
             LevelNotReached: names every version that is not, since the last call, with the reason.
         """
-        if self._again is not None:
+        if self.off or self._again is not None:
             return
         run, began = self._running(), time.monotonic()
         timeout_s = self._config.close_timeout_s if timeout_s is None else timeout_s
@@ -538,6 +555,10 @@ class Checkpointer:
         """Return whether this process was forked from the trainer: what the checkpointer has is its parent's."""
         return os.getpid() != self._pid
 
+    def _without_restore(self, start: int, reason: str) -> int:
+        self.last_restore = RestoreReport(Version(1, start - 1) if start else None, reason)
+        return start
+
     def _require_own(self) -> None:
         if self._is_forked:
             raise UsageError(
@@ -609,10 +630,15 @@ class Checkpointer:
         return DurableTracker(self._on_durable, further, timeout_s=self._config.close_timeout_s)
 
     def _laid_out(self, job: Job, shards: Sequence[Shard]) -> None:
-        """Take note that it is known who holds the same; `shards` are what this rank will train. Collective. The public
-        door does more here.
+        """Tell who holds the same, of what this rank will train. Collective.
+
+        A group information file that cannot be written is an error on every rank: it was asked for, and nothing is trained.
         """
         redundancy_warning.warn(job.group, job.topology, shards, self.events)
+        if path := settings.group_info_file():
+            rank, num_ranks = job.group.rank, job.group.world_size
+            write = holdfast.write_group_info_of_shards  # of the adapter, which nobody else loads
+            collectives.together(job.group, lambda: write(path, shards, rank, num_ranks))
 
     @heartbeat.phase(Phase.SAVING)
     def _save(self, run: Run, step: int, level: Level, also_to: Sequence[str] = ()) -> SaveHandle:

@@ -2,7 +2,7 @@
 
 And of a run that is left while a device is behind its host: in which order, and what of it counts (S20).
 
-`checkpoint.capture.optimizer_fence`, `checkpoint.save.memory_saver`, `checkpoint.survivors.survivor_state` and `elastic.worker.worker_main` carry them out; `testing.model_check.fence` and `testing.model_check.device`
+`checkpoint.capture.optimizer_fence`, `checkpoint.save.memory_saver`, `checkpoint.survivors.survivor_state` and `elastic.worker.worker_main` carry them out; `tests/model_check/fence.py` and `tests/model_check/device.py`
 run them in every order of events. Sections 11 and 12 of the protocol state them.
 """
 

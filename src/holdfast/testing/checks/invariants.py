@@ -6,7 +6,7 @@ evidence. The checks share no code with what they judge: the lineage is rebuilt 
 retention is counted again. `Course` collects the facts of one job in the order in which they happened; `judge` runs
 every check over it.
 
-A checker that cannot fail proves nothing: each of these is shown to fail by a bug in testing/drill/planted/bugs.py.
+A checker that cannot fail proves nothing: each of these is shown to fail by a bug in tests/planted/crash.py.
 """
 
 from __future__ import annotations

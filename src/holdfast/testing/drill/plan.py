@@ -43,6 +43,12 @@ class Save:
     wait: bool
 
 
+def script(text: str) -> tuple[Save, ...]:
+    """`C2` is a captured save after two steps, `d1` a durable one that nobody waits for, and so on."""
+    levels = {"c": "captured", "d": "durable", "r": "replicated"}
+    return tuple(Save(int(word[1:]), levels[word[0].lower()], word[0].isupper()) for word in text.split())
+
+
 @dataclass(frozen=True, slots=True)
 class Aim:
     """Names where the strike falls.
@@ -112,7 +118,7 @@ class Trial:
         cells: (phase, victim) for each of its trials, one for each strike: where it counts in the table.
         large: its state is large enough for writes past the page cache.
         overlap: whether captures may overlap with training.
-        plant: name of the planted bug, if one is to be found.
+        plant: name of the bug that a test plants in its processes (shared.py).
         mode: `""`, or what the probes do besides: `measure` the phases, `record` every file operation.
         full_start: every process is a fresh interpreter, started as in production.
         disk: the kind of file system that the trial's checkpoints get for themselves (disk.py); `""` for none.

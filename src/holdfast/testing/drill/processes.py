@@ -25,6 +25,8 @@ from holdfast.testing.checks.evidence import slot_links
 from holdfast.testing.drill.shared import Ground, Setup, die_with
 
 WAIT_S = 5.0
+# The program that forks trainers.
+FORKSERVER = "holdfast.testing.drill.forkserver"
 # States of a process that is dead or about to be; it has no state at all when it is gone.
 _DYING = ("Z", "X", "")
 
@@ -100,7 +102,7 @@ def start_forkservers(
     pairs = [socket.socketpair() for _ in grounds]
     theirs = [pair[1].fileno() for pair in pairs]
     facts = [msgspec.json.encode(fact).decode() for fact in (theirs, grounds)]
-    command = program.command("holdfast.testing.drill.forkserver", *facts, sandbox, flags=_flags())
+    command = program.command(FORKSERVER, *facts, sandbox, flags=_flags())
     inherited = [fd for ground in grounds for fd in ground.inherited]
     process = subprocess.Popen(command, pass_fds=(*theirs, *inherited))
     for _, end in pairs:

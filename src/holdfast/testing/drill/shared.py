@@ -14,6 +14,7 @@ import select
 import signal
 import struct
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -44,6 +45,9 @@ _ORDERS = struct.Struct("<ii")
 _NO_LIFE = -1
 _PR_SET_PDEATHSIG = 1
 LOG_FORM = "%(relativeCreated)d %(name)s %(message)s"
+
+# What tests of the drill plant in a process, by the name in its trial; nothing elsewhere.
+PLANTS: dict[str, Callable[[], None]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +200,9 @@ def multiply(count: int) -> tuple[int, list[int]]:
     return 0, others
 
 
-def enter(sandbox: str, who: str, life: int) -> None:
+def enter(setup: Setup, who: str) -> None:
     """Makes this process one of the drill: its output goes to a log of its own, a signal shows where it hangs."""
-    log = os.open(f"{sandbox}/{who}-{life}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = os.open(f"{setup.sandbox}/{who}-{setup.life}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
@@ -206,3 +210,4 @@ def enter(sandbox: str, who: str, life: int) -> None:
     # A forked process has it from its parent; setting it up would touch every logger there is.
     if not logging.getLogger().handlers:
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=LOG_FORM)
+    PLANTS.get(setup.trial.plant, lambda: None)()

@@ -32,7 +32,6 @@ from holdfast.keeper.rpc.paths import RuntimePaths
 from holdfast.testing.checks.evidence import state_digest
 from holdfast.testing.drill.crash_points import Journal
 from holdfast.testing.drill.plan import SHAPES, TWINS, Save
-from holdfast.testing.drill.planted import trainer_bugs
 from holdfast.testing.drill.shared import FAILED, REFUSED, Ground, Setup, enter
 
 # Small; now and then large enough that files are written past the page cache.
@@ -49,9 +48,8 @@ POINTS = ((copy_plan, "copy"), (SlotView, "write_frames"), *((KeeperClient, name
 def forked_trainer(setup: Setup, ground: Ground) -> int:
     """One life of a trainer in a forked child, with a probe in it; returns the exit code."""
     name = f"t{setup.rank}"
-    enter(setup.sandbox, name, setup.life)
+    enter(setup, name)
     journal = ground.journal(name, setup.life)
-    trainer_bugs.apply(setup.trial.plant)
     _ask_the_lane(ground.answers[setup.rank][0], journal)
     ground.probe(name, setup).watch(PHASES, POINTS)
     return trainer(setup, journal)
@@ -210,7 +208,7 @@ def main() -> int:
     """A fresh trainer: the setup as JSON and the journal's descriptor are on the command line."""
     torch.set_num_threads(1)
     setup = msgspec.json.decode(sys.argv[1], type=Setup)
-    enter(setup.sandbox, f"t{setup.rank}", setup.life)
+    enter(setup, f"t{setup.rank}")
     journal = Journal(int(sys.argv[2]), f"t{setup.rank}", setup.life)
     journal.write("begins")
     return trainer(setup, journal)

@@ -23,9 +23,8 @@ from holdfast.core.model import Version
 from holdfast.testing.checks import corrupt, evidence, invariants
 from holdfast.testing.checks.invariants import Life
 from holdfast.testing.checks.power_cut_disk import Disk
-from holdfast.testing.drill.keeper import keeper
+from holdfast.testing.drill.keeper import commit_again, keeper
 from holdfast.testing.drill.plan import SHAPES, Aim, LifePlan, Trial
-from holdfast.testing.drill.planted import late_writer
 from holdfast.testing.drill.processes import Cast, Member, slot_inodes
 from holdfast.testing.drill.record import Measured, Record
 from holdfast.testing.drill.shared import FAILED, NUM_ENTRIES, REFUSED, Ground, Setup
@@ -369,7 +368,7 @@ class Stage:
     def _late_writer(self) -> None:
         """A keeper of the first incarnation wakes up and commits; nothing may come of it."""
         setup = self._setup(0)
-        member = self._cast.fork_keeper(setup, functools.partial(late_writer.commit_again, setup))
+        member = self._cast.fork_keeper(setup, functools.partial(commit_again, setup))
         self._cast.await_end(member, END_S)
         storage = evidence.read_storage(Path(self._sandbox, "c"), num_entries=NUM_ENTRIES)
         before = self.record.life.storage

@@ -12,8 +12,7 @@ when it begins and when it is over:
   `line`: no other keeper can be reached, and the line to the coordinator is cut.
 
 A line `stop` or `kill` is taken out of the file before it strikes, so that it strikes once. Used by tests and by
-`holdfast drill faults`: python -m holdfast.testing.faults.inject CONTROL PLANT [arguments of a keeper], where PLANT is
-a bug of testing/faults/planted_keeper.py or empty.
+`holdfast drill faults`: python -m holdfast.testing.faults.inject CONTROL [arguments of a keeper].
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from holdfast.keeper.slots.sealer import Sealer
 from holdfast.keeper.storage import writer
 from holdfast.keeper.storage.writer import Persister
 from holdfast.testing.drill.shared import die_with
-from holdfast.testing.faults import planted_keeper
 from holdfast.tiers.memory import memory_pages
 from holdfast.tiers.storage.version_store import Storage
 from holdfast.tiers.wire import frames
@@ -196,10 +194,8 @@ class Wounds:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs a keeper that is hurt as the file says; returns its exit status."""
-    control, plant, *rest = arguments
+    control, *rest = arguments
     writer_failover.LEASE_S, coordinator.ABSENT_S, writer.SILENCE_S = LEASE_S, ABSENT_S, SILENCE_S
-    if plant:
-        planted_keeper.BUGS[plant]()
     die_with(os.getppid())  # who is killed in the middle of a cell leaves nothing behind
     Wounds(Path(control), rest[rest.index("--root") + 1]).open()
     return keeper_main.main(rest)

@@ -69,7 +69,6 @@ class Outcome:
     cell: str
     phase: str
     group: str
-    plant: str
     acknowledged: int
     back: str
     why: str
@@ -78,10 +77,10 @@ class Outcome:
     evidence: tuple[str, ...] = ()
 
 
-def run(cell: Cell, base: Path, *, plant: str = "") -> Outcome:
-    """Runs a cell in a directory of its own, with a bug planted in its keepers if one is named, and judges it."""
+def run(cell: Cell, base: Path) -> Outcome:
+    """Runs a cell in a directory of its own, and judges it."""
     started = time.monotonic()
-    rig = Rig(base, num_nodes=cell.num_nodes, plant=plant, begin_timeout_s=0.5)
+    rig = Rig(base, num_nodes=cell.num_nodes, begin_timeout_s=0.5)
     job = Job(rig)
     try:
         with job.promised("V1"):
@@ -96,7 +95,7 @@ def run(cell: Cell, base: Path, *, plant: str = "") -> Outcome:
     seconds = time.monotonic() - started
     told, back = len(job.life.acks), str(job.back or "")
     evidence = _logs(base) if violations else ()
-    return Outcome(str(cell), cell.phase, cell.group, plant, told, back, job.why, seconds, violations, evidence)
+    return Outcome(str(cell), cell.phase, cell.group, told, back, job.why, seconds, violations, evidence)
 
 
 def _logs(base: Path) -> tuple[str, ...]:

@@ -33,15 +33,17 @@ from holdfast.tiers.memory.processes import start_time
 from holdfast.tiers.storage.version_store import open_storage
 
 TIMEOUT_S = 10.0
+# The program of a keeper that can be hurt, and what stands before the name of its control file.
+INJECT = ("holdfast.testing.faults.inject",)
 
 
-def start_hurtable(root: str, config: Config, control: Path, *, plant: str = "") -> subprocess.Popen[bytes]:
-    """A keeper that does as `control` says (testing.faults.hurt), once it listens; with a bug planted if one is named."""
+def start_hurtable(root: str, config: Config, control: Path) -> subprocess.Popen[bytes]:
+    """A keeper that does as `control` says (testing.faults.hurt), once it listens."""
     place = place_of(root, config)
     place.make()
     ready, theirs = os.pipe()
     command = program.command(
-        "holdfast.testing.faults.inject", str(control), plant,
+        *INJECT, str(control),
         "--root", root, "--run-id", config.run_id, "--node", place.node, "--runtime-dir", str(place.runtime),
         "--memory-budget", config.memory_budget, "--linger-s", str(config.linger_s), "--ready-fd", str(theirs),
     )  # fmt: skip
@@ -69,7 +71,6 @@ class Rig:
         base: a short directory of the caller's: a socket's path has at most 107 bytes.
         own_bytes: of the bundle that only one rank holds.
         shared_rows: of what a rank shares with its twins, 2 KiB each.
-        plant: a bug for the keepers that `hurtable` starts (testing.faults.planted).
         config: settings of the keepers; `root` is where the checkpoints go.
     """
 
@@ -81,7 +82,6 @@ class Rig:
         per_node: int = 1,
         own_bytes: int = 4096,
         shared_rows: int = 1,
-        plant: str = "",
         **config: Any,
     ) -> None:
         self.base = base
@@ -91,7 +91,6 @@ class Rig:
         self.per_node = per_node
         self.own_bytes = own_bytes
         self.shared_rows = shared_rows
-        self.plant = plant
         self.config: dict[str, Any] = {"memory_budget": "1GiB", "linger_s": 60.0, **config}
         self.storage = open_storage(self.root, Events())
         self.hurt_keepers: list[subprocess.Popen[bytes]] = []
@@ -113,7 +112,7 @@ class Rig:
 
     def hurtable(self, node: int) -> int:
         """Starts a keeper of the node that `hurt` reaches, before anyone else starts one; returns its process id."""
-        keeper = start_hurtable(self.root, self.config_of(node), self.base / f"hurt{node}", plant=self.plant)
+        keeper = start_hurtable(self.root, self.config_of(node), self.base / f"hurt{node}")
         self.hurt_keepers.append(keeper)
         self.pids.add(keeper.pid)
         return keeper.pid

@@ -1,13 +1,13 @@
 """The power drill: the power goes after every system call of persist, commit and retention, and what is left is judged.
 
-    holdfast drill power [--trials N] [--seed S] [--filesystem ext4|xfs] [--plant NAME|all] [--only N] [--json]
+    holdfast drill power [--trials N] [--seed S] [--filesystem ext4|xfs] [--only N] [--json]
 
 A trial is one of the crash drill (lane.py), whose checkpoints lie on a file system of its own (disk.py). In its first
 life the file system is shut down exactly before or after one call, trainer and keeper die at that instant, the file
 system is mounted again as after a start of the machine, and the job comes back from what it holds. The boundaries are
 not drawn: a life without a cut is measured first, and the plan has every boundary of one job, each with the journal
-lost and with the journal written. Exit code 0: nothing violated, every planted bug found; 1: otherwise; 2: usage, or
-power cannot be cut here.
+lost and with the journal written. Exit code 0: nothing violated; 1: otherwise; 2: usage, or power cannot
+be cut here.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import product
+from collections.abc import Mapping, Sequence
 
 from holdfast.testing.checks.power_cut_disk import JOURNAL_LOST, JOURNAL_WRITTEN, KINDS, why_not
 from holdfast.testing.drill.command import (
@@ -26,36 +24,19 @@ from holdfast.testing.drill.command import (
     DrillError,
     Lanes,
     Progress,
-    Quarry,
     open_lanes,
     report,
-    report_hunt,
     run,
     say,
 )
 from holdfast.testing.drill.crash_points import MEASURE
-from holdfast.testing.drill.outcome import Outcome
-from holdfast.testing.drill.plan import LAST_LIFE, NO_STRIKE, SOLO, Aim, LifePlan, Trial
-from holdfast.testing.drill.planted import bugs
-from holdfast.testing.drill.planted.bugs import script
+from holdfast.testing.drill.plan import LAST_LIFE, NO_STRIKE, SOLO, Aim, LifePlan, Trial, script
 
 # The third commit is the first after which something is retired. The last save sees to it that this is over before the
 # life ends; nothing is cut in it.
 SAVES = script("D1 D1 D1 D1")
 # Whether the state is large.
 SIZES = (False, True)
-# Trials for one planted bug.
-MAX_TRIALS = 60
-# Bugs of the order of writes, most of which a killed process does not show; and in which phases power is cut for them.
-BUGS = {
-    "no-fsync-of-files": ("persist", "commit"),
-    "commit-not-synced": ("persist", "commit"),
-    "manifest-before-bundles": ("commit",),
-    "written-in-place": ("persist", "commit"),
-    "durable-before-manifest": ("persist", "commit"),
-    "retired-before-commit": ("commit",),
-    "files-before-manifest": ("retention",),
-}
 PHASES = ("persist", "commit", "retention")
 _HOW = {JOURNAL_LOST: "journal lost", JOURNAL_WRITTEN: "journal written"}
 Boundary = tuple[str, int, int]
@@ -118,27 +99,6 @@ def plan(places: Mapping[tuple[str, bool], Sequence[Boundary]], seed: int) -> li
     ]
 
 
-def hunt(lanes: Lanes, names: Sequence[str], trials: Sequence[Trial], seed: int, progress: Progress) -> list[Quarry]:
-    """Run, for every planted bug, trials of the plan, drawn by the seed, until it is found or MAX_TRIALS are used up."""
-    quarries = {name: Quarry(name, bugs.BUGS[name].invariants) for name in names}
-    outcomes: list[Outcome] = []
-    for outcome in lanes.work(_until_found(quarries, trials, seed)):
-        quarries[outcome.plant].add(outcome)
-        outcomes.append(outcome)
-        progress.show(sum(quarry.found_by is not None for quarry in quarries.values()), outcomes)
-    return list(quarries.values())
-
-
-def _until_found(quarries: dict[str, Quarry], trials: Sequence[Trial], seed: int) -> Iterator[Trial]:
-    drawn = {}
-    for name in quarries:
-        fitting = [trial for trial in trials if trial.cells[0][0] in BUGS[name]]
-        drawn[name] = random.Random(f"{seed}/{name}").sample(fitting, min(MAX_TRIALS, len(fitting)))
-    for turn, name in product(range(MAX_TRIALS), quarries):
-        if quarries[name].found_by is None and turn < len(drawn[name]):
-            yield replace(drawn[name][turn], plant=name)
-
-
 def main(arguments: Sequence[str]) -> int:
     """The command; returns the exit code."""
     options = _options(arguments)
@@ -154,11 +114,6 @@ def main(arguments: Sequence[str]) -> int:
                 {(kind, large): boundaries(lanes, kind, large, options.seed) for kind in kinds for large in SIZES},
                 options.seed,
             )
-            if options.plant:
-                names = tuple(BUGS) if options.plant == "all" else (options.plant,)
-                progress = Progress(len(names), "planted bugs found", quiet=options.json)
-                quarries = hunt(lanes, names, trials, options.seed, progress)
-                return report_hunt(quarries, as_json=options.json)
             total = len(trials)
             trials = _chosen(trials, options)
             outcomes = run(lanes, trials, Progress(len(trials), "trials", quiet=options.json))
@@ -187,7 +142,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="the same seed gives the same plan (default 1)")
     parser.add_argument("--filesystem", choices=KINDS, help="only this one (default: each)")
     parser.add_argument("--only", type=int, metavar="N", help="only trial N of the seed, with its journal and logs")
-    parser.add_argument("--plant", choices=["all", *BUGS], metavar="NAME|all", help="plant a bug and find it")
     parser.add_argument("--lanes", type=int, default=NUM_LANES, help="trials at a time (default: processors + 1)")
     parser.add_argument("--json", action="store_true", help="one JSON object per trial instead of the table")
     options = parser.parse_args(arguments)

@@ -1,6 +1,6 @@
 """`holdfast drill sim`: many seeds of the simulated cluster, on all processors; or one seed with its whole story.
 
-Exit code 0: no violation (with --plant: every bug found); 1: otherwise; 2: usage. Every finding names its seed, and
+Exit code 0: no violation; 1: otherwise; 2: usage. Every finding names its seed, and
 `--only SEED` tells it again, event by event.
 """
 
@@ -15,10 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from holdfast.testing.simulator.planted import BUGS, planted
 from holdfast.testing.simulator.run import Result, run
-
-SEEDS_PER_BUG = 60
 
 
 def simulate(seeds: Sequence[int], *, processes: int = 1) -> list[Result]:
@@ -29,22 +26,9 @@ def simulate(seeds: Sequence[int], *, processes: int = 1) -> list[Result]:
         return pool.map(run, seeds, chunksize=4)
 
 
-def hunt(name: str, first_seed: int, seeds: int = SEEDS_PER_BUG) -> Result | None:
-    """The first seed that finds a planted bug by one of its invariants."""
-    bug = BUGS[name]
-    with planted(bug):
-        for seed in range(first_seed, first_seed + seeds):
-            result = run(seed)
-            if result.violation is not None and result.violation.invariant in bug.breaks:
-                return result
-    return None
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit code."""
     options = _options(arguments)
-    if options.plant:
-        return _hunt_all(list(BUGS) if options.plant == "all" else [options.plant], options.seed)
     if options.only is not None:
         return _tell(run(options.only, verbose=True))
     began = time.monotonic()
@@ -78,16 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(broken))
 
 
-def _hunt_all(names: Sequence[str], first_seed: int) -> int:
-    missed = 0
-    for name in names:
-        result = hunt(name, first_seed)
-        missed += result is None
-        _say(f"{name:24} " + (f"seed {result.seed}: {result.violation}" if result else "NOT FOUND"))
-    _say(f"{len(names) - missed} of {len(names)} planted bugs found")
-    return int(missed > 0)
-
-
 def _tell(result: Result) -> int:
     _say(*result.story)
     _say(f"seed {result.seed}: {result.violation or 'no violation'}; transcript {result.digest}")
@@ -104,7 +78,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=300, metavar="N", help="how many seeds (default 300)")
     parser.add_argument("--seed", type=int, default=0, help="the first one (default 0)")
     parser.add_argument("--only", type=int, metavar="SEED", help="one seed, with its whole transcript")
-    parser.add_argument("--plant", choices=["all", *BUGS], metavar="NAME|all", help="take a rule out and find that")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="default: all processors")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     options = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
 """Bugs of keepers that the matrix of faults has to find: each undoes one rule of replication, takeover, commit,
-loading, retention or fencing. Planted by `hurt`, in a keeper of a cell; never part of production code.
+loading, retention or fencing. Planted in a keeper of a cell by faults_inject.py.
 
-Which cell finds which, and by which invariants: planted.py. They are others than those of the crash drill.
+Which cell finds which, and by which invariants: faults.py. They are others than those of the crash drill.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from holdfast.keeper.storage import retention as retention_rules
 from holdfast.keeper.storage import writer
 from holdfast.keeper.storage.writer import Persister
 from holdfast.keeper.storage.writer_failover import WRITING_PIN, WriteAttempt, WriterFailover
-from holdfast.testing.drill.planted.bugs import always, put, unproved_writes
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.storage.version_store import Storage
+from planted.crash import always, put, unproved_writes
 
 # --- replication ----------------------------------------------------------------------------------------------------
 

@@ -1,14 +1,14 @@
-"""Rules of the core taken out, one at a time: a simulation that cannot fail proves nothing. For tests and `--plant`.
+"""Rules of the core taken out, one at a time: a simulation that cannot fail proves nothing.
 
 Each entry replaces one real function for the time of a context, and names the invariants of which one must be reported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 from holdfast.core.elastic import escalation, failure_detector
 from holdfast.core.elastic.escalation import EscalationPolicy, RecoveryAction, RecoveryDecision
@@ -23,7 +23,10 @@ from holdfast.core.versions.lineage import Lineage
 from holdfast.core.versions.node_ledger import NodeLedger
 from holdfast.core.versions.slot_guard import Knowledge, SlotView
 from holdfast.testing.simulator import persisting
+from holdfast.testing.simulator.run import Result, run
 from holdfast.testing.simulator.trainer_state import Memory
+
+SEEDS_PER_BUG = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +39,15 @@ class Bug:
     breaks: tuple[str, ...]
 
 
-@contextmanager
-def planted(bug: Bug) -> Iterator[None]:
-    """The bug is in force inside the block."""
-    original = getattr(bug.owner, bug.name)
-    setattr(bug.owner, bug.name, bug.replacement(original))
-    try:
-        yield
-    finally:
-        setattr(bug.owner, bug.name, original)
+def hunt(name: str, first_seed: int, seeds: int = SEEDS_PER_BUG) -> Result | None:
+    """The first seed that finds a planted bug by one of its invariants."""
+    bug = BUGS[name]
+    with mock.patch.object(bug.owner, bug.name, bug.replacement(getattr(bug.owner, bug.name))):
+        for seed in range(first_seed, first_seed + seeds):
+            result = run(seed)
+            if result.violation is not None and result.violation.invariant in bug.breaks:
+                return result
+    return None
 
 
 def _overwrite_the_oldest(_: Any) -> Any:

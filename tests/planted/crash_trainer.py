@@ -1,4 +1,4 @@
-"""Lists what is planted in the trainers of the crash drill; see planted.py, which has the list."""
+"""Lists what is planted in the trainers of the crash drill; see crash.py, which has the list."""
 
 from __future__ import annotations
 
@@ -19,17 +19,11 @@ from holdfast.core.model import Version
 from holdfast.core.recovery import version_choice
 from holdfast.core.recovery.version_choice import Choice
 from holdfast.core.versions.lineage import Lineage
-from holdfast.testing.drill.planted.bugs import always, put, unverified
 from holdfast.tiers.storage.version_store import Storage
+from planted.crash import always, put, unverified
 
 # How long a copy is stretched, so that something can come between its bytes.
 COPY_S = 0.02
-
-
-def apply(name: str) -> None:
-    """Plants the bug in this trainer, if it is one of trainers."""
-    if name in _IN_TRAINERS:
-        _IN_TRAINERS[name]()
 
 
 def _slow_copy() -> None:
@@ -118,7 +112,7 @@ def _incarnation_again() -> None:
     put(Storage, "record_resumed", always(None))
 
 
-_IN_TRAINERS: dict[str, Callable[[], None]] = {
+IN_TRAINERS: dict[str, Callable[[], None]] = {
     "header-stays-valid": _slow_copy,
     "slot-by-counting": _slow_copy,
     "sealed-before-copied": _sealed_before_copied,

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from holdfast.core.versions import late_copy_rules
-from holdfast.testing.model_check.search import search
-from holdfast.testing.model_check.state import Broken
+from model_check.search import search
+from model_check.state import Broken
 
 # Steps of the run; the host queues the last one, and the script ends.
 NUM_STEPS = 3

@@ -20,9 +20,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.core.versions.slot_guard import SlotState
-from holdfast.testing.model_check import replicas
-from holdfast.testing.model_check.state import Bounds, Broken, World
-from holdfast.testing.model_check.world import Job
+from model_check import replicas
+from model_check.state import Bounds, Broken, World
+from model_check.world import Job
 
 # So many saves may fail before one has to succeed, when nothing goes wrong any more.
 MAX_ROUNDS = 4

@@ -1,7 +1,7 @@
 """Says which cells find which planted bug, and what it breaks: the matrix on itself.
 
 A bug counts as found if a cell reports one of its invariants broken, and the same cell reports none without it. What is
-planted in keepers stands in planted_keeper.py; those below are planted in the ranks that come back.
+planted in keepers stands in faults_keeper.py; those below are planted in the ranks that come back.
 """
 
 from __future__ import annotations
@@ -10,13 +10,21 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 from holdfast.base.errors import StorageError
 from holdfast.core.recovery import version_choice
 from holdfast.core.recovery.version_choice import Facts
-from holdfast.testing.drill.planted.bugs import always
-from holdfast.testing.faults import planted_keeper
+from holdfast.testing.faults import rig
+from holdfast.testing.faults.cells import CELLS
+from holdfast.testing.faults.command import run_cell
 from holdfast.tiers.format import image as image_format
+from planted import faults_keeper
+from planted.crash import always
+from planted.path import tests_in_path
+
+# How often each cell is tried: some bugs need two things to meet, which a busy machine keeps apart.
+TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +44,28 @@ class Planted:
     cells: tuple[str, ...]
 
 
+def hunt(name: str) -> tuple[str, tuple[str, str] | None]:
+    """The first cell that finds the bug, and the violation; no cell and None if it is missed in all of its TRIES."""
+    bug = BUGS[name]
+    for cell in bug.cells * TRIES:
+        with planted(name):
+            outcome = run_cell(CELLS[cell])
+        for violation in outcome.violations:
+            if violation[0] in bug.invariants:
+                return cell, violation
+    return "", None
+
+
 @contextlib.contextmanager
-def in_ranks(name: str) -> Iterator[None]:
-    """Plants a bug of the ranks in this process, and takes it out again; nothing if it is one of keepers."""
-    if name not in _IN_RANKS:
-        yield
-        return
-    owner, attribute, bug = _IN_RANKS[name]
-    real = getattr(owner, attribute)
-    setattr(owner, attribute, bug(real))
-    try:
-        yield
-    finally:
-        setattr(owner, attribute, real)
-
-
-def in_keepers(name: str) -> str:
-    """The name, if it is a bug of keepers."""
-    return name if name in planted_keeper.BUGS else ""
+def planted(name: str) -> Iterator[None]:
+    """Keepers that are started in the block have the bug, or the ranks of this process."""
+    if name in faults_keeper.BUGS:
+        with tests_in_path(), mock.patch.object(rig, "INJECT", ("planted.faults_inject", name)):
+            yield
+    else:
+        owner, attribute, bug = _IN_RANKS[name]
+        with mock.patch.object(owner, attribute, bug(getattr(owner, attribute))):
+            yield
 
 
 def _oldest_first(real: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Bugs planted on purpose, which the crash drill has to find; never part of production code.
+"""Bugs planted on purpose, which the crash drill has to find.
 
 Each is a monkeypatch in a forked child of the drill: one line of a real bug of ours or of another library, the
 invariants that it breaks, and a trial that suits it. A bug counts as found only if one of those invariants is reported
 broken. Without these pages the drill could be blind and nobody would know.
 
-Here are the list, the trials, and what is planted in keepers; what is planted in trainers is in planted_trainer.py,
+Here are the list, the trials, and what is planted in keepers; what is planted in trainers is in crash_trainer.py,
 because it needs PyTorch.
 """
 
@@ -29,7 +29,7 @@ from holdfast.keeper.storage import retention
 from holdfast.keeper.storage.writer_failover import WriteAttempt
 from holdfast.testing.drill import plan
 from holdfast.testing.drill.crash_points import RECORD
-from holdfast.testing.drill.plan import LAST_LIFE, PAIR, SOLO, TWINS, Aim, LifePlan, Save, Trial
+from holdfast.testing.drill.plan import LAST_LIFE, PAIR, SOLO, TWINS, Aim, LifePlan, Trial, script
 from holdfast.tiers.backends import posix_io
 from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.format import image as image_format
@@ -72,12 +72,6 @@ def trials(name: str, seed: int) -> Iterator[Trial]:
         yield replace(trial, number=number, seed=seed, plant=name)
 
 
-def apply(name: str) -> None:
-    """Plants the bug in this keeper, if it is one of keepers."""
-    if name in _IN_KEEPERS:
-        _IN_KEEPERS[name]()
-
-
 def put(owner: Any, name: str, value: Any) -> None:
     """Replaces a function.
 
@@ -94,12 +88,6 @@ def always(answer: Any) -> Callable[..., Any]:
 
 
 # --- trials -------------------------------------------------------------------------------------------------------
-
-
-def script(text: str) -> tuple[Save, ...]:
-    """`C2` is a captured save after two steps, `d1` a durable one that nobody waits for, and so on."""
-    levels = {"c": "captured", "d": "durable", "r": "replicated"}
-    return tuple(Save(int(word[1:]), levels[word[0].lower()], word[0].isupper()) for word in text.split())
 
 
 def _struck(
@@ -392,7 +380,7 @@ def unverified() -> None:
     put(image_format, "verify", always(None))
 
 
-_IN_KEEPERS: dict[str, Callable[[], None]] = {
+IN_KEEPERS: dict[str, Callable[[], None]] = {
     "header-stays-valid": _header_stays,
     "slot-by-counting": _slot_by_counting,
     "overwrite-guard-off": _guard_off,

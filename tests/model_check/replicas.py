@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from holdfast.core.model import Level, Topology, Version
 from holdfast.core.versions.coordinator_board import Announcement, Kind
 from holdfast.core.versions.slot_guard import SlotState, SlotView
-from holdfast.testing.model_check.state import Bounds, Broken, Takeover, World
+from model_check.state import Bounds, Broken, Takeover, World
 
 # Slots for replicas of one rank.
 NUM_REPLICAS = 2

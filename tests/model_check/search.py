@@ -1,6 +1,6 @@
 """The search of a small model check: every world that events lead to, and the shortest story to one that breaks a promise.
 
-`testing.model_check.explorer` has its own: its worlds are many, so it numbers them.
+`explorer.py` has its own: its worlds are many, so it numbers them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from holdfast.testing.model_check.state import Broken
+from model_check.state import Broken
 
 World = TypeVar("World", bound=Hashable)
 

@@ -4,7 +4,7 @@
 coordinator concludes, the real Board concludes; what to come back from, core.recovery chooses. Only what surrounds
 them is modelled: a slot is what the guard sees of it, a message is a line in an inbox. Some fields are the observer's
 own (`complete`, `acked`, `living`): no decision can see them, the promises are judged by them.
-Called by testing.model_check.
+Called by `explorer.py`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from holdfast.core.versions.coordinator_board import OF_WRITING, Announcement, B
 from holdfast.core.versions.lineage import Lineage
 from holdfast.core.versions.node_ledger import NodeLedger, Reports
 from holdfast.core.versions.slot_guard import SlotState, SlotView
-from holdfast.testing.model_check import replicas
-from holdfast.testing.model_check.state import Bounds, Broken, Cells, Left, World
+from model_check import replicas
+from model_check.state import Bounds, Broken, Cells, Left, World
 
 Move = tuple[str, Callable[[], World]]
 

@@ -19,8 +19,8 @@ from typing import TypeAlias
 
 from holdfast.core.versions import late_copy_rules
 from holdfast.core.versions.late_copy_rules import Who
-from holdfast.testing.model_check.search import Found, search
-from holdfast.testing.model_check.state import Broken
+from model_check.search import Found, search
+from model_check.state import Broken
 
 Tensors: TypeAlias = tuple[int, ...]
 NUM_TENSORS = 2

@@ -1,1 +1,0 @@
-"""Bugs planted on purpose, which the crash drill has to find."""

@@ -1,0 +1,1 @@
+"""Bugs planted on purpose, which the drills have to find: a checker that cannot fail proves nothing."""
