@@ -291,9 +291,10 @@ class Backend final : public c10d::Backend {
 
   // Waits, on the stream, for what the carrier does.
   void carry(const WorkPtr& work) const {
+    const Pauses pauses(std::chrono::microseconds(100));
     while (!work->isCompleted()) {
       if (*aborted_ || stopping()) throw Aborted();
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
+      std::this_thread::sleep_for(pauses.next());
     }
     work->wait();
   }

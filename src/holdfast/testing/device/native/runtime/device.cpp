@@ -109,10 +109,11 @@ void Device::pause(double seconds) {
 }
 
 bool Device::wait_until(const std::function<bool()>& done) {
+  const Pauses pauses(std::chrono::milliseconds(1));
   while (!done()) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (fault_ || stopping()) return false;
-    changed_.wait_for(lock, std::chrono::milliseconds(1));
+    changed_.wait_for(lock, pauses.next());
   }
   return true;
 }

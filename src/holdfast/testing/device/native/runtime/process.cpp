@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <chrono>
 #include <mutex>
 #include <thread>
@@ -41,6 +42,12 @@ void stop() {
   while (living_threads > 0 && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
+}
+
+std::chrono::microseconds Pauses::next() const {
+  const auto waited = std::chrono::steady_clock::now() - began_;
+  const auto part = std::chrono::duration_cast<std::chrono::microseconds>(waited) / 8;
+  return std::clamp(part, first_, std::chrono::microseconds(20'000));
 }
 
 LivingThread::LivingThread() { ++living_threads; }

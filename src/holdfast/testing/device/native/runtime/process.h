@@ -2,6 +2,7 @@
 // What is true of the whole process: it was forked while it used a device; it ends; whether it holds Python's lock.
 
 #include <atomic>
+#include <chrono>
 
 namespace simdev {
 
@@ -24,6 +25,18 @@ void stop();
 struct LivingThread {
   LivingThread();
   ~LivingThread();
+};
+
+// Between two questions of a thread that waits: an eighth of what it has waited, so that a wait ends little later than it
+// could, and a long one takes no processor time to speak of, as on a card.
+class Pauses {
+ public:
+  explicit Pauses(std::chrono::microseconds first) : first_(first) {}
+  std::chrono::microseconds next() const;
+
+ private:
+  const std::chrono::microseconds first_;
+  const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
 };
 
 // Lets go of Python's global lock, if this thread holds it, while a host thread waits for a device.
