@@ -235,7 +235,7 @@ class Stage(Parts):
 
     def do_replicate(self, args: Args) -> None:
         node, version = self.node(args["node"]), self._version(args)
-        ids = tuple(ref.bundle_id for _, _, ref in self.ledgers[node].to_replicate(version))
+        ids = tuple(ref.bundle_id for _, _, ref in self.ledgers[node].bundles_of(version).to_replicate)
         self.said.append(f"node {args['node']} pulls {words(ids)}")
         self.ledgers[node].replicated(version, ids)
         self._report(node, Reports(replicas=((version, ids),)))
@@ -389,7 +389,7 @@ class Stage(Parts):
 
     def _tell(self, node: int, news: Announcement) -> None:
         if news.layout:
-            self.ledgers[node].learn_table(news.layout, self.board.table(news.layout))
+            self.ledgers[node].tables.learn(news.layout, self.board.table(news.layout))
         watch, version = self.watches[node], news.version
         if news.kind is Kind.AT_WORK:
             watch.sign(version, news.node, self.now_s)
@@ -401,7 +401,7 @@ class Stage(Parts):
             self._obey(node, watch.failed(version, news.node, news.parts, news.reason, self.now_s))
         elif self.ledgers[node].told(news):
             if news.kind is Kind.PERSIST:
-                self._obey(node, watch.persist(version, self.ledgers[node].parts_of(version), self.now_s))
+                self._obey(node, watch.persist(version, self.ledgers[node].bundles_of(version).parts, self.now_s))
             if news.kind is Kind.DURABLE:
                 watch.forget(version)
 

@@ -49,6 +49,14 @@ MAX_PARAMETERS = 7
 # Of a command every option is a parameter.
 MANY_PARAMETERS = {"checkpoint/checkpointer/checkpointer.py: Checkpointer.__init__", "cli/cli.py: plan"}
 
+MAX_PUBLIC_METHODS = 20
+MANY_PUBLIC_METHODS = {
+    "testing/device/torch_sim.py: DeviceModule": "PyTorch asks a device's module for each of these names",
+    "keeper/rpc/client.py: KeeperClient": "a method for each message of a trainer; they share one connection and its slots",
+    "keeper/slots/keeper_state.py: NodeState": "a method for each fact that a keeper hears; all change under one lock",
+    "tiers/storage/version_store.py: Storage": "one root; reading, writing and retention see the same names and cache",
+}
+
 # What only tests give: a clock of theirs, in the place of a device's.
 FOR_TESTS_ALONE = {"checkpoint/pipeline/timers.py: DeviceClock.__init__ event"}
 
@@ -394,6 +402,22 @@ def test_functions_stay_small() -> None:
     assert not too_long, "\n".join(too_long)
     assert statistics.median(lengths) < MEDIAN_FUNCTION_LINES
     assert lengths[len(lengths) * 9 // 10] < MAX_P90_FUNCTION_LINES
+
+
+def test_classes_have_few_public_methods() -> None:
+    counts = {
+        f"{label(path)}: {node.name}": len(
+            {
+                inner.name
+                for inner in node.body
+                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and not inner.name.startswith("_")
+            }
+        )
+        for path in files()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {name for name, count in counts.items() if count > MAX_PUBLIC_METHODS} == set(MANY_PUBLIC_METHODS)
 
 
 def test_functions_take_few_parameters() -> None:

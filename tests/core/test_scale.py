@@ -123,14 +123,14 @@ def test_a_version_costs_a_keeper_work_in_proportion_to_its_own_ranks() -> None:
     for num_ranks in (256, 1024):
         fleet = Fleet(num_ranks, shared=32)
         ledger = NodeLedger(node=0, topology=fleet.topology, incarnation=1, lineage=Lineage())
-        ledger.learn_table("layout", [ref for layout in fleet.layouts for ref in layout.bundles[-1:]])
+        ledger.tables.learn("layout", [ref for layout in fleet.layouts for ref in layout.bundles[-1:]])
 
         steps = itertools.count()
 
         def hear(ledger: NodeLedger = ledger, steps: Iterator[int] = steps) -> None:
             version = Version(1, next(steps))
             ledger.told(Announcement(Kind.CAPTURED, version, "sealed", "layout"))
-            assert len(ledger.to_replicate(version)) == PER_NODE
+            assert len(ledger.bundles_of(version).to_replicate) == PER_NODE
 
         hear()
         spent[num_ranks] = cost(lambda hear=hear: [hear() for _ in range(20)])  # type: ignore[misc]

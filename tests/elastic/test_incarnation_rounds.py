@@ -109,16 +109,16 @@ def test_an_agent_that_gives_no_sign_of_life_is_missed(silent: int, told: list[d
     living = [agent for rank, agent in enumerate(of_all) if rank != silent]
 
     def looks(second: float) -> list[dict[int, float]]:
-        return [agent.beat(100.0 + second * BEAT_S) for agent in living]
+        return [agent.heartbeats.beat(100.0 + second * BEAT_S) for agent in living]
 
     assert looks(0) == [{}, {}], "who never gave a sign is not missed"
     for second in range(1, 8):
-        of_all[silent].beat(100.0 + second * BEAT_S)
+        of_all[silent].heartbeats.beat(100.0 + second * BEAT_S)
         assert looks(second) == [{}, {}]
     assert [looks(8), looks(9)] == [[{}, {}]] * 2, "it is given its time"
     assert [looks(second) for second in (10, 11, 12)][-1] == told
     assert looks(12.5)[0] == {silent: 5.5}, "also between two beats"
-    of_all[silent].beat(113.0)
+    of_all[silent].heartbeats.beat(113.0)
     assert looks(13) == [{}, {}]
 
 
@@ -127,12 +127,12 @@ def test_who_says_that_all_of_his_ranks_stand_is_believed_while_his_beats_are_ne
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda agent: agent.open(0, str), (one, two)))
     for second, stuck, told in ((0, False, []), (1, True, [3, 4]), (2, False, []), (3, True, [3, 4])):
-        two.beat(100.0 + second * BEAT_S, stuck=stuck)
-        one.beat(100.0 + second * BEAT_S)
-        assert one.stuck_elsewhere(100.0 + second * BEAT_S) == told
-    assert two.stuck_elsewhere(103.0) == [], "the other never said so"
-    assert one.stuck_elsewhere(103.0 + 2 * BEAT_S) == [3, 4]
-    assert one.stuck_elsewhere(103.1 + 2 * BEAT_S) == [], "nothing new was heard"
+        two.heartbeats.beat(100.0 + second * BEAT_S, stuck=stuck)
+        one.heartbeats.beat(100.0 + second * BEAT_S)
+        assert one.heartbeats.stuck_elsewhere(100.0 + second * BEAT_S) == told
+    assert two.heartbeats.stuck_elsewhere(103.0) == [], "the other never said so"
+    assert one.heartbeats.stuck_elsewhere(103.0 + 2 * BEAT_S) == [3, 4]
+    assert one.heartbeats.stuck_elsewhere(103.1 + 2 * BEAT_S) == [], "nothing new was heard"
 
 
 def test_everybody_knows_whose_ranks_an_agent_has(agents: Make) -> None:

@@ -55,7 +55,7 @@ class Node:
         self.state = NodeState(SimpleNamespace(node="b", job="j"), self.slot_pool)
         self.ledger = NodeLedger(node=1, topology=Topology(("a", "b"), (0, 1)), incarnation=1, lineage=Lineage())
         self.ledger.resume(None)
-        self.ledger.learn_table("L", REFS)
+        self.ledger.tables.learn("L", REFS)
         self.state.node, self.state.ledger = 1, self.ledger
         self.state.assembly = SimpleNamespace(job_id=self.storage.job_id(), incarnation=1)
         callbacks = ("push", "replicate", "writing", "began", "examine", "follow", "changed")
@@ -107,7 +107,7 @@ def takes_over(node: Node) -> tuple[HeldSlot, ImagePlace]:
     node.arrive(node.hold(V, 1, 1))
     theirs = node.hold(V, 0, 2, replica=True)
     node.tell(V, Kind.CAPTURED, Kind.PERSIST)
-    (part,) = (part for part in node.ledger.parts_of(V) if part.line[0] == 0)
+    (part,) = (part for part in node.ledger.bundles_of(V).parts if part.line[0] == 0)
     node.failover.hear(Announcement(Kind.FAILED, V, "read-only file system", node=0, parts=(part.index,)))
     assert [writing.order.term for writing in node.queue] == [0, 1]
     place = node.arrive(theirs)

@@ -659,7 +659,7 @@ class Checkpointer:
             handle.give_up("it was asked for in the middle of another save, by the same thread")
             logger.warning("%s is given up: %s", handle.version, handle.given_up)
             if run.last is None or run.last.version != handle.version:
-                run.link.skip(handle.version)
+                run.link.unannounced.add(handle.version)
             return handle
         if durable or not isinstance(run.saver, DirectSaver):  # which refuses all else
             run.last, run.saved_steps = handle, run.saver.fence.num_steps
@@ -705,7 +705,12 @@ class Checkpointer:
         run.saver.settle()
         run.link.wait_mended(self._config.close_timeout_s)
         direct, last, changed = isinstance(run.saver, DirectSaver), run.last, run.changed
-        if last is not None and last.given_up and not changed and (direct or run.link.unskip(last.version)):
+        if (
+            last is not None
+            and last.given_up
+            and not changed
+            and (direct or run.link.unannounced.take_back(last.version))
+        ):
             run.last = last = None
         settled(run.saver, self._config.close_timeout_s)
         given_up = last.given_up if last is not None else ""
@@ -765,4 +770,4 @@ class Checkpointer:
         try:
             run.link.require().abandon(version, "this rank was past the step when it was appointed")
         except KeeperLost:
-            run.link.skip(version)
+            run.link.unannounced.add(version)

@@ -73,6 +73,30 @@ class _KeeperKnowledge:
         return self.assembly.incarnation if self.assembly is not None else 0
 
 
+class Unannounced:
+    """Versions that this rank gave up while nobody could be told."""
+
+    def __init__(self) -> None:
+        self._versions: deque[Version] = deque(maxlen=MAX_SKIPPED)
+
+    def add(self, version: Version) -> None:
+        """`version` was given up."""
+        self._versions.append(version)
+
+    def take_back(self, version: Version) -> bool:
+        """Return whether `version` was given up without anybody hearing of it: then it may be saved after all."""
+        if version in self._versions:
+            self._versions.remove(version)
+            return True
+        return False
+
+    def announce(self, client: KeeperClient) -> None:
+        """Tells what was given up meanwhile; the others hold those versions in slots that they cannot reuse before."""
+        while self._versions:
+            client.abandon(self._versions[0], "the keeper of its node was lost")
+            self._versions.popleft()
+
+
 class KeeperLink:
     """The connection of one rank.
 
@@ -99,7 +123,7 @@ class KeeperLink:
         self._reported = False
         self._unmended = ""
         self._silent_since_s = 0.0
-        self._skipped: deque[Version] = deque(maxlen=MAX_SKIPPED)
+        self.unannounced = Unannounced()
         self._slots: tuple[Slot, ...] = ()
         self.assembly: Assembly | None = None
         self.layout: RankLayout | None = None
@@ -223,23 +247,6 @@ class KeeperLink:
                 logger.warning("the memory level is back: the keeper of this node answers again")
                 self._events.emit("memory_level_back", rank=self._rank, pid=client.pid)
                 return
-
-    def skip(self, version: Version) -> None:
-        """`version` was given up while nobody could be told."""
-        self._skipped.append(version)
-
-    def unskip(self, version: Version) -> bool:
-        """Return whether `version` was given up without anybody hearing of it: then it may be saved after all."""
-        if version in self._skipped:
-            self._skipped.remove(version)
-            return True
-        return False
-
-    def announce_skipped(self, client: KeeperClient) -> None:
-        """Tells what was given up meanwhile; the others hold those versions in slots that they cannot reuse before."""
-        while self._skipped:
-            client.abandon(self._skipped[0], "the keeper of its node was lost")
-            self._skipped.popleft()
 
     def note_cadence(self, reason: str) -> None:
         """Note how often this rank saves, and why, for `holdfast status`."""

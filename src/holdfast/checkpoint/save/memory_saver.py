@@ -275,7 +275,7 @@ class Saver:
         except _NoSlotYet as error:
             logger.warning("%s is given up: %s", handle.version, error)
             handle.give_up(str(error))
-            self._link.skip(handle.version)
+            self._link.unannounced.add(handle.version)
         except KeeperLost as error:
             self.give_up(handle, f"the keeper is lost: {error.what}")
         except HoldfastError as error:
@@ -386,7 +386,7 @@ class Saver:
         plan = structure.plan(values)
         if plan.num_bytes > self._reserved:
             grow(client, plan.num_bytes + SPARE_BYTES, taken.gathered)
-        self._link.announce_skipped(client)
+        self._link.unannounced.announce(client)
         version, timeout_s = taken.handle.version, self._config.begin_timeout_s
         try:
             slot = client.begin(version, plan.num_bytes, durable=taken.durable, timeout_s=timeout_s)
@@ -611,11 +611,11 @@ class Saver:
         client = self._link.client
         try:
             if client is None or self._link.silent:
-                self._link.skip(handle.version)
+                self._link.unannounced.add(handle.version)
             else:
                 client.abandon(handle.version, reason)
         except KeeperLost:
-            self._link.skip(handle.version)
+            self._link.unannounced.add(handle.version)
 
 
 def _device_in(gathered: Gathered) -> torch.device | None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.core.layout import bundles, replica_placement
-from holdfast.core.model import BundleRef, Decision, Level, RankLayout, Seal, Topology, Version
-from holdfast.core.versions import coordinator_board, slot_guard, twin_vote, writer_failover
+from holdfast.core.model import Decision, Level, RankLayout, Seal, Topology, Version
+from holdfast.core.versions import coordinator_board, slot_guard, twin_vote
 from holdfast.core.versions.coordinator_board import (
     Announcement,
     Kind,
@@ -20,6 +19,7 @@ from holdfast.core.versions.coordinator_board import (
     RankReport,
     WriteFailure,
 )
+from holdfast.core.versions.job_bundles import JobBundles, LayoutTables
 from holdfast.core.versions.lineage import Lineage
 from holdfast.core.versions.slot_guard import Knowledge, SlotView
 from holdfast.core.versions.twin_vote import Examined
@@ -27,11 +27,17 @@ from holdfast.core.versions.twin_vote import Examined
 # Versions that a rank began last stay known: its slots may hold them, and the guard must not forget what became of
 # them. More than a rank has slots.
 MAX_BEGUN = 4
-# Tables of layouts that no remembered version uses any more.
-MAX_TABLES = 4 * coordinator_board.MAX_LAYOUTS
 # Who gave a version up, where it was not a local rank: the coordinator's word is kept for the next coordinator.
 _COORDINATOR = -1
 _LEVELS = {Kind.CAPTURED: Level.CAPTURED, Kind.REPLICATED: Level.REPLICATED, Kind.DURABLE: Level.DURABLE}
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """Why twins of a version differ, and in which bundle; empty if the coordinator did not say."""
+
+    reason: str
+    bundle: str
 
 
 @dataclass(slots=True)
@@ -52,8 +58,7 @@ class _Local:
     layout: str = ""
     abandoned: bool = False
     abandoned_by: dict[int, str] = field(default_factory=dict)
-    suspect: str = ""
-    suspect_bundle: str = ""
+    suspicion: Suspicion | None = None
     spots: dict[int, dict[str, bytes]] = field(default_factory=dict)
 
 
@@ -82,7 +87,11 @@ class Reports:
 
 
 class NodeLedger:
-    """The state of one keeper within one incarnation."""
+    """The state of one keeper within one incarnation.
+
+    Attributes:
+        tables: every bundle of the job, by layout.
+    """
 
     def __init__(self, *, node: int, topology: Topology, incarnation: int, lineage: Lineage) -> None:
         self.node = node
@@ -95,9 +104,7 @@ class NodeLedger:
         self._layouts: dict[tuple[int, str], RankLayout] = {}
         self._current: dict[int, str] = {}
         self._shared: dict[int, tuple[str, ...]] = {}
-        self._tables: dict[str, tuple[BundleRef, ...]] = {}
-        self._parts: dict[str, tuple[writer_failover.Part, ...]] = {}
-        self._replicate: dict[str, tuple[tuple[int, int, BundleRef], ...]] = {}
+        self.tables = LayoutTables(node, topology)
         self._begun: dict[int, tuple[Version, ...]] = {}
         self._resumed = False
         self._origin: Version | None = None
@@ -151,7 +158,7 @@ class NodeLedger:
             return Decision(None, f"rank {rank} is at {self._begun[rank][-1]} already and does not turn back")
         self._pass_by(rank, version)
         known = self._versions.get(version, _Local())
-        if known.abandoned and not known.suspect:  # a late twin's copy may tell which of the others is wrong
+        if known.abandoned and known.suspicion is None:  # a late twin's copy may tell which of the others is wrong
             return Decision(None, f"{version} is abandoned: {self._versions[version].reason}")
         if rank not in self._current:
             return Decision(None, f"rank {rank} has not registered its layout")
@@ -218,8 +225,8 @@ class NodeLedger:
         """Takes in what the coordinator announced; True if it is news to this node."""
         local = self._local(news.version)
         if news.kind is Kind.SUSPECT:
-            fresh, local.suspect, local.suspect_bundle = local.suspect != news.reason, news.reason, news.bundle
-            return fresh
+            before, local.suspicion = local.suspicion, Suspicion(news.reason, news.bundle)
+            return before is None or before.reason != news.reason
         if news.kind is Kind.ABANDONED:
             # A coordinator that was not there when the version was captured may miss a report; what was captured stays.
             fresh = not local.abandoned and not local.reached
@@ -286,15 +293,9 @@ class NodeLedger:
         local = self._versions.get(version)
         return local is not None and bool(local.replicas)
 
-    def learn_table(self, layout: str, table: Sequence[BundleRef]) -> None:
-        """Every bundle of the job under `layout`."""
-        self._tables[layout] = tuple(table)
-        self._parts.pop(layout, None)
-        self._replicate.pop(layout, None)
-
-    def table_of(self, version: Version) -> tuple[BundleRef, ...]:
-        """Every bundle of the job at `version`, if known."""
-        return self._tables.get(self._local(version).layout, ())
+    def bundles_of(self, version: Version) -> JobBundles:
+        """Every bundle of the job at `version`; none if they are not known."""
+        return self.tables.under(self._local(version).layout)
 
     def standing(self, version: Version) -> tuple[frozenset[Level], str, bool]:
         """(levels reached, reason, abandoned) as known here. A durable version need not be replicated."""
@@ -305,38 +306,9 @@ class NodeLedger:
         """The newest version of this incarnation that is known to have reached `level`."""
         return max((version for version, local in self._versions.items() if level in local.reached), default=None)
 
-    def suspect_bundle(self, version: Version) -> str:
-        """The bundle in which twins differ; empty if none is known."""
-        local = self._versions.get(version)
-        return local.suspect_bundle if local else ""
-
-    def suspects(self) -> dict[Version, str]:
-        """Versions whose twins differ, with the reason."""
-        return {version: local.suspect for version, local in self._versions.items() if local.suspect}
-
-    def parts_of(self, version: Version) -> tuple[writer_failover.Part, ...]:
-        """Return who writes the bundles of the version to storage; nothing if its bundles are not known."""
-        layout = self._local(version).layout
-        if layout not in self._parts:
-            self._parts[layout] = writer_failover.parts(self.table_of(version), self.topology)
-        return self._parts[layout]
-
-    def to_replicate(self, version: Version) -> tuple[tuple[int, int, BundleRef], ...]:
-        """(home node, rank whose slot holds it, bundle) for every bundle that this node keeps a replica of."""
-        layout = self._local(version).layout
-        if layout not in self._replicate:
-            table = self.table_of(version)
-            placed = replica_placement.place(table, self.topology)
-            kept = (ref for ref in table if placed.get(ref.bundle_id) == self.node)
-            homes = ((ref, self.topology.node_of[ref.ranks[0]]) for ref in kept)
-            plan = ((home, bundles.capturer(ref, home, self.topology), ref) for ref, home in homes)
-            self._replicate[layout] = tuple((home, rank, ref) for home, rank, ref in plan if rank is not None)
-        return self._replicate[layout]
-
-    def unique_bytes(self, version: Version) -> int:
-        """Bytes of `version` that live in this node only, replicas not counted."""
-        table = self.table_of(version)
-        return sum(ref.num_bytes for ref in table if replica_placement.only_home(ref, self.topology) == self.node)
+    def suspects(self) -> dict[Version, Suspicion]:
+        """Versions whose twins differ."""
+        return {version: local.suspicion for version, local in self._versions.items() if local.suspicion is not None}
 
     def replicated(self, version: Version, bundle_ids: Iterable[str]) -> None:
         """Replicas of these bundles are sealed here."""
@@ -369,11 +341,15 @@ class NodeLedger:
 
     def _is_worth_telling(self, version: Version, local: _Local) -> bool:
         """A captured version that a new coordinator could not conclude from the nodes that are left."""
-        open_ = Level.CAPTURED in local.reached and Level.DURABLE not in local.reached and bool(self.table_of(version))
+        open_ = (
+            Level.CAPTURED in local.reached
+            and Level.DURABLE not in local.reached
+            and bool(self.bundles_of(version).refs)
+        )
         return open_ and (local.persist_told or version == self._captured)
 
     def _heard(self, version: Version, local: _Local) -> KnownCapture:
-        return KnownCapture(version, local.layout, self.table_of(version), local.persist_told)
+        return KnownCapture(version, local.layout, self.bundles_of(version).refs, local.persist_told)
 
     def _local(self, version: Version) -> _Local:
         return self._versions.setdefault(version, _Local())
@@ -389,11 +365,7 @@ class NodeLedger:
         used = {key for local in self._versions.values() for key in local.layout_of.items()} | self._current.items()
         if len(self._layouts) > len(used):
             self._layouts = {key: layout for key, layout in self._layouts.items() if key in used}
-        if len(self._tables) > MAX_TABLES:
-            needed = {local.layout for local in self._versions.values()} | {next(reversed(self._tables))}
-            self._tables = {name: table for name, table in self._tables.items() if name in needed}
-            self._parts = {name: plan for name, plan in self._parts.items() if name in needed}
-            self._replicate = {name: plan for name, plan in self._replicate.items() if name in needed}
+        self.tables.forget({local.layout for local in self._versions.values()})
 
     def _is_settled(self, version: Version, local: _Local) -> bool:
         return local.abandoned or not local.layout_of or (self._captured is not None and version < self._captured)

@@ -162,7 +162,7 @@ class Agent(RendezvousAgent):
             return self._replaced()
         for worker_slot in self._workers.worker_slots.values():
             self._hear(worker_slot)
-        silent = self._round.beat(now, stuck=self._watch is not None and self._watch.stuck)
+        silent = self._round.heartbeats.beat(now, stuck=self._watch is not None and self._watch.stuck)
         lost = self._obey_watch(now, silent)
         self._renew_unfit()
         over = self._round.over() or lost or self._fill_vacant(now) or self._look() or self._look_at_groups(now, silent)
@@ -447,7 +447,7 @@ class Agent(RendezvousAgent):
         mine = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
         nodes = {self._round.ranks_of(node): (node, seconds) for node, seconds in silent.items()}
         silent_nodes = {node: (seconds, ranks) for ranks, (node, seconds) in nodes.items()}
-        size, elsewhere = self._worker_group.workers[0].world_size, self._round.stuck_elsewhere(now)
+        size, elsewhere = self._worker_group.workers[0].world_size, self._round.heartbeats.stuck_elsewhere(now)
         of_many: Verdict | None = None
         may_replace = self._cases.may_fail()
         for verdict in self._watch.poll(
@@ -513,7 +513,7 @@ class Agent(RendezvousAgent):
         assert self._round is not None
         gone = self._meeting.links.gone() if self._meeting is not None else {}
         return {
-            node: NodeFacts(silent.get(node, 0.0), self._round.longest_silence_s(node), gone.get(node, ""))
+            node: NodeFacts(silent.get(node, 0.0), self._round.heartbeats.longest_silence_s(node), gone.get(node, ""))
             for node in {*silent, *gone}
         }
 

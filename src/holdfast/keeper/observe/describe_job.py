@@ -48,7 +48,7 @@ def _bundles(state: NodeState) -> dict[str, BundleRef]:
     found = {ref.bundle_id: ref for layout in state.layouts.values() for ref in layout.bundles}
     newest = state.ledger.newest(Level.CAPTURED) if state.ledger else None
     if state.ledger is not None and newest is not None:
-        found.update((ref.bundle_id, ref) for ref in state.ledger.table_of(newest))
+        found.update((ref.bundle_id, ref) for ref in state.ledger.bundles_of(newest).refs)
     return found
 
 

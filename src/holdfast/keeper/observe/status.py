@@ -49,7 +49,7 @@ def report(
                 _slot(held) | {"rank": held.rank} for held in state.slot_pool if held.replica and not held.preloaded
             ],
             "newest": {level.name.lower(): _newest(state, level) for level in Level if level is not Level.NONE},
-            "suspects": {str(version): why for version, why in (ledger.suspects() if ledger else {}).items()},
+            "suspects": {str(version): why.reason for version, why in (ledger.suspects() if ledger else {}).items()},
             "versions": [
                 {
                     "version": str(message.version),

@@ -100,7 +100,7 @@ class Replicator:
         if self._stopping:
             return
         plan: dict[int, dict[int, list[BundleRef]]] = {}
-        for home, rank, ref in self._state.need_ledger().to_replicate(version):
+        for home, rank, ref in self._state.need_ledger().bundles_of(version).to_replicate:
             plan.setdefault(home, {}).setdefault(rank, []).append(ref)
         for home, wanted in plan.items():
             self._queue(home, version, wanted)
@@ -194,12 +194,11 @@ class Replicator:
             ledger, now = self._state.ledger, time.monotonic()
             safe = ledger.newest(Level.REPLICATED) if ledger else None
             newest = ledger.newest(Level.CAPTURED) if ledger else None
+            bundles = ledger.bundles_of(newest) if ledger and newest else None
             late = [at for version, at in self._captured_s.items() if safe is None or version > safe]
             return {
-                "unique_bytes": ledger.unique_bytes(newest) if ledger and newest else 0,
-                "kept_bytes": sum(ref.num_bytes for _, _, ref in ledger.to_replicate(newest))
-                if ledger and newest
-                else 0,
+                "unique_bytes": bundles.unique_bytes if bundles else 0,
+                "kept_bytes": sum(ref.num_bytes for _, _, ref in bundles.to_replicate) if bundles else 0,
                 "pulled_bytes": self._pulled_bytes,
                 "last_bytes": self._last[0],
                 "last_seconds": self._last[1],

@@ -277,8 +277,9 @@ class NodeState:
         done = self.need_ledger().seal(held.rank, version, _report_seals(held), durable=held.durable)
         if done:
             self.callbacks.report(Reports(sealed=done))
-        if bundle_id := self.need_ledger().suspect_bundle(version):
-            self.callbacks.examine(version, bundle_id)
+        suspicion = self.need_ledger().suspects().get(version)
+        if suspicion is not None and suspicion.bundle:
+            self.callbacks.examine(version, suspicion.bundle)
 
     def due(self, rank: int, version: Version) -> None:
         """A local rank asks for storage of a version that it began without."""
@@ -309,7 +310,7 @@ class NodeState:
             if ledger is None or news.incarnation != ledger.incarnation:
                 return  # of another incarnation: it must have no effect here
             if news.table:
-                ledger.learn_table(told.layout, news.table)
+                ledger.tables.learn(told.layout, news.table)
             if told.kind in OF_WRITING:
                 self.callbacks.writing(told)
                 return
@@ -333,13 +334,12 @@ class NodeState:
             self.callbacks.changed()
 
     def _captured(self, told: Announcement) -> None:
-        ledger = self.need_ledger()
-        table = ledger.table_of(told.version)
+        bundles = self.need_ledger().bundles_of(told.version)
         kept = {held.version for held in self.slot_pool} | {told.version}
         self._past.tables = {v: t for v, t in self._past.tables.items() if v in kept}
         self._past.suspects = {v: why for v, why in self._past.suspects.items() if v in kept}
-        self._past.tables[told.version] = table
-        sources = {rank for _, rank, _ in ledger.to_replicate(told.version)}
+        self._past.tables[told.version] = bundles.refs
+        sources = {rank for _, rank, _ in bundles.to_replicate}
         for held in self.slot_pool:  # replicas that somebody else keeps by now
             held.outgrown |= held.replica and held.rank not in sources
         if sources:

@@ -71,7 +71,7 @@ class WriterFailover:
         """Hear what the coordinator said of a version that is on its way to storage."""
         now, version = time.monotonic(), told.version
         if told.kind is Kind.PERSIST:
-            parts = self._state.need_ledger().parts_of(version)
+            parts = self._state.need_ledger().bundles_of(version).parts
             orders = self._watch.persist(version, parts, now)
             self._keep_watched(version)
             self._carry_out(orders)

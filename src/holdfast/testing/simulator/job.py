@@ -291,7 +291,11 @@ class Job:
         if ledger is None or not keeper.alive or version.incarnation != ledger.incarnation:
             return
         held = keeper.replicas.setdefault(version, {})
-        wanted = [(home, rank, ref) for home, rank, ref in ledger.to_replicate(version) if ref.bundle_id not in held]
+        wanted = [
+            (home, rank, ref)
+            for home, rank, ref in ledger.bundles_of(version).to_replicate
+            if ref.bundle_id not in held
+        ]
         for home, rank, ref in wanted:
             source = self.keepers[home].find(rank, version)
             if (

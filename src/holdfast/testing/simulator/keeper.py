@@ -162,14 +162,14 @@ class Keeper:
         if ledger is None or news.version.incarnation != ledger.incarnation:
             return False
         if table and news.layout:
-            ledger.learn_table(news.layout, table)
+            ledger.tables.learn(news.layout, table)
         if not ledger.told(news):
             return False
         if news.kind is Kind.SUSPECT:
             self.suspects.add(news.version)
         if news.kind is Kind.CAPTURED:
             self.patience.captured(now_s)
-            self.tables[news.version] = ledger.table_of(news.version)
+            self.tables[news.version] = ledger.bundles_of(news.version).refs
             kept = {v for v, _, _, _ in self.copies()} | {news.version}
             self.tables = {version: known for version, known in self.tables.items() if version in kept}
         if news.kind is Kind.REPLICATED:

@@ -56,7 +56,7 @@ def heard(job: Job, keeper: Keeper, news: Announcement) -> None:
     if ledger is None or version.incarnation != ledger.incarnation:
         return
     if news.kind is Kind.PERSIST:
-        _carry_out(job, keeper, keeper.line.persist(version, ledger.parts_of(version), now))
+        _carry_out(job, keeper, keeper.line.persist(version, ledger.bundles_of(version).parts, now))
     elif news.kind is Kind.DURABLE:
         keeper.line.forget(version)
     elif news.kind is Kind.AT_WORK:

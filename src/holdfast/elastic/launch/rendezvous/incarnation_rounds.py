@@ -80,6 +80,7 @@ class Round:
 
     Attributes:
         version: what the job has to restore first, because the operator named it, or `NO_WISH`; empty once it has restored.
+        heartbeats: of the agents of the round.
     """
 
     def __init__(
@@ -92,10 +93,7 @@ class Round:
         self._workers_store: TCPStore | None = None
         self._known: Incarnation | None = None
         self._raw = ""
-        self._beat = 0
-        self._beat_at = 0.0
-        self._seen: dict[int, tuple[bytes, float]] = {}
-        self._longest_s: dict[int, float] = {}
+        self.heartbeats = Heartbeats(self._store, rank, size, self.ranks_of)
         self._ranks_of: dict[int, tuple[int, ...]] = {}
         self._done: set[int] = set()
         self._spent: set[int] = set()
@@ -224,39 +222,6 @@ class Round:
         except DistError as error:
             logger.info("the store went before all had left: %s", error)
 
-    def beat(self, now: float, *, stuck: bool = False) -> dict[int, float]:
-        """Leaves our beat and looks at others', once a second: the leader at all, the rest at the leader.
-
-        Args:
-            now: monotonic.
-            stuck: whether all ranks of this agent stand in collectives for long.
-
-        Returns:
-            Group rank -> seconds since a beat of it was new, of those that ever had one and missed one.
-        """
-        if self.size > 1 and now - self._beat_at >= BEAT_S:
-            self._beat, self._beat_at = self._beat + 1, now
-            self._store.set(f"beat/{self._rank}", f"{self._beat}{STUCK if stuck else ''}")
-            for rank in range(1, self.size) if self.leads else (0,):
-                key = f"beat/{rank}"
-                text = self._store.get(key) if self._store.check([key]) else b""
-                before, at = self._seen.get(rank, (b"", now))
-                if text and before != text:
-                    self._seen[rank] = (text, now)
-                    self._longest_s[rank] = max(now - at, self._longest_s.get(rank, 0.0))
-        return {rank: now - at for rank, (_, at) in self._seen.items() if now - at > 2 * BEAT_S}
-
-    def longest_silence_s(self, rank: int) -> float:
-        """Return the seconds of the longest silence of the agent of this group rank that a new beat ended."""
-        return self._longest_s.get(rank, 0.0)
-
-    def stuck_elsewhere(self, now: float) -> list[int]:
-        """Ranks of the agents that said in a beat which is still new that all of theirs stand in collectives."""
-        said = [
-            rank for rank, (text, at) in self._seen.items() if text.endswith(STUCK.encode()) and now - at <= 2 * BEAT_S
-        ]
-        return [number for rank in said for number in self.ranks_of(rank)]
-
     def close(self) -> None:
         """The workers' store of this round is gone."""
         self._workers_store = None
@@ -278,6 +243,54 @@ class Round:
         stored = self._store.compare_set("now", self._raw, json.dumps(row)).decode()
         if json.loads(stored)["port"] == fresh.port:
             self._workers_store = fresh
+
+
+class Heartbeats:
+    """Leaves the beats of one agent in the store of its round, and looks at those of others.
+
+    Args:
+        ranks_of: the ranks of the agent of a group rank.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, ranks_of: Callable[[int], tuple[int, ...]]) -> None:
+        self._store, self._rank, self._size, self._ranks_of = store, rank, size, ranks_of
+        self._beat = 0
+        self._beat_at = 0.0
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._longest_s: dict[int, float] = {}
+
+    def beat(self, now: float, *, stuck: bool = False) -> dict[int, float]:
+        """Leaves our beat and looks at others', once a second: the leader at all, the rest at the leader.
+
+        Args:
+            now: monotonic.
+            stuck: whether all ranks of this agent stand in collectives for long.
+
+        Returns:
+            Group rank -> seconds since a beat of it was new, of those that ever had one and missed one.
+        """
+        if self._size > 1 and now - self._beat_at >= BEAT_S:
+            self._beat, self._beat_at = self._beat + 1, now
+            self._store.set(f"beat/{self._rank}", f"{self._beat}{STUCK if stuck else ''}")
+            for rank in range(1, self._size) if self._rank == 0 else (0,):
+                key = f"beat/{rank}"
+                text = self._store.get(key) if self._store.check([key]) else b""
+                before, at = self._seen.get(rank, (b"", now))
+                if text and before != text:
+                    self._seen[rank] = (text, now)
+                    self._longest_s[rank] = max(now - at, self._longest_s.get(rank, 0.0))
+        return {rank: now - at for rank, (_, at) in self._seen.items() if now - at > 2 * BEAT_S}
+
+    def longest_silence_s(self, rank: int) -> float:
+        """Return the seconds of the longest silence of the agent of this group rank that a new beat ended."""
+        return self._longest_s.get(rank, 0.0)
+
+    def stuck_elsewhere(self, now: float) -> list[int]:
+        """Ranks of the agents that said in a beat which is still new that all of theirs stand in collectives."""
+        said = [
+            rank for rank, (text, at) in self._seen.items() if text.endswith(STUCK.encode()) and now - at <= 2 * BEAT_S
+        ]
+        return [number for rank in said for number in self._ranks_of(rank)]
 
 
 def _await(ready: Callable[[], bool], apart: Callable[[], str]) -> None:
