@@ -34,7 +34,7 @@ _LEVELS = {Kind.CAPTURED: Level.CAPTURED, Kind.REPLICATED: Level.REPLICATED, Kin
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """Why twins of a version differ, and in which bundle; empty if the coordinator did not say."""
+    """Says why twins of a version differ, and in which bundle; empty if the coordinator did not tell."""
 
     reason: str
     bundle: str
