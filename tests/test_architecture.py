@@ -49,6 +49,12 @@ MAX_PARAMETERS = 7
 # Of a command every option is a parameter.
 MANY_PARAMETERS = {"checkpoint/checkpointer/checkpointer.py: Checkpointer.__init__", "cli/cli.py: plan"}
 
+# The public door; a format that a user asks for; variables and a launcher that another framework's jobs bring; a folder in a stack.
+MAY_NAME_FRAMEWORKS = {
+    "__init__.py", "cli/cli.py", "cli/stored/export.py", "base/config.py", "elastic/launch/foreign_launcher_env.py",
+    "elastic/watchdog/stack_dump.py",
+}  # fmt: skip
+
 MAX_PUBLIC_METHODS = 20
 MANY_PUBLIC_METHODS = {
     "testing/device/torch_sim.py: DeviceModule": "PyTorch asks a device's module for each of these names",
@@ -205,6 +211,32 @@ def test_no_import_cycle_even_inside_functions() -> None:
         if module_name(path) in others
     }
     assert not _in_cycles(edges), f"these import each other: {_in_cycles(edges)}"
+
+
+def test_no_file_name_stands_twice() -> None:
+    """But for a file of `core` and the one that carries out what it decides."""
+    places: dict[str, list[str]] = {}
+    for path in files():
+        if not path.name.startswith("__"):
+            places.setdefault(path.name, []).append(room(path))
+    carried_out = [["core", "keeper"], ["checkpoint", "core"], ["core", "elastic"]]
+    assert {name: rooms for name, rooms in places.items() if len(rooms) > 1 and sorted(rooms) not in carried_out} == {}
+
+
+def test_names_of_frameworks_stand_in_adapters() -> None:
+    """`accelerate` and `ray` are words of every day, and not looked for."""
+    names = re.compile(r"mindspore|aiturbo|deepspeed|megatron|lightning|torchtitan|hugging.?face", re.IGNORECASE)
+    found = {label(path) for path in files() if room(path) != "adapters" and names.search(path.read_text())}
+    assert found == MAY_NAME_FRAMEWORKS
+
+
+def test_what_must_never_happen_is_held_by_tests_that_exist() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    section = text.partition("## What must never happen")[2].partition("\n## ")[0]
+    rows = section.partition("|---|---|\n")[2].strip().splitlines()
+    assert len(rows) > 20
+    assert [row for row in rows if not named_tests(row)] == []
+    assert missing_tests(section) == []
 
 
 def test_no_two_folders_import_each_other() -> None:
@@ -524,7 +556,7 @@ print(*build.get_outputs(include_bytecode=False), sep="\\n")
     needed = {
         "demo/demo.py",
         "contracts/backend.py",
-        "drill/command.py",
+        "drill/crash_drill.py",
         "simulator/__main__.py",
         "device/native/all.cpp",
     }
@@ -569,16 +601,24 @@ def test_no_file_names_the_machine_it_was_written_on() -> None:
 
 def test_promises_name_tests_that_exist() -> None:
     text = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
-    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
+    assert named_tests(text), "docs/promises.md names no test at all"
+    assert not missing_tests(text)
+
+
+def named_tests(text: str) -> list[tuple[str, str]]:
+    """The files of tests that a text names, and which test of them."""
+    return re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
+
+
+def missing_tests(text: str) -> list[str]:
     wrong = []
-    for file, name in named:
+    for file, name in named_tests(text):
         path = ROOT / file
         if not path.is_file():
             wrong.append(f"{file} does not exist")
         elif name and name not in {f.rsplit(".")[-1] for f, _ in functions(path)}:
             wrong.append(f"{file} has no test {name}")
-    assert named, "docs/promises.md names no test at all"
-    assert not wrong, "\n".join(wrong)
+    return wrong
 
 
 def test_promises_cover_every_requirement_once() -> None:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import holdfast
 from holdfast.adapters.dcp import AsyncStager, StorageReader, StorageWriter, items
-from holdfast.adapters.dcp.job import patterns
+from holdfast.adapters.dcp.dcp_job import patterns
 from holdfast.adapters.dcp.reader import _Values
 from holdfast.base.config import load
 from holdfast.base.errors import LevelNotReached, UsageError, VersionNotFound

@@ -22,7 +22,7 @@ from holdfast.checkpoint.capture.copy_plan import Batch
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.checkpoint.pipeline.bubbles import Bubbles
 from holdfast.checkpoint.pipeline.copy_gate import Gate
-from holdfast.cli.trace import read
+from holdfast.cli.timeline import read
 from kit.schedules import nothing, schedule_of
 
 WORKER = str(Path(__file__).with_name("stay_worker.py"))

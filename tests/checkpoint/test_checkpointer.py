@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.base import progress
+from holdfast.base import progress_report
 from holdfast.base.errors import (
     ConfigError,
     CorruptError,
@@ -494,7 +494,7 @@ def test_long_waits_and_restores_say_how_far_they_are(
     trainee.train()
     handle = checkpointer.save(0)
     handle.wait("captured", 10)
-    monkeypatch.setattr(progress, "QUIET_S", 0.0)
+    monkeypatch.setattr(progress_report, "QUIET_S", 0.0)
     monkeypatch.setattr(handles, "PROGRESS_S", 0.01)
     with caplog.at_level(logging.INFO, "holdfast"):
         with pytest.raises(LevelNotReached):

@@ -21,7 +21,7 @@ from holdfast.checkpoint.pipeline import schedule_actions
 from holdfast.checkpoint.pipeline.bubbles import VERSIONS, Bubbles
 from holdfast.checkpoint.pipeline.step_trace import Recorder
 from holdfast.checkpoint.save.overhead_budget import Budget
-from holdfast.cli.trace import read
+from holdfast.cli.timeline import read
 from holdfast.core.pipeline.bubble_placement import UNLIKE_STEPS
 from holdfast.core.pipeline.event_model import Kind
 

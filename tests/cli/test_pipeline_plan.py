@@ -17,7 +17,7 @@ from holdfast.base.errors import UsageError
 from holdfast.cli import subcommands
 from holdfast.cli.planning.pipeline_plan import HELP, Description, load, pipeline, predicted
 from holdfast.cli.planning.pipeline_timeline import Picture, draw
-from holdfast.cli.trace import Span, Track
+from holdfast.cli.timeline import Span, Track
 from kit.pipelines import described
 
 Tell = Callable[..., dict[str, Any]]

@@ -14,7 +14,7 @@ import holdfast
 from holdfast.base.errors import CorruptError, UsageError
 from holdfast.base.events import Events
 from holdfast.base.trace import SUFFIX, TraceFile
-from holdfast.cli.trace import kind_of, read, trace
+from holdfast.cli.timeline import kind_of, read, trace
 
 
 def track(home: Path, name: str, spans: list[tuple[str, float, float]]) -> Path:

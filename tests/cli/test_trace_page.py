@@ -11,7 +11,7 @@ import pytest
 
 from browser_kit import CHROMIUM, Browser, Pixel, contrast, rgb
 from holdfast.cli.planning.pipeline_plan import load, pipeline, predicted
-from holdfast.cli.trace import trace
+from holdfast.cli.timeline import trace
 from kit.pipelines import described
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]

@@ -42,7 +42,7 @@ from holdfast.base.errors import (
 from holdfast.checkpoint.checkpointer import stop_signal
 from holdfast.checkpoint.liveness import heartbeat_page
 from holdfast.checkpoint.survivors import step_snapshot
-from holdfast.cli import trace
+from holdfast.cli import timeline
 from holdfast.cli.planning import job_file
 from holdfast.core.model import BundleRef, Version
 from holdfast.elastic.launch import compile_cache
@@ -369,9 +369,9 @@ _TRACK = [{"track": "rank 0", "pid": 7, "wall": 9.5, "monotonic": 1.5}, ["save",
 
 
 def _trace(path: Path) -> Any:
-    (path.parent / f"rank-1{trace.SUFFIX}").write_bytes(forms.LINES.close(_TRACK))
-    found = trace.read([path.parent])
-    return json.dumps(list(trace._chrome(found))), trace.page(found, "x")
+    (path.parent / f"rank-1{timeline.SUFFIX}").write_bytes(forms.LINES.close(_TRACK))
+    found = timeline.read([path.parent])
+    return json.dumps(list(timeline._chrome(found))), timeline.page(found, "x")
 
 
 def _files(*patterns: str) -> Callable[[], list[bytes]]:
@@ -488,7 +488,7 @@ PARSERS = {
         ),
         Parser("stop", forms.JSON, lambda: [b'{"stop": true}'], _as_file("stop", _asks), ()),
         Parser("journal", forms.LINES, lambda: [forms.LINES.close(_JOURNAL)], _as_file("journal.jsonl", _journal), ()),
-        Parser("track", forms.LINES, lambda: [forms.LINES.close(_TRACK)], _as_file(f"t/rank-0{trace.SUFFIX}", _trace), (CorruptError, UsageError)),
+        Parser("track", forms.LINES, lambda: [forms.LINES.close(_TRACK)], _as_file(f"t/rank-0{timeline.SUFFIX}", _trace), (CorruptError, UsageError)),
         Parser("traced-journal", forms.LINES, lambda: [forms.LINES.close(_JOURNAL)], _as_file("j/journal.jsonl", _trace), ()),
         Parser("page", forms.BARE, _pages, lambda d: heartbeat_page.Reading(d[: heartbeat_page.PAGE_BYTES].ljust(heartbeat_page.PAGE_BYTES, b"\0")), ()),
         Parser("note", forms.MSGPACK, _noted, _note, _BROKEN),

@@ -19,8 +19,8 @@ import pytest
 from holdfast.core.model import Version
 from holdfast.testing.checks.invariants import Resumed, judge
 from holdfast.testing.faults.cells import CELLS, GROUPS, PHASES, Cell, chosen
-from holdfast.testing.faults.command import main, run_cell
-from holdfast.testing.faults.job import Job, run
+from holdfast.testing.faults.fault_drill import main, run_cell
+from holdfast.testing.faults.faulted_job import Job, run
 from holdfast.testing.faults.rig import Rig
 from planted import faults as planted
 from planted.faults_keeper import BUGS as IN_KEEPERS

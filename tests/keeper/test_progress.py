@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.base import progress
+from holdfast.base import progress_report
 from holdfast.base.config import Config
-from holdfast.base.progress import Meter, progress_text
+from holdfast.base.progress_report import Meter, progress_text
 from holdfast.cli import status as status_tool
 from holdfast.core.model import Version
 from holdfast.keeper.rpc.client import KeeperClient
@@ -27,7 +27,7 @@ V = Version(1, 3)
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 50.0
-        monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(progress_report.time, "monotonic", lambda: self.now)
 
 
 def test_a_meter_is_silent_for_two_seconds_and_then_speaks_every_two(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from holdfast.testing.checks.power_cut_disk import KINDS
-from holdfast.testing.drill.command import NUM_LANES, Progress
+from holdfast.testing.drill.crash_drill import NUM_LANES, Progress
 from holdfast.testing.power import power
 from planted import crash, faults, hunt, simulator
 

@@ -27,9 +27,9 @@ from holdfast.core.versions.node_ledger import NodeLedger
 from holdfast.keeper.service.keeper import Keeper
 from holdfast.keeper.storage import retention
 from holdfast.keeper.storage.writer_failover import WriteAttempt
-from holdfast.testing.drill import plan
+from holdfast.testing.drill import trial_plan
 from holdfast.testing.drill.crash_points import RECORD
-from holdfast.testing.drill.plan import LAST_LIFE, PAIR, SOLO, TWINS, Aim, LifePlan, Trial, script
+from holdfast.testing.drill.trial_plan import LAST_LIFE, PAIR, SOLO, TWINS, Aim, LifePlan, Trial, script
 from holdfast.tiers.backends import posix_io
 from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.format import image as image_format
@@ -115,7 +115,7 @@ def _calm(*lives: LifePlan, shape: str = SOLO, mode: str = "") -> Callable[[Dice
     def trial(dice: Dice) -> Trial:
         del dice
         course = lives or (LifePlan(script("D1 D2 D1 D3")), LAST_LIFE)
-        return Trial(0, 0, shape, plan.NO_STRIKE, course, mode=mode)
+        return Trial(0, 0, shape, trial_plan.NO_STRIKE, course, mode=mode)
 
     return trial
 
@@ -130,7 +130,7 @@ _APART = (LifePlan(script("C1 C1 c1 c1 c1"), skew=2), LAST_LIFE)
 _TWIST = (LifePlan(script("C1 D1 D1 D1"), twist=3), LAST_LIFE)
 _ALONE = (LifePlan(script("C1 C1 C1 C1"), skew=2), LAST_LIFE)
 _AGAIN = (LifePlan(script("D1 D1"), ends="kill all"), LAST_LIFE)
-_STRANGER = (LifePlan(script("D1 D1")), replace(plan.LAST_LIFE_RETIRING, stranger=True))
+_STRANGER = (LifePlan(script("D1 D1")), replace(trial_plan.LAST_LIFE_RETIRING, stranger=True))
 _LATE = (LifePlan(script("D1 D1"), ends="kill all"), replace(LAST_LIFE, late_writer=True))
 _LONG = LifePlan(script("C1 C1 C1 C1 c1 c1 c1 c1 C1"))
 

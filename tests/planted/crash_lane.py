@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from holdfast.testing.drill import lane, processes, shared
+from holdfast.testing.drill import lane, shared, trial_processes
 from planted.crash import IN_KEEPERS
 
 if __name__ == "__main__":
     shared.PLANTS.update(IN_KEEPERS)
-    processes.FORKSERVER = "planted.crash_forkserver"
+    trial_processes.FORKSERVER = "planted.crash_forkserver"
     os._exit(lane.main())  # nothing is left to clean up

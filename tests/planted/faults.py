@@ -17,7 +17,7 @@ from holdfast.core.recovery import version_choice
 from holdfast.core.recovery.version_choice import Facts
 from holdfast.testing.faults import rig
 from holdfast.testing.faults.cells import CELLS
-from holdfast.testing.faults.command import run_cell
+from holdfast.testing.faults.fault_drill import run_cell
 from holdfast.tiers.format import image as image_format
 from planted import faults_keeper
 from planted.crash import always

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 
-from holdfast.testing.drill import command
-from holdfast.testing.drill.command import DrillError, Lanes, Progress
+from holdfast.testing.drill import crash_drill
+from holdfast.testing.drill.crash_drill import DrillError, Lanes, Progress
 from holdfast.testing.drill.outcome import Outcome
-from holdfast.testing.drill.plan import Trial
+from holdfast.testing.drill.trial_plan import Trial
 from planted import crash
 from planted.path import tests_in_path
 
@@ -53,7 +53,7 @@ class Quarry:
 @contextmanager
 def open_lanes(count: int) -> Iterator[Lanes]:
     """Lanes whose processes have the bug of their trial."""
-    with tests_in_path(), command.open_lanes(count, "planted.crash_lane") as lanes:
+    with tests_in_path(), crash_drill.open_lanes(count, "planted.crash_lane") as lanes:
         yield lanes
 
 

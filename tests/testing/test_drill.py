@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from holdfast.testing.checks import evidence
-from holdfast.testing.drill import command
-from holdfast.testing.drill.command import Lanes, Progress, drill, main, run
+from holdfast.testing.drill import crash_drill
+from holdfast.testing.drill.crash_drill import Lanes, Progress, drill, main, run
 from holdfast.testing.drill.outcome import Outcome
-from holdfast.testing.drill.plan import (
+from holdfast.testing.drill.trial_plan import (
     CELLS,
     LAST_LIFE,
     PAIR,
@@ -106,7 +106,7 @@ Told = Callable[..., list[dict[str, Any]]]
 @pytest.fixture
 def told(lanes: Lanes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Told:
     """The rows that the command prints with these options, on lanes that are open already."""
-    monkeypatch.setattr(command, "open_lanes", lambda _: nullcontext(lanes))
+    monkeypatch.setattr(crash_drill, "open_lanes", lambda _: nullcontext(lanes))
 
     def rows(*options: str) -> list[dict[str, Any]]:
         assert main(["crash", *options, "--json"]) == 0
@@ -139,9 +139,9 @@ def test_the_table_counts_what_was_violated_and_the_exit_code_tells(
     good = [Outcome(number, "seal", "trainer", "", True, 3, 1, 0.5) for number in range(2)]
     bad = Outcome(2, "commit", "keeper", "", False, 0, 0, 0.5, violations=((broken, "what was seen"),))
 
-    assert command.report(good, as_json=False, verbose=False) == 0
+    assert crash_drill.report(good, as_json=False, verbose=False) == 0
     capsys.readouterr()
-    assert command.report([*good, bad], as_json=False, verbose=False) == 1
+    assert crash_drill.report([*good, bad], as_json=False, verbose=False) == 1
 
     titles, *rows, blank, trial, what = capsys.readouterr().out.splitlines()
     cells = {tuple(row.split()[:2]): dict(zip(titles.split()[2:], row.split()[2:], strict=True)) for row in rows[:-1]}

@@ -18,7 +18,7 @@ from fuzz.parsers import PARSERS
 from holdfast.base import config
 from holdfast.base.errors import ConfigError, CorruptError, UsageError
 from holdfast.checkpoint.survivors import step_snapshot
-from holdfast.cli import trace
+from holdfast.cli import timeline
 from holdfast.cli.planning import job_file
 from holdfast.core.elastic.incident import from_facts
 from holdfast.keeper.observe import run_summary
@@ -124,10 +124,10 @@ def test_a_journal_of_odd_lines_tells_what_it_can(tmp_path: Path) -> None:
 
 
 def test_a_track_of_an_endless_number_is_sorted(tmp_path: Path) -> None:
-    (tmp_path / f"a{trace.SUFFIX}").write_text(
+    (tmp_path / f"a{timeline.SUFFIX}").write_text(
         '{"track": "rank %s", "pid": 1, "wall": 1, "monotonic": 0}\n["x", 1, 2]\n' % ("9" * 5000)
     )
-    assert len(trace.read([tmp_path])) == 1
+    assert len(timeline.read([tmp_path])) == 1
 
 
 def test_an_incident_of_odd_nodes_is_told() -> None:

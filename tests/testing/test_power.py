@@ -7,8 +7,8 @@ import os
 import pytest
 
 from holdfast.testing.checks.power_cut_disk import JOURNAL_LOST, JOURNAL_WRITTEN, KINDS, why_not
-from holdfast.testing.drill.command import Progress, open_lanes, run
-from holdfast.testing.drill.plan import Trial
+from holdfast.testing.drill.crash_drill import Progress, open_lanes, run
+from holdfast.testing.drill.trial_plan import Trial
 from holdfast.testing.power import power
 from planted import hunt
 

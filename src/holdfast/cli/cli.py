@@ -14,11 +14,11 @@ import typer
 
 from holdfast import __version__
 from holdfast.cli import doctor as doctor_tool
-from holdfast.cli import groups as groups_tool
+from holdfast.cli import groups_command as groups_tool
 from holdfast.cli import report as report_tool
 from holdfast.cli import status as status_tool
 from holdfast.cli import subcommands
-from holdfast.cli import trace as trace_tool
+from holdfast.cli import timeline as trace_tool
 from holdfast.cli.console import errors_shown, say
 from holdfast.cli.planning import interval_advice, loss_report
 from holdfast.cli.planning import pipeline_plan as pipeline_tool

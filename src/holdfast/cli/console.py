@@ -16,16 +16,16 @@ from typing import Any, TextIO
 
 import typer
 
-from holdfast.base import progress
+from holdfast.base import progress_report
 from holdfast.base.errors import HoldfastError, UsageError
-from holdfast.base.progress import QUIET_S, progress_text
+from holdfast.base.progress_report import QUIET_S, progress_text
 from holdfast.base.terminal import shown
 
 GOOD, PROBLEM, USAGE = 0, 1, 2
 TERMINAL_REFRESH_S = 0.1
 LOG_REFRESH_S = 5.0
 
-size_text = progress.size_text
+size_text = progress_report.size_text
 
 
 def say(text: object = "", *, file: TextIO | None = None, end: str = "\n") -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from holdfast.base import private
 from holdfast.base.config import load
 from holdfast.base.errors import HoldfastError
-from holdfast.base.progress import progress_text
+from holdfast.base.progress_report import progress_text
 from holdfast.cli import console
 from holdfast.keeper.observe import degraded_notice
 from holdfast.keeper.observe.degraded_notice import DegradedNotice

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 
-from holdfast.testing.drill.command import main
-from holdfast.testing.faults.command import main as hurt
+from holdfast.testing.drill.crash_drill import main
+from holdfast.testing.faults.fault_drill import main as hurt
 from holdfast.testing.power.power import main as cut
 from holdfast.testing.simulator.__main__ import main as simulate
 from holdfast.testing.soak.soak import main as soak

@@ -72,7 +72,7 @@ def test_without_a_compiler_there_is_a_reason(bench: Path, monkeypatch: pytest.M
 
 def test_nothing_of_it_imports_the_rest_of_holdfast() -> None:
     code = (
-        "import sys; from holdfast.testing.device import build, collectives, torch_sim\n"
+        "import sys; from holdfast.testing.device import build, process_group, torch_sim\n"
         "print(*[m for m in sys.modules if m.startswith('holdfast.') and not m.startswith('holdfast.testing')])"
     )
     answer = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True)

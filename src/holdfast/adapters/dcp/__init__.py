@@ -8,8 +8,8 @@ What is saved is a version like any other: `holdfast ls`, `verify` and a `Checkp
 safetensors files. `writer.py` and `reader.py` tell what differs from the file system writer of PyTorch.
 """
 
+from holdfast.adapters.dcp.dcp_writer import StorageWriter
 from holdfast.adapters.dcp.reader import StorageReader
 from holdfast.adapters.dcp.stager import AsyncStager
-from holdfast.adapters.dcp.writer import StorageWriter
 
 __all__ = ["AsyncStager", "StorageReader", "StorageWriter"]

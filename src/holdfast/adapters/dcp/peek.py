@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from holdfast.adapters.dcp.job import DcpJob
+from holdfast.adapters.dcp.dcp_job import DcpJob
 from holdfast.adapters.dcp.sources import JobSource, values_of
 from holdfast.base.config import Config
 from holdfast.core.model import Version

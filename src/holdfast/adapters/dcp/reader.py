@@ -36,10 +36,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as TorchReader
 from torch.futures import Future
 
+from holdfast.adapters.dcp.dcp_job import number_in
+from holdfast.adapters.dcp.dcp_writer import StorageWriter, stock_place
 from holdfast.adapters.dcp.items import BOX, MAPPING, OPAQUE, STREAM
-from holdfast.adapters.dcp.job import number_in
 from holdfast.adapters.dcp.sources import JobSource, SingleProcessSource, Wanted, values_of
-from holdfast.adapters.dcp.writer import StorageWriter, stock_place
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import MismatchError, UsageError, VersionNotFound

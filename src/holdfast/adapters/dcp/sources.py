@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from holdfast.adapters.dcp.dcp_job import DcpJob
 from holdfast.adapters.dcp.items import MAPPING
-from holdfast.adapters.dcp.job import DcpJob
 from holdfast.base.config import Config
 from holdfast.base.errors import CorruptError, VersionNotFound
 from holdfast.base.events import Events

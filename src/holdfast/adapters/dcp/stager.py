@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from holdfast.adapters.dcp import items
-from holdfast.adapters.dcp.writer import StorageWriter
+from holdfast.adapters.dcp.dcp_writer import StorageWriter
 
 
 class AsyncStager:

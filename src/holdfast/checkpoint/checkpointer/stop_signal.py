@@ -16,7 +16,7 @@ from typing import Any
 
 from holdfast.tiers.format.strict_json import parse_loose
 
-# Any of these keys with a true value in the stop file; the second is MindSpore's.
+# Any of these keys with a true value in the stop file; the second is that of another framework's jobs.
 STOP_KEYS = ("stop", "GracefulExit")
 MAX_FILE_BYTES = 64 << 10
 

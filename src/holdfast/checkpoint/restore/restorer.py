@@ -21,7 +21,7 @@ from typing import Any
 
 from holdfast.base.errors import CorruptError, HoldfastError, StorageFull, VersionNotFound
 from holdfast.base.events import Events
-from holdfast.base.progress import Meter, progress_text
+from holdfast.base.progress_report import Meter, progress_text
 from holdfast.checkpoint.entries.entries import Loading, left_out_text, listed
 from holdfast.checkpoint.entries.types import Group, LoadRecord, SavedTensor
 from holdfast.checkpoint.job import collectives

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast.base.errors import HoldfastError, LevelNotReached
-from holdfast.base.progress import progress_text
+from holdfast.base.progress_report import progress_text
 from holdfast.core.model import Version
 from holdfast.tiers.storage.copy_version import duplicate
 from holdfast.tiers.storage.incarnations import make_stamp

@@ -36,7 +36,7 @@ from holdfast.checkpoint.entries.types import Gathered, Group, LiveTensor, LoadR
 from holdfast.checkpoint.state import dataloader
 from holdfast.checkpoint.state.change_detection import Tensors
 from holdfast.checkpoint.state.loop_values import CarriedPart
-from holdfast.checkpoint.state.model import ModelPart
+from holdfast.checkpoint.state.model_part import ModelPart
 from holdfast.checkpoint.state.optimizer import OptimizerPart
 from holdfast.checkpoint.state.stateful import DictPart, InfoPart, Keys, ScalerState, Stateful, StatefulPart
 from holdfast.checkpoint.state.unsaved_state import UnsavedStateCheck

@@ -2,7 +2,7 @@
 
 GPipe, 1F1B and Interleaved1F1B are known here; the orders of all other schedules are asked of the installed torch
 (`checkpoint.pipeline.schedule_actions`, as a child). The figures are those of the event model (`core.pipeline.event_model`) and of the placement
-(`core.pipeline.bubble_placement`); the picture is `cli.planning.pipeline_timeline`'s, the page that of `cli.trace`.
+(`core.pipeline.bubble_placement`); the picture is `cli.planning.pipeline_timeline`'s, the page that of `cli.timeline`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 from holdfast.base.config import parse_seconds, parse_share, parse_size
 from holdfast.base.errors import UsageError
-from holdfast.cli import console, subcommands, trace
+from holdfast.cli import console, subcommands, timeline
 from holdfast.cli.planning import job_file, pipeline_timeline
 from holdfast.core.pipeline.bubble_placement import Load, Placement, Window, highest_cadence, place
 from holdfast.core.pipeline.event_model import (
@@ -126,7 +126,7 @@ class Prediction:
     plan: Plan
     step: Timeline
     placements: Mapping[int, Placement]
-    tracks: Sequence[trace.Track]
+    tracks: Sequence[timeline.Track]
 
 
 def load(file: str) -> Plan:
@@ -311,7 +311,7 @@ def _title(plan: Plan) -> str:
 
 def _write(found: Prediction, page: Path) -> None:
     try:
-        page.write_text(trace.page(found.tracks, f"{_title(found.plan)} (predicted)"), encoding="utf-8")
+        page.write_text(timeline.page(found.tracks, f"{_title(found.plan)} (predicted)"), encoding="utf-8")
     except OSError as error:
         raise UsageError(
             f"the page cannot be written: {error.strerror}",

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
-from holdfast.cli.trace import Span, Track
+from holdfast.cli.timeline import Span, Track
 from holdfast.core.pipeline.bubble_placement import Placement
 from holdfast.core.pipeline.event_model import RankTimeline, Timeline
 

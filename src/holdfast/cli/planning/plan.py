@@ -17,7 +17,7 @@ from holdfast.base.config import Config
 from holdfast.base.errors import UsageError
 from holdfast.base.events import Events
 from holdfast.cli import console, rank_ranges
-from holdfast.cli.groups import saved_shards
+from holdfast.cli.groups_command import saved_shards
 from holdfast.cli.planning import interval_advice, job_file, loss_report
 from holdfast.cli.planning.script_layout import layout_of_script
 from holdfast.cli.running_job import live_job

@@ -119,9 +119,8 @@ class Census:
     def twins(self) -> list[tuple[int, ...]]:
         """Per rank the ranks that hold all that it holds, itself included; ascending.
 
-        The intersection of the rank's groups over all its tensors, which is the list that MindSpore keeps in
-        `group_info.pb` and `restore_group_info_list` returns. It is not symmetric: a rank that holds more stands in for
-        one that holds less.
+        The intersection of the rank's groups over all its tensors, which `group_info.pb` lists. It is not
+        symmetric: a rank that holds more stands in for one that holds less.
         """
         membership = list(self._membership())
         holds = [

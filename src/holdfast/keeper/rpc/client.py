@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from holdfast.base.errors import KeeperError, KeeperLost, LevelNotReached
-from holdfast.base.progress import progress_text
+from holdfast.base.progress_report import progress_text
 from holdfast.core.model import BundleRef, Level, RankLayout, Seal, Version
 from holdfast.core.pipeline.idle_stats import Idle
 from holdfast.core.recovery.version_choice import Fetch, Source

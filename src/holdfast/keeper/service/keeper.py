@@ -22,7 +22,7 @@ from holdfast.keeper.fetch.fetch_bundles import BundleFetcher
 from holdfast.keeper.fetch.fetch_chunks import ChunkFetcher
 from holdfast.keeper.fetch.prefetch import Preloader
 from holdfast.keeper.fetch.streaming_relay import IncomingBundles, RelayRequests
-from holdfast.keeper.observe import degraded_notice, status
+from holdfast.keeper.observe import degraded_notice, keeper_status
 from holdfast.keeper.observe.metrics import MetricsPort, render
 from holdfast.keeper.observe.run_summary import NAME as JOURNAL
 from holdfast.keeper.observe.run_summary import RunFacts
@@ -299,7 +299,7 @@ class Keeper:
             "hashing": hashed,
             "preloaded": preloaded,
             "run": self._run_facts(),
-        } | status.report(
+        } | keeper_status.report(
             self._state,
             self._events,
             activities=self._activities,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.base.progress import Meter
+from holdfast.base.progress_report import Meter
 from holdfast.core.model import Version
 from holdfast.keeper.rpc.messages import Working
 from holdfast.keeper.slots.keeper_state import NodeState

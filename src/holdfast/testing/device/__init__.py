@@ -12,7 +12,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from holdfast.testing.device import build, collectives, torch_sim
+from holdfast.testing.device import build, process_group, torch_sim
 
 BuildFailed = build.BuildFailed
 unavailable = build.unavailable
@@ -54,7 +54,7 @@ def load() -> torch_sim.DeviceModule:
     if not _loaded:
         native = _import(build.build())
         made = torch_sim.make(native)
-        collectives.register(native)
+        process_group.register(native)
         atexit.register(native.stop)
         _loaded.append(made)
     return _loaded[0]

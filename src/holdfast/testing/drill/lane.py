@@ -28,11 +28,11 @@ from holdfast.testing.checks import invariants, write_order
 from holdfast.testing.checks.power_cut_disk import Disk, make_template
 from holdfast.testing.drill import warmup
 from holdfast.testing.drill.outcome import Outcome
-from holdfast.testing.drill.plan import Trial, dry_runs
-from holdfast.testing.drill.processes import Cast, ForkServerConnection, start_forkservers
 from holdfast.testing.drill.record import Measured
 from holdfast.testing.drill.shared import Ground, multiply
 from holdfast.testing.drill.trial import Stage
+from holdfast.testing.drill.trial_plan import Trial, dry_runs
+from holdfast.testing.drill.trial_processes import Cast, ForkServerConnection, start_forkservers
 
 MAX_LOG_LINES = 80
 COLLECT_EVERY = 40

@@ -15,8 +15,8 @@ from holdfast.core.model import Level, Version
 from holdfast.testing.checks.invariants import Ack, Course, Life, Resumed, Violation
 from holdfast.testing.checks.write_order import FileOp, NamedDurable
 from holdfast.testing.drill.crash_points import Strike
-from holdfast.testing.drill.plan import Aim, Trial
 from holdfast.testing.drill.shared import KEEP_LAST
+from holdfast.testing.drill.trial_plan import Aim, Trial
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ import msgspec
 
 from holdfast.base.config import Config
 from holdfast.testing.drill.crash_points import Journal, Probe, Strike
-from holdfast.testing.drill.plan import LifePlan, Trial
+from holdfast.testing.drill.trial_plan import LifePlan, Trial
 
 MAX_RANKS = 2
 KEEP_LAST = 2

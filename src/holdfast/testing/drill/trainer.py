@@ -31,8 +31,8 @@ from holdfast.keeper.rpc.client import KeeperClient
 from holdfast.keeper.rpc.paths import RuntimePaths
 from holdfast.testing.checks.evidence import state_digest
 from holdfast.testing.drill.crash_points import Journal
-from holdfast.testing.drill.plan import SHAPES, TWINS, Save
 from holdfast.testing.drill.shared import FAILED, REFUSED, Ground, Setup, enter
+from holdfast.testing.drill.trial_plan import SHAPES, TWINS, Save
 
 # Small; now and then large enough that files are written past the page cache.
 WIDTH, LARGE_WIDTH = 64, 128

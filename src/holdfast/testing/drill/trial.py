@@ -23,11 +23,11 @@ from holdfast.core.model import Version
 from holdfast.testing.checks import corrupt, evidence, invariants
 from holdfast.testing.checks.invariants import Life
 from holdfast.testing.checks.power_cut_disk import Disk
-from holdfast.testing.drill.keeper import commit_again, keeper
-from holdfast.testing.drill.plan import SHAPES, Aim, LifePlan, Trial
-from holdfast.testing.drill.processes import Cast, Member, slot_inodes
+from holdfast.testing.drill.drill_keeper import commit_again, keeper
 from holdfast.testing.drill.record import Measured, Record
 from holdfast.testing.drill.shared import FAILED, NUM_ENTRIES, REFUSED, Ground, Setup
+from holdfast.testing.drill.trial_plan import SHAPES, Aim, LifePlan, Trial
+from holdfast.testing.drill.trial_processes import Cast, Member, slot_inodes
 
 LIFE_S = 20.0
 # A fresh interpreter imports PyTorch first, on a machine that may be busy.

@@ -23,9 +23,9 @@ from holdfast.base.config import Config
 from holdfast.keeper.rpc import spawn
 from holdfast.keeper.rpc.paths import RuntimePaths, place_of
 from holdfast.keeper.service.keeper import Keeper, KeeperOptions, become_keeper, clean
-from holdfast.testing.drill.keeper import options_of
-from holdfast.testing.drill.plan import LAST_LIFE, NO_STRIKE, SOLO, LifePlan, Trial, saves
+from holdfast.testing.drill.drill_keeper import options_of
 from holdfast.testing.drill.shared import LOG_FORM, Setup
+from holdfast.testing.drill.trial_plan import LAST_LIFE, NO_STRIKE, SOLO, LifePlan, Trial, saves
 
 # Each job has a first life and one that comes back from storage.
 NUM_LIVES = 2

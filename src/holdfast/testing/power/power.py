@@ -2,7 +2,7 @@
 
     holdfast drill power [--trials N] [--seed S] [--filesystem ext4|xfs] [--only N] [--json]
 
-A trial is one of the crash drill (lane.py), whose checkpoints lie on a file system of its own (disk.py). In its first
+A trial is one of the crash drill (lane.py), whose checkpoints lie on a file system of its own (checks/power_cut_disk.py). In its first
 life the file system is shut down exactly before or after one call, trainer and keeper die at that instant, the file
 system is mounted again as after a start of the machine, and the job comes back from what it holds. The boundaries are
 not drawn: a life without a cut is measured first, and the plan has every boundary of one job, each with the journal
@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from holdfast.testing.checks.power_cut_disk import JOURNAL_LOST, JOURNAL_WRITTEN, KINDS, why_not
-from holdfast.testing.drill.command import (
+from holdfast.testing.drill.crash_drill import (
     NUM_LANES,
     DrillError,
     Lanes,
@@ -30,7 +30,7 @@ from holdfast.testing.drill.command import (
     say,
 )
 from holdfast.testing.drill.crash_points import MEASURE
-from holdfast.testing.drill.plan import LAST_LIFE, NO_STRIKE, SOLO, Aim, LifePlan, Trial, script
+from holdfast.testing.drill.trial_plan import LAST_LIFE, NO_STRIKE, SOLO, Aim, LifePlan, Trial, script
 
 # The third commit is the first after which something is retired. The last save sees to it that this is over before the
 # life ends; nothing is cut in it.

@@ -1,7 +1,7 @@
 """Knows what nobody in the cluster can see: the truth about every copy, and the promises that are judged by it.
 
 No decision uses any of this. A promise that does not hold raises Violation with its number in the protocol. Called by
-testing.simulator.job at the moment that something is said, written or taken away.
+testing.simulator.simulated_job at the moment that something is said, written or taken away.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from holdfast.core.model import BundleRef, Level, Version
 from holdfast.core.versions.coordinator_board import Announcement, Kind
 from holdfast.core.versions.lineage import Lineage
 from holdfast.testing.simulator.clock import Violation
-from holdfast.testing.simulator.keeper import Keeper
 from holdfast.testing.simulator.network import Storage
+from holdfast.testing.simulator.simulated_keeper import Keeper
 
 MAX_REMEMBERED = 80  # of anything that a ledger or a board keeps (S15)
 

@@ -1,6 +1,6 @@
 """The way to storage in the simulation: lines of writers, parts, manifest, retention; modelled after keeper.storage.writer_failover.
 
-Called by testing.simulator.job.
+Called by testing.simulator.simulated_job.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from holdfast.core.versions.retention import to_retire
 from holdfast.core.versions.slot_guard import SlotState
 from holdfast.core.versions.writer_failover import Order, Part
 from holdfast.testing.simulator.clock import Clock
-from holdfast.testing.simulator.keeper import Held, Keeper
 from holdfast.testing.simulator.network import Storage
 from holdfast.testing.simulator.observer import Observer
+from holdfast.testing.simulator.simulated_keeper import Held, Keeper
 
 KEEP_LAST = 2
 AGAIN_S = 0.8

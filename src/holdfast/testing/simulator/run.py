@@ -16,8 +16,8 @@ from holdfast.core.elastic.failure_detector import LOST_S
 from holdfast.core.versions.slot_guard import SlotState
 from holdfast.testing.simulator import watching
 from holdfast.testing.simulator.clock import Clock, Violation
-from holdfast.testing.simulator.escalation import Curse
-from holdfast.testing.simulator.job import Job
+from holdfast.testing.simulator.simulated_escalation import Curse
+from holdfast.testing.simulator.simulated_job import Job
 
 MIN_FAULTS, MAX_FAULTS = 10, 16
 # Six durable saves: a rank that is still busy with the save before gives one up, and that may happen to several in a row.

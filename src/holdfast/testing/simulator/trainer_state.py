@@ -5,7 +5,7 @@ A step of a rank is an update that takes a moment, then a note. A rank that is i
 may be gone on from. Its device is behind: it has the noted state only a moment later, and if the job breaks off before, it
 has something else for ever, since what is queued runs on behind collectives that were aborted. Who dies loses the live state; its notes stay on its node, and go with that. The choice is
 core.livefill's; the truth about every rank's memory is kept here beside it, and judged (S3, S10, S12, S20). Called by
-testing.simulator.job.
+testing.simulator.simulated_job.
 """
 
 from __future__ import annotations

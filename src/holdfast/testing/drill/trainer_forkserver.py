@@ -5,7 +5,7 @@ up and then forks those of the other lanes. Reads requests from
 a socket, one JSON line each, and answers with process ids; says when a child ended and how. It has no threads: that is
 what makes forking safe. Ends when the lane does.
 
-Run by the first lane as `python -m holdfast.testing.drill.forkserver <descriptors of the sockets> <grounds> <sandbox>`,
+Run by the first lane as `python -m holdfast.testing.drill.trainer_forkserver <descriptors of the sockets> <grounds> <sandbox>`,
 both in JSON.
 """
 

@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from holdfast.adapters.dcp import items
+from holdfast.adapters.dcp.dcp_job import DcpJob, patterns, require
 from holdfast.adapters.dcp.items import Notes
-from holdfast.adapters.dcp.job import DcpJob, patterns, require
 from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import UsageError

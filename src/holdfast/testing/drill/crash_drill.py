@@ -2,7 +2,7 @@
 
     python -m holdfast.testing crash [--trials N] [--seed S] [--full-starts N] [--json]
 
-The plan is drawn first (plan.py); lanes (lane.py), warm processes that fork trainers
+The plan is drawn first (trial_plan.py); lanes (lane.py), warm processes that fork trainers
 and keepers, work it off; the table says per phase and victim what was acknowledged and whether anything of it was
 lost. That the drill finds bugs is tested by planting some. Exit code 0: nothing violated; 1: otherwise; 2: usage.
 How to read the table and repeat a trial: docs/drill.md.
@@ -30,7 +30,7 @@ import msgspec
 import holdfast
 from holdfast.base import program
 from holdfast.testing.drill.outcome import Outcome
-from holdfast.testing.drill.plan import PHASES, Trial, full_starts, plan
+from holdfast.testing.drill.trial_plan import PHASES, Trial, full_starts, plan
 
 # One more than processors: a lane waits now and then.
 NUM_LANES = (os.cpu_count() or 1) + 1

@@ -1,7 +1,7 @@
 """Tells what a simulated recovery knows, and whether what it chose is good: the facts for core.recovery, and the truth
 beside.
 
-Called by testing.simulator.job.
+Called by testing.simulator.simulated_job.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from holdfast.core.recovery import version_choice
 from holdfast.core.recovery.version_choice import Choice, Facts, MemoryCopy, Quarantine, Stored, Unreachable
 from holdfast.core.versions.lineage import Lineage
 from holdfast.testing.simulator.clock import Violation
-from holdfast.testing.simulator.keeper import Keeper
 from holdfast.testing.simulator.network import Storage
 from holdfast.testing.simulator.observer import Observer
+from holdfast.testing.simulator.simulated_keeper import Keeper
 
 
 class Job(Protocol):

@@ -20,12 +20,12 @@ from holdfast.core.versions.lineage import Lineage
 from holdfast.core.versions.node_ledger import Reports
 from holdfast.core.versions.slot_guard import SlotState, SlotView
 from holdfast.testing.simulator import persisting
-from holdfast.testing.simulator import version_choice as choice_model
+from holdfast.testing.simulator import simulated_restore as choice_model
 from holdfast.testing.simulator.clock import Clock, Violation
-from holdfast.testing.simulator.escalation import Climb
-from holdfast.testing.simulator.keeper import Desk, Held, Keeper, as_seals
 from holdfast.testing.simulator.network import Network, Storage
 from holdfast.testing.simulator.observer import Observer
+from holdfast.testing.simulator.simulated_escalation import Climb
+from holdfast.testing.simulator.simulated_keeper import Desk, Held, Keeper, as_seals
 from holdfast.testing.simulator.trainer_state import Memories, stepper
 
 STEP_S, TICK_S, BEGIN_S, RETRY_S = 0.4, 0.25, 1.0, 0.2

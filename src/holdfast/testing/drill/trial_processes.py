@@ -26,7 +26,7 @@ from holdfast.testing.drill.shared import Ground, Setup, die_with
 
 WAIT_S = 5.0
 # The program that forks trainers.
-FORKSERVER = "holdfast.testing.drill.forkserver"
+FORKSERVER = "holdfast.testing.drill.trainer_forkserver"
 # States of a process that is dead or about to be; it has no state at all when it is gone.
 _DYING = ("Z", "X", "")
 

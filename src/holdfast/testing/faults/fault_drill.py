@@ -19,7 +19,7 @@ import msgspec
 
 from holdfast.testing.faults import cells
 from holdfast.testing.faults.cells import Cell
-from holdfast.testing.faults.job import Outcome, run
+from holdfast.testing.faults.faulted_job import Outcome, run
 
 # Cells mostly wait: for leases, and for what must not happen.
 JOBS = 3
