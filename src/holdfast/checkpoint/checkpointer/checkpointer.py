@@ -31,7 +31,7 @@ from holdfast.base import config as settings
 from holdfast.base.config import Config
 from holdfast.base.errors import KeeperLost, LevelNotReached, UsageError
 from holdfast.base.events import Events
-from holdfast.checkpoint.checkpointer.save_mode import AnySaver, holder_of, reserved, schedule_of, settled
+from holdfast.checkpoint.checkpointer.save_mode import AnySaver, holder_of, reserved, schedule_of
 from holdfast.checkpoint.checkpointer.session import Run
 from holdfast.checkpoint.checkpointer.stop_signal import StopSignal
 from holdfast.checkpoint.checkpointer.storage_fallback import StorageFallback
@@ -48,7 +48,6 @@ from holdfast.checkpoint.save.durable_tracker import DurableTracker, OnDurable
 from holdfast.checkpoint.save.extra_places import ExtraPlaces
 from holdfast.checkpoint.save.save_handle import SaveHandle, as_level, as_version, never
 from holdfast.checkpoint.save.save_schedule import parse_cadence
-from holdfast.checkpoint.save.storage_saver import DirectSaver
 from holdfast.checkpoint.state.stateful import Keys
 from holdfast.checkpoint.state.training_state import State
 from holdfast.checkpoint.survivors.survivor_state import Survivor
@@ -213,7 +212,7 @@ class Checkpointer:
         link = run.link if run else self._new_link(group)
         job, saver, restorer, report = self._come_back(run, state, link, asked)
         link.resumed = Origin(job.incarnation, restorer.recorded, restorer.table)
-        settled(saver, SLOTS_S)
+        saver.await_slots(SLOTS_S)
         saver.restart(restorer.recorded)
         self.bubbles = self.bubbles or schedule_discovery.bubbles_of(state.modules, self.events)
         schedule = schedule_of(
@@ -661,7 +660,7 @@ class Checkpointer:
             if run.last is None or run.last.version != handle.version:
                 run.link.unannounced.add(handle.version)
             return handle
-        if durable or not isinstance(run.saver, DirectSaver):  # which refuses all else
+        if durable or run.saver.memory is not None:  # which refuses all else
             run.last, run.saved_steps = handle, run.saver.fence.num_steps
             run.recent.append(handle)
         before, self._saving = self._saving, threading.get_ident()
@@ -704,7 +703,7 @@ class Checkpointer:
         """The last step is durable; if its state is not here any more, the newest version that was saved, aloud."""
         run.saver.settle()
         run.link.wait_mended(self._config.close_timeout_s)
-        direct, last, changed = isinstance(run.saver, DirectSaver), run.last, run.changed
+        direct, last, changed = run.saver.memory is None, run.last, run.changed
         if (
             last is not None
             and last.given_up
@@ -712,7 +711,7 @@ class Checkpointer:
             and (direct or run.link.unannounced.take_back(last.version))
         ):
             run.last = last = None
-        settled(run.saver, self._config.close_timeout_s)
+        run.saver.await_slots(self._config.close_timeout_s)
         given_up = last.given_up if last is not None else ""
         if run.state_step > (last.version.step if last is not None else -1) and not changed:
             last = self._save(run, run.state_step, Level.DURABLE)

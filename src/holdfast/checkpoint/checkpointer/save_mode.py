@@ -28,6 +28,7 @@ from holdfast.checkpoint.state.training_state import State
 from holdfast.keeper.rpc.client import Inventory
 from holdfast.tiers.storage.version_store import Storage
 
+# What all of them can do is what a checkpointer asks of each; `memory` is the one that saves to memory, or None.
 AnySaver: TypeAlias = Saver | DirectSaver
 
 
@@ -46,12 +47,11 @@ def reserved(
     Raises:
         MemoryRefused: memory is required. UsageError: a value that cannot be saved; names it.
     """
-    if isinstance(saver, DirectSaver):
+    before = saver.memory if saver is not None else None
+    if saver is not None and before is None:
         saver.close()  # memory may be had again
-        saver = None
     group, reason = job.group, job.no_keeper
     if not reason:
-        before = saver
         kept = saver = before or Saver(state, link, job.topology, rank=group.rank, config=config, events=events)
         try:
             collectives.together(group, lambda: _reserve(kept, wait=config.require_memory))
@@ -86,12 +86,6 @@ def _reserve(saver: Saver, *, wait: bool) -> None:
         raise MemoryRefused(saver.refused or "the memory of this rank is not made in time")
 
 
-def settled(saver: AnySaver, timeout_s: float) -> None:
-    """Waits so long for the memory that `saver` was granted; the rest comes behind training."""
-    if isinstance(saver, Saver):
-        saver.await_slots(timeout_s)
-
-
 def holder_of(saver: AnySaver, link: KeeperLink, job: Job, storage: Storage) -> Holder:
     """Return where copies are had from: the keepers, or storage alone if there are none, or if they hold nothing and
     have too little memory to bring anything. Collective.
@@ -99,7 +93,7 @@ def holder_of(saver: AnySaver, link: KeeperLink, job: Job, storage: Storage) -> 
     if job.no_keeper:
         return StorageSource(storage)
     client = link.require()
-    if isinstance(saver, DirectSaver):
+    if saver.memory is None:
         held = collectives.share(job.group, lambda: b"copies" if _may_hold(client.inventory()) else b"")
         if not held:
             return StorageSource(storage)
@@ -122,7 +116,7 @@ def schedule_of(
     link: KeeperLink,
 ) -> Schedule | MeetingSchedule:
     """Return when `saver` saves."""
-    if isinstance(saver, DirectSaver):
+    if saver.memory is None:
         return MeetingSchedule(config, group)
     budget = None
     if config.overhead:

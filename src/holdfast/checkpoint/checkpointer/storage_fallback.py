@@ -99,7 +99,9 @@ class StorageFallback:
         self._storage = storage
         self._config = config
         self._events = events
-        self._memory: tuple[Saver, Schedule] | None = None  # what waits while storage alone is saved to
+        self._memory: tuple[Saver, Schedule | MeetingSchedule] | None = (
+            None  # what waits while storage alone is saved to
+        )
         self._recent: deque[SaveHandle] = deque(maxlen=RECENT)
         self._since_s = 0.0
         self._number = 0
@@ -109,12 +111,12 @@ class StorageFallback:
         """`step` is finished, and nothing is due yet: goes down or up if all do so here. Collective only then."""
         try:
             if self._memory is not None:
-                if isinstance(run.schedule, MeetingSchedule) and run.schedule.back:
+                if run.schedule.back:
                     self._up(run)
-            elif isinstance(run.saver, Saver):
-                trouble = self._trouble(run.saver)
+            elif (saver := run.saver.memory) is not None:
+                trouble = self._trouble(saver)
                 if (trouble or self._is_unsure(run)) and self._all_go(step, trouble):
-                    self._down(run, trouble)
+                    self._down(run, saver, trouble)
         except HoldfastError as error:
             logger.warning("the level of saving stays as it is: %s", error)
         except RuntimeError as error:  # of torch's store
@@ -122,20 +124,20 @@ class StorageFallback:
 
     def closing(self, run: Run) -> bool:
         """Before the last save is waited for: whether it has to be made again, straight to storage, by all ranks."""
-        saver, last = run.saver, run.last
-        if not isinstance(saver, Saver) or last is None or saver.fence.num_steps != run.optimizer_steps:
+        saver, last = run.saver.memory, run.last
+        if saver is None or last is None or saver.fence.num_steps != run.optimizer_steps:
             return False
         deadline = time.monotonic() + self._config.close_timeout_s
         try:
             while last.reached < Level.CAPTURED and time.monotonic() < deadline:
                 trouble = self._trouble(saver)
                 if self._boards is None:
-                    return bool(trouble) and self._down(run, trouble)
+                    return bool(trouble) and self._down(run, saver, trouble)
                 last_one = FallbackState(
                     self._boards(0), rank=self._job.group.rank, world_size=self._job.group.world_size
                 )
                 if last_one.meets_at_the_end(trouble):
-                    return self._arrived(last_one, deadline) and self._down(run, trouble or last_one.reason)
+                    return self._arrived(last_one, deadline) and self._down(run, saver, trouble or last_one.reason)
                 time.sleep(CLOSING_EVERY_S)
         except (HoldfastError, RuntimeError) as error:
             logger.warning("the last save stays in memory: %s", error)
@@ -191,10 +193,7 @@ class StorageFallback:
 
     # Down and up. Collective.
 
-    def _down(self, run: Run, trouble: str) -> bool:
-        saver, schedule = run.saver, run.schedule
-        assert isinstance(saver, Saver)
-        assert isinstance(schedule, Schedule)
+    def _down(self, run: Run, saver: Saver, trouble: str) -> bool:
         saver.settle()
         reason = trouble or (self._descent.reason if self._descent is not None else "")
         direct = DirectSaver(
@@ -208,7 +207,7 @@ class StorageFallback:
         self._withdraw(run, saver)
         direct.keeps_link = True
         direct.restart(self._link.resumed.version if self._link.resumed is not None else None)
-        self._memory = saver, schedule
+        self._memory = saver, run.schedule
         run.saver, run.last, run.optimizer_steps = direct, None, direct.fence.num_steps
         run.schedule = MeetingSchedule(self._config, self._job.group, could=lambda: self._could(saver))
         self._recent.clear()

@@ -150,6 +150,11 @@ class Saver:
         self._aside_key: object = None
         self._aside: tuple[str, ...] | None = None
 
+    @property
+    def memory(self) -> Saver:
+        """This saver, which saves to memory."""
+        return self
+
     def reserve(self) -> None:
         """Before training: memory for saves of this state, optimizer state to come included, and all that is planned.
 

@@ -62,7 +62,12 @@ class Schedule:
         missed: called with a step that the others save and this rank is past.
         clock: monotonic seconds.
         budget: finds the captured cadence, instead of the setting, once it has measured; None: the setting stands.
+
+    Attributes:
+        back: as in `MeetingSchedule`; here memory was never gone.
     """
+
+    back = False
 
     def __init__(
         self,

@@ -68,7 +68,10 @@ class DirectSaver:
 
     Attributes:
         keeps_link: keepers are wanted again as soon as they can be had.
+        memory: None, for there is none to save to.
     """
+
+    memory = None
 
     def __init__(
         self, state: State, link: KeeperLink, job: Job, storage: Storage, *, reason: str, config: Config, events: Events
@@ -109,6 +112,9 @@ class DirectSaver:
             )
         self._events.emit("durable_only", reason=self._reason, rank=self._job.group.rank)
         self._post("")
+
+    def await_slots(self, timeout_s: float) -> None:
+        """Does nothing: there are no slots."""
 
     def restart(self, version: Version | None) -> None:
         """The tensors were written by a restore of `version`."""
