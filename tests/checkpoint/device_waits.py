@@ -181,6 +181,8 @@ def main(kind: str, how: str, *words: str) -> None:
         if words and call not in words and f"{call}@{moment}" not in words:
             continue
         if how == "hang" or (child := os.fork()) == 0:
+            # torch makes its pool of threads anew in a child, and two threads of its engine may not do so at once.
+            torch.set_num_threads(torch.get_num_threads())
             print(json.dumps(tried(directory / moment / call, kind, moment, call, hurt)), flush=True)
             if how == "fault":
                 os._exit(0)

@@ -212,6 +212,47 @@ def test_a_job_whose_ranks_all_hang_ends_within_its_grace_and_says_what_is_safe(
     assert ("after step 41" in said) == bool(safe), said[-2000:]
 
 
+SAVES_LATE = """
+import os, pathlib, signal, sys, time
+here = pathlib.Path(os.environ["HERE"])
+if os.environ["RANK"] == "1":
+    while not (here / "ready").exists():
+        time.sleep(0.05)
+    raise ValueError("the end of all")
+def save(*_):
+    time.sleep(float(os.environ["SECONDS"]))
+    (here / "saved").touch()
+    sys.exit(1)
+signal.signal(signal.SIGTERM, save)
+(here / "ready").touch()
+while True:
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "seconds", "saved"),
+    [pytest.param((), 6, True, marks=pytest.mark.slow), (("--shutdown-timeout=1",), 40, False)],
+)
+def test_when_one_fails_and_the_job_stops_the_others_have_the_time_that_torchrun_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], seconds: int, *, saved: bool
+) -> None:
+    """Five seconds are for those that run again: what they hold is in the keeper."""
+    monkeypatch.setenv("SECONDS", str(seconds))
+    done = launch(tmp_path, SAVES_LATE, "--nproc-per-node=2", "--max-restarts=0", *flags, seconds=30)
+    assert done.returncode == 1
+    assert (tmp_path / "saved").exists() == saved, done.stderr[-2000:]
+
+
+def test_only_ranks_that_run_again_are_ended_sooner_than_by_torchrun() -> None:
+    agent = object.__new__(BaseAgent)
+    agent._stop_grace_s = 30.0
+    agent._remaining_restarts = 1
+    assert agent._survivor_grace_s() == 5
+    agent._remaining_restarts = 0
+    assert agent._survivor_grace_s() == 30
+
+
 # No handler of a signal runs in ranks that wait in C with the interpreter's lock.
 LOCKED = """
 import ctypes, os, pathlib, signal

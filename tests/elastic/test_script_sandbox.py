@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import decimal
 import importlib.util
 import logging
@@ -50,6 +51,21 @@ def test_where_and_how_tensors_are_made_is_as_in_a_new_process(stage: ScriptSand
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_autocast_cache_enabled()
     assert not torch.is_anomaly_enabled()
+
+
+@pytest.mark.parametrize("told", [":lib", "lib:", "lib::other/../lib", ".", "lib"])
+def test_the_parts_of_pythonpath_are_where_python_finds_them(stage: ScriptSandbox, tmp_path: Path, told: str) -> None:
+    """An empty part is the working directory, and a relative one does not follow the script into another directory."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/script.py").write_text("import sys; print(sys.path)")
+    command, environment = ("scripts/script.py",), {**os.environ, "PYTHONPATH": told}
+    plain = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    stage.directory = str(tmp_path)
+    stage.enter(RunOrder(2, environment, command))
+    number = 1 + len(dict.fromkeys(map(os.path.abspath, told.split(":"))))
+    assert sys.path[:number] == ast.literal_eval(plain.stdout)[:number]
 
 
 def test_kernels_are_chosen_as_in_a_new_process(stage: ScriptSandbox) -> None:

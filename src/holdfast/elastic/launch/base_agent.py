@@ -27,8 +27,10 @@ from holdfast.elastic.worker.kill_descendants import kill_group
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
-# How long workers that are to be ended may take after SIGTERM before they are killed: what they hold is in the keeper.
+# How long workers that are to run again may take after SIGTERM before they are killed: what they hold is in the keeper.
 SURVIVOR_GRACE_S = 5.0
+# The same where the job stops, if nothing else is asked for: torchrun's.
+STOP_GRACE_S = 30.0
 # How long workers that are told to end may take to show that they are alive.
 HEED_S = 10.0
 
@@ -54,6 +56,7 @@ class BaseAgent(LocalElasticAgent):
             **optional,
         )
         self.grace_s = grace_s
+        self._stop_grace_s = float(optional.get("shutdown_timeout", STOP_GRACE_S))
         self._is_ending = False
         self._told: set[int] = set()  # a script may take a second signal for "at once"
 
@@ -104,19 +107,23 @@ class BaseAgent(LocalElasticAgent):
         if any(process.poll() not in (None, 0) for process in self._processes()):
             # Noted before the survivors end, so that torch's report names the worker that failed first.
             getattr(self._pcontext, "_capture_process_failures", set)(set())
-            self._end(signal.SIGTERM, SURVIVOR_GRACE_S)
+            self._end(signal.SIGTERM, self._survivor_grace_s())
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
-        """Ends the workers: with time to save when the launcher was told to end, else quickly."""
+        """Ends the workers: with time to save when the launcher was told to end, else quickly where they run again."""
         told = isinstance(sys.exc_info()[1], SignalException)
         try:
-            self._end(death_sig, self.grace_s if told else SURVIVOR_GRACE_S, told=told)
+            self._end(death_sig, self.grace_s if told else self._survivor_grace_s(), told=told)
         except SignalException:
             logger.warning("second signal: the workers are ended at once")
             self._end(signal.SIGKILL, SURVIVOR_GRACE_S)
         super()._shutdown(death_sig, *args, **kwargs)
+
+    def _survivor_grace_s(self) -> float:
+        """Return how long workers may take to end because another one failed: a job that stops waits as torchrun does."""
+        return SURVIVOR_GRACE_S if self._remaining_restarts > 0 else self._stop_grace_s
 
     def _end(self, death_sig: signal.Signals, grace_s: float, *, told: bool = False) -> None:
         """Signals each living worker, not its children; after `grace_s` whatever is left of its process group dies."""

@@ -38,6 +38,8 @@ WARM = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "
 IDLE_S = 2.0
 ANSWER_TIMEOUT_S = 60.0
 CLOSE_S = 10.0
+# How long the end of a worker may stay untold before its fork server counts as lost: it may be stopped.
+TOLD_S = 10.0
 _MAX_MESSAGE = 1 << 16
 
 # Torch's launcher handles these in any case, so the programs that it starts have the default.
@@ -76,7 +78,7 @@ class Child:
     def poll(self) -> int | None:
         """The exit code (negative: the signal), or None while it lives."""
         if self.returncode is None:
-            self.returncode = self._forkserver.exit_code(self.pid)
+            self.returncode = self._forkserver.exit_code(self.pid, self.pidfd)
             self.guessed = self.returncode is not None and self._forkserver.guessed(self.pid)
             if self.returncode is not None and self.pidfd >= 0:
                 os.close(self.pidfd)
@@ -116,6 +118,7 @@ class ForkServer:
         self._unread = b""
         self._forked: list[int] = []
         self._exits: dict[int, int] = {}
+        self._untold: dict[int, float] = {}  # who ended, as the kernel says, and when that was seen first
         self._refused: list[str] = []
         self._guessed: set[int] = set()
         self._ready = True
@@ -196,14 +199,33 @@ class ForkServer:
         """Return whether `exit_code` does not know how the child ended, only that it did."""
         return pid in self._guessed
 
-    def exit_code(self, pid: int) -> int | None:
-        """Return how the child ended, if it did."""
+    def exit_code(self, pid: int, pidfd: int = -1) -> int | None:
+        """Return how the child ended, if it did.
+
+        Args:
+            pid: of a child of the fork server.
+            pidfd: the same, as long as it is open: so its end is seen although a fork server that is stopped tells nothing.
+        """
         if pid not in self._exits:
             self.await_news(0.0)
+        if pid not in self._exits and not self.lost and pidfd >= 0 and readable([pidfd], 0.0):
+            self._miss(pid)
         if self.lost and pid not in self._exits and not _lives(pid):
-            self._exits[pid] = -signal.SIGKILL  # nobody is left who knows better
-            self._guessed.add(pid)
+            code = _code_of_zombie(pid)
+            self._exits[pid] = -signal.SIGKILL if code is None else code  # nobody is left who knows better
+            if code is None:
+                self._guessed.add(pid)
         return self._exits.get(pid)
+
+    def _miss(self, pid: int) -> None:
+        """A child has ended. If nobody awaits it for long, the fork server is lost."""
+        now = time.monotonic()
+        if now - self._untold.setdefault(pid, now) > TOLD_S and _code_of_zombie(pid) is not None:
+            self.lost = True
+            logger.error(
+                "the process that workers are forked from (%d) does not tell that process %d ended, for %.0f s: it counts as "
+                "lost; those that live go on", self.pid, pid, TOLD_S,
+            )  # fmt: skip
 
     def await_news(self, timeout_s: float) -> None:
         """Waits for one message of the fork server, or until time is over."""
@@ -391,6 +413,18 @@ def _import_quietly(name: str) -> None:
         pkgutil.resolve_name(name)
     except Exception as error:  # noqa: BLE001 - whatever an import may raise, the script will meet it by itself
         logger.info("%s was not imported in advance: %s", name, error)
+
+
+def _code_of_zombie(pid: int) -> int | None:
+    """Return how a process ended that nobody has awaited yet; None if it is none, or the kernel does not say."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rsplit(b")", 1)[1].split()
+            is_ours = os.fstat(file.fileno()).st_uid == os.geteuid()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # proc_pid_stat(5): field 52, in the form of waitpid(2); zero for who may not know it.
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == b"Z" and is_ours else None
 
 
 def _lives(pid: int) -> bool:

@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from holdfast.checkpoint.liveness.heartbeat_page import make_page
 from holdfast.checkpoint.survivors import step_snapshot
 from holdfast.elastic.processes.forkserver import Child, ForkServer, NotForked
+from holdfast.elastic.watchdog.proc_stats import state
 from holdfast.elastic.worker.agent_channel import AgentChannel, pair
 from holdfast.elastic.worker.kill_descendants import kill_group
 
@@ -182,8 +183,9 @@ class Workers(SubprocessContext):
         self.worker_slots[local_rank].set_status(WorkerStatus.VACANT)
         while self._spares:
             child, line, page = self._spares.pop(0)
-            if child.poll() is None:
+            if child.poll() is None and state(child.pid) not in "Tt":
                 break
+            child.send_signal(signal.SIGKILL)  # one that is stopped would take the rank and do nothing
             line.close()
             os.close(page)
         else:

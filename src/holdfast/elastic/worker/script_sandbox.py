@@ -157,8 +157,10 @@ class ScriptSandbox:
         first = self.directory if order.is_module else os.path.dirname(os.path.realpath(order.arguments[0]))
         self.home = first
         self._uncover(first)
-        # As `python` would: the script's directory, then what the environment adds, then the rest.
-        added = [part for part in order.environment.get("PYTHONPATH", "").split(os.pathsep) if part]
+        # As `python` would: the script's directory, then what the environment adds (an empty part is the working
+        # directory), then the rest.
+        told = order.environment.get("PYTHONPATH", "")
+        added = [os.path.abspath(part) for part in told.split(os.pathsep)] if told else []
         sys.path[:] = list(dict.fromkeys([first, *added, *self.path]))
         self._reset_python()
         with deaf():  # torch begins a pool of threads
