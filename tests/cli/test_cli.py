@@ -65,7 +65,14 @@ def test_every_command_but_run_speaks_json() -> None:
     silent = {name for name, command in commands.items() if "--json" not in [o for p in command.params for o in p.opts]}
     assert silent == {"run", "demo", "drill"}, "these are programs of their own, whose arguments are theirs"
     home = Path(testing.__file__).parent
-    for program in ("demo/demo", "drill/command", "power/power", "soak/soak", "faults/command", "simulator/__main__"):
+    for program in (
+        "demo/demo",
+        "drill/crash_drill",
+        "power/power",
+        "soak/soak",
+        "faults/fault_drill",
+        "simulator/__main__",
+    ):
         assert 'add_argument("--json"' in (home / f"{program}.py").read_text(encoding="utf-8"), program
 
 

@@ -72,9 +72,8 @@ REF = BundleRef("lonely", (1,), 0, 1, 100, "f")
 def replicator(reached: dict[Level, Version]) -> Replicator:
     """Of node 0, which keeps what lives on node 1 only."""
     ledger = SimpleNamespace(
-        to_replicate=lambda _: [(1, 1, REF)],
+        bundles_of=lambda _: SimpleNamespace(to_replicate=[(1, 1, REF)], unique_bytes=0),
         newest=reached.get,
-        unique_bytes=lambda _: 0,
     )
     state = SimpleNamespace(
         lock=threading.RLock(), ledger=ledger, need_ledger=lambda: ledger, alarm=lambda *_: None, assembly=None

@@ -211,7 +211,7 @@ def test_who_cannot_write_says_so_and_the_next_in_line_begins_without_waiting_fo
     parts = tuple(
         writer_failover.Part(index, (1, 0), (BundleRef(f"b{index}", (0, 1), 0, 1, 8, ""),)) for index in (0, 2)
     )
-    ledger = SimpleNamespace(incarnation=1, parts_of=lambda _: parts)
+    ledger = SimpleNamespace(incarnation=1, bundles_of=lambda _: SimpleNamespace(parts=parts))
 
     def failover(node: int) -> WriterFailover:
         state = SimpleNamespace(
@@ -275,7 +275,7 @@ def test_what_may_have_to_be_taken_over_stays_until_a_save_finds_no_other_slot()
         held.state, held.version, held.images = SlotState.SEALED, version, {"shared": None}
     newer.version = Version(1, 5)
     part = writer_failover.Part(0, (1, 0), (BundleRef("shared", (0, 1), 0, 1, 8, ""),))
-    ledger = SimpleNamespace(incarnation=1, parts_of=lambda _: (part,))
+    ledger = SimpleNamespace(incarnation=1, bundles_of=lambda _: SimpleNamespace(parts=(part,)))
     slot_pool = _Found([own, replica, newer])
     state = SimpleNamespace(
         node=0, slot_pool=slot_pool, need_ledger=lambda: ledger, unpin=lambda held, why: held.unpin(why)
