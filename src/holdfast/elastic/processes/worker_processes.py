@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,10 @@ class Workers(SubprocessContext):
         self._logs_specs = logs_specs
         self._num_spares = num_spares
         self._prefixes: dict[int, str] | None = given.get("log_line_prefixes")
+        self._num_replaced: Counter[tuple[int, int]] = Counter()  # (local rank, incarnation)
+        self._logs: dict[
+            str, tuple[Any, dict[int, dict[str, str]]]
+        ] = {}  # of replacements, by the suffix of the attempt
         self._spares: list[tuple[Child, AgentChannel, int]] = []
         self._notes: dict[int, int] = {}
 
@@ -258,10 +263,15 @@ class Workers(SubprocessContext):
         """Log files of a replacement, in a directory of their own; those of the dead one stay."""
         if not self.stdouts[local_rank] and not self.stderrs[local_rank]:
             return
-        envs = {rank: dict(env) for rank, env in self.envs.items()}
-        for env in envs.values():
-            env["TORCHELASTIC_RESTART_COUNT"] += f".{incarnation}"
-        made = self._logs_specs.reify(envs)
+        self._num_replaced[local_rank, incarnation] += 1
+        number = self._num_replaced[local_rank, incarnation]
+        name = f".{incarnation}" if number == 1 else f".{incarnation}.{number}"
+        if name not in self._logs:  # torch empties the directory that it makes, and others of it may have been replaced
+            envs = {rank: dict(env) for rank, env in self.envs.items()}
+            for env in envs.values():
+                env["TORCHELASTIC_RESTART_COUNT"] += name
+            self._logs[name] = self._logs_specs.reify(envs), envs
+        made, envs = self._logs[name]
         self.stdouts[local_rank], self.stderrs[local_rank] = made.stdouts[local_rank], made.stderrs[local_rank]
         self.error_files[local_rank] = made.error_files[local_rank]
         self.envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = envs[local_rank]["TORCHELASTIC_ERROR_FILE"]
