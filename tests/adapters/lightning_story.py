@@ -45,6 +45,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "workers": {"max_epochs": 2, "val_check_interval": 5},
     "saves": {"max_epochs": 2, "val_check_interval": 3},
     "seldom": {"max_epochs": 2, "val_check_interval": 5},
+    "manual and seldom": {"max_epochs": 2, "val_check_interval": 5},
     "average": {"max_epochs": 2, "val_check_interval": 5},
     "own": {"max_epochs": 2, "limit_train_batches": 7},
     "compiled": {"max_epochs": 2, "val_check_interval": 5},
@@ -104,7 +105,7 @@ class Model(LightningModule):
     def __init__(self, plan: str) -> None:
         super().__init__()
         self.plan = plan
-        self.automatic_optimization = plan != "manual"
+        self.automatic_optimization = "manual" not in plan
         self.body = torch.nn.Sequential(torch.nn.Linear(WIDTH, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, WIDTH))
         self.other = torch.nn.Linear(WIDTH, WIDTH)
         if plan == "compiled":
@@ -146,7 +147,7 @@ class Model(LightningModule):
         self.seen = checkpoint["seen"]
 
     def configure_optimizers(self) -> Any:
-        if self.plan == "manual":
+        if "manual" in self.plan:
             return [torch.optim.AdamW(self.body.parameters(), 1e-2), torch.optim.SGD(self.other.parameters(), 1e-2)]
         optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
         if self.plan == "plateau":
@@ -246,7 +247,7 @@ def digest(tensors: list[torch.Tensor]) -> str:
 def callbacks_of(plan: str, options: argparse.Namespace) -> list[Any]:
     if plan == "stops":
         return [EarlyStopping("val", patience=3)]
-    if plan == "seldom":
+    if "seldom" in plan:
         return [ModelCheckpoint(options.facts.with_suffix(".own"), every_n_train_steps=4, save_last=True)]
     if plan == "saves":
         return [ModelCheckpoint(options.facts.with_suffix(".own"), monitor="val", save_top_k=2, save_last=True)]
@@ -284,7 +285,7 @@ def main(words: list[str]) -> None:
     trainer = Trainer(
         accelerator="cpu", devices=options.ranks, strategy="ddp" if options.ranks > 1 else "auto", logger=lines,
         callbacks=callbacks, log_every_n_steps=2, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, enable_checkpointing=options.plan in ("saves", "seldom"), default_root_dir=options.facts.parent,
+        use_distributed_sampler=False, enable_checkpointing=options.plan in ("saves", "seldom", "manual and seldom"), default_root_dir=options.facts.parent,
         **PLANS[options.plan],
     )  # fmt: skip
     trainer.fit(model, data, ckpt_path=options.resume)

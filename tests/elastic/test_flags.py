@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import forked
+from holdfast.elastic.launch import run_command
 
 WORKER = Path(__file__).with_name("seen_worker.py")
 TORCHRUN, OURS = "torch.distributed.run", "holdfast.elastic.launch.run_command"
@@ -124,3 +125,16 @@ def test_settings_of_the_users_are_never_overridden_and_none_is_made_without_a_w
     done = forked.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "found").read_text() == found
+
+
+def test_jobs_that_were_given_no_id_have_different_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may name files by it; the keeper of a job that is started again is found by `--run-id`."""
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    told = []
+    for words in ([], [], ["--standalone"], ["--rdzv-id=mine"]):
+        args = run_command.build_parser().parse_args([*words, "script.py"])
+        run_command.prepare(args)
+        told.append(args.rdzv_id)
+    assert len(set(told)) == 4
+    assert told[-1] == "mine"
+    assert all(len(each) == 36 for each in told[:-1])

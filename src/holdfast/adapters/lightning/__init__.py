@@ -131,7 +131,7 @@ class Keeping:
         self._take_hold(trainer.fit_loop)
 
     def _later_than(self, trainer: Any, path: Any) -> Version | None:
-        """Returns what goes before a path that `fit` was given: a later step that this run has saved here itself.
+        """Returns what goes before a path that `fit` was given: the same or a later step that this run has saved here itself.
 
         A script gives the same path at each restart. Where nobody started the run anew, only the launcher its workers, it is what
         the path would have become. Then Lightning loads nothing behind us.
@@ -143,10 +143,14 @@ class Keeping:
         except HoldfastError as error:
             logger.warning("%s: what is there is not looked at, for a path is given: %s", self._root, error)
             return None
-        if found is None or found[0].step + 1 <= told:
+        if found is None:
             return None
         version, launch = found
-        if not settings.is_restart() or launch != settings.launch():
+        is_ours = settings.is_restart() and launch == settings.launch()
+        # Ours of the same step was saved behind Lightning's own, and behind what callbacks did after that.
+        if version.step + 1 < told or (version.step + 1 == told and not is_ours):
+            return None
+        if not is_ours:
             logger.warning(
                 "%s holds step %d: the path %s is what was asked for; without it the later step is taken",
                 self._root, version.step + 1, path,

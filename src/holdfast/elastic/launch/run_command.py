@@ -35,6 +35,7 @@ import re
 import resource
 import signal
 import sys
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -393,9 +394,9 @@ def prepare(args: argparse.Namespace) -> None:
     _, max_nodes = _num_nodes(args.nnodes)
     single = max_nodes == 1 and args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
     if args.standalone or single:
-        # As torchrun does; the id stays one that the user can find again.
+        # As torchrun does: scripts name files by the id, and another job must not meet them. Ours is `--run-id`.
         args.rdzv_backend, args.rdzv_endpoint = "c10d", ALONE
-        args.rdzv_id = args.rdzv_id if args.rdzv_id not in ("", "none") else "standalone"
+        args.rdzv_id = args.rdzv_id if args.rdzv_id not in ("", "none") else str(uuid.uuid4())
     elif args.rdzv_backend == "static" and args.max_restarts > 0 and max_nodes > 1:
         logger.warning("the static rendezvous cannot bring a node back; use --rdzv-backend=c10d")
     if args.rdzv_backend == "c10d" and max_nodes <= KEEP_ALIVE_MAX_NODES:
@@ -432,6 +433,13 @@ def _signals(config: LaunchConfig) -> list[int]:
     return [int(number) for number in found if isinstance(number, signal.Signals)]
 
 
+def _program_name(spec: WorkerSpec) -> str:
+    """Return what is said to have failed: the script rather than the interpreter that runs it."""
+    program = str(spec.entrypoint)
+    words = (str(word) for word in spec.args if not str(word).startswith("-")) if program == sys.executable else ()
+    return next(iter(words), program)
+
+
 def launch(agent: Agent, spec: WorkerSpec, config: LaunchConfig) -> int:
     """Runs one agent until the job ends on this node; returns the exit code.
 
@@ -440,7 +448,7 @@ def launch(agent: Agent, spec: WorkerSpec, config: LaunchConfig) -> int:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = getattr(config, "signals_to_handle", SIGNALS)
     close_rendezvous = False  # only a job that is over closes it: other nodes may go on without this one
     try:
-        code = record(_run_agent)(agent, str(spec.entrypoint), config) or 0
+        code = record(_run_agent)(agent, _program_name(spec), config) or 0
         close_rendezvous = True
         return code
     except ChildFailedError as error:

@@ -114,6 +114,7 @@ class StandbyStore:
         self._met: Callable[[], bool] = lambda: False
         self._members: Callable[[], Iterable[str]] = tuple
         self._silent_since: float | None = None
+        self._told_s = 0.0  # of how long a silence was told last
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="holdfast standby", daemon=True)
 
@@ -125,7 +126,7 @@ class StandbyStore:
 
     def use(self, address: str) -> None:
         """This launcher uses the store there from now on, and tells whoever asks."""
-        self._used, self._silent_since = address, None
+        self._used, self._silent_since, self._told_s = address, None, 0.0
         self.store.set(USES, address)
 
     def close(self) -> None:
@@ -161,11 +162,13 @@ class StandbyStore:
         """Another one hosts: if it is silent for too long, whoever of us waits for it is woken."""
         used = self._used
         if used in dialler.ask([used]):
-            self._silent_since = None
+            self._silent_since, self._told_s = None, 0.0
             return
         self._silent_since = self._silent_since or now
         if now - self._silent_since > DEAF_S and used == self._used:
-            logger.warning("the rendezvous store at %s has been silent for %.0f s", used, now - self._silent_since)
+            if now - self._silent_since > 2 * self._told_s:  # it may last for minutes
+                self._told_s = now - self._silent_since
+                logger.warning("the rendezvous store at %s has been silent for %.0f s", used, self._told_s)
             cut_connections(int(used.rpartition(":")[2]))
 
 
