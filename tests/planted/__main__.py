@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 
-from holdfast.testing.checks.power_cut_disk import KINDS
+from holdfast.testing.checks.power_cut_disk import KINDS, why_not
 from holdfast.testing.drill.crash_drill import NUM_LANES, Progress
 from holdfast.testing.power import power
 from planted import crash, faults, hunt, simulator
@@ -22,8 +22,12 @@ def _crash(names: list[str]) -> Rows:
 
 
 def _power(names: list[str]) -> Rows:
+    reasons = {kind: why_not(kind) for kind in KINDS}
+    kinds = [kind for kind, reason in reasons.items() if not reason]
+    if not kinds:
+        sys.exit(f"the power drill cannot run: {reasons[KINDS[0]]}")
     with hunt.open_lanes(NUM_LANES) as lanes:
-        trials = power.plan({(kind, False): power.boundaries(lanes, kind, False, SEED) for kind in KINDS}, SEED)
+        trials = power.plan({(kind, False): power.boundaries(lanes, kind, False, SEED) for kind in kinds}, SEED)
         quarries = hunt.hunt_by_cuts(lanes, names, trials, Progress(len(names), "planted bugs found"))
     yield from ((quarry.found_by is not None, str(quarry)) for quarry in quarries)
 

@@ -8,5 +8,4 @@ from holdfast.testing.faults import inject
 from planted.faults_keeper import BUGS
 
 if __name__ == "__main__":
-    BUGS[sys.argv[1]]()
-    sys.exit(inject.main(sys.argv[2:]))
+    sys.exit(inject.main(sys.argv[2:], BUGS[sys.argv[1]]))

@@ -192,10 +192,11 @@ class Wounds:
         return os.readlink(f"/proc/self/fd/{fd}").startswith(self._root)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs a keeper that is hurt as the file says; returns its exit status."""
+def main(arguments: Sequence[str], plant: Callable[[], None] = lambda: None) -> int:
+    """Runs a keeper that is hurt as the file says; returns its exit status. `plant` is what a test does to it before."""
     control, *rest = arguments
     writer_failover.LEASE_S, coordinator.ABSENT_S, writer.SILENCE_S = LEASE_S, ABSENT_S, SILENCE_S
+    plant()
     die_with(os.getppid())  # who is killed in the middle of a cell leaves nothing behind
     Wounds(Path(control), rest[rest.index("--root") + 1]).open()
     return keeper_main.main(rest)
