@@ -125,8 +125,12 @@ def _near(pick: random.Random, value: Any) -> Any:
 
 def _add(pick: random.Random, node: Any, key: Any, most: int) -> None:
     """The item at a key once more, or very often."""
-    # Copies, and few of what is large: what is shared would grow without bound at the next change.
-    times = max(1, min(most, pick.choice((1, 1, 2, 40, 3000)), 6000 // len(_places([node[key]]))))
+    # Copies, and few of what is large: what is shared would grow without bound at the next change. An input is cut later
+    # anyhow, and msgspec ends the process where there is no memory for what it encodes.
+    places = _places([node[key]])
+    num_bytes = sum(len(there[at]) for there, at in places if isinstance(there[at], str | bytes))
+    most = min(most, 6000 // len(places), 2 * MAX_INPUT_BYTES // max(1, num_bytes))
+    times = max(1, min(most, pick.choice((1, 1, 2, 40, 3000))))
     if isinstance(node, list):
         node[key:key] = [_copied(node[key]) for _ in range(times)]
     else:
