@@ -36,7 +36,7 @@ def same(facts: dict[str, Any], undisturbed: dict[str, Any], *, more: str = "") 
         if name == more:
             assert set(value) <= set(facts[name])
         elif name != "starts":
-            assert facts[name] == value, name
+            assert facts[name] == value, (name, facts[name], value)
 
 
 @dataclass
