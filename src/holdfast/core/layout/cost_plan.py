@@ -17,6 +17,7 @@ from holdfast.core.layout import bundles, replica_placement
 from holdfast.core.layout.job_layout import JobLayout, offsets
 from holdfast.core.layout.redundancy_groups import Census
 from holdfast.core.model import BundleRef, Topology
+from holdfast.core.rank_runs import runs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +200,9 @@ class JobPlan:
         count = bundles.num_shares(members, size, self.topology)
         shares = self._shares_of(kind, count)
         ledger.num_bundles += len(shares)
-        ranks = tuple(members)
+        runs = runs_of(tuple(members))
         for index, num_bytes in shares:
-            writer = bundles.representative(BundleRef("", ranks, index, count, num_bytes, ""))
+            writer = bundles.representative(BundleRef("", (), index, count, num_bytes, "", runs=runs))
             ledger.written[self.topology.node_of[writer]] += num_bytes
         by_home: dict[int, list[int]] = {}
         for rank in members:
