@@ -16,6 +16,7 @@ pytestmark = [
 
 def test_captured_work_is_done_at_each_replay(sim: ModuleType) -> None:
     x = torch.zeros(4, device="sim")
+    torch.accelerator.synchronize()  # the other stream does not wait for the zeros
     graph = torch.accelerator.Graph()
     with torch.Stream(device="sim"):
         graph.capture_begin()
@@ -49,6 +50,7 @@ def test_whole_step_replays_to_the_numbers_of_the_cpu(sim: ModuleType) -> None:
         step(plain, optimizer, batch)
     optimizer = torch.optim.AdamW(captured.parameters(), lr=1e-2, capturable=True)
     on_device = batch.to("sim")
+    torch.accelerator.synchronize()
     with torch.Stream(device="sim"):
         for _ in range(3):
             step(captured, optimizer, on_device)
@@ -86,6 +88,7 @@ def test_waiting_for_the_device_loses_the_capture(sim: ModuleType) -> None:
 
 def test_random_numbers_differ_from_replay_to_replay(sim: ModuleType) -> None:
     x = torch.zeros(100, device="sim")
+    torch.accelerator.synchronize()
     graph = torch.accelerator.Graph()
     with torch.Stream(device="sim"):
         graph.capture_begin()
