@@ -234,7 +234,7 @@ def test_verification_finds_one_element_written_during_copy(make: Make, monkeypa
     monkeypatch.setattr(run.saver._checks, "look", lambda *_, **__: None)  # digests alone have to find it
     gate, copy = threading.Event(), copy_plan.copy
     monkeypatch.setattr(copy_plan, "copy", lambda *batch: (gate.wait(30.0), copy(*batch)))
-    monkeypatch.setattr(copy_plan, "copy_at_once", lambda targets, sources, _: copy(targets, sources))
+    monkeypatch.setattr(copy_plan, "copy_at_once", lambda now, _: copy(now.targets, now.sources))
     handle = checkpointer.save(NUM_PROOFS + 1)
     trainee.model[0].weight.data.view(-1)[7] += 1
     gate.set()

@@ -12,7 +12,7 @@ import torch
 
 from holdfast.base.events import Events
 from holdfast.checkpoint.capture import copy_plan
-from holdfast.checkpoint.capture.copy_plan import SlotView, Split, Structure
+from holdfast.checkpoint.capture.copy_plan import Copies, SlotView, Split, Structure
 from holdfast.checkpoint.capture.mutation_check import NUM_PROOFS, MutationHistory, differing, digest, same_bits
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.checkpoint.entries.types import Gathered
@@ -317,7 +317,7 @@ def test_what_several_threads_copy_is_what_one_copies(monkeypatch: pytest.Monkey
     shapes = [(1000, 7), (3,), (), (0, 4), (50, 50), (17, 1, 5), (20_000,)]
     sources = [torch.randn(shape) for shape in shapes] + [torch.randn(300, 200).t(), torch.arange(9, dtype=torch.int8)]
     targets = [torch.full(source.shape, 77, dtype=source.dtype) for source in sources]
-    copy_plan.copy_at_once(targets, sources, num_threads)
+    copy_plan.copy_at_once(Copies.of(targets, sources, range(len(sources))), num_threads)
     assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
     assert (len(calls) > num_threads) is (num_threads > 1)
 
@@ -335,4 +335,41 @@ def test_a_copy_that_fails_in_another_thread_fails_the_save(monkeypatch: pytest.
     monkeypatch.setattr(copy_plan, "copy", refuses)
     tensors = [torch.ones(100) for _ in range(8)]
     with pytest.raises(RuntimeError, match="no"):
-        copy_plan.copy_at_once(tensors, [tensor.clone() for tensor in tensors], 2)
+        copy_plan.copy_at_once(Copies.of(tensors, [tensor.clone() for tensor in tensors], range(8)), 2)
+
+
+@pytest.mark.parametrize("most", [64, 1000, 1 << 20])
+def test_saves_deal_batches_once_and_copy_what_objects_made_anew(most: int) -> None:
+    """States of random generators are other tensors at every save; here one is whole in its batch, one may be cut."""
+    tensors = {
+        name: torch.randn(count) for name, count in (("a", 40), ("b", 5), ("none", 0), ("rng", 9), ("large", 400))
+    }
+    with slot_of(1 << 20) as slot:
+        view = save_into(slot, state := gathered(tensors))
+        split = Split(tuple(range(len(view.plan.parts))), ())
+        dealt = view.assign(state.tensors, split)[0].batches(most)
+        for name in ("rng", "large", "a"):
+            rows = {**state.tensors, name: live(name, torch.randn_like(tensors[name]))}
+            state = Gathered(rows, state.values, 1, 1)
+            now, _ = view.assign(rows, split)
+            whole = tensors[name].nbytes <= most
+            assert (now.batches(most) is dealt) is whole
+            dealt = now.batches(most)
+            assert sum(batch.num_bytes for batch in dealt) == now.num_bytes
+            assert sum(batch.num_bytes for batch in dealt) == sum(target.nbytes for target in now.targets)
+            for target in now.targets:
+                target.fill_(77)
+            for batch in dealt:
+                copy_plan.copy(batch.targets, batch.sources)
+            for part, target in zip(view.plan.parts, view.targets, strict=True):
+                assert torch.equal(target, rows[part.name].local), f"{part.name} after {name} was made anew"
+        del view, now, dealt, batch, target
+
+
+def test_a_source_elsewhere_or_of_another_part_is_not_put_in() -> None:
+    targets, sources = [torch.zeros(4) for _ in range(3)], [torch.ones(4) for _ in range(3)]
+    copies = Copies.of(targets, sources, (0, 2))
+    assert not copies.replace(1, targets[1], torch.zeros(4)), "not chosen"
+    assert not copies.replace(0, targets[2], torch.zeros(4)), "another part's place"
+    assert not copies.replace(0, targets[0], torch.zeros(4, device="meta")), "its source was in host memory"
+    assert [source is mine for source, mine in zip(copies.sources, (sources[0], sources[2]), strict=True)] == [True] * 2

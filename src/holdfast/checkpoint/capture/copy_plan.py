@@ -10,6 +10,7 @@ one structure of the state and one size of each group's values. Called by `check
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -215,7 +216,7 @@ class SlotView:
         if len(fresh) > MAX_REPLACED:
             return False
         return all(
-            now.replace(self.targets[i], self.sources[i]) or late.replace(self.targets[i], self.sources[i])
+            now.replace(i, self.targets[i], self.sources[i]) or late.replace(i, self.targets[i], self.sources[i])
             for i in fresh
         )
 
@@ -242,23 +243,40 @@ class Batch:
 
 @dataclass(slots=True)
 class Copies:
-    """Targets in a slot with their sources, in host memory and on devices."""
+    """Targets in a slot with their sources, in host memory and on devices; sources may be replaced, targets stay.
+
+    So what is worked out of sizes alone is worked out once, for thousands of tensors are asked theirs in milliseconds.
+
+    Attributes:
+        num_bytes: of all targets whose source is in host memory.
+    """
 
     targets: list[torch.Tensor] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
     device_targets: list[torch.Tensor] = field(default_factory=list)
     device_sources: list[torch.Tensor] = field(default_factory=list)
+    num_bytes: int = 0
+    _places: dict[int, int] = field(default_factory=dict)
+    _dealt: dict[int, _Dealt] = field(default_factory=dict)
 
-    def replace(self, target: torch.Tensor, source: torch.Tensor) -> bool:
-        """Puts `source` beside `target`, if that is one of these."""
-        targets, sources = (
-            (self.targets, self.sources) if source.device.type == "cpu" else (self.device_targets, self.device_sources)
-        )
-        for index in range(len(targets) - 1, -1, -1):
-            if targets[index] is target:
-                sources[index] = source
-                return True
-        return False
+    def replace(self, part: int, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Puts `source` beside the `target` of a part, if that is one of these and its source stays where it was."""
+        on_host = source.device.type == "cpu"
+        targets, sources = (self.targets, self.sources) if on_host else (self.device_targets, self.device_sources)
+        place = self._places.get(part, len(targets))
+        if place >= len(targets) or targets[place] is not target:
+            return False
+        sources[place] = source
+        if on_host:
+            self._dealt = {most: dealt for most, dealt in self._dealt.items() if dealt.replace(place, source)}
+        return True
+
+    def batches(self, most: int) -> list[Batch]:
+        """Returns what is copied from host memory in calls of at most so many bytes; not to be changed."""
+        dealt = self._dealt.get(most)
+        if dealt is None:
+            dealt = self._dealt[most] = _deal(self.targets, self.sources, most)
+        return dealt.batches
 
     @classmethod
     def of(cls, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], chosen: Sequence[int]) -> Copies:
@@ -266,12 +284,36 @@ class Copies:
         copies = cls()
         for index in chosen:
             if sources[index].device.type == "cpu":
+                copies._places[index] = len(copies.targets)
                 copies.targets.append(targets[index])
                 copies.sources.append(sources[index])
+                copies.num_bytes += targets[index].nbytes
             else:
+                copies._places[index] = len(copies.device_targets)
                 copies.device_targets.append(targets[index])
                 copies.device_sources.append(sources[index])
         return copies
+
+
+@dataclass(frozen=True, slots=True)
+class _Dealt:
+    """Batches, and where every target stands in them.
+
+    Attributes:
+        numbers: the batch of each target.
+        places: where it stands in that; -1 if it was cut.
+    """
+
+    batches: list[Batch]
+    numbers: array[int]
+    places: array[int]
+
+    def replace(self, index: int, source: torch.Tensor) -> bool:
+        """Puts in another source; False if the target was cut, so that all have to be dealt anew."""
+        place = self.places[index]
+        if place >= 0:
+            self.batches[self.numbers[index]].sources[place] = source
+        return place >= 0
 
 
 def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -281,13 +323,12 @@ def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
             torch._foreach_copy_(targets, sources)
 
 
-def copy_at_once(targets: list[torch.Tensor], sources: list[torch.Tensor], num_threads: int) -> None:
+def copy_at_once(copies: Copies, num_threads: int) -> None:
     """Copy as `copy` does, by so many threads if it is much: one core does not fill a memory's bandwidth."""
-    total = sum(target.nbytes for target in targets)
-    if num_threads < 2 or total < SHARED_BYTES:
-        copy(targets, sources)
+    if num_threads < 2 or copies.num_bytes < SHARED_BYTES:
+        copy(copies.targets, copies.sources)
         return
-    todo = deque(batches(targets, sources, most=-(-total // (SHARES * num_threads))))
+    todo = deque(copies.batches(-(-copies.num_bytes // (SHARES * num_threads))))
 
     def work() -> None:
         while todo:
@@ -308,18 +349,26 @@ def batches(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, most: int = BATCH_BYTES
 ) -> list[Batch]:
     """The same copies in calls of at most so many bytes; a tensor that is larger is cut."""
+    return _deal(targets, sources, most).batches
+
+
+def _deal(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], most: int) -> _Dealt:
     result: list[Batch] = []
+    numbers, places = array("q"), array("q")
     batch = Batch()
     for target, source in zip(targets, sources, strict=True):
-        pieces = ((target, source),) if target.nbytes <= most else cut(target, source, most)
-        for piece, origin in pieces:
-            if batch.num_bytes and batch.num_bytes + piece.nbytes > most:
+        whole = target.nbytes <= most
+        for piece, origin in ((target, source),) if whole else cut(target, source, most):
+            num_bytes = piece.nbytes
+            if batch.num_bytes and batch.num_bytes + num_bytes > most:
                 result.append(batch)
                 batch = Batch()
             batch.targets.append(piece)
             batch.sources.append(origin)
-            batch.num_bytes += piece.nbytes
-    return [*result, batch] if batch.targets else result
+            batch.num_bytes += num_bytes
+        numbers.append(len(result))
+        places.append(len(batch.targets) - 1 if whole else -1)
+    return _Dealt([*result, batch] if batch.targets else result, numbers, places)
 
 
 def cut(target: torch.Tensor, source: torch.Tensor, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -436,7 +436,7 @@ class Saver:
                 raise LevelNotReached(f"the keeper is lost: {error.what}") from error
             now, late = view.assign(taken.gathered.tensors, taken.split)
             copy_plan.copy(now.targets, now.sources)
-            self._events.count("late_copied_bytes", sum(target.nbytes for target in late.targets))
+            self._events.count("late_copied_bytes", late.num_bytes)
             ending = self._ending(taken, view)
             job.at_fence = ending.at_fence
             return self._batches(late), ending.copied
@@ -450,7 +450,7 @@ class Saver:
         parts, sources, targets = view.plan.parts, view.sources, view.targets
         pledged = [LatePiece(parts[i].name, digest(sources[i]), targets[i]) for i in self._pledged if watch]
         device = self._queue(now, late) if now.device_targets or late.device_targets else None
-        copy_plan.copy_at_once(now.targets, now.sources, self._num_threads)
+        copy_plan.copy_at_once(now, self._num_threads)
         watched = [ImmediatePiece(parts[i].name, sources[i], targets[i]) for i in self._watched if watch]
         ending = replace(self._ending(taken, view), watched=watched, pledged=pledged)
         at_fence = ending.at_fence if ending.needs_fence else None
@@ -483,7 +483,7 @@ class Saver:
 
     def _batches(self, late: Copies) -> list[Batch]:
         most = copy_plan.PACED_BATCH_BYTES if self.fence.pace else copy_plan.BATCH_BYTES
-        return copy_plan.batches(late.targets, late.sources, most=most)
+        return late.batches(most)
 
     def _queue(self, now: Copies, late: Copies) -> DeviceCopy | PacedCopy | None:
         """Copies from devices. The current streams wait for what may change at any time; for the rest only the fence."""
