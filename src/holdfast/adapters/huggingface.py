@@ -439,7 +439,7 @@ def _step_of(path: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What a version says of the trainer before anything is loaded.
+    """Holds what a version says of the trainer before anything is loaded.
 
     Attributes:
         state: the text of the trainer's state.
@@ -453,7 +453,7 @@ class _Saved:
 
 
 def _saved(values: Mapping[str, Any], rank: int) -> _Saved:
-    """What a version says for this rank."""
+    """Reads what a version says for this rank."""
     for name in (f"rank{rank}/trainer", "trainer", "rank0/trainer"):
         if name in values:
             of = values[name]
