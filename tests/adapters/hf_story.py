@@ -68,6 +68,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "hooks": {**each(4, "eval", "logging"), "save_strategy": "no", "num_train_epochs": 3},
     "plateau": {**each(2, "eval", "logging"), "save_strategy": "no", "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 10.0}, "metric_for_best_model": "loss"},
     "compiled": {**each(3, "eval", "logging"), "save_strategy": "no", "torch_compile": True, "torch_compile_backend": "eager"},
+    "job": {**each(2, "eval", "save"), **each(1, "logging"), **BEST, "gradient_accumulation_steps": 2, "num_train_epochs": 4, "lr_scheduler_type": "cosine", "warmup_steps": 2, "dataloader_num_workers": 1, "save_total_limit": 2},
     "plain": {**each(5, "logging"), "save_strategy": "no", "optim": "sgd", "lr_scheduler_type": "cosine", "warmup_steps": 3, "label_smoothing_factor": 0.1},
 }  # fmt: skip
 MADE_BY_TIME = ("runtime", "per_second")

@@ -24,7 +24,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    WeightAveraging,
+)
 from lightning.pytorch.loggers.logger import Logger
 from story_server import serve
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -48,6 +54,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "manual and seldom": {"max_epochs": 2, "val_check_interval": 5},
     "average": {"max_epochs": 2, "val_check_interval": 5},
     "own": {"max_epochs": 2, "limit_train_batches": 7},
+    "job": {"max_epochs": 3, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "val_check_interval": 5},
     "compiled": {"max_epochs": 2, "val_check_interval": 5},
     "endless": {"max_epochs": 3, "limit_train_batches": 6, "limit_val_batches": 0},
 }
@@ -251,6 +258,9 @@ def callbacks_of(plan: str, options: argparse.Namespace) -> list[Any]:
         return [ModelCheckpoint(options.facts.with_suffix(".own"), every_n_train_steps=4, save_last=True)]
     if plan == "saves":
         return [ModelCheckpoint(options.facts.with_suffix(".own"), monitor="val", save_top_k=2, save_last=True)]
+    if plan == "job":
+        best = ModelCheckpoint(options.facts.with_suffix(".own"), monitor="val", save_top_k=2, save_last=True)
+        return [EarlyStopping("val", patience=9), best, EMAWeightAveraging(), LearningRateMonitor()]
     if plan == "average":
         return [WeightAveraging(use_buffers=False)]
     return []
@@ -285,7 +295,7 @@ def main(words: list[str]) -> None:
     trainer = Trainer(
         accelerator="cpu", devices=options.ranks, strategy="ddp" if options.ranks > 1 else "auto", logger=lines,
         callbacks=callbacks, log_every_n_steps=2, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, enable_checkpointing=options.plan in ("saves", "seldom", "manual and seldom"), default_root_dir=options.facts.parent,
+        use_distributed_sampler=False, enable_checkpointing=options.plan in ("job", "saves", "seldom", "manual and seldom"), default_root_dir=options.facts.parent,
         **PLANS[options.plan],
     )  # fmt: skip
     trainer.fit(model, data, ckpt_path=options.resume)

@@ -75,8 +75,18 @@ def test_told_the_last_checkpoint_a_restart_goes_on_with_a_later_step_of_the_sam
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of", [1, -1], ids=["one", "all"])
-@pytest.mark.parametrize("moment", ["begin:4", "eval:3", "saving:6", "step:9"])
-def test_of_two_ranks_killed_both_end_undisturbed(lives: Stories, moment: str, of: int) -> None:
-    for facts, undisturbed in zip(lives.ranks(2, "steps", moment, of), lives.ranks(2, "steps"), strict=True):
+@pytest.mark.parametrize(
+    ("plan", "moment"),
+    [
+        ("steps", "begin:4"),
+        ("steps", "eval:3"),
+        ("steps", "saving:6"),
+        ("steps", "step:9"),
+        ("job", "part:3"),
+        ("job", "eval:4"),
+    ],
+)
+def test_of_two_ranks_killed_both_end_undisturbed(lives: Stories, plan: str, moment: str, of: int) -> None:
+    for facts, undisturbed in zip(lives.ranks(2, plan, moment, of), lives.ranks(2, plan), strict=True):
         assert facts["starts"][-1] > 0
         same(facts, undisturbed)

@@ -82,8 +82,18 @@ def test_told_the_last_checkpoint_a_restart_goes_on_with_the_same_or_a_later_ste
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of", [1, -1], ids=["one", "all"])
-@pytest.mark.parametrize("moment", ["begin:4", "val:5", "epoch:10", "begin:11"])
-def test_of_two_ranks_killed_both_end_undisturbed(lives: Stories, moment: str, of: int) -> None:
-    for facts, undisturbed in zip(lives.ranks(2, "limit", moment, of), lives.ranks(2, "limit"), strict=True):
+@pytest.mark.parametrize(
+    ("plan", "moment"),
+    [
+        ("limit", "begin:4"),
+        ("limit", "val:5"),
+        ("limit", "epoch:10"),
+        ("limit", "begin:11"),
+        ("job", "begin:4"),
+        ("job", "val:10"),
+    ],
+)
+def test_of_two_ranks_killed_both_end_undisturbed(lives: Stories, plan: str, moment: str, of: int) -> None:
+    for facts, undisturbed in zip(lives.ranks(2, plan, moment, of), lives.ranks(2, plan), strict=True):
         assert facts["starts"][-1] > 0
         same(facts, undisturbed, more=OWN)

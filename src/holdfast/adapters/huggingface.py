@@ -25,6 +25,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -137,7 +138,7 @@ class _Keeping:
         self._place: tempfile.TemporaryDirectory[str] | None = None
         self._in_epoch = True  # no epoch has ended since the last step
         self._reported = 0  # the trainer's count of steps when it was reported last
-        self._stopped = False  # the version is one behind which the trainer stopped
+        self._stopped = False  # the version that was found is one behind which the trainer stopped
         self._spent_s = 0.0  # seconds of training in processes before this one
         self._began_s = 0.0
         self.checkpointer: Checkpointer | None = None
@@ -145,9 +146,8 @@ class _Keeping:
     def place(self) -> str | None:
         """A directory with the state of the trainer in the newest version, as it asks for; None on a first start."""
         self.leave()
-        found = newest(self.root, self._config, rank_values)
-        self._version = None if found is None else found[0]
-        return None if found is None else self._placed(found[1])
+        found = newest(self.root, self._config, _saved)
+        return None if found is None else self._placed(*found)
 
     def given(self, place: Any) -> Any:
         """The trainer was told where to go on: there, in a new lineage; but see below.
@@ -156,23 +156,20 @@ class _Keeping:
         the launcher started again, the same or a later step that this run has saved here is what its path would have become.
         """
         self.leave()
-        self._version = None
         if not place:
             return place
         ranks = collectives.ranks()
         path = _last_of(self._trainer.args.output_dir) if place is True else place
         told = int.from_bytes(collectives.share(ranks, lambda: _step_of(path).to_bytes(8, "big")), "big")
         try:
-            found = newest(
-                self.root, self._config, lambda values, rank: (rank_values(values, rank), _run_of(values, rank))
-            )
+            found = newest(self.root, self._config, _saved)
         except HoldfastError as error:
             logger.warning("%s: what is there is not looked at, for a path is given: %s", self.root, error)
             return place
         if found is None:
             return place
-        version, (state, run) = found
-        is_ours = settings.is_restart() and run == settings.launch()
+        version, saved = found
+        is_ours = settings.is_restart() and saved.run == settings.launch()
         # Ours of the same step was saved behind the trainer's own, and behind what callbacks did after that.
         if version.step + 1 < told or (version.step + 1 == told and not is_ours):
             return place
@@ -180,18 +177,18 @@ class _Keeping:
             logger.warning(
                 "%s is of step %d; this run goes on with step %d, which holdfast has", path, told, version.step + 1
             )
-            self._version = version
-            return self._placed(state)
+            return self._placed(version, saved)
         logger.warning(
             "%s is of step %d, and %s holds step %d: the path is what was asked for; without it the later step is taken",
             path, told, self.root, version.step + 1,
         )  # fmt: skip
         return place
 
-    def _placed(self, state: str) -> str:
+    def _placed(self, version: Version, saved: _Saved) -> str:
+        self._version, self._stopped = version, saved.stopped
         self._place = tempfile.TemporaryDirectory(prefix="holdfast-trainer-")
         with open(os.path.join(self._place.name, STATE_FILE), "w", encoding="utf-8") as file:
-            file.write(state)
+            file.write(saved.state)
         return self._place.name
 
     def owns(self, place: object) -> bool:
@@ -209,12 +206,14 @@ class _Keeping:
             "trainer": _Counts(trainer, self),
             **self._options,
         }
-        self._stopped, self._spent_s, self._began_s = False, 0.0, time.monotonic()
+        self._spent_s, self._began_s = 0.0, time.monotonic()
         self.checkpointer = Checkpointer(self.root, config=self._config, **objects)
         start = self.checkpointer.restore(self._version, fresh=self._version is None)
         if self._version is not None and start != trainer.state.global_step:
             raise UsageError(f"the trainer is at step {trainer.state.global_step}, the version at {start}")
         self._reported = trainer.state.global_step
+        if self.is_over:  # as it was when the training ended
+            trainer.control.should_training_stop = True
         self._random = ProcessRandomness().state_dict()
 
     def counted(self) -> dict[str, Any]:
@@ -229,8 +228,8 @@ class _Keeping:
         }
 
     def count_on(self, state: Mapping[str, Any]) -> None:
-        """The other way; versions of before have neither."""
-        self._spent_s, self._stopped = float(state.get("spent_s", 0.0)), bool(state.get("stopped", False))
+        """The other way; versions of before do not say it."""
+        self._spent_s = float(state.get("spent_s", 0.0))
 
     @property
     def spent_s(self) -> float:
@@ -244,7 +243,7 @@ class _Keeping:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the version that was restored is the last of the training: nothing is left to train."""
+        """Return whether the version that was found is the last of the training: nothing is left to train."""
         state = self._trainer.state
         if self._version is None or state.global_step != self._version.step + 1:
             return False
@@ -291,6 +290,7 @@ class _Keeping:
         if self._place is not None:
             self._place.cleanup()
             self._place = None
+        self._version, self._stopped = None, False
 
     def callback(self) -> Any:
         """The trainer's callback."""
@@ -338,15 +338,16 @@ class _Kept:
     def _load_rng_state(self, place: Any) -> Any:
         return self.holdfast.random() if self.holdfast.owns(place) else super()._load_rng_state(place)  # type: ignore[misc]
 
-    def _run_epoch(self, *args: Any, **options: Any) -> Any:
+    def _init_training_state(self, steps: Any, steps_in_epoch: Any, epochs: Any, *args: Any, **options: Any) -> Any:
+        began = super()._init_training_state(steps, steps_in_epoch, epochs, *args, **options)  # type: ignore[misc]
         if not self.holdfast.is_over:
-            return super()._run_epoch(*args, **options)  # type: ignore[misc]
-        state = self.state  # type: ignore[attr-defined]
+            return began
         logger.warning(
-            "the training in %s ended with step %d: nothing is trained", self.holdfast.root, state.global_step
+            "the training in %s ended with step %d: nothing is trained",
+            self.holdfast.root,
+            self.state.global_step,  # type: ignore[attr-defined]
         )
-        self.control.should_training_stop = True  # type: ignore[attr-defined]
-        return None
+        return epochs, 0  # none of them is begun
 
     def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **options)  # type: ignore[misc]
@@ -436,22 +437,30 @@ def _step_of(path: Any) -> int:
         return 0
 
 
-def rank_values(values: Mapping[str, Any], rank: int) -> str:
-    """The text of the trainer's state that a version holds for this rank."""
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """Holds what a version says of the trainer before anything is loaded.
+
+    Attributes:
+        state: the text of the trainer's state.
+        run: the launch that saved it; empty if it does not say.
+        stopped: whether the trainer stopped behind this step.
+    """
+
+    state: str
+    run: str
+    stopped: bool
+
+
+def _saved(values: Mapping[str, Any], rank: int) -> _Saved:
+    """Reads what a version says for this rank."""
     for name in (f"rank{rank}/trainer", "trainer", "rank0/trainer"):
         if name in values:
-            return str(values[name]["state"])
+            of = values[name]
+            return _Saved(str(of["state"]), str(of.get("run", "")), bool(of.get("stopped", False)))
     raise UsageError(
         "the version was not saved by a transformers.Trainer", remedy="choose another path, or the door that saved it"
     )
-
-
-def _run_of(values: Mapping[str, Any], rank: int) -> str:
-    """The launch that saved the version; empty if it does not say."""
-    for name in (f"rank{rank}/trainer", "trainer", "rank0/trainer"):
-        if name in values:
-            return str(values[name].get("run", ""))
-    return ""
 
 
 def _is_plain(value: Any) -> bool:
