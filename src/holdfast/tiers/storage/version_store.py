@@ -698,7 +698,7 @@ class Storage:
 
 
 class _Read:
-    """What has arrived of an image, from its first byte on: up to where the file ended, whatever came behind that."""
+    """Counts what has arrived of an image from its first byte on, up to where the file ended."""
 
     def __init__(self, length: int, progress: Callable[[int], None]) -> None:
         self.count = 0
