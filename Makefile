@@ -24,7 +24,7 @@ SECONDS ?= 60
 SEED ?=
 CASE ?=
 
-.PHONY: help venv demo test lint docs docs-serve format bench gpu fuzz redteam planted clean doors $(DOORS:%=door-%)
+.PHONY: help venv demo test lint docs serve format bench gpu fuzz redteam planted clean doors $(DOORS:%=door-%)
 .PRECIOUS: .venv-%/.installed
 
 help:
@@ -41,7 +41,7 @@ help:
 	@echo "make gpu     everything that only a card can show, in two calls of under ten minutes; needs no venv and no network:"
 	@echo "             make gpu PYTHON=python3 SITE=DIR, where DIR has what that python3 lacks"
 	@echo "make docs    the documentation as a site in build/site, with reference pages made from the code; strict"
-	@echo "make docs-serve  the same in a browser, anew at every change"
+	@echo "make serve   the same in a browser, anew at every change"
 	@echo "make doors   the tests of every framework, each in a .venv-NAME; one of them: make door-NAME"
 	@echo "             ($(DOORS))"
 	@echo "make clean   remove build outputs and caches; .venv stays"
@@ -74,7 +74,7 @@ docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file website/mkdocs.yml
 	@echo "build/site/index.html"
 
-docs-serve: $(DOCS_STAMP)
+serve: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --strict --config-file website/mkdocs.yml
 
 format: $(STAMP)

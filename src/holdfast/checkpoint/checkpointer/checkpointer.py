@@ -176,7 +176,7 @@ class Checkpointer:
         """Loads the newest version that is complete everywhere into the objects; returns the step to go on with.
 
         Collective: every rank calls it, after the process group exists. 0 on a fresh start, and with HOLDFAST_DISABLE=1.
-        Call it before training, and again to go back to a version in the middle of it.
+        Call it before training, and again to go back to a version in the middle of it. All ranks raise the same class.
 
         Args:
             version: only this one, as `ls` names it.
@@ -191,8 +191,6 @@ class Checkpointer:
             MemoryRefused, KeeperNotStarted: the memory level cannot be had, and `require_memory` is set.
             InUse: another job works on the path, or another process is this rank.
             StorageError: the path refuses, or a durable version cannot be read and an older one would have to be taken.
-
-        On every rank the same class is raised, and no rank has begun to train.
         """
         if self.off:
             logger.warning("%s is set: nothing is restored and nothing is saved", settings.DISABLE_VARIABLE)
