@@ -82,7 +82,7 @@ def test_told_the_last_checkpoint_a_restart_goes_on_with_a_later_step_of_the_sam
         ("steps", "eval:3"),
         ("steps", "saving:6"),
         ("steps", "step:9"),
-        ("job", "part:3"),
+        ("job", "part:4"),
         ("job", "eval:4"),
     ],
 )
