@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
@@ -21,13 +23,36 @@ GRACE_S = 10.0
 
 def end_keepers(runtime: Path, grace_s: float = GRACE_S) -> None:
     """Waits until the keepers of jobs that closed have ended; fails if one stays, and ends it with all that it has."""
-    _, stayed = psutil.wait_procs(keepers_under(runtime), timeout=grace_s)
+    stayed = wait_ended(keepers_under(runtime), grace_s)
     for process in stayed:
         process.kill()
-    psutil.wait_procs(stayed, timeout=GRACE_S)
+    wait_ended(stayed)
     if stayed:
         shutil.rmtree(runtime, ignore_errors=True)
         raise AssertionError(f"keepers stayed although nobody needs them: {[process.pid for process in stayed]}")
+
+
+def wait_ended(processes: Iterable[psutil.Process], grace_s: float = GRACE_S) -> list[psutil.Process]:
+    """Waits until processes have ended, whose children they ever are; returns those that live when the grace is over.
+
+    A process that has ended stays in /proc until its parent asks for its exit code. For orphans that may be seconds:
+    some containers' first process asks now and then. Its descriptor tells the end itself.
+    """
+    deadline = time.monotonic() + grace_s
+    return [process for process in processes if not _ends_by(process, deadline)]
+
+
+def _ends_by(process: psutil.Process, deadline: float) -> bool:
+    try:
+        fd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        asked = select.poll()
+        asked.register(fd, select.POLLIN)
+        return not process.is_running() or bool(asked.poll(max(0.0, 1000 * (deadline - time.monotonic()))))
+    finally:
+        os.close(fd)
 
 
 def open_files(pid: int) -> list[str]:

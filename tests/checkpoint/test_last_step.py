@@ -18,6 +18,7 @@ from holdfast.base.events import Events
 from holdfast.checkpoint.capture.optimizer_fence import Fence, LateCopyJob
 from holdfast.core.model import Version
 from holdfast.tiers.storage.version_store import open_storage
+from keepers_kit import wait_ended
 from kit.checkpointers import Make, Trainee, kill_keeper
 from kit.late_copies import Held, fill, trusted
 
@@ -150,7 +151,7 @@ def test_after_an_exception_the_last_whole_version_is_stored_if_the_last_was_giv
     assert torn.given_up
     failed = RuntimeError("the evaluation failed")
     checkpointer.__exit__(type(failed), failed, None)
-    assert not psutil.wait_procs([keeper], timeout=20)[1], "it ends when all that was asked for is in storage"
+    assert not wait_ended([keeper], 20.0), "it ends when all that was asked for is in storage"
     assert [version.step for version in stored(tmp_path)] == [10]
 
 

@@ -51,6 +51,7 @@ from holdfast.tiers.format import image as image_format
 from holdfast.tiers.storage.incarnations import make_stamp
 from holdfast.tiers.storage.manifest import Manifest
 from holdfast.tiers.storage.version_store import Storage, open_storage
+from keepers_kit import wait_ended
 from kit.hostile_images import HOSTILE
 from kit.manifest_edits import rewrite
 from tiers.faults import damage, mounted
@@ -109,7 +110,7 @@ def end_keeper(checkpointer: holdfast.Checkpointer) -> None:
     keeper = psutil.Process(checkpointer.keeper_status()["pid"])
     leave(checkpointer)
     keeper.kill()
-    psutil.wait_procs([keeper], timeout=10)
+    assert not wait_ended([keeper])
 
 
 @dataclass

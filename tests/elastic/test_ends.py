@@ -412,6 +412,34 @@ def test_a_launcher_whose_standard_files_are_closed_runs_its_job(tmp_path: Path)
     assert (tmp_path / "ran").exists()
 
 
+OUTLIVES_TERMINAL = """
+import os, pathlib, signal, time
+here = pathlib.Path(os.environ["HERE"])
+(here / "pid.part").write_text(str(os.getpid()))
+(here / "pid.part").rename(here / "pid")
+while not (here / "go").exists():
+    time.sleep(0.02)
+(here / "done").touch()
+"""
+
+
+def test_a_job_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(OUTLIVES_TERMINAL)
+    environment = {**os.environ, "HERE": str(tmp_path), "HOLDFAST_RUNTIME_DIR": str(tmp_path / "run")}
+    command = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *LAUNCH, "--standalone", "script.py"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            wait_for((tmp_path / "pid").exists, "the rank", str)
+            for pid in (launcher.pid, int((tmp_path / "pid").read_text())):
+                os.kill(pid, signal.SIGHUP)
+            (tmp_path / "go").touch()
+            _, said = launcher.communicate(timeout=60)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 0, said
+    assert (tmp_path / "done").exists()
+
+
 # Rank 1 is killed once while both hold shared memory under a name of their own.
 SHARES = """
 import os, pathlib, signal

@@ -8,12 +8,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 
 from holdfast.base.errors import LevelNotReached, MemoryRefused
 from holdfast.core.model import Level
 from holdfast.core.recovery.version_choice import Fetch, Source
 from keeper.rig import TIMEOUT_S, Rig, Trainer, eventually, reached, save_all
+from keepers_kit import wait_ended
 
 MakeRig = Callable[..., Rig]
 
@@ -128,9 +130,10 @@ def test_a_restore_takes_the_slot_that_is_being_made_and_no_memory_beside_it(mak
     version = writer.save(3, durable=True)
     reached([writer], version, Level.DURABLE)
     rig.next_incarnation_open()
-    os.kill(writer.client.pid, signal.SIGKILL)
+    killed = psutil.Process(writer.client.pid)
+    killed.kill()
     writer.client.close()
-    eventually(lambda: not os.path.exists(f"/proc/{writer.client.pid}"))
+    assert not wait_ended([killed])
     rig.hurtable(0)
     rig.hurt(0, "stall@pages")
     trainer = rig.trainer(0)

@@ -31,7 +31,7 @@ from holdfast.testing.contracts.adapter_processes import keepers_under
 from holdfast.tiers.memory.processes import start_time
 from holdfast.tiers.wire import frames
 from keeper.rig import Rig, eventually
-from keepers_kit import end_keepers, of_threads, processors_of_threads
+from keepers_kit import end_keepers, of_threads, processors_of_threads, wait_ended
 
 MakeRig = Callable[..., Rig]
 
@@ -61,7 +61,7 @@ def test_jobs_of_tests_wait_for_a_keeper_that_is_about_to_end(runtime_dir: Path,
     slow.start()
     end_keepers(runtime_dir)
     slow.join()
-    assert not keeper.is_running()
+    assert not wait_ended([keeper], 0.0)
     assert not place.directory.exists()
     ensure_keeper(str(tmp_path), Config(runtime_dir=str(runtime_dir)))
     with pytest.raises(AssertionError, match="stayed"):

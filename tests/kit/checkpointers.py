@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import holdfast
+from keepers_kit import wait_ended
 
 Make = Callable[..., holdfast.Checkpointer]
 
@@ -122,4 +123,4 @@ def kill_keeper(checkpointer: holdfast.Checkpointer) -> None:
 
 def wait_gone(process: psutil.Process) -> None:
     """Returns when a process that is not our child has ended."""
-    assert not psutil.wait_procs([process], timeout=10)[1]
+    assert not wait_ended([process])

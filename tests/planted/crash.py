@@ -369,7 +369,7 @@ def _files_before_manifest() -> None:
 
 def unproved_writes() -> None:
     """Takes out the second line behind pins: what is written is not compared with its seal."""
-    put(bundle_files._Proof, "add", always(None))
+    put(bundle_files._Proof, "take", always(None))
     put(bundle_files._Proof, "end", always(None))
 
 

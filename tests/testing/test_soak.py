@@ -34,9 +34,20 @@ def test_time_is_positive(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+def test_a_rank_that_dies_in_a_healthy_oddity_is_told(tmp_path: Path) -> None:
+    odd = tmp_path / "odd.py"
+    odd.write_text("import os\nHEALTHY = {'dies': lambda _: os.kill(os.getpid(), 9)}\n")
+    with pytest.raises(SoakFailure, match="did 'dies': the ranks were processes"):
+        soak(tmp_path, minutes=0.1, every_s=1.0, seed=5, say=lambda _: None, oddities=odd)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_minute_of_faults_changes_no_bit_and_a_changed_bit_is_seen(tmp_path: Path) -> None:
-    told = soak(tmp_path, minutes=1.0, every_s=5.0, seed=5, say=lambda _: None)
-    assert sum(told["faults"].values()) >= 5
+    oddities = Path(__file__).parent.parent / "oddity_jobs.py"
+    told = soak(tmp_path, minutes=1.0, every_s=5.0, seed=5, say=lambda _: None, oddities=oddities)
+    assert sum(told["faults"].values()) >= 3
+    assert told["oddities_lived"] == sum(told["faults"].values())
     assert set(told["faults"]) <= set(KINDS)
     steps = tmp_path / "steps-1"
     lines = steps.read_text().splitlines()

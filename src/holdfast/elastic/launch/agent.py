@@ -110,6 +110,7 @@ class Agent(RendezvousAgent):
         self._current = Incarnation(0, 0, 0)
         self._recoveries = 0
         self._serial = 0
+        self._num_needed, self._join_s = config.min_nodes, config.rdzv_configs.get("join_timeout", 600)
         self._failures: dict[int, ProcessFailure] = {}
         self._version = rules.version
         self._jobs: dict[str, str] = {}  # checkpoint path -> whose it is, as workers told
@@ -186,7 +187,11 @@ class Agent(RendezvousAgent):
             self._all_anew = False
             super()._restart_workers(worker_group)
         else:
-            logger.warning("the nodes of the job have changed; workers go on when they have met")
+            logger.warning(
+                "the nodes of the job have changed; workers go on when they have met: %d at least (--nnodes), within %s s",
+                self._num_needed,
+                self._join_s,
+            )
             self._initialize_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:

@@ -426,10 +426,16 @@ def _is_given(args: argparse.Namespace, name: str) -> bool:
     return getattr(args, name, None) is not None or f"TORCH_ELASTIC_{name.upper()}" in os.environ
 
 
+def _signal_names(config: LaunchConfig) -> list[str]:
+    """Return names of the signals that tell the launcher to end; not SIGHUP where `nohup` or a service manager has it ignored."""
+    names = [name.strip() for name in str(getattr(config, "signals_to_handle", SIGNALS)).split(",")]
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [name for name in names if not (ignored and name == "SIGHUP")]
+
+
 def _signals(config: LaunchConfig) -> list[int]:
-    """Return the signals that tell the launcher to end."""
-    names = str(getattr(config, "signals_to_handle", SIGNALS)).split(",")
-    found = (getattr(signal, name.strip(), None) for name in names)
+    """Return the same as numbers."""
+    found = (getattr(signal, name, None) for name in _signal_names(config))
     return [int(number) for number in found if isinstance(number, signal.Signals)]
 
 
@@ -445,7 +451,7 @@ def launch(agent: Agent, spec: WorkerSpec, config: LaunchConfig) -> int:
 
     `torch.distributed.launcher.api.launch_agent` with our agent, which it cannot be given.
     """
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = getattr(config, "signals_to_handle", SIGNALS)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(_signal_names(config))
     close_rendezvous = False  # only a job that is over closes it: other nodes may go on without this one
     try:
         code = record(_run_agent)(agent, _program_name(spec), config) or 0

@@ -42,11 +42,11 @@ CLOSE_S = 10.0
 TOLD_S = 10.0
 _MAX_MESSAGE = 1 << 16
 
-# Torch's launcher handles these in any case, so the programs that it starts have the default.
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# The launcher handles these in any case, so the programs that it starts have the default.
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
 # Signals that end a process by default and mean nothing to this one: a scheduler may send any of them to all processes.
 ENDING = (
-    *HANDLED, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO,
+    *HANDLED, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO,
     signal.SIGPWR, *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
 )  # fmt: skip
 

@@ -1,11 +1,13 @@
 """`holdfast drill soak`: one job for as long as you like, a fault every so often, and memory that must stay flat.
 
-    holdfast drill soak [--minutes 30] [--every 30] [--seed 1] [--json]
+    holdfast drill soak [--minutes 30] [--every 30] [--seed 1] [--oddities FILE] [--json]
 
 Two ranks under `holdfast run`. Faults are drawn: a rank gets SIGKILL or SIGSTOP, raises or exits; both at once; a second one
 while the first is mended; the keeper gets SIGKILL; the launcher does, and is started again. After each, both ranks must
 make steps again. At the end every step that was ever made, however often, must be bit for bit that of a run without
-holdfast, and neither launcher, keeper nor ranks may have grown. Exit code 0: all of this held; 1: it did not.
+holdfast, and neither launcher, keeper nor ranks may have grown. With a file of healthy oddities one rank does one of them
+behind every fault, while the other waits: both must be the same processes when it ends. Exit code 0: all of this held; 1:
+it did not.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import contextlib
 import json
 import os
 import random
+import runpy
 import shutil
 import signal
 import statistics
@@ -35,6 +38,7 @@ from holdfast.testing.contracts.adapter_processes import keepers_under
 WORKER = str(Path(__file__).with_name("soak_train.py"))
 RANKS = (0, 1)
 BACK_S = 120.0
+ODDITY_S = 1200.0  # the longest that an oddity may last
 SAMPLE_S = 2.0
 # What a role may have grown by from the second quarter of the run to the last: a share, and some pages.
 MAX_GROWTH, SLACK_BYTES, SLACK_DESCRIPTORS = 0.1, 16 << 20, 8
@@ -53,6 +57,7 @@ class Soak:
     chance: random.Random
     faults: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
+    oddities: Counter[str] = field(default_factory=Counter)
     samples: list[dict[str, int]] = field(default_factory=list)
     launcher: subprocess.Popen[bytes] | None = None
 
@@ -125,6 +130,34 @@ class Soak:
         self.faults[kind] += 1
         self.seconds.append(time.time() - at)
         return kind
+
+    def do_oddity(self, path: Path, names: Sequence[str]) -> str:
+        """One rank does what is healthy and looks odd; returns its name when both train on, as the processes they were."""
+        name, rank = names[sum(self.oddities.values()) % len(names)], self.chance.choice(RANKS)
+        before = {r: pid for r, (pid, _) in self.newest().items()}
+        lived = self.home / f"lived-{rank}"
+        lived.unlink(missing_ok=True)
+        unfinished = self.home / f".oddity-{rank}"
+        unfinished.write_text(f"{path}\n{name}\n")
+        unfinished.rename(self.home / f"oddity-{rank}")
+        deadline = time.monotonic() + ODDITY_S
+        while not lived.exists():
+            now = {r: pid for r, (pid, _) in self.newest().items()}
+            dead = [pid for pid in before.values() if not psutil.pid_exists(pid)]
+            if now != before or dead or time.monotonic() > deadline:
+                raise SoakFailure(
+                    f"rank {rank} did {name!r}: the ranks were processes {before} and are {now}, gone: {dead}; "
+                    f"see {self.home}/launcher.log"
+                )
+            time.sleep(0.2)
+            if self.chance.random() < 0.1:
+                self.sample()
+        self.wait(time.time())
+        now = {r: pid for r, (pid, _) in self.newest().items()}
+        if now != before:
+            raise SoakFailure(f"rank {rank} did {name!r}: the ranks were processes {before} and are {now}")
+        self.oddities[name] += 1
+        return name
 
     def sample(self) -> None:
         """Resident bytes and descriptors of each role."""
@@ -202,13 +235,25 @@ def too_fat(grown: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
     }
 
 
-def soak(home: Path, *, minutes: float, every_s: float, seed: int, say: Callable[[str], None]) -> dict[str, object]:
+def soak(
+    home: Path, *, minutes: float, every_s: float, seed: int, say: Callable[[str], None], oddities: Path | None = None
+) -> dict[str, object]:
     """Runs it; returns what is to be told.
+
+    Args:
+        home: an empty directory of its own.
+        minutes: how long it lasts, up to the end of what was begun.
+        every_s: seconds between the beginnings of two faults, at least.
+        seed: of the draw.
+        say: is told of each fault and oddity.
+        oddities: a Python file whose `HEALTHY` names functions of a model, as `tests/oddity_jobs.py` does.
 
     Raises:
         SoakFailure: something did not hold.
     """
     run = Soak(home, random.Random(seed))
+    names = list(runpy.run_path(str(oddities))["HEALTHY"]) if oddities else []
+    run.chance.shuffle(names)
     try:
         run.start()
         run.wait(0.0)
@@ -220,6 +265,8 @@ def soak(home: Path, *, minutes: float, every_s: float, seed: int, say: Callable
             if time.monotonic() >= strike_at:
                 kind = run.strike()
                 say(f"{sum(run.faults.values())} faults, the last one {kind}, back after {run.seconds[-1]:.1f} s")
+                if oddities:
+                    say(f"{run.do_oddity(oddities, names)!r} lived, number {sum(run.oddities.values())}")
                 strike_at = max(strike_at + every_s, time.monotonic() + 1.0)
         run.finish()
         steps, again = run.judge()
@@ -231,6 +278,7 @@ def soak(home: Path, *, minutes: float, every_s: float, seed: int, say: Callable
     return {
         "minutes": minutes, "faults": dict(run.faults), "steps": steps, "made_again": again, "different": 0,
         "back_median_s": round(statistics.median(run.seconds), 2) if run.seconds else None,
+        "oddities_lived": sum(run.oddities.values()),
         "back_max_s": round(max(run.seconds, default=0.0), 2),
         "grown": {name: list(pair) for name, pair in grown.items()},
     }  # fmt: skip
@@ -242,8 +290,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (default 30)")
     parser.add_argument("--every", type=float, default=30.0, metavar="SECONDS", help="between two faults (default 30)")
     parser.add_argument("--seed", type=int, default=1, help="of the draw (default 1)")
+    parser.add_argument(
+        "--oddities", type=Path, metavar="FILE", help="a Python file whose HEALTHY names functions of a model"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     options = parser.parse_args(arguments)
+    if options.oddities and not options.oddities.is_file():
+        parser.error(f"--oddities: there is no file {options.oddities}")
     if options.minutes <= 0 or options.every <= 0:
         parser.error("time is positive")
     home = Path(tempfile.mkdtemp(prefix="hf-soak-"))
@@ -254,7 +307,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
 
     try:
-        told = soak(home, minutes=options.minutes, every_s=options.every, seed=options.seed, say=say)
+        told = soak(
+            home,
+            minutes=options.minutes,
+            every_s=options.every,
+            seed=options.seed,
+            say=say,
+            oddities=options.oddities and options.oddities.resolve(),
+        )
     except SoakFailure as failure:
         sys.stdout.write(f"{json.dumps({'failure': str(failure)}) if options.json else failure}\n")
         return 1

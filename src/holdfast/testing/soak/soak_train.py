@@ -1,14 +1,15 @@
 """The job of `holdfast drill soak`: two ranks that train until they are told to stop, and say what every step gave.
 
 soak_train.py HOME [STEPS]: with STEPS it trains so many without holdfast and without a pause, as the yardstick. Every rank
-appends `step digest pid time` to HOME/steps-<rank> (or reference-<rank>). A file HOME/hit-<rank> makes it raise or exit.
-Sums have two terms, so every run of a step is bit-equal.
+appends `step digest pid time` to HOME/steps-<rank> (or reference-<rank>). A file HOME/hit-<rank> makes it raise or exit, a
+file HOME/oddity-<rank> do what a file of the user's calls by a name; HOME/lived-<rank> tells that this ended. Sums have two terms, so every run of a step is bit-equal.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import runpy
 import sys
 import time
 from pathlib import Path
@@ -63,6 +64,16 @@ def obey(rank: int) -> None:
         raise ValueError("planted")
 
 
+def do_oddity(rank: int, model: torch.nn.Module) -> None:
+    """Does what was asked for beside the training; the other rank waits in its next step."""
+    asked = HOME / f"oddity-{rank}"
+    if asked.exists():
+        path, name = asked.read_text().splitlines()
+        asked.unlink()
+        runpy.run_path(path)["HEALTHY"][name](model)
+        (HOME / f"lived-{rank}").write_text(name)
+
+
 def main() -> None:
     """Trains."""
     torch.set_num_threads(1)
@@ -84,6 +95,7 @@ def main() -> None:
             out.write(f"{step} {job.step()} {os.getpid()} {time.time():.3f}\n")
             checkpointer.step(step)
             obey(rank)
+            do_oddity(rank, job.model)
             time.sleep(PAUSE_S)
             step += 1
         checkpointer.close()

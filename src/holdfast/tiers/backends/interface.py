@@ -15,6 +15,7 @@ from typing import Protocol
 
 from holdfast.base.errors import UsageError
 from holdfast.core.model import NAME_PATTERN
+from holdfast.tiers.backends.parallel_streams import MOST_STREAMS
 
 # Where files lie until they are whole. May be listed and deleted from, never read.
 TEMPORARY = ".tmp"
@@ -45,13 +46,23 @@ class Chunks(ABC):
 
     Attributes:
         num_bytes: of all chunks together.
+        at_once: so many chunks stay as they are, the newest included: whoever writes asks for another when fewer are not
+            written yet, and once more after the last when all are.
     """
 
     num_bytes: int
+    at_once: int = 1
 
     @abstractmethod
     def __iter__(self) -> Iterator[memoryview]:
         """Begins anew; the bytes are the same."""
+
+
+def held_at_once(chunks: Iterable[memoryview]) -> int:
+    """Returns how many chunks may be under way together, see Chunks; those of a list stay."""
+    if isinstance(chunks, list | tuple):
+        return MOST_STREAMS
+    return chunks.at_once if isinstance(chunks, Chunks) else 1
 
 
 def total_bytes(chunks: Iterable[memoryview]) -> int | None:
@@ -87,7 +98,7 @@ class Backend(Protocol):
         """Writes a file, whole or not at all. When this returns it survives a power cut. Replaces an older one.
 
         `chunks` may be asked for again, after an error. One of an iterable that is no list or tuple stays as it is only
-        until the next is asked for. What they raise is raised, and nothing is there under the name then that was not
+        until the next is asked for, or as long as Chunks says. What they raise is raised, and nothing is there under the name then that was not
         before.
 
         `progress` is called with the bytes of each part that was written, some perhaps twice.

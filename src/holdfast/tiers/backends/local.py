@@ -24,6 +24,7 @@ from pathlib import Path
 from holdfast.base.errors import Fenced, StorageError, StorageFull, VersionNotFound
 from holdfast.tiers.backends import posix_io
 from holdfast.tiers.backends.interface import TEMPORARY, Properties, check_segment, split_name
+from holdfast.tiers.backends.parallel_streams import StreamCount
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: a pipe that someone put there must not hold us.
@@ -45,11 +46,12 @@ _REMEDIES = {
 
 
 class LocalBackend:
-    """The directory `root`. Has no state of its own; any thread may call it."""
+    """The directory `root`. Its only state is how many streams it is worth; any thread may call it."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._lags = posix_io.is_remote(root)
+        self._streams = StreamCount()
 
     @property
     def properties(self) -> Properties:
@@ -197,7 +199,7 @@ class LocalBackend:
         with _beneath(root, TEMPORARY) as place:
             name = f"{stamp}.{secrets.token_hex(6)}"
             try:
-                posix_io.write(place, name, chunks, progress, mode=_mode(root) & 0o666)
+                posix_io.write(place, name, chunks, progress, mode=_mode(root) & 0o666, count=self._streams)
                 yield place, name
             finally:
                 # After an error the file is worth nothing; after a rename there is none; after a link it is spare.

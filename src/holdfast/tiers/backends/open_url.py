@@ -20,8 +20,8 @@ from holdfast.tiers.backends.local import LocalBackend
 from holdfast.tiers.backends.object_store import SCHEMES, open_bucket
 from holdfast.tiers.backends.retry import Retrying
 
-# Requests of one process that are under way; each of them may fetch a few ranges at once.
-MAX_REQUESTS = 8
+# Requests of one process that are under way: what is read side by side, and everything else.
+MAX_REQUESTS = 64
 
 
 def is_bucket(url: str) -> bool:

@@ -15,15 +15,16 @@ import errno
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from holdfast.base.errors import StorageUnfit
-from holdfast.tiers.backends.interface import total_bytes
+from holdfast.tiers.backends.interface import held_at_once, total_bytes
+from holdfast.tiers.backends.parallel_streams import UNIT_BYTES, StreamCount, Streams
 
 PAGE = 4096
 # Kinds of file systems that other machines write to as well.
 REMOTE_KINDS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "fuse", "glusterfs", "9p")
-WRITE_BYTES = 8 << 20
 # Below this a direct write only adds latency.
 MIN_DIRECT_BYTES = 256 << 10
 
@@ -43,12 +44,13 @@ def write(
     progress: Callable[[int], None] = lambda _: None,
     *,
     mode: int = 0o600,
+    count: StreamCount | None = None,
 ) -> None:
-    """Writes a new file and makes its bytes durable (its name is not yet)."""
+    """Writes a new file and makes its bytes durable (its name is not yet); by several streams, if there is a count of them."""
     total = total_bytes(chunks)
     if total is None or total >= MIN_DIRECT_BYTES:
         try:
-            _write_direct(place, name, chunks, progress, mode)
+            _write_direct(place, name, chunks, progress, mode, count)
             return
         except _DirectRefusedError:
             # A file that returned an error is never used again, so the bytes go into a new one. Some file systems
@@ -58,25 +60,43 @@ def write(
     with closing(os.open(name, _NEW_FILE, mode, dir_fd=place)) as descriptor:
         at = 0
         for chunk in chunks:
-            at = _write_all(descriptor, chunk, at, progress)
+            for begin in range(0, len(chunk), UNIT_BYTES):
+                progress(_write_all(descriptor, chunk[begin : begin + UNIT_BYTES], at + begin))
+            at += len(chunk)
         os.fsync(descriptor)
 
 
 def _write_direct(
-    place: int, name: str, chunks: Iterable[memoryview], progress: Callable[[int], None], mode: int
+    place: int,
+    name: str,
+    chunks: Iterable[memoryview],
+    progress: Callable[[int], None],
+    mode: int,
+    count: StreamCount | None,
 ) -> None:
-    """Writes whole pages from where they lie and the rest from a padded page, and cuts the padding off."""
+    """Writes whole pages from where they lie and the rest from a padded page, and cuts the padding off.
+
+    Every stream has ended before the file is made durable, and before its descriptor is closed.
+    """
+    total = total_bytes(chunks)
+    at_once = held_at_once(chunks) if count is not None and total is not None and total > UNIT_BYTES else 1
     with _refusal(), closing(os.open(name, _NEW_FILE | os.O_DIRECT, mode, dir_fd=place)) as descriptor:
         at = 0
-        for chunk in chunks:
-            if at % PAGE:  # only the last chunk may end within a page
-                raise _DirectRefusedError
-            whole = len(chunk) - len(chunk) % PAGE
-            at = _write_all(descriptor, chunk[:whole], at, progress)
-            if whole < len(chunk):
-                page = mmap.mmap(-1, PAGE)  # memory that is aligned and zero
-                page[: len(chunk) - whole] = chunk[whole:]
-                at = _write_all(descriptor, memoryview(page), at, progress) - PAGE + len(chunk) - whole
+        with Streams(count or StreamCount(), at_once, progress) as streams:
+            for chunk in chunks:
+                if at % PAGE:  # only the last chunk may end within a page
+                    raise _DirectRefusedError
+                whole = len(chunk) - len(chunk) % PAGE
+                for begin in range(0, whole, UNIT_BYTES):
+                    unit = chunk[begin : min(begin + UNIT_BYTES, whole)]
+                    streams.put(partial(_write_all, descriptor, unit, at + begin))
+                if whole < len(chunk):
+                    page = memoryview(mmap.mmap(-1, PAGE))  # memory that is aligned and zero
+                    page[: len(chunk) - whole] = chunk[whole:]
+                    streams.put(partial(_write_all, descriptor, page, at + whole))
+                at += len(chunk)
+                if at == total:  # who makes the chunks is asked once more when all are written
+                    streams.drain()
         os.ftruncate(descriptor, at)
         os.fsync(descriptor)
 
@@ -92,23 +112,22 @@ def _refusal() -> Iterator[None]:
         raise
 
 
-def _write_all(descriptor: int, chunk: memoryview, at: int, progress: Callable[[int], None]) -> int:
-    """Writes all of `chunk` at `at`, in calls of at most WRITE_BYTES; returns where it ends."""
+def _write_all(descriptor: int, unit: memoryview, at: int) -> int:
+    """Writes all of `unit` at `at`, however little a call takes; returns the bytes."""
     done = 0
-    while done < len(chunk):
-        written = os.pwrite(descriptor, chunk[done : done + WRITE_BYTES], at + done)
+    while done < len(unit):
+        written = os.pwrite(descriptor, unit[done:], at + done)
         if written <= 0:
             raise OSError(errno.EIO, "the file system wrote nothing and gave no reason")
         done += written
-        progress(written)
-    return at + done
+    return done
 
 
 def fill(descriptor: int, view: memoryview, offset: int) -> int:
     """Reads into `view` from `offset` until it is full or the file ends; returns the bytes read."""
     done = 0
     while done < len(view):
-        count = os.preadv(descriptor, [view[done : done + WRITE_BYTES]], offset + done)
+        count = os.preadv(descriptor, [view[done : done + UNIT_BYTES]], offset + done)
         if count == 0:
             break
         done += count

@@ -5,7 +5,7 @@ before the file has a name. Memory that is given to something else changes once 
 afterwards was right before.
 
 Offsets are those of the image in both cases: ciphertext has the length of its plain text, and chunk i lies where chunk i
-of the image would. Encrypting runs two chunks ahead of the disk, in three buffers, whatever the size of the bundle: each
+of the image would. Encrypting runs two chunks ahead of the disk, in ten buffers, whatever the size of the bundle: each
 chunk is copied there first, so what is proved, what the nonce follows from and what is encrypted are the same bytes. What
 a reader gets is either authenticated or an error. The digests of what is read are checked above, by `storage`.
 
@@ -15,9 +15,9 @@ Specification of the trailer: docs/spec/format.md, section 6. Used by `storage` 
 from __future__ import annotations
 
 import mmap
-import queue
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ import xxhash
 from holdfast.base.errors import ConfigError, CorruptError, VersionNotFound
 from holdfast.core.model import Version
 from holdfast.tiers.backends.interface import Backend, Chunks
+from holdfast.tiers.backends.parallel_streams import MOST_STREAMS
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format.image import CHUNK_BYTES
 from holdfast.tiers.storage.encryption import LOCK_BYTES, TAG_BYTES, FileKey, Key, Name, OlderFileKey
@@ -42,10 +43,11 @@ _HEAD = struct.Struct(f"<{len(MAGIC)}s8sQQ")  # magic, key id, length of the ima
 _DIGEST_BYTES = 16
 # A file that is listed has fewer chunks: a record cannot name so many digests. What is longer is a sparse file of others.
 MAX_TRAILER_BYTES = 16 << 20
-# Chunks that are read and decrypted side by side.
-READERS = 3
-# Chunks that are encrypted ahead of the one that is written.
+# Chunks that are encrypted ahead of those that are written, and chunks that are written at once: a buffer for each.
 AHEAD = 2
+ENCRYPTED_AT_ONCE = 8
+# Threads that hash what was written.
+PROVERS = 2
 # Attribute caches of NFS hold for three seconds at least; whoever waits longer had better read another version.
 LAG_PAUSES_S = (0.1, 0.3, 0.6, 1.0, 1.5)
 
@@ -148,32 +150,18 @@ class BundleFiles:
             return listed(self._backend, version, lambda: self._backend.read_into(name, view, offset=offset))
         trailer, key = self._trailer(version, file), self._opener(version, file)
         view = view[: max(0, file.length - offset)]
-        first, last = offset // CHUNK_BYTES, -(-(offset + len(view)) // CHUNK_BYTES)
-        num_readers = max(1, min(READERS, last - first))
-        buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        for _ in range(num_readers):
-            buffers.put(memoryview(mmap.mmap(-1, 2 * CHUNK_BYTES)))
-
-        def fetch(index: int) -> None:
-            buffer = buffers.get()
-            try:
-                begin = index * CHUNK_BYTES
-                stored = buffer[: min(CHUNK_BYTES, file.length - begin)]
-                count = listed(self._backend, version, lambda: self._backend.read_into(name, stored, offset=begin))
-                if count < len(stored):
-                    image_format.check_length(begin + count, file.seal, name)
-                at, end = max(offset, begin), min(offset + len(view), begin + len(stored))
-                whole = (at, end) == (begin, begin + len(stored))
-                plain = view[at - offset : end - offset] if whole else buffer[CHUNK_BYTES : CHUNK_BYTES + len(stored)]
-                key.decrypt(index, stored, trailer.locks[index], plain)
-                if not whole:
-                    view[at - offset : end - offset] = plain[at - begin : end - begin]
-            finally:
-                buffers.put(buffer)
-
-        with ThreadPoolExecutor(num_readers, "holdfast decrypting") as pool:
-            for _ in pool.map(fetch, range(first, last)):
-                pass
+        for index in range(offset // CHUNK_BYTES, -(-(offset + len(view)) // CHUNK_BYTES)):
+            begin, end = index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, file.length)
+            at, stop = max(offset, begin), min(offset + len(view), end)
+            wanted = view[at - offset : stop - offset]
+            # A chunk is opened where it will lie; one of which only a part is wanted, beside it.
+            stored = wanted if len(wanted) == end - begin else memoryview(bytearray(end - begin))
+            count = listed(self._backend, version, partial(self._backend.read_into, name, stored, offset=begin))
+            if count < len(stored):
+                image_format.check_length(begin + count, file.seal, name)
+            key.decrypt(index, stored, trailer.locks[index], stored)
+            if stored is not wanted:
+                wanted[:] = stored[at - begin : stop - begin]
         return len(view)
 
     def read(self, version: Version, file: BundleFile, *, offset: int = 0, length: int) -> bytes:
@@ -274,17 +262,13 @@ class _Proof:
         self._where = where
         self._digests: list[str] = []
 
-    def add(self, chunk: memoryview) -> None:
-        """Hashes the next chunk."""
-        self.take(image_format.chunk_digest(chunk))
-
     def take(self, digest: str) -> None:
         """Takes what the next chunk was hashed to."""
         self._digests.append(digest)
         image_format.check_chunk(len(self._digests) - 1, self._digests[-1], self._seal, self._where)
 
     def end(self) -> None:
-        """Takes the chunks that were added as all of the image."""
+        """Takes the chunks that were taken as all of the image."""
         image_format.check_digest(tuple(self._digests), self._seal, self._where)
 
 
@@ -293,24 +277,29 @@ class _Plain(Chunks):
 
     def __init__(self, view: memoryview, file: BundleFile, where: str) -> None:
         self.num_bytes = len(view)
+        self.at_once = MOST_STREAMS
         self._view = view
         self._file = file
         self._where = where
 
     def __iter__(self) -> Iterator[memoryview]:
         proof = _Proof(self._file, self._where)
-        *first, last = image_format.chunks(self._view)
-        with ThreadPoolExecutor(1, "holdfast proving") as pool:  # no thread for what is one chunk
-            behind: list[Future[None]] = []
-            for chunk in first:
-                yield chunk
-                behind.append(pool.submit(proof.add, chunk))
-                if len(behind) > 1:
-                    behind.pop(0).result()
-            yield last
-        for done in behind:
-            done.result()
-        proof.add(last)
+        parts = list(image_format.chunks(self._view))
+        with ThreadPoolExecutor(PROVERS, "holdfast proving") as pool:  # no thread for what is one chunk
+            behind: deque[Future[str]] = deque()
+            for index, part in enumerate(parts):
+                yield part  # asked for the next: all but those that may be under way are written
+                if index >= self.at_once:
+                    behind.append(pool.submit(image_format.chunk_digest, parts[index - self.at_once]))
+                while len(behind) > PROVERS:
+                    proof.take(behind.popleft().result())
+            left = parts[-self.at_once :]
+            if len(parts) > 1:
+                behind.extend(pool.submit(image_format.chunk_digest, part) for part in left)
+            for hashed in behind:
+                proof.take(hashed.result())
+            if len(parts) == 1:
+                proof.take(image_format.chunk_digest(left[0]))
         proof.end()
 
 
@@ -335,6 +324,7 @@ class _Encrypted(Chunks):
 
     def __init__(self, view: memoryview, file: BundleFile, where: str, key: FileKey) -> None:
         self.num_bytes = stored_length(file)
+        self.at_once = ENCRYPTED_AT_ONCE
         self._view = view
         self._file = file
         self._where = where
@@ -344,8 +334,8 @@ class _Encrypted(Chunks):
         made: list[_Closed] = []
         proof = _Proof(self._file, self._where)
         parts = list(image_format.chunks(self._view))
-        # Page-aligned, for direct writes. One is written, the others are filled.
-        buffers = [memoryview(mmap.mmap(-1, CHUNK_BYTES)) for _ in range(min(AHEAD + 1, len(parts)))]
+        # Page-aligned, for direct writes. Some are written, the others are filled.
+        buffers = [memoryview(mmap.mmap(-1, CHUNK_BYTES)) for _ in range(min(AHEAD + self.at_once, len(parts)))]
 
         def encrypt(index: int) -> _Closed:
             chunk = buffers[index % len(buffers)][: len(parts[index])]

@@ -37,6 +37,7 @@ from holdfast.base.events import Events
 from holdfast.core.model import BundleRef, Seal, Version
 from holdfast.tiers.backends.interface import Backend
 from holdfast.tiers.backends.open_url import open_backend
+from holdfast.tiers.backends.parallel_streams import MOST_STREAMS, UNIT_BYTES, StreamCount, Streams
 from holdfast.tiers.format import image as image_format
 from holdfast.tiers.format.image import Entry, Image
 from holdfast.tiers.format.strict_json import AUTHENTICATED_FORMAT, MAX_RECORD_BYTES
@@ -56,8 +57,6 @@ T = TypeVar("T")
 LATEST = "latest"
 PINNED = "pinned"
 KEPT = "kept"
-# Read in one call: so often progress is told, and a vanished file noticed.
-READ_BYTES = 64 << 20
 # Parts of a manifest that are read at once, where there are not few of them: a store answers each after tens of milliseconds.
 PARTS_AT_ONCE, FEW_PARTS = 32, 4
 
@@ -114,6 +113,7 @@ class Storage:
         self._backend = backend
         self._events = events
         self._files = BundleFiles(backend, key, self.job_id)
+        self._readers = StreamCount()
         self._job_id = ""
         local = backend.properties.kind == "local"
         self._run_lock = RunLock(Path(backend.properties.where)) if local else LeaseLock(backend)
@@ -437,16 +437,13 @@ class Storage:
         where = f"{self.where}/{version}/{file.file}"
         image_format.check_length(len(view), file.seal, where)
         with self._events.span("storage.read_bundle", version=str(version), bundle=file.ref.bundle_id, bytes=len(view)):
-            count = 0
-            for at in range(0, len(view), READ_BYTES):
-                part = view[at : at + READ_BYTES]
-                read = self._files.read_into(version, file, part, offset=at)
-                count += read
-                progress(read)
-                if read < len(part):
-                    break
-        self._events.count("storage_read_bytes", count)
-        self._files.check_end(version, file, count)
+            read = _Read(len(view), progress)
+            with self._streams(view, read.arrived) as streams:
+                for at in range(0, len(view), UNIT_BYTES):
+                    part = view[at : at + UNIT_BYTES]
+                    streams.put(partial(self._files.read_into, version, file, part, offset=at))
+        self._events.count("storage_read_bytes", read.count)
+        self._files.check_end(version, file, read.count)
 
     @_in_place
     def read_chunks_into(
@@ -462,16 +459,23 @@ class Storage:
         Raises:
             CorruptError: missing, cut short, or damaged; names the bytes.
         """
-        where = f"{self.where}/{version}/{file.file}"
-        at = first * image_format.CHUNK_BYTES
-        for index, chunk in enumerate(image_format.chunks(view), first):
-            read = self._files.read_into(version, file, chunk, offset=at)
-            self._events.count("storage_read_bytes", read)
-            if read < len(chunk):
-                image_format.check_length(at + read, file.seal, where)
-            image_format.check_chunk(index, image_format.chunk_digest(chunk), file.seal, where)
-            at += read
-            progress(read)
+        with self._streams(view, progress) as streams:
+            for index, chunk in enumerate(image_format.chunks(view), first):
+                streams.put(partial(self._read_chunk, version, file, index, chunk))
+
+    def _read_chunk(self, version: Version, file: BundleFile, index: int, chunk: memoryview) -> int:
+        """Fills `chunk` with chunk `index` and proves it while it is in the processor's cache; returns its bytes."""
+        where, at = f"{self.where}/{version}/{file.file}", index * image_format.CHUNK_BYTES
+        read = self._files.read_into(version, file, chunk, offset=at)
+        self._events.count("storage_read_bytes", read)
+        if read < len(chunk):
+            image_format.check_length(at + read, file.seal, where)
+        image_format.check_chunk(index, image_format.chunk_digest(chunk), file.seal, where)
+        return read
+
+    def _streams(self, view: memoryview, done: Callable[[int], None]) -> Streams:
+        """Streams that fill `view`; one, in the caller's thread, if it is small."""
+        return Streams(self._readers, MOST_STREAMS if len(view) > UNIT_BYTES else 1, done)
 
     @_in_place
     def verify_bundle(self, version: Version, file: BundleFile, progress: Callable[[int], None] | None = None) -> None:
@@ -691,6 +695,24 @@ class Storage:
     def _counted(self, data: bytes) -> bytes:
         self._events.count("storage_record_read_bytes", len(data))
         return data
+
+
+class _Read:
+    """Counts what has arrived of an image from its first byte on, up to where the file ended."""
+
+    def __init__(self, length: int, progress: Callable[[int], None]) -> None:
+        self.count = 0
+        self._length = length
+        self._progress = progress
+        self._ended = False
+
+    def arrived(self, num_bytes: int) -> None:
+        """Takes the bytes of the next unit."""
+        if self._ended:
+            return
+        self._ended = num_bytes < min(UNIT_BYTES, self._length - self.count)
+        self.count += num_bytes
+        self._progress(num_bytes)
 
 
 def _incomplete(what: str, where: str) -> StorageError:

@@ -1,0 +1,129 @@
+"""Several streams to one place: a store often gives one stream a small part of what it gives many.
+
+How many go at once is learnt from the place itself: a few at first, twice as many as long as that makes it faster by a
+tenth. What they did is told in the order in which it was begun, by the thread that began it. The first error ends all,
+and nothing runs any more when the block is left: a descriptor may be closed then, a buffer given to something else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+# What one stream moves in one call.
+UNIT_BYTES = 8 << 20
+FIRST_STREAMS = 4
+MOST_STREAMS = 32
+# So many times faster it has to become by twice as many.
+GAIN = 1.1
+# A trial is so many units per stream; after so many trials without a change the next number is tried once more.
+UNITS_PER_TRIAL = 2
+TRIALS_BETWEEN = 64
+
+
+class StreamCount:
+    """Holds how many streams one place is worth in one direction. Any thread may call it."""
+
+    def __init__(self, *, first: int = FIRST_STREAMS, most: int = MOST_STREAMS) -> None:
+        self.now = first
+        self._most = most
+        self._lock = threading.Lock()
+        self._fewer_rate = 0.0  # what half as many moved; 0: not known
+        self._rest = 0
+
+    def learn(self, count: int, bytes_per_s: float) -> None:
+        """Takes what so many streams moved in one trial."""
+        with self._lock:
+            if count != self.now:
+                return  # a trial that began before the last change
+            if self._rest:
+                self._rest -= 1
+                self._fewer_rate = 0.0
+            elif self._fewer_rate and bytes_per_s < GAIN * self._fewer_rate:
+                self.now, self._rest = max(1, count // 2), TRIALS_BETWEEN
+            elif 2 * count <= self._most:
+                self.now, self._fewer_rate = 2 * count, bytes_per_s
+
+
+class Streams:
+    """Does work of one kind, some of it at once: `with Streams(count, at_once, done) as streams: streams.put(work)`.
+
+    Args:
+        count: how many the place is worth; it learns from this.
+        at_once: never more than so many, the one that is put included. 1: the caller's own thread does it.
+        done: told the bytes that each work moved, in the order of `put`, by the thread that puts.
+    """
+
+    def __init__(self, count: StreamCount, at_once: int, done: Callable[[int], None]) -> None:
+        self._count = count
+        self._at_once = at_once
+        self._done = done
+        self._running: deque[Future[int]] = deque()
+        self._errors: list[BaseException] = []
+        self._pool = ThreadPoolExecutor(at_once, "holdfast streams") if at_once > 1 else None
+        self._began_s, self._trial, self._units, self._bytes = time.monotonic(), count.now, 0, 0
+
+    def __enter__(self) -> Streams:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.drain()
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def put(self, work: Callable[[], int]) -> None:
+        """Begins a work. When this returns, fewer than `at_once` are under way.
+
+        Raises:
+            BaseException: what the first work that failed raised; nothing more is begun then.
+        """
+        if self._pool is None:
+            self._done(work())
+            return
+        self._running.append(self._pool.submit(self._guarded, work))
+        self._wait(min(self._count.now, self._at_once) - 1)
+
+    def drain(self) -> None:
+        """Waits until nothing is under way; raises as `put`."""
+        self._wait(0)
+
+    def _wait(self, left: int) -> None:
+        while len(self._running) > left or (self._running and self._running[0].done()):
+            if self._errors:
+                raise self._errors[0]
+            num_bytes = self._running.popleft().result()
+            self._measure(num_bytes)
+            self._done(num_bytes)
+        if self._errors:
+            raise self._errors[0]
+
+    def _guarded(self, work: Callable[[], int]) -> int:
+        """A stream's work; after another's error it moves nothing."""
+        if self._errors:
+            return 0
+        try:
+            return work()
+        except BaseException as error:
+            self._errors.append(error)
+            raise
+
+    def _measure(self, num_bytes: int) -> None:
+        if self._trial != self._count.now:
+            self._began_s, self._trial, self._units, self._bytes = time.monotonic(), self._count.now, 0, 0
+        self._units += 1
+        self._bytes += num_bytes
+        if self._units < UNITS_PER_TRIAL * self._trial:
+            return
+        now = time.monotonic()
+        if self._at_once >= self._trial:
+            self._count.learn(self._trial, self._bytes / max(now - self._began_s, 1e-6))
+        self._began_s, self._trial, self._units, self._bytes = now, self._count.now, 0, 0
