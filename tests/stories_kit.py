@@ -11,7 +11,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,13 +77,24 @@ class Stories:
             facts.append(json.loads((place / "facts").read_text()))
         return facts[0], facts[1]
 
-    def ranks(self, number: int, plan: str, moment: str = "", of: int = 0) -> list[dict[str, Any]]:
-        """Facts of every rank under the launcher, which starts again what was killed; without a moment undisturbed, and once."""
+    def ranks(
+        self, number: int, plan: str, moment: str = "", of: int = 0, launch: Sequence[str] = ()
+    ) -> list[dict[str, Any]]:
+        """Facts of every rank under the launcher, which starts again what was killed; without a moment undisturbed, and once.
+
+        Args:
+            number: of ranks.
+            plan: of the story.
+            moment: at which ranks are killed.
+            of: the rank that is killed, or -1 for all.
+            launch: the command of another launcher than `holdfast run`, as far as the script.
+        """
         if not moment and (number, plan) in self.known:
             return [dict(facts) for facts in self.known[number, plan]]
         place = self._directory()
         files = [str(place / "root"), str(place / "facts")]
-        command = [*launching(number), "--max-restarts", "2", str(self.script), *files, "--plan", plan]
+        launch = launch or [*launching(number), "--max-restarts", "2"]
+        command = [*launch, str(self.script), *files, "--plan", plan]
         command += ["--ranks", str(number), *(("--kill", moment, "--of", str(of)) if moment else ())]
         variables = {**self.environment, **({} if moment else {"HOLDFAST_DISABLE": "1"})}
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=250, check=False)

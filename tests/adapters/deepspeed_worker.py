@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+from pathlib import Path
 
 import deepspeed
 import torch
@@ -23,6 +26,8 @@ def main() -> None:
     parser.add_argument("--tag", help="what load_checkpoint is given")
     parser.add_argument("--durable-every", type=int, default=1)
     parser.add_argument("--no-native", action="store_true", help="DeepSpeed's own files are left away")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches of a step")
+    parser.add_argument("--kill", type=int, default=-1, help="rank 1 kills itself with SIGKILL in this step, once")
     options = parser.parse_args()
     deepspeed.init_distributed("gloo")
     torch.manual_seed(1)
@@ -34,6 +39,7 @@ def main() -> None:
         "zero_optimization": {"stage": options.stage, "stage3_param_persistence_threshold": 0},
         "bf16": {"enabled": options.bf16},
         "steps_per_print": 1000,
+        "gradient_accumulation_steps": options.accumulate,
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
     if not options.native:
@@ -49,10 +55,13 @@ def main() -> None:
     while engine.global_steps < options.steps:
         step = engine.global_steps
         source = torch.Generator().manual_seed(1000 * step + rank)
-        x, y = torch.randn(4, 32, generator=source), torch.randn(4, 8, generator=source)
-        loss = (engine(x.to(dtype)) - y).pow(2).mean()
-        engine.backward(loss)
-        engine.step()
+        for _ in range(options.accumulate):
+            x, y = torch.randn(4, 32, generator=source), torch.randn(4, 8, generator=source)
+            loss = (engine(x.to(dtype)) - y).pow(2).mean()
+            engine.backward(loss)
+            if (rank, step) == (1, options.kill):
+                kill_once(Path(options.root, "killed"))
+            engine.step()
         if not options.native:
             engine.save_checkpoint(options.root)
         adapter_output.step(rank, step, [loss.detach(), *state(engine)])
@@ -60,6 +69,13 @@ def main() -> None:
     print(f"state {rank} {adapter_output.digest(state(engine))}", flush=True)
     engine.destroy()
     torch.distributed.destroy_process_group()
+
+
+def kill_once(marker: Path) -> None:
+    """Ends this process in the middle of a step; the marker outlives it."""
+    if not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def state(engine: deepspeed.DeepSpeedEngine) -> list[torch.Tensor]:

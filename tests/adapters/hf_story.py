@@ -142,9 +142,11 @@ class Counts(TrainerCallback, ExportableState):
     def __init__(self) -> None:
         self.count = dict.fromkeys(("steps", "parts", "evaluations", "saves", "logs", "epochs", "epochs begun"), 0)
         self.told: list[int] = []
+        self.last = ""  # the weights behind the last step, before the best ones may be loaded
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
         self.told.append(state.global_step)
+        self.last = digest(list(model.parameters()))
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # A restart within an epoch begins it once more.
@@ -153,8 +155,9 @@ class Counts(TrainerCallback, ExportableState):
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.count["parts"] += 1
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
         self.count["steps"] += 1
+        self.last = digest(list(model.parameters()))
         torch.rand(1)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -262,7 +265,7 @@ def main(words: list[str]) -> None:
         tensor for of in states for per in of.values() for _, tensor in sorted(per.items()) if torch.is_tensor(tensor)
     ]
     facts = {
-        "step": trainer.state.global_step, "parameters": digest(list(trainer.model.parameters())), "optimizer": digest(moments),
+        "step": trainer.state.global_step, "last": counts.last, "parameters": digest(list(trainer.model.parameters())), "optimizer": digest(moments),
         "other": digest(list(trainer.other.parameters())), "history": history, "best": trainer.state.best_metric,
         "patience": patience.early_stopping_patience_counter, "counts": counts.count, "loss": result.training_loss,
         "flos": trainer.state.total_flos, "rates": trainer.lr_scheduler.get_last_lr(), "random": torch.rand(1).item().hex(),

@@ -44,7 +44,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "limit": {"max_epochs": 3, "limit_train_batches": 10, "val_check_interval": 5},
     "accumulate": {"max_epochs": 3, "limit_train_batches": 10, "accumulate_grad_batches": 3, "val_check_interval": 3},
     "steps": {"max_steps": 17, "max_epochs": -1, "val_check_interval": 4, "check_val_every_n_epoch": None},
-    "plateau": {"max_epochs": 2, "val_check_interval": 4},
+    "plateau": {"max_epochs": 2, "val_check_interval": 5},
     "stops": {"max_epochs": 4, "val_check_interval": 2},
     "manual": {"max_epochs": 2, "val_check_interval": 5},
     "iterable": {"max_epochs": 2, "val_check_interval": 5},

@@ -6,6 +6,7 @@ The matrix is configurations times moments. A few of its cases, drawn once, run 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +82,17 @@ def test_asked_to_stop_at_a_moment_no_step_is_lost(lives: Stories, plan: str, mo
     facts, told = lives.killed(plan, moment, "--term", "--every", "100")
     assert facts["starts"] == [int(moment.partition(":")[2]) + moment.startswith("part")], told
     same(facts, lives.undisturbed(plan))
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_under_accelerate_launch_is_started_again_and_ends_undisturbed(lives: Stories) -> None:
+    words = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no --max_restarts 2"
+    free_port = "--rdzv_backend c10d --main_process_port 0"
+    launch = [sys.executable, "-W", "ignore", "-m", "accelerate.commands.launch", *words.split(), *free_port.split()]
+    killed = lives.ranks(2, "evaluates", "eval:4", 1, launch)
+    for facts, undisturbed in zip(killed, lives.ranks(2, "evaluates"), strict=True):
+        assert facts["starts"][-1] > 0
+        same(facts, undisturbed)
 
 
 @pytest.mark.slow

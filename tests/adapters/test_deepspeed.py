@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from doors_kit import SOURCE, starter
+from doors_kit import SOURCE, TORCHRUN, starter
 from holdfast.base.events import Events
 from holdfast.testing.contracts.adapter import CHECKS, Door, Task, Workshop
 from holdfast.tiers.storage.version_store import open_storage
@@ -28,9 +28,9 @@ WAYS = {
 }
 
 
-def door(way: str, *words: str) -> Door:
+def door(way: str, *words: str, launcher: str = TORCHRUN) -> Door:
     return Door(
-        starter(WORKER, *WAYS[way], *words, wide="--width 48"),
+        starter(WORKER, *WAYS[way], *words, launcher=launcher, wide="--width 48"),
         steps=6,
         # Two moments and the master copy are each rank's own and outweigh the module, which both hold; without ZeRO
         # both hold everything.
@@ -72,6 +72,17 @@ def test_what_only_memory_holds_comes_back_without_a_file_of_deepspeeds_own(way:
     whole = workshop.reference or workshop.run(door(way), Task(workshop.directory("whole"), 2, 6))
     assert after.steps.items() <= whole.steps.items()
     assert before.steps.items() <= whole.steps.items()
+
+
+def test_of_two_ranks_one_is_killed_between_two_batches_of_a_step(way: str, workshop: Workshop) -> None:
+    """The launcher starts both again; gradients are accumulated, as users do."""
+    accumulating = ("--accumulate", "2")
+    whole = workshop.run(door(way, *accumulating), Task(workshop.directory("accumulated"), 2, 6))
+    killed = door(way, *accumulating, "--kill", "3", launcher="holdfast.adapters.zero.launcher")
+    told = workshop.run(killed, Task(workshop.directory("one"), 2, 6))
+    assert set(told.starts.values()) == {3}
+    assert told.steps == whole.steps
+    assert _states(told.output) == _states(whole.output)
 
 
 def test_a_tag_means_its_step_and_so_many_saves_go_to_storage_as_were_asked_for(way: str, workshop: Workshop) -> None:

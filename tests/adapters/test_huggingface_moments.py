@@ -64,6 +64,14 @@ def test_asked_to_stop_at_a_moment_no_step_is_lost(lives: Stories, plan: str, mo
 
 
 @pytest.mark.slow
+def test_the_version_of_the_last_step_has_its_weights_and_not_the_best_ones(lives: Stories) -> None:
+    """The cadence leaves the last step out, so it is saved at the end, where the trainer loads the best weights."""
+    facts, told = lives.killed("steps", "over:13", "--every", "5")
+    assert facts["starts"] == [13], told
+    same(facts, lives.undisturbed("steps"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["begin:5", "eval:8", "begin:11"])
 def test_told_the_last_checkpoint_a_restart_goes_on_with_a_later_step_of_the_same_run(
     lives: Stories, moment: str
@@ -82,7 +90,7 @@ def test_told_the_last_checkpoint_a_restart_goes_on_with_a_later_step_of_the_sam
         ("steps", "eval:3"),
         ("steps", "saving:6"),
         ("steps", "step:9"),
-        ("job", "part:3"),
+        ("job", "part:4"),
         ("job", "eval:4"),
     ],
 )

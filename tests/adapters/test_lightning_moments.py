@@ -24,7 +24,7 @@ MATRIX = {
     "limit": "begin:4 val:5 begin:6 batch:9 val:10 epoch:10 begin:10 begin:11 begin:20 begin:21 val:15 epoch:30 end:30",
     "accumulate": "begin:2 begin:3 val:2 begin:4 begin:5 val:5 epoch:4 epoch:8 begin:7 begin:8 epoch:12 end:12",
     "steps": "begin:3 val:4 begin:5 epoch:12 begin:12 begin:13 val:8 val:12 begin:14 val:16 epoch:17 end:17",
-    "plateau": "begin:7 begin:14 val:4 val:8 val:12 epoch:12 begin:12 begin:13 val:16 epoch:24 end:24",
+    "plateau": "begin:7 begin:11 begin:14 val:5 val:10 epoch:12 begin:12 begin:13 val:17 begin:23 epoch:24 end:24",
     "stops": "begin:2 val:2 begin:5 val:6 begin:7 val:8 epoch:8 end:8",
     "manual": "begin:3 val:7 begin:10 val:14 epoch:16 begin:16 begin:18 val:23 epoch:32 end:32",
     "iterable": "begin:4 val:5 begin:7 epoch:12 begin:12 begin:13 begin:14 val:17 epoch:24 end:24",
@@ -90,7 +90,7 @@ def test_told_the_last_checkpoint_a_restart_goes_on_with_the_same_or_a_later_ste
         ("limit", "epoch:10"),
         ("limit", "begin:11"),
         ("job", "begin:4"),
-        ("job", "val:10"),
+        ("job", "val:8"),
     ],
 )
 def test_of_two_ranks_killed_both_end_undisturbed(lives: Stories, plan: str, moment: str, of: int) -> None:
