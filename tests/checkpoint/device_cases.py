@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import sys
 import threading
@@ -424,6 +425,33 @@ def a_note_has_what_a_device_writes_to_host_memory() -> None:
     (note,) = survivor_state.notes_of("j", 0, 1).values()
     (data,) = (data for name, data in note.small.items() if name.endswith("last"))
     assert set(torch.frombuffer(bytearray(data), dtype=torch.float32).tolist()) == {7.0}, "of another step"
+
+
+class HostMomentum(torch.optim.SGD):
+    """Keeps its momentum in host memory."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state.setdefault("momentum", torch.zeros(parameter.shape)).add_(parameter.grad.cpu())
+            parameter.data.sub_(state["momentum"].to(parameter.device), alpha=0.1)
+
+
+@case
+def state_on_the_host_of_parameters_on_a_device_is_told_by_name() -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("holdfast").addHandler(handler)
+    for kind, told in ((torch.optim.AdamW, []), (HostMomentum, ["optimizer keeps 'momentum' in host memory"])):
+        model = torch.nn.Linear(8, 8).to(place())
+        optimizer = kind(model.parameters(), lr=0.1)
+        state = State({"model": model, "optimizer": optimizer}, rank=0, world_size=1)
+        for _ in range(2):
+            model(torch.ones(1, 8, device=place())).sum().backward()
+            optimizer.step()
+            state.gather()
+        assert [line.partition(",")[0] for line in said if "in host memory" in line] == told, said
 
 
 @bug

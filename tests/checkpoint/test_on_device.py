@@ -32,6 +32,7 @@ TOGETHER = (
     "a_rank_goes_on_with_its_sequence_on_another_device",
     "a_restore_waits_for_what_is_queued_for_its_tensors",
     "a_buffer_is_used_again_when_the_device_has_read_it",
+    "state_on_the_host_of_parameters_on_a_device_is_told_by_name",
     "what_is_queued_behind_a_hung_collective_is_void",
 )
 # In a process each; True: slow.

@@ -6,10 +6,36 @@ read would come behind. Only pinned memory is written so: a copy to other host m
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol
+
 import torch
 
 from holdfast.checkpoint.device import accelerator
-from holdfast.checkpoint.entries.types import Gathered, LiveTensor
+
+
+class LocalTensor(Protocol):
+    """Lists what is asked of a tensor of the state: `checkpoint.entries.types.LiveTensor`."""
+
+    @property
+    def local(self) -> torch.Tensor:
+        """Returns what this rank has of it."""
+
+    @property
+    def late(self) -> bool:
+        """Return whether an optimizer owns it."""
+
+
+class StateTensors(Protocol):
+    """Lists what is asked of a state: `checkpoint.entries.types.Gathered`."""
+
+    @property
+    def tensors(self) -> Mapping[str, LocalTensor]:
+        """Returns all of them, by name."""
+
+    @property
+    def storages(self) -> int:
+        """Returns a number that rises when what optimizers own lies in other memory."""
 
 
 class PinnedWrites:
@@ -19,7 +45,7 @@ class PinnedWrites:
         self._storages = -1
         self._owned_pinned = False
 
-    def end(self, gathered: Gathered, deadline_s: float) -> bool:
+    def end(self, gathered: StateTensors, deadline_s: float) -> bool:
         """Waits at most so many seconds until devices have done what this thread queued, if the state has pinned memory.
 
         Returns whether all is written. A state without pinned memory is not waited for, nor is a process without a device.
@@ -33,7 +59,7 @@ class PinnedWrites:
             return False
         return accelerator.wait(events, deadline_s)
 
-    def _is_pinned(self, gathered: Gathered) -> bool:
+    def _is_pinned(self, gathered: StateTensors) -> bool:
         if gathered.storages != self._storages:
             self._storages = gathered.storages
             self._owned_pinned = any(_is_pinned(live) for live in gathered.tensors.values() if live.late)
@@ -41,6 +67,5 @@ class PinnedWrites:
         return self._owned_pinned or any(_is_pinned(live) for live in gathered.tensors.values() if not live.late)
 
 
-def _is_pinned(live: LiveTensor) -> bool:
-    tensor: torch.Tensor = live.local
-    return tensor.device.type == "cpu" and tensor.is_pinned()
+def _is_pinned(live: LocalTensor) -> bool:
+    return live.local.device.type == "cpu" and live.local.is_pinned()
