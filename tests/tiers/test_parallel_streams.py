@@ -154,6 +154,24 @@ def test_the_first_error_ends_all_and_nothing_runs_afterwards() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast stream")]
 
 
+@pytest.mark.parametrize("allowed", [0, 1, 3])
+def test_the_threads_that_the_system_allows_do_all(allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, started, real = list[int](), list[threading.Thread](), threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if len(started) == allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with Streams(StreamCount(), 8, told.append) as streams:
+        for number in range(1, 31):
+            streams.put(partial(int, number))
+    assert told == list(range(1, 31))
+    assert len(started) == allowed
+
+
 def test_an_error_after_the_last_was_put_is_heard() -> None:
     def work() -> int:
         raise OSError("late")

@@ -113,9 +113,7 @@ class Streams:
         self._running.append(future)
         self._works.put(partial(self._do, work, future))
         if len(self._threads) < len(self._running):
-            thread = threading.Thread(target=self._stream, name="holdfast stream", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            self._start()
         self._wait(min(self._count.now, self._at_once) - 1)
 
     def drain(self) -> None:
@@ -131,6 +129,17 @@ class Streams:
             self._done(num_bytes)
         if self._errors:
             raise self._errors[0]
+
+    def _start(self) -> None:
+        """Starts one more thread. Where the system allows none, those that run do the work, or the caller's own."""
+        thread = threading.Thread(target=self._stream, name="holdfast stream", daemon=True)
+        self._threads.append(thread)
+        try:
+            thread.start()
+        except RuntimeError:
+            self._threads.remove(thread)
+            if not self._threads and (do := self._works.get()) is not None:
+                do()
 
     def _stream(self) -> None:
         while (do := self._works.get()) is not None:
